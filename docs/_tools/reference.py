@@ -46,6 +46,7 @@ SPECIAL = {
     "trusted_uids": "list",
     "split_factor": "tokens",
     "max_bytes_per_salt": "size",
+    "min_free_inodes": "number or share",
 }
 PROMPT_TOKENS = 8192
 PREFILL = 5000
@@ -112,6 +113,7 @@ def directory_limits() -> str:
     """What `bounds.json` may say."""
     options = {"max_bytes": "--max-bytes", "min_free_bytes": "--min-free", "ttl_s": "--ttl"}
     options["max_bytes_per_salt"] = "--max-per-salt"
+    options["min_free_inodes"] = "--min-free-inodes"
     texts = descriptions(Limits)
     rows = [[f"`{n}`", unit(Limits, n), f"`vua gc DIR {options[n]} ... --set`", texts[n]]
             for n in texts]  # fmt: skip

@@ -25,7 +25,15 @@ from vua.capacity import ttl
 from vua.capacity.lru import MTIME_STEP_NS, is_unchanged, mtime_ns_of, set_mtime
 from vua.capacity.policy import LRU
 from vua.capacity.prefix_tree import ancestors
-from vua.capacity.removal import GRACE_S, NOTHING, Freed, drop_empty, evict_chunk
+from vua.capacity.removal import (
+    GRACE_S,
+    NOTHING,
+    Freed,
+    ImmovableError,
+    drop_empty,
+    evict_chunk,
+    told_immovable,
+)
 from vua.capacity.scan import (
     Candidate,
     Rank,
@@ -55,6 +63,8 @@ much longer than it took."""
 PINNED_SHARE: Final = 0.5
 """Share of the limit that pins may hold. Beyond it the least recently used pinned chunks are
 evicted when room is needed."""
+_IMMOVABLE_S: Final = 600.0
+"""After so long chunks are tried again that could not be deleted."""
 _PULSE_CHUNKS: Final = 16
 """Chunks deleted between two calls of `pulse`."""
 
@@ -117,7 +127,12 @@ class Evictor:
         """Whether chunks stay that have not travelled to the places behind a tiered cache, for as
         long as others can go."""
         self.counts: Counter[str] = Counter()
-        """``unsent_evicted``: how many went that had not."""
+        """``unsent_evicted``: how many went that had not; ``immovable``: how many cannot go."""
+        self.immovable: dict[tuple[str, str], OSError] = {}
+        """Chunks, as (namespace, chunk), that could be neither moved nor deleted, and why. They are
+        passed over; now and then one is tried again."""
+        self._immovable_until_s = 0.0
+        self._warned = False
         self._spared: list[Candidate] = []
         """Victims that the last run passed over: of the prompt being stored, or still to travel."""
         self._has_unsent = False
@@ -292,6 +307,11 @@ class Evictor:
         """Take the victims of a pass that ``began_s``, ``seen_ns`` by the server's clock."""
         now_s, self._seen_ns = time.monotonic(), seen_ns
         self._ranked_until_s = now_s + (now_s - began_s) / _PASSES_SHARE
+        if now_s >= self._immovable_until_s:  # somebody may have freed them
+            self.immovable.clear()
+            self._immovable_until_s = now_s + _IMMOVABLE_S
+        if self.immovable:
+            victims = [one for one in victims if (one.space, one.chunk) not in self.immovable]
         self._pool, self._spared, self._floor_rank = victims[::-1], [], None
         self._kept.clear()
         self._held.clear()
@@ -321,7 +341,11 @@ class Evictor:
         if not is_unchanged(space.fd, victim.chunk, victim.mtime_ns, seen_ns):
             self._keep_prefix(space, victim.chunk)
             return NOTHING  # used since, or gone
-        nbytes = self._evict_chunk(space, victim.chunk, mtime_ns=victim.mtime_ns)
+        try:
+            nbytes = self._evict_chunk(space, victim.chunk, mtime_ns=victim.mtime_ns)
+        except ImmovableError as problem:
+            self._pass_over(victim, problem)
+            return NOTHING
         if nbytes is None:
             if is_unchanged(space.fd, victim.chunk, victim.mtime_ns, seen_ns):
                 return self._hold(space, victim, by_name, pins_nbytes)
@@ -329,6 +353,14 @@ class Evictor:
             return NOTHING
         self._tell(victim)
         return Freed(1, nbytes)
+
+    def _pass_over(self, victim: Candidate, problem: OSError) -> None:
+        """Remember a chunk that cannot go; the first one is named."""
+        self.immovable[victim.space, victim.chunk] = problem
+        self.counts["immovable"] += 1
+        if not self._warned:
+            self._warned = True
+            log.warning("%s: %s", self._root, told_immovable(self.immovable))
 
     def _keep_prefix(self, space: Space, chunk: str) -> None:
         """Note that a chunk stays, if it is there, and with it what comes before it."""
@@ -361,7 +393,11 @@ class Evictor:
             space = by_name[first.space]
             if not is_unchanged(space.fd, first.chunk, first.mtime_ns, self._seen_ns):
                 continue
-            gone = self._evict_chunk(space, first.chunk, pinned=True)
+            try:
+                gone = self._evict_chunk(space, first.chunk, pinned=True)
+            except ImmovableError as problem:
+                self._pass_over(first, problem)
+                continue
             if gone is not None:
                 self._tell(first)
                 freed += Freed(1, gone)

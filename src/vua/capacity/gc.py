@@ -37,7 +37,7 @@ from vua.capacity.scan import (
     spaces,
 )
 from vua.capacity.unreadable import evict_unreadable
-from vua.capacity.usage import TOLERANCE, Usage, measure
+from vua.capacity.usage import TOLERANCE, Usage, measure, nbytes_per_inode
 from vua.storage.claim import claim
 from vua.storage.description import is_later
 from vua.storage.local import SUFFIX, chunk_path
@@ -70,11 +70,15 @@ class Report:
     emptied: int = 0
     """Namespaces without a chunk that were deleted."""
     free_nbytes: int = 0
+    free_inodes: int | None = None
+    """None where the file system does not count them."""
     pinned_nbytes: int | None = None
     """None where it was not looked at."""
     pins_most: int = 0
     """How many bytes of it stay when room is needed: a share of the bounds that hold for good."""
     seconds: float = 0.0
+    left: str = ""
+    """What is told of chunks that could be neither moved nor deleted."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -82,6 +86,8 @@ class Report:
         """Whether the cache is within its bounds now, but for what writers add meanwhile."""
         limits = self.limits
         enough = self.free_nbytes >= limits.min_free_bytes
+        if self.free_inodes is not None:
+            enough = enough and self.free_inodes >= limits.min_free_inodes
         return self.usage.nbytes <= limits.max_bytes * (1 + TOLERANCE) and enough
 
 
@@ -136,7 +142,8 @@ def collect(
         if directory is None:
             _rehearse_eviction(root, now_ns, limits, report, remover)
         else:
-            _evict(root, directory, limits, report, show)
+            _evict(root, directory, limits, report, show, remover)
+        report.left = remover.left
         report.emptied = _drop_empty(root, now_ns, remover)
     finally:
         if directory is not None:
@@ -304,9 +311,11 @@ def _evict(
     limits: ResolvedLimits,
     report: Report,
     show: Show,
+    remover: Remover,
 ) -> None:
     """Evict what is too old or too much, when it is this pass's turn."""
     evictor = Evictor(root, policy=LeastHitDensity(root))
+    evictor.immovable = remover.immovable
     deadline_s = time.monotonic() + _LEASE_WAIT_S
     while True:
         with lease(directory) as held:
@@ -351,6 +360,11 @@ def _look(root: str | os.PathLike[str], limits: ResolvedLimits, report: Report) 
     report.usage = measure(root, counted=_EVERY_NAME)
     status = os.statvfs(root)
     report.free_nbytes = status.f_bavail * status.f_frsize
+    report.free_inodes = status.f_favail if status.f_files else None
+    missing_inodes = limits.min_free_inodes - (report.free_inodes or 0)
     return max(
-        report.usage.nbytes - limits.max_bytes, limits.min_free_bytes - report.free_nbytes, 0
+        report.usage.nbytes - limits.max_bytes,
+        limits.min_free_bytes - report.free_nbytes,
+        0 if report.free_inodes is None else missing_inodes * nbytes_per_inode(report.usage),
+        0,
     )

@@ -4,12 +4,16 @@
 it has not been renewed for `EXPIRY_S` *by the server's clock*. It only saves work. There may be
 two holders at once: a host that slept, an NFS client that created twice. They delete the same
 oldest chunks, and at worst a burst too many. No wrong byte and no lost prefix can come of it.
+
+Where a full file system has no room for that file, the directory itself is locked, which needs
+none: else a full one could never be emptied.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import stat
@@ -17,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from vua.capacity.lru import server_now_ns
+from vua.capacity.lru import FULL, Bare, server_now_ns
 from vua.io.atomic import see_to_mode
 from vua.storage.mark import UPKEEP
 
@@ -33,13 +37,18 @@ def upkeep_directory(root: str | os.PathLike[str]) -> int:
     """Open (and make) the directory of the lease; the caller closes it. Raises OSError.
 
     Whoever may write to ``root`` may write to it, and nobody else may look: it gets the same group,
-    and that group's rights where these allow writing.
+    and that group's rights where these allow writing. Where a full file system has no room for it,
+    it is ``root`` itself, as a :class:`Bare` one.
     """
     path, above = Path(root) / UPKEEP, os.stat(root)
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
         pass
+    except OSError as problem:
+        if problem.errno not in FULL:
+            raise
+        return Bare(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     else:
         with contextlib.suppress(OSError):  # another's group
             os.chown(path, -1, above.st_gid)
@@ -51,13 +60,14 @@ def upkeep_directory(root: str | os.PathLike[str]) -> int:
 class Lease:
     """A lease that is held."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int | None) -> None:
         self._fd = fd
 
     def renew(self) -> None:
-        """Give a sign of life."""
-        with contextlib.suppress(OSError):
-            os.utime(self._fd)
+        """Give a sign of life; a lock needs none."""
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                os.utime(self._fd)
 
 
 @contextlib.contextmanager
@@ -66,13 +76,16 @@ def lease(directory: int) -> Iterator[Lease | None]:
 
     Raises OSError where nothing can be created there.
     """
-    fd = _create(directory)
-    if fd is None and _expired(directory):
-        with contextlib.suppress(OSError):  # somebody else was faster
-            aside = f"{_LEASE}-{secrets.token_hex(4)}"
-            os.rename(_LEASE, aside, src_dir_fd=directory, dst_dir_fd=directory)
-            os.unlink(aside, dir_fd=directory)
-        fd = _create(directory)
+    try:
+        fd = None if isinstance(directory, Bare) else _taken(directory)
+    except OSError as problem:
+        if problem.errno not in FULL:
+            raise
+        directory = Bare(directory)
+    if isinstance(directory, Bare):
+        with _locked(directory) as locked:
+            yield Lease(None) if locked else None
+        return
     if fd is None:
         yield None
         return
@@ -84,6 +97,40 @@ def lease(directory: int) -> Iterator[Lease | None]:
             if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
                 os.unlink(_LEASE, dir_fd=directory)
         os.close(fd)
+
+
+@contextlib.contextmanager
+def _locked(directory: int) -> Iterator[bool]:
+    """Lock a directory through its descriptor; whether that went well."""
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        yield False
+        return
+    except OSError:  # a file system without locks: it only saves work
+        yield True
+        return
+    try:
+        yield True
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(directory, fcntl.LOCK_UN)
+
+
+def _taken(directory: int) -> int | None:
+    """Make the lease, in the place of one that has expired; None while somebody holds it."""
+    fd = _create(directory)
+    if fd is not None or not _expired(directory):
+        return fd
+    try:
+        aside = f"{_LEASE}-{secrets.token_hex(4)}"
+        os.rename(_LEASE, aside, src_dir_fd=directory, dst_dir_fd=directory)
+        os.unlink(aside, dir_fd=directory)
+    except OSError as problem:  # somebody else was faster, or the file system is full
+        if problem.errno in FULL:
+            with contextlib.suppress(OSError):
+                os.unlink(_LEASE, dir_fd=directory)
+    return _create(directory)
 
 
 def _create(directory: int) -> int | None:

@@ -39,6 +39,10 @@ DEFAULT_MIN_FREE: Final = "5%"
 """Share of the file system that is left free whoever fills it, so that others can still write."""
 DEFAULT_MIN_FREE_MOST: Final = 10 << 30
 """Upper limit of DEFAULT_MIN_FREE in bytes: 5 % of a large file system is more than needed."""
+DEFAULT_MIN_FREE_INODES: Final = "2%"
+"""Share of the file system's inodes that is left free. Each chunk takes two, and the last one is
+needed to tell the time and to hold the lease. File systems that make inodes as they are needed
+(btrfs) count none, and have no such limit."""
 
 MAX_NBYTES: Final = (1 << 63) - 1
 """The largest size that file systems can express."""
@@ -93,10 +97,13 @@ class Limits:
     """Seconds without use after which a chunk is deleted."""
     max_bytes_per_salt: int | str | None = None
     """Bytes per cache salt (more exactly: per extras of a first chunk); kept by `vua gc` alone."""
+    min_free_inodes: int | str | None = None
+    """Inodes (files and directories) of the file system that the cache leaves free: a number, or a
+    share like ``"2%"``."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that are no size or no time."""
-        for name in ("max_bytes", "min_free_bytes", "max_bytes_per_salt"):
+        for name in ("max_bytes", "min_free_bytes", "max_bytes_per_salt", "min_free_inodes"):
             value = getattr(self, name)
             if value is not None:
                 try:
@@ -122,6 +129,7 @@ class ResolvedLimits:
     min_free_bytes: int
     ttl_s: float | None
     max_bytes_per_salt: int | None
+    min_free_inodes: int = 0
 
     @classmethod
     def of(
@@ -145,7 +153,7 @@ class ResolvedLimits:
         whole = status.f_blocks * status.f_frsize
         everything = (*said, read_bounds(root, refused)) if file else said
 
-        def sizes(name: str) -> list[int]:
+        def sizes(name: str, whole: int = whole) -> list[int]:
             values = (getattr(bounds, name) for bounds in everything)
             return [nbytes_of(value, whole) for value in values if value is not None]
 
@@ -157,6 +165,10 @@ class ResolvedLimits:
             ),
             ttl_s=min((one.ttl_s for one in everything if one.ttl_s is not None), default=None),
             max_bytes_per_salt=min(sizes("max_bytes_per_salt"), default=None),
+            min_free_inodes=max(
+                sizes("min_free_inodes", status.f_files)
+                or [nbytes_of(DEFAULT_MIN_FREE_INODES, status.f_files)]
+            ),
         )
 
 

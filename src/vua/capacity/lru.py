@@ -19,6 +19,7 @@ changed since stays, and so does its prefix.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -26,12 +27,15 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
+from vua.io.posix import is_local
 from vua.native import LATEST_NS
 from vua.storage.local import chunk_path
 
 __all__ = [
+    "FULL",
     "MTIME_STEP_NS",
     "ORPHAN_MTIME_NS",
+    "Bare",
     "got_child",
     "inherit",
     "is_unchanged",
@@ -48,6 +52,9 @@ MTIME_STEP_NS: Final = 1000
 ORPHAN_MTIME_NS: Final = 10**18
 """mtime (in 2001) of a chunk whose parent is missing. With 'now' it would look recently used and
 evict the front of its own prompt."""
+
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors that mean: nothing can be made here, and perhaps nothing be changed."""
 
 CLOCK: Final = "clock"
 _TICK_MAX_S: Final = 0.05
@@ -137,12 +144,29 @@ def inherit(directory: int, chunk: str, parent: str) -> bool:
     return True
 
 
+class Bare(int):
+    """A descriptor of a directory in which nothing is to be made."""
+
+
 def server_now_ns(directory: int) -> int:
     """Return the file system's own time, ns since 1970; costs a write to a file named ``clock``.
 
-    Where that file is another user's, it costs a new file that is deleted again. Raises OSError
-    where ``directory`` (a descriptor) cannot be written to.
+    Where that file is another user's, it costs a new file that is deleted again. Where a file
+    system of this machine is full, its clock is asked, which is the kernel's. Raises OSError where
+    ``directory`` (a descriptor) cannot be written to.
     """
+    try:
+        if isinstance(directory, Bare):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # noqa: TRY301
+        return _time_of_file(directory)
+    except OSError as problem:
+        if problem.errno not in FULL or not is_local(directory):
+            raise
+    coarse = getattr(time, "CLOCK_REALTIME_COARSE", None)
+    return time.time_ns() if coarse is None else time.clock_gettime_ns(coarse)
+
+
+def _time_of_file(directory: int) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         fd = os.open(CLOCK, flags, 0o600, dir_fd=directory)

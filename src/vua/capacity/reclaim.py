@@ -59,6 +59,12 @@ _NO_SPACE: Final = (
 )
 
 
+_NO_INODES: Final = (
+    "the file system has few inodes left, and what is stored was used more recently, is pinned, or "
+    "others use them up; delete files, lower min_free_inodes in bounds.json, or see `df -i`"
+)
+
+
 class Below(NamedTuple):
     """What may be evicted for a new chunk."""
 
@@ -161,7 +167,7 @@ class Reclaim:
 
     def note_request(self, nbytes: int, before_ns: int | None, files: int) -> None:
         """Note what is to be written: ``files`` of ``nbytes`` in all, parent's mtime if any."""
-        self.estimate.count_request(nbytes)
+        self.estimate.count_request(nbytes, files)
         self._largest_bytes = max(self._largest_bytes, nbytes // files)
         self._latest_ns = _NO_PARENT_NS if before_ns is None else before_ns
         self._writing_ns = min(self._writing_ns, self._latest_ns)
@@ -245,7 +251,8 @@ class Reclaim:
         if self._someone_evicts and estimate.is_tolerable(nbytes):
             return True
         estimate.doubt()
-        self.warn_once("refused", f"{self._root}: no room for a chunk: {_NO_SPACE}")
+        cause = _NO_INODES if estimate.lacks_inodes else _NO_SPACE
+        self.warn_once("refused", f"{self._root}: no room for a chunk: {cause}")
         cost_s = time.monotonic() - began_s
         if cost_s > _COSTLY_S:
             self.paused_until_s = began_s + 10 * cost_s
@@ -380,7 +387,7 @@ class Reclaim:
             self._cannot_evict(problem)
             return NOTHING
         with self.lock:
-            self.estimate.freed(freed.nbytes)
+            self.estimate.freed(freed.nbytes, freed.chunks)
             self._counts["chunks_evicted"] += freed.chunks
             self._counts["bytes_evicted"] += freed.nbytes
         return freed

@@ -40,6 +40,7 @@ class _Request:
 
     nbytes: int
     below: Below
+    files: int = 1
     full: bool = False
     """Whether the disk was found full, whatever is estimated."""
     granted: bool = False
@@ -106,8 +107,8 @@ class ReclaimThread:
             if reclaim.is_worth_less(below):
                 return False
             if reclaim.estimate.is_stale or reclaim.estimate.missing(nbytes) > 0:
-                return self._ask(_Request(nbytes, below))
-            reclaim.estimate.reserve(nbytes)
+                return self._ask(_Request(nbytes, below, files))
+            reclaim.estimate.reserve(nbytes, files)
             if reclaim.is_due:
                 self._ahead = True
                 self._wake()
@@ -119,10 +120,10 @@ class ReclaimThread:
         with self._changed:
             return self.reclaim.is_nearly_full
 
-    def settle(self, reserved_bytes: int, written_bytes: int) -> None:
+    def settle(self, reserved_bytes: int, written_bytes: int, files: int = 1) -> None:
         """Note how much of what was reserved is written; once for each :meth:`reserve`."""
         with self._changed:
-            self.reclaim.estimate.settle(reserved_bytes, written_bytes)
+            self.reclaim.estimate.settle(reserved_bytes, written_bytes, files)
             if written_bytes:
                 self._pause_s = _PAUSES_S[0]  # the disk takes files: the next pause is short again
 
@@ -207,7 +208,7 @@ class ReclaimThread:
             self._requests.popleft()
             request.granted, request.answered = granted and not request.given_up, True
             if request.granted and not request.full:
-                self.reclaim.estimate.reserve(request.nbytes)
+                self.reclaim.estimate.reserve(request.nbytes, request.files)
             self._changed.notify_all()
         return True
 

@@ -1,23 +1,25 @@
 """All that deletes: files, chunks, namespaces, and only what VUA has put there (`owned`).
 
 A chunk leaves by one rename of its directory, and is then deleted file by file. It is out of sight
-at once and as a whole. Who has a file open goes on reading it. :class:`Remover` can also only add
-up what would go.
+at once and as a whole. Who has a file open goes on reading it. A file system that is full may
+refuse the rename, since it needs room itself: then the files are deleted where they lie.
+:class:`Remover` can also only add up what would go.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 from vua.capacity import ttl
-from vua.capacity.lru import got_child, server_now_ns
+from vua.capacity.lru import got_child, mtime_ns_of, server_now_ns
 from vua.capacity.owned import (
     QUARANTINED,
     is_chunk,
@@ -35,10 +37,12 @@ __all__ = [
     "GRACE_S",
     "NOTHING",
     "Freed",
+    "ImmovableError",
     "Remover",
     "delete_namespace",
     "drop_empty",
     "evict_chunk",
+    "told_immovable",
 ]
 
 GRACE_S: Final = 3600.0
@@ -60,6 +64,10 @@ class Freed(NamedTuple):
 NOTHING: Final = Freed(0, 0)
 
 
+class ImmovableError(OSError):
+    """A chunk can be neither moved nor deleted: `chattr +i`, a mount point, another user's."""
+
+
 def evict_chunk(
     space: Space, chunk: str, *, pinned: bool = False, mtime_ns: int | None = None
 ) -> int | None:
@@ -68,8 +76,8 @@ def evict_chunk(
     None: it is gone already, or pinned (``pinned`` deletes it all the same), or has got a child
     since it had ``mtime_ns``, and then comes back at once. Of several calls at the same time one
     succeeds. Where something lies in its directory that VUA did not put there, only the rest goes.
-    A crash leaves a ``trash-`` directory that `vua gc` deletes. Raises OSError where the directory
-    may not be written to.
+    A crash leaves a ``trash-`` directory that `vua gc` deletes. Raises ImmovableError where it
+    cannot be deleted, and may be whole or not then.
     """
     path, trash = chunk_path(chunk), f"{TRASH}{secrets.token_hex(8)}"
     held, foreign = _look(space, path)
@@ -84,6 +92,8 @@ def evict_chunk(
         os.rename(path, trash, src_dir_fd=space.fd, dst_dir_fd=space.fd)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as problem:
+        return _delete_in_place(space, chunk, mtime_ns, problem)
     stays = not pinned and _look(space, trash)[0]  # by somebody, this very moment
     if not stays and mtime_ns is not None:
         now_ns = os.stat(trash, dir_fd=space.fd, follow_symlinks=False).st_mtime_ns
@@ -93,7 +103,37 @@ def evict_chunk(
             os.rename(trash, path, src_dir_fd=space.fd, dst_dir_fd=space.fd)
             return None
     ttl.remove_ttl(space, chunk)
-    return delete_chunk(space.fd, trash)
+    nbytes = delete_chunk(space.fd, trash)
+    if _holds_entries(space, trash):
+        with contextlib.suppress(OSError):
+            os.rename(trash, path, src_dir_fd=space.fd, dst_dir_fd=space.fd)
+        raise ImmovableError(errno.EPERM, "a file cannot be deleted", _where(space, chunk))
+    return nbytes
+
+
+def _delete_in_place(
+    space: Space, chunk: str, mtime_ns: int | None, problem: OSError
+) -> int | None:
+    """Delete a chunk that cannot be renamed because of ``problem``; else as `evict_chunk`."""
+    path = chunk_path(chunk)
+    now_ns = mtime_ns_of(space.fd, chunk)
+    if now_ns is None or (mtime_ns is not None and got_child(now_ns, mtime_ns)):
+        return None
+    nbytes = 0 if problem.errno == errno.EBUSY else delete_chunk(space.fd, path)  # a mount point
+    if _holds_entries(space, path):
+        why = problem.strerror or "it cannot be moved"
+        raise ImmovableError(problem.errno, why, _where(space, chunk)) from problem
+    ttl.remove_ttl(space, chunk)
+    return nbytes
+
+
+def _holds_entries(space: Space, path: str) -> bool:
+    with listed(space.fd, path) as entries:
+        return any(is_chunk_file(entry) for entry in entries)
+
+
+def _where(space: Space, chunk: str) -> str:
+    return f"{space.name}/{chunk_path(chunk)}"
 
 
 def _look(space: Space, path: str) -> tuple[bool, bool]:
@@ -112,6 +152,8 @@ class Remover:
     def __init__(self, *, rehearse: bool = False) -> None:
         """Choose."""
         self.rehearse = rehearse
+        self.immovable: dict[tuple[str, str], OSError] = {}
+        """Chunks, as (namespace, chunk), that could be neither moved nor deleted, and why."""
         self._gone: set[tuple[str, str]] = set()
 
     def now_ns(self, directory: int | None) -> int:
@@ -121,9 +163,13 @@ class Remover:
     def evict_chunk(
         self, space: Space, chunk: str, *, pinned: bool = False, mtime_ns: int | None = None
     ) -> int | None:
-        """Delete a chunk, as :func:`evict_chunk` does."""
+        """Delete a chunk, as :func:`evict_chunk` does; None also for an immovable one."""
         if not self.rehearse:
-            return evict_chunk(space, chunk, pinned=pinned, mtime_ns=mtime_ns)
+            try:
+                return evict_chunk(space, chunk, pinned=pinned, mtime_ns=mtime_ns)
+            except ImmovableError as problem:
+                self.immovable[space.name, chunk] = problem
+                return None
         if not self.is_there(space, chunk):
             return None
         path = chunk_path(chunk)
@@ -143,6 +189,11 @@ class Remover:
             return False
         with listed(space.fd, chunk_path(chunk)) as entries:
             return any(one.name.endswith(SUFFIX) or is_temporary(one.name) for one in entries)
+
+    @property
+    def left(self) -> str:
+        """What is told of the immovable chunks; empty where there are none."""
+        return told_immovable(self.immovable)
 
     def leftover(self, parent: int, name: str) -> Freed:
         """Delete what a crash left behind, in a namespace or beside them."""
@@ -167,6 +218,17 @@ class Remover:
         if self.rehearse:
             return False
         return drop_empty(root, name, now_ns - int(GRACE_S * 1e9), now_ns)
+
+
+def told_immovable(found: Mapping[tuple[str, str], OSError]) -> str:
+    """Return how many chunks stay, and the first of them with its reason; empty without any."""
+    if not found:
+        return ""
+    first = next(iter(found.values()))
+    return (
+        f"{len(found)} chunks can be neither moved nor deleted and stay, the first is "
+        f"{first.filename} ({first.strerror}); look for `chattr +i`, mounts, and other users' files"
+    )
 
 
 def _is_directory(parent: int, name: str) -> bool:

@@ -329,7 +329,7 @@ class Reservation:
     def _settle(self, written_bytes: int) -> None:
         reserved, self._reserved_bytes = self._reserved_bytes, 0
         if reserved:
-            self._capacity.reclaiming.settle(reserved, written_bytes)
+            self._capacity.reclaiming.settle(reserved, written_bytes, len(self._keys))
 
     def _mtime_before_ns(self) -> int | None:
         """The mtime that the first chunk's parent has, or will have; what is older may go for it.

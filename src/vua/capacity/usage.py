@@ -31,9 +31,14 @@ from vua.capacity.scan import (
 from vua.errors import ConfigError
 from vua.storage.aside import QUARANTINE
 
-__all__ = ["TOLERANCE", "Usage", "UsageEstimate", "measure"]
+__all__ = ["TOLERANCE", "Usage", "UsageEstimate", "measure", "nbytes_per_inode"]
 
 R = TypeVar("R")
+
+INODES_PER_CHUNK: Final = 2
+"""Its directory and its file."""
+_INODE_NBYTES: Final = 1 << 20
+"""What an inode counts for in bytes while nothing is stored."""
 
 _COUNTED_NAMES: Final = 1 << 16
 """After so many names the rest of a namespace is extrapolated. The error is usually below 0.4 %."""
@@ -61,6 +66,13 @@ class Usage(NamedTuple):
     chunks: int
     exact: bool
     """Whether everything was counted, or the most extrapolated from a sample."""
+
+
+def nbytes_per_inode(usage: Usage) -> int:
+    """Return how many bytes of chunks are deleted for each inode that becomes free."""
+    if not usage.nbytes or not usage.chunks:
+        return _INODE_NBYTES
+    return max(1, usage.nbytes // (INODES_PER_CHUNK * usage.chunks))
 
 
 def measure(
@@ -165,6 +177,10 @@ class UsageEstimate:
         self.is_unknown = False
         """Whether this process lacked the descriptors to measure, the last time."""
         self._used_bytes = self._free_bytes = self._unmeasured_bytes = self._reserved_bytes = 0
+        self._free_inodes: int | None = None
+        """None where the file system does not count them."""
+        self._nbytes_per_inode = _INODE_NBYTES
+        self._reserved_files = 0
         self._interval_bytes, self._share = 0.0, _INTERVAL_SHARES[0]
         self._measured_at_s = self._cost_s = 0.0
 
@@ -179,28 +195,51 @@ class UsageEstimate:
         if self.limits is None:
             return 0
         over = self._used_bytes - self.limits.max_bytes
-        return max(over, self.limits.min_free_bytes - self._free_bytes) + nbytes
+        over = max(over, self.limits.min_free_bytes - self._free_bytes)
+        if self._free_inodes is not None:
+            missing = self.limits.min_free_inodes - self._free_inodes
+            over = max(over, missing * self._nbytes_per_inode)
+        return over + nbytes
 
-    def count_request(self, nbytes: int) -> None:
+    @property
+    def lacks_inodes(self) -> bool:
+        """Whether the file system has fewer inodes left than it is to have."""
+        limits, free = self.limits, self._free_inodes
+        return limits is not None and free is not None and free <= limits.min_free_inodes
+
+    def count_request(self, nbytes: int, files: int = 1) -> None:
         """Count what a writer asks for, which brings the next measurement nearer."""
         self._unmeasured_bytes += nbytes
+        per_inode = nbytes // (INODES_PER_CHUNK * files)
+        self._nbytes_per_inode = max(1, min(self._nbytes_per_inode, per_inode))
 
-    def reserve(self, nbytes: int) -> None:
-        """Note that files are about to be written."""
+    def reserve(self, nbytes: int, files: int = 1) -> None:
+        """Note that files are about to be written, of ``nbytes`` in all."""
         self._used_bytes += nbytes
         self._free_bytes -= nbytes
         self._reserved_bytes += nbytes
+        self._reserved_files += files
+        self._take_inodes(files)
 
-    def settle(self, reserved_bytes: int, written_bytes: int) -> None:
-        """Note how much of what was reserved has been written."""
+    def _take_inodes(self, files: int) -> None:
+        if self._free_inodes is not None:
+            self._free_inodes -= INODES_PER_CHUNK * files
+
+    def settle(self, reserved_bytes: int, written_bytes: int, files: int = 1) -> None:
+        """Note how much of what was reserved, for so many files, has been written."""
+        self._reserved_files -= files
+        if reserved_bytes:
+            left = reserved_bytes - written_bytes
+            self._take_inodes(-(files * left // reserved_bytes))
         self._reserved_bytes -= reserved_bytes
         self._used_bytes -= reserved_bytes - written_bytes
         self._free_bytes += reserved_bytes - written_bytes
 
-    def freed(self, nbytes: int) -> None:
+    def freed(self, nbytes: int, chunks: int = 0) -> None:
         """Note that so much was deleted."""
         self._used_bytes -= nbytes
         self._free_bytes += nbytes
+        self._take_inodes(-chunks)
 
     @property
     def is_stale(self) -> bool:
@@ -215,7 +254,8 @@ class UsageEstimate:
     def is_tolerable(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more may be written while another process is evicting."""
         most = 0 if self.limits is None else int(self.limits.max_bytes * (1 + TOLERANCE))
-        return self._used_bytes + nbytes <= most and self._free_bytes > nbytes
+        has_inodes = self._free_inodes is None or self._free_inodes > INODES_PER_CHUNK
+        return has_inodes and self._used_bytes + nbytes <= most and self._free_bytes > nbytes
 
     def doubt(self) -> None:
         """Measure before the next write, unless that was done a moment ago."""
@@ -228,6 +268,11 @@ class UsageEstimate:
             status = os.statvfs(self._root)
             with self._lock:
                 self._free_bytes = status.f_bavail * status.f_frsize - self._reserved_bytes
+                self._count_inodes(status)
+
+    def _count_inodes(self, status: os.statvfs_result) -> None:
+        self._free_inodes = status.f_favail if status.f_files else None
+        self._take_inodes(self._reserved_files)
 
     def measure(self, warn: Callable[[str, str], None]) -> None:
         """Read the limits and the directory's size; ``warn`` (cause, text) of what fails."""
@@ -236,7 +281,8 @@ class UsageEstimate:
             before, unseen = self._used_bytes, self._reserved_bytes
         try:
             limits = self._read_limits(warn)
-            used_bytes = measure(self._root).nbytes
+            usage = measure(self._root)
+            used_bytes = usage.nbytes
             status = os.statvfs(self._root)
             self.is_unknown = False
         except OSError as problem:
@@ -257,6 +303,8 @@ class UsageEstimate:
             self.limits = limits
             self._used_bytes, self._unmeasured_bytes = used_bytes + unseen, unseen
             self._free_bytes = status.f_bavail * status.f_frsize - unseen
+            self._nbytes_per_inode = nbytes_per_inode(usage)
+            self._count_inodes(status)
             self._measured_at_s = time.monotonic()
             self._cost_s = self._measured_at_s - began_s
 

@@ -204,6 +204,9 @@ def _add_upkeep(
     one.add_argument("--min-free", metavar="SIZE", help="left free on the disk")
     one.add_argument("--max-per-salt", metavar="SIZE", help="of each cache salt's chunks")
     one.add_argument(
+        "--min-free-inodes", metavar="N", help="inodes to be left free, or a share like 2%%"
+    )
+    one.add_argument(
         "--ttl", metavar="TIME", type=duration_s, help="delete what was not used so long: 1d, 12h"
     )
     _add_care(one)
@@ -282,11 +285,13 @@ def _run_upkeep(options: argparse.Namespace, write: Write | None) -> int:
         return adopt(where, yes=options.yes, write=write)
     if options.command == "pin":
         return pins(where, options.names, remove=options.remove, write=write)
+    inodes = options.min_free_inodes
     said = Limits(
         max_bytes=options.max_bytes,
         min_free_bytes=options.min_free,
         ttl_s=options.ttl,
         max_bytes_per_salt=options.max_per_salt,
+        min_free_inodes=int(inodes) if (inodes or "").isdigit() else inodes,
     )
     return gc(
         where,

@@ -117,7 +117,7 @@ def _described(report: Report) -> dict[str, object]:
         "emptied_namespaces": report.emptied,
         "pinned_nbytes": report.pinned_nbytes,
         "seconds": round(report.seconds, 3),
-        "problems": report.problems,
+        "problems": [*report.problems, *filter(None, [report.left])],
     }
 
 
@@ -139,9 +139,14 @@ def _print(directory: str, report: Report, *, dry_run: bool) -> None:
         f"{size(limits.max_bytes)} with {size(limits.min_free_bytes)} of the disk left free "
         f"({size(report.free_nbytes)} are); {report.seconds:.1f} s"
     )
+    if report.free_inodes is not None and report.free_inodes < limits.min_free_inodes:
+        print(
+            f"{report.free_inodes} inodes of the file system are free, {limits.min_free_inodes} "
+            "are to be left (min_free_inodes)"
+        )
     if report.emptied:
         print(f"{report.emptied} empty namespaces deleted")
-    for problem in report.problems:
+    for problem in [*report.problems, *filter(None, [report.left])]:
         print(problem)
 
 

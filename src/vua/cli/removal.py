@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import secrets
+import sys
 from pathlib import Path
 
 from vua.capacity.evictor import PINNED_SHARE
@@ -82,7 +85,9 @@ def rm(
         print(f"{directory}: {freed.chunks} chunks {done_}, {size(freed.nbytes)}")
         if kept:
             print(f"{kept} pinned chunks stay; --pinned removes these too")
-    return DAMAGED if kept else SOUND
+    if remover.left:
+        print(f"{directory}: {remover.left}", file=sys.stderr)
+    return DAMAGED if kept or remover.left else SOUND
 
 
 def _ask(directory: str, picked: list[Target], *, everything: bool, yes: bool) -> None:
@@ -106,8 +111,13 @@ def _remove(
     whole = not target.chunk and (force or not tree.pinned.any())
     if whole and not remover.rehearse and is_all_ours(space):
         trash = f"{TRASH}{secrets.token_hex(8)}"
-        (root / space.name).rename(root / trash)
-        return Freed(len(tree.names), _delete(root, trash)), 0
+        with contextlib.suppress(OSError):  # a full file system may refuse it: one by one, then
+            (root / space.name).rename(root / trash)
+            freed = Freed(len(tree.names), _delete(root, trash))
+            if (root / trash).exists():
+                why = OSError(errno.EPERM, "some of its files cannot be deleted", trash)
+                remover.immovable[space.name, ""] = why
+            return freed, 0
     every = range(len(tree.names))
     doomed = (
         tree.descendants(target.chunk) if target.chunk else [tree.name(index) for index in every]

@@ -210,7 +210,7 @@ _GROUPS: Final[Mapping[str, type]] = {
     "timeouts": Timeouts,
     "worker": WorkerResources,
 }
-_NOT_HERE: Final = frozenset({"max_bytes_per_salt"})
+_NOT_HERE: Final = frozenset({"max_bytes_per_salt", "min_free_inodes"})
 """Limits that `vua gc` alone keeps."""
 
 

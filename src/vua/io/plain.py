@@ -1,8 +1,13 @@
-"""Which files a cache believes: regular ones with one name, of a user who is trusted."""
+"""Which files a cache believes: regular ones of a user who is trusted, with one name.
+
+This process's own files may have more names: a snapshot by hard links (`cp -al`) is read. Another
+user cannot say with such a link what this user has written: the header says which entry it is.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 import stat
 from typing import NamedTuple, TypeAlias
 
@@ -26,6 +31,7 @@ class Directory(NamedTuple):
 
 
 def is_plain(status: FileStatus, uids: Uids | None) -> bool:
-    """Whether it is a regular file with one name, and of one of these users."""
+    """Whether it is a regular file of one of these users, with one name unless it is our own."""
     whose = uids is None or status.uid in uids
-    return stat.S_ISREG(status.mode) and status.links <= 1 and whose
+    alone = status.links <= 1 or status.uid == os.geteuid()
+    return stat.S_ISREG(status.mode) and alone and whose

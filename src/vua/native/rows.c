@@ -226,8 +226,8 @@ int vua_fill(const struct batch *batch, const struct tables *into, uint64_t file
 
 int vua_is_plain(const struct stat *status, const struct users *trusted)
 {
-    if (!S_ISREG(status->st_mode) || status->st_nlink > 1)
-        return 0;
+    if (!S_ISREG(status->st_mode) || (status->st_nlink > 1 && status->st_uid != geteuid()))
+        return 0; /* another user's file may have been linked to here by a third one */
     for (uint64_t i = 0; trusted->uids != NULL; i++) {
         if (i == trusted->count)
             return 0;

@@ -44,6 +44,7 @@ def make_namespace(
         raise StorageError(errno.EPERM, str(problem)) from problem
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
+        see_to_mode(path, security.directory_mode)
     fd = open_directory(path, security)  # it may be a link, or somebody else's
     try:
         status, wanted = os.fstat(fd), security.directory_mode
