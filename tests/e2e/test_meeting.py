@@ -17,7 +17,7 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("llama", {"attention_bias": True, "mlp_bias": True}, True),
     ("llama", {"partial_rotary_factor": 0.5}, False),
     ("stablelm", {"use_qkv_bias": True}, True),
-    ("stablelm", {"use_parallel_residual": True}, False),
+    ("mixtral", {"hidden_act": "gelu"}, False),
     ("gemma", {}, True),
     ("gemma", {"hidden_act": "silu"}, False),
 ]
