@@ -130,7 +130,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "a load is good although the namespace changed meanwhile",
         "vua/connector/worker.py",
-        "identity == self._identity and",
+        "identity == self._opening.identity and",
         "True and",
     ),
     Named(
@@ -164,9 +164,9 @@ NAMED: tuple[Named, ...] = (
         "pass",
     ),
     Named(
-        "what was proved and then differs is not asked about after a restart",
+        "a writer that is put aside is loaded again after a restart",
         "vua/connector/witness.py",
-        "self._remembered.forget(self._kind(state))",
+        "self._remembered.put_aside(writer)",
         "pass",
     ),
     Named(

@@ -369,8 +369,8 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
         aims[id(self.loader)] = part
         return aim(self, part, at, order)
 
-    def counting_load(self: Loader, keys: Any) -> int:
-        done, part = load(self, keys), aims[id(self)]
+    def counting_load(self: Loader, keys: Any, *rest: Any) -> int:
+        done, part = load(self, keys, *rest), aims[id(self)]
         if done:
             stop = min(keys[done - 1].stop, part.stop)
             add("tokens_loaded", stop - max(keys[0].start, part.start))

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
+from e2e.damage import CHUNK, chunk_files
 from e2e.harness import (
     PROMPT,
     SETTLE,
@@ -29,6 +31,8 @@ from e2e.harness import (
 )
 from e2e.pictures import IMAGE_TOKEN
 from e2e.variants import make_adapter, make_variant
+from forgery import forged
+from vua.format.parse import parse_entry
 from vua.testing.models import make_model
 
 pytestmark = pytest.mark.vllm
@@ -62,6 +66,14 @@ ROPE: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 1024,
     },
 }
+
+
+def poison(path: Path) -> None:
+    """Let a file hold half as much again of all that its writer computed, under the same name."""
+    data = path.read_bytes()
+    at = parse_entry(data).header_nbytes
+    payload = np.frombuffer(data[at:], dtype=np.float32) * np.float32(1.5)
+    path.write_bytes(forged(data, payload=payload.tobytes()))
 
 
 class WitnessTest(EngineTest):
@@ -119,6 +131,41 @@ class WitnessTest(EngineTest):
         two = self.engine(PROMPT, OTHER, root=self.folder / "one", **both)
 
         self.assertEqual([[0, 640], [0, 640]], [one.cached, two.cached])
+
+    @pytest.mark.thorough
+    def test_right_and_then_wrong(self) -> None:
+        """A writer whose first prompt is right and whose second is not is found by the draws."""
+        self.engine(PROMPT, OTHER)
+        for chunk in range(1, len(OTHER) // CHUNK - 1):  # neither its first nor its last one
+            for path in chunk_files(self.root, OTHER, chunk):
+                poison(path)
+        batches = [Batch([PROMPT]), SETTLE, Batch([PROMPT]), *[Batch([OTHER])] * 40]
+        extra = {**EVERY, "witness_every": 3}
+        phase = self.phase(*batches, engine={"block_size": 64}, extra=extra)
+        (served,) = run(phase, by=self.driver)
+
+        self.assertIsNone(served.problem)
+        self.assertEqual([0, 640], served.cached[:2])
+        self.assertEqual([0] * 3, served.cached[-3:])
+        self.assertRegex(served.log, "is not what this engine computes: .*explains")
+        self.assertNotIn("leaves that namespace", served.log)
+
+    @pytest.mark.thorough
+    def test_one_bad_writer(self) -> None:
+        """An engine that meets a bad writer loads what good ones have stored all the same."""
+        base = make_model(self.folder / "base", seed=1)
+        bad = make_model(self.folder / "bad", seed=2)
+        same: dict[str, Any] = {"trouble": ONE_IDENTITY}
+        self.engine(PROMPT, engine={"model": str(base)}, **same)
+        self.engine(OTHER, engine={"model": str(bad)}, **same)
+        reader = {"model": str(base), "block_size": 64}
+        served = self.engine(OTHER, PROMPT, PROMPT, OTHER, engine=reader, **same)
+
+        self.assertEqual([0, 0, 640, 0], served.cached)
+        self.assertEqual(1, served.log.count("is not what this engine computes"))
+        self.assertNotIn("leaves that namespace", served.log)
+        alone = self.baseline(Batch([OTHER]), Batch([PROMPT]), engine=reader)
+        self.assertEqual([*alone, alone[1], alone[0]], served.tokens)
 
     @pytest.mark.thorough
     def test_confusions(self) -> None:
@@ -202,7 +249,7 @@ class WitnessTest(EngineTest):
         """Note what an engine made of what it found."""
         served = what()
         said = re.search(
-            r"does not compute what is stored.*?([KV] of layer .*?explains)", served.log
+            r"is not what this engine computes: .*?([KV] of layer .*?explains)", served.log
         )
         if served.cached[0] or (served.counts.get("tokens_loaded", 0) and said):
             found[name] = f"LOADED {served.cached}"

@@ -24,6 +24,7 @@ from vua.capacity.limits import ResolvedLimits, read_bounds
 from vua.capacity.usage import measure
 from vua.cli.probes import PROBES, Finding, Ground, Level, mount_of
 from vua.cli.text import DAMAGED, SOUND, Write, size, table
+from vua.connector.tally import Sampled, Tally
 from vua.errors import ConfigError
 from vua.io import vectors
 from vua.security.settings import Security, check_owner
@@ -64,8 +65,8 @@ def doctor(directory: str, *, trusted_uids: str = "", write: Write | None) -> in
 
 
 def without_a_try(root: Path, security: Security) -> list[Finding]:
-    """Return what is found where nothing is written: owner, space, native code, GDS."""
-    return [_owner(root, security), _space(root), _native(), _gds()]
+    """Return what is found where nothing is written."""
+    return [_owner(root, security), _space(root), _witness(root), _native(), _gds()]
 
 
 def _uids(text: str) -> list[int] | Literal["any"]:
@@ -231,6 +232,25 @@ def _space(root: Path) -> Finding:
     elif said.max_bytes is not None and limits.max_bytes - usage.nbytes > free:
         level, text = "note", f"{text}: the disk is full before the cache is"
     return Finding(name, level, text)
+
+
+def _witness(root: Path) -> Finding:
+    """What the engines of this user on this host have found of the chunks they drew at random."""
+    name, found = "witness", dict[str, Sampled]()
+    with contextlib.suppress(OSError):
+        for path in root.iterdir():
+            if len(path.name) == 64 and (counted := Tally(path).counted).compared:
+                found[path.name] = counted
+    if not found:
+        text = "no engine of this user on this host has compared chunks drawn at random yet"
+        return Finding(name, "ok", text)
+    level: Level = "note" if any(one.different for one in found.values()) else "ok"
+    words = (
+        f"namespace {namespace[:12]}: {one.different} of {one.compared} chunks drawn at random "
+        f"differed, so at most {100 * one.bound:.2g} % are wrong (95 %)"
+        for namespace, one in sorted(found.items())
+    )
+    return Finding(name, level, "; ".join(words))
 
 
 def _native() -> Finding:

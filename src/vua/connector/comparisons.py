@@ -14,11 +14,13 @@ from typing import Any
 from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import GroupTransfer
 from vua.connector.log import logger
-from vua.connector.metadata import Verdict, WitnessOrder
+from vua.connector.metadata import Compared, Verdict, WitnessOrder
 from vua.device.buffers import StagingBuffer
 from vua.format.keys import ChunkKey
 from vua.io.workers import Attempt, Workers
 from vua.store.agreement import Agreement, compare
+from vua.store.store import Loader
+from vua.store.writer import Noted
 
 __all__ = ["Comparisons"]
 
@@ -61,7 +63,7 @@ class Comparisons:
                     buffer = groups[number].save_buffers.take()
                     if buffer is None:
                         self._give_back(chunks)
-                        self._tell(Verdict(order.number, "none", text="all buffers are in use"))
+                        self._tell(Verdict(order.number, text="all buffers are in use"))
                         return
                     chunks.append(_Computed(groups[number], key, buffer))
                     groups[number].gather([buffer], [key], [order.block_ids])
@@ -69,18 +71,18 @@ class Comparisons:
         except Exception as problem:  # costs a comparison, never a request
             log.exception("a chunk could not be copied to be compared")
             self._give_back(chunks)
-            self._tell(Verdict(order.number, "none", text=f"{problem}"))
+            self._tell(Verdict(order.number, text=f"{problem}"))
 
     def cannot(self, order: WitnessOrder) -> None:
         """Answer an order whose chunks this worker cannot copy."""
-        self._tell(Verdict(order.number, "none", text="the worker cannot read its blocks"))
+        self._tell(Verdict(order.number, text="the worker cannot read its blocks"))
 
     def take(self) -> list[Verdict]:
         """Return the verdicts since the last call; what hangs is given up."""
         for attempt in self._threads.overdue():
             if not attempt.started:
                 self._give_back(attempt.what.chunks)
-            self._tell(Verdict(attempt.what.number, "none", text="the storage does not answer"))
+            self._tell(Verdict(attempt.what.number, text="the storage does not answer"))
         if not self._verdicts:
             return []
         with self._lock:
@@ -93,7 +95,7 @@ class Comparisons:
 
     def _compare(self, attempt: Attempt[_Comparison]) -> None:
         number = attempt.what.number
-        verdict = Verdict(number, "none", text="an error, see the log")
+        verdict = Verdict(number, text="an error, see the log")
         try:
             verdict = self._judge(attempt)
         except Exception:  # likewise
@@ -104,31 +106,33 @@ class Comparisons:
                 self._tell(verdict)
 
     def _judge(self, attempt: Attempt[_Comparison]) -> Verdict:
-        number, worst, where = attempt.what.number, None, ""
+        found: list[Compared] = []
+        missing = "there was no whole chunk to compare"
         for chunk in attempt.what.chunks:
-            found = self._agreement(chunk)
+            agreement, writers = self._agreement(chunk)
             attempt.progress()
-            if isinstance(found, str):
-                return Verdict(number, "none", text=f"chunk {chunk.key.name[:12]}: {found}")
-            if worst is None or found.ratio > worst.ratio:
-                worst, where = found, f"chunk {chunk.key.name[:12]}, tokens from {chunk.key.start}"
-        if worst is None:
-            return Verdict(number, "none", text="there was no whole chunk to compare")
-        outcome = "same" if worst.holds else "different"
-        return Verdict(number, outcome, worst.ratio, f"{where}: {worst}")
+            name = f"chunk {chunk.key.name[:12]}"
+            if isinstance(agreement, str):
+                missing = f"{name}: {agreement}"
+                continue
+            text = f"{name}, tokens from {chunk.key.start}: {agreement}"
+            found.append(Compared(chunk.key.start, writers, agreement.ratio, text))
+        return Verdict(attempt.what.number, tuple(found), "" if found else missing)
 
-    def _agreement(self, chunk: _Computed) -> Agreement | str:
-        """Compare one chunk; return why not where its file cannot be loaded."""
-        group = chunk.group
+    def _agreement(self, chunk: _Computed) -> tuple[Agreement | str, frozenset[bytes]]:
+        """Compare one chunk, and say who wrote it; why not, where its file cannot be loaded."""
+        group, noted = chunk.group, Noted()
         stored = StagingBuffer(group.group.layout, group.shard, 1)
-        loaded = group.store.load([chunk.key], stored.memory, target=group.shard)
+        loader = Loader(group.store, stored.memory, target=group.shard)
+        loaded = loader.load([chunk.key], noted)
         if not loaded.chunks:
-            return f"its file is {loaded.reason}"
+            return f"its file is {loaded.reason}", frozenset()
         group.copied(chunk.buffer)
         layers = group.group.layers[group.shard.layer_start : group.shard.layer_stop]
         computed, theirs = group.arrays(chunk.buffer), group.arrays(stored)
         dtype = group.group.layout.dtype
-        return compare(computed, theirs, dtype, layers, quantised=self._quantised)
+        agreement = compare(computed, theirs, dtype, layers, quantised=self._quantised)
+        return agreement, frozenset(noted)
 
     def _tell(self, verdict: Verdict) -> None:
         with self._lock:

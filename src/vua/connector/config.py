@@ -135,8 +135,8 @@ class ConnectorConfig:
     this many times the compute time (`"faster"` is 1.5: computing delays all requests, a load only
     its own). Lower it for the time to the first token, raise it for throughput."""
     witness_every: int = 1000
-    """Of what others have stored, one chunk is computed and compared before any is loaded, and then
-    at one of so many loads. 0: never."""
+    """Of what others have stored, a prompt is computed and compared before anything of the same
+    writer is loaded, and then, of what is drawn at random, at one of so many loads. 0: never."""
     gds_mode: str = "disabled"
     """Whether files are read straight into GPU memory (GPUDirect Storage): `"auto"` where a trial
     at start works, `"required"`, or `"disabled"`."""

@@ -200,7 +200,7 @@ class DeviceGroupTransfer(GroupTransfer):
             buffer = next(turns)
             buffer.fence.wait()  # until then its bytes are on their way
             keys = part.keys[at : at + buffer.host.chunks]
-            path, loaded = self._read(buffer, keys)
+            path, loaded = self._read(buffer, keys, attempt.what.believed)
             attempt.progress()
             at += loaded.chunks
             if loaded.chunks:
@@ -218,23 +218,28 @@ class DeviceGroupTransfer(GroupTransfer):
                 return reached, loaded.reason
         return reached, None
 
-    def _read(self, buffer: DeviceBuffer, keys: Sequence[ChunkKey]) -> tuple[str, Loaded]:
+    def _read(
+        self,
+        buffer: DeviceBuffer,
+        keys: Sequence[ChunkKey],
+        believed: frozenset[bytes] | None,
+    ) -> tuple[str, Loaded]:
         """Read leading chunks into a buffer, on its device or on the host; say which."""
         gds = self.gds
         sealed = self.store.keyring.seals(keys[0].tenant)  # what is sealed is opened on the host
         if gds is None or gds.mover is None or sealed:
-            return "pinned", self._loader(buffer).load(keys)
+            return "pinned", self._loader(buffer).load(keys, believed)
         mover, memory = gds.mover, buffer.device_bytes
         if buffer not in self._attached:
             self._attached.add(buffer)
             mover.attach(memory)
         with self.load_buffers.aside():
-            chunks, wrong = self._direct_reader(gds).read(keys, memory)
+            chunks, wrong = self._direct_reader(gds).read(keys, memory, believed)
         if chunks:
             nbytes = chunks * self.shard.payload_nbytes(self.group.layout)
             return "gds", Loaded(chunks, nbytes)
         # One file the other way. That one judges: missing, foreign, corrupt, or right after all.
-        loaded = self._loader(buffer).load(keys[:1])
+        loaded = self._loader(buffer).load(keys[:1], believed)
         if loaded.chunks:
             self._stats.add("vua_gds_fallbacks_total")
             if wrong:

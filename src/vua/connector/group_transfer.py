@@ -140,6 +140,8 @@ class GroupTransfer:
     ) -> None:
         """Move group ``number`` of the model; record into ``stats``."""
         self.number, self._stats = number, stats
+        self.writer = ""
+        """The engine's name, for the headers; there before the first save."""
         self.watch: FileEventLog | None = None
         """Told of chunks that cannot be loaded."""
         self.group, self._model = model.groups[number], model
@@ -193,6 +195,10 @@ class GroupTransfer:
         pages = layouts.host_pages(self.group, caches, self._model.block_sizes[table])
         self._places.append((table, layers, pages))
 
+    def name_writer(self, writer: str) -> None:
+        """Write in this name from now on."""
+        self.writer, self._saver_of = writer, {}
+
     def reopen(self, store: Store) -> None:
         """Use a store from now on; what is running goes on with the one it began with."""
         self.store, self._loader_of, self._saver_of = store, {}, {}
@@ -234,7 +240,8 @@ class GroupTransfer:
                         break
                     done = 0
                     if cached is not None:
-                        done = cached.loader.load_cached(cached.aim(part, at, attempt.what))
+                        aimed = cached.aim(part, at, attempt.what)
+                        done = cached.loader.load_cached(aimed, attempt.what.believed)
                 path = "blocks"
                 if done == 0:
                     buffer, path = buffer or self.load_buffers.take(), "slab"
@@ -275,7 +282,7 @@ class GroupTransfer:
     ) -> tuple[int, str | None]:
         """Load some chunks by way of a buffer; return how many, and why they are the last."""
         keys = part.keys[at : at + buffer.chunks]
-        loaded = self._loader(buffer).load(keys)
+        loaded = self._loader(buffer).load(keys, attempt.what.believed)
         attempt.progress()
         ready()
         with attempt.use() as wanted:
@@ -312,16 +319,18 @@ class GroupTransfer:
         """Tell that the first of these chunks is gone, for ``reason``; read what follows it, too.
 
         What else is damaged is then out of sight before the recomputed chunks are saved; otherwise
-        each run would find, and heal, only one. After an error nothing is known to be gone.
+        each run would find, and heal, only one. After an error nothing is known to be gone; what a
+        writer wrote who is not believed is there.
         """
-        while reason != "error":
+        while reason not in ("error", "writer"):
             if reason is not None:
                 if self.watch is not None:
                     self.watch.gone(keys[0].prefix_hash, self.shard)
                 keys = keys[1:]
             if not (keys and attempt.wanted):
                 return
-            loaded = self._loader(buffer).load(keys[: self.load_buffers.chunks])
+            run = keys[: self.load_buffers.chunks]
+            loaded = self._loader(buffer).load(run, attempt.what.believed)
             attempt.progress()
             keys, reason = keys[loaded.chunks :], loaded.reason
 
@@ -337,7 +346,7 @@ class GroupTransfer:
         saver = self._saver_of.get(buffer)
         if saver is None:
             saver = self._saver_of[buffer] = EntryWriter(
-                self.store, buffer.memory, shard=self.shard
+                self.store, buffer.memory, shard=self.shard, writer=self.writer
             )
         return saver
 

@@ -8,7 +8,7 @@ loaded nor stored.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any, Final
@@ -28,6 +28,7 @@ from vua.io.breaker import Breaker
 from vua.io.workers import Attempt, Workers
 from vua.security.keyring import NoKeyError
 from vua.store.namespace import Namespace
+from vua.store.writer import Writers
 
 __all__ = ["Lookup", "Lookups", "StepPatience", "early", "unasked"]
 
@@ -165,12 +166,15 @@ class Lookups:
         media: Media,
         events: KVEventPublisher | None = None,
         *,
+        writers: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Look up in ``namespace``, of one store per group; tell ``events`` what is found.
 
-        ``clock`` gives seconds.
+        With ``writers`` it is found out who wrote what is stored. ``clock`` gives seconds.
         """
+        pairs = zip(namespace.stores, model.groups, strict=True)
+        self._writers = [Writers(store, group.written) for store, group in pairs] if writers else []
         self._model, self._namespace, self._config = model, namespace, config
         self._media, self._clock = media, clock
         self._events = events
@@ -238,6 +242,7 @@ class Lookups:
         except Exception:  # one prompt that breaks something costs no other request
             log.exception("request %s is not cached", request.request_id)
             return None
+        self._name_writers(found)
         self._namespace.stores[0].used(keys, found.stored)  # which all groups' files are
         if self._events is not None:
             self._events.found(request, keys, found.stored)
@@ -248,6 +253,25 @@ class Lookups:
             *(request.request_id, found.stored, len(keys), found.tokens),
         )
         return found
+
+    def _name_writers(self, found: PrefixMatch) -> None:
+        """Note who wrote what could be loaded."""
+        if not self._writers or not found.stored:
+            return
+        first, *others = self._writers
+        found.writers = first.runs(found.keys, 0, found.stored)
+        size, beside = self._model.chunk_tokens, set[bytes]()
+        for group, writers in zip(self._model.groups[1:], others, strict=True):
+            needed = self._model.first_loaded(group, found.tokens) // size, -(-found.tokens // size)
+            for _, names in writers.runs(found.keys, *needed):
+                beside |= names
+        found.beside = frozenset(beside)
+
+    def learn(self, refused: Mapping[bytes, bytes]) -> None:
+        """Note of which writers chunks are, by prefix hash, that loads refused."""
+        for prefix_hash, writer in refused.items():
+            for writers in self._writers:
+                writers.learn(prefix_hash, writer)
 
     def _keep(self, last: str, hints: SaveHints) -> None:
         capacity = self._namespace.capacity

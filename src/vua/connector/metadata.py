@@ -14,6 +14,7 @@ from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 
 __all__ = [
+    "Compared",
     "ConnectorMetadata",
     "GroupLoad",
     "LoadOrder",
@@ -46,6 +47,8 @@ class LoadOrder:
     parts: list[GroupLoad]
     adapter: Adapter | None = None
     """The request's LoRA adapter, which the worker must hold."""
+    believed: frozenset[bytes] | None = None
+    """The writers of whom chunks are loaded (see `vua.store.writer`); None: all."""
 
 
 @dataclass(slots=True)
@@ -82,17 +85,34 @@ class WitnessOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class Compared:
+    """What one worker found of one chunk."""
+
+    start: int
+    """The chunk's first token."""
+    writers: frozenset[bytes]
+    """Who wrote what was compared."""
+    ratio: float
+    """The largest distance, in tolerances; see `vua.store.agreement`. Up to 1 they agree."""
+    text: str = ""
+    """Which chunk, and what differs most."""
+
+    @property
+    def same(self) -> bool:
+        """Whether it is what this worker has computed."""
+        return self.ratio <= 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What one worker's comparison came to."""
 
     number: int
     """The order's."""
-    outcome: str
-    """``same``, ``different``, or ``none`` where there was nothing to compare with."""
-    ratio: float = 0.0
-    """The largest distance, in tolerances; see `vua.store.agreement`."""
+    chunks: tuple[Compared, ...] = ()
+    """Those that could be compared."""
     text: str = ""
-    """What differed most, or why there is no answer."""
+    """Why others could not."""
 
 
 @dataclass(slots=True)
@@ -105,6 +125,8 @@ class ConnectorMetadata:
     identity: Identity | None = None
     """Whose stores they concern: a worker opens what is ordered, and another one after a reset.
     None: as before, or not known yet."""
+    writer: str = ""
+    """The engine's name as a writer, see `vua.store.writer`."""
     epoch: str | None = None
     """Which epoch they belong to, another one after a reset; None: nobody says."""
     adapters: list[Any] = field(default_factory=list)
@@ -138,6 +160,8 @@ class WorkerOutput:
     ended: dict[int, int] = field(default_factory=dict)
     """How many workers have ended a save order, by its number: all of it is written, or is not
     going to be (then ``unsaved`` says so)."""
+    refused: dict[bytes, bytes] = field(default_factory=dict)
+    """By prefix hash the writers of chunks that were not loaded since they are not believed."""
 
     def aggregate(self, other: object) -> WorkerOutput:
         """Return what both say together."""
@@ -159,4 +183,5 @@ class WorkerOutput:
             self.retry | other.retry,
             Counter(self.opened) + Counter(other.opened),
             Counter(self.ended) + Counter(other.ended),
+            self.refused | other.refused,
         )

@@ -84,20 +84,30 @@ METRICS: Final[dict[str, Metric]] = {
         "Requests with stored tokens. Loaded: predicted to be faster (faster), before both "
         "are measured (unmeasured), for load_policy or the client's wait_s (asked), or in part, to "
         "see whether the storage is faster again (probe). Not loaded: as computing is predicted to "
-        "be faster (compute), or to compare what is stored (witness).",
+        "be faster (compute), or to compare what is stored, or as its writer is put aside "
+        "(witness).",
         "decision",
         ("faster", "unmeasured", "asked", "probe", "compute", "witness"),
     ),
     "vua_witnesses_total": Metric(
         "counter",
-        "Stored chunks compared with what this engine computes: within the tolerance (same), not "
-        "(different; it has left the namespace), or without an answer, since a file was missing, "
-        "damaged or not read in time (none).",
+        "Prompts whose stored chunks were compared with what this engine computes: within the "
+        "tolerance (same), not (different; the writer is put aside), or without an answer, since a "
+        "file was missing, damaged or not read in time (none).",
         "outcome",
         ("same", "different", "none"),
     ),
     "vua_witness_distance": Metric(
         "gauge", "Distance in the latest of these comparisons; up to 1 it is within the tolerance."
+    ),
+    "vua_wrong_share_bound": Metric(
+        "gauge",
+        "At most this share of the chunks that could be loaded is not what this engine computes, "
+        "with a probability of 95 %, by the chunks that were drawn at random and compared; shown "
+        "from the first of them on.",
+    ),
+    "vua_writers_aside": Metric(
+        "gauge", "Writers of whom this engine loads nothing, since a chunk of theirs differed."
     ),
     "vua_loaded_bytes_total": Metric(
         "counter", "Verified bytes loaded, by the path they took to the engine.", "path"
@@ -109,10 +119,13 @@ METRICS: Final[dict[str, Metric]] = {
         "counter",
         "Loads of one rank that stopped early: a chunk was missing, corrupt or foreign, reading "
         "it failed (error) or took too long (timeout), storage is not asked after repeated "
-        "failures (paused), this worker cannot load (unable), or it has other weights or another "
-        "adapter by now (reset).",
+        "failures (paused), this worker cannot load (unable), it has other weights or another "
+        "adapter by now (reset), or the chunk's writer is not proved, or put aside (writer).",
         "reason",
-        ("missing", "corrupt", "foreign", "error", "timeout", "paused", "unable", "reset"),
+        (
+            *("missing", "corrupt", "foreign", "error", "timeout", "paused", "unable", "reset"),
+            "writer",
+        ),
     ),
     "vua_chunks_saved_total": Metric(
         "counter",

@@ -17,6 +17,7 @@ from vua.connector.cache_spec import Group, Model
 from vua.format.keys import KeyChain, Keys
 from vua.format.prefix import longest_prefix
 from vua.store.store import Store
+from vua.store.writer import Run
 
 __all__ = ["PrefixMatch", "WindowProbe", "find", "longest"]
 
@@ -39,6 +40,10 @@ class PrefixMatch:
     """Per group of layers, the chunks to store: of use only to groups with a window or a state."""
     prompt_chunks: int
     """How many chunks the prompt has."""
+    writers: tuple[Run, ...] = ()
+    """Who wrote the chunks of the first group; nothing where nobody looks."""
+    beside: frozenset[bytes] = frozenset()
+    """Who wrote what is needed of the other groups."""
     states: frozenset[int] = frozenset()
     """Where there are layers with a state: the numbers of tokens behind which it is worth a file.
     """
@@ -84,7 +89,8 @@ def find(
         for group in model.groups
     )
     kept = any(group.keeps_state for group in model.groups)
-    return PrefixMatch(keys, tokens, stored, windows, len(keys), frozenset(states if kept else ()))
+    states = states if kept else set()
+    return PrefixMatch(keys, tokens, stored, windows, len(keys), states=frozenset(states))
 
 
 def longest(model: Model, stores: Sequence[Store], keys: Keys, stored: int, most: int) -> int:

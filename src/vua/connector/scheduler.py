@@ -18,7 +18,7 @@ from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
 from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
-from vua.connector.log import logger
+from vua.connector.log import ROOT, logger
 from vua.connector.lookup import Lookup, Lookups, StepPatience, early, unasked
 from vua.connector.media import Media
 from vua.connector.metadata import ConnectorMetadata, LoadOrder, Verdict, WorkerOutput
@@ -34,6 +34,7 @@ from vua.connector.step import ScheduledStep, prompt_work
 from vua.connector.witness import Witness
 from vua.format.identity import Identity
 from vua.store.namespace import Namespace
+from vua.store.writer import new_writer
 from vua.weights import Identification
 
 __all__ = ["SchedulerSide"]
@@ -77,7 +78,9 @@ class SchedulerSide:
         self.model, self._config, self._events = model, config, events
         self._clock = clock
         self._setup, self.stats = setup, Recorder()
-        self.witness = Witness(model, config, self.stats, setup, clock=clock)
+        self.writer = new_writer(ROOT.partition(".")[0])
+        """This engine's name, in which its workers write."""
+        self.witness = self._witness(model)
         self._may_load, self._may_save = loads, saves
         engine, blocks = model.engine, model.blocks * len(model.block_sizes)
         self._media = Media(engine.media, engine.media_refused, blocks)
@@ -130,11 +133,12 @@ class SchedulerSide:
 
     def _use(self, model: Model, namespace: Namespace) -> None:
         self.model, self.namespace = model, namespace
-        clock = self._clock
-        self.witness = Witness(model, self._config, self.stats, self._setup, clock=clock)
+        self.witness = self._witness(model)
         self._saves.use(model, self.witness)
         self.lookups = Lookups(
-            model, namespace, self._config, self._media, self._events, clock=clock
+            *(model, namespace, self._config, self._media, self._events),
+            writers=self.witness.on,
+            clock=self._clock,
         )
         self._open = True
 
@@ -142,6 +146,11 @@ class SchedulerSide:
     def _workers_are_late(self) -> bool:
         """Whether workers open the namespace still: orders would be failed loads, lost saves."""
         return self._ready_s is not None and self._clock() < self._ready_s
+
+    def _witness(self, model: Model) -> Witness:
+        return Witness(
+            *(model, self._config, self.stats, self._setup, self.writer), clock=self._clock
+        )
 
     def reset(self) -> None:
         """Leave everything stored so far unused: the model's weights may have been replaced.
@@ -174,6 +183,8 @@ class SchedulerSide:
             for state in self.states.values():
                 state.outdated |= state.adapter is not None and state.adapter.number == number
         self._saves.learn(self.states, notes.unsaved, notes.retry, notes.ended)
+        if notes.refused and self._open:
+            self.lookups.learn(notes.refused)
         opening = self._opening.identity
         if opening is not None and (count := notes.opened.get(opening.namespace)):
             self._workers_open += count
@@ -327,10 +338,10 @@ class SchedulerSide:
         if self.model.plain:
             block, (table,) = self.model.align, tables
             state.loading = table[start // block : -(-stop // block)]
-        self._loads.append(LoadOrder(request.request_id, tables, parts, state.adapter))
+        believed = self.witness.believed(found)
+        self._loads.append(LoadOrder(request.request_id, tables, parts, state.adapter, believed))
         self._saves.begins(state, tables, start)
         self.request_metrics.load_ordered(request.request_id, start, stop, state.decision)
-        self.witness.loaded(request, found)
 
     def finished(self, request: Any) -> None:  # noqa: ANN401
         """Forget a request that has ended or was aborted."""

@@ -1,53 +1,73 @@
 """The scheduler's half of the witness: nothing is loaded on the word of the identity alone.
 
-Everything that is known to change K and V is in the identity. What nobody has thought of is not;
-so, before an engine loads what others have stored, it computes one prompt of which chunks are
-stored, and the last of these is compared with what was computed (`vua.connector.comparisons`,
-`vua.store.agreement`). Until all workers say that it is the same nothing is loaded, so no token
-depends on what is unproved; requests that could load wait a little for that answer. One that
-differs means that this engine and the writer do not compute the same: the engine leaves the
-namespace.
+Everything that is known to change K and V is in the identity. What nobody has thought of is not. So
+an engine compares what others have stored with what it computes (`vua.connector.comparisons`,
+`vua.store.agreement`), and what it learns concerns the *writer*: the process that is named in a
+chunk's header (`vua.store.writer`). See docs/decisions/0051-a-witness-for-a-writer.md.
 
-What is proved by itself is each *kind* of prompt: without or with an adapter, each by itself, and
-with images or other inputs, of which a chunk that holds some is compared too. What this engine has
-stored itself needs no proof; nor what an engine of exactly the same setup has proved on this host
-(`vua.connector.proved`). Salts make no difference: they change names, not K and V.
+- Before the first chunk of a writer is loaded, one prompt that has some is computed, and they are
+  compared. Requests that could load wait a little for the verdict. Each *kind* of prompt is proved
+  by itself: without or with an adapter, and with images or other inputs.
+- For ever after, chunks are drawn at random from all that could be loaded, each with the same
+  chance. The prompt of one that is drawn is computed, and the chunk compared. What these draws say
+  of all chunks is a metric (`vua.connector.tally`). So is, once, a prompt twice as long as any
+  before.
+- A writer of whom a chunk differs is put aside: this engine, and those of its setup on this host,
+  load nothing of it. Where more writers differ than agree, and several, it is this engine that is
+  the odd one: it leaves the namespace.
 
-Later a prompt is checked now and then, and when it is twice as long as any before: all of its hit
-but the last chunk is loaded, and that one is computed on top and compared. This costs one chunk.
+A comparison loads nothing of its prompt: no token depends on what is unproved, and what differs is
+not computed on top of it. What this engine itself has stored is believed, and drawn as all.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
-from vua.connector.metadata import Verdict, WitnessOrder
+from vua.connector.metadata import Compared, Verdict, WitnessOrder
 from vua.connector.metrics import Recorder
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.proved import Remembered
+from vua.connector.tally import Tally
+from vua.format.entry import written_name
 from vua.format.keys import ChunkKey
+from vua.store.writer import in_words
 
 __all__ = ["Kind", "Witness", "kind_of"]
 
 log = logger("scheduler")
 
-_OWN: Final = 1 << 16
-"""Chunks whose writing is remembered; those beyond count as written by others."""
 _COMPLAIN_AFTER: Final = 3
 """Comparisons without an answer in a row after which the log says so."""
 _FAR: Final = 1 << 40
-_ADVICE: Final = (
+_MOST_CHUNKS: Final = 8
+"""Chunks that one comparison is about."""
+_MOST_KNOWN: Final = 1 << 12
+"""Writers (and kinds of each) that are remembered in memory; one that is forgotten is compared
+again, or found in the user's cache."""
+_ODD: Final = 2
+"""Writers that must differ, at least, before this engine takes itself for the odd one."""
+_NAMELESS: Final = frozenset((written_name("").encode(),))
+_ASIDE: Final = (
+    "VUA: what the writer [%s] has stored in namespace %s is not what this engine computes: %s. "
+    "Its chunks are not loaded, those of other writers are. Find what differs between the two "
+    '(or give one of them another "epoch" setting). If chunks of it were loaded before, restart '
+    "this engine: its own prefix cache may hold them"
+)
+_LEAVES: Final = (
     "this engine does not compute what is stored under its identity in namespace {}: {}. It leaves "
-    "that namespace and uses one of its own from now on. The engines that write there differ in "
-    'something that VUA does not see: find it, or give them different "epoch" settings; `vua rm` '
-    "removes what is stored. If this was not the first comparison since the start, restart this "
-    "engine: its own prefix cache may hold what was loaded before"
+    "that namespace and uses one of its own from now on. It differs from the engines that write "
+    'there in something that VUA does not see: find it, or give it another "epoch" setting. If '
+    "this was not the first comparison since the start, restart this engine: its own prefix cache "
+    "may hold what was loaded before"
 )
 
 Kind = tuple[str, ...]
@@ -63,32 +83,25 @@ def kind_of(request: Any, tokens: int) -> Kind:  # noqa: ANN401
 
 @dataclass(slots=True)
 class _Case:
-    """One comparison, from the decision to compute its chunks to the last worker's verdict."""
+    """One comparison, from the decision to compute a prompt to the last worker's verdict."""
 
     number: int
     request_id: str
+    kind: Kind
     chunks: tuple[int, ...]
-    load: int
-    """Tokens that may be loaded nevertheless."""
+    drawn: int | None
+    """The chunk that was drawn at random, if one was."""
+    awaited: frozenset[bytes]
+    """Writers of whom nothing is loaded before the verdict."""
     began_s: float
     open: int
     """Workers that have not said anything yet."""
     ordered_s: float | None = None
+    expected: dict[int, int] = field(default_factory=dict)
+    """Answers that make up the one about a chunk, by its first token."""
+    found: dict[int, list[Compared]] = field(default_factory=dict)
     nothing: str = ""
     """Why a worker had nothing to compare."""
-    ratio: float = 0.0
-
-
-@dataclass(slots=True)
-class _State:
-    """What is known of one kind of prompt."""
-
-    proved: bool = False
-    longest: int = 0
-    """Chunks of the longest prompt that was compared."""
-    loads: int = 0
-    case: _Case | None = None
-    unanswered: int = 0
 
 
 class Witness:
@@ -100,32 +113,53 @@ class Witness:
         config: ConnectorConfig,
         stats: Recorder,
         setup: str,
+        writer: str = "",
         *,
         clock: Callable[[], float] = time.monotonic,
+        chance: random.Random | None = None,
     ) -> None:
-        """Look whether there is anything in the namespace.
+        """Begin without an opinion of anybody but this engine.
 
         Args:
             model: the engine's KV cache.
             config: the connector's settings.
             stats: where the metrics are recorded.
             setup: the engine's, see `vua.connector.proved`.
+            writer: the engine's name in the headers of what it stores.
             clock: gives seconds.
+            chance: draws chunks.
         """
         self._model, self._stats, self._every = model, stats, config.witness_every
         self._patience_s, self._timeout_s = config.timeouts.lookup_s, 2 * config.timeouts.io_s
         self._clock, self._numbers = clock, 0
+        self._own = written_name(writer).encode() if writer else b""
         root = config.directory
-        self._remembered = Remembered(root and root / model.identity.namespace, setup)
-        self._first = self._remembered.is_empty()
-        """Whether nothing was stored: what is found later others have stored meanwhile."""
-        self._kinds: dict[Kind, _State] = {}
-        self._cases: dict[str, tuple[_State, _Case]] = {}
-        """The open ones, by the request's id."""
-        self._own: set[bytes] = set()
-        """Names of chunks that this engine has stored before their kind was proved."""
+        directory = root and root / model.identity.namespace
+        self._remembered, self._tally = Remembered(directory, setup), Tally(directory)
+        self._proved: dict[tuple[Kind, bytes], bool] = {}
+        self._aside: dict[bytes, bool] = {}
+        self._agreed: set[bytes] = set()
+        """Other writers whose latest comparison was in order."""
+        self._longest: dict[Kind, int] = {}
+        """Chunks of the longest prompt that was compared."""
+        self._noted: set[Kind] = set()
+        """The kinds that this engine stores."""
+        self._cases: dict[str, _Case] = {}
+        """Those whose chunks are still to be computed, by the request's id."""
+        self._ordered: dict[int, _Case] = {}
+        """Those that the workers are at."""
+        self._pending: dict[tuple[Kind, bytes], _Case] = {}
+        self._unanswered = 0
+        self._chance = chance or random.Random()  # noqa: S311
+        self._until_next = self._chance.expovariate(1.0)
+        """Until the next draw, in mean distances."""
+        self._loads, self._chunks = 0, 0
+        self._asked: set[str] = set()
+        """Requests that took part in the draw, which may ask again."""
+        self._leave: str | None = None
         own = model.identity.epoch != config.epoch  # nobody else writes there
-        self._on = self._every > 0 and model.identified and not own
+        self.on = self._every > 0 and model.identified and not own
+        """Whether anything is compared."""
 
     @property
     def watching(self) -> bool:
@@ -142,66 +176,172 @@ class Witness:
             found: the answer to its lookup; more than ``local_tokens`` of it could be loaded.
             local_tokens: what the engine's own prefix cache has.
         """
-        if not self._on:
+        if not self.on:
             return found.tokens
-        kind = kind_of(request, found.stored * self._model.chunk_tokens)
-        state = self._state(kind)
-        known = self._cases.get(request.request_id)
-        if known is not None:
-            return known[1].load
-        if state.proved or self._is_own(found):
-            return self._repeated(request, kind, state, found, local_tokens)
-        self._expire(state)
-        if state.case is None:
-            self._begin(request, state, found, 0)
+        if request.request_id in self._cases:
             return 0
-        waited_s = self._clock() - state.case.began_s
-        return None if waited_s < self._patience_s else 0
+        size = self._model.chunk_tokens
+        kind = kind_of(request, found.stored * size)
+        tokens, unproved = self._believed_tokens(kind, found, local_tokens)
+        if tokens <= local_tokens:
+            return tokens
+        if unproved:
+            return self._first_time(request, kind, found, local_tokens, unproved)
+        due = self._again(request, kind, found, (local_tokens, tokens))
+        return 0 if due else tokens
 
-    def _state(self, kind: Kind) -> _State:
-        state = self._kinds.get(kind)
-        if state is None:
-            proved = not self._first and self._remembered.holds(kind)
-            state = self._kinds[kind] = _State(proved, _FAR if proved else 0)
-        return state
-
-    def _is_own(self, found: PrefixMatch) -> bool:
-        """Whether this engine has written what could be loaded: its first and its last chunk."""
-        if not self._own or not found.stored:
-            return False
-        ends = found.keys[0], found.keys[found.stored - 1]
-        return all(key.prefix_hash in self._own for key in ends)
-
-    def _repeated(
+    def _again(
         self,
         request: Any,  # noqa: ANN401
         kind: Kind,
-        state: _State,
+        found: PrefixMatch,
+        span: tuple[int, int],
+    ) -> bool:
+        """Whether a prompt of which the tokens of ``span`` could be loaded is compared instead."""
+        if request.request_id in self._asked:
+            return False
+        self._asked.add(request.request_id)
+        size, longest = self._model.chunk_tokens, self._longest.get(kind)
+        drawn = self._draw(-(-span[0] // size), -(-span[1] // size))
+        much_longer = longest is not None and found.stored > 2 * longest
+        return (drawn is not None or much_longer) and self._begin(
+            request, kind, found, span[0], drawn
+        )
+
+    def _believed_tokens(
+        self, kind: Kind, found: PrefixMatch, local_tokens: int
+    ) -> tuple[int, dict[bytes, int]]:
+        """Return how many tokens no writer was put aside for, and who of theirs is not proved.
+
+        The latter with the first chunk of each.
+        """
+        tokens, size, unproved = found.tokens, self._model.chunk_tokens, dict[bytes, int]()
+        for start, stop, writers in _runs(found):
+            if stop * size <= local_tokens:
+                continue
+            if start * size >= tokens:
+                break
+            if any(map(self._is_aside, writers)):
+                return min(tokens, self._before(start)), unproved
+            for writer in writers:
+                if not self._is_proved(kind, writer):
+                    unproved.setdefault(writer, start)
+        # these chunks are not compared themselves: others of their writers are
+        beside = found.beside - unproved.keys()
+        if any(map(self._is_aside, beside)):
+            return 0, {}
+        if not unproved and not all(self._is_proved(kind, writer) for writer in beside):
+            return 0, {}
+        return tokens, unproved
+
+    def _before(self, chunk: int) -> int:
+        """Tokens that may be loaded where those from a chunk on may not."""
+        align = self._model.align  # of windows and states a part of a hit is of no use
+        return chunk * self._model.chunk_tokens // align * align if self._model.plain else 0
+
+    def _is_proved(self, kind: Kind, writer: bytes) -> bool:
+        if writer == self._own:
+            return True
+        known = self._proved.get((kind, writer))
+        if known is None:
+            known = self._remembered.holds(kind, writer)
+            self._know(kind, writer, proved=known)
+            if known:
+                self._longest.setdefault(kind, _FAR)
+        return known
+
+    def _know(self, kind: Kind, writer: bytes, *, proved: bool) -> None:
+        _shorten(self._proved)
+        self._proved[kind, writer] = proved
+        if proved and not self._aside.get(writer):
+            if len(self._agreed) >= _MOST_KNOWN:
+                self._agreed.pop()
+            self._agreed.add(writer)
+
+    def _is_aside(self, writer: bytes) -> bool:
+        known = self._aside.get(writer)
+        if known is None:
+            _shorten(self._aside)
+            known = self._aside[writer] = writer != self._own and self._remembered.is_aside(writer)
+        return known
+
+    def _first_time(
+        self,
+        request: Any,  # noqa: ANN401
+        kind: Kind,
         found: PrefixMatch,
         local_tokens: int,
-    ) -> int:
-        """Leave the last chunk out of a load, if it is time to compare one."""
-        self._expire(state)
-        due = state.loads >= self._every or found.stored > 2 * state.longest
-        size, align = self._model.chunk_tokens, self._model.align
-        before = min(found.tokens, (found.stored - 1) * size // align * align)
-        part = self._model.plain and not kind[1:] and before > local_tokens
-        if state.proved and due and part and state.case is None:
-            self._begin(request, state, found, before)
-            return before
-        return found.tokens
+        unproved: dict[bytes, int],
+    ) -> int | None:
+        """Wait for the comparisons that prove these writers, or begin one."""
+        for case in {id(one): one for one in map(self._pending_of(kind), unproved) if one}.values():
+            self._expire(case)
+        cases = [self._pending_of(kind)(writer) for writer in unproved]
+        if not all(cases):
+            awaited = frozenset(unproved)
+            if self._begin(request, kind, found, local_tokens, None, awaited):
+                return 0
+            return self._before(min(unproved.values()))
+        began_s = min(case.began_s for case in cases if case is not None)
+        if self._clock() - began_s < self._patience_s:
+            return None
+        return self._before(min(unproved.values()))
 
-    def _begin(self, request: Any, state: _State, found: PrefixMatch, load: int) -> None:  # noqa: ANN401
+    def _pending_of(self, kind: Kind) -> Callable[[bytes], _Case | None]:
+        return lambda writer: self._pending.get((kind, writer))
+
+    def _draw(self, first: int, stop: int) -> int | None:
+        """Return which of these chunks, which could be loaded, is compared: mostly none.
+
+        Each chunk has the same chance, so that what the draws say holds for all. It is such that a
+        load of the mean length is drawn once in ``witness_every``.
+        """
+        if stop <= first:
+            return None
+        self._loads, self._chunks = self._loads + 1, self._chunks + stop - first
+        distance = self._every * self._chunks / self._loads
+        ahead = self._until_next * distance
+        if ahead >= stop - first:
+            self._until_next = (ahead - (stop - first)) / distance
+            return None
+        self._until_next = self._chance.expovariate(1.0)
+        return first + int(ahead)
+
+    def _begin(
+        self,
+        request: Any,  # noqa: ANN401
+        kind: Kind,
+        found: PrefixMatch,
+        local_tokens: int,
+        drawn: int | None,
+        awaited: frozenset[bytes] = frozenset(),
+    ) -> bool:
+        """Let a prompt be computed, to compare chunks of it; False where it has none whole."""
+        for case in list(self._ordered.values()):
+            self._expire(case)
+        first = -(-local_tokens // self._model.chunk_tokens)
+        if first >= found.stored:
+            return False
+        wanted = [] if drawn is None else [drawn]
+        wanted += [found.stored - 1, *self._with_most_inputs(request, found.stored)]
+        # both ends of each writer's stretches: the first that differs tells who is to blame
+        ends = [
+            (not writers & awaited, at)
+            for start, stop, writers in _runs(found)
+            for at in (start, stop - 1)
+            if stop > first
+        ]
+        wanted += [max(at, first) for _, at in sorted(ends)]
+        chunks = list(dict.fromkeys(at for at in wanted if first <= at))[:_MOST_CHUNKS]
         self._numbers += 1
-        chunks = {found.stored - 1}
-        if not load:
-            chunks |= self._with_most_inputs(request, found.stored)
-        now, workers = self._clock(), self._model.workers
         case = _Case(
-            self._numbers, request.request_id, tuple(sorted(chunks)), load, now, open=workers
+            *(self._numbers, request.request_id, kind, tuple(sorted(chunks)), drawn, awaited),
+            *(self._clock(), self._model.workers),
         )
-        state.case, state.loads = case, 0
-        self._cases[request.request_id] = (state, case)
+        self._cases[request.request_id] = case
+        for writer in awaited:
+            self._pending.setdefault((kind, writer), case)
+        return True
 
     def _with_most_inputs(self, request: Any, stored: int) -> set[int]:  # noqa: ANN401
         """Return, for each modality, the stored chunk that holds most of its tokens."""
@@ -214,31 +354,30 @@ class Witness:
                 best[feature.modality] = max(best.get(feature.modality, (0, 0)), (held, chunk))
         return {chunk for _, chunk in best.values()}
 
-    def _expire(self, state: _State) -> None:
+    def _expire(self, case: _Case) -> None:
         """Give up a comparison whose verdicts do not come."""
-        case = state.case
-        late_s = self._timeout_s
-        if case and case.ordered_s is not None and self._clock() - case.ordered_s > late_s:
+        if case.ordered_s is not None and self._clock() - case.ordered_s > self._timeout_s:
             case.nothing = case.nothing or "a worker did not answer"
-            self._conclude(state, case)
+            self._conclude(case)
+
+    def believed(self, found: PrefixMatch | None) -> frozenset[bytes] | None:
+        """Return the writers of whom a load that is ordered now may take chunks; None: all."""
+        if not self.on or found is None:
+            return None
+        writers = found.beside.union(*(writers for _, _, writers in _runs(found)))
+        return frozenset(one for one in writers if not self._is_aside(one))
 
     # -- learning -----------------------------------------------------------------------------
 
-    def loaded(self, request: Any, found: PrefixMatch | None) -> None:  # noqa: ANN401
-        """Note that a load was ordered."""
-        if self._on and found is not None:
-            self._state(kind_of(request, found.stored * self._model.chunk_tokens)).loads += 1
-
-    def stored(self, request: Any, found: PrefixMatch, chunks: Iterable[int]) -> None:  # noqa: ANN401
+    def stored(self, request: Any, chunks: Iterable[int]) -> None:  # noqa: ANN401
         """Note that this engine stores these chunks of a prompt."""
-        if not self._on:
+        if not self.on or not self._own:
             return
-        if self._first and not self._own:
-            self._remembered.add(("",))
         for chunk in chunks:
-            state = self._state(kind_of(request, (chunk + 1) * self._model.chunk_tokens))
-            if not state.proved and len(self._own) < _OWN:
-                self._own.add(found.keys[chunk].prefix_hash)
+            kind = kind_of(request, (chunk + 1) * self._model.chunk_tokens)
+            if kind not in self._noted and len(self._noted) < _MOST_KNOWN:
+                self._noted.add(kind)
+                self._remembered.add(kind, self._own)
 
     def order(
         self,
@@ -255,12 +394,13 @@ class Witness:
             complete: tokens computed after the step.
             tables: its block table, per cache group.
         """
-        _, case = self._cases.get(request_id, (None, None))
+        case = self._cases.get(request_id)
         size = self._model.chunk_tokens
         if case is None or found is None or complete < (case.chunks[-1] + 1) * size:
             return None
         del self._cases[request_id]
         case.ordered_s = self._clock()
+        self._ordered[case.number] = case
         parts: list[tuple[int, Sequence[ChunkKey]]] = []
         for number, group in enumerate(self._model.groups):
             held = [
@@ -275,62 +415,129 @@ class Witness:
             # a draft's last row of a block may be of another continuation, see docs/decisions/0044
             if group in self._model.leading and held and not group.layout.drafts:
                 parts.append((number, held))
+                for key in held:
+                    answers = case.expected.get(key.start, 0) + self._model.workers
+                    case.expected[key.start] = answers
         return WitnessOrder(case.number, [list(table) for table in tables], parts)
 
     def gone(self, request_id: str) -> None:
         """Note that a request has ended; a comparison that waits for it never comes."""
-        if request_id in self._cases:
-            state, case = self._cases.pop(request_id)
-            if state.case is case:
-                state.case = None
+        self._asked.discard(request_id)
+        if (case := self._cases.pop(request_id, None)) is not None:
+            self._forget(case)
 
     def learn(self, verdicts: Iterable[Verdict]) -> str | None:
-        """Take in what workers have found; return what differs, if anything does."""
+        """Take in what workers have found; return why to leave the namespace, if that is so."""
         for verdict in verdicts:
-            state = next(
-                (s for s in self._kinds.values() if s.case and s.case.number == verdict.number),
-                None,
-            )
-            if state is None or (case := state.case) is None:
+            case = self._ordered.get(verdict.number)
+            if case is None:
                 continue  # given up
-            if verdict.outcome == "different":
-                self._stats.add("vua_witnesses_total", label="different")
-                self._stats.set("vua_witness_distance", verdict.ratio)
-                self._remembered.forget(self._kind(state))
-                return _ADVICE.format(self._model.identity.namespace, verdict.text)
             case.open -= 1
-            case.ratio = max(case.ratio, verdict.ratio)
-            if verdict.outcome == "none":
-                case.nothing = verdict.text or "no reason given"
-            if not case.open:
-                self._conclude(state, case)
-        return None
+            case.nothing = verdict.text or case.nothing
+            for one in verdict.chunks:
+                case.found.setdefault(one.start, []).append(one)
+            if case.open <= 0:
+                self._conclude(case)
+        leave, self._leave = self._leave, None
+        return leave
 
-    def _kind(self, state: _State) -> Kind:
-        return next(kind for kind, known in self._kinds.items() if known is state)
+    def _forget(self, case: _Case) -> None:
+        self._ordered.pop(case.number, None)
+        for writer in case.awaited:
+            if self._pending.get((case.kind, writer)) is case:
+                del self._pending[case.kind, writer]
 
-    def _conclude(self, state: _State, case: _Case) -> None:
-        """All workers have answered, none of them that it differs; or it was given up."""
-        state.case = None
-        self._cases.pop(case.request_id, None)
-        if case.nothing:
-            self._stats.add("vua_witnesses_total", label="none")
-            state.unanswered += 1
-            if state.unanswered == _COMPLAIN_AFTER and not state.proved:
-                log.warning(
-                    "VUA: %d times a stored chunk could not be compared with one computed here, so "
-                    "nothing is loaded (%s)",
-                    *(state.unanswered, case.nothing),
+    def _conclude(self, case: _Case) -> None:
+        """All workers have answered, or it was given up."""
+        self._forget(case)
+        differing = sorted(at for at, found in case.found.items() if not _same(found))
+        whole = {at for at, found in case.found.items() if len(found) >= case.expected.get(at, 1)}
+        if case.drawn is not None:
+            self._count(case.drawn * self._model.chunk_tokens, whole, differing)
+        good = {at for at in whole if not differing or at < differing[0]}
+        writers = frozenset[bytes]().union(*(one.writers for at in good for one in case.found[at]))
+        bad = frozenset[bytes]()
+        if differing:  # what comes behind the first may be computed on top of it
+            first = [one for one in case.found[differing[0]] if not one.same]
+            worst = max(first, key=lambda one: one.ratio)
+            bad = bad.union(*(one.writers for one in first))
+            self._stats.add("vua_witnesses_total", label="different")
+            self._stats.set("vua_witness_distance", worst.ratio)
+            for writer in bad:
+                self._put_aside(writer, worst.text)
+        for writer in writers - bad:
+            self._know(case.kind, writer, proved=True)
+            if writer != self._own:
+                self._remembered.add(case.kind, writer)
+        if good:
+            self._unanswered = 0
+            ratio = max(one.ratio for at in good for one in case.found[at])
+            longest = self._longest.get(case.kind, 0)
+            self._longest[case.kind] = max(longest, case.chunks[-1] + 1)
+            if not differing:
+                self._stats.add("vua_witnesses_total", label="same")
+                self._stats.set("vua_witness_distance", ratio)
+                log.info(
+                    "VUA: what [%s] has stored equals what this engine computes (distance %.2g of "
+                    "the tolerance)",
+                    *("], [".join(map(in_words, sorted(writers))), ratio),
                 )
+        elif not differing:
+            self._no_answer(case)
+        self._judge_oneself()
+
+    def _count(self, start: int, whole: set[int], differing: Sequence[int]) -> None:
+        """Count what a chunk that was drawn turned out to be."""
+        if start in whole or start in differing:
+            self._tally.add(same=start not in differing)
+            self._stats.set("vua_wrong_share_bound", self._tally.counted.bound)
+
+    def _no_answer(self, case: _Case) -> None:
+        self._stats.add("vua_witnesses_total", label="none")
+        self._unanswered += 1
+        if self._unanswered == _COMPLAIN_AFTER and case.awaited:
+            log.warning(
+                "VUA: %d times a stored chunk could not be compared with one computed here, so "
+                "nothing of its writer is loaded (%s)",
+                *(self._unanswered, case.nothing or "no reason given"),
+            )
+
+    def _put_aside(self, writer: bytes, text: str) -> None:
+        if writer == self._own:
+            self._leave = _LEAVES.format(
+                self._model.identity.namespace, f"what it has stored itself differs, {text}"
+            )
             return
-        self._stats.add("vua_witnesses_total", label="same")
-        self._stats.set("vua_witness_distance", case.ratio)
-        state.longest = max(state.longest, case.chunks[-1] + 1)
-        state.unanswered = 0
-        if not state.proved:
-            state.proved = True
-            self._remembered.add(self._kind(state))
-        log.info(
-            "VUA: a stored chunk equals what this engine computes (distance %.2g of the tolerance)",
-            case.ratio,
-        )
+        if self._is_aside(writer):
+            return
+        self._aside[writer] = True
+        self._agreed.discard(writer)
+        self._remembered.put_aside(writer)
+        self._stats.set("vua_writers_aside", sum(self._aside.values()))
+        log.error(_ASIDE, in_words(writer), self._model.identity.namespace, text)
+
+    def _judge_oneself(self) -> None:
+        """Leave where several writers differ from this engine, and fewer agree with it."""
+        aside = sum(self._aside.values())
+        if aside >= _ODD and aside > len(self._agreed) and self._leave is None:
+            self._leave = _LEAVES.format(
+                self._model.identity.namespace,
+                f"{aside} writers differ from it and {len(self._agreed)} agree",
+            )
+
+
+def _runs(found: PrefixMatch) -> Iterator[tuple[int, int, frozenset[bytes]]]:
+    """Yield first and end of each stretch of one writer's chunks, and their writers."""
+    runs = found.writers or ((0, _NAMELESS),)
+    for (start, writers), (stop, _) in pairwise((*runs, (found.stored, _NAMELESS))):
+        yield start, stop, writers
+
+
+def _same(found: Iterable[Compared]) -> bool:
+    return all(one.same for one in found)
+
+
+def _shorten(known: dict[Any, bool]) -> None:
+    """Make room for one more: forget who was asked about first."""
+    if len(known) >= _MOST_KNOWN:
+        del known[next(iter(known))]

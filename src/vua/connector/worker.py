@@ -108,6 +108,8 @@ class WorkerSide:
         self._left: str | None = None
         """The epoch whose weights this engine does not run any more; None: that of the orders."""
         self._wanted: list[Any] = []
+        self._writer = ""
+        """The engine's name, in which is written."""
         self.saves = WriteQueue(config, self._rank, self.stats, watch, self._memory, clock=clock)
         self._comparisons = Comparisons(config, quantised=model.quantised)
         self._lock = threading.Condition()
@@ -195,6 +197,7 @@ class WorkerSide:
             ]
             for side, before in zip(groups, self.groups, strict=True):
                 side.watch = before.watch
+                side.name_writer(before.writer)
                 if self._identity is not None:
                     side.reopen(before.store)
             self.groups = [*groups]
@@ -361,13 +364,15 @@ class WorkerSide:
         is_open = self._identity is not None and self._identity == self._opening.identity
         unsaved, retry = self.saves.take_unsaved(self.groups, retries=is_open)
         opened, ended = self._take_opened(), self.saves.take_ended()
+        refused = self._take_refused()
         news = self._load_s or seen or verdicts or adapters or unsaved or retry or opened or ended
-        if not news and self._left is None:
+        if not (news or refused) and self._left is None:
             return None  # what just ends waits for the next step
         with self._lock:
             load_s, self._load_s = self._load_s, {}
         return WorkerOutput(
-            load_s, seen, verdicts, self._left, adapters, unsaved, retry, opened, ended
+            *(load_s, seen, verdicts, self._left, adapters, unsaved, retry, opened, ended),
+            refused,
         )
 
     def _take_opened(self) -> dict[str, int]:
@@ -376,6 +381,15 @@ class WorkerSide:
             return {}
         self._told = self._identity
         return {self._identity.namespace: 1}
+
+    def _take_refused(self) -> dict[bytes, bytes]:
+        """Return the writers of chunks that were refused since the last call."""
+        refused: dict[bytes, bytes] = {}
+        for group in self.groups if self._identity is not None else ():
+            while group.store.refused:
+                prefix_hash, writer = group.store.refused.popitem()
+                refused[prefix_hash] = writer
+        return refused
 
     def take_failed_blocks(self) -> set[int]:
         """Return the blocks that were not filled, each once."""
@@ -398,6 +412,10 @@ class WorkerSide:
         """
         self.saves.give_up()
         current = self._is_current(orders.epoch)
+        if orders.writer != self._writer:  # before what opens the first store
+            self._writer = orders.writer
+            for group in self.groups:
+                group.name_writer(orders.writer)
         is_open = self._follow(orders.identity)
         for asked in orders.witnesses:
             if self._registered and current and is_open:

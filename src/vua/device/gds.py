@@ -14,7 +14,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias, cast
@@ -200,11 +200,14 @@ class DirectReader:
         sizes = np.array(codec.block_nbytes(), dtype=np.int64)
         self._sizes, self._starts = sizes, np.cumsum(sizes) - sizes
 
-    def read(self, keys: Sequence[ChunkKey], memory: Tensor) -> tuple[int, bool]:
+    def read(
+        self, keys: Sequence[ChunkKey], memory: Tensor, believed: Container[bytes] | None = None
+    ) -> tuple[int, bool]:
         """Bring the payloads of leading chunks into memory, chunk i to place i; verify them there.
 
         ``memory`` is a staged buffer's, and nothing uses it; on a GPU the checksums are computed on
-        the current stream. Raises nothing for the state of the storage.
+        the current stream. Of writers who are not ``believed`` nothing is read. Raises nothing for
+        the state of the storage.
 
         Returns how many leading chunks are there and right, and whether the one behind them was
         read but was not right: then somebody else's reading tells who is to blame.
@@ -216,7 +219,7 @@ class DirectReader:
         tables: list[_Sums] = []
         try:
             for place, key in enumerate(keys[: memory.numel() // self._payload]):
-                found = self._open(mover, key)
+                found = self._open(mover, key, believed)
                 if found is None:
                     break
                 tables.append(found[1])
@@ -252,7 +255,9 @@ class DirectReader:
 
         return work
 
-    def _open(self, mover: Mover, key: ChunkKey) -> tuple[Any, _Sums] | None:
+    def _open(
+        self, mover: Mover, key: ChunkKey, believed: Container[bytes] | None
+    ) -> tuple[Any, _Sums] | None:
         """Return a handle and the table of checksums of a file that says it is ``key``'s."""
         if not self._storage.capabilities.device_reads:
             return None
@@ -264,8 +269,10 @@ class DirectReader:
         try:
             if status.nbytes != self._codec.file_nbytes:
                 return None
-            header = os.pread(fd, self._codec.header_nbytes, 0)
-            table = self._codec.table_of(memoryview(header), key)
+            header = memoryview(os.pread(fd, self._codec.header_nbytes, 0))
+            table = self._codec.table_of(header, key)
+            if table is not None and believed is not None:
+                table = table if self._codec.writer_of(header) in believed else None
             return None if table is None else (mover.open(fd), table)
         except OSError as problem:
             log.debug("a file was not opened by %s: %s", mover.name, problem)

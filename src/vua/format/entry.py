@@ -44,18 +44,24 @@ from vua.format.header import (
 from vua.format.keys import ChunkKey
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
 
-__all__ = ["FORMAT", "EntryCodec"]
+__all__ = ["FORMAT", "EntryCodec", "written_name"]
 
 ALIGNMENT: Final = 4096  # O_DIRECT and GPU-direct reads start at a page
 _WRITER_WIDTH: Final = 48
 _CREATED_WIDTH: Final = 10  # seconds since 1970, good until the year 2286
 _CHECK_WIDTH: Final = 16
 _BLANK_CHECK: Final = b"0" * _CHECK_WIDTH
+_BEFORE_WRITER: Final = ',"created":"0123456789","writer":"'
 _VARIABLE: Final = re.compile(
     rb',"created":"\d{10}","writer":"[\w ./+:-]{48}"(?:,"nonce":"([0-9a-f]{32})")?'
     rb',"check":"[0-9a-f]{16}'
 )
 _UNNAMED: Final = re.compile("[^A-Za-z0-9 ./_+:-]")
+
+
+def written_name(writer: str) -> str:
+    """Return a writer's name as it stands in a header: 48 characters."""
+    return f"{_UNNAMED.sub('_', writer)[:_WRITER_WIDTH]:<{_WRITER_WIDTH}}"
 
 
 class EntryCodec:
@@ -98,6 +104,9 @@ class EntryCodec:
         self._end = self._tail.encode() + b" " * padding
         self.table_offset: int = 8 + json_nbytes
         """Where in the file the checksums begin; the tags of a sealed one follow them."""
+        self.writer_offset: int = text_nbytes + 8 - len(self._tail)
+        self.writer_offset -= len(self._variable(0, "", seal_info.nonce)) - len(_BEFORE_WRITER)
+        """Where in the file the name of its writer stands, 48 characters."""
         self.check_offset: int = 8 + text_nbytes - len(self._tail) - _CHECK_WIDTH
         """Where in the file its header's check of itself stands, 16 hexadecimal digits."""
         if self.header_nbytes > MAX_HEADER_NBYTES:
@@ -151,10 +160,9 @@ class EntryCodec:
     @staticmethod
     def _variable(created: int, writer: str, nonce: str = "") -> str:
         """The part that a reader does not compare, always of the same width."""
-        named = _UNNAMED.sub("_", writer)
         return (
             f',"created":"{created:0{_CREATED_WIDTH}d}",'
-            f'"writer":"{named[:_WRITER_WIDTH]:<{_WRITER_WIDTH}}",'
+            f'"writer":"{written_name(writer)}",'
             + (f'"nonce":"{nonce}",' if nonce else "")
             + f'"check":"{_BLANK_CHECK.decode()}'
         )
@@ -213,6 +221,10 @@ class EntryCodec:
         """
         is_first = self.kind and bytes(header[: len(self._start_v1)]) == self._start_v1
         return SEALED_V1 if is_first else SEALED
+
+    def writer_of(self, header: memoryview) -> bytes:
+        """Return the writer's name, 48 bytes, of a header that :meth:`table_of` takes."""
+        return bytes(header[self.writer_offset : self.writer_offset + _WRITER_WIDTH])
 
     def seal_of(self, header: memoryview) -> tuple[str, npt.NDArray[np.uint8]]:
         """Return nonce and tags ``[blocks, 16]`` of a sealed file; :meth:`table_of` comes first.

@@ -262,7 +262,7 @@ def encode_header(
         codec: of the file.
         key: the chunk.
         checksums: xxh3-64 of each checksum block, ``[blocks]`` in file order.
-        writer: who writes (library version, host), for people to read; cut at 48 characters.
+        writer: who writes, see `vua.store.writer`; cut at 48 characters.
         seal_info: of a sealed file, which key, and what this file's own key is made with.
         tags: of a sealed file, 16 bytes for each checksum block in file order.
         created: seconds since 1970; by default now.

@@ -40,6 +40,7 @@ from vua.storage.base import entry_name
 from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.opening import create_namespace, locate
+from vua.store.writer import process_writer
 
 __all__ = ["VUAL2Adapter"]
 
@@ -302,7 +303,8 @@ class VUAL2Adapter(L2AdapterInterface):
                 continue
             keys = [_name(task.keys[at]) for at in places]
             store = namespace.stores[0]
-            writer = EntryWriter(store, _memory([task.objects[at] for at in places]))
+            memory = _memory([task.objects[at] for at in places])
+            writer = EntryWriter(store, memory, writer=process_writer("lmcache"))
             writer.save_all(keys)
             for at, key in zip(places, keys, strict=True):
                 task.found[at] = store.holds(key, [form.layout.full])

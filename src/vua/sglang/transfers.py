@@ -31,6 +31,7 @@ from vua.serdes import DTYPES
 from vua.sglang.host_pages import HostPages
 from vua.store.entry_writer import EntryWriter
 from vua.store.store import Loader, Store
+from vua.store.writer import process_writer
 
 __all__ = ["Transfers"]
 
@@ -216,7 +217,12 @@ class Transfers:
         try:
             writer = self._writer_of.get(work.buffer)
             if writer is None:
-                writer = EntryWriter(self.store, work.buffer.memory, shard=self.shard)
+                writer = EntryWriter(
+                    self.store,
+                    work.buffer.memory,
+                    shard=self.shard,
+                    writer=process_writer("sglang"),
+                )
                 self._writer_of[work.buffer] = writer
             if work.proven():
                 written = writer.save_all(work.keys)

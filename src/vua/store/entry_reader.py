@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -16,12 +16,21 @@ from vua.storage.base import Batch, Storage
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
 
-__all__ = ["EntryReader", "Verified"]
+__all__ = ["EntryReader", "UnbelievedError", "Verified"]
 
 _BATCH_ENTRIES: Final = 256
 """Entries read by one call; bounds what memory headers take."""
 _DISCARD_NBYTES: Final = 64 << 20
 """Memory for what is read of sealed entries only to be verified."""
+
+
+class UnbelievedError(Exception):
+    """A sound entry whose writer is not believed."""
+
+    def __init__(self, writer: bytes) -> None:
+        """Refuse what ``writer``, the name in the header, has written."""
+        super().__init__(writer.decode(errors="replace").strip())
+        self.writer = writer
 
 
 @dataclass(slots=True)
@@ -32,7 +41,7 @@ class Verified:
     """How many entries, from the first on, are in memory and proved to be the ones asked for."""
     problem: Exception | None = None
     """Why the one behind them is not: EntryError where it is damaged or not the one asked for,
-    UntrustedError, FileNotFoundError or another OSError."""
+    UntrustedError, UnbelievedError, FileNotFoundError or another OSError."""
     version: bytes | None = None
     """Of the one behind them, as far as the storage knows; see :meth:`Storage.delete`."""
 
@@ -51,13 +60,20 @@ class EntryReader:
         self._suffix = f"/{codec.shard.name}"
         self._room: Batch | None = None
 
-    def read(self, keys: Sequence[ChunkKey], place: int = 0, seal: Seal | None = None) -> Verified:
+    def read(
+        self,
+        keys: Sequence[ChunkKey],
+        place: int = 0,
+        seal: Seal | None = None,
+        believed: Container[bytes] | None = None,
+    ) -> Verified:
         """Read leading entries into the chunk places from ``place`` on, up to a bad one.
 
         Args:
             keys: the chunks; the i-th goes to place ``place + i``.
             place: of the first.
             seal: which they have to be sealed with; what was encrypted is clear text then.
+            believed: the writers of which entries count; by default all.
 
         Raises nothing for the state of the storage. What lies in memory behind the entries that
         count is undefined.
@@ -70,7 +86,7 @@ class EntryReader:
             run = keys[done : done + at_once]
             batch = self._batch(run, place + done, keep_discarded=keep_discarded)
             filled = self._storage.read(batch)
-            good, bad = self._verify(batch, run[: filled.count], seal)
+            good, bad = self._verify(batch, run[: filled.count], seal, believed)
             done += good
             if (problem := bad or filled.problem) is not None:
                 return Verified(done, problem, filled.version(good))
@@ -89,8 +105,12 @@ class EntryReader:
         return room
 
     def _verify(
-        self, batch: Batch, keys: Sequence[ChunkKey], seal: Seal | None
-    ) -> tuple[int, EntryError | None]:
+        self,
+        batch: Batch,
+        keys: Sequence[ChunkKey],
+        seal: Seal | None,
+        believed: Container[bytes] | None,
+    ) -> tuple[int, EntryError | UnbelievedError | None]:
         """Return how many entries are good, and what is the matter with the one behind them."""
         codec, plan = self._codec, self._transfer.plan
         key_id, whole = "" if seal is None else seal.key_id, plan.blocks == codec.blocks
@@ -100,6 +120,8 @@ class EntryReader:
                 table = codec.table_of(header, key, key_id)
                 if table is None:
                     return index, mismatch(codec, header, key, key_id)
+                if believed is not None and codec.writer_of(header) not in believed:
+                    return index, UnbelievedError(codec.writer_of(header))
                 table = table if whole else table[plan.block_place]
                 digests = batch.digests[index]
                 if table.tobytes() != digests.tobytes():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +19,7 @@ from vua.native import Transfer, blocks_of
 from vua.security.keyring import NoKeyError
 from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, entry_name
 from vua.store.store import Store
+from vua.store.writer import process_writer
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
@@ -28,7 +28,6 @@ __all__ = ["EntryWriter"]
 
 log = logging.getLogger(__name__)
 
-_WRITER: Final = f"vua {socket.gethostname()}"
 _BATCH_CHUNKS: Final = (4, 512)
 """What one call writes, at least and at most, whatever the storage says."""
 
@@ -36,11 +35,15 @@ _BATCH_CHUNKS: Final = (4, 512)
 class EntryWriter:
     """Writes from one memory map, keeping what it has worked out about it. One thread at a time."""
 
-    def __init__(self, store: Store, memory: MemoryMap, *, shard: Shard | None = None) -> None:
+    def __init__(
+        self, store: Store, memory: MemoryMap, *, shard: Shard | None = None, writer: str = ""
+    ) -> None:
         """Write from ``memory``, which holds ``shard``: by default the whole model.
 
-        It must not change while it is being written.
+        It must not change while it is being written. ``writer`` is the name for the headers, by
+        default this process's.
         """
+        self._writer = writer or process_writer("vua")
         self.store, self.shard = store, shard or store.layout.full
         self.refused = False
         """Whether the last one was not written for want of space, or of a key."""
@@ -189,7 +192,9 @@ class EntryWriter:
                 blocks = blocks_of(transfer, place + at)
                 into = encrypted[at] if len(encrypted) else None
                 seal_info, tags = seal.close(codec, key, blocks, into)
-            headers.append(codec.blank_header(key, writer=_WRITER, seal_info=seal_info, tags=tags))
+            headers.append(
+                codec.blank_header(key, writer=self._writer, seal_info=seal_info, tags=tags)
+            )
         if len(encrypted):
             store, shard, address = self.store, self.shard, encrypted.ctypes.data
             memory = payload_map(store.layout, shard, address, encrypted, len(run))

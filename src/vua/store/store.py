@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vua.capacity.reservation import Capacity
 from vua.errors import EntryError, InputError
@@ -24,7 +24,7 @@ from vua.security.keyring import Keyring, NoKeyError
 from vua.security.settings import Security
 from vua.storage.base import Storage, entry_name, parse_name
 from vua.storage.local import LocalStorage
-from vua.store.entry_reader import EntryReader, Verified
+from vua.store.entry_reader import EntryReader, UnbelievedError, Verified
 from vua.store.quarantine import Quarantine
 from vua.store.search import Search
 
@@ -36,6 +36,8 @@ __all__ = ["Keys", "Loaded", "Loader", "Store"]
 
 log = logging.getLogger(__name__)
 
+_MOST_REFUSED: Final = 1 << 10
+
 
 class Loaded(NamedTuple):
     """What a load brought."""
@@ -45,7 +47,8 @@ class Loaded(NamedTuple):
     nbytes: int
     """Payload bytes of those chunks."""
     reason: str | None = None
-    """Why it stopped early (``missing``, ``corrupt``, ``foreign``, ``locked``, ``error``)."""
+    """Why it stopped early: ``missing``, ``corrupt``, ``foreign``, ``locked``, ``error``, or
+    ``writer`` where the next chunk's is not among those who are believed."""
 
 
 class Store:
@@ -75,7 +78,9 @@ class Store:
         self.quarantine = Quarantine(storage)
         self.counts: Counter[str] = self.quarantine.counts
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
-        corrupt, foreign, locked, error."""
+        corrupt, foreign, locked, error, writer."""
+        self.refused: dict[bytes, bytes] = {}
+        """By prefix hash the writers of chunks that loads refused, for whom it concerns to take."""
 
     @property
     def files(self) -> LocalStorage | None:
@@ -180,11 +185,14 @@ class Loader:
         self._seal: Seal | None = None
         self._follow(store._last_cover.get(self._target) or [(self._target, self._target)])
 
-    def load(self, keys: Keys, *, weed: bool = False) -> Loaded:
+    def load(
+        self, keys: Keys, believed: Container[bytes] | None = None, *, weed: bool = False
+    ) -> Loaded:
         """Read chunks straight into memory, in order, up to the first that is not to be had.
 
         Args:
             keys: the chunks; the i-th goes to chunk place i of the memory map.
+            believed: the writers of whom chunks are taken; by default all.
             weed: read what follows a bad chunk, too, so that all damage is out of sight before
                 the prompt is stored again: else each request would find, and heal, one chunk.
 
@@ -200,22 +208,24 @@ class Loader:
             store.quarantine.count("locked")
             store.keyring.faults.tell(problem, "nothing is loaded")
             return Loaded(0, 0, "locked")
-        chunks, reason = self._load(keys, 0)
+        chunks, reason = self._load(keys, 0, believed)
         store.quarantine.loaded(keys, chunks)
         log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
         at, why = chunks, reason
-        while weed and why not in (None, "error"):
-            at, why = self._load(keys, at + 1)
+        while weed and why not in (None, "error", "writer"):
+            at, why = self._load(keys, at + 1, believed)
         return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
 
-    def _load(self, keys: Keys, first: int) -> tuple[int, str | None]:
+    def _load(
+        self, keys: Keys, first: int, believed: Container[bytes] | None
+    ) -> tuple[int, str | None]:
         """Read from a chunk on; return the first that is not to be had, and why it is not."""
         store, chunks = self._store, first
         while chunks < len(keys):
             got, bad = Verified(len(keys) - chunks), self._target
             for shard, reader in self._route:
                 run = [keys[at] for at in range(chunks, chunks + got.count)]
-                found = reader.read(run, chunks, self._seal)
+                found = reader.read(run, chunks, self._seal, believed)
                 if found.problem is not None:
                     got, bad = found, shard
             chunks += got.count
@@ -226,7 +236,7 @@ class Loader:
                     return chunks, reason
         return chunks, None
 
-    def load_cached(self, keys: Keys) -> int:
+    def load_cached(self, keys: Keys, believed: Container[bytes] | None = None) -> int:
         """Load leading chunks that need no waiting for; return how many. Nothing is judged.
 
         Into spread memory, from files that the page cache has; the checksums of all bytes are
@@ -241,7 +251,8 @@ class Loader:
             self._follow(cover)
         if store.files is None or len(self._route) > 1 or store.keyring.seals(keys[0].tenant):
             return 0
-        chunks = self._route[0][1].read([keys[at] for at in range(len(keys))]).count
+        run = [keys[at] for at in range(len(keys))]
+        chunks = self._route[0][1].read(run, believed=believed).count
         store.quarantine.loaded(keys, chunks)
         return chunks
 
@@ -265,6 +276,10 @@ class Loader:
             self._store._last_cover[self._target] = found
             self._follow(found)
             return None
+        if isinstance(problem, UnbelievedError):
+            if len(self._store.refused) < _MOST_REFUSED:
+                self._store.refused[key.prefix_hash] = problem.writer
+            return "writer"
         if isinstance(problem, EntryError):
             return quarantine.reject(key, shard, version, problem)
         if isinstance(problem, OSError):

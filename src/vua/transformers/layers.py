@@ -30,6 +30,7 @@ from vua.store.evidence import LaterNamespaceError
 from vua.store.namespace import Namespace
 from vua.store.opening import create_namespace, open_namespace
 from vua.store.tensors import Cache, allocate, memory_map
+from vua.store.writer import process_writer
 
 __all__ = ["LayerCache", "StoredLayers", "groups_of"]
 
@@ -203,7 +204,8 @@ class StoredLayers:
             if first >= len(keys):
                 continue
             cut = [_cut(layers[number], first * size, len(ids)) for number in group.layers]
-            writer = EntryWriter(store, Cache(cut, 0, 1).memory(size))
+            memory = Cache(cut, 0, 1).memory(size)
+            writer = EntryWriter(store, memory, writer=process_writer("transformers"))
             written = max(written, writer.save_all(keys.run(first, len(keys))))
             if writer.refused:
                 break

@@ -232,7 +232,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         side = self.scheduler
         if side is None:
             return ConnectorMetadata()
-        orders = ConnectorMetadata(identity=side.identity, epoch=side.epoch)
+        orders = ConnectorMetadata(identity=side.identity, writer=side.writer, epoch=side.epoch)
         with self._guarded():
             orders.loads = side.take_loads()
         with self._guarded():

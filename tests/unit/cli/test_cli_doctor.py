@@ -28,7 +28,7 @@ from vua.store.namespace import check_root
 NAMES = [
     "owner", "file system", "publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT",
     "cachestat", "permissions", "time stamps", "clock", "visibility", "hard links", "speed",
-    "space", "native loop", "GDS",
+    "space", "witness", "native loop", "GDS",
 ]  # fmt: skip
 MOUNTS = r"""
 21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

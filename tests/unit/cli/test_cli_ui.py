@@ -46,7 +46,7 @@ class UiTest(CliTest):
         self.assertEqual([3, 1], [known[one]["chunks"] for one in ("llama", "qwen")])
         self.assertEqual([1, 3, 1.0], [tree["boxes"][0][k] for k in ("width", "chunks", "width")])
         self.assertEqual(1, len(tree["boxes"]))
-        self.assertEqual({"owner", "space", "native loop", "GDS"}, levels.keys())
+        self.assertEqual({"owner", "space", "witness", "native loop", "GDS"}, levels.keys())
         self.assertIn("a hit", answer["namespaces"][0]["verdict"])
         self.assertEqual(400, status)
         self.assertIn(b"--tokenizer", content)

@@ -104,10 +104,10 @@ class CachedLoadTest(DirectoryTest):
         """Who gives a load up goes on when it does not write any more, not earlier."""
         copies, go, load_cached = threading.Event(), threading.Event(), Loader.load_cached
 
-        def slowly(loader: Loader, keys: Any) -> int:
+        def slowly(loader: Loader, keys: Any, believed: Any) -> int:
             copies.set()
             go.wait()
-            return load_cached(loader, keys)
+            return load_cached(loader, keys, believed)
 
         self.addCleanup(go.set)
         with mock.patch.object(Loader, "load_cached", slowly):
