@@ -559,7 +559,7 @@ def identity_campaign(*arguments: str) -> int:
 
 
 def sglang_campaign(*arguments: str) -> int:
-    """Compares random SGLang servers, each by its own K and V (--setups 15: 105 pairs)."""
+    """Compares random SGLang servers, each by its own K and V (--setups 16: 120 pairs)."""
     if not install_sglang():
         sys.exit("dev.py: SGLang could not be installed")
     os.environ["VUA_SGLANG_PYTHON"] = str(SGLANG / "bin" / "python")
@@ -596,7 +596,7 @@ TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
     for f in (
         *(setup, build, wheels, pythons, demo, test, thorough, test_oldest, llama_cpp, lmcache),
-        *(lint, format_, docs, bench),
+        *(lint, format_, docs, bench, replay, plots),
         *(
             tools,
             azurite,
