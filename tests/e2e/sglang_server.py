@@ -52,6 +52,9 @@ _SWITCHES = (
     *("skip_server_warmup", "skip_tokenizer_init"),
 )
 
+_TICKS_S = 0.05
+"""Files are not believed that are younger than the process: its start is known by the tick."""
+
 _HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer test"}
 
 
@@ -137,6 +140,7 @@ class Schedulers:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
+        time.sleep(_TICKS_S)
         stdin.write(json.dumps(job) + "\n")
         stdin.flush()
         said = json.loads(stdout.readline() or '{"problem": "the process has ended"}')

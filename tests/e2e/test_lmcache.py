@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +22,8 @@ from typing import Any
 
 import pytest
 
-from e2e.harness import PROMPT, SOURCE, Batch, EngineTest, Phase, Served, run
+from e2e.checkpoints import copied, scaled
+from e2e.harness import PROMPT, SOURCE, Batch, EngineTest, Phase, Served, llama, run
 from e2e.sglang_server import wait_until
 from helpers import flip
 
@@ -103,7 +105,7 @@ def _free_port() -> int:
 @unittest.skipUnless(util.find_spec("lmcache"), "LMCache is not here; `dev.py lmcache` has it")
 @pytest.mark.thorough
 class LMCacheServerTest(EngineTest):
-    def ask(self, server: Server) -> Served:
+    def ask(self, server: Server, **engine: Any) -> Served:
         """Give the prompt to a fresh engine that has only the server."""
         transfer = {
             "kv_connector": "LMCacheMPConnector",
@@ -115,7 +117,7 @@ class LMCacheServerTest(EngineTest):
                 "lmcache.mp.heartbeat_interval": 30.0,  # also the patience with its answer
             },
         }
-        (served,) = run(self.phase(Batch([PROMPT]), transfer=transfer))
+        (served,) = run(self.phase(Batch([PROMPT]), transfer=transfer, engine=engine))
         self.assertIsNone(served.problem, served.log[-6000:])
         return served
 
@@ -141,6 +143,25 @@ class LMCacheServerTest(EngineTest):
         self.assertEqual([WHOLE], warm.cached)
         self.assertEqual([0], damaged.cached)
         self.assertEqual([plain.tokens] * 3, [cold.tokens, warm.tokens, damaged.tokens])
+
+    def test_another_checkpoint(self) -> None:
+        """Behind a new server another checkpoint at the same path finds nothing of the old one."""
+        model = copied(llama(), self.root.parent / f"{self.root.name}-model")
+        self.addCleanup(shutil.rmtree, model)
+        adapter, seen = specification(self.root), []
+        for name in (None, None, "layers.0.mlp.up_proj.weight"):
+            if name is not None:
+                scaled(llama(), model, name)
+            (plain,) = run(Phase((Batch([PROMPT]),), engine={"model": str(model)}))
+            before = len(self.files())
+            with Server(adapter) as server:
+                served = self.ask(server, model=str(model))
+                expected = before + (0 if served.cached == [WHOLE] else WHOLE // CHUNK)
+                wait_until("all chunks", lambda: len(self.files()) == expected)  # noqa: B023
+            self.assertEqual(plain.tokens, served.tokens)
+            seen.append(served.cached)
+
+        self.assertEqual([[0], [WHOLE], [0]], seen)
 
 
 if __name__ == "__main__":
