@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +25,7 @@ from vua.connector.model_files import local_directory
 from vua.errors import ConfigError, VUAError
 from vua.weights import Identification, Weights, checkpoint_files, identify_weights
 from vua.weights.content import State
+from vua.weights.files import link_changed_s
 
 __all__ = ["Models"]
 
@@ -48,6 +50,8 @@ class _Found:
     weights: tuple[Path, ...]
     beside: tuple[Path, ...]
     states: tuple[State, ...]
+    only: bool = field(compare=False)
+    """It is the only snapshot of that name in the hub's cache, so no other one can be loaded."""
 
     @classmethod
     def at(cls, name: str) -> _Found:
@@ -60,16 +64,30 @@ class _Found:
             for path in sorted(folder.glob(pattern))
             if path.name not in _NO_CONFIG and path.is_file()
         )
-        return cls(weights, beside, tuple(State.of(path) for path in (*weights, *beside)))
+        states = tuple(State.of(path) for path in (*weights, *beside))
+        snapshots = folder.parent
+        only = snapshots.name == "snapshots" and len(list(snapshots.iterdir())) == 1
+        return cls(weights, beside, states, only)
 
-    def digest(self, stop: threading.Event) -> Weights:
-        """Digest all of it. Raises ConfigError, OSError, CancelledError."""
+    def digest(self, since_s: float, stop: threading.Event) -> Weights:
+        """Digest all of it. Raises ConfigError, OSError, CancelledError.
+
+        Raises UncachedError if it may have been something else at `since_s`.
+        """
         said = hashlib.sha256(b"vua.lmcache.model.v1")
         for path in self.beside:
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             said.update(f"{path.name} {content};".encode())
         config = Weights(said.hexdigest(), (), 0, 0, 0.0, 0.0)
-        return identify_weights(self.weights, stop=stop).joined(config)
+        weights = identify_weights(self.weights, stop=stop)
+        states = [State.of(path).changed_s for path in self.beside]
+        changed_s = max(weights.changed_s, *states, *map(link_changed_s, self.beside))
+        # An engine that was started after the server may have fetched the model.
+        fetched = self.only and not weights.changed_since(since_s, stop=stop)
+        if changed_s > since_s and not fetched:
+            msg = "its files were changed after this server's start"
+            raise UncachedError(msg)
+        return weights.joined(config)
 
 
 class Models:
@@ -113,9 +131,6 @@ class Models:
             if not search.answer.done():
                 return None
             weights = search.answer.result()
-            if weights.changed_s > self._began_s - _TICK_S:
-                msg = "its files were changed after this server's start"
-                raise UncachedError(msg)
         except CancelledError:
             return None
         except (VUAError, OSError) as problem:
@@ -129,7 +144,8 @@ class Models:
         with self._lock:
             if name not in self._known:
                 self._found[name] = now
-                self._known[name] = (time.monotonic(), Identification(now.digest))
+                find = partial(now.digest, self._began_s - _TICK_S)
+                self._known[name] = (time.monotonic(), Identification(find))
             elif now != self._found[name]:
                 msg = "its files were changed after it was served first"
                 raise UncachedError(msg)
