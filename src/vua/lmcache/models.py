@@ -80,14 +80,26 @@ class _Found:
             said.update(f"{path.name} {content};".encode())
         config = Weights(said.hexdigest(), (), 0, 0, 0.0, 0.0)
         weights = identify_weights(self.weights, stop=stop)
-        states = [State.of(path).changed_s for path in self.beside]
-        changed_s = max(weights.changed_s, *states, *map(link_changed_s, self.beside))
-        # An engine that was started after the server may have fetched the model.
-        fetched = self.only and not weights.changed_since(since_s, stop=stop)
-        if changed_s > since_s and not fetched:
+        changed = [path for path in self.beside if _changed_s(path) > since_s]
+        if not self.only:
+            same = weights.changed_s <= since_s and not changed
+        else:  # an engine that was started after the server may have fetched it
+            same = not weights.changed_since(since_s, stop=stop) and all(map(_is_named, changed))
+        if not same:
             msg = "its files were changed after this server's start"
             raise UncachedError(msg)
         return weights.joined(config)
+
+
+def _changed_s(path: Path) -> float:
+    return max(State.of(path).changed_s, link_changed_s(path))
+
+
+def _is_named(path: Path) -> bool:
+    """Whether it is a blob of the hub's cache with its name's content: git's digest, or SHA-256."""
+    content = path.read_bytes()
+    git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
+    return path.resolve().name in (git.hexdigest(), hashlib.sha256(content).hexdigest())
 
 
 class Models:

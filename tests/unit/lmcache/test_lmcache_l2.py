@@ -182,7 +182,7 @@ class TestL2Adapter(DirectoryTest):
         content = save({"a": torch.full((8,), value)})
         for file, data, blob in (
             ("model.safetensors", content, name or sha256(content).hexdigest()),
-            ("config.json", b"{}", "1" * 40),
+            ("config.json", b"{}", "9e26dfeeb6e641a33dae4961196235bdb965b21b"),  # git's
         ):
             (repo / "blobs" / blob).write_bytes(data)
             (snapshot / file).symlink_to(Path("..", "..", "blobs", blob))
@@ -243,10 +243,16 @@ class TestL2Adapter(DirectoryTest):
         self.assertEqual([True] * COUNT, self.same(values, self.load(again, keys)))
 
     def test_a_checkpoint_that_is_fetched_damaged(self) -> None:
-        """Weights with the name of others' are not what an engine has fetched."""
+        """Weights or a configuration with the name of others' are not what was fetched."""
         self.use_hub()
         adapter = self.adapter(label=None)
         self.fetch(1, 1.0, name="2" * 64)
+        with self.assertLogs("vua", "ERROR") as told:
+            self.assertFalse(self.store(adapter, self.keys(), self.values()).is_successful())
+        self.assertRegex(told.output[0], "changed after this server's start")
+        adapter = self.adapter(label=None)
+        (config,) = self.root.glob("hub/*/snapshots/*/config.json")
+        config.write_text('{"rope_theta": 500}')
         with self.assertLogs("vua", "ERROR") as told:
             self.assertFalse(self.store(adapter, self.keys(), self.values()).is_successful())
         self.assertRegex(told.output[0], "changed after this server's start")
