@@ -13,6 +13,7 @@ from e2e.damage import stored
 from e2e.harness import (
     PROMPT,
     RESET,
+    RESET_ALL,
     Batch,
     Call,
     Change,
@@ -92,6 +93,24 @@ class WeightsTest(EngineTest):
         """By whoever holds a reference, without a call: nothing is stored for the wrong weights."""
         super().setUp()
         self.check("behind")
+
+    def test_reset_after_few_rows(self) -> None:
+        """A reset, as a pause brings one, after a write to some rows that nothing else tells of."""
+        few = models() / "last-rows"
+        if not few.exists():
+            shutil.copytree(llama(), few)
+            weights = load_file(few / "model.safetensors")
+            weights["model.embed_tokens.weight"][PROMPT[-8:]] *= -1
+            save_file(weights, few / "model.safetensors", {"format": "pt"})
+        new = self.baseline(BATCH, engine=self.of(str(few)))
+        self.assertNotEqual(self.old, new)
+        steps = [BATCH, RESET_ALL, BATCH, Change("behind", str(few)), RESET_ALL, BATCH]
+
+        changed, old, _ = self.serve_both(*steps, RESET_ALL, BATCH)
+
+        self.assertEqual(2 * self.old + 2 * new, changed.tokens)
+        self.assertEqual([0, 640, 0, 640], changed.cached)
+        self.assertEqual([self.old, [640]], [old.tokens, old.cached])
 
     def test_blocks_of_before(self) -> None:
         """Without a reset vLLM goes on with its own blocks of before: nothing of it is stored."""

@@ -58,6 +58,26 @@ class Memory:
             return self.unknown
         return None if self._weights is None else self._weights.changed()
 
+    def doubt(self) -> None:
+        """Compare all of the weights in the background: somebody says that they may have changed.
+
+        Then :meth:`weights_changed` tells, when :attr:`comparing` ends. Weights that are not known
+        count as changed.
+        """
+        self._told = self.unknown is None
+        if self._weights is not None:
+            self._weights.doubt()
+
+    @property
+    def comparing(self) -> bool:
+        """Whether :meth:`weights_changed` is to be asked again before anything is believed."""
+        return self._weights is not None and self._weights.comparing
+
+    def close(self) -> None:
+        """Read no more of the model."""
+        if self._weights is not None:
+            self._weights.close()
+
     def look(self) -> None:
         """See which adapters there are."""
         if self._adapters is not None:

@@ -129,6 +129,9 @@ class ConnectorMetadata:
     """The engine's name as a writer, see `vua.store.writer`."""
     epoch: str | None = None
     """Which epoch they belong to, another one after a reset; None: nobody says."""
+    doubt: int = 0
+    """How often the engine's cache was reset. One more than before: the workers are to compare
+    their weights with those that the epoch began with."""
     adapters: list[Any] = field(default_factory=list)
     """LoRA adapters (the engine's own objects) that the scheduler's half wants to know."""
     idle: bool = False
@@ -162,6 +165,8 @@ class WorkerOutput:
     going to be (then ``unsaved`` says so)."""
     refused: dict[bytes, bytes] = field(default_factory=dict)
     """By prefix hash the writers of chunks that were not loaded since they are not believed."""
+    sure: dict[int, int] = field(default_factory=dict)
+    """How many workers have found their weights unchanged, by the number of the doubt."""
 
     def aggregate(self, other: object) -> WorkerOutput:
         """Return what both say together."""
@@ -184,4 +189,5 @@ class WorkerOutput:
             Counter(self.opened) + Counter(other.opened),
             Counter(self.ended) + Counter(other.ended),
             self.refused | other.refused,
+            Counter(self.sure) + Counter(other.sure),
         )

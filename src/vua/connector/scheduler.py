@@ -95,6 +95,12 @@ class SchedulerSide:
         """When all is ordered although not all workers have said that they have opened it; None:
         they have."""
         self._workers_open = 0
+        self.doubt = 0
+        """How often the cache was reset, for the workers."""
+        self._unsure = 0
+        """How many workers have not said yet that their weights are the same as before that."""
+        self._doubt_ends_s: float | None = None
+        """Until when requests wait for them; None before they are asked."""
         self._options = OptionReader(allow_pins="pins" in config.allow)
         self.states: dict[str, RequestState] = {}
         self._adapters = AdapterBook(model.workers, config.timeouts.lookup_s, clock=clock)
@@ -152,13 +158,33 @@ class SchedulerSide:
             *(model, self._config, self.stats, self._setup, self.writer), clock=self._clock
         )
 
+    @property
+    def _waits_for_weights(self) -> bool:
+        """Whether requests wait until the workers have compared their weights."""
+        ends_s = self._doubt_ends_s
+        return self._unsure > 0 and (ends_s is None or self._clock() < ends_s)
+
     def reset(self) -> None:
-        """Leave everything stored so far unused: the model's weights may have been replaced.
+        """Use nothing that is stored until the workers say whether they have the same weights.
+
+        They compare all of them, in the background. If these are the same, all goes on; else an
+        epoch begins. What is running already is neither loaded nor stored in either case.
+        """
+        self.doubt += 1
+        self._unsure, self._doubt_ends_s = self.model.workers, None
+        self._saves.reset()
+        for state in self.states.values():
+            state.outdated |= state.admitted
+        log.info("VUA: the cache was reset: the workers look whether the weights have changed")
+
+    def _begin_epoch(self) -> None:
+        """Leave everything stored so far unused: the weights were replaced, or may have been.
 
         What is stored from now on is of an epoch that only this engine knows, since nobody can tell
         which weights those are. Requests that are running already are neither loaded nor stored.
         The epoch's namespace is opened in the background.
         """
+        self._unsure = 0
         epoch = f"{self._config.epoch}+{secrets.token_hex(8)}"
         self.model = self.model.in_epoch(epoch)
         if self._open:
@@ -172,7 +198,7 @@ class SchedulerSide:
             state.outdated = True
         if self._events is not None:
             self._events.forget()
-        log.info("VUA: the cache was reset; this engine now uses epoch %s", epoch)
+        log.info("VUA: this engine now uses epoch %s", epoch)
 
     def learn(self, notes: WorkerOutput) -> None:
         """Take what the workers say about weights, adapters, and what they have opened.
@@ -191,7 +217,11 @@ class SchedulerSide:
             if self._workers_open >= self.model.workers:
                 self._ready_s = None
         if notes.left_epoch is not None and notes.left_epoch == self.epoch:
-            self.reset()
+            self._begin_epoch()
+        elif self._unsure and (sure := notes.sure.get(self.doubt)):
+            self._unsure = max(0, self._unsure - sure)
+            if not self._unsure:
+                log.info("VUA: the weights are those of before the reset; what is stored is used")
 
     def shutdown(self) -> None:
         """Stop the lookup threads."""
@@ -242,9 +272,10 @@ class SchedulerSide:
         found = state.lookup.answer.result()
         if loads and found is not None and self._waits(state, found):
             return None, False
-        if found is not None and self._workers_are_late:
+        if found is not None and (self._workers_are_late or self._waits_for_weights):
             self._patience.pause()
             return None, False
+        loads = loads and not self._unsure
         self._account(state, state.lookup.outcome)
         if found is not None and found.states:
             start = found.tokens if loads else 0
@@ -355,7 +386,7 @@ class SchedulerSide:
         if (text := self.witness.learn(verdicts)) is None:
             return
         log.error("VUA: %s", text)
-        self.reset()
+        self._begin_epoch()
 
     def received(
         self, request_ids: set[str], failed_ids: set[str], failed_blocks: set[int]
@@ -382,6 +413,8 @@ class SchedulerSide:
         """Return the loads ordered since the last step. None may get lost: they are waited for."""
         loads, self._loads = self._loads, []
         self._use_what_is_known()
+        if self._unsure and self._doubt_ends_s is None:  # this step asks the workers
+            self._doubt_ends_s = self._clock() + self._config.timeouts.lookup_s
         self._patience.renew()
         self.policy.step_begins()
         return loads
@@ -415,5 +448,5 @@ class SchedulerSide:
         orders.idle = not step.requests
         self.request_metrics.step_scheduled(*prompt_work(step.requests))
         if self._may_save or self.witness.watching:
-            saves = self._may_save and not self._workers_are_late
+            saves = self._may_save and not self._workers_are_late and not self._unsure
             self._saves.add(orders, self.states, step, saves=saves)

@@ -12,9 +12,14 @@ The engine's thread only compares the number of calls in each step. The rest hap
 that load and save, before a load counts and before a chunk is written: counters and addresses that
 are unchanged then were unchanged during the step, too.
 
+When somebody says that the weights may be others, every byte is read and compared with a digest of
+what was there when the epoch began, on a thread of its own. Where that digest was not ready yet the
+weights count as changed.
+
 What none of this sees: a write past calls and counters that leaves every sampled line as it was,
-for ever or until its turn; and weights that a backend keeps packed outside of all parameters and
-buffers (oneDNN on some CPUs), when something writes there without a call into the worker.
+until its turn or until every byte is compared; and weights that a backend keeps packed outside of
+all parameters and buffers (oneDNN on some CPUs), when something writes there without a call into
+the worker.
 """
 
 from __future__ import annotations
@@ -22,14 +27,19 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import compress
 from operator import attrgetter, is_not
 from typing import Any, Final, Protocol
 
 import torch
+import xxhash
 
-__all__ = ["EngineMemory", "Snapshot", "WeightsWatch"]
+from vua.connector.log import logger
+
+__all__ = ["EngineMemory", "Snapshot", "WeightsWatch", "device_digest"]
+
+log = logger("worker")
 
 _LINE_BYTES: Final = 64
 """A cache line: the unit in which memory is read."""
@@ -39,6 +49,10 @@ _PHASES: Final = 8
 """Sets of lines per tensor, taken in turns."""
 _LOOKS: Final = 32
 """Looks per comparison: 32 KiB in all. A change of all weights is found by the first one."""
+_PART_NBYTES: Final = 8 << 20
+"""Of a tensor, read at once for the digest: what it takes of a device's memory, twice."""
+_CLOSE_S: Final = 1.0
+"""How long the end waits for a digest: it stops after the part that it reads."""
 _VERSION: Final = attrgetter("_version")
 """How often PyTorch wrote to a tensor."""
 
@@ -64,11 +78,20 @@ class WeightsWatch:
     def __init__(self, engine: EngineMemory) -> None:
         """Take the weights as they are now for those that everybody expects."""
         self._engine = engine
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        """The latest that reads."""
+        self._comparison: threading.Thread | None = None
+        self._read_from: Snapshot | None = None
+        """Whose bytes are being read, or were."""
         self.rebase()
 
     def rebase(self) -> None:
         """Expect the weights that are there now from here on. Reads 8 KiB of each tensor."""
         self._calls, self.expected = self._engine.calls, Snapshot(self._engine.model)
+        self._comparison = None
+        if self.expected.on_host:
+            self._read_all()
 
     def changed(self) -> str | None:
         """Return what shows that the weights have changed since :meth:`rebase`; None if nothing.
@@ -77,7 +100,48 @@ class WeightsWatch:
         """
         if self._engine.calls != self._calls:
             return f"a call of {self._engine.last_call!r} into the worker"
+        if self._read_from is not self.expected:  # not while CUDA graphs are captured: no steps yet
+            self._read_all()
         return self.expected.differs
+
+    def doubt(self) -> None:
+        """Compare every byte in the background; :meth:`changed` tells what was found."""
+        expected = self.expected
+        self._comparison = self._start(expected.compare) if expected.read else None
+        if self._comparison is None:
+            expected.differs = expected.differs or "not all was read before a reset"
+
+    @property
+    def comparing(self) -> bool:
+        """Whether a doubt is being looked into."""
+        return self._comparison is not None and self._comparison.is_alive()
+
+    def close(self) -> None:
+        """Read no more of the model."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
+    def _read_all(self) -> None:
+        self._read_from = self.expected
+        self._start(self.expected.read_all)
+
+    def _start(self, read: Callable[[threading.Event], None]) -> threading.Thread | None:
+        """Read on a thread of its own, behind what the last one reads."""
+        before = self._thread
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            read(self._stop)
+
+        thread = threading.Thread(target=run, name="vua-weights", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more threads: a doubt is a change then
+            return None
+        self._thread = thread
+        return thread
 
 
 class Snapshot:
@@ -99,6 +163,10 @@ class Snapshot:
             if (lines := _lines(tensor, phase)).numel()
         ]
         self._next = 0
+        self._distinct = [weakref.ref(tensor) for tensor in distinct.values()]
+        self.on_host = all(tensor.device.type == "cpu" for tensor in tensors)
+        """Whether all lies in the host's memory."""
+        self._digest: list[int] | None = None
         self._lock = threading.Lock()
         self._confirmed_s = -1.0
         """When the latest look began that found nothing."""
@@ -114,6 +182,39 @@ class Snapshot:
             if self.differs is None and self._confirmed_s < moment_s:
                 self._look()
             return self.differs is None
+
+    @property
+    def read(self) -> bool:
+        """Whether all bytes were read: :meth:`compare` can tell then."""
+        return self._digest is not None
+
+    def read_all(self, stop: threading.Event) -> None:
+        """Remember every byte, by a digest; takes as long as reading them, or until ``stop``."""
+        self._digest = self._read(stop)
+
+    def compare(self, stop: threading.Event) -> None:
+        """Compare every byte with what was read; :attr:`differs` says so where that fails."""
+        now = self._read(stop)
+        same = now is not None and now == self._digest
+        same = self.still_at(time.monotonic()) and same
+        if not same and self.differs is None:
+            self.differs = "parameters that hold other bytes"
+
+    def _read(self, stop: threading.Event) -> list[int] | None:
+        """Return digests of all bytes; None where not all could be read."""
+        try:
+            digests = []
+            for reference in self._distinct:
+                flat = _flat(reference())
+                read = _host_digest if flat.device.type == "cpu" else device_digest
+                if (digest := read(flat, stop)) is None:
+                    return None
+                digests.append(digest)
+        except (AttributeError, RuntimeError, ValueError) as problem:
+            # no memory of the device for it, a tensor that is gone: nobody can tell then
+            log.debug("the weights could not be read: %s", problem)
+            return None
+        return digests
 
     def _look(self) -> None:
         """Look at every tensor's counter and address, and at some of the bytes."""
@@ -155,12 +256,45 @@ def _found(model: Any) -> Iterator[tuple[Mapping[str, Any], str, torch.Tensor]]:
                     yield place, name, tensor
 
 
+def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
+    """Return the memory that a tensor lies in, uint8 [bytes]; not a copy. Raises AttributeError."""
+    storage = tensor.untyped_storage()  # type: ignore[union-attr] # of None: it is gone
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return flat.set_(storage)
+
+
+def _host_digest(flat: torch.Tensor, stop: threading.Event) -> int | None:
+    digest = xxhash.xxh3_64()
+    for start in range(0, flat.numel(), _PART_NBYTES):
+        if stop.is_set():
+            return None
+        digest.update(flat[start : start + _PART_NBYTES].numpy().data)
+    return digest.intdigest()
+
+
+def device_digest(flat: torch.Tensor, stop: threading.Event) -> int | None:
+    """Return a digest of bytes, uint8 [bytes], taken where they lie; None after ``stop``.
+
+    Takes up to 24 MiB of the device's memory. Two digests are of one kind of device only.
+    """
+    place = torch.arange(1, _PART_NBYTES // 8 + 1, device=flat.device) * 0x1E3779B97F4A7C15
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    whole = flat.numel() // 8 * 8
+    words, rest = flat[:whole].view(torch.int64), flat[whole:].to(torch.int64)
+    size = len(place)
+    for part in (*(words[at : at + size] for at in range(0, len(words), size)), rest):
+        if stop.is_set():
+            return None
+        mixed = (part + place[: len(part)]) * 0x165667B19E3779F9
+        mixed ^= mixed >> 32
+        total = total * 0x27D4EB2F165667C5 + (mixed * 0x1E3779B97F4A7C15).sum()
+    return int(total.item())
+
+
 def _lines(tensor: torch.Tensor, phase: int) -> torch.Tensor:
     """Return lines of the memory that a tensor lies in, uint8 [lines, bytes]; not a copy."""
-    storage = tensor.untyped_storage()
-    nbytes = storage.nbytes()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    flat.set_(storage)
+    flat = _flat(tensor)
+    nbytes = flat.numel()
     if nbytes <= _LINES * _LINE_BYTES * _PHASES:
         return flat.view(1, nbytes) if phase == 0 else flat[:0].view(0, 1)
     stride = nbytes // (_LINES * _LINE_BYTES) * _LINE_BYTES

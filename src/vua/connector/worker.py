@@ -107,6 +107,8 @@ class WorkerSide:
         self._memory = Memory() if memory is None else memory
         self._left: str | None = None
         """The epoch whose weights this engine does not run any more; None: that of the orders."""
+        self._asked = self._answered = 0
+        """Which doubt about the weights is being looked into, and which is settled."""
         self._wanted: list[Any] = []
         self._writer = ""
         """The engine's name, in which is written."""
@@ -147,22 +149,42 @@ class WorkerSide:
         self._watch(namespace)
         self._identity = opened.model.identity
 
-    def _is_current(self, epoch: str | None) -> bool:
+    def _is_current(self, orders: ConnectorMetadata) -> bool:
         """Whether what this step computes, and reads, is of the epoch that its orders name.
 
-        An epoch whose first orders these are is of the weights that are in memory now.
+        An epoch whose first orders these are is of the weights that are in memory now. While
+        weights that are in doubt are compared, nothing is.
         """
-        if epoch not in (self._begun, None):
+        if orders.epoch not in (self._begun, None):
             self._memory.rebase()
-            self._begun, self._left = epoch, None
-        elif self._left is None and (change := self._memory.weights_changed()) is not None:
+            self._begun, self._left = orders.epoch, None
+            self._asked = self._answered = orders.doubt
+        elif orders.doubt > self._asked:
+            self._asked = orders.doubt
+            self._memory.doubt()
+        comparing = self._memory.comparing  # asked first: what it found is there when it has ended
+        self._see_weights()
+        return self._left is None and not comparing
+
+    def _see_weights(self) -> None:
+        """Leave the epoch where its weights are not those in memory any more."""
+        if self._left is None and (change := self._memory.weights_changed()) is not None:
             self._left = self._begun
             log.warning(
                 "VUA: the weights have changed (%s): nothing that was stored is used from now on, "
                 "what is stored is of an epoch of its own",
                 change,
             )
-        return self._left is None
+
+    def _take_sure(self) -> dict[int, int]:
+        """Return the doubt that was settled since the last call: the weights are the same."""
+        if self._asked == self._answered or self._memory.comparing:
+            return {}
+        self._see_weights()
+        if self._left is not None:
+            return {}
+        self._answered = self._asked
+        return {self._asked: 1}
 
     def _watch(self, namespace: Namespace) -> None:
         """Have the watch told of chunks that this process evicts."""
@@ -235,6 +257,7 @@ class WorkerSide:
             self.gds.close()
         if self._identity is not None:  # one capacity for all
             close_within(self.groups[0].store.close, left_s())
+        self._memory.close()
         self._memory = Memory()  # the model may go
 
     # -- loads --------------------------------------------------------------------------------
@@ -253,7 +276,7 @@ class WorkerSide:
         The engine waits for each: whatever happens, it is reported when it has ended.
         """
         self._wanted = orders.adapters
-        current = self._is_current(orders.epoch)
+        current = self._is_current(orders)
         is_open = self._follow(orders.identity)
         if not orders.loads:
             return
@@ -288,7 +311,7 @@ class WorkerSide:
                 time.sleep(_POLL_S)
             waited_s += self._clock() - since
 
-        proven = self._memory.proof()
+        proven, asked = self._memory.proof(), self._asked
         short: int | None = order.parts[0].start
         reason: str | None = "error"
         try:
@@ -298,6 +321,7 @@ class WorkerSide:
                 if short is not None:
                     break
             same = identity == self._opening.identity and self._left is None and proven()
+            same = same and self._asked == asked  # no doubt came meanwhile
             if not (same and self._memory.holds(order.adapter)):
                 short, reason = order.parts[0].start, "reset"
         except Exception:  # likewise
@@ -363,16 +387,16 @@ class WorkerSide:
         adapters, verdicts = self._memory.adapter_news(wanted), self._comparisons.take()
         is_open = self._identity is not None and self._identity == self._opening.identity
         unsaved, retry = self.saves.take_unsaved(self.groups, retries=is_open)
-        opened, ended = self._take_opened(), self.saves.take_ended()
+        opened, ended, sure = self._take_opened(), self.saves.take_ended(), self._take_sure()
         refused = self._take_refused()
         news = self._load_s or seen or verdicts or adapters or unsaved or retry or opened or ended
-        if not (news or refused) and self._left is None:
+        if not (news or refused or sure) and self._left is None:
             return None  # what just ends waits for the next step
         with self._lock:
             load_s, self._load_s = self._load_s, {}
         return WorkerOutput(
             *(load_s, seen, verdicts, self._left, adapters, unsaved, retry, opened, ended),
-            refused,
+            *(refused, sure),
         )
 
     def _take_opened(self) -> dict[str, int]:
@@ -411,7 +435,7 @@ class WorkerSide:
         They are written by :meth:`WriteQueue.hand_over` of :attr:`saves`, to be called next.
         """
         self.saves.give_up()
-        current = self._is_current(orders.epoch)
+        current = self._is_current(orders)
         if orders.writer != self._writer:  # before what opens the first store
             self._writer = orders.writer
             for group in self.groups:

@@ -233,6 +233,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         if side is None:
             return ConnectorMetadata()
         orders = ConnectorMetadata(identity=side.identity, writer=side.writer, epoch=side.epoch)
+        orders.doubt = side.doubt
         with self._guarded():
             orders.loads = side.take_loads()
         with self._guarded():
@@ -280,7 +281,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """Leave everything stored so far unused: the weights may have changed. False: could not."""
+        """Use nothing stored before the workers have compared their weights. False: could not."""
         side = self.scheduler
         if side is None:
             return None

@@ -18,7 +18,7 @@ from scheduling import LAYOUT, answer, request_of, step
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.group_transfer import Rank
-from vua.connector.metadata import ConnectorMetadata, SaveOrder
+from vua.connector.metadata import ConnectorMetadata, SaveOrder, WorkerOutput
 from vua.connector.scheduler import SchedulerSide
 from vua.connector.worker import WorkerSide
 from vua.errors import ConfigError
@@ -130,13 +130,17 @@ class UntilKnownTest(unittest.TestCase):
 
     def test_a_reset_before(self) -> None:
         """Weights exchanged meanwhile are not those of the files: an epoch of their own."""
-        side = self.side()
-        side.reset()
-        self.known()
-        orders = self.orders(side, "after")
+        for changed in (False, True):
+            with self.subTest(changed=changed):
+                side = self.side()
+                side.reset()
+                notes = {"left_epoch": side.epoch} if changed else {"sure": {side.doubt: 1}}
+                side.learn(WorkerOutput(**notes))
+                self.known()
+                orders = self.orders(side, "after")
 
-        self.assertTrue(orders.identity.epoch)
-        self.assertEqual(NO_FILES.fingerprint, orders.identity.weights)
+                self.assertEqual(changed, bool(orders.identity.epoch))
+                self.assertEqual(NO_FILES.fingerprint, orders.identity.weights)
 
     def test_what_is_known_soon_is_known_at_once(self) -> None:
         """The start waits a little: remembered weights are there before the first request."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import unittest
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vua.connector.weights_watch import WeightsWatch
+from helpers import until
+from vua.connector.weights_watch import WeightsWatch, device_digest
 
 
 class Engine:
@@ -95,6 +97,49 @@ class WeightsWatchTest(unittest.TestCase):
         weight.data[weight.shape[0] // 2 :] += 1
         looks = sum(1 for _ in range(100) if self.unchanged())
         self.assertLess(looks, 8)
+
+    def test_every_byte(self) -> None:
+        """A doubt compares all: one byte that no sampled line holds, and no counter tells."""
+        self.model.append(nn.Embedding(65536, 16))
+        self.watch.rebase()
+        self.assertTrue(until(lambda: self.watch.expected.read))
+        self.watch.doubt()
+        until(lambda: not self.watch.comparing)
+        self.assertIsNone(self.watch.changed())
+
+        self.model[-1].weight.data[777, 3] += 1
+        self.assertTrue(all(self.unchanged() for _ in range(50)))  # else this shows nothing
+        self.watch.doubt()
+        until(lambda: not self.watch.comparing)
+        self.assertIn("other bytes", str(self.watch.changed()))
+        self.watch.rebase()
+        until(lambda: self.watch.expected.read)
+        self.watch.doubt()
+        until(lambda: not self.watch.comparing)
+        self.assertIsNone(self.watch.changed())
+
+    def test_a_doubt_before_all_was_read(self) -> None:
+        """Nobody can tell: the weights count as changed."""
+        self.watch.close()
+        self.watch.rebase()  # and nothing is read any more
+        self.watch.doubt()
+        self.assertIsNotNone(self.watch.changed())
+
+    def test_digest_on_a_device(self) -> None:
+        """Any byte and any order of bytes counts, at any length; a stop ends it."""
+        go = threading.Event()
+        for nbytes in (0, 5, 4096, (8 << 20) + 77):
+            flat = torch.arange(nbytes).to(torch.uint8)
+            digest = device_digest(flat, go)
+            self.assertEqual(digest, device_digest(flat.clone(), go))
+            for at in {0, nbytes // 2, nbytes - 1} if nbytes else ():
+                other = flat.clone()
+                other[at] ^= 128
+                self.assertNotEqual(digest, device_digest(other, go))
+            if nbytes:
+                self.assertNotEqual(digest, device_digest(flat.flip(0), go))
+        go.set()
+        self.assertIsNone(device_digest(flat, go))
 
 
 if __name__ == "__main__":
