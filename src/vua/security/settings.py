@@ -65,6 +65,8 @@ class Security:
             if value is not None and (not isinstance(value, str) or not value or "\0" in value):
                 msg = f"{name} must be a path, found {value!r}"
                 raise ConfigError(msg)
+            if value is not None:  # keys are read again later, when os.chdir may have been called
+                object.__setattr__(self, name, os.path.abspath(value))  # noqa: PTH100 - keeps links
         if self.encrypt and self.key_file is None:
             msg = "encrypt needs a key_file: `vua key FILE` makes one"
             raise ConfigError(msg)

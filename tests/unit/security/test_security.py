@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import stat
+import tempfile
 import threading
 import time
 import unittest
@@ -34,6 +35,7 @@ from vua.errors import ConfigError, StorageError, UntrustedError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
+from vua.security.keyring import Keyring, write_key
 from vua.security.settings import Security
 from vua.storage.base import entry_name
 from vua.storage.claim import claim
@@ -90,6 +92,15 @@ class TestSettings(unittest.TestCase):
         ):  # fmt: skip
             with self.subTest(settings), self.assertRaises(ConfigError):
                 Security(**settings)
+
+    def test_relative_paths(self) -> None:
+        """Paths of keys mean what they meant when they were given, wherever the process goes."""
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            write_key(Path("own.key"))
+            security = Security(key_file="own.key")
+            keyring = Keyring("0" * 64, security)
+            with contextlib.chdir("/"):
+                self.assertIsNotNone(keyring.naming())
 
     def test_trust(self) -> None:
         """This user and root are believed, others where they are named, anybody if asked for."""
