@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +33,7 @@ from vua.connector.step import ScheduledRequest, ScheduledStep
 from vua.connector.worker import WorkerSide
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Capabilities, Written
+from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Capabilities, Entry, Written
 
 LLAMA_8B = KVLayout(32, 8, 128, 128, "BF16", 64)
 _HELD = 8
@@ -55,6 +55,11 @@ class Sink:
         """Whether they were written."""
         del nbytes
         return [name in self.names for name in names]
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Tell of no entry: none has another shard's name."""
+        del prefix
+        return iter(())
 
     def write(self, batch: Batch) -> Written:
         """Take the time that it takes, and note the names."""

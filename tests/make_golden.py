@@ -86,7 +86,7 @@ def make(root: Path) -> None:
     """Write the golden directory to ``root``, which must exist."""
     with (
         mock.patch("vua.format.entry.time.time", return_value=CREATED),
-        mock.patch("vua.store.entry_writer._WRITER", WRITER),
+        mock.patch("vua.store.entry_writer.process_writer", return_value=WRITER),
     ):
         for model, layout, shards, extras in CASES:
             identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=CHUNK, name=model)
@@ -111,7 +111,7 @@ def make_sealed(root: Path, key_file: Path, version: str = header.SEALED) -> Non
     with (
         mock.patch("vua.security.seal.SealInfo", partial(SealInfo, format=version)),
         mock.patch("vua.format.entry.time.time", return_value=CREATED),
-        mock.patch("vua.store.entry_writer._WRITER", WRITER),
+        mock.patch("vua.store.entry_writer.process_writer", return_value=WRITER),
         mock.patch("vua.security.seal.new_nonce", side_effect=(f"{n:032x}" for n in range(99))),
     ):
         for model, layout, encrypt, extras in SEALED_CASES:

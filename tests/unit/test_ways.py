@@ -33,7 +33,7 @@ MOST = {
     ("save", "auto"): (6, 5),
     ("save", "off"): (8, 6),
     ("load", "auto"): (8, 7),
-    ("load", "off"): (13, 9),  # the way through a buffer is a function apart
+    ("load", "off"): (14, 9),  # the way through a buffer is a function apart
     ("eviction", "auto"): (7, 4),
 }
 """Functions after the one that a hook of the engine calls, and files, with and without native code.

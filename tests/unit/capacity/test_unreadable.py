@@ -132,7 +132,7 @@ class TestLost(KeysTest):
         self.assertEqual(names[::-1], [name for name in gone if name in names])
 
     def test_not_proved(self) -> None:
-        """Chunks with a damaged header, with a plain file and without any file stay."""
+        """Chunks with a damaged header and with a plain file stay; an empty one goes."""
         damaged, mixed, bare = (self.chunk(self.lost, place) for place in range(CHUNKS))
         (path,) = damaged.iterdir()
         at = path.read_bytes().index(b'"key":"') + 7
@@ -144,7 +144,7 @@ class TestLost(KeysTest):
 
         self.assertEqual(0, self.deleted())
         self.assertEqual(before, self.entries())
-        self.assertTrue(bare.is_dir())
+        self.assertFalse(bare.exists())
         (mixed / "l0-1.h0-1.safetensors").unlink()
         flip(path, at)
         self.assertEqual(2, self.deleted())

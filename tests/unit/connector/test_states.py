@@ -154,7 +154,9 @@ class RulesTest(DirectoryTest):
         from vua.connector.prefix_match import PrefixMatch
         from vua.connector.save_scheduler import stop_at_state
 
-        found = PrefixMatch(self.keys(96), BLOCK, 6, (), 12, frozenset({2 * BLOCK, 5 * BLOCK}))
+        found = PrefixMatch(
+            self.keys(96), BLOCK, 6, (), 12, states=frozenset({2 * BLOCK, 5 * BLOCK})
+        )
         for own, computed, expected in (
             (0, 0, 32),
             (0, 32, 80),

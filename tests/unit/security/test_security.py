@@ -278,9 +278,14 @@ class TestPlanted(SecurityTest):
         self.assertEqual({"cache", "victim"}, {path.name for path in self.root.iterdir()})
 
     def test_final(self) -> None:
-        """In an entry's place: a miss at once, nothing is followed, and the next put heals it."""
+        """In an entry's place: a miss at once, nothing is followed, and the next put heals it.
+
+        A hard link to a file of this user's own is that file: snapshots consist of these.
+        """
         before = self.victim.read_bytes()
         for name, plant in PLANTS.items():
+            if name == "hard link":
+                continue
             [_, middle, _] = self.chunks()
             with self.subTest(name):
                 clear(middle)
