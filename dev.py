@@ -566,6 +566,11 @@ def sglang_campaign(*arguments: str) -> int:
     return run("-m", "e2e.sglang_campaign", *arguments, paths=("src", "tests"))
 
 
+def transformers_campaign(*arguments: str) -> int:
+    """Changes models of transformers at random; nothing wrong may be loaded (--changes 60)."""
+    return run("-m", "e2e.transformers_campaign", *arguments, paths=("src", "tests"))
+
+
 def soak(*arguments: str) -> int:
     """Runs the tests that take minutes."""
     return run("-m", "pytest", "-q", "-m", "soak", *arguments)
@@ -605,6 +610,7 @@ TARGETS = {
             scorecard,
             identity_campaign,
             sglang_campaign,
+            transformers_campaign,
             soak,
             fuzz,
             house,
@@ -619,7 +625,7 @@ def main(arguments: list[str]) -> int:
     """Runs the target that the command line names."""
     target = TARGETS.get(arguments[0]) if arguments else None
     if target is None:
-        lines = "\n".join(f"  {name:19}{f.__doc__}" for name, f in TARGETS.items())
+        lines = "\n".join(f"  {name:23}{f.__doc__}" for name, f in TARGETS.items())
         print(f"usage: python3.11 dev.py TARGET [ARGUMENTS]\n{lines}", flush=True)
         return 2 if arguments and arguments[0] not in ("-h", "--help", "help") else 0
     if len(arguments) > 1 and not inspect.signature(target).parameters:
