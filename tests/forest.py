@@ -58,7 +58,8 @@ def _write(space: Path, name: str, before: str, place: int, nbytes: int, made: s
         made.add(name[:2])
     (fan / name).mkdir()
     start = place * CHUNK_TOKENS
-    head = f'{{"__metadata__":{{"format":"vua.entry.v1","parent":"{before or "-"}","tokens":"{start:010d}-"}}}}'
+    said = f'"format":"vua.entry.v1","parent":"{before or "-"}","tokens":"{start:010d}-"'
+    head = f'{{"__metadata__":{{{said}}}}}'
     fd = os.open(f"{fan}/{name}/{FILE}", os.O_WRONLY | os.O_CREAT, 0o600)
     os.write(fd, head.encode())
     os.truncate(fd, nbytes)

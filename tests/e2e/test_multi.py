@@ -21,6 +21,7 @@ class MultiTest(EngineTest):
     def setUp(self) -> None:
         """Name two directories."""
         super().setUp()
+        self.root.mkdir()
         self.roots = [self.root / "one", self.root / "two"]
 
     def child(self, root: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ tensors: hashing and lookups run on a thread of their own, and the answer until 
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -92,8 +93,8 @@ class SchedulerSide:
         self._early: list[Lookup] = []
         """Of requests that came while the namespace was being opened."""
         self._ready_s: float | None = None
-        """When all is ordered although not all workers have said that they have opened it; None:
-        they have."""
+        """When all is ordered although not all workers have said that they have opened it; infinite
+        until the first request asks. None: they have."""
         self._workers_open = 0
         self.doubt = 0
         """How often the cache was reset, for the workers."""
@@ -127,7 +128,7 @@ class SchedulerSide:
         if opened is not None:
             self._use(*opened)
             if self._workers_open < self.model.workers:
-                self._ready_s = self._clock() + self._config.timeouts.lookup_s
+                self._ready_s = math.inf
         elif self._opening.soon:
             return
         waiting, self._early = self._early, []
@@ -151,7 +152,11 @@ class SchedulerSide:
     @property
     def _workers_are_late(self) -> bool:
         """Whether workers open the namespace still: orders would be failed loads, lost saves."""
-        return self._ready_s is not None and self._clock() < self._ready_s
+        if self._ready_s is None:
+            return False
+        if self._ready_s == math.inf:  # an idle engine's workers hear of it with its next step
+            self._ready_s = self._clock() + self._config.timeouts.lookup_s
+        return self._clock() < self._ready_s
 
     def _witness(self, model: Model) -> Witness:
         return Witness(
