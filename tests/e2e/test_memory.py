@@ -106,10 +106,11 @@ class WeightsTest(EngineTest):
         self.assertNotEqual(self.old, new)
         steps = [BATCH, RESET_ALL, BATCH, Change("behind", str(few)), RESET_ALL, BATCH]
 
-        changed, old, _ = self.serve_both(*steps, RESET_ALL, BATCH)
+        changed, old, _ = self.serve_both(*steps, RESET, BATCH, RESET, BATCH)
 
-        self.assertEqual(2 * self.old + 2 * new, changed.tokens)
-        self.assertEqual([0, 640, 0, 640], changed.cached)
+        self.assertEqual(2 * self.old + 3 * new, changed.tokens)
+        self.assertEqual([0, 640, 0], changed.cached[:3])
+        self.assertEqual(640, changed.cached[-1])  # its own, of the new epoch
         self.assertEqual([self.old, [640]], [old.tokens, old.cached])
 
     def test_blocks_of_before(self) -> None:
