@@ -117,7 +117,8 @@ def fuzz(trial: Trial) -> None:
     trial.must("0 hangs above 100 ms", slowest_s < _SLOW_S, f"{1000 * slowest_s:.1f} ms of CPU")
     size = len(sound)
     found = f"peak {peak >> 10} KiB, file {size >> 10} KiB"
-    trial.should("bounded memory", peak < 2 * size + (1 << 20), found)
+    most = 2 * size + (2 << 20)  # a header may have 1 MiB, and is held beside what was parsed
+    trial.should("bounded memory", peak < most, found)
 
 
 def in_time(subject: Subject, ask: Callable[[], Look], limit_s: float = 5.0) -> str:
