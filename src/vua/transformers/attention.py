@@ -15,10 +15,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = ["attention_functions", "attention_of", "is_compared"]
 
-EAGER: Final = frozenset(
-    "arcee cohere gemma2 gemma3_text gpt_oss hunyuan_v1_dense hunyuan_v1_moe llama mistral opt "  # noqa: SIM905 - one word each
-    "qwen2 qwen2_moe qwen3".split()
-)
+EAGER: Final = frozenset({
+    "arcee", "cohere", "gemma2", "gemma3_text", "gpt_oss", "hunyuan_v1_dense", "hunyuan_v1_moe",
+    "llama", "mellum", "mistral", "opt", "qwen2", "qwen2_moe", "qwen3",
+})  # fmt: skip
 """Model types whose own function was compared."""
 SDPA: Final = EAGER - {"gemma2", "gpt_oss"}
 """Those of which torch's was: it drops Gemma 2's soft cap, and has no sinks."""
