@@ -368,6 +368,8 @@ class TestCommands(GcTest):
             ):
                 removal.rm(str(self.root), [name], everything=False, force=False, write=None)
             asked = screen.read(1 << 12).decode()
+            while "[y/N]" not in asked:  # the terminal's echo of the answer comes by itself
+                asked += screen.read(1 << 12).decode()
         self.assertIn("Delete 1 namespaces", asked)
         self.assertIn("(1 chunks, ", asked)
 
