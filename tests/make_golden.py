@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import shutil
 import sys
 import tempfile
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +26,7 @@ from forgery import checksums_of
 from helpers import save_chunk
 from vua.format import header
 from vua.format.compressed import compress, is_available
+from vua.format.config_digest import config_digest
 from vua.format.entry import EntryCodec
 from vua.format.header import SealInfo
 from vua.format.identity import Identity
@@ -34,6 +37,7 @@ from vua.security.seal import Seal, derived
 from vua.security.settings import Security
 from vua.storage.mark import MARK
 from vua.store.namespace import Namespace
+from vua.weights import weights_fingerprint
 
 GOLDEN = Path(__file__).parent / "golden"
 SEALED = Path(__file__).parent / "golden_sealed_v2"
@@ -169,9 +173,76 @@ def example(root: Path) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def example_sealed(root: Path) -> list[str]:
+def example_described(root: Path) -> list[str]:
+    """The lines of a namespace.json."""
+    model, layout, _, _ = CASES[0]
+    identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=CHUNK)
+    return (root / identity.namespace / "namespace.json").read_text("utf-8").splitlines()
+
+
+def hashed_extras(before: bytes, extras: list[tuple[str, bytes]]) -> bytes:
+    """What is hashed for a parent with extras, as docs/format.md says."""
+    parts = [before, len(extras).to_bytes(4, "little")]
+    parts += [part for tag, value in extras for part in (tag.encode(), value)]
+    framed = (len(part).to_bytes(8, "little") + part for part in parts)
+    return b"vua.extras.v1" + b"".join(framed)
+
+
+def example_extras() -> list[str]:
+    """The lines of the worked example of extras."""
+    chain = KeyChain(token_ids(TOKENS), CHUNK, SALT)
+    lines, before = [], b""
+    for place, key in enumerate(chain.first(2)):
+        lines += [
+            f"parent {place} hashed  " + hashed_extras(before, SALT[place]).hex(),
+            f"parent {place}         " + key.parent.hex(),
+            f"chunk {place}          " + key.name,
+        ]
+        before = key.prefix_hash
+    return lines
+
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "hidden_size": 64,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "sliding_window": 0,
+    "note": "\N{LATIN SMALL LETTER E WITH ACUTE}",
+}
+
+
+CONFIG_TEXT = (
+    '{"architectures":["LlamaForCausalLM"],"hidden_size":64,"model_type":"llama",'
+    '"note":"\\u00e9","rms_norm_eps":1e-05,'
+    '"rope_parameters":{"rope_theta":10000,"rope_type":"default"},"sliding_window":null}'
+)
+"""What is digested of it, written by hand."""
+
+
+def example_identity(folder: Path) -> list[str]:
+    """The lines of the worked example of a config's and of weights' digests."""
+    digest = config_digest(CONFIG)
+    if digest != hashlib.sha256(b"vua.config.v2\n" + CONFIG_TEXT.encode()).hexdigest():
+        raise AssertionError("CONFIG_TEXT is not the text of CONFIG")
+    weights = folder / "model.safetensors"
+    tensor = {"dtype": "F32", "shape": [1, 2], "data_offsets": [0, 8]}
+    text = json.dumps({"w": tensor}, separators=(",", ":")).encode()
+    weights.write_bytes(len(text).to_bytes(8, "little") + text + bytes(range(8)))
+    return [
+        "config           " + json.dumps(CONFIG, separators=(",", ":")),
+        "text             " + CONFIG_TEXT,
+        "model            " + digest,
+        "weights' file    " + weights.read_bytes().hex(),
+        "weights          " + weights_fingerprint(weights, cache=False),
+    ]
+
+
+def example_sealed(root: Path, root_v1: Path) -> list[str]:
     """The lines of the worked example of sealed files, from the files in ``root``."""
-    model, layout, _, _ = SEALED_CASES[1]
+    model, layout, _, extras = SEALED_CASES[1]
     namespace = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=CHUNK).namespace
     seal = Seal.of(KEY, namespace, encrypt=True)
     (path,) = (
@@ -179,21 +250,29 @@ def example_sealed(root: Path) -> list[str]:
         for one in (root / namespace).glob("*/*/*.safetensors")
         if parse_entry(one.read_bytes()).start == 0
     )
-    data = path.read_bytes()
+    data, first = path.read_bytes(), (root_v1 / path.relative_to(root)).read_bytes()
     info = parse_entry(data)
     codec = EntryCodec(namespace, layout, layout.full, info.kind)
     bound = codec.expected(info.key, seal.key_id, info.seal_info.format)
-    files = derived(KEY, "vua.files.v2", info.kind, namespace)
+    files, old = (derived(KEY, f"vua.files.v{n}", info.kind, namespace) for n in (2, 1))
     nonce, tags = codec.seal_of(memoryview(data[: info.header_nbytes]))
+    _, tags_v1 = codec.seal_of(memoryview(first[: info.header_nbytes]))
+    text = bound[8:].decode()
+    cuts = [0, *(text.index(word) for word in ('"layers"', '"parent"', '"tokens"')), len(text)]
     return [
         "key              " + KEY.hex(),
         "its id           " + seal.key_id,
         "namespace        " + namespace,
         "names            " + seal.naming.hex(),
         "files            " + files.hex(),
+        "parent 0 hashed  " + hashed_extras(b"", extras[0]).hex(),
+        "parent 0         " + info.parent,
+        "chunk 0 hashed   (the 32 bytes of parent 0) " + token_ids(TOKENS[:CHUNK]).hex(),
         "chunk 0          " + info.prefix_hash,
         "nonce            " + nonce,
         f"h                {len(bound)} bytes, the first of them {bound[:24].hex()}",
+        "h from byte 8    ",
+        *("  " + text[a:b] for a, b in pairwise(cuts)),
         "SHA-256 of h     " + hashlib.sha256(bound).hexdigest(),
         "file's own key   " + hmac.digest(files, bytes.fromhex(nonce) + bound, "sha256").hex(),
         "block 0's nonce  " + bytes(12).hex(),
@@ -201,8 +280,25 @@ def example_sealed(root: Path) -> list[str]:
         "tag of block 0   " + tags[0].tobytes().hex(),
         "bytes 4096..4112 " + data[4096:4112].hex(),
         "in clear         " + element(layout, 0, layout.full)[0, 0].tobytes()[:16].hex(),
+        f"its checksum     {info.checksums[0]:016x} (of the encrypted bytes)",
         "SHA-256 of it    " + hashlib.sha256(data).hexdigest(),
+        "v1: files        " + old.hex(),
+        "v1: own key      " + hmac.digest(old, bytes.fromhex(nonce), "sha256").hex(),
+        "v1: tag          " + tags_v1[0].tobytes().hex(),
+        "v1: 4096..4112   " + first[4096:4112].hex(),
     ]
+
+
+def examples() -> dict[str, list[str]]:
+    """The lines of all worked examples of docs/format.md, from the golden files."""
+    with tempfile.TemporaryDirectory() as aside:
+        return {
+            "plain": example(GOLDEN),
+            "described": example_described(GOLDEN),
+            "sealed": [line.rstrip() for line in example_sealed(SEALED, SEALED_V1)],
+            "extras": example_extras(),
+            "identity": example_identity(Path(aside)),
+        }
 
 
 if __name__ == "__main__":
@@ -221,4 +317,4 @@ if __name__ == "__main__":
         (COMPRESSED / "l0-1.h0-1.compressed.safetensors").write_bytes(
             compress(compressed_plain()) or b""
         )
-    sys.stdout.write("\n".join([*example(GOLDEN), "", *example_sealed(SEALED)]) + "\n")
+    sys.stdout.write("\n\n".join("\n".join(lines) for lines in examples().values()) + "\n")

@@ -13,6 +13,7 @@ import ast
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from vua.config import VUAConfig
 from vua.connector import config as connector
 from vua.connector.config import OLD_NAMES, ConnectorConfig
 from vua.connector.metrics import METRICS
+from vua.format.config_digest import IGNORED_CONFIG_KEYS
+from vua.format.layout import ITEMSIZE
+from vua.format.rope import INTERLEAVED, NEOX
 from vua.security.settings import Security
 
 DOCS = Path(__file__).resolve().parent.parent
@@ -204,6 +208,30 @@ def sizes() -> str:
     return table(heads, rows)
 
 
+def dtypes() -> str:
+    """Elements of K and V."""
+    by_size: dict[int, list[str]] = {}
+    for name, size in ITEMSIZE.items():
+        by_size.setdefault(size, []).append(f"`{name}`")
+    rows = [[str(size), ", ".join(names)] for size, names in sorted(by_size.items())]
+    return table(["bytes", "dtypes"], rows)
+
+
+def rope_orders() -> str:
+    """Which models' K rows pair their elements in which way."""
+    orders = {"neox": NEOX, "interleaved": INTERLEAVED}
+    rows = [[f"`{order}`", ", ".join(f"`{one}`" for one in sorted(kinds))]
+            for order, kinds in orders.items()]  # fmt: skip
+    return table(["`rope`", "`model_type`"], rows)
+
+
+def ignored_config() -> str:
+    """Members of a config that its digest leaves out."""
+    names = ", ".join(f"`{one}`" for one in sorted(IGNORED_CONFIG_KEYS))
+    lines = textwrap.wrap(names, 120, break_long_words=False, break_on_hyphens=False)
+    return "".join(f"  {line}\n" for line in lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "connector-settings": connector_settings,
     "library-settings": library_settings,
@@ -212,6 +240,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "commands": commands,
     "sizes": sizes,
+    "format-dtypes": dtypes,
+    "format-rope": rope_orders,
+    "format-ignored": ignored_config,
 }
 
 

@@ -212,10 +212,11 @@ class TestGolden(DirectoryTest):
         )
 
     def test_page(self) -> None:
-        """The worked example on the page is what the golden files hold."""
+        """The worked examples on the page are what the golden files hold."""
         page = FORMAT_PAGE.read_text(encoding="utf-8")
-        for line in make_golden.example(GOLDEN):
-            self.assertIn(f"\n{line}\n", page)
+        for name, lines in make_golden.examples().items():
+            with self.subTest(name):
+                self.assertIn("```\n" + "\n".join(lines) + "\n```\n", page)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class TestGoldenSealed(DirectoryTest):
 
     def test_page_example(self) -> None:
         """The worked example's values follow from each other as the page says."""
-        self.assertEqual(make_golden.example_sealed(make_golden.SEALED), EXAMPLE.splitlines())
+        self.assertEqual(make_golden.examples()["sealed"], EXAMPLE.splitlines())
         said = {line[:17].strip(): line[17:] for line in EXAMPLE.splitlines()}
         derived, key = program()["derived"], bytes.fromhex(said["key"])
         (path,) = make_golden.SEALED.rglob(f"{said['chunk 0']}/*.safetensors")
