@@ -586,6 +586,12 @@ def house(*arguments: str) -> int:
     return run("benchmarks/house.py", *arguments)
 
 
+def snapshots(*arguments: str) -> int:
+    """Writes anew what the command line prints (tests/unit/cli/snapshots); see the difference."""
+    os.environ["VUA_WRITE_SNAPSHOTS"] = "1"
+    return run("-m", "pytest", "-q", "tests/unit/cli/test_cli_snapshots.py", *arguments)
+
+
 def mutate(*arguments: str) -> int:
     """Makes small errors in capacity, store and connector: which tests notice them?"""
     return run("tests/mutation.py", *arguments)
@@ -614,6 +620,7 @@ TARGETS = {
             soak,
             fuzz,
             house,
+            snapshots,
             mutate,
             ci,
         ),

@@ -1,0 +1,313 @@
+"""What every command prints is as it was: JSON, help, errors and exit codes, in `snapshots/`.
+
+`python3 dev.py snapshots` writes these files anew: look at the difference before you commit it.
+Times, sizes of the disk and what depends on the machine are replaced by the kind of the value.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import unittest
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+
+from buckets import memory_url
+from commands import TOKENS, CliTest, run, verbs
+from helpers import DirectoryTest, caches_of, flip, write_log
+from vua.core import VUA, VUAConfig
+from vua.storage.bucket import Bucket
+from vua.storage.bucket_cost import KINDS
+
+pytest.importorskip("obstore")
+
+SNAPSHOTS: Final = Path(__file__).with_name("snapshots")
+WRITES: Final = "VUA_WRITE_SNAPSHOTS" in os.environ
+VOLATILE: Final = frozenset(
+    [
+        "bandwidth",
+        "by_length",
+        "created_s",
+        "file_nbytes",
+        "first_s",
+        "free_nbytes",
+        "header_nbytes",
+        "last_s",
+        "level",
+        "load_times",
+        "lookup_round_s",
+        "machine",
+        "max_bytes",
+        "metadata_us",
+        "min_free_bytes",
+        "min_free_inodes",
+        "modified_s",
+        "newest_ns",
+        "newest_s",
+        "nbytes_per_s",
+        "new_nbytes_per_s",
+        "new_per_s",
+        "oldest_ns",
+        "oldest_s",
+        "text",
+        "ts",
+        "gone_per_s",
+        "gpu_direct",
+        "o_direct",
+        "room_nbytes",
+        "seconds",
+        "unmeasured",
+        "used_per_s",
+        "worth_loading",
+        "requests",
+        "requests_dollars",
+        "write_cpu_ms_per_mib",
+        "writer",
+        "chunk_nbytes",
+        "monthly_dollars",
+    ]
+)
+"""Fields whose values depend on the moment or the machine."""
+CHUNK: Final = "0f" * 32
+
+
+def kind_of(value: object) -> object:
+    """The kind of a value, and of what an object's fields are."""
+    if isinstance(value, dict):
+        return {name: kind_of(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [kind_of(one) for one in value[:1]]
+    return "<number>" if type(value) in (int, float) else f"<{type(value).__name__}>"
+
+
+def masked(value: Any, name: str = "") -> object:
+    """A report without what changes from run to run."""
+    if name in VOLATILE and value is not None:
+        return kind_of(value)
+    if isinstance(value, dict):
+        return {key: masked(one, key) for key, one in value.items()}
+    return [masked(one, name) for one in value] if isinstance(value, list) else value
+
+
+def shown(text: str, names: Mapping[str, str]) -> str:
+    """A text with the places' names in place of what they are called today."""
+    for found, name in names.items():
+        text = text.replace(found, name)
+    return text
+
+
+def told(words: Sequence[object], names: Mapping[str, str]) -> str:
+    """A command, its exit code and what it printed."""
+    code, out, err = run(*map(str, words))  # type: ignore[arg-type]
+    if words[:1] == ["events"] and "--json" in words:
+        lines = [masked(json.loads(line)) for line in out.splitlines()]
+        out = "".join(f"{json.dumps(line, sort_keys=True)}\n" for line in lines)
+    elif "--json" in words and out:
+        out = json.dumps(masked(json.loads(out)), indent=1, sort_keys=True) + "\n"
+    title = f"$ vua {' '.join(map(str, words))}".rstrip()
+    parts = [
+        title,
+        f"exit {code}",
+        *(["stdout:", out] if out else []),
+        *(["stderr:", err] * bool(err)),
+    ]
+    return shown("\n".join(part.rstrip("\n") for part in parts) + "\n", names)
+
+
+class SnapshotTest(CliTest):
+    """A directory with two namespaces, and the same in a bucket."""
+
+    maxDiff = None
+
+    def setUp(self) -> None:
+        """Store the same in a bucket; have a prompt, and a log of requests."""
+        super().setUp()
+        self.enterContext(mock.patch.dict(os.environ, COLUMNS="100", LINES="50"))
+        os.environ.pop("VUA_PATH", None)
+        self.url = memory_url()
+        for model, chunks in (("llama", 3), ("qwen", 1)):
+            with VUA(VUAConfig(split_factor=4, model=model), self.url) as vua:
+                cache = caches_of(layers=3, heads=2, tokens=4 * chunks, dim=8)
+                vua.put(TOKENS[: 4 * chunks], cache)
+        self.beside = Path(f"{self.root}-beside")
+        self.beside.mkdir()
+        self.addCleanup(self.remove_beside)
+        (self.beside / "tokens").write_text(json.dumps([*TOKENS.tolist(), *[1] * 8]))
+        write_log(self.root, [(at, ["00" * 32]) for at in range(300)])
+        self.names = {
+            str(self.beside): "BESIDE",
+            str(self.root): "DIR",
+            self.url: "URL",
+            self.url.rpartition("/")[2]: "PLACE",
+        }
+        short = {one.parent.name for one in self.entries(1)}
+        self.chunk = min(name for one in self.entries() if (name := one.parent.name) not in short)
+        self.file = self.entries()[0]
+
+    def remove_beside(self) -> None:
+        """Remove what lies beside the directory."""
+        for path in self.beside.iterdir():
+            path.unlink()
+        self.beside.rmdir()
+
+    def check(self, name: str, texts: Iterator[str] | Sequence[str]) -> None:
+        """Compare what was printed with a file, or write that."""
+        text, path = "\n".join(texts), SNAPSHOTS / f"{name}.txt"
+        if WRITES:
+            path.write_text(text, encoding="utf-8")
+        self.assertEqual(path.read_text(encoding="utf-8"), text)
+
+    def commands(self, where: str, kind: str) -> Iterator[list[object]]:
+        """Every command that speaks JSON, in an order in which each finds what it needs."""
+        tokens, archive = self.beside / "tokens", self.beside / f"{kind}.tar"
+        yield ["ls", where]
+        yield ["ls", where, "--long", "--sort", "size"]
+        yield ["du", where]
+        yield ["du", where, "--quick"]
+        yield ["verify", where]
+        yield ["inspect", self.entry(where)]
+        yield ["top", where, "--once", "--interval", "0.01"]
+        yield ["explain", where, "--tokens", tokens, "--block-tokens", "4"]
+        yield ["doctor", where]
+        yield ["events", where, "--locality", "local"]
+        yield ["export", where, archive, "--all"]
+        yield ["import", where, archive]
+        yield ["ttl", where]
+        yield ["ttl", where, "30d"]
+        yield ["ttl", where, "--off"]
+        yield ["pin", where]
+        yield ["pin", where, self.chunk]
+        yield ["pin", where]
+        yield ["gc", where, "--max-bytes", "0", "--dry-run"]
+        yield ["rm", where, self.chunk, "--dry-run"]
+        yield ["rm", where, self.chunk]
+        yield ["pin", where, self.chunk, "--remove"]
+        yield ["gc", where, "--max-bytes", "1G", "--yes"]
+        yield ["gc", where, "--ttl", "1e9", "--set", "--yes"]
+        yield ["adopt", where, "--yes"]
+        yield ["bench", "path", where, "--tiny", "--model", "1024", "--prefill", "1000"]
+        self.damage(where)
+        yield ["inspect", self.entry(where)]
+        yield ["verify", where]
+        yield ["export", where, self.beside / f"{kind}-damaged.tar", "--all"]
+        yield ["verify", where, "--repair"]
+        yield ["rm", where, self.chunk]
+        yield ["rm", where, "--all", "--yes"]
+        yield ["du", where]
+
+    def entry(self, where: str) -> str:
+        """One entry's file or object."""
+        if where != self.url:
+            return str(self.file)
+        keys = sorted(one.key for one in Bucket.at(where).walk() if one.key.endswith("tensors"))
+        return f"{where}/{keys[0]}"
+
+    def damage(self, where: str) -> None:
+        """Flip a bit of this entry."""
+        if where != self.url:
+            flip(self.file, 4200)
+            return
+        bucket, key = Bucket.at(where), self.entry(where).removeprefix(f"{where}/")
+        data = bytearray(bucket.get(key)[1])
+        data[-1] ^= 1
+        bucket.put(key, bytes(data))
+
+    def test_directory(self) -> None:
+        """JSON of commands on a directory."""
+        where = str(self.root)
+        texts = [told([*words, "--json"], self.names) for words in self.commands(where, "dir")]
+        texts.append(told(["advise", where, "--json"], self.names))
+        texts.append(told(["key", self.beside / "key", "--json"], self.names))
+        self.check("directory", texts)
+
+    def test_bucket(self) -> None:
+        """JSON of commands on a bucket, and the requests that they send."""
+        counts, texts = Bucket.at(self.url).counts, []
+        for words in self.commands(self.url, "bucket"):
+            before = counts.copy()
+            texts.append(told([*words, "--json"], self.names))
+            sent = counts - before
+            texts[-1] += "".join(f"{kind}: {sent[kind]}\n" for kind in KINDS if sent[kind])
+        self.check("bucket", texts)
+
+
+class TextTest(DirectoryTest):
+    """What depends on no cache that is stored."""
+
+    maxDiff = None
+    check = SnapshotTest.check
+
+    def setUp(self) -> None:
+        """Fix the width."""
+        super().setUp()
+        self.enterContext(mock.patch.dict(os.environ, COLUMNS="100", LINES="50"))
+        os.environ.pop("VUA_PATH", None)
+
+    @unittest.skipIf(sys.version_info[:2] != (3, 11), "other versions lay out help otherwise")
+    def test_help(self) -> None:
+        """The help of all commands."""
+        names = {str(self.root): "DIR"}
+        texts = [told([], names), *(told([verb, "--help"], names) for verb in sorted(verbs()))]
+        self.check("help", texts)
+
+    @unittest.skipIf(sys.version_info[:2] != (3, 11), "other versions say it otherwise")
+    def test_errors(self) -> None:
+        """Words that make no sense, places that are not there, and what may not be done."""
+        root, empty = str(self.root / "none"), self.root / "empty"
+        empty.mkdir()
+        other = self.root / "other"
+        other.mkdir()
+        (other / "file").write_text("x")
+        url = memory_url()
+        commands: list[list[object]] = [
+            ["unheard"], ["ls", "--unheard"], ["ls", "a", "b"], ["ls", root, "--sort", "age"],
+            *([verb] for verb in sorted(verbs() - {"bench"})), ["bench"],
+            *([verb, root, *more] for verb, more in (
+                ("ls", []), ("du", []), ("gc", []), ("ttl", []), ("pin", []), ("rm", ["--all"]),
+                ("adopt", []), ("verify", []), ("doctor", []), ("top", ["--once"]), ("events", []),
+                ("advise", []), ("explain", ["--tokens", "none"]), ("export", ["x", "--all"]),
+                ("ui", []),
+            )),
+            *([verb, url, *more] for verb, more in (
+                ("gc", ["--min-free", "1G"]), ("gc", ["--max-per-salt", "1G"]), ("adopt", []),
+                ("rm", []), ("rm", ["abcdef"]), ("pin", ["--remove"]), ("pin", ["abcdef"]),
+                ("advise", []), ("export", [self.root / "x", "--all"]),
+            )),
+            ["rm", empty], ["rm", empty, "abcd"], ["rm", empty, "abcdef"], ["rm", empty, "--all"],
+            ["pin", empty, "--remove"], ["pin", empty, "abcdef"], ["ttl", empty, "soon"],
+            ["ttl", empty, "-1"], ["gc", empty, "--max-bytes", "much"],
+            ["gc", empty, "--lost-keys"],
+            ["gc", empty, "--key-file", self.root / "none"], ["verify", empty, "--sample", "2"],
+            ["top", empty, "--interval", "0", "--once"], ["top", empty, "--interval", "x"],
+            ["ls", other], ["rm", other, "--all"], ["gc", other], ["adopt", other],
+            ["doctor", empty, "--trusted-uids", "me"], ["events", empty, "--topic", "x"],
+            ["events", empty, "--locality", "far"], ["explain", empty],
+            ["explain", empty, "--tokens", other / "file", "--prompt", other / "file"],
+            ["explain", empty, "--tokens", other / "file"], ["explain", empty, "--prompt", "x"],
+            ["explain", empty, "--tokens", empty, "--block-tokens", "0"],
+            ["explain", empty, "--tokens", empty, "--block-tokens", "x"],
+            ["export", empty, "x"], ["export", empty, "-", "--all", "--json"],
+            ["export", empty, self.root / "x", "--all"], ["import", empty, other / "file"],
+            ["import", empty, self.root / "none"], ["inspect", self.root / "none"],
+            ["inspect", empty], ["inspect", empty, "abcdef"],
+            ["key", self.root / "k", "--salt", ""],
+            ["warm", other / "file"], ["warm", self.root / "none", "--server", "http://127.0.0.1:9"],
+            ["warm", other / "file", "--server", "ftp://x"], ["completion", "dos"],
+            ["bench", "path", empty, "--model", "x"], ["bench", "replay", "x"],
+            ["bench", empty, "--model", "x", "--prefill", "1", "--tiny"],
+            ["ls", "s3://user:secret@bucket/x"], ["ls", "ftp://bucket/x"], ["ls", "s3://"],
+            ["ui", empty, "--port", "99999999"], ["ui", empty, "--tokenizer", empty],
+        ]  # fmt: skip
+        names = {str(self.root): "ROOT", url: "URL"}
+        texts = [told(words, names) for words in commands]
+        self.check("errors", [re.sub(r"0x[0-9a-f]+", "0x...", text) for text in texts])
+
+
+if __name__ == "__main__":
+    unittest.main()
