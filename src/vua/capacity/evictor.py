@@ -44,6 +44,7 @@ from vua.capacity.scan import (
     lowest,
     spaces,
 )
+from vua.io.posix import close_quietly
 from vua.storage.local import chunk_path
 
 __all__ = ["PINNED_SHARE", "Evictor"]
@@ -326,7 +327,7 @@ class Evictor:
             for name in empty:
                 drop_empty(fd, name, now_ns - int(GRACE_S * 1e9), now_ns)
         finally:
-            os.close(fd)
+            close_quietly(fd)
 
     def _evict(
         self,

@@ -38,6 +38,7 @@ from vua.capacity.scan import (
 )
 from vua.capacity.unreadable import evict_unreadable
 from vua.capacity.usage import TOLERANCE, Usage, measure, nbytes_per_inode
+from vua.io.posix import close_quietly
 from vua.storage.claim import claim
 from vua.storage.description import is_later
 from vua.storage.local import SUFFIX, chunk_path
@@ -147,7 +148,7 @@ def collect(
         report.emptied = _drop_empty(root, now_ns, remover)
     finally:
         if directory is not None:
-            os.close(directory)
+            close_quietly(directory)
     _judge_pins(report)
     report.seconds = time.monotonic() - began_s
     return report
@@ -173,7 +174,7 @@ def _sweep(
             if _is_old(mtime_ns, now_ns):
                 freed += remover.leftover(fd, name)
     finally:
-        os.close(fd)
+        close_quietly(fd)
     return freed
 
 
@@ -352,7 +353,7 @@ def _drop_empty(root: str | os.PathLike[str], now_ns: int, remover: Remover) -> 
             names = [space.name for space in found]
         return sum(remover.namespace(fd, name, now_ns) for name in names)
     finally:
-        os.close(fd)
+        close_quietly(fd)
 
 
 def _look(root: str | os.PathLike[str], limits: ResolvedLimits, report: Report) -> int:

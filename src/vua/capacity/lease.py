@@ -23,6 +23,7 @@ from typing import Final
 
 from vua.capacity.lru import FULL, Bare, server_now_ns
 from vua.io.atomic import see_to_mode
+from vua.io.posix import close_quietly
 from vua.storage.mark import UPKEEP
 
 __all__ = ["EXPIRY_S", "UPKEEP", "lease", "upkeep_directory"]
@@ -96,7 +97,7 @@ def lease(directory: int) -> Iterator[Lease | None]:
             ours, there = os.fstat(fd), os.stat(_LEASE, dir_fd=directory, follow_symlinks=False)
             if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
                 os.unlink(_LEASE, dir_fd=directory)
-        os.close(fd)
+        close_quietly(fd)
 
 
 @contextlib.contextmanager

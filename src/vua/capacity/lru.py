@@ -27,7 +27,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from vua.io.posix import is_local
+from vua.io.posix import close_quietly, is_local
 from vua.native import LATEST_NS
 from vua.storage.local import chunk_path
 
@@ -179,7 +179,7 @@ def _time_of_file(directory: int) -> int:
         os.utime(fd)
         return os.fstat(fd).st_mtime_ns
     finally:
-        os.close(fd)
+        close_quietly(fd)
 
 
 def next_tick_ns(directory: int) -> int:
@@ -203,5 +203,5 @@ def _time_of_new_file(directory: int, flags: int) -> int:
     try:
         return os.fstat(fd).st_mtime_ns
     finally:
-        os.close(fd)
+        close_quietly(fd)
         os.unlink(name, dir_fd=directory)

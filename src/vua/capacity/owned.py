@@ -22,6 +22,7 @@ from vua.capacity.scan import (
     is_fan,
     listed,
 )
+from vua.io.posix import close_quietly
 from vua.storage.aside import QUARANTINE
 from vua.storage.description import DESCRIPTION, is_described, is_later, is_namespace_name
 from vua.storage.names import QUARANTINED, chunk_file_kind, is_temporary
@@ -121,7 +122,7 @@ def is_leftover(parent: int, name: str) -> bool:
     except OSError:
         return False
     finally:
-        os.close(fd)
+        close_quietly(fd)
     return _JSON.startswith(head)
 
 

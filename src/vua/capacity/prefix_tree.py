@@ -32,6 +32,7 @@ from vua.capacity.scan import (
     unmark,
 )
 from vua.format.header import FORMAT, SEALED, SEALED_V1
+from vua.io.posix import close_quietly
 from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
 
 __all__ = [
@@ -188,7 +189,7 @@ def _read_parent(space: Space, path: str) -> tuple[str, bytes] | None:
         try:
             head = os.pread(fd, _HEADER_NBYTES, 0)
         finally:
-            os.close(fd)
+            close_quietly(fd)
         if not any(one in head for one in _FORMATS):
             return None  # a later version's
         parent = head.split(_PARENT, 1)[1][:64].decode()

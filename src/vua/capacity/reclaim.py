@@ -26,6 +26,7 @@ from vua.capacity.removal import NOTHING, Freed
 from vua.capacity.scan import Candidate, spaces
 from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
+from vua.io.posix import close_quietly
 from vua.storage.mark import MARK, is_marked
 
 __all__ = ["ANYTHING", "Below", "Held", "Reclaim", "StoppedError"]
@@ -286,7 +287,7 @@ class Reclaim:
             try:
                 now_ns = next_tick_ns(directory)
             finally:
-                os.close(directory)
+                close_quietly(directory)
             self._evictor.prepare(now_ns, between)
         except OSError as problem:
             self._cannot_evict(problem)
@@ -382,7 +383,7 @@ class Reclaim:
                         pulse=lambda _: self._pulse(held),
                     )
             finally:
-                os.close(directory)
+                close_quietly(directory)
         except OSError as problem:
             self._cannot_evict(problem)
             return NOTHING

@@ -29,6 +29,7 @@ from vua.capacity.owned import (
     is_trash,
 )
 from vua.capacity.scan import PIN, TRASH, TTL_FOLDER, Space, chunk_nbytes, is_fan, listed
+from vua.io.posix import close_quietly
 from vua.storage.aside import QUARANTINE
 from vua.storage.description import DESCRIPTION, is_described
 from vua.storage.local import SUFFIX, chunk_path
@@ -273,7 +274,7 @@ def strip_chunk(parent: int, path: str) -> int:
             names = [entry.name for entry in entries if is_chunk_file(entry)]
         return sum(delete_file(fd, name) for name in names)
     finally:
-        os.close(fd)
+        close_quietly(fd)
 
 
 def delete_chunk(parent: int, path: str) -> int:
@@ -302,7 +303,7 @@ def delete_namespace(parent: int, name: str) -> int:
         if os.listdir(fd) == [DESCRIPTION]:
             nbytes += delete_file(fd, DESCRIPTION)
     finally:
-        os.close(fd)
+        close_quietly(fd)
     _remove(parent, name)
     return nbytes
 
@@ -367,7 +368,7 @@ def drop_empty(parent: int, name: str, before_ns: int, now_ns: int) -> bool:
     except OSError:
         return False
     finally:
-        os.close(fd)
+        close_quietly(fd)
 
 
 def _each_opened(parent: int, names: list[str]) -> Iterator[int]:
@@ -376,7 +377,7 @@ def _each_opened(parent: int, names: list[str]) -> Iterator[int]:
         try:
             yield fd
         finally:
-            os.close(fd)
+            close_quietly(fd)
 
 
 def _undescribe(parent: int, fd: int, name: str) -> bool:

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vua.io.posix import open_beneath
+from vua.io.posix import close_quietly, open_beneath
 from vua.native import LATEST_NS, list_chunks
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.names import AFTER, PIN, SENT, TTL_FOLDER
@@ -139,7 +139,7 @@ class _Pool:
         if found is not None:
             return found
         if len(self._open) >= _MOST_OPEN:
-            os.close(self._open.pop(next(iter(self._open))))
+            close_quietly(self._open.pop(next(iter(self._open))))
         try:
             fd = os.open(f"{self._root}/{name}", _DIRECTORY)
         except OSError as problem:
@@ -159,7 +159,7 @@ class _Pool:
     def close(self) -> None:
         """Close them all."""
         while self._open:
-            os.close(self._open.popitem()[1])
+            close_quietly(self._open.popitem()[1])
 
 
 class Candidate(NamedTuple):
@@ -214,7 +214,7 @@ def opened(
         yield fd
     finally:
         with contextlib.suppress(OSError):
-            os.close(fd)
+            close_quietly(fd)
 
 
 @contextlib.contextmanager
@@ -295,7 +295,7 @@ def _inside(directory: int, chunk: str, work: Callable[[int], None]) -> bool:
         try:
             work(fd)
         finally:
-            os.close(fd)
+            close_quietly(fd)
     except OSError:
         return False
     return True

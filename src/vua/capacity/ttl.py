@@ -21,6 +21,7 @@ from vua.capacity.lru import mtime_ns_of
 from vua.capacity.owned import is_ours
 from vua.capacity.prefix_tree import read_node
 from vua.capacity.scan import TTL_FOLDER, Candidate, Space, listed
+from vua.io.posix import close_quietly
 
 __all__ = [
     "count",
@@ -106,7 +107,7 @@ def ttl_s_of(space: Space, chunk: str) -> int | None:
         try:
             text = os.read(fd, _DIGITS + 1)
         finally:
-            os.close(fd)
+            close_quietly(fd)
     except OSError:
         return None
     return int(text) if len(text) == _DIGITS and text.isdigit() else None

@@ -27,7 +27,7 @@ from vua.capacity.scan import (
 from vua.errors import CorruptEntryError
 from vua.format.header import MAX_HEADER_NBYTES, SEALED, SEALED_V1
 from vua.format.parse import EntryInfo, parse_entry
-from vua.io.posix import open_beneath
+from vua.io.posix import close_quietly, open_beneath
 from vua.storage.local import SUFFIX, chunk_path
 
 __all__ = ["evict_unreadable"]
@@ -117,7 +117,7 @@ def _sealed(space: Space, path: str, ids: frozenset[str]) -> EntryInfo | None:
                 return None  # most are; none of them is read to the end of its header
             info = parse_entry(os.pread(fd, MAX_HEADER_NBYTES, 0))
         finally:
-            os.close(fd)
+            close_quietly(fd)
     except (OSError, CorruptEntryError):
         return None
     return info if info.kind and info.seal_info.key_id not in ids else None

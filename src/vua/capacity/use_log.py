@@ -28,6 +28,7 @@ import numpy.typing as npt
 from vua.capacity.hit_density import Request
 from vua.capacity.lease import upkeep_directory
 from vua.io.atomic import see_to_mode
+from vua.io.posix import close_quietly
 from vua.storage.mark import UPKEEP, USES, is_marked
 
 __all__ = ["UseLog", "short_names"]
@@ -113,7 +114,7 @@ class UseLog:
         except OSError:
             pass
         finally:
-            os.close(directory)
+            close_quietly(directory)
         return sorted(found, key=lambda one: one.time_s)
 
     def _new_in(self, directory: int, name: str) -> Iterator[Request]:
@@ -127,7 +128,7 @@ class UseLog:
                 return
             data = os.pread(fd, status.st_size - first, first)
         finally:
-            os.close(fd)
+            close_quietly(fd)
         latest_s, at = status.st_mtime_ns / 1e9, 0
         while at + _HEAD.size <= len(data):
             time_us, chunks = _HEAD.unpack_from(data, at)
@@ -157,7 +158,7 @@ class UseLog:
                 mode = stat.S_IMODE(os.fstat(above).st_mode)
                 see_to_mode(USES, mode, dir_fd=above)  # whoever may use the lease may use this
         finally:
-            os.close(above)
+            close_quietly(above)
         directory = self._open_directory()
         try:
             self._forget_oldest(directory)
@@ -172,7 +173,7 @@ class UseLog:
             finally:
                 os.close(fd)
         finally:
-            os.close(directory)
+            close_quietly(directory)
         self._written_nbytes = len(_MAGIC)
         return self._root / UPKEEP / USES / name
 

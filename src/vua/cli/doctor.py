@@ -27,6 +27,7 @@ from vua.cli.text import DAMAGED, SOUND, Write, size, table
 from vua.connector.tally import Sampled, Tally
 from vua.errors import ConfigError
 from vua.io import vectors
+from vua.io.posix import close_quietly
 from vua.security.settings import Security, check_owner
 from vua.storage.claim import claimable
 from vua.store.namespace import check_root
@@ -107,7 +108,7 @@ def _tried(root: Path) -> Iterator[Finding]:
             for probe in (*PROBES, _speed):
                 yield _guarded(probe, ground)
         finally:
-            os.close(fd)
+            close_quietly(fd)
     finally:
         shutil.rmtree(path, ignore_errors=True)
     if os.path.lexists(path):
@@ -200,7 +201,7 @@ def _opened(ground: Ground, name: str) -> Iterator[int]:
     try:
         yield fd
     finally:
-        os.close(fd)
+        close_quietly(fd)
 
 
 # -- the host -----------------------------------------------------------------------------------

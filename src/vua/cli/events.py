@@ -30,7 +30,7 @@ from vua.cli.text import SOUND, progress
 from vua.cli.walk import walk_chunk
 from vua.errors import ConfigError, StorageError
 from vua.format.layout import KVLayout, Shard, cover
-from vua.io.posix import is_local
+from vua.io.posix import close_quietly, is_local
 from vua.storage.base import parse_name
 from vua.storage.description import read_description
 from vua.storage.names import entry_at
@@ -181,7 +181,7 @@ def _locality(where: str) -> str:
     try:
         return "LOCAL" if is_local(fd) else "REMOTE"
     finally:
-        os.close(fd)
+        close_quietly(fd)
 
 
 def look(where: str, past: Mapping[str, Seen]) -> dict[str, Seen]:

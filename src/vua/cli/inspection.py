@@ -16,6 +16,7 @@ from vua.errors import ConfigError
 from vua.format.entry import FORMAT
 from vua.format.layout import Shard
 from vua.format.parse import EntryInfo
+from vua.io.posix import close_quietly
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
@@ -96,7 +97,7 @@ def _check(checker: Checker, file: Path | BucketPath, place: Place) -> Check:
     try:
         return checker.check(fd, place)
     finally:
-        os.close(fd)
+        close_quietly(fd)
 
 
 def _place(path: Path | BucketPath) -> tuple[Description | None, Place]:

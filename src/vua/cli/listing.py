@@ -23,6 +23,7 @@ from vua.cli.text import (
 )
 from vua.cli.walk import Found, described, open_root, walk, walk_bucket
 from vua.errors import ConfigError
+from vua.io.posix import close_quietly
 from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description
 from vua.storage.mark import is_marked
@@ -141,7 +142,7 @@ def content_of(namespace: Description, show: Show, *, long: bool = False) -> Con
             content.add(*part)
             show(space.name[:SHORT], number, len(names), amount=content.chunks, unit="chunks")
     finally:
-        os.close(fd)
+        close_quietly(fd)
     return content
 
 

@@ -37,6 +37,7 @@ from vua.cli.text import (
     table,
 )
 from vua.errors import ConfigError, StorageError
+from vua.io.posix import close_quietly
 from vua.storage.local import chunk_path
 from vua.storage.problems import explained
 from vua.store.namespace import check_root
@@ -140,7 +141,7 @@ def _delete(root: Path, name: str) -> int:
     try:
         return delete_namespace(fd, name)
     finally:
-        os.close(fd)
+        close_quietly(fd)
 
 
 def pins(directory: str, targets: list[str], *, remove: bool, write: Write | None) -> int:

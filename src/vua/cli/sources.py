@@ -24,6 +24,7 @@ from vua.format.compressed import PACKAGE, decompressed
 from vua.format.header import MAX_HEADER_NBYTES
 from vua.format.parse import EntryInfo, parse_entry
 from vua.io import posix
+from vua.io.posix import close_quietly
 from vua.storage.description import Description, read_description
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.names import is_compressed, plain_path
@@ -126,7 +127,7 @@ class _Directory(Source):
     def opened(self, path: str) -> Iterator[SourceFile]:
         fd = posix.open_beneath(self.space.fd, path)
         if not stat.S_ISREG(os.fstat(fd).st_mode):  # a FIFO does not hang it
-            os.close(fd)
+            close_quietly(fd)
             raise OSError(errno.EINVAL, "not a regular file")
         with open(fd, "rb", buffering=0) as stream:  # noqa: PTH123 - a descriptor
             yield SourceFile(stream)

@@ -11,7 +11,6 @@ next save puts a new one in its place.
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import stat
 from contextlib import closing, nullcontext, suppress
@@ -37,6 +36,7 @@ from vua.errors import VUAError
 from vua.format.codecs import AUTO
 from vua.io import posix
 from vua.io.plain import is_plain
+from vua.io.posix import close_quietly
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.aside import version_of
@@ -242,7 +242,7 @@ def _check(
         try:
             check, version = _read(fd, checker, place)
         finally:
-            os.close(fd)
+            close_quietly(fd)
     if not repair or check.outcome in ("sound", "later") or found.shard is None:
         removed = False
     elif version is None and found.regular:

@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_VERSION: Final = re.compile(r"(vua\.(?:entry|sealed|compressed))\.v(\d{1,4})")
+_VERSION: Final = re.compile(r"(vua\.(?:entry|sealed|compressed))\.v([1-9]\d{0,3})")
 _FORMATS: Final = (FORMAT, SEALED, SEALED_V1, "vua.compressed.v1")
 _MEMBERS: Final = frozenset(
     "format namespace shard layers kv_heads prefix_hash parent tokens created writer check".split()  # noqa: SIM905

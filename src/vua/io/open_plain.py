@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
@@ -56,8 +55,7 @@ def close_plain(fd: int, *, local: bool) -> None:
     if local:
         posix.close_cached(fd)
     else:
-        with contextlib.suppress(OSError):
-            os.close(fd)
+        posix.close_quietly(fd)
 
 
 def make_directory(parent: int, name: str, mode: int) -> int:

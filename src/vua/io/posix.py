@@ -12,6 +12,7 @@ Works on any POSIX system; the cached forms need Linux 5.12 and are absent (neve
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -96,17 +97,27 @@ there only the kernel opens and closes files. Elsewhere (NFS, FUSE) a server is 
 whether the path is in the dentry cache or not, and it may hang."""
 
 
+def close_quietly(fd: int) -> None:
+    """Close a directory, or a file that was only read; never raises.
+
+    The descriptor is closed whatever a server says to that, and what was read is right. Who has
+    written asks `os.close`: network file systems report write errors there.
+    """
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
 def has_openat2() -> bool:
     """Whether the kernel, and any seccomp filter, lets this process use openat2."""
     if "openat2" not in calls:
         return False
     root = os.open("/", os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.close(_openat2("openat2", root, b"."))
+        close_quietly(_openat2("openat2", root, b"."))
     except OSError:
         return False
     finally:
-        os.close(root)
+        close_quietly(root)
     return True
 
 
@@ -179,11 +190,11 @@ def open_beneath(dir_fd: int, path: str, *, local: bool = False) -> int:
     try:
         for parent in parents:
             below = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=held)
-            os.close(held)
+            close_quietly(held)
             held = below
         return os.open(name, _READ_FLAGS, dir_fd=held)
     finally:
-        os.close(held)
+        close_quietly(held)
 
 
 class FileStatus(NamedTuple):
@@ -219,4 +230,4 @@ def close_cached(fd: int) -> None:
     if "close_cached" in calls:
         calls["close_cached"](fd)
     else:
-        os.close(fd)
+        close_quietly(fd)

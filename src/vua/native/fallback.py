@@ -23,7 +23,7 @@ from vua.io import posix, vectors
 from vua.io.map_on import map_on
 from vua.io.open_plain import close_plain, make_directory, open_plain
 from vua.io.plain import Directory, Uids, is_plain
-from vua.io.posix import FileStatus
+from vua.io.posix import FileStatus, close_quietly
 from vua.io.threads import Call, Threads
 from vua.native.hashes import digests_of, fill_check
 from vua.native.rows import Read, blocks_of, reads_of, rows_of
@@ -200,7 +200,7 @@ def _write_durably(
         try:
             os.fsync(fd)
         finally:
-            os.close(fd)
+            close_quietly(fd)
         return 0
 
     statuses = map_on(_syncing, write, range(len(paths)))
@@ -226,9 +226,9 @@ def _write_entry(
     name, temporary = options.file_name.decode(), f"{options.temporary.decode()}-{place}"
     with contextlib.ExitStack() as stack:
         fan = make_directory(dir_fd, path.partition("/")[0], options.directory_mode)
-        stack.callback(os.close, fan)
+        stack.callback(close_quietly, fan)
         directory = make_directory(fan, path.partition("/")[2], options.directory_mode)
-        stack.callback(os.close, directory)
+        stack.callback(close_quietly, directory)
         if _is_there(directory, name, transfer.file_nbytes, options.uids):
             return PRESENT
         fd = os.open(temporary, _WRITE_FLAGS, 0o600, dir_fd=directory)

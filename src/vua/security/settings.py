@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from vua.errors import ConfigError, StorageError
+from vua.io.posix import close_quietly
 
 __all__ = ["Security", "check_owner", "open_directory"]
 
@@ -135,7 +136,7 @@ def open_directory(path: Path, security: Security) -> int:
     uid = os.fstat(fd).st_uid
     if security.trusts(uid):
         return fd
-    os.close(fd)
+    close_quietly(fd)
     msg = (
         f"{path} belongs to user {uid}, who could replace what lies in it; delete it, or set "
         "trusted_uids if that user is to be believed"

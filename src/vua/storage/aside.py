@@ -9,7 +9,7 @@ import sys
 from typing import Final
 
 from vua.io.open_plain import make_directory
-from vua.io.posix import FileStatus, open_beneath
+from vua.io.posix import FileStatus, close_quietly, open_beneath
 
 __all__ = ["MAX_QUARANTINED", "QUARANTINE", "set_aside", "version_of"]
 
@@ -41,13 +41,13 @@ def set_aside(
     try:
         with contextlib.ExitStack() as stack:
             directory = open_beneath(namespace, path)
-            stack.callback(os.close, directory)
+            stack.callback(close_quietly, directory)
             if if_version is not None:
                 found = os.stat(file, dir_fd=directory, follow_symlinks=False)
                 if version_of(FileStatus.of(found)) != if_version:
                     return True  # already replaced by somebody who wrote it anew
             aside = make_directory(namespace, QUARANTINE, mode)
-            stack.callback(os.close, aside)
+            stack.callback(close_quietly, aside)
             full = len(os.listdir(aside)) >= MAX_QUARANTINED
             if not (full and _deleted(file, directory)):
                 kept = f"{name}.{secrets.token_hex(3)}"

@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 from vua.errors import ConfigError
 from vua.io.atomic import atomic_write
+from vua.io.posix import close_quietly
 from vua.storage.description import is_described, is_namespace_name
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES, is_marked, mark_text
 
@@ -98,7 +99,7 @@ def _describes_itself(root: str | os.PathLike[str], name: str) -> bool:
     try:
         return is_described(fd, name)
     finally:
-        os.close(fd)
+        close_quietly(fd)
 
 
 def _is_furniture(root: str | os.PathLike[str], name: str) -> bool:

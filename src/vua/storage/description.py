@@ -57,7 +57,7 @@ def is_namespace_name(name: str) -> bool:
 
 _MEMBERS: Final = frozenset({"format", "identity", "layout"})
 _LAYOUT: Final = frozenset({"layers", "kv_heads", "k_dim", "v_dim", "dtype", "chunk_tokens"})
-_VERSION: Final = re.compile(r"vua\.(?:namespace|identity)\.v\d{1,4}")
+_VERSION: Final = re.compile(r"vua\.(?:namespace|identity)\.v[1-9]\d{0,3}")
 _FLIPPED_NBYTES: Final = 4096
 """Of a longer description that is not understood no bit is turned to see if that makes it sound."""
 

@@ -38,7 +38,7 @@ from vua.io import posix
 from vua.io.forks import watch
 from vua.io.open_plain import open_plain
 from vua.io.plain import Directory, is_plain
-from vua.io.posix import FileStatus
+from vua.io.posix import FileStatus, close_quietly
 from vua.security.settings import Security, open_directory
 from vua.storage.aside import set_aside
 from vua.storage.base import (
@@ -127,7 +127,7 @@ class LocalStorage:
         uids = self._security.uids
         self._uids = None if uids is None else (ctypes.c_uint32 * len(uids))(*uids)
         self._fd = open_directory(self.directory, self._security)
-        self._release = weakref.finalize(self, _close, self._fd)
+        self._release = weakref.finalize(self, close_quietly, self._fd)
         self._held: tuple[int, int] | None = None
         """Device and inode of the directory; None while the path names none that can be used."""
         self._unmade = False
@@ -252,7 +252,7 @@ class LocalStorage:
             self._check()
         before, fresh = self._held, open_directory(self.directory, self._security)
         os.dup2(fresh, self._fd, inheritable=False)  # under the threads that use it
-        os.close(fresh)
+        close_quietly(fresh)
         self._learn()
         self.moves += 1
         self._said = ""
@@ -270,7 +270,7 @@ class LocalStorage:
             with contextlib.suppress(OSError):
                 nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
                 os.dup2(nothing, self._fd, inheritable=False)
-                os.close(nothing)
+                close_quietly(nothing)
             self._held = None
             self.moves += 1
         found = f"is gone ({getattr(why, 'strerror', None) or why}): nothing is found there"
@@ -330,7 +330,7 @@ class LocalStorage:
         try:
             return os.pread(fd, MAX_HEADER_NBYTES, 0)
         finally:
-            os.close(fd)
+            close_quietly(fd)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
         """Whether files are there, to be read and of that size."""
@@ -382,7 +382,7 @@ class LocalStorage:
         except OSError:
             return []
         finally:
-            os.close(fd)
+            close_quietly(fd)
 
     # -- writing ------------------------------------------------------------------------------
 
@@ -478,12 +478,6 @@ class LocalStorage:
         chunk, _, shard = name.partition("/")
         where = self._fd, chunk_path(chunk), f"{shard}{SUFFIX}"
         return set_aside(*where, f"{chunk}.{shard}", self._security.directory_mode, if_version)
-
-
-def _close(fd: int) -> None:
-    """Close a directory; what a server says to that changes nothing."""
-    with contextlib.suppress(OSError):
-        os.close(fd)
 
 
 def _inode(status: os.stat_result) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from vua.errors import ConfigError
+from vua.io.posix import close_quietly
 
 __all__ = [
     "LIMITS_FILE",
@@ -63,7 +64,7 @@ def is_marked(root: str | os.PathLike[str]) -> bool:
             return False
         data = os.read(fd, MAX_MARK_NBYTES)
     finally:
-        os.close(fd)
+        close_quietly(fd)
     return judge_mark(data, os.fspath(root))
 
 

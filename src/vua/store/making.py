@@ -15,6 +15,7 @@ from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.io.atomic import atomic_write, see_to_mode
+from vua.io.posix import close_quietly
 from vua.security.settings import Security, open_directory
 from vua.storage.claim import claim
 from vua.storage.description import DESCRIPTION, FORMAT, Description, read_description
@@ -58,7 +59,7 @@ def make_namespace(
             keep=lambda: is_kept(read_description(path), layouts, anew=anew),
         )
     finally:
-        os.close(fd)
+        close_quietly(fd)
 
 
 def is_kept(found: Description, layouts: Sequence[KVLayout], *, anew: bool) -> bool:

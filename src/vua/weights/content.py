@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vua.errors import ConfigError
+from vua.io.posix import close_quietly
 
 __all__ = ["METADATA", "Content", "State", "Work", "framed", "read_content", "read_digest"]
 
@@ -133,7 +134,7 @@ def read_content(file: Path, expected: State, work: Work) -> Content:
             content = Content(dict(zip(tensors, digests, strict=True)) | metadata)
         _check(file, expected, State.of(fd))
     finally:
-        os.close(fd)
+        close_quietly(fd)
     _check(file, expected, State.of(file))  # the name leads to it still
     return content
 
@@ -152,7 +153,7 @@ def read_digest(file: Path, expected: State, work: Work) -> str:
             work.did(len(piece))
         _check(file, expected, State.of(fd))
     finally:
-        os.close(fd)
+        close_quietly(fd)
     return digest.hexdigest()
 
 

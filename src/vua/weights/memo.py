@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vua.io.atomic import atomic_write
+from vua.io.posix import close_quietly
 
 __all__ = ["locked", "recall", "remember"]
 
@@ -100,7 +101,7 @@ def locked(key: str, stop: threading.Event | None = None) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):  # closing alone does not, where a forked child has it
             fcntl.flock(fd, fcntl.LOCK_UN)
-        os.close(fd)
+        close_quietly(fd)
 
 
 def _open_lock(key: str) -> int | None:

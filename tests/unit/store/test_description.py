@@ -82,6 +82,15 @@ class TestDamage(DescriptionTest):
         """A turned bit."""
         self.flips(211)
 
+    def test_below_the_first(self) -> None:
+        """No version has the number 0: that is damage, and heals."""
+        for name in ("namespace", "identity"):
+            for number in ("0", "00", "01"):
+                with self.subTest(name, number=number):
+                    text = self.sound.decode().replace(f"vua.{name}.v1", f"vua.{name}.v{number}")
+                    self.assertNotEqual(self.sound, text.encode())
+                    self.check(text.encode())
+
     @pytest.mark.thorough
     def test_all_flips(self) -> None:
         """Each of its bits."""
@@ -227,6 +236,13 @@ class TestLater(DescriptionTest):
         first.write_bytes(first.read_bytes().replace(b"vua.entry.v1", b"vua.entry.v3"))
         self.assertLess(self.found(), 8)
         self.assertEqual((1, 8), (self.stored(), self.found()))
+
+    def test_below_the_first(self) -> None:
+        """No version of an entry has the number 0: whatever else is wrong with it, it heals."""
+        for path in self.root.glob("*/*/*/*.safetensors"):
+            data = path.read_bytes().replace(b"vua.entry.v1", b"vua.entry.v0")
+            path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        self.assertEqual((0, 2, 8), (self.found(), self.stored(), self.found()))
 
     def test_group(self) -> None:
         """Files of a group that is not known stay, also where their chunk is evicted."""
