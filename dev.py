@@ -410,10 +410,11 @@ def sglang(*arguments: str) -> int:
 
 
 def tools() -> int:
-    """Installs Debian's programs that some tests need, where this user may: Chromium and others."""
+    """Installs Debian's programs that some tests need, where this user may: Chromium, node, ..."""
     missing = [] if any(map(shutil.which, BROWSERS)) else ["chromium"]
     missing += [] if shutil.which("promtool") else ["prometheus"]
     missing += [] if shutil.which("fusermount3") else ["fuse3"]
+    missing += [] if shutil.which("node") else ["nodejs"]
     if not missing:
         return 0
     if os.geteuid() or not shutil.which("apt-get"):

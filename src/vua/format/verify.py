@@ -63,7 +63,8 @@ def check_payload(
 
     Raises CorruptEntryError, which names the first block that differs.
     """
-    bad = np.flatnonzero(np.asarray(expected) != np.asarray(found))
+    # as they are: numpy compares lists of numbers below and above 2**63 as floats of 53 bits
+    bad = np.flatnonzero(np.asarray(expected, np.uint64) != np.asarray(found, np.uint64))
     if len(bad):
         first = int(bad[0] if blocks is None else blocks[bad[0]])
         msg = f"{len(bad)} of {len(found)} {what} do not match, the first is that of "

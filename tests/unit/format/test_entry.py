@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import xxhash
 
+from forgery import checksums_of
 from helpers import keys_of
 from vua.errors import CorruptEntryError, ForeignEntryError, LayoutError
 from vua.format.entry import EntryCodec
@@ -19,6 +20,7 @@ from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo, encode_header, parse_entry
 from vua.format.verify import mismatch
+from vua.store.whole_entry import verified
 
 NAMESPACE = "0123456789abcdef" * 4
 LAYOUT = KVLayout(layers=3, kv_heads=4, k_dim=8, v_dim=4, dtype="BF16", chunk_tokens=4)
@@ -142,6 +144,24 @@ class TestDamage(unittest.TestCase):
                 parse_entry(bytes(damaged))
             with self.assertRaises(CorruptEntryError, msg=at):
                 check_header(codec, memoryview(damaged), SECOND)
+
+    def test_every_bit_of_a_checksum(self) -> None:
+        """A file whose header is sound and states another checksum is found, whichever bit it is.
+
+        Some of its checksums are above 2**63 and some below: numpy makes floats of such lists.
+        """
+        layout = KVLayout(layers=1, kv_heads=8, k_dim=4, v_dim=4, dtype="BF16", chunk_tokens=4)
+        codec, (key,) = EntryCodec(NAMESPACE, layout, layout.full), keys_of(range(4), 4)
+        payload = np.random.default_rng(1).bytes(layout.full.payload_nbytes(layout))
+        sums = checksums_of(codec, payload)
+        self.assertEqual(2, len({int(one) >> 63 for one in sums}))
+        name = f"{key.name}/{layout.full.name}"
+        verified(encode_header(codec, key, sums) + payload, NAMESPACE, name)
+        for block, bit in itertools.product(range(len(sums)), range(64)):
+            wrong = sums.copy()
+            wrong[block] ^= np.uint64(1 << bit)
+            with self.assertRaisesRegex(CorruptEntryError, "1 of 16 checksums"):
+                verified(encode_header(codec, key, wrong) + payload, NAMESPACE, name)
 
     def test_every_length(self) -> None:
         """A header that was cut short anywhere is damaged."""

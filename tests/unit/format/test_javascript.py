@@ -1,0 +1,274 @@
+"""The implementation in JavaScript, written from docs/format.md alone, agrees with VUA."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import shutil
+import subprocess
+import unittest
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import conformity
+from conformity import Entry, Judge, digest, golden_entries, mutated, random_entry
+from helpers import ROOT, DirectoryTest
+from vua import cli
+from vua.config import VUAConfig
+from vua.core import VUA
+from vua.errors import CorruptEntryError
+from vua.format.parse import LaterEntryError, parse_entry
+from vua.security.settings import Security
+from vua.store.whole_entry import verified
+
+HERE = ROOT / "implementations" / "javascript"
+NODE = shutil.which("node") or ""
+OLDEST = 20
+SEED = 43
+TIMEOUT_S = 300
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
+LAYOUT = {"layers": 3, "kv_heads": 2, "k_dim": 8, "v_dim": 8, "dtype": "F32", "chunk_tokens": 4}
+PROMPT = {"layout": LAYOUT, "tokens": TOKENS, "model": "mine"}
+
+
+def node(*arguments: str | Path) -> str:
+    """Run a program of the implementation; return what it prints."""
+    ran = subprocess.run(
+        [NODE, *map(str, arguments)],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
+    return ran.stdout
+
+
+def kind_of(data: bytes) -> str:
+    """What VUA says of a file of which it knows nothing: "sound", "damaged" or "later"."""
+    try:
+        info = parse_entry(data)
+        verified(data, info.namespace, f"{info.prefix_hash}/{info.shard.name}")
+    except LaterEntryError:
+        return "later"
+    except CorruptEntryError:
+        return "damaged"
+    return "sound"
+
+
+def is_new_enough() -> bool:
+    """Whether there is a node that the implementation runs with."""
+    said = subprocess.check_output([NODE, "--version"], text=True) if NODE else "v0.0"
+    return int(said[1:].partition(".")[0]) >= OLDEST
+
+
+@unittest.skipUnless(
+    is_new_enough(), f"node {OLDEST} is not installed: `python3 dev.py tools` installs one"
+)
+class JavaScriptTest(DirectoryTest):
+    """Both are asked about the same bytes."""
+
+    def ask(self, entries: Sequence[Entry], cases: Sequence[tuple[int, bytes]], **more: Any) -> str:
+        """Let `judge.js` answer about bytes, each under the name of an entry."""
+        places, at = [], 0
+        with (self.root / "blob").open("wb") as blob:
+            for which, data in cases:
+                places.append([which, at, len(data)])
+                at += blob.write(data)
+        questions = {
+            "blob": str(self.root / "blob"),
+            "entries": [entry.described() for entry in entries],
+            "cases": places,
+            **more,
+        }
+        return self.run_command("judge", **questions)
+
+    def compare(self, entries: Sequence[Entry], cases: Sequence[tuple[int, bytes]]) -> list[str]:
+        """See that both say the same of every case; return what VUA says."""
+        judge, expected = Judge(self.root), []
+        for which, data in cases:
+            said = digest(judge.loaded(entries[which], data))
+            tool = "" if entries[which].is_compressed else kind_of(data)
+            expected.append(f"{said} {tool}".strip())
+        found = self.ask(entries, cases).splitlines()
+        self.assertEqual(len(expected), len(found))
+        differing = [
+            f"{at}: {entries[cases[at][0]].name}, VUA {one[:20]}, JavaScript {other[:20]}"
+            for at, (one, other) in enumerate(zip(expected, found, strict=True))
+            if one != other
+        ]
+        self.assertEqual([], differing[:10])
+        return expected
+
+    def test_own_tests(self) -> None:
+        """Its own tests pass: golden files, the page's examples, the conformance table."""
+        self.assertIn("# fail 0", node("--test"))
+
+    def test_sound(self) -> None:
+        """It reads golden files and what VUA writes of random shapes."""
+        rng = random.Random(SEED)
+        entries = [*golden_entries(), *(random_entry(rng, number) for number in range(60))]
+        said = self.compare(entries, list(enumerate(entry.data for entry in entries)))
+        self.assertEqual([], [one for one in said if "miss" in one or "damaged" in one])
+
+    def test_same_bytes(self) -> None:
+        """It writes the bytes that VUA writes, plain and sealed."""
+        rng, entries, cases, writes = random.Random(SEED + 1), [], [], []
+        while len(entries) < 60:
+            entry = random_entry(rng, len(entries))
+            payload = rng.randbytes(entry.shard.payload_nbytes(entry.layout))
+            created, nonce = rng.randrange(10**10), rng.randrange(1 << 128)
+            data = conformity.encoded(entry, payload, created=created, nonce=nonce)
+            entries.append(replace(entry, data=data))
+            cases.append((len(cases), payload))
+            writes.append(
+                {"created": created, "writer": conformity.WRITER, "nonce": f"{nonce:032x}"}
+            )
+        out = self.root / "out"
+        self.ask(entries, cases, writes=writes, out=str(out))
+        expected = b"".join(entry.data for entry in entries)
+        self.assertEqual(expected, out.read_bytes())
+
+    def run_command(self, name: str, **arguments: Any) -> str:
+        """Run a command of `judge.js`; its arguments come as JSON."""
+        (self.root / "arguments.json").write_text(json.dumps(arguments))
+        return node("judge.js", name, self.root / "arguments.json")
+
+    def test_writes(self) -> None:
+        """`vua verify` takes what it writes for sound, and VUA loads it; plain and sealed."""
+        for name, security in self.securities().items():
+            with self.subTest(name):
+                root, payload = self.root / name, random.Random(name).randbytes(2 * 2 * 3 * 2 * 128)
+                (self.root / "payload").write_bytes(payload)
+                options = {}
+                if security.key_file:
+                    kind = "aes-256-gcm" if security.encrypt else "gmac"
+                    options = {"key": conformity.KEY.hex(), "kind": kind}
+                said = self.run_command(
+                    "put", root=str(root), payload=str(self.root / "payload"), **options, **PROMPT
+                )
+                self.assertEqual("2", said.strip())
+                keys = ["--key-file", security.key_file] if security.key_file else []
+                keys += ["--encrypt"] if security.encrypt else []
+                self.assertEqual(0, self.quietly("verify", str(root), *keys))
+                config = VUAConfig(split_factor=4, model="mine", security=security)
+                with VUA(config, root) as vua:
+                    found = vua.get_closest(torch.tensor(TOKENS))
+                self.assertEqual(8, found.num_tokens)
+                self.assertEqual(payload, self.payload_of(found.data))
+                mtimes = [path.stat().st_mtime_ns for path in self.chunks(root)]
+                self.assertEqual(mtimes, sorted(mtimes, reverse=True))
+                file = next(self.chunks(root)[1].iterdir())
+                data = bytearray(file.read_bytes())
+                data[-1] ^= 1
+                file.write_bytes(data)
+                self.assertEqual(1, self.quietly("verify", str(root), *keys))
+
+    def test_reads(self) -> None:
+        """It loads what the library has put."""
+        rng = torch.Generator().manual_seed(SEED)
+        kv = [[torch.randn(1, 2, 8, 8, generator=rng) for _ in "kv"] for _ in range(3)]
+        with VUA(VUAConfig(split_factor=4, model="mine"), self.root / "kv") as vua:
+            self.assertEqual(2, vua.put(torch.tensor(TOKENS), kv))
+        said = self.run_command("get", root=str(self.root / "kv"), **PROMPT)
+        self.assertEqual(self.payload_of(kv).hex(), said.replace("\n", ""))
+
+    def securities(self) -> dict[str, Security]:
+        """None, signed and encrypted."""
+        file = self.root / "key"
+        file.write_text(conformity.KEY.hex())
+        file.chmod(0o600)
+        signed = Security(key_file=str(file))
+        return {"plain": Security(), "signed": signed, "encrypted": replace(signed, encrypt=True)}
+
+    def chunks(self, root: Path) -> list[Path]:
+        """The directories of the prompt's chunks, in order."""
+        (found,) = (one for one in root.iterdir() if one.is_dir() and len(one.name) == 64)
+        entries = found.glob("*/*/*.safetensors")
+        return [
+            path.parent
+            for path in sorted(entries, key=lambda one: parse_entry(one.read_bytes()).start)
+        ]
+
+    def quietly(self, *words: str) -> int:
+        """Run a command of `vua` and drop what it prints; return its exit status."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            return cli.main(list(words))
+
+    def payload_of(self, kv: Any) -> bytes:
+        """K and V as they lie in files, chunk by chunk, each [heads, layers, tokens, dim]."""
+        arrays = [torch.stack([layer[at][0] for layer in kv], dim=1).numpy() for at in (0, 1)]
+        chunks = [array[:, :, first : first + 4] for first in (0, 4) for array in arrays]
+        return b"".join(chunk.tobytes() for chunk in chunks)
+
+    @pytest.mark.thorough
+    @unittest.skipUnless(find_spec("transformers"), "transformers is not installed")
+    def test_joins(self) -> None:
+        """It computes the namespaces in which engines store, from the page's recipes."""
+        import transformers
+
+        from vua.transformers import identity_of
+
+        sizes = {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 128,
+            "num_hidden_layers": 3,
+            "vocab_size": 64,
+        }
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        gemma = {"head_dim": 16, "sliding_window": 40, "layer_types": kinds}
+        for made, config in (
+            (transformers.LlamaForCausalLM, transformers.LlamaConfig(**sizes)),
+            (transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**sizes, head_dim=16)),
+            (transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig(**sizes, **gemma)),
+        ):
+            with self.subTest(made.__name__):
+                path = self.root / made.__name__
+                made(config).save_pretrained(path, max_shard_size="100KB")
+                model = made.from_pretrained(path, dtype=torch.float32).eval()
+                text = model.config.get_text_config()
+                weights = [str(one) for one in sorted(path.glob("*.safetensors"))]
+                self.assertLess(1, len(weights))
+                identity = {"kv_dtype": "F32", "rope": "neox", "chunk_tokens": 64}
+                said = self.run_command(
+                    "join", config=text.to_dict(), weights=weights, identity=identity
+                )
+                self.assertEqual(identity_of(model).namespace, said.strip())
+
+    def mutate(self, count: int, seed: int) -> None:
+        """Compare what both make of files that were changed at random."""
+        rng = random.Random(seed)
+        entries = [*golden_entries(), *(random_entry(rng, number) for number in range(24))]
+        cases = []
+        for number in range(count):
+            which = number % len(entries)
+            cases.append((which, mutated(rng, entries[which], entries)))
+        said = self.compare(entries, cases)
+        for text, least in (("miss", 0.5), ("sound", 0.02), ("later", 0.0)):
+            share = sum(text in one for one in said) / count
+            self.assertGreaterEqual(share, least, text)
+            self.assertLess(share, 1.0, text)
+
+    def test_mutated(self) -> None:
+        """Right or a miss: both say the same of 300 changed files."""
+        self.mutate(300, SEED)
+
+    @pytest.mark.thorough
+    def test_many_mutated(self) -> None:
+        """And of 4,000 others."""
+        self.mutate(4000, SEED + 2)
+
+
+if __name__ == "__main__":
+    unittest.main()
