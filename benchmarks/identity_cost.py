@@ -1,10 +1,12 @@
 """What it costs to identify weights: beside reading them, by their size, and at an engine's start.
 
-    python benchmarks/identity_cost.py --gb 16 --warm-gb 2 --engine-gb 4
+    python benchmarks/identity_cost.py --gb 16 --warm-gb 2 --engine-gb 4 --model-gb 2
 
 Makes random checkpoints in ``--dir`` and deletes them. Reading alone (the same pieces, by as many
 threads) is the denominator; "from disk" means that the files were dropped from the page cache
-before. Prints JSON; ratios are what to quote, seconds belong to one machine and its load.
+before. ``--model-gb`` loads a model in transformers: what its first block pays until it is known
+which model it is, what a later one pays, and which share of `generate` looks at the model take.
+Prints JSON; ratios are what to quote, seconds belong to one machine and its load.
 """
 
 from __future__ import annotations
@@ -161,11 +163,14 @@ def make_engine_model(folder: Path, nbytes: int) -> Path:
     layer = {name: one for name, one in tensors.items() if ".layers.0." in name}
     rest = {name: one for name, one in tensors.items() if name not in layer}
     layers = max(1, nbytes // sum(one.nbytes for one in layer.values()))
+    places: dict[str, str] = {}
     for number in range(layers):
         named = {name.replace(".0.", f".{number}."): one for name, one in layer.items()}
-        write_tensors(
-            small / f"model-{number:05}.safetensors", named | (rest if not number else {})
-        )
+        part = named | (rest if not number else {})
+        write_tensors(small / f"model-{number:05}.safetensors", part)
+        places |= dict.fromkeys(part, f"model-{number:05}.safetensors")
+    index = {"metadata": {}, "weight_map": places}
+    (small / "model.safetensors.index.json").write_text(json.dumps(index))
     said = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps(said | {"num_hidden_layers": layers}))
     drop(small)
@@ -235,6 +240,109 @@ def measure_engines(folder: Path, nbytes: int, rounds: int) -> list[dict[str, An
     return found
 
 
+# -- transformers -----------------------------------------------------------------------------
+
+
+class Stopwatch:
+    """What a model's watch takes, and what it lets be read."""
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+        self._running = False
+
+    def around(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, timed unless one that is timed calls it."""
+
+        def timed(*arguments: Any, **more: Any) -> Any:
+            if self._running:
+                return work(*arguments, **more)
+            self._running, began = True, time.monotonic()
+            try:
+                return work(*arguments, **more)
+            finally:
+                self._running = False
+                self.spent_s += time.monotonic() - began
+
+        return timed
+
+
+def measure_model(folder: Path, nbytes: int, rounds: int) -> dict[str, Any]:
+    """Open blocks that know nothing and blocks that remember, and generate in them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from vua.transformers import PrefixCache
+
+    path = make_engine_model(folder / "model", nbytes)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+    model.generation_config.eos_token_id = None
+    size_gb = sum(file.stat().st_size for file in checkpoint_files(path)) / 1e9
+    time.sleep(2.5)  # what was just written is not remembered
+
+    def opened(_: Path) -> None:
+        with PrefixCache(model, folder / "kv") as prefixes:
+            prefixes.ready()
+
+    def forgotten(_: Path) -> None:
+        shutil.rmtree(folder / "cache" / "vua" / "weights", ignore_errors=True)
+        opened(path)
+
+    ways: list[tuple[str, Callable[[Path], None], bool]] = [
+        ("read, from disk", read_alone, True),
+        ("first block, from disk", forgotten, True),
+        ("read, page cache", read_alone, False),
+        ("first block, page cache", forgotten, False),
+        ("later block, page cache", opened, False),
+    ]
+    rows: list[dict[str, float]] = []
+    for _ in range(rounds):
+        row = {}
+        for name, work, cold in ways:
+            drop(path) if cold else read_alone(path)
+            row[name] = round(seconds(work, path)[0] / size_gb, 3)
+        rows.append(row)
+    ids = torch.randint(5, 250, (1, 200), generator=torch.Generator().manual_seed(1))
+    return {
+        "GB": round(size_gb, 2),
+        "seconds per GB": rows,
+        "looks": [measure_looks(model, folder / "kv", ids + n) for n in range(rounds)],
+    }
+
+
+def measure_looks(model: Any, root: Path, ids: Any) -> list[dict[str, float]]:
+    """Generate some tokens with nothing stored, and again: of each, the share of looks at it."""
+    from unittest import mock
+
+    import torch
+
+    from vua.transformers import reuse_prefixes
+    from vua.transformers.watch import ModelWatch
+
+    found = []
+    with reuse_prefixes(model, root) as prefixes:
+        prefixes.ready()
+        for new_tokens in (16, 16, 64, 64):
+            watch = Stopwatch()
+            timed = {
+                name: watch.around(getattr(ModelWatch, name))
+                for name in ("change", "versions_now", "change_of_bytes", "change_of_modes")
+            }
+            with mock.patch.multiple(ModelWatch, **timed):
+                began = time.monotonic()
+                model.generate(
+                    ids, attention_mask=torch.ones_like(ids), pad_token_id=3, do_sample=False,
+                    max_new_tokens=new_tokens,
+                )  # fmt: skip
+                whole_s = time.monotonic() - began
+            found.append({
+                "new_tokens": new_tokens,
+                "generate_s": round(whole_s, 3),
+                "looks_s": round(watch.spent_s, 4),
+                "share": round(watch.spent_s / whole_s, 4),
+            })  # fmt: skip
+    return found
+
+
 def main() -> None:
     """Measure what was asked for."""
     if sys.argv[1:2] == ["--start"]:
@@ -244,6 +352,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=0, help="read from disk")
     parser.add_argument("--warm-gb", type=float, default=0, help="read from the page cache")
     parser.add_argument("--engine-gb", type=float, default=0, help="size of the engine's model")
+    parser.add_argument("--model-gb", type=float, default=0, help="of a model in transformers")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     report: dict[str, Any] = {"processors": len(os.sched_getaffinity(0))}
@@ -261,6 +370,10 @@ def main() -> None:
         if given.engine_gb:
             report[f"engine of {given.engine_gb} GB"] = measure_engines(
                 Path(folder), int(given.engine_gb * 1e9), given.rounds
+            )
+        if given.model_gb:
+            report[f"model of {given.model_gb} GB"] = measure_model(
+                Path(folder), int(given.model_gb * 1e9), given.rounds
             )
     report["load"] = os.getloadavg()
     print(json.dumps(report, indent=1))

@@ -68,6 +68,8 @@ class _Note:
         """What was seen while the cache was filled, that forbids storing it."""
         self.reordered = False
         """Whether beams have changed places in it."""
+        self.began_s = watch.clock()
+        """When the model began to compute with it, or since when that has not been counted."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Note:
         """Return itself: the model behind it is not to be copied."""
@@ -76,6 +78,11 @@ class _Note:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Leave nothing in a pickle."""
         return type(None), ()
+
+    def earn(self) -> None:
+        """Count the time since then as generating."""
+        began_s, self.began_s = self.began_s, self.watch.clock()
+        self.watch.earn(self.began_s - began_s)
 
     def look(self, k: torch.Tensor) -> None:
         """Look at the model that computes ``k`` now: closely where it computes several tokens."""
@@ -255,6 +262,7 @@ class PrefixCache:
             )
         note = _Note(self._watch, torch.as_tensor(input_ids), DTYPES[self.layout.dtype])
         columns = self._fill(filled, rows)
+        note.began_s = self._watch.clock()
         if isinstance(filled, _NotedCache):
             filled.vua_note = note
         else:
@@ -266,8 +274,7 @@ class PrefixCache:
         if (stored := self._stored.usable()) is None or self._is_changed():
             return 0
         found, columns = self._read(stored, rows)
-        # What versions and modes do not show (`.data`) the sums do: of all bytes, before any is
-        # used. It takes as long as one pass over the weights, and saves a whole prefill.
+        # What versions and modes do not show (`.data`) the bytes do: looked at before any is used.
         if not columns or self._is_changed(self._watch.change_of_bytes()):
             return 0
         for number in range(self.layout.layers):
@@ -361,6 +368,8 @@ class PrefixCache:
             _check_reordered(rows, note.ids)
         elif len(rows) > 1 and not isinstance(cache, _NotedCache):
             self._check_rows(rows, layers[0])
+        if note is not None:
+            note.earn()
         if self._is_changed() or self._is_changed(self._change_since(note)):
             return 0
         may = _Once(lambda: not self._is_changed(self._watch.change_of_bytes()))

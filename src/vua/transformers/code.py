@@ -110,8 +110,8 @@ def code_mark(kinds: Iterable[type]) -> tuple[object, ...]:
 
 def _modules_of(kinds: Iterable[type]) -> list[str]:
     """Return the modules whose functions are compared with their files: none of torch's."""
-    names = {*(kind.__module__ for kind in kinds), *_SHARED} & set(sys.modules)
-    return sorted(name for name in names if not name.startswith("torch."))
+    names = {*(kind.__module__ for kind in kinds), *_SHARED}
+    return sorted(name for name in names if name in sys.modules and not name.startswith("torch."))
 
 
 def _named(function: object) -> str:

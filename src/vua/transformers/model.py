@@ -30,6 +30,7 @@ from vua.store.identified import Described
 from vua.transformers.attention import attention_of, is_compared
 from vua.transformers.checkpoint import difference_from_files
 from vua.transformers.layers import groups_of
+from vua.transformers.tensors import Contents
 from vua.transformers.watch import ModelWatch
 from vua.weights import Weights, checkpoint_files
 from vua.weights.content import State
@@ -129,13 +130,13 @@ def described_model(
     def check(weights: Weights | None, stop: threading.Event) -> Weights:
         if obstacle:
             raise NoIdentityError(f"{obstacle}; {_AS_EVER}")
-        sums = watch.take_sums()
+        contents = watch.read()
         unlike = difference or difference_from_files(model, files, stop)
         if states != [State.of(file) for file in files]:
             raise NoIdentityError(f"a file of the model changed since it was loaded; {_AS_EVER}")
         if unlike or weights is None:
             weights = _own_weights(watch, unlike, stop)
-        return _still(watch, sums, weights)
+        return _still(watch, contents, weights)
 
     return Described(files, others, check)
 
@@ -153,16 +154,14 @@ def _own_weights(watch: ModelWatch, difference: str, stop: threading.Event) -> W
     return Weights(digest, (), nbytes, nbytes, time.monotonic() - began, time.time())
 
 
-def _still(watch: ModelWatch, sums: bytes, weights: Weights) -> Weights:
+def _still(watch: ModelWatch, contents: Contents, weights: Weights) -> Weights:
     """Return the weights, if the model is what it was when it was first looked at.
 
     Raises NoIdentityError.
     """
-    if change := watch.change() or watch.change_of_versions(watch.versions):
+    change = watch.change() or watch.change_of_versions(watch.versions) or watch.keep(contents)
+    if change:
         raise NoIdentityError(f"while the model was identified {change}; {_AS_EVER}")
-    if watch.take_sums() != sums:
-        raise NoIdentityError(f"the model's tensors changed while it was identified; {_AS_EVER}")
-    watch.sums = sums
     return weights
 
 

@@ -1,9 +1,11 @@
-"""The bytes of a model's tensors: compared, summed, and digested."""
+"""The bytes of a model's tensors: compared, watched, and digested."""
 
 from __future__ import annotations
 
 import hashlib
+import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any, Final, TypeVar
@@ -11,13 +13,26 @@ from typing import Any, Final, TypeVar
 import torch
 import xxhash
 
-__all__ = ["PIECE_NBYTES", "digests", "same_bytes", "small_digest", "sums"]
+__all__ = ["PIECE_NBYTES", "SHARE", "Contents", "digests", "same_bytes", "small_digest"]
 
 PIECE_NBYTES: Final = 64 << 20
+SHARE: Final = 0.005
+"""Of the time of `generate`, what looks at the model may take before they read as little as they
+may."""
+_READ_NBYTES: Final = 4 << 20
+"""Of a tensor on a CPU, what is read in one piece: half a millisecond."""
+_WHOLE_NBYTES: Final = 8 << 20
+"""Tensors of so few bytes in all are read whole by each look."""
+_SMALL: Final = 1024
+_SAMPLES: Final = 32
+_TOGETHER: Final = 4
+"""How many elements are read of a tensor that has more than `_SMALL`: so many places, so many at
+each."""
 _MAX_THREADS: Final = 8
 _COLUMNS: Final = 4096
 
 _T = TypeVar("_T")
+_Piece = tuple[int, int, int]
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -50,38 +65,166 @@ def digests(tensors: Mapping[str, torch.Tensor], stop: threading.Event) -> list[
     return _in_threads(one, list(tensors.items()), sum(each.nbytes for each in tensors.values()))
 
 
-def sums(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Return one checksum of all bytes, at the speed of memory; no defence against forgery.
+class Contents:
+    """What tensors held when they were read first, and whether they hold it still.
 
-    Of tensors on a CPU xxh3-128; of those elsewhere sums over rows and columns, on their device.
-    Tensors at one place are read once.
+    A write through `.data`, a pointer or an array leaves no sign: only reading finds it. So each
+    look reads a sample of every tensor, and as many of the other bytes as `earn` has paid for, in
+    turns: what changes a whole tensor, or a good part of one, is found at once, and any other
+    change once all bytes have had their turn. What has 8 MiB in all is read whole each time.
+    Safe for threads.
     """
-    whole, seen = xxhash.xxh3_128(), set[tuple[int, ...]]()
-    here, elsewhere = list[torch.Tensor](), list[torch.Tensor]()
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Read all bytes of all tensors, at memory's speed; those at one place once."""
+        self._clock, self._lock = clock, threading.Lock()
+        began = clock()
+        self._distinct = _distinct(tensors)
+        distinct = [tensors[number] for number in self._distinct]
+        self._nbytes = sum(tensor.nbytes for tensor in distinct)
+        self._pieces = _pieces_of(distinct)
+        self._sums = _sums(distinct, self._pieces)
+        self._samples = _samples(distinct)
+        self._whole_s, self._credit_s = clock() - began, 0.0
+        self._turns = [*range(len(self._pieces))]
+        random.shuffle(self._turns)  # so that no change is always the last to be found
+
+    def earn(self, spent_s: float) -> None:
+        """Add what looks may cost after that time of generating: a two-hundredth."""
+        with self._lock:
+            self._credit_s = min(self._credit_s + SHARE * spent_s, self._whole_s)
+
+    def spend(self, spent_s: float) -> None:
+        """Subtract what another look at the model has cost."""
+        with self._lock:
+            self._credit_s = max(self._credit_s - spent_s, -self._whole_s)
+
+    def differ(self, tensors: Sequence[torch.Tensor], *, whole: bool) -> bool:
+        """Whether the tensors hold something else now, as far as this look reads.
+
+        Args:
+            tensors: the same ones, in the same order.
+            whole: read every byte, whatever it costs. Otherwise they have to lie where they lay
+                when they were read whole.
+        """
+        began = self._clock()
+        if whole:
+            self._distinct = _distinct(tensors)
+        try:
+            distinct = [tensors[number] for number in self._distinct]
+            if whole and _pieces_of(distinct) != self._pieces:
+                return True
+            if self._nbytes > _WHOLE_NBYTES and _samples(distinct) != self._samples:
+                return True  # before much is read
+            turn = range(len(self._pieces)) if whole else self._turn()
+            found = _sums(distinct, [self._pieces[number] for number in turn])
+            same = found == [self._sums[number] for number in turn]
+            if len(turn) == len(self._pieces):
+                self._whole_s = self._clock() - began
+            return not same
+        finally:
+            self.spend(self._clock() - began)
+
+    def _turn(self) -> Sequence[int]:
+        """Return the pieces whose turn it is."""
+        total = self._nbytes
+        with self._lock:
+            paid = self._credit_s / self._whole_s * total if self._whole_s > 0 else total
+            left = total if total <= _WHOLE_NBYTES else max(1, min(total, paid))
+            taken = 0
+            while left > 0 and taken < len(self._turns):
+                _, start, stop = self._pieces[self._turns[taken]]
+                left -= stop - start
+                taken += 1
+            turn = self._turns[:taken]
+            self._turns = self._turns[taken:] + turn
+        return turn
+
+
+def _distinct(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return which tensors lie at a place of their own."""
+    found: dict[tuple[object, ...], int] = {}
+    for number, tensor in enumerate(tensors):
+        place = (tensor.device, tensor.data_ptr(), tensor.nbytes, *tensor.stride())
+        found.setdefault(place, number)
+    return list(found.values())
+
+
+def _pieces_of(tensors: Sequence[torch.Tensor]) -> list[_Piece]:
+    """Return the parts in which tensors are read: tensor, first byte, byte behind the last one."""
+    return [
+        (number, at, min(at + size, tensor.nbytes))
+        for number, tensor in enumerate(tensors)
+        for size in (_READ_NBYTES if tensor.device.type == "cpu" else PIECE_NBYTES,)
+        for at in range(0, tensor.nbytes, size)
+    ]
+
+
+def _sums(tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece]) -> list[bytes]:
+    """Return a checksum of each piece; no defence against forgery.
+
+    On a CPU xxh3-128; elsewhere, on the device, sums over rows and columns, each with a factor of
+    its own.
+    """
+    flat = {number: _bytes(tensors[number]) for number, _, _ in pieces}
+
+    def one(piece: _Piece) -> bytes:
+        number, start, stop = piece
+        return xxhash.xxh3_128_digest(memoryview(_array(flat[number][start:stop])))
+
+    here = [piece for piece in pieces if tensors[piece[0]].device.type == "cpu"]
+    nbytes = sum(stop - start for _, start, stop in here)
+    found = dict(zip(here, _in_threads(one, here, nbytes), strict=True))
+    reduced = {
+        (number, start, stop): _reduced(flat[number][start:stop])
+        for number, start, stop in pieces
+        if (number, start, stop) not in found
+    }
+    by_device: dict[torch.device, list[_Piece]] = {}
+    for piece, words in reduced.items():
+        by_device.setdefault(words.device, []).append(piece)
+    for group in by_device.values():  # one copy to the host for each device
+        table = torch.stack([reduced[piece] for piece in group]).cpu()
+        found |= {piece: bytes(_array(row)) for piece, row in zip(group, table, strict=True)}
+    return [found[piece] for piece in pieces]
+
+
+@torch.no_grad()
+def _samples(tensors: Sequence[torch.Tensor]) -> bytes:
+    """Return a digest of some elements of each tensor; of small ones of all."""
+    parts: dict[tuple[object, ...], list[torch.Tensor]] = {}
     for tensor in tensors:
-        place = (tensor.data_ptr(), tensor.nbytes, *tensor.stride())
-        if place not in seen:
-            seen.add(place)
-            (here if tensor.device.type == "cpu" else elsewhere).append(tensor)
-    for digest in _in_threads(_sum, here, sum(tensor.nbytes for tensor in here)):
-        whole.update(digest)
-    if reduced := [part.view(-1) for tensor in elsewhere for part in _reduced(tensor)]:
-        whole.update(_view(torch.cat(reduced)))
+        if (count := tensor.numel()) <= _SMALL:
+            part = tensor.reshape(-1)
+        elif tensor.is_contiguous():
+            step = (count - _TOGETHER) // (_SAMPLES - 1)
+            part = tensor.as_strided((_SAMPLES, _TOGETHER), (step, 1))
+        else:
+            part = tensor[tuple(slice(None, None, max(1, size // 8)) for size in tensor.shape)]
+            part = part.reshape(-1)
+        parts.setdefault((tensor.device, tensor.dtype, part.ndim), []).append(part)
+    whole = xxhash.xxh3_128()
+    for group in parts.values():
+        whole.update(_view(torch.cat(group)))
     return whole.digest()
 
 
-def _sum(tensor: torch.Tensor) -> bytes:
-    return xxhash.xxh3_128_digest(_view(tensor))
-
-
-def _reduced(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield sums over rows and over columns: what moves changes one of them."""
-    words = _words(tensor)
+def _reduced(piece: torch.Tensor) -> torch.Tensor:
+    """Return three words that stand for a piece's bytes, on its device."""
+    words = _words(piece)
     whole = len(words) // _COLUMNS * _COLUMNS
     table = words[:whole].view(-1, _COLUMNS)
-    for axis in (0, 1):
-        yield table.sum(axis, dtype=torch.int64)
-    yield words[whole:].to(torch.int64)
+    parts = [table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64)]
+    parts.append(words[whole:].to(torch.int64))
+    return torch.stack([(part * _factors(part)).sum() for part in parts])
+
+
+def _factors(part: torch.Tensor) -> torch.Tensor:
+    """Return an odd factor for each word, so that words that change places change the sum."""
+    odd = torch.arange(len(part), dtype=torch.int64, device=part.device) * 2 + 1
+    return odd * 0x1E3779B97F4A7C15
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -95,8 +238,11 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _view(tensor: torch.Tensor) -> memoryview:
-    array: Any = _bytes(tensor).cpu().numpy()
-    return memoryview(array)
+    return memoryview(_array(_bytes(tensor)))
+
+
+def _array(tensor: torch.Tensor) -> Any:  # noqa: ANN401
+    return tensor.cpu().numpy()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

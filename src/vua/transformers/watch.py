@@ -1,9 +1,9 @@
 """What a model in memory is, and whether it is that still.
 
-A `ModelWatch` compares a model with what its configuration makes, and remembers both a cheap mark
-(modules, their attributes, hooks, code, configuration, modes, tensors' shapes) and a checksum of
-all bytes of all tensors. docs/decisions/0050-what-computes-in-transformers.md says what is looked
-at when, and what remains.
+A `ModelWatch` compares a model with what its configuration makes, and remembers a cheap mark
+(modules, their attributes, hooks, code, configuration, modes, tensors' shapes, versions and
+addresses) and what the tensors hold. docs/decisions/0059-what-a-look-costs.md says what is looked
+at when, what it costs, and what remains.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import enum
 import functools
 import hashlib
 import threading
+import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -27,11 +28,11 @@ from transformers import PreTrainedConfig
 
 from vua.transformers.attention import attention_functions, attention_of
 from vua.transformers.code import code_mark, foreign_class, foreign_code, foreign_function
-from vua.transformers.tensors import digests, same_bytes, small_digest, sums
+from vua.transformers.tensors import Contents, digests, same_bytes, small_digest
 
 __all__ = ["ModelWatch"]
 
-_MODULE: Final = frozenset(vars(nn.Module())) - {"training"}
+_MODULE: Final = frozenset(vars(nn.Module()))
 _HOOKS: Final = tuple(
     name for name in sorted(_MODULE)
     if name.endswith(("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"))
@@ -48,10 +49,14 @@ _NOT_COUNTING: Final = frozenset(
     "_keep_in_fp32_modules _keep_in_fp32_modules_strict all_tied_weights_keys kernel_config".split()
 )
 """Attributes of models that loading or `generate` sets and no forward pass reads."""
+_PASSED_OVER: Final = _MODULE | _NOT_COUNTING
 _CONFIG_NOT_COUNTING: Final = frozenset(
     "_name_or_path _commit_hash transformers_version _experts_implementation_internal use_cache "  # noqa: SIM905 - words
     "return_dict output_hidden_states _output_attentions pad_token_id bos_token_id eos_token_id "
     "id2label label2id problem_type architectures dtype".split()
+)
+_PLAIN_TYPES: Final = frozenset(
+    (type(None), int, float, str, bool, bytes, complex, torch.dtype, torch.device)
 )
 _MOST_PLAIN_NBYTES: Final = 1 << 20
 _Named = dict[str, Any]
@@ -60,15 +65,25 @@ _Named = dict[str, Any]
 class ModelWatch:
     """A model, as it was when the watch was made, and how it differs from that now."""
 
-    def __init__(self, model: Any) -> None:  # noqa: ANN401
-        """Compare ``model`` with what its configuration makes; takes a fraction of its loading."""
-        self.model = model
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Compare ``model`` with what its configuration makes; takes a fraction of its loading.
+
+        Args:
+            model: one of transformers.
+            clock: seconds, from which it is known what looks cost.
+        """
+        self.model, self.clock = model, clock
         self.obstacle = ""
         """Why nothing of it can be stored under any name; "" where it can."""
         self.difference = ""
         """How it differs from what its configuration makes; "" where it does not."""
-        self.sums = b""
-        """Of all tensors' bytes, once `take_sums` has been called."""
+        self._contents: Contents | None = None
+        self._looked_at: tuple[object, ...] = ()
+        """Versions and addresses at the last look that read every byte."""
         self._mark = _Mark(model)
         self.versions = self.versions_now()
         self.obstacle = (
@@ -84,18 +99,24 @@ class ModelWatch:
 
     def change(self) -> str:
         """Return what is not as it was when the watch was made; "" if nothing is. Cheap."""
+        began = self.clock()
         try:
             return self._mark.change(_Mark(self.model))
         except Exception as problem:  # noqa: BLE001 - the model is in a state nobody foresaw
             return f"the model cannot be looked at ({type(problem).__name__}: {problem})"
+        finally:
+            if self._contents is not None:
+                self._contents.spend(self.clock() - began)
 
     def versions_now(self) -> tuple[object, ...]:
         """Return what changes when a tensor is replaced or written to, except through `.data`."""
         try:
             return tuple(
-                (id(tensor), tensor.data_ptr(), _version(tensor))
-                for _, tensor in _tensors(self.model)
-                if not tensor.is_meta
+                [
+                    (id(tensor), tensor.data_ptr(), _version(tensor))
+                    for tensor in self._all()
+                    if not tensor.is_meta
+                ]
             )
         except Exception:  # noqa: BLE001 - the model is in a state nobody foresaw
             return (object(),)  # equal to nothing else
@@ -104,26 +125,57 @@ class ModelWatch:
         """Return that a tensor was replaced or written to since `versions_now`; "" if none was."""
         return "" if self.versions_now() == versions else "a tensor was replaced or written to"
 
-    def take_sums(self) -> bytes:
-        """Return a checksum of all bytes of all tensors; reads all of them, at memory's speed."""
-        return sums([tensor for _, tensor in _tensors(self.model)])
+    def read(self) -> Contents:
+        """Return what the tensors hold; reads all bytes, at memory's speed."""
+        return Contents(self._all(), self.clock)
+
+    def keep(self, contents: Contents) -> str:
+        """Take what `read` returned as what was identified; return why not. Reads all bytes."""
+        if contents.differ(self._all(), whole=True):
+            return "the model's tensors changed"
+        self._contents, self._looked_at = contents, self.versions_now()
+        return ""
+
+    def earn(self, spent_s: float) -> None:
+        """Tell for how long tokens were generated: a part of it is for looking."""
+        if self._contents is not None:
+            self._contents.earn(spent_s)
 
     def change_of_bytes(self) -> str:
-        """Return that the tensors do not hold what was identified; "" if they do. Reads them all.
+        """Return that the tensors do not hold what was identified; "" if they seem to.
 
-        Never raises.
+        Reads every byte where a tensor was written to or replaced since it was last done, or has
+        no versions; else what `Contents` says. Never raises.
         """
+        other = "the model's tensors hold other values than were identified"
+        if self._contents is None:
+            return other
         try:
-            same = self.take_sums() == self.sums
+            versions, tensors = self.versions_now(), self._all()
+            signed = not any(tensor.is_inference() for tensor in tensors)
+            whole = versions != self._looked_at or not signed
+            if self._contents.differ(tensors, whole=whole):
+                self._looked_at = ()
+                return other
+            if whole:
+                self._looked_at = versions
         except Exception as problem:  # noqa: BLE001 - the model is in a state nobody foresaw
             return f"the model's tensors cannot be read ({type(problem).__name__}: {problem})"
-        return "" if same else "the model's tensors hold other values than were identified"
+        return ""
 
     def change_of_modes(self) -> str:
         """Return which mode of torch or of the model forbids storing; "" if none does. At once."""
         if self.model.training:
             return "the model is in training mode, expected model.eval()"
         return _modes(self.model)[0]
+
+    def _all(self) -> list[torch.Tensor]:
+        return [
+            tensor
+            for _, module in _modules(self.model)
+            for tensor in (*module._parameters.values(), *module._buffers.values())  # noqa: SLF001
+            if tensor is not None
+        ]
 
     def digest(self, stop: threading.Event) -> str:
         """Return 64 hex digits of all that the model is: tensors, modules, attributes.
@@ -153,13 +205,16 @@ class _Mark:
     """What a model is but for its tensors' bytes, of one moment."""
 
     def __init__(self, model: Any) -> None:  # noqa: ANN401
-        named = list(model.named_modules(remove_duplicate=False))
+        named = _modules(model)
         self.kinds = {type(module) for _, module in named}
-        self.modules = {name: _module(module) for name, module in named}
+        known: dict[int, Any] = {}  # of values that many modules have, such as the config
+        self.modules = {name: _module(module, known) for name, module in named}
         self.objects = [id(module) for _, module in named]
         self.tensors = {
-            name: (_name_of(type(tensor)), str(tensor.dtype), tuple(tensor.shape), tensor.device)
-            for name, tensor in _tensors(model)
+            prefix + key: (type(tensor), tensor.dtype, tensor.shape, tensor.device)
+            for prefix, module in [(name and f"{name}.", module) for name, module in named]
+            for key, tensor in (*module._parameters.items(), *module._buffers.items())  # noqa: SLF001
+            if tensor is not None
         }
         self.config = _plain(model.config)
         self.modes = _modes(model)
@@ -180,8 +235,8 @@ class _Mark:
                 if what := _opaque(value):
                     return f"{where} has {key}, {what}, which no digest can stand for"
         for name, (kind, *_, device) in self.tensors.items():
-            if kind not in {"torch.Tensor", "torch.nn.parameter.Parameter"}:
-                return f"{name} is a {kind}, expected a plain tensor"
+            if kind not in {torch.Tensor, nn.Parameter}:
+                return f"{name} is a {_name_of(kind)}, expected a plain tensor"
             if device.type == "meta":
                 return f"{name} has no bytes (meta), expected a model that is in memory"
         if what := _opaque(self.config):
@@ -211,16 +266,34 @@ class _Mark:
         return ""
 
 
-def _module(module: nn.Module) -> _Named:
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return what `named_modules` yields, with repetitions, in a tenth of its time."""
+    found = [("", model)]
+    for name, module in found:  # grows meanwhile
+        prefix = f"{name}." if name else ""
+        found += [
+            (prefix + key, part)
+            for key, part in module._modules.items()  # noqa: SLF001 - its only dict
+            if part is not None
+        ]
+    return found
+
+
+def _module(module: nn.Module, known: dict[int, Any]) -> _Named:
     own = vars(module)
     found: _Named = {
         "type": _name_of(type(module)),
         "training": own["training"],
-        "hooks": tuple(name for name in _HOOKS if own.get(name)),
+        "hooks": tuple([name for name in _HOOKS if own.get(name)]),
     }
-    for key, value in own.items():
-        if key not in _MODULE and key not in _NOT_COUNTING and key != "training":
-            found[key] = _plain(value)
+    for key in [key for key in own if key not in _PASSED_OVER]:
+        value = own[key]
+        if type(value) in _PLAIN_TYPES:
+            found[key] = value
+            continue
+        if (kept := known.get(id(value))) is None:
+            kept = known[id(value)] = _plain(value)
+        found[key] = kept
     if "generate" in own and not _is_generate(own["generate"], module):
         found["generate"] = _plain(own["generate"])
     return found
@@ -264,7 +337,7 @@ class _Opaque(tuple[str, int]):
 def _plain(value: Any, depth: int = 0) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - one case for each kind
     """Return what a value means, equal for equal ones, or an `_Opaque`."""
     kind = type(value)
-    if value is None or kind in {int, float, str, bool, bytes, complex, torch.dtype, torch.device}:
+    if kind in _PLAIN_TYPES:
         return value
     if depth > 12:
         return _Opaque((_name_of(kind), id(value)))
@@ -368,7 +441,7 @@ def _difference(mark: _Mark, expected: _Mark, model: Any, made: Any) -> str:  # 
         one, other = expected.tensors.get(name), mark.tensors.get(name)
         if one is None or other is None or one[2] != other[2]:
             return f"{name} is {_short(other)}, expected {_short(one)}"
-        in_full = other[1] == "torch.float32" and any(part in name for part in kept)
+        in_full = other[1] is torch.float32 and any(part in name for part in kept)
         if one[1] != other[1] and not in_full:
             return f"{name} is {other[1]}, expected {one[1]}"
     computed = dict(made.named_non_persistent_buffers(remove_duplicate=False))
