@@ -21,6 +21,7 @@ from vua.connector.events import KVEventPublisher
 from vua.connector.log import logger
 from vua.connector.media import Media
 from vua.connector.prefix_match import PrefixMatch, find
+from vua.connector.proved import Remembered, kind_of
 from vua.connector.request import RequestOptions, SaveHints
 from vua.errors import VUAError
 from vua.format.keys import KeyChain, token_ids
@@ -150,6 +151,8 @@ class StepPatience:
 
     def pause(self) -> None:
         """Do not let an idle engine spin while a request waits; once a step."""
+        if self._left_s is None:
+            self._left_s = _STEP_WAIT_S
         if self._left_s:
             time.sleep(max(0.0, min(self._left_s, _STEP_WAIT_S)))
             self._left_s = 0.0
@@ -166,15 +169,17 @@ class Lookups:
         media: Media,
         events: KVEventPublisher | None = None,
         *,
-        writers: bool = False,
+        remembered: Remembered | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Look up in ``namespace``, of one store per group; tell ``events`` what is found.
 
-        With ``writers`` it is found out who wrote what is stored. ``clock`` gives seconds.
+        For ``remembered`` it is found out who wrote what is stored, and what is known of them.
+        ``clock`` gives seconds.
         """
         pairs = zip(namespace.stores, model.groups, strict=True)
-        self._writers = [Writers(store, group.written) for store, group in pairs] if writers else []
+        self._remembered = remembered
+        self._writers = [Writers(store, group.written) for store, group in pairs if remembered]
         self._model, self._namespace, self._config = model, namespace, config
         self._media, self._clock = media, clock
         self._events = events
@@ -242,7 +247,7 @@ class Lookups:
         except Exception:  # one prompt that breaks something costs no other request
             log.exception("request %s is not cached", request.request_id)
             return None
-        self._name_writers(found)
+        self._name_writers(request, found)
         self._namespace.stores[0].used(keys, found.stored)  # which all groups' files are
         if self._events is not None:
             self._events.found(request, keys, found.stored)
@@ -254,9 +259,9 @@ class Lookups:
         )
         return found
 
-    def _name_writers(self, found: PrefixMatch) -> None:
+    def _name_writers(self, request: Any, found: PrefixMatch) -> None:  # noqa: ANN401
         """Note who wrote what could be loaded."""
-        if not self._writers or not found.stored:
+        if self._remembered is None or not found.stored:
             return
         first, *others = self._writers
         found.writers = first.runs(found.keys, 0, found.stored)
@@ -266,6 +271,8 @@ class Lookups:
             for _, names in writers.runs(found.keys, *needed):
                 beside |= names
         found.beside = frozenset(beside)
+        kind = kind_of(request, found.stored * size)
+        self._remembered.learn(kind, beside.union(*(names for _, names in found.writers)))
 
     def learn(self, refused: Mapping[bytes, bytes]) -> None:
         """Note of which writers chunks are, by prefix hash, that loads refused."""

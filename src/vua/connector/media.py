@@ -8,7 +8,8 @@ gets.
 vLLM itself believes identifiers: its caches of encoder outputs and of blocks give whoever has one
 what was computed for the first who had it. So once one identifier has stood for two contents, no
 request with it is loaded or stored any more. All methods are for the scheduler's thread, which asks
-about every request before it is computed.
+about every request before it is computed. Large contents are digested by a thread beside it
+(:meth:`Media.ready`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ import numpy as np
 import torch
 
 from vua.connector.cache_spec import UncachedError
+from vua.io.threads import Call, Threads
 
 __all__ = ["Media"]
 
 _MORE_REMEMBERED: Final = 65536
 """Identifiers remembered beyond one for each of vLLM's blocks: more than encoder caches hold."""
 
+_AT_ONCE_NBYTES: Final = 1 << 20
+"""Contents of a request that are digested in a millisecond or two."""
+_THREADS: Final = Threads(2, "vua-media")
 _UNKNOWN: Final = b""
 """Stands for the content of an identifier that must not be believed."""
 
@@ -48,7 +53,35 @@ class Media:
         self._settings, self._refused = settings, refused
         self._limit = _MORE_REMEMBERED + blocks
         self._content: OrderedDict[str, bytes] = OrderedDict()
-        self._digested: dict[int, tuple[weakref.ref[Any], bytes]] = {}
+        self._digested: dict[int, tuple[weakref.ref[Any], bytes | None]] = {}
+        """By the object's id; None for what has no digest."""
+        self._calls: dict[str, Call[None]] = {}
+        """Of requests whose contents are being digested."""
+
+    def ready(self, request_id: str, features: Sequence[Any]) -> bool:
+        """Whether :meth:`look_at` takes no time; begins to digest what is large.
+
+        Until then the request is not to be computed: what its identifiers stand for is not known.
+        """
+        call = self._calls.get(request_id)
+        if call is None:
+            items = [each.data for each in features if each.data is not None]
+            items = [item for item in items if not self._known(item)]
+            if self._refused or sum(map(_nbytes, items)) <= _AT_ONCE_NBYTES:
+                return True
+            try:
+                call = _THREADS.submit(lambda _: self._digest_all(items))
+            except RuntimeError:  # the process ends, or has no thread
+                return True
+            self._calls[request_id] = call
+        if not call.ended:
+            return False
+        del self._calls[request_id]
+        return True
+
+    def gone(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._calls.pop(request_id, None)
 
     def look_at(self, features: Sequence[Any]) -> list[bytes] | UncachedError:
         """Return what stands for each feature in the keys, or why the request is not cached.
@@ -98,20 +131,43 @@ class Media:
         while len(self._content) > self._limit:
             self._content.popitem(last=False)
 
+    def _known(self, item: object) -> tuple[bytes | None] | None:
+        known = self._digested.get(id(item))
+        return known[1:] if known is not None and known[0]() is item else None
+
     def _digest(self, item: Any) -> bytes:  # noqa: ANN401
         """Return 64 hex digits for what a model gets of one image; of the same object only once."""
-        known = self._digested.get(id(item))
-        if known is not None and known[0]() is item:
-            return known[1]
+        known = self._known(item)
+        if known is not None and known[0] is not None:
+            return known[0]
         digest = hashlib.sha256(b"vua.media.v1\n")
         for key in sorted(item):
             _feed(digest, key)
             _feed(digest, item[key].data)
         found = digest.hexdigest().encode()
-        place = id(item)
-        forget = self._digested.pop
-        self._digested[place] = weakref.ref(item, lambda _: forget(place, None)), found
+        self._remember_digest(item, found)
         return found
+
+    def _digest_all(self, items: Sequence[Any]) -> None:
+        """Digest contents, on a thread."""
+        for item in items:
+            try:
+                self._digest(item)
+            except Exception:  # noqa: BLE001 - who asks for it is told
+                self._remember_digest(item, None)
+
+    def _remember_digest(self, item: Any, digest: bytes | None) -> None:  # noqa: ANN401
+        place, forget = id(item), self._digested.pop
+        self._digested[place] = weakref.ref(item, lambda _: forget(place, None)), digest
+
+
+def _nbytes(value: Any) -> int:  # noqa: ANN401
+    """About how many bytes a content has."""
+    if isinstance(value, Mapping):
+        return sum(_nbytes(getattr(each, "data", each)) for each in value.values())
+    if isinstance(value, list | tuple):
+        return sum(map(_nbytes, value))
+    return int(getattr(value, "nbytes", 0))
 
 
 def _place(feature: Any) -> tuple[bytes, ...]:  # noqa: ANN401

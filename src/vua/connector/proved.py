@@ -13,23 +13,57 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from vua.connector.log import logger
+from vua.io.threads import Threads
 
-__all__ = ["Remembered", "files_below", "folder_of", "name_of", "replaced_by", "trusted"]
+__all__ = [
+    "NOTES",
+    "Kind",
+    "Remembered",
+    "files_below",
+    "folder_of",
+    "kind_of",
+    "name_of",
+    "replaced_by",
+    "trusted",
+    "written",
+]
 
 log = logger("scheduler")
 
+NOTES: Final = Threads(1, "vua-notes")
+"""Writes to the user's cache, which may lie on a storage that hangs: an engine's own thread does
+not wait for it."""
 _KEPT_S: Final = 90 * 86400.0
 """What was not asked about for so long is forgotten."""
 _MOST: Final = 1 << 14
 """Notes of one sort that are kept; of more the oldest are forgotten."""
+_MOST_KNOWN: Final = 1 << 13
+"""Answers that are kept in memory, of each of two questions."""
 _TIDIED_EVERY: Final = 256
 """Notes of one process after which it looks for what to forget; and at its first."""
+
+
+Kind = tuple[str, ...]
+"""What is proved by itself: the adapter's path or "", then what there is beside text."""
+
+
+def kind_of(request: Any, tokens: int) -> Kind:  # noqa: ANN401
+    """Return the kind of the first ``tokens`` tokens of a request."""
+    adapter = request.lora_request
+    beside = {each.modality for each in request.mm_features if each.mm_position.offset < tokens}
+    return (str(adapter.lora_path) if adapter is not None else "", *sorted(beside))
+
+
+def written() -> None:
+    """Return when all that was to be written to the user's cache so far is written."""
+    with suppress(RuntimeError):  # the process ends
+        NOTES.submit(lambda _: None).wait()
 
 
 def files_below(root: Path) -> Iterator[list[object]]:
@@ -85,7 +119,9 @@ def replaced_by(path: Path, data: bytes) -> None:
 class Remembered:
     """What engines of one setup know of writers in one namespace. Never raises for the file system.
 
-    A writer is the 48 bytes of its name, a kind as in `vua.connector.witness`.
+    A writer is the 48 bytes of its name, a kind what :func:`kind_of` returns. Files are read by
+    :meth:`learn` and written by a thread; everything else is about what is in memory. Safe for
+    threads.
     """
 
     def __init__(self, namespace: Path | None, setup: str) -> None:
@@ -95,23 +131,50 @@ class Remembered:
         directory alone (None).
         """
         self._namespace, self._setup = namespace, setup
+        self._proved: dict[tuple[Kind, bytes], bool] = {}
+        self._put_aside: dict[bytes, bool] = {}
+        self._proofs: dict[tuple[Kind, bytes], Path | None] = {}
+        """Where proofs are noted, by the adapters' files at the lookup."""
         self._added = 0
 
-    def holds(self, kind: tuple[str, ...], writer: bytes) -> bool:
-        """Whether a writer's chunks of a kind were proved before."""
-        return self._holds(self._proof(kind, writer))
+    def learn(self, kind: Kind, writers: Iterable[bytes]) -> None:
+        """Read what is known of writers, and of their chunks of a kind. Touches the file system."""
+        for writer in writers:
+            if self._put_aside.get(writer) is None:
+                self._keep(self._put_aside, writer, self._holds(self._aside(writer)))
+            if self._proved.get((kind, writer)) is None:
+                proof = self._proof(kind, writer)
+                self._keep(self._proofs, (kind, writer), proof)
+                self._keep(self._proved, (kind, writer), self._holds(proof))
 
-    def add(self, kind: tuple[str, ...], writer: bytes) -> None:
+    def holds(self, kind: Kind, writer: bytes) -> bool:
+        """Whether a writer's chunks of a kind were proved before, as far as that was learned."""
+        return self._proved.get((kind, writer), False)
+
+    def add(self, kind: Kind, writer: bytes) -> None:
         """Remember that a writer's chunks of a kind are proved."""
-        self._add(self._proof(kind, writer))
+        self._keep(self._proved, (kind, writer), there=True)
+        if (kind, writer) in self._proofs:
+            proof = self._proofs[kind, writer]
+            self._write(lambda: proof)
+        else:
+            self._write(lambda: self._proof(kind, writer))
 
     def is_aside(self, writer: bytes) -> bool:
-        """Whether a writer's chunks differed before."""
-        return self._holds(self._aside(writer))
+        """Whether a writer's chunks differed before, as far as that was learned."""
+        return self._put_aside.get(writer, False)
 
     def put_aside(self, writer: bytes) -> None:
         """Remember that a writer's chunks differ."""
-        self._add(self._aside(writer))
+        self._keep(self._put_aside, writer, there=True)
+        self._write(lambda: self._aside(writer))
+
+    @staticmethod
+    def _keep(known: dict[Any, Any], what: object, there: object) -> None:
+        if len(known) >= _MOST_KNOWN:
+            with suppress(StopIteration, KeyError, RuntimeError):  # another thread was faster
+                del known[next(iter(known))]
+        known[what] = there
 
     def _holds(self, path: Path | None) -> bool:
         if path is None or not trusted(path):
@@ -121,6 +184,10 @@ class Remembered:
         except OSError:
             return False
         return True
+
+    def _write(self, where: Callable[[], Path | None]) -> None:
+        with suppress(RuntimeError):  # the process ends, or has no thread
+            NOTES.submit(lambda _: self._add(where()))
 
     def _add(self, path: Path | None) -> None:
         try:
@@ -133,7 +200,7 @@ class Remembered:
         except OSError as problem:
             log.debug("not remembered: %s", problem)
 
-    def _proof(self, kind: tuple[str, ...], writer: bytes) -> Path | None:
+    def _proof(self, kind: Kind, writer: bytes) -> Path | None:
         """Where that would be noted; None where something cannot be seen."""
         adapter = list(files_below(Path(kind[0]))) if kind[0] else []
         if kind[0] and not adapter:  # its files are not where its name says

@@ -26,6 +26,7 @@ from vua.connector.metadata import ConnectorMetadata, LoadOrder, Verdict, Worker
 from vua.connector.metrics import Recorder, Series
 from vua.connector.opening import Opening, close_within
 from vua.connector.prefix_match import PrefixMatch
+from vua.connector.proved import written
 from vua.connector.request import OptionReader, RequestOptions
 from vua.connector.request_metrics import RequestMetrics
 from vua.connector.request_state import RequestState
@@ -144,7 +145,7 @@ class SchedulerSide:
         self._saves.use(model, self.witness)
         self.lookups = Lookups(
             *(model, namespace, self._config, self._media, self._events),
-            writers=self.witness.on,
+            remembered=self.witness.remembered if self.witness.on else None,
             clock=self._clock,
         )
         self._open = True
@@ -229,7 +230,8 @@ class SchedulerSide:
                 log.info("VUA: the weights are those of before the reset; what is stored is used")
 
     def shutdown(self) -> None:
-        """Stop the lookup threads."""
+        """Stop the lookup threads, and let what was learned of writers be written."""
+        close_within(written, min(_END_S, self._config.timeouts.drain_s))
         self._opening.close()
         self._use_what_is_known()
         if self._open:
@@ -245,7 +247,7 @@ class SchedulerSide:
         """
         self._use_what_is_known()
         state = self._state(request)
-        if state is None:  # the workers are being asked about its adapter
+        if state is None:  # not yet which adapter it has, or which images
             return None, False
         if state.block_ids:  # it ran before and was preempted: more of it may be stored by now
             state.block_ids, state.next_save, state.unsaved = [], None, None
@@ -330,9 +332,12 @@ class SchedulerSide:
         )
 
     def _state(self, request: Any) -> RequestState | None:  # noqa: ANN401
-        """What is known of a request; None: not yet which adapter it has."""
+        """What is known of a request; None: not yet which adapter it has, or which images."""
         state = self.states.get(request.request_id)
         if state is None:
+            if not self._media.ready(request.request_id, request.mm_features):
+                self._patience.pause()
+                return None
             options, adapter = self._options.read(request.kv_transfer_params), None
             if request.lora_request is not None and (options.load or options.store):
                 adapter, answered = self._adapters.find(request.lora_request)
@@ -385,6 +390,7 @@ class SchedulerSide:
             self._saves.ended(state)
         self.request_metrics.finished(request.request_id)
         self.witness.gone(request.request_id)
+        self._media.gone(request.request_id)
 
     def judge(self, verdicts: Sequence[Verdict]) -> None:
         """Learn what comparisons came to; leave the namespace where one differs."""

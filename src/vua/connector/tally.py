@@ -55,7 +55,7 @@ def upper_bound(different: int, compared: int, confidence: float = 0.95) -> floa
 
 
 class Tally:
-    """The comparisons in one namespace. Never raises for the file system."""
+    """The comparisons in one namespace. Never raises for the file system, which it touches."""
 
     def __init__(self, namespace: Path | None) -> None:
         """Count for a namespace's directory; None: for this process alone."""

@@ -25,6 +25,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
@@ -35,13 +36,13 @@ from vua.connector.log import logger
 from vua.connector.metadata import Compared, Verdict, WitnessOrder
 from vua.connector.metrics import Recorder
 from vua.connector.prefix_match import PrefixMatch
-from vua.connector.proved import Remembered
+from vua.connector.proved import NOTES, Kind, Remembered, kind_of
 from vua.connector.tally import Tally
 from vua.format.entry import written_name
 from vua.format.keys import ChunkKey
 from vua.store.writer import in_words
 
-__all__ = ["Kind", "Witness", "kind_of"]
+__all__ = ["Witness"]
 
 log = logger("scheduler")
 
@@ -69,16 +70,6 @@ _LEAVES: Final = (
     "this was not the first comparison since the start, restart this engine: its own prefix cache "
     "may hold what was loaded before"
 )
-
-Kind = tuple[str, ...]
-"""What is proved by itself: the adapter's path or "", then what there is beside text."""
-
-
-def kind_of(request: Any, tokens: int) -> Kind:  # noqa: ANN401
-    """Return the kind of the first ``tokens`` tokens of a request."""
-    adapter = request.lora_request
-    beside = {each.modality for each in request.mm_features if each.mm_position.offset < tokens}
-    return (str(adapter.lora_path) if adapter is not None else "", *sorted(beside))
 
 
 @dataclass(slots=True)
@@ -135,7 +126,7 @@ class Witness:
         self._own = written_name(writer).encode() if writer else b""
         root = config.directory
         directory = root and root / model.identity.namespace
-        self._remembered, self._tally = Remembered(directory, setup), Tally(directory)
+        self.remembered, self._tally = Remembered(directory, setup), Tally(directory)
         self._proved: dict[tuple[Kind, bytes], bool] = {}
         self._aside: dict[bytes, bool] = {}
         self._agreed: set[bytes] = set()
@@ -244,7 +235,7 @@ class Witness:
             return True
         known = self._proved.get((kind, writer))
         if known is None:
-            known = self._remembered.holds(kind, writer)
+            known = self.remembered.holds(kind, writer)
             self._know(kind, writer, proved=known)
             if known:
                 self._longest.setdefault(kind, _FAR)
@@ -262,7 +253,7 @@ class Witness:
         known = self._aside.get(writer)
         if known is None:
             _shorten(self._aside)
-            known = self._aside[writer] = writer != self._own and self._remembered.is_aside(writer)
+            known = self._aside[writer] = writer != self._own and self.remembered.is_aside(writer)
         return known
 
     def _first_time(
@@ -377,7 +368,7 @@ class Witness:
             kind = kind_of(request, (chunk + 1) * self._model.chunk_tokens)
             if kind not in self._noted and len(self._noted) < _MOST_KNOWN:
                 self._noted.add(kind)
-                self._remembered.add(kind, self._own)
+                self.remembered.add(kind, self._own)
 
     def order(
         self,
@@ -468,7 +459,7 @@ class Witness:
         for writer in writers - bad:
             self._know(case.kind, writer, proved=True)
             if writer != self._own:
-                self._remembered.add(case.kind, writer)
+                self.remembered.add(case.kind, writer)
         if good:
             self._unanswered = 0
             ratio = max(one.ratio for at in good for one in case.found[at])
@@ -489,8 +480,14 @@ class Witness:
     def _count(self, start: int, whole: set[int], differing: Sequence[int]) -> None:
         """Count what a chunk that was drawn turned out to be."""
         if start in whole or start in differing:
-            self._tally.add(same=start not in differing)
-            self._stats.set("vua_wrong_share_bound", self._tally.counted.bound)
+            same = start not in differing
+            with suppress(RuntimeError):  # the process ends, or has no thread
+                NOTES.submit(lambda _: self._tell(same=same))
+
+    def _tell(self, *, same: bool) -> None:
+        """Count a comparison, on a thread: that touches the file system."""
+        self._tally.add(same=same)
+        self._stats.set("vua_wrong_share_bound", self._tally.counted.bound)
 
     def _no_answer(self, case: _Case) -> None:
         self._stats.add("vua_witnesses_total", label="none")
@@ -512,7 +509,7 @@ class Witness:
             return
         self._aside[writer] = True
         self._agreed.discard(writer)
-        self._remembered.put_aside(writer)
+        self.remembered.put_aside(writer)
         self._stats.set("vua_writers_aside", sum(self._aside.values()))
         log.error(_ASIDE, in_words(writer), self._model.identity.namespace, text)
 

@@ -46,6 +46,11 @@ class Call(Generic[T]):
         self.wanted = False
         return self._taken.acquire(blocking=False)
 
+    @property
+    def ended(self) -> bool:
+        """Whether :meth:`result` returns at once."""
+        return not self._running.locked()
+
     def wait(self) -> None:
         """Return when the call, which a thread has taken up or will take up, has ended."""
         with self._running:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import tracemalloc
 import unittest
 import weakref
@@ -13,6 +15,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+
+from helpers import until
 
 pytestmark = pytest.mark.vllm
 
@@ -62,6 +66,37 @@ class MediaTest(unittest.TestCase):
         self.assertNotEqual(one, other)
         again = self.begin().look_at([feature(pixels(2), "renderer0-mm-1-image-0")])
         self.assertEqual(other, again)
+
+    def test_large_ones_by_a_thread(self) -> None:
+        """What takes long to digest, another thread digests, once; until then it is not ready."""
+        large = [feature({"a": torch.full((1 << 20,), float(at))}) for at in range(3)]
+        threads, begun = set[int](), threading.Event()
+        real, go = hashlib.sha256, threading.Event()
+
+        def sha256(*data: bytes) -> Any:
+            threads.add(threading.get_ident())
+            begun.set()
+            go.wait()
+            return real(*data)
+
+        with mock.patch.object(hashlib, "sha256", sha256):
+            self.assertFalse(self.media.ready("a", large))
+            self.assertTrue(begun.wait(60))
+            self.assertFalse(self.media.ready("a", large))
+            self.assertTrue(self.media.ready("b", [feature(pixels(1))]))
+            go.set()
+            until(lambda: self.media.ready("a", large))
+        self.assertNotIn(threading.get_ident(), threads)
+        with mock.patch.object(hashlib, "sha256", side_effect=AssertionError):
+            found = self.media.look_at(large[:1])
+        self.assertEqual(self.begin().look_at(large[:1]), found)
+        self.assertTrue(self.media.ready("c", large))
+
+    def test_large_ones_without_a_digest(self) -> None:
+        """They are refused as small ones are."""
+        strange = [feature({"a": torch.zeros(1 << 20), "b": object()})]
+        until(lambda: self.media.ready("a", strange))
+        self.refused(self.media.look_at(strange), "holds a object")
 
     def test_everything_of_the_content_counts(self) -> None:
         """Type, shape, names, order and nesting of what the model gets, and where it stands."""

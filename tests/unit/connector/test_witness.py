@@ -34,9 +34,21 @@ if find_spec("vllm"):
     from vua.connector.metadata import Compared, Verdict
     from vua.connector.metrics import Recorder
     from vua.connector.prefix_match import PrefixMatch
-    from vua.connector.proved import Remembered
+    from vua.connector.proved import Remembered, kind_of, written
     from vua.connector.tally import Tally, upper_bound
     from vua.connector.witness import Witness
+
+    class Asked(Witness):
+        """One that is asked when a lookup has found who wrote what."""
+
+        def limit(self, request: Any, found: PrefixMatch, local_tokens: int) -> int | None:
+            """Answer."""
+            written()
+            kind = kind_of(request, found.stored * SIZE)
+            beside = frozenset[bytes]().union(*(writers for _, writers in found.writers))
+            self.remembered.learn(kind, beside | found.beside)
+            return super().limit(request, found, local_tokens)
+
 
 SIZE = 16
 LAYOUT = KVLayout(1, 1, 8, 8, "F32", SIZE)
@@ -89,6 +101,7 @@ class EngineTest(unittest.TestCase):
         patched = mock.patch.dict(os.environ, home)
         patched.start()
         self.addCleanup(patched.stop)
+        self.addCleanup(written)
         self.store()
 
     def store(self) -> None:
@@ -114,7 +127,7 @@ class EngineTest(unittest.TestCase):
         config = ConnectorConfig(shared_storage_path=str(self.root), **settings)
         self.stats, chance = Recorder(), random.Random(seed)
         clock = lambda: self.now_s  # noqa: E731
-        return Witness(model, config, self.stats, setup, writer, clock=clock, chance=chance)
+        return Asked(model, config, self.stats, setup, writer, clock=clock, chance=chance)
 
     def compare(
         self, witness: Witness, name: str, found: PrefixMatch, *bad: str, workers: int = 1
@@ -341,29 +354,39 @@ class WitnessTest(EngineTest):
         self.assertEqual(0, self.witness(setup="other").limit(request_of("b"), found, 0))
         self.assertEqual(0, self.witness().limit(request_of("b"), found_of(4), 0))
 
+    def holds(self, kind: tuple[str, ...], writer: bytes) -> bool:
+        """Whether another process knows that a writer's chunks of a kind are proved."""
+        written()
+        remembered = Remembered(self.root / IDENTITY.namespace, "this")
+        self.assertFalse(remembered.holds(kind, writer))
+        remembered.learn(kind, [writer])
+        return remembered.holds(kind, writer)
+
     def test_another_directory(self) -> None:
         """What was proved in a directory says nothing about one in its place."""
         remembered = Remembered(self.root / IDENTITY.namespace, "this")
         remembered.add(PLAIN, name_of("other"))
-        self.assertTrue(remembered.holds(PLAIN, name_of("other")))
-        self.assertFalse(remembered.holds(PLAIN, name_of("another")))
+        self.assertTrue(self.holds(PLAIN, name_of("other")))
+        self.assertFalse(self.holds(PLAIN, name_of("another")))
         self.root.rename(self.root.with_name("old"))
         self.store()
-        self.assertFalse(remembered.holds(PLAIN, name_of("other")))
+        self.assertFalse(self.holds(PLAIN, name_of("other")))
 
     def test_who_may_remember(self) -> None:
         """A note that others could have written is none; and it is forgotten in the end."""
         remembered, writer = Remembered(self.root / IDENTITY.namespace, "this"), name_of("other")
         remembered.add(PLAIN, writer)
+        written()
         folder = Path(os.environ["XDG_CACHE_HOME"]) / "vua" / "proved"
         (note,) = folder.iterdir()
         folder.chmod(0o777)
-        self.assertFalse(remembered.holds(PLAIN, writer))
+        self.assertFalse(self.holds(PLAIN, writer))
         folder.chmod(0o700)
-        self.assertTrue(remembered.holds(PLAIN, writer))
+        self.assertTrue(self.holds(PLAIN, writer))
         os.utime(note, (0, 0))
         Remembered(self.root / IDENTITY.namespace, "this").add(("", "image"), writer)
-        self.assertFalse(remembered.holds(PLAIN, writer))
+        written()
+        self.assertFalse(self.holds(PLAIN, writer))
 
     def test_differs_later(self) -> None:
         """A writer that was proved and then differs is put aside, and stays so."""
@@ -384,16 +407,17 @@ class WitnessTest(EngineTest):
         remembered, kind = Remembered(self.root / IDENTITY.namespace, "this"), (str(adapter),)
         writer = name_of("other")
         remembered.add(kind, writer)
-        self.assertTrue(remembered.holds(kind, writer))
+        self.assertTrue(self.holds(kind, writer))
         os.utime(file, (1, 1))
-        self.assertFalse(remembered.holds(kind, writer))
+        self.assertFalse(self.holds(kind, writer))
         remembered.add(kind, writer)
+        written()
         (adapter.with_name("new")).write_bytes(b"two")
         os.utime(adapter.with_name("new"), (1, 1))
         adapter.with_name("new").replace(file)  # as large, and as old
-        self.assertFalse(remembered.holds(kind, writer))
+        self.assertFalse(self.holds(kind, writer))
         remembered.add(("nowhere",), writer)
-        self.assertFalse(remembered.holds(("nowhere",), writer))
+        self.assertFalse(self.holds(("nowhere",), writer))
 
     def test_again_for_ever(self) -> None:
         """Chunks are drawn at random from all that could be loaded, also much later ones."""
