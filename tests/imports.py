@@ -30,6 +30,7 @@ FLOORS = (
     ("store",),
     ("config",),
     ("core", "connector"),
+    ("catalog",),
     ("llama_cpp", "lmcache", "sglang", "transformers", "vllm"),
     ("cli",),
     ("testing",),

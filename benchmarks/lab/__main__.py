@@ -22,7 +22,7 @@ from lab.policies import POLICIES, compare
 from lab.replay import block_file_nbytes, read, replay
 from vua.capacity.limits import nbytes_of
 from vua.capacity.scan import Show
-from vua.cli.text import progress, table
+from vua.cli.output import progress, table
 from vua.errors import InputError, VUAError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from suite.context import Settings
 from suite.report import markdown, plots
 from suite.run import run
-from vua.cli.text import progress
+from vua.cli.output import progress
 from vua.errors import VUAError
 
 

@@ -1,7 +1,7 @@
-"""An example: a storage that keeps entries in one SQLite database instead of a directory.
+"""An example: a storage that keeps entries, and pins, in one SQLite database and no directory.
 
 It is all that somebody has to write who wants to keep chunks elsewhere. `test_storages.py` runs the
-conformance suite on it.
+conformance suite on it, and `unit/catalog/test_stored.py` the commands of `vua`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Capabilities, Entr
 
 __all__ = ["SQLiteStorage"]
 
-_TABLE = """
+_TABLES = """
 CREATE TABLE IF NOT EXISTS entries (
     version INTEGER PRIMARY KEY AUTOINCREMENT,
     name TEXT UNIQUE NOT NULL,
     data BLOB NOT NULL,
     used_s REAL NOT NULL
-)
+);
+CREATE TABLE IF NOT EXISTS pins (held TEXT, pinned TEXT, UNIQUE (held, pinned));
 """
 
 
@@ -39,7 +40,7 @@ class SQLiteStorage:
         self._database = sqlite3.connect(path, check_same_thread=False, timeout=10)
         self._database.execute("PRAGMA journal_mode=WAL")
         with self._database:
-            self._database.execute(_TABLE)
+            self._database.executescript(_TABLES)
 
     def close(self) -> None:
         """Close the database."""
@@ -110,15 +111,6 @@ class SQLiteStorage:
             return Written([*statuses, *[FAILED] * left], StorageError(5, str(error)))
         return Written(statuses)
 
-    def touch(self, names: Sequence[str]) -> None:
-        """Update the times of entries."""
-        rows = [(time.time(), name) for name in names]
-        try:
-            with self._lock, self._database:
-                self._database.executemany("UPDATE entries SET used_s = ? WHERE name = ?", rows)
-        except sqlite3.Error:
-            return
-
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Delete an entry."""
         version = None if if_version is None else int.from_bytes(if_version, "big")
@@ -129,3 +121,18 @@ class SQLiteStorage:
         except sqlite3.Error:
             return False
         return True
+
+    def pins(self) -> Sequence[tuple[str, str]]:
+        """Select all: which chunk is held, and by which pin."""
+        with self._lock:
+            return self._database.execute("SELECT held, pinned FROM pins").fetchall()
+
+    def add_pins(self, pins: Sequence[tuple[str, str]]) -> None:
+        """Insert some."""
+        with self._lock, self._database:
+            self._database.executemany("INSERT OR IGNORE INTO pins VALUES (?, ?)", pins)
+
+    def remove_pins(self, pins: Sequence[tuple[str, str]]) -> None:
+        """Delete some."""
+        with self._lock, self._database:
+            self._database.executemany("DELETE FROM pins WHERE held = ? AND pinned = ?", pins)

@@ -109,8 +109,6 @@ class TestBucketOfFiles(TestBucketInMemory):
 class TestSeaweedFS(TestBucketInMemory):
     """Objects of a real server."""
 
-    time_step_s = 1.1  # it tells whole seconds
-
     def setUp(self) -> None:
         """Take an empty place of its bucket."""
         self.url = seaweedfs().place()

@@ -19,33 +19,26 @@ from typing import Final
 
 from vua import __version__, native
 from vua.capacity.limits import Limits
-from vua.cli.adopting import adopt
 from vua.cli.advise import advise
-from vua.cli.arguments import VARIABLE, Parser, duration_s, parsed, share
 from vua.cli.bench import add_arguments, bench
-from vua.cli.bucket import adopt_bucket, du_bucket, gc_bucket, rm_bucket
-from vua.cli.bucket_doctor import doctor_bucket
-from vua.cli.bucket_keep import pins_bucket, ttl_bucket
-from vua.cli.capacity import du, gc, ttl
 from vua.cli.completion import SHELLS, answer_shell, completion
 from vua.cli.doctor import doctor
-from vua.cli.events import add_events, events
+from vua.cli.events import Publishing, events
 from vua.cli.explain import Question, explain
-from vua.cli.exporting import ExportChoice, export
-from vua.cli.importing import import_
-from vua.cli.inspection import inspect
 from vua.cli.key import add_key, key
-from vua.cli.keys import key_arguments, security_of
-from vua.cli.listing import SORTS, ls
+from vua.cli.looks import top
+from vua.cli.ls import SORTS, ls
+from vua.cli.output import UNUSABLE, Output, Report, guarded, plain
 from vua.cli.owner import as_owner
-from vua.cli.removal import pins, rm
-from vua.cli.text import UNUSABLE, Write, as_json, guarded, plain
-from vua.cli.top import top
-from vua.cli.ui import ui
-from vua.cli.verification import verify
+from vua.cli.transfer import ExportChoice, export, import_
+from vua.cli.ui.server import ui
+from vua.cli.upkeep import adopt, du, gc, pins, rm, ttl
+from vua.cli.values import VARIABLE, Parser, duration_s, parsed, share
+from vua.cli.verify import inspect, verify
 from vua.cli.warm import add_warm, warm
 from vua.errors import StorageError, VUAError
-from vua.storage.urls import is_url
+from vua.security.keyring import check_keys
+from vua.security.settings import Security
 
 __all__ = ["main", "make_parser"]
 
@@ -130,7 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--tokenizer", metavar="MODELDIR", help="whose tokenizer.json takes texts to explain"
     )
-    add_events(commands, common)
+    _add_events(commands, common)
     _add_explain(commands, common, keys)
     _add_upkeep(commands, common, keys)
     _add_transfer(commands, common, keys)
@@ -147,6 +140,59 @@ def make_parser() -> argparse.ArgumentParser:
     )
     one.add_argument("shell", choices=SHELLS)
     return parser
+
+
+def _add_events(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    common: argparse.ArgumentParser,
+) -> None:
+    """Add the command's arguments."""
+    one = commands.add_parser(
+        "events", parents=[common], help="tell routers which chunks a cache holds"
+    )
+    one.add_argument("directory", metavar="DIR", help="directory of the cache")
+    one.add_argument("--follow", action="store_true", help="go on with what is stored and removed")
+    one.add_argument(
+        "--interval",
+        metavar="TIME",
+        type=duration_s,
+        help="between looks; default 5s, of a bucket 60s",
+    )
+    one.add_argument(
+        "--locality",
+        type=str.upper,
+        choices=("LOCAL", "REMOTE"),
+        help="of the storage; default by the file system's kind",
+    )
+    one.add_argument(
+        "--zmq", metavar="ENDPOINT", help="publish there, like tcp://127.0.0.1:5557, not on stdout"
+    )
+    one.add_argument(
+        "--connect", action="store_true", help="the router has bound that endpoint: connect to it"
+    )
+    one.add_argument("--topic", default="", help="of the messages; default none")
+    one.add_argument(
+        "--replay-endpoint", metavar="ENDPOINT", help="answer there who asks for missed batches"
+    )
+
+
+def key_arguments() -> argparse.ArgumentParser:
+    """Return a parent for parsers of commands that can use keys; see :func:`security_of`."""
+    parent = argparse.ArgumentParser(add_help=False)
+    group = parent.add_argument_group("keys", "as the engines are told them; none by default")
+    group.add_argument("--key-file", metavar="FILE", help="the directory's own key")
+    group.add_argument("--tenant-keys", metavar="DIR", help="keys of cache salts")
+    group.add_argument("--encrypt", action="store_true", help="what is --key-file's is encrypted")
+    return parent
+
+
+def security_of(options: argparse.Namespace) -> Security:
+    """Return what the arguments say. Raises ConfigError where such keys cannot be used."""
+    security = Security(
+        key_file=options.key_file, tenant_keys=options.tenant_keys, encrypt=options.encrypt
+    )
+    check_keys(security)
+    return security
 
 
 def _add_explain(
@@ -172,12 +218,6 @@ def _add_explain(
     one.add_argument("--salt", metavar="S", default="", help="the requests' cache salt")
     one.add_argument("--epoch", metavar="E", default="", help="the engine's epoch, with --model")
     one.add_argument("--quick", action="store_true", help="do not look for other continuations")
-
-
-def _run_explain(options: argparse.Namespace, write: Write | None) -> int:
-    names = (field.name for field in fields(Question))
-    question = Question(**{name: getattr(options, name) for name in names})
-    return explain(options.directory, question, write=write)
 
 
 def _add_upkeep(
@@ -264,27 +304,15 @@ def _add_transfer(
     one.add_argument("file", metavar="FILE", help="archive to read; - stdin")
 
 
-def _run_export(options: argparse.Namespace, write: Write | None) -> int:
-    names = (field.name for field in fields(ExportChoice))
-    choice = ExportChoice(**{name: getattr(options, name) for name in names})
-    return export(options.directory, options.file, choice, write=write)
+def _question(options: argparse.Namespace) -> Question:
+    return Question(**{field.name: getattr(options, field.name) for field in fields(Question)})
 
 
-def _run_upkeep(options: argparse.Namespace, write: Write | None) -> int:
-    where = options.directory
-    if options.command == "du":
-        return du(where, quick=options.quick, write=write)
-    if options.command == "ttl":
-        return ttl(where, options.seconds, off=options.off, write=write)
-    if options.command == "rm":
-        return rm(
-            *(where, options.names), everything=options.all, force=options.pinned,
-            dry_run=options.dry_run, yes=options.yes, write=write,
-        )  # fmt: skip
-    if options.command == "adopt":
-        return adopt(where, yes=options.yes, write=write)
-    if options.command == "pin":
-        return pins(where, options.names, remove=options.remove, write=write)
+def _choice(options: argparse.Namespace) -> ExportChoice:
+    return ExportChoice(**{one.name: getattr(options, one.name) for one in fields(ExportChoice)})
+
+
+def _gc(options: argparse.Namespace) -> Report:
     inodes = options.min_free_inodes
     said = Limits(
         max_bytes=options.max_bytes,
@@ -294,68 +322,45 @@ def _run_upkeep(options: argparse.Namespace, write: Write | None) -> int:
         min_free_inodes=int(inodes) if (inodes or "").isdigit() else inodes,
     )
     return gc(
-        where,
-        said,
-        keep=options.set,
-        quick=options.quick,
-        lost_keys=options.lost_keys,
-        dry_run=options.dry_run,
-        yes=options.yes,
+        *(options.directory, said), keep=options.set, quick=options.quick,
+        lost_keys=options.lost_keys, dry_run=options.dry_run, yes=options.yes,
         security=options.security,
-        write=write,
-    )
+    )  # fmt: skip
 
 
-_RUN: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
-    "ls": lambda said, write: ls(said.directory, long=said.long, sort=said.sort, write=write),
-    "inspect": lambda said, write: inspect(said.files, write=write),
-    "advise": lambda said, write: advise(
-        said.directory, Limits(max_bytes=said.max_bytes), write=write
+_RUN: Final[dict[str, Callable[[argparse.Namespace, Output], Report | int]]] = {
+    "ls": lambda said, _: ls(said.directory, long=said.long, sort=said.sort),
+    "inspect": lambda said, _: inspect(said.files),
+    "advise": lambda said, _: advise(said.directory, Limits(max_bytes=said.max_bytes)),
+    "bench": lambda said, _: bench(said),
+    "completion": lambda said, _: completion(said.shell),
+    "verify": lambda said, _: verify(
+        said.directory, repair=said.repair, part=said.sample, security=said.security
     ),
-    "bench": lambda said, write: bench(said, write=write),
-    "completion": lambda said, write: completion(said.shell, write=write),
-    "verify": lambda said, write: verify(
-        said.directory, repair=said.repair, part=said.sample, security=said.security, write=write
+    "doctor": lambda said, _: doctor(said.directory, trusted_uids=said.trusted_uids),
+    "events": lambda said, _: events(
+        said.directory, follow=said.follow, interval_s=said.interval, locality=said.locality,
+        how=Publishing(said.zmq, said.connect, said.topic, said.replay_endpoint),
     ),
-    "doctor": lambda said, write: doctor(
-        said.directory, trusted_uids=said.trusted_uids, write=write
+    "warm": lambda said, output: warm(said, output=output),
+    "top": lambda said, output: top(said.directory, said.interval, once=said.once, output=output),
+    "ui": lambda said, output: ui(
+        said.directory, port=said.port, model=said.tokenizer, security=said.security, output=output
     ),
-    "events": lambda said, _: events(said),
-    "warm": lambda said, write: warm(said, write=write),
-    "top": lambda said, write: top(said.directory, said.interval, once=said.once, write=write),
-    "ui": lambda said, write: ui(
-        said.directory,
-        port=said.port,
-        model=said.tokenizer,
-        security=said.security,
-        write=write,
-    ),
-    "explain": _run_explain,
-    "export": _run_export,
-    "key": lambda said, write: key(said.path, said.salt, write=write),
-    "import": lambda said, write: import_(said.directory, said.file, write=write),
-}
-
-_ON_BUCKETS: Final[dict[str, Callable[[argparse.Namespace, Write | None], int]]] = {
-    "du": lambda said, write: du_bucket(said.directory, write=write),
-    "doctor": lambda said, write: doctor_bucket(said.directory, write=write),
-    "adopt": lambda said, write: adopt_bucket(said.directory, write=write),
-    "rm": lambda said, write: rm_bucket(
+    "explain": lambda said, _: explain(said.directory, _question(said)),
+    "export": lambda said, _: export(said.directory, said.file, _choice(said), as_json=said.json),
+    "key": lambda said, _: key(said.path, said.salt),
+    "import": lambda said, _: import_(said.directory, said.file),
+    "du": lambda said, _: du(said.directory, quick=said.quick),
+    "gc": lambda said, _: _gc(said),
+    "ttl": lambda said, _: ttl(said.directory, said.seconds, off=said.off),
+    "rm": lambda said, _: rm(
         *(said.directory, said.names), everything=said.all, force=said.pinned,
-        dry_run=said.dry_run, yes=said.yes, write=write,
+        dry_run=said.dry_run, yes=said.yes,
     ),
-    "pin": lambda said, write: pins_bucket(
-        said.directory, said.names, remove=said.remove, write=write
-    ),
-    "ttl": lambda said, write: ttl_bucket(said.directory, said.seconds, off=said.off, write=write),
-    "gc": lambda said, write: gc_bucket(
-        *(said.directory, Limits(max_bytes=said.max_bytes, min_free_bytes=said.min_free,
-                                 ttl_s=said.ttl, max_bytes_per_salt=said.max_per_salt)),
-        keep=said.set, security=said.security if said.lost_keys else None,
-        dry_run=said.dry_run, yes=said.yes, write=write,
-    ),
+    "pin": lambda said, _: pins(said.directory, said.names, remove=said.remove),
+    "adopt": lambda said, output: adopt(said.directory, yes=said.yes, output=output),
 }  # fmt: skip
-"""What is done otherwise with a cache in a bucket; the rest takes both."""
 
 _AS_OWNER: Final = frozenset({"adopt", "advise", "du", "gc", "pin", "rm", "ttl", "ui", "verify"})
 """Root does these as the user whose the directory is; `import` when it has opened its archive."""
@@ -372,17 +377,13 @@ def _main(arguments: Sequence[str] | None) -> int:
     answer_shell(parser)
     options = parsed(parser, sys.argv[1:] if arguments is None else arguments)
     logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
+    output = Output("json" if options.json else "person")
     try:
         if "key_file" in options:
             options.security = security_of(options)
-        run, write = (
-            _RUN.get(options.command, _run_upkeep),
-            as_json if options.json else None,
-        )
-        if is_url(getattr(options, "directory", None)):
-            run = _ON_BUCKETS.get(options.command, run)
         with as_owner(options.directory) if options.command in _AS_OWNER else nullcontext():
-            code = run(options, write)
+            found = _RUN[options.command](options, output)
+        code = output.show(found) if isinstance(found, Report) else found
         sys.stdout.flush()
     except BrokenPipeError:  # `vua ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,22 +7,17 @@ what a disk without space refuses are left out.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
 from vua.capacity.hit_density import Request
-from vua.capacity.limits import Limits, ResolvedLimits
-from vua.capacity.scan import Show
-from vua.capacity.usage import measure
-from vua.capacity.use_log import UseLog
+from vua.capacity.limits import Limits
+from vua.capacity.scan import Show, silent
+from vua.catalog.opening import open_catalog
+from vua.cli.output import Report, progress, size, table, when
 from vua.cli.simulator import LRU, Dense, Past, simulate
-from vua.cli.text import SOUND, Write, progress, size, table, when
-from vua.errors import ConfigError, StorageError
-from vua.storage.problems import explained
-from vua.storage.urls import is_url
-from vua.store.namespace import check_root
 
 __all__ = ["advise"]
 
@@ -45,25 +40,33 @@ class _Asked(NamedTuple):
     time_s: float
 
 
-def advise(directory: str, said: Limits, *, write: Write | None) -> int:
-    """Print what stores of several sizes would have found; ``said`` is what the engines are told.
+@dataclass(frozen=True, slots=True)
+class Advice(Report):
+    """What more or less room would bring."""
+
+    report: dict[str, Any]
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        return self.report
+
+    def show(self) -> None:
+        """Print what was simulated, and the advice."""
+        _print(self.report)
+
+
+def advise(directory: str, said: Limits) -> Advice:
+    """Tell what stores of several sizes would have found; ``said`` is what the engines are told.
 
     Where the log says too little it says that. Raises ConfigError (a bucket), StorageError.
     """
-    if is_url(directory):
-        msg = f"{directory}: requests are logged in directories; name the one before the bucket"
-        raise ConfigError(msg)
-    root = check_root(directory, create=False)
-    try:
-        limits, usage, status = ResolvedLimits.of(root, said), measure(root), os.statvfs(root)
-    except OSError as problem:
-        if isinstance(problem, StorageError):
-            raise
-        raise explained(problem, directory) from problem
-    free = status.f_bavail * status.f_frsize
-    room_nbytes = max(0, min(limits.max_bytes, usage.nbytes + free - limits.min_free_bytes))
-    chunk_nbytes = usage.nbytes / usage.chunks if usage.chunks else None
-    requests = _sound(UseLog(root).read())
+    catalog = open_catalog(directory)
+    log, use = catalog.use_log(), catalog.quick_use(said) or catalog.use(silent)
+    most, least = use.limits["max_bytes"] or 0, use.limits["min_free_bytes"] or 0
+    free_nbytes = use.free_nbytes or 0
+    room_nbytes = int(max(0, min(most, use.nbytes + free_nbytes - least)))
+    chunk_nbytes = use.nbytes / use.chunks if use.chunks else None
+    requests = _sound(log.read())
     report: dict[str, Any] = {
         "version": 1, "directory": directory,
         "requests": len(requests), "chunks": sum(len(one.whole) for one in requests),
@@ -84,11 +87,7 @@ def advise(directory: str, said: Limits, *, write: Write | None) -> int:
         with progress() as show:
             report["rooms"] = _simulated(requests, room_nbytes, chunk_nbytes, part, show)
         report["advice"] = _advice({one["share"]: one["hit_ratio"] for one in report["rooms"]})
-    if write is not None:
-        write(report)
-    else:
-        _print(report)
-    return SOUND
+    return Advice(report)
 
 
 def _sound(requests: Sequence[Request]) -> list[_Asked]:

@@ -24,16 +24,14 @@ import tarfile
 from collections.abc import Iterator
 from typing import IO, BinaryIO, Final, NamedTuple
 
+from vua.catalog.base import MAX_FILE_NBYTES
 from vua.errors import InputError
 from vua.format.entry import EntryCodec
 from vua.format.header import AUTHENTIC, ENCRYPTED
 
-__all__ = ["MAX_FILE_NBYTES", "Member", "Reader", "Writer", "file_sizes"]
+__all__ = ["Member", "Reader", "Writer", "file_sizes"]
 
 FORMAT: Final = "vua.export.v1"
-MAX_FILE_NBYTES: Final = 4 << 30
-"""No chunk's file is larger; one that claims to be is not read."""
-
 _START: Final = "vua-export.json"
 _END: Final = "vua-export.end.json"
 _BLOCK: Final = tarfile.BLOCKSIZE

@@ -5,17 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from vua.capacity.scan import Show
-from vua.cli.arguments import VARIABLE
-from vua.cli.text import SOUND, Write, progress, table
+from vua.cli.output import Report, progress, table
+from vua.cli.values import VARIABLE
 from vua.errors import InputError
 from vua.storage.urls import is_url
 
 __all__ = ["add_arguments", "bench"]
 
+_OF_DIRECTORIES: Final = (
+    "machine",
+    "o_direct",
+    "gpu_direct",
+    "write_cpu_ms_per_mib",
+    "metadata_us",
+    "bandwidth",
+    "unmeasured",
+)
+_OF_BUCKETS: Final = ("chunk_nbytes", "lookup_round_s", "load_times")
+_OF_WORTH: Final = ("cases", "worth_from_tokens", "by_length")
 _HINT: Final = "--model and --prefill tell which prompt lengths are worth loading"
 
 
@@ -40,8 +52,27 @@ def _place(word: str) -> Path | str:
     return word if is_url(word) else Path(word)
 
 
-def bench(options: argparse.Namespace, *, write: Write | None) -> int:
-    """Run what ``options`` (of :func:`add_arguments`) ask for; return the exit code.
+@dataclass(frozen=True, slots=True)
+class Measured(Report):
+    """What a place can do."""
+
+    report: dict[str, Any]
+    """Of a directory or of a bucket; the other's fields are null."""
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        report = {**dict.fromkeys((*_OF_DIRECTORIES, *_OF_BUCKETS)), **self.report}
+        if report["worth_loading"] is not None:
+            report["worth_loading"] = {**dict.fromkeys(_OF_WORTH), **report["worth_loading"]}
+        return report
+
+    def show(self) -> None:
+        """Print its tables."""
+        (_print_path if "machine" in self.report else _print_bucket)(self.report)
+
+
+def bench(options: argparse.Namespace) -> Measured:
+    """Run what ``options`` (of :func:`add_arguments`) ask for.
 
     Raises:
         VUAError: the words make no sense, or something measured did not do its work.
@@ -54,11 +85,10 @@ def bench(options: argparse.Namespace, *, write: Write | None) -> int:
         raise InputError("bench needs a directory or a URL: vua bench path DIR")
     (target,) = targets
     with progress() as show:
-        report = _path(target, options, show)
+        report = Measured(_path(target, options, show))
     if options.out:
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    (write or (_print_bucket if is_url(target) else _print_path))(report)
-    return SOUND
+        options.out.write_text(json.dumps(report.describe(), indent=1) + "\n", encoding="utf-8")
+    return report
 
 
 def _path(target: Path | str, options: argparse.Namespace, show: Show) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Final
 
-from vua.cli.text import SOUND, Write
+from vua.cli.output import Report
 from vua.errors import ConfigError
 
 __all__ = ["SHELLS", "answer_shell", "completion"]
@@ -19,14 +20,25 @@ __all__ = ["SHELLS", "answer_shell", "completion"]
 SHELLS: Final = ("bash", "zsh", "fish")
 
 
-def completion(shell: str, *, write: Write | None) -> int:
-    """Print the lines that one of SHELLS has to read; raises ConfigError without the package."""
-    code = _argcomplete().shellcode(["vua"], shell=shell)
-    if write is not None:
-        write({"shell": shell, "code": code})
-    else:
-        print(code)
-    return SOUND
+@dataclass(frozen=True, slots=True)
+class Script(Report):
+    """What a shell has to read."""
+
+    shell: str
+    code_: str
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        return {"shell": self.shell, "code": self.code_}
+
+    def show(self) -> None:
+        """Print it."""
+        print(self.code_)
+
+
+def completion(shell: str) -> Script:
+    """Return the lines that one of SHELLS has to read; raises ConfigError without the package."""
+    return Script(shell, _argcomplete().shellcode(["vua"], shell=shell))
 
 
 def answer_shell(parser: argparse.ArgumentParser) -> None:

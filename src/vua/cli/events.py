@@ -8,38 +8,26 @@ there, and those of all chunks before it. Only a load knows whether the files ar
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
-import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, Protocol
 
-from vua.capacity.prefix_tree import PrefixTree, read_prefix_tree
-from vua.capacity.scan import Show, Space, spaces
-from vua.cli.arguments import between_looks_s, duration_s
-from vua.cli.bucket_chunks import BucketSpace, listed_spaces, opened_bucket
+from vua.capacity.scan import Show
+from vua.catalog.base import Catalog, Links, NamespaceCatalog
+from vua.catalog.opening import open_catalog
 from vua.cli.event_socket import EventSocket
-from vua.cli.spread import over_fans
-from vua.cli.text import SOUND, progress
-from vua.cli.walk import walk_chunk
-from vua.errors import ConfigError, StorageError
+from vua.cli.looks import between_looks_s
+from vua.cli.output import SOUND, progress
+from vua.errors import ConfigError
 from vua.format.layout import KVLayout, Shard, cover
-from vua.io.posix import close_quietly, is_local
-from vua.storage.base import parse_name
-from vua.storage.description import read_description
-from vua.storage.names import entry_at
-from vua.storage.problems import explained
-from vua.storage.urls import is_url
-from vua.store.evidence import settled
-from vua.store.namespace import check_root
+from vua.storage.problems import explaining
 
-__all__ = ["Seen", "add_events", "events", "look"]
+__all__ = ["Publishing", "Seen", "events", "look"]
 
 _INTERVAL_S: Final = 5.0
 _BATCH: Final = 1024
@@ -71,85 +59,59 @@ class Seen:
     layouts: tuple[KVLayout, ...]
     stored: dict[str, str]
     """Chunks that a lookup can find, parents before children, each with the one before it ("")."""
-    tree: PrefixTree | None
-    """None in a bucket."""
+    links: Links
     whole: dict[str, int]
     """Chunks that have all their files, and their mtimes (ns) when these were looked for."""
-    befores: dict[str, str | None]
-    """In a bucket what follows what: it costs a request for each chunk, and never changes."""
 
 
-def add_events(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    common: argparse.ArgumentParser,
-) -> None:
-    """Add the command's arguments."""
-    one = commands.add_parser(
-        "events", parents=[common], help="tell routers which chunks a cache holds"
-    )
-    one.add_argument("directory", metavar="DIR", help="directory of the cache")
-    one.add_argument("--follow", action="store_true", help="go on with what is stored and removed")
-    one.add_argument(
-        "--interval",
-        metavar="TIME",
-        type=duration_s,
-        help="between looks; default 5s, of a bucket 60s",
-    )
-    one.add_argument(
-        "--locality",
-        type=str.upper,
-        choices=("LOCAL", "REMOTE"),
-        help="of the storage; default by the file system's kind",
-    )
-    one.add_argument(
-        "--zmq", metavar="ENDPOINT", help="publish there, like tcp://127.0.0.1:5557, not on stdout"
-    )
-    one.add_argument(
-        "--connect", action="store_true", help="the router has bound that endpoint: connect to it"
-    )
-    one.add_argument("--topic", default="", help="of the messages; default none")
-    one.add_argument(
-        "--replay-endpoint", metavar="ENDPOINT", help="answer there who asks for missed batches"
-    )
+@dataclass(frozen=True, slots=True)
+class Publishing:
+    """How events are published over ZeroMQ."""
+
+    zmq: str | None = None
+    """The endpoint; None: events are lines on stdout."""
+    connect: bool = False
+    topic: str = ""
+    replay_endpoint: str | None = None
 
 
-def events(options: argparse.Namespace) -> int:
-    """Tell what is stored, and with ``--follow`` what changes. Raises ConfigError, StorageError."""
-    where = options.directory
-    interval_s = between_looks_s(options.interval, where, _INTERVAL_S)
-    if options.zmq is None and (options.connect or options.topic or options.replay_endpoint):
-        msg = "--connect, --topic and --replay-endpoint say how to publish: give --zmq ENDPOINT"
-        raise ConfigError(msg)
-    try:
-        locality = options.locality or _locality(where)
-        with _outlet(options) as outlet:
+def events(
+    where: str,
+    *,
+    follow: bool = False,
+    interval_s: float | None = None,
+    locality: str | None = None,
+    how: Publishing,
+) -> int:
+    """Tell what is stored, and with ``follow`` what changes. Raises ConfigError, StorageError."""
+    if how.zmq is None and how != Publishing():
+        text = "--connect, --topic and --replay-endpoint say how to publish: give --zmq ENDPOINT"
+        raise ConfigError(text)
+    catalog = open_catalog(where)
+    interval_s = between_looks_s(interval_s, catalog, _INTERVAL_S)
+    with explaining(where):
+        locality = locality or ("LOCAL" if catalog.is_local() else "REMOTE")
+        with _outlet(how) as outlet:
             seen: dict[str, Seen] = {}
             while True:
-                now = look(where, seen)
+                now = look(catalog, seen)
                 found = _changes(seen, now, locality)
                 if outlet.newcomers:  # what they believe is of before
                     outlet.newcomers = False
                     found = itertools.chain([_CLEARED], _changes({}, now, locality))
                 while batch := list(itertools.islice(found, _BATCH)):
                     outlet.publish(batch)
-                if not options.follow:
+                if not follow:
                     return SOUND
                 seen = now
                 outlet.wait(interval_s)
-    except OSError as problem:
-        if isinstance(problem, (StorageError, BrokenPipeError)):
-            raise
-        raise explained(problem, where) from problem
 
 
-def _outlet(options: argparse.Namespace) -> AbstractContextManager[_Outlet]:
-    if options.zmq is None:
+def _outlet(how: Publishing) -> AbstractContextManager[_Outlet]:
+    if how.zmq is None:
         return nullcontext(_Lines())
     return EventSocket(
-        options.zmq,
-        connect=options.connect,
-        topic=options.topic,
-        replay_endpoint=options.replay_endpoint,
+        how.zmq, connect=how.connect, topic=how.topic, replay_endpoint=how.replay_endpoint
     )
 
 
@@ -173,81 +135,30 @@ class _Lines:
 # -- what is there --------------------------------------------------------------------------------
 
 
-def _locality(where: str) -> str:
-    """Whether what is stored there is this machine's alone; REMOTE when in doubt."""
-    if is_url(where):
-        return "REMOTE"
-    fd = os.open(check_root(where, create=False), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        return "LOCAL" if is_local(fd) else "REMOTE"
-    finally:
-        close_quietly(fd)
-
-
-def look(where: str, past: Mapping[str, Seen]) -> dict[str, Seen]:
+def look(catalog: Catalog, past: Mapping[str, Seen]) -> dict[str, Seen]:
     """Look at everything once, given what the last look found ({} for the first).
 
     What a namespace without a description holds cannot be judged, and is left out. Raises
     ConfigError, StorageError, OSError.
     """
-    with progress() as show:
-        if is_url(where):
-            found = listed_spaces(opened_bucket(where), show)
-            seen = ((one.name, _look_at_bucket(one, past.get(one.name), show)) for one in found)
-            return {name: one for name, one in seen if one is not None}
-        root = check_root(where, create=False)
-        with spaces(root) as there:
-            seen = ((one.name, _look_at(root, one, past.get(one.name), show)) for one in there)
-            return {name: one for name, one in seen if one is not None}
+    with progress() as show, catalog.namespaces(show) as (found, _):
+        seen = ((one.name, _look_at(one, past.get(one.name), show)) for one in found)
+        return {name: one for name, one in seen if one is not None}
 
 
-def _look_at(root: Path, space: Space, past: Seen | None, show: Show) -> Seen | None:
-    """Look at a namespace in a directory, after the first time only at what has changed."""
-    layouts = past.layouts if past else ()
-    layouts = layouts or settled(read_description(root / space.name)).layouts
+def _look_at(space: NamespaceCatalog, past: Seen | None, show: Show) -> Seen | None:
+    """Look at a namespace, after the first time only at what has changed."""
+    layouts = past.layouts if past else space.layouts
     if not layouts:
         return None
-    if past is None:
-        tree = read_prefix_tree(space, show, over_fans)
-    else:
-        tree = read_prefix_tree(space, show, known=past.tree)
-    names = [tree.name(index) for index in range(len(tree.names))]
-    befores = {
-        name: "" if above == index else names[above]
-        for index, (name, above) in enumerate(zip(names, tree.parent.tolist(), strict=True))
-        if above < len(names)
-    }
-    known = past.whole if past else {}
+    links = space.links(show, past.links if past else None)
+    known = past.whole if past and links.tree is not None else {}  # else a look costs nothing
     whole = {
         name: mtime_ns
-        for name, mtime_ns in zip(names, tree.mtimes_ns.tolist(), strict=True)
-        if known.get(name) == mtime_ns or _is_whole(layouts, _shards(space, name))
+        for name, mtime_ns in links.mtimes_ns.items()
+        if known.get(name) == mtime_ns or _is_whole(layouts, space.shards(name))
     }
-    stored = _reached(tree.in_order(), befores, whole)
-    return Seen(layouts, stored, tree, whole, {})
-
-
-def _look_at_bucket(space: BucketSpace, past: Seen | None, show: Show) -> Seen | None:
-    """Look at a namespace in a bucket."""
-    layouts = past.layouts if past else settled(space.description).layouts
-    if not layouts:
-        return None
-    for name, chunk in space.chunks.items():
-        if past is not None and chunk.before is None:
-            chunk.before = past.befores.get(name)
-    order = space.in_order(show)
-    befores = {name: chunk.before for name, chunk in space.chunks.items()}
-    whole = {
-        name: int(chunk.written_s * 1e9)
-        for name, chunk in space.chunks.items()
-        if _is_whole(layouts, [parse_name(entry_at(path))[1] for path in chunk.paths])
-    }
-    return Seen(layouts, _reached(order, befores, whole), None, whole, befores)
-
-
-def _shards(space: Space, name: str) -> list[Shard | None]:
-    """Return the shards of a chunk that are files in its directory."""
-    return [one.shard for one in walk_chunk(space, name) if one.kind == "entry" and one.regular]
+    return Seen(layouts, _reached(links.order, links.befores, whole), links, whole)
 
 
 def _is_whole(layouts: Sequence[KVLayout], shards: Iterable[Shard | None]) -> bool:

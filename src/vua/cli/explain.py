@@ -6,28 +6,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
-from vua.capacity.bucket import BucketCapacity
-from vua.capacity.prefix_tree import PrefixTree, read_prefix_tree
-from vua.cli.answer import BLOCKS, Answer, verdict
+from vua.capacity.prefix_tree import PrefixTree
+from vua.catalog.base import NO_KEYS, Catalog
+from vua.catalog.opening import open_catalog
+from vua.catalog.prefix import (
+    ChunkState,
+    Continuations,
+    GroupState,
+    continuations,
+    loadable,
+    look,
+    usable,
+)
 from vua.cli.identify import Difference, Expected, compare, expect, nearest
-from vua.cli.keys import NO_KEYS, prompt_keys
-from vua.cli.prefix import ChunkState, GroupState, continuations, look
-from vua.cli.prompt import prompt_ids, read_ids
-from vua.cli.spread import over_fans
-from vua.cli.text import DAMAGED, SHORT, SOUND, Write, facts, progress
-from vua.cli.walk import described, open_root
+from vua.cli.output import DAMAGED, SHORT, SOUND, Report, facts, progress
+from vua.cli.prompt import prompt_ids, prompt_keys, read_ids
 from vua.errors import ConfigError
 from vua.format.layout import KVLayout
 from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
 from vua.storage.description import Description
-from vua.storage.problems import explained
+from vua.storage.problems import explaining
 from vua.store.opening import open_namespace
 
-__all__ = ["Question", "explain", "explain_ids"]
+if TYPE_CHECKING:
+    from vua.security.seal import Seal  # needs an optional package
 
-_DEFAULT_CHUNK_TOKENS = 64
+__all__ = ["Explanation", "Question", "explain", "explain_ids"]
+
+_DEFAULT_CHUNK_TOKENS: Final = 64
+BLOCKS: Final = (16, 128)
+"""Tokens per block of vLLM (its `block_size`) by default: on GPUs, and on CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,50 +67,175 @@ class Question:
     """The engines' keys: names are worked out with them."""
 
 
-def explain(directory: str, question: Question, *, write: Write | None) -> int:
-    """Print what is stored of a prompt, and why no more; exit status 1 if files are damaged.
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was found in one namespace."""
 
-    A miss by itself is no damage. Raises ConfigError, InputError, StorageError.
+    namespace: Description
+    state: str
+    """What ``namespace.json`` is."""
+    differences: list[Difference] | None
+    """From the identity that the model leads to; None where none was asked for."""
+    length: int = 0
+    """Tokens of the prompt."""
+    groups: tuple[GroupState, ...] = ()
+    """Empty where the namespace is not described, or the prompt is not cached."""
+    others: Continuations | None = None
+    seal: Seal | None = None
+    """Of such a prompt's files, if they are sealed."""
+    locked: str = ""
+    """Why such a prompt is not cached at all."""
+    blocks: tuple[int, ...] = BLOCKS
+    """Tokens per block of the engines in question."""
+
+    @property
+    def usable(self) -> int:
+        """Leading chunks that can be used."""
+        return usable(self.groups) if self.groups else 0
+
+    @property
+    def size(self) -> int:
+        """Tokens per chunk."""
+        return self.groups[0].layout.chunk_tokens if self.groups else 0
+
+    @property
+    def loads(self) -> dict[int, int]:
+        """By tokens per block of vLLM, how many tokens of the prompt it can load."""
+        return {size: loadable(self.groups, self.length, size) for size in self.blocks
+                if self.groups}  # fmt: skip
+
+    @property
+    def gap(self) -> ChunkState | None:
+        """The first chunk that is missing of a group which needs all of them."""
+        full = [group for group in self.groups if group.layout.window is None] or self.groups
+        gaps = [group.first_missing for group in full]
+        return min((gap for gap in gaps if gap is not None), key=_index, default=None)
+
+
+def _index(chunk: ChunkState) -> int:
+    return chunk.index
+
+
+def verdict(answer: Answer) -> str:
+    """Return in one line what the prompt would find, and why no more."""
+    if answer.locked:
+        return f"not cached: {answer.locked}"
+    if not answer.groups:
+        return (
+            f"a miss: namespace.json is {answer.state}; the next engine that stores writes it anew"
+        )
+    size, chunks, count = answer.size, len(answer.groups[0].chunks), answer.usable
+    if not chunks:
+        return f"a miss: {answer.length} tokens are less than one chunk of {size}"
+    gap = answer.gap
+    if gap is None and count == chunks:
+        hit = f"a hit: all {chunks} whole chunks, {count * size} of {answer.length} tokens"
+        return f"{hit}{_loaded(answer)}"
+    hit = f"a hit of {count * size} of {answer.length} tokens" if count else "a miss"
+    hit += _loaded(answer) if count else ""
+    if gap is None or gap.index > count:
+        return f"{hit}: no later window of the sliding layers is stored whole"
+    return f"{hit}: chunk {gap.index} is {gap.state}{_reason(answer, gap)}"
+
+
+def _loaded(answer: Answer) -> str:
+    """How much of that vLLM loads: a hit ends with a block of it."""
+    words = [f"{tokens} with blocks of {size}" for size, tokens in answer.loads.items()]
+    return f", of which vLLM loads {' or '.join(words)}"
+
+
+def _reason(answer: Answer, gap: ChunkState) -> str:
+    groups, others = answer.groups, answer.others
+    if any(group.layout.window is None and group.runs and group.runs[-1][1] > gap.index
+           for group in groups):  # fmt: skip
+        return ", a hole: chunks behind it are stored, of no use until it is stored again"
+    if gap.state != "absent" or others is None:
+        return ""
+    if gap.index == 0:
+        text = f"; of {others.others} other first chunks {others.with_extras} have extras"
+        return f"{text} (a salt, an adapter, an image)" if others.others else "; none is stored"
+    if not others.others:
+        return "; nothing stored goes on from there: never stored, or evicted"
+    return (
+        f"; {others.others} stored go on otherwise: their tokens (or extras) differ from the "
+        f"prompt's somewhere in {gap.key.start} to {gap.key.stop}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation(Report):
+    """What is stored of a prompt, and why no more."""
+
+    directory: str
+    expected: Expected | None
+    """What the model leads to, where one was given."""
+    found: Sequence[Description]
+    tokens: int
+    answers: Sequence[Answer]
+
+    @property
+    def code(self) -> int:
+        """Whether no file is damaged: a miss by itself is no damage."""
+        damaged = any(group.damaged for answer in self.answers for group in answer.groups)
+        return DAMAGED if damaged else SOUND
+
+    def describe(self) -> dict[str, object]:
+        """Return plain values for programs."""
+        return {
+            "directory": self.directory,
+            "tokens": self.tokens,
+            "model": None if self.expected is None else _as_fields(self.expected),
+            "namespaces": [_describe(answer) for answer in self.answers],
+        }
+
+    def show(self) -> None:
+        """Print a block for the model, and one for each namespace."""
+        if self.expected is not None:
+            _show_expected(self.expected, self.found)
+        for answer in self.answers:
+            identity = answer.namespace.identity
+            name = identity.name if identity else ""
+            facts(f"namespace {answer.namespace.name[:SHORT]}  {name}".rstrip(), _lines(answer))
+        if not self.answers:
+            print(f"{self.directory}: no namespace to look at, so nothing is stored: a miss")
+
+
+def explain(directory: str, question: Question) -> Explanation:
+    """Tell what is stored of a prompt, and why no more; exit status 1 if files are damaged.
+
+    Raises ConfigError, InputError, StorageError.
     """
     if question.block_tokens is not None and question.block_tokens < 1:
-        msg = f"--block-tokens must be a positive number, found {question.block_tokens}"
-        raise ConfigError(msg)
-    try:
+        text = f"--block-tokens must be a positive number, found {question.block_tokens}"
+        raise ConfigError(text)
+    with explaining(str(question.tokens or question.prompt)):
         if question.tokens is not None:
             ids = read_ids(question.tokens)
         else:
             ids = prompt_ids(question.prompt or "-", question.model)
-    except OSError as problem:
-        raise explained(problem, str(question.tokens or question.prompt)) from problem
-    found, _ = open_root(directory)
+    catalog = open_catalog(directory)
+    found, _ = catalog.contents()
     expected = _expected(question)
-    answers = _answers(found, expected, ids, question)
-    if write is not None:
-        write(_report(directory, expected, ids, answers))
-    else:
-        if expected is not None:
-            _print_expected(expected, found)
-        for answer in answers:
-            _print(answer)
-        if not answers:
-            print(f"{directory}: no namespace to look at, so nothing is stored: a miss")
-    damaged = any(group.damaged for answer in answers for group in answer.groups)
-    return DAMAGED if damaged else SOUND
+    answers = _answers(catalog, found, expected, ids, question)
+    return Explanation(directory, expected, found, len(ids) // 4, answers)
 
 
 def explain_ids(
     directory: str, ids: bytes, question: Question, trees: Mapping[str, PrefixTree]
-) -> dict[str, object]:
-    """Return what `vua explain --json` prints of token ids, whatever else is asked.
+) -> Explanation:
+    """Tell it of token ids, whatever else is asked.
 
     ``trees``, by namespace, are asked what is stored in place of a missing chunk, with
     ``question.quick`` these alone. Raises as :func:`explain` does.
     """
-    found, _ = open_root(directory)
-    return _report(directory, None, ids, _answers(found, None, ids, question, trees))
+    catalog = open_catalog(directory)
+    found, _ = catalog.contents()
+    answers = _answers(catalog, found, None, ids, question, trees)
+    return Explanation(directory, None, found, len(ids) // 4, answers)
 
 
 def _answers(
+    catalog: Catalog,
     found: Sequence[Description],
     expected: Expected | None,
     ids: bytes,
@@ -108,7 +244,7 @@ def _answers(
 ) -> list[Answer]:
     """What is stored in each namespace that is asked for, where most can be used first."""
     answers = [
-        _answer(namespace, differences, ids, question, trees)
+        _answer(catalog, namespace, differences, ids, question, trees)
         for namespace, differences in _candidates(found, expected, question)
     ]
     return sorted(answers, key=lambda one: (-one.usable * one.size, one.namespace.name))
@@ -120,16 +256,13 @@ def _expected(question: Question) -> Expected | None:
     ):
         return None
     size = question.chunk_tokens or _DEFAULT_CHUNK_TOKENS
-    try:
-        with progress() as show:
-            return expect(
-                question.model,
-                chunk_tokens=size,
-                epoch=question.epoch,
-                progress=lambda done, of: show("reading weights", done, of, amount=done),
-            )
-    except OSError as problem:
-        raise explained(problem, question.model) from problem
+    with explaining(question.model), progress() as show:
+        return expect(
+            question.model,
+            chunk_tokens=size,
+            epoch=question.epoch,
+            progress=lambda done, of: show("reading weights", done, of, amount=done),
+        )
 
 
 def _candidates(
@@ -155,6 +288,7 @@ def _candidates(
 
 
 def _answer(
+    catalog: Catalog,
     found: Description,
     differences: list[Difference] | None,
     ids: bytes,
@@ -162,45 +296,29 @@ def _answer(
     trees: Mapping[str, PrefixTree],
 ) -> Answer:
     length = len(ids) // 4
-    try:
+    with explaining(str(found.path)):
         namespace = open_namespace(found.path, security=question.security)
-    except OSError as problem:
-        raise explained(problem, str(found.path)) from problem
+    answer = Answer(found, catalog.state(found), differences, length)
     if namespace is None:
-        return Answer(found, differences, length)
+        return answer
     try:
         keys, seal = prompt_keys(namespace, ids, question.salt)
     except NoKeyError as problem:
-        return Answer(found, differences, length, locked=str(problem))
+        return replace(answer, locked=str(problem))
     groups = tuple(look(store, keys, seal) for store in namespace.stores)
     blocks = (question.block_tokens,) if question.block_tokens else BLOCKS
-    answer = Answer(found, differences, length, groups, seal=seal, blocks=blocks)
-    gap = answer.gap
-    capacity = namespace.capacity
-    if gap is None or isinstance(capacity, BucketCapacity):
+    answer = replace(answer, groups=groups, seal=seal, blocks=blocks)
+    gap, tree = answer.gap, trees.get(found.name)
+    if gap is None:
         return answer
     before = keys[gap.index - 1].name if gap.index else ""
-    tree = trees.get(found.name)
-    if tree is None and question.quick:
-        return answer
-    if tree is None:
+    if tree is None and not question.quick:
         with progress() as show:
-            tree = read_prefix_tree(capacity.space, show, over_fans)
-    return replace(answer, others=continuations(tree, gap.key, before))
+            tree = catalog.tree(found, show)
+    return answer if tree is None else replace(answer, others=continuations(tree, gap.key, before))
 
 
 # -- for programs -----------------------------------------------------------------------------
-
-
-def _report(
-    directory: str, expected: Expected | None, ids: bytes, answers: list[Answer]
-) -> dict[str, object]:
-    return {
-        "directory": directory,
-        "tokens": len(ids) // 4,
-        "model": None if expected is None else _as_fields(expected),
-        "namespaces": [_describe(answer) for answer in answers],
-    }
 
 
 def _as_fields(expected: Expected) -> dict[str, object]:
@@ -215,7 +333,7 @@ def _describe(answer: Answer) -> dict[str, object]:
     namespace, differences, others = answer.namespace, answer.differences, answer.others
     return {
         "namespace": namespace.name,
-        "description": described(namespace),
+        "description": answer.state,
         "identity": namespace.identity and namespace.identity.describe(),
         "differences": None if differences is None else [asdict(one) for one in differences],
         "seal": answer.seal and answer.seal.kind,
@@ -258,7 +376,7 @@ def _describe_chunk(chunk: ChunkState) -> dict[str, object]:
 # -- for people -------------------------------------------------------------------------------
 
 
-def _print_expected(expected: Expected, found: Sequence[Description]) -> None:
+def _show_expected(expected: Expected, found: Sequence[Description]) -> None:
     identity = expected.identity
     there = any(one.name == identity.namespace for one in found)
     told = "there" if there else "not there as such"
@@ -267,13 +385,6 @@ def _print_expected(expected: Expected, found: Sequence[Description]) -> None:
     if not any(one.identity is not None for one in found):
         lines.append(("nearest", "no namespace says what it is for"))
     facts(f"model {identity.name}", lines)
-
-
-def _print(answer: Answer) -> None:
-    namespace = answer.namespace
-    identity = namespace.identity
-    name = identity.name if identity else ""
-    facts(f"namespace {namespace.name[:SHORT]}  {name}".rstrip(), _lines(answer))
 
 
 def _lines(answer: Answer) -> Iterator[tuple[str, str]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
-from vua.cli.text import SOUND, Write
+from vua.cli.output import Report
 from vua.errors import ConfigError
 from vua.security.keyring import SUFFIX, read_key, tenant_of, write_key
 
@@ -21,8 +22,25 @@ def add_key(
     one.add_argument("--salt", metavar="S", help="make the key of this cache salt in PATH")
 
 
-def key(path: str, salt: str | None, *, write: Write | None) -> int:
-    """Make the key file, or check the one that is there; return the exit code.
+@dataclass(frozen=True, slots=True)
+class Key(Report):
+    """A key's file."""
+
+    file: str
+    made: bool
+    """Now, not before."""
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        return {"file": self.file, "made": self.made}
+
+    def show(self) -> None:
+        """Print it."""
+        print(f"{self.file}: {'made' if self.made else 'there already'}")
+
+
+def key(path: str, salt: str | None) -> Key:
+    """Make the key file, or check the one that is there.
 
     Raises ConfigError where a key is there that cannot be used, OSError.
     """
@@ -39,8 +57,4 @@ def key(path: str, salt: str | None, *, write: Write | None) -> int:
     except FileExistsError:
         read_key(file)
         made = False
-    if write is not None:
-        write({"file": str(file), "made": made})
-    else:
-        print(f"{file}: {'made' if made else 'there already'}")
-    return SOUND
+    return Key(str(file), made)

@@ -1,4 +1,4 @@
-"""Before a command changes a directory: as whom, whether it may, and whether it is meant."""
+"""Before a command changes a directory: as whom, and whether it is meant."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
-from vua.errors import ConfigError, StorageError
-from vua.storage.claim import claim
+from vua.catalog.base import Ask
+from vua.errors import ConfigError
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES
-from vua.storage.problems import explained
-from vua.store.namespace import check_root
 
-__all__ = ["as_owner", "confirm", "to_change"]
+__all__ = ["as_owner", "asking"]
 
 _ROOT: Final = 0
 
@@ -66,29 +63,17 @@ def _hand_over(directory: str, owner: os.stat_result) -> None:
                 os.close(fd)
 
 
-def to_change(directory: str) -> Path:
-    """Return a directory that a command may change: one with the mark, or an empty one.
+def asking(*, yes: bool) -> Ask:
+    """Return what asks on a terminal whether to go on. It raises ConfigError unless that is wanted.
 
-    Raises ConfigError, StorageError.
+    Without a terminal, or with ``yes``, that is taken for granted.
     """
-    root = check_root(directory, create=False)
-    try:
-        claim(root, tool=True)
-    except OSError as problem:
-        if isinstance(problem, StorageError):
-            raise
-        raise explained(problem, directory) from problem
-    return root
 
+    def ask(question: str) -> None:
+        if yes or not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
+            return
+        print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise ConfigError("nothing was changed")
 
-def confirm(question: str, *, yes: bool) -> None:
-    """Ask on a terminal whether to go on; without one, or with ``yes``, that is taken for granted.
-
-    Raises ConfigError for any answer but yes.
-    """
-    if yes or not (sys.stdin and sys.stdin.isatty() and sys.stderr.isatty()):
-        return
-    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        msg = "nothing was changed"
-        raise ConfigError(msg)
+    return ask

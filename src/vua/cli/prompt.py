@@ -1,4 +1,4 @@
-"""The token ids that `vua explain` is asked about: from a file, or a text and a tokenizer."""
+"""Prompts: their token ids, from a file or by a tokenizer, and the keys of their chunks."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vua.errors import ConfigError, InputError
-from vua.format.keys import token_ids
+from vua.format.keys import KeyChain, token_ids
+from vua.security.keyring import NoKeyError
+from vua.store.namespace import Namespace
 
-__all__ = ["parse_ids", "prompt_ids", "read_ids", "tokenizer"]
+if TYPE_CHECKING:
+    from vua.security.seal import Seal  # needs an optional package
+
+__all__ = ["parse_ids", "prompt_ids", "prompt_keys", "read_ids", "tokenizer"]
 
 
 def _text(file: str) -> str:
@@ -78,3 +83,20 @@ def tokenizer(model: str | None) -> Callable[[str], bytes]:
         msg = f"{path}: not a tokenizer that the package tokenizers reads: {problem}"
         raise ConfigError(msg) from problem
     return lambda text: token_ids(list(made.encode(text).ids))
+
+
+def prompt_keys(namespace: Namespace, ids: bytes, salt: str) -> tuple[KeyChain, Seal | None]:
+    """Return the chunk keys of a prompt as engines with its keys name them, and their seal, if any.
+
+    Raises NoKeyError where the salt's key is not to be had: nothing of it is cached then.
+    """
+    extras = {0: [("salt", salt.encode())]} if salt else None
+    try:
+        keys = namespace.keys(ids, extras, salt.encode())
+        seal = namespace.keyring.seal(keys.tenant)
+    except NoKeyError as problem:
+        if salt and isinstance(problem.__cause__, FileNotFoundError):
+            msg = "no key for this salt; `vua key DIR --salt S`"
+            raise NoKeyError(msg) from problem
+        raise
+    return keys, seal

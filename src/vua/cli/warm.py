@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 from urllib import error, request
 
-from vua.cli.arguments import VARIABLE
-from vua.cli.keys import NO_KEYS
-from vua.cli.text import DAMAGED, SOUND, Write, progress, table
+from vua.catalog.base import NO_KEYS
+from vua.cli.output import DAMAGED, SOUND, Output, Report, progress, table
+from vua.cli.values import VARIABLE
 from vua.cli.warm_cache import Held, WarmedCache
 from vua.errors import ConfigError, InputError
 from vua.weights import weights_fingerprint
@@ -52,6 +52,37 @@ class _Prompt:
     stored: int | None = None
     """Tokens that are stored now and were not before, counted for the first prompt with them."""
     problem: str = ""
+
+
+_FIELDS: Final = ("line", "tokens", "found", "stored", "problem")
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed(Report):
+    """What came of the prompts."""
+
+    rows: Sequence[tuple[Any, ...]]
+    """Of each what `_FIELDS` say."""
+
+    @property
+    def code(self) -> int:
+        """Whether all were computed."""
+        return DAMAGED if any(row[-1] for row in self.rows) else SOUND
+
+    @property
+    def _sums(self) -> list[int]:
+        return [sum(row[at] or 0 for row in self.rows) for at in (1, 2, 3)]
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        each = [dict(zip(_FIELDS, row, strict=True)) for row in self.rows]
+        return {**dict(zip(_FIELDS[1:4], self._sums, strict=True)), "prompts": each}
+
+    def show(self) -> None:
+        """Print a row per prompt, and one for all."""
+        rows = [*self.rows, ("all", *self._sums, "")]
+        cells = [["-" if cell is None else cell for cell in row] for row in rows]
+        table(["line", " tokens", " found", " stored", "problem"], cells)
 
 
 def add_warm(
@@ -90,7 +121,7 @@ def _settings(text: str) -> dict[str, Any]:
     return settings
 
 
-def warm(options: argparse.Namespace, *, write: Write | None) -> int:
+def warm(options: argparse.Namespace, *, output: Output) -> int:
     """Compute the prompts. Raises ConfigError, InputError, StorageError, OSError."""
     run = _server if options.server else _ENGINES.get(options.engine)
     if run is None:
@@ -122,7 +153,7 @@ def warm(options: argparse.Namespace, *, write: Write | None) -> int:
             cache.look()
         if not misnamed:
             _count(prompts, cache, before)
-    _report(prompts, write)
+    code = output.show(Warmed([tuple(getattr(one, name) for name in _FIELDS) for one in prompts]))
     if misnamed:
         msg = (
             f"{options.path}: nothing of these prompts is found; {misnamed}. Names are made with "
@@ -130,7 +161,7 @@ def warm(options: argparse.Namespace, *, write: Write | None) -> int:
             "security.encrypt. The prompts are computed; what is stored of them is not counted"
         )
         raise ConfigError(msg)
-    return DAMAGED if any(one.problem for one in prompts) else SOUND
+    return code
 
 
 def _read(file: str) -> list[_Prompt]:
@@ -306,18 +337,3 @@ def _count(prompts: Sequence[_Prompt], cache: WarmedCache, before: Held) -> None
             one.stored = max(sizes, default=0)
             for name, chunks in mine.items():
                 new[name] -= chunks
-
-
-def _report(prompts: Sequence[_Prompt], write: Write | None) -> None:
-    names = ("line", "tokens", "found", "stored", "problem")
-    rows = [[getattr(one, name) for name in names] for one in prompts]
-    sums = [sum(row[at] or 0 for row in rows) for at in (1, 2, 3)]
-    if write is not None:
-        each = [dict(zip(names, row, strict=True)) for row in rows]
-        write({**dict(zip(names[1:4], sums, strict=True)), "prompts": each})
-        return
-    head = ["line", " tokens", " found", " stored", "problem"]
-    table(
-        head,
-        [["-" if cell is None else cell for cell in row] for row in [*rows, ["all", *sums, ""]]],
-    )

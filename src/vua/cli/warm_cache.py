@@ -5,18 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Final, TypeAlias
 
+from vua.catalog.opening import is_missing, open_catalog
 from vua.cli.events import Seen, look
-from vua.cli.keys import prompt_keys
-from vua.cli.sources import sources
-from vua.cli.text import progress
+from vua.cli.output import progress
+from vua.cli.prompt import prompt_keys
 from vua.format.keys import token_ids
 from vua.security.settings import Security
-from vua.storage.urls import is_url
 from vua.store.namespace import Namespace
-from vua.store.opening import locate, open_namespace
+from vua.store.opening import open_namespace
 
 __all__ = ["Held", "WarmedCache"]
 
@@ -47,10 +45,10 @@ class WarmedCache:
     def look(self) -> Held:
         """Return what it holds now; nothing where there is none yet."""
         where = self._where
-        if where is None or not (is_url(where) or Path(where).exists()):
+        if where is None or is_missing(where):
             self._seen = {}
         else:
-            self._seen = look(where, self._seen)
+            self._seen = look(open_catalog(where), self._seen)
         self.held = {name: set(one.stored) for name, one in self._seen.items()}
         return self.held
 
@@ -116,7 +114,8 @@ class WarmedCache:
         if self._where is None or not chunks:
             return []
         seals = []
-        with progress() as show, sources(self._where, show) as found:
+        catalog = open_catalog(self._where)
+        with progress() as show, catalog.namespaces(show) as (found, _):
             there = {one.name: one for one in found}
             for name, chunk in chunks:
                 namespace = self._namespace(name)
@@ -129,7 +128,7 @@ class WarmedCache:
 
     def _namespace(self, name: str) -> Namespace | None:
         if self._where is not None and name not in self._opened:
-            place = locate(self._where, create=False) / name
+            place = open_catalog(self._where).place / name
             namespace = open_namespace(place, security=self._security)
             if namespace is not None:
                 self._opened[name] = namespace

@@ -151,8 +151,10 @@ def _is_known(name: str) -> bool:
     return furniture or is_namespace_name(name)
 
 
-def adopted_bucket(root: BucketPath) -> tuple[bool, list[str]]:
-    """Give a place with namespaces of VUA the mark; return whether it had it, and their names.
+def adopted_bucket(root: BucketPath) -> tuple[bool, list[str], list[str]]:
+    """Give a place with namespaces of VUA the mark.
+
+    Returns whether it had it, the names of the namespaces, and what else lies there.
 
     Raises StorageError; ConfigError where there is none, and for another object called as the mark.
     """
@@ -167,7 +169,8 @@ def adopted_bucket(root: BucketPath) -> tuple[bool, list[str]]:
         raise ConfigError(msg)
     if not there:
         _make_mark(root)
-    return there, mine
+    mark = (root / MARK).key
+    return there, mine, [one for one in others if one != mark]
 
 
 def bucket_contents(root: BucketPath) -> tuple[list[Description], list[str]]:

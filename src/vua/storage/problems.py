@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from collections.abc import Iterator
 from typing import Final
 
 from vua.errors import NotWritableError, StorageError, StorageFullError
 
-__all__ = ["explained"]
+__all__ = ["explained", "explaining"]
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -31,3 +33,14 @@ def explained(problem: OSError, where: str) -> StorageError:
         )
         return NotWritableError(problem.errno, text)
     return StorageError(problem.errno or errno.EIO, f"{where}: {problem.strerror}")
+
+
+@contextlib.contextmanager
+def explaining(where: str) -> Iterator[None]:
+    """Raise :func:`explained` in place of an OSError that is no StorageError and no closed pipe."""
+    try:
+        yield
+    except (StorageError, BrokenPipeError):
+        raise
+    except OSError as problem:
+        raise explained(problem, where) from problem

@@ -27,7 +27,7 @@ from vua.capacity.prefix_tree import ancestors, pin, read_prefix_tree, unpin
 from vua.capacity.scan import Space, spaces
 from vua.capacity.ttl import settle
 from vua.capacity.usage import measure
-from vua.cli import removal
+from vua.cli.upkeep import rm
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
 from vua.format.identity import Identity
@@ -366,7 +366,7 @@ class TestCommands(GcTest):
                 mock.patch("sys.stderr", stderr),
                 self.assertRaisesRegex(ConfigError, "nothing was changed"),
             ):
-                removal.rm(str(self.root), [name], everything=False, force=False, write=None)
+                rm(str(self.root), [name])
             asked = screen.read(1 << 12).decode()
             while "[y/N]" not in asked:  # the terminal's echo of the answer comes by itself
                 asked += screen.read(1 << 12).decode()

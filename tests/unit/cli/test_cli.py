@@ -19,7 +19,7 @@ import torch
 from commands import TOKENS, CliTest, run, run_json, verbs
 from helpers import caches_of, flip, read_only, swap
 from vua import __version__
-from vua.cli import text
+from vua.cli import output as text
 from vua.core import VUA, VUAConfig
 
 
@@ -64,7 +64,9 @@ class TestLs(CliTest):
         empty = self.root / "empty"
         empty.mkdir()
         self.assertEqual((0, f"{empty}: no namespaces\n", ""), run("ls", empty))
-        self.assertEqual((0, {"directory": str(empty), "namespaces": []}), run_json("ls", empty))
+        self.assertEqual(
+            (0, {"directory": str(empty), "namespaces": [], "strays": 0}), run_json("ls", empty)
+        )
         (empty / ("0" * 64)).mkdir()
         code, out, _ = run("ls", empty, "--long")
 

@@ -12,7 +12,7 @@ import torch
 from buckets import memory_url, seaweedfs, speaking_to
 from commands import run, run_json
 from helpers import DirectoryTest, caches_of, namespace_of
-from vua.cli import lifecycle
+from vua.catalog import bucket_probes as lifecycle
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
 from vua.storage.bucket import Bucket
@@ -242,7 +242,7 @@ class BucketCliTest(DirectoryTest):
         self.assertEqual(0, run("pin", self.url, self.chunks("llama")[1])[0])
         later_s = time.time() + 2 * 86400
         before = {one.key: one.modified_s for one in self.bucket.walk()}
-        with mock.patch("vua.cli.bucket.time.time", return_value=later_s):
+        with mock.patch("vua.catalog.listed.time.time", return_value=later_s):
             self.assertEqual(2, run_json("gc", self.url)[1]["deleted"]["chunks"])
         key = self.entries()[0]
         self.assertGreaterEqual(self.bucket.head(key).modified_s, before[key])
@@ -308,7 +308,7 @@ class BucketCliTest(DirectoryTest):
             self.put("qwen", 1, first=1000)
             self.bucket.delete([key for key in self.entries() if key.endswith(".safetensors")][:1])
 
-        with mock.patch("vua.cli.top.time.sleep", side_effect=traffic):
+        with mock.patch("vua.cli.looks.time.sleep", side_effect=traffic):
             code, report = run_json("top", self.url, "--once")
         rows, seconds = report["namespaces"], report["seconds"]
         self.assertEqual((0, 4), (code, report["chunks"]))

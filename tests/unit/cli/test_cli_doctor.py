@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.doctor` and `vua.cli.probes`: what VUA relies on, and how it shows if absent."""
+"""Mirrors `vua.cli.doctor` and `vua.catalog.probes`: what VUA relies on, and what shows it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from unittest import mock
 from commands import run, run_json
 from helpers import DirectoryTest, native_code, read_only
 from vua.capacity.limits import Limits, write_bounds
-from vua.cli import probes
-from vua.cli.probes import PROBES, Finding, Ground, Mount, mount_of
+from vua.catalog import probes
+from vua.catalog.probes import PROBES, Finding, Ground, Mount, mount_of
 from vua.errors import ConfigError
 from vua.io.machine import cached_pages
 from vua.security.settings import Security

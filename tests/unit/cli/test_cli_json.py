@@ -13,9 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+import pytest
+
 from buckets import memory_url
 from commands import TOKENS, CliTest, run, run_json, verbs
-from helpers import flip, write_log
+from helpers import caches_of, flip, write_log
+from vua.core import VUA, VUAConfig
+from vua.storage.bucket import Bucket
 
 PAGE: Final = (Path(__file__).parents[3] / "docs" / "cli.md").read_text("utf-8")
 WHOLE: Final = {"identity", "layout", "first_missing", "damaged", "others", "loads", "salts"}
@@ -46,9 +50,14 @@ def fields(value: object, at: str = "") -> Iterator[str]:
             yield from fields(one, f"{at}[]")
     elif not whole and isinstance(value, dict):
         for name, one in value.items():
-            yield from fields(one, f"{at}.{'*' if at == 'deleted' else name}".lstrip("."))
+            yield from fields(one, f"{at}.{_data(at, name, one)}".lstrip("."))
     else:
         yield at
+
+
+def _data(at: str, name: str, value: object) -> str:
+    """A field's name, or * where names are data."""
+    return "*" if at == "deleted" and isinstance(value, dict) else name
 
 
 def below(inner: str, outer: str) -> bool:
@@ -91,8 +100,7 @@ class JsonTest(CliTest):
         }  # fmt: skip
         if find_spec("obstore"):
             words = ["bench", "path", memory_url(), "--tiny"]
-            model = ["--model", "1024", "--prefill", "1"]
-            found["bench path of a URL"] = [[*words, *model]]
+            found["bench path"].append([*words, "--model", "1024", "--prefill", "1"])
         return found
 
     def test_every_verb(self) -> None:
@@ -113,6 +121,61 @@ class JsonTest(CliTest):
                 lacking = {one for one in known if not any(below(two, one) for two in seen)}
                 self.assertEqual(set(), extra, "printed, and not described")
                 self.assertEqual(set(), lacking, "described, and not printed")
+
+
+def differences(one: object, other: object, at: str = "") -> Iterator[str]:
+    """The fields that only one of two reports has; null stands for what a field may hold."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        yield from (f"{at}.{name}" for name in one.keys() ^ other.keys())
+        for name in one.keys() & other.keys() - {"salts"}:  # whose names are data
+            yield from differences(one[name], other[name], f"{at}.{name}")
+    elif isinstance(one, list) and isinstance(other, list):
+        for pair in zip(one, other, strict=False):
+            yield from differences(*pair, at=f"{at}[]")
+
+
+class CommonTest(JsonTest):
+    """A directory and a bucket are told of by the same fields."""
+
+    def setUp(self) -> None:
+        """Store the same in a bucket."""
+        pytest.importorskip("obstore")
+        super().setUp()
+        self.url = memory_url()
+        for model, chunks in (("llama", 3), ("qwen", 1)):
+            with VUA(VUAConfig(split_factor=4, model=model), self.url) as vua:
+                cache = caches_of(layers=3, heads=2, tokens=4 * chunks, dim=8)
+                vua.put(TOKENS[: 4 * chunks], cache)
+
+    def test_every_verb(self) -> None:
+        """Of every command that takes both; a field that one of them cannot fill is null."""
+        short = {one.parent.name for one in self.entries(1)}
+        chunk = next(one.parent.name for one in self.entries() if one.parent.name not in short)
+        keys = sorted(one.key for one in Bucket.at(self.url).walk() if one.key.endswith("tensors"))
+        tried = set()
+        for words in (
+            ["ls"], ["ls", "--long"], ["du"], ["du", "--quick"], ["verify"], ["ttl"], ["ttl", "1d"],
+            ["top", "--once", "--interval", "0.01"], ["doctor"], ["inspect"],
+            ["explain", "--tokens", self.beside / "tokens"], ["pin", chunk], ["pin"],
+            ["gc", "--max-bytes", "1G", "--yes"], ["gc", "--dry-run"], ["pin", chunk, "--remove"],
+            ["rm", chunk, "--dry-run"], ["adopt", "--yes"], ["export", "FILE", "--all"],
+            ["import", "FILE"], ["bench", "--tiny", "--path"],
+            ["bench", "--tiny", "--model", "1024", "--prefill", "1", "--path"],
+            ["rm", "--all", "--yes"],
+        ):  # fmt: skip
+            reports = []
+            for number, where in enumerate((str(self.root), self.url)):
+                file = str(self.beside / f"{number}.tar")
+                asked = [*words, where] if words[-1] == "--path" else [words[0], where, *words[1:]]
+                if words[0] == "inspect":
+                    asked[1] = (str(self.entries()[0]), f"{where}/{keys[0]}")[number]
+                asked = [file if word == "FILE" else word for word in asked]
+                reports.append(run_json(*asked)[1])
+            with self.subTest(words):
+                self.assertEqual([], list(differences(*reports)))
+            tried.add(words[0])
+        others = {"advise", "completion", "events", "key", "ui", "warm"}  # of one kind, or of none
+        self.assertEqual(verbs(), tried | others)
 
 
 class ExitStatusTest(CliTest):

@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.text`, `vua.cli.screen` and `vua.cli.completion`: how commands look."""
+"""Mirrors `vua.cli.output` and `vua.cli.completion`: how commands look."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from unittest import mock
 
 from commands import CliTest, run
 from helpers import flip
-from vua.cli import main, text
+from vua.cli import main
+from vua.cli import output as text
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-NO_RICH = {"rich": None, "rich.console": None, "vua.cli.screen": None}
 
 
 def on_terminal(words: Sequence[object], **environment: str) -> str:
@@ -49,7 +49,7 @@ def drawn(work: Callable[[], object], columns: int, **environment: str) -> str:
 
 
 class TestLook(CliTest):
-    """The same words in a pipe, on a terminal with `rich`, and on one without."""
+    """The same words in a pipe, and on a terminal."""
 
     def setUp(self) -> None:
         """Have a damaged file, and a name that is wider than a terminal."""
@@ -88,15 +88,8 @@ class TestLook(CliTest):
                 self.assertIn("corrupt: ", shown)
         self.assertNotIn("\x1b", run(*words)[1])
 
-    def test_without_rich(self) -> None:
-        """Without the package a terminal is shown what a pipe is."""
-        file = self.entries()[1]
-        for words in (["ls", "-l", self.root], ["verify", self.root], ["inspect", file]):
-            with self.subTest(words), mock.patch.dict(sys.modules, NO_RICH):
-                self.assertEqual(run(*words)[1], on_terminal(words))
-
     def test_same_words(self) -> None:
-        """With the package the words are the same, where there is room for them."""
+        """On a terminal the words are the same, where there is room for them."""
         for words in (["verify", self.root], ["inspect", self.entries()[1]], ["pin", self.root]):
             with self.subTest(words):
                 shown = COLOURS.sub("", on_terminal(words, COLUMNS="300"))

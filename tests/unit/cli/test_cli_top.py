@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.top`, `vua.cli.spread`, `vua.cli.text`, and `vua verify --repair`."""
+"""Mirrors `vua.cli.top`, `vua.cli.spread`, `vua.cli.output`, and `vua verify --repair`."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import unittest
 
-from vua.cli.arguments import duration, duration_s
+from vua.cli.values import duration, duration_s
 
 
 class DurationTest(unittest.TestCase):

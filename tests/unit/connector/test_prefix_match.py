@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from helpers import DirectoryTest, save_chunk
-from vua.cli.prefix import loadable, look
+from vua.catalog.prefix import loadable, look
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids

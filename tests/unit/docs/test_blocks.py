@@ -174,7 +174,7 @@ class BlockTest(unittest.TestCase):
     def parse(self, words: list[str]) -> None:
         """Parse one command."""
         if words[0] == "vua":
-            cli.arguments.parsed(cli.make_parser(), words[1:])
+            cli.values.parsed(cli.make_parser(), words[1:])
         else:
             ran = subprocess.run(HELP, capture_output=True, text=True, check=True)
             self.assertIn(words[2], re.findall(r"^  ([\w-]+) ", ran.stdout, re.MULTILINE))

@@ -12,7 +12,7 @@ import pytest
 
 from compressed import entry, packed
 from make_golden import compressed_plain
-from vua.cli.check import Checker, Place
+from vua.catalog.check import Checker, Place
 from vua.errors import CorruptEntryError
 from vua.format.compressed import Compressed, compress, decompressed
 from vua.format.header import AUTHENTIC, ENCRYPTED

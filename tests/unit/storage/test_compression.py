@@ -15,7 +15,7 @@ from commands import run, run_json
 from compressed import KV, TOKENS, CompressedTest, config, entry
 from helpers import Memory, keys_of, kv_bits, model_arrays, rectangle, save_chunk
 from vua import VUA, VUAConfig
-from vua.cli import check
+from vua.catalog import check
 from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError
 from vua.format.codecs import AUTO, OFF

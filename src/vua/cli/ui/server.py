@@ -1,4 +1,4 @@
-"""The HTTP server of `vua ui`: one page, and what it asks, for whoever has the token.
+"""`vua ui` and its HTTP server: one page, and what it asks, for whoever has the token.
 
 Any page that a browser shows may send requests to this port, under any name that leads here. So a
 request is answered only under a loopback name (DNS can be made to lead any other one here), and
@@ -7,21 +7,27 @@ what it tells of the directory only to who names the token. The page loads nothi
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
-from vua.cli.text import plain
+from vua.catalog.base import NO_KEYS
+from vua.catalog.opening import open_catalog
+from vua.cli.output import SOUND, Output, Report, plain
+from vua.cli.prompt import tokenizer
 from vua.cli.ui.state import State
-from vua.errors import VUAError
+from vua.errors import ConfigError, VUAError
+from vua.security.settings import Security
 
-__all__ = ["Server"]
+__all__ = ["Served", "Server", "ui"]
 
 _PAGE: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -144,3 +150,52 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Served(Report):
+    """Where the page is."""
+
+    directory: str
+    url: str
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        return {"directory": self.directory, "url": self.url}
+
+    def show(self) -> None:
+        """Print it."""
+        print(f"{self.directory}: open {self.url}\nCtrl-C ends it", flush=True)
+
+
+def ui(
+    directory: str,
+    *,
+    port: int,
+    model: str | None,
+    security: Security = NO_KEYS,
+    output: Output,
+) -> int:
+    """Serve the page until Ctrl-C; ``model`` is the directory of a tokenizer for pasted texts.
+
+    Raises ConfigError where the port is taken or there is no tokenizer, StorageError where there is
+    no such directory.
+    """
+    # Forks: before this process speaks to a bucket, whose connections no child may have.
+    state = State(directory, security, None if model is None else tokenizer(model))
+    try:
+        open_catalog(directory).contents()
+        try:
+            server = Server(port, state)
+        except (OSError, OverflowError) as problem:
+            text = f"port {port} of 127.0.0.1 cannot be taken: {problem}"
+            raise ConfigError(f"{text}; leave out --port for another") from problem
+        with server, contextlib.suppress(KeyboardInterrupt):
+            output.show(Served(directory, server.url))
+            server.serve_forever()
+    finally:
+        state.close()
+    return SOUND

@@ -11,16 +11,15 @@ from functools import partial
 from typing import Any, Final
 
 from vua import __version__
-from vua.cli.doctor import without_a_try
+from vua.catalog.base import Catalog
+from vua.catalog.opening import open_catalog
 from vua.cli.explain import Question, explain_ids
+from vua.cli.looks import View, watch
 from vua.cli.prompt import parse_ids
 from vua.cli.ui.child import Child, Talk
-from vua.cli.ui.watch import View, watch
-from vua.cli.verification import verify
+from vua.cli.verify import verify
 from vua.errors import ConfigError, VUAError
 from vua.security.settings import Security
-from vua.storage.urls import is_url
-from vua.store.namespace import check_root
 
 __all__ = ["State"]
 
@@ -77,6 +76,9 @@ class State:
         for child in self._children:
             child.close()
 
+    def _catalog(self) -> Catalog:
+        return open_catalog(self._directory)
+
     def _hear_watch(self, what: str, value: Any) -> None:  # noqa: ANN401 - of `watch`
         with self._lock:
             watched = self._watched
@@ -115,7 +117,7 @@ class State:
                 "directory": self._directory,
                 "vua": __version__,
                 "tokenizer": self._tokenize is not None,
-                "bucket": is_url(self._directory),
+                "bucket": self._catalog().look_s is not None,
                 "version": watched.version,
                 "usage": watched.usage,
                 "progress": watched.progress,
@@ -143,10 +145,7 @@ class State:
 
     def health(self) -> list[dict[str, object]]:
         """Return what `vua doctor` finds without writing anything; nothing of a bucket."""
-        if is_url(self._directory):
-            return []
-        root = check_root(self._directory, create=False)
-        return [asdict(one) for one in without_a_try(root, self._security)]
+        return [asdict(one) for one in self._catalog().findings_at_rest(self._security)]
 
     def explain(self, asked: dict[str, object]) -> dict[str, object]:
         """Return why a prompt hits or misses, given ``tokens`` or, with a tokenizer, ``text``."""
@@ -161,7 +160,7 @@ class State:
             views = self._watched.views.items()
             trees = {name: view.tree for name, view in views if view.tree is not None}
         question = Question(salt=said["salt"], quick=True, security=self._security)
-        return explain_ids(self._directory, ids, question, trees)
+        return explain_ids(self._directory, ids, question, trees).describe()
 
     def verify(self) -> None:
         """Begin to verify everything, unless that is going on already."""
@@ -174,13 +173,12 @@ class State:
 def _verify(directory: str, security: Security, talk: Talk) -> None:
     """Verify whenever that is asked for, and tell the report."""
     while talk.wait():
-        reports: list[Any] = []
         try:
-            verify(directory, security=security, show=talk.show, write=reports.append)
+            report: Any = verify(directory, security=security, show=talk.show).describe()
         except (VUAError, OSError) as problem:
             talk.tell("problem", str(problem))
             continue
-        for namespace in reports[0]["namespaces"]:
+        for namespace in report["namespaces"]:
             namespace["damaged"] = len(namespace["problems"])
             del namespace["problems"][_PROBLEMS:]
-        talk.tell("report", reports[0])
+        talk.tell("report", report)

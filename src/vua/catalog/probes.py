@@ -1,32 +1,56 @@
-"""What VUA relies on of a file system, tried out in a directory made for it: one finding a probe.
+"""What VUA relies on of a file system and a host, tried out in a directory made for it.
 
-Nothing here is measured elsewhere and believed: each probe does what VUA does and looks at what
-came of it. None of them tells what another host sees; where that matters the finding says so.
+Each probe does what VUA does, looks at what came of it, and returns one finding. None of them tells
+what another host sees; where that matters the finding says so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import glob
 import mmap
 import os
+import shutil
 import stat
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 
+from vua import native
+from vua.capacity.limits import ResolvedLimits, read_bounds
 from vua.capacity.lru import server_now_ns
+from vua.capacity.usage import measure
+from vua.catalog.base import Finding, Level, size
+from vua.connector.tally import Sampled, Tally
+from vua.errors import ConfigError
 from vua.io import posix, vectors
 from vua.io.machine import cached_pages
+from vua.io.posix import close_quietly
+from vua.security.settings import Security, check_owner
+from vua.storage.claim import claimable
 
-__all__ = ["PROBES", "Finding", "Ground", "Level", "Mount", "mount_of"]
+__all__ = ["PROBES", "Finding", "Ground", "Level", "Mount", "at_rest", "mount_of", "tried"]
 
-Level = Literal["ok", "note", "bad"]
-
+_PREFIX: Final = ".doctor-"
+_FILE_NBYTES: Final = 2 << 20
+_FILES: Final = 4
+_SMALL_FILES: Final = 32
+_FEW_INODES: Final = 10_000
+_CUFILE: Final = (
+    "/usr/lib/*-linux-gnu/libcufile.so*",
+    "/usr/lib64/libcufile.so*",
+    "/usr/local/cuda*/lib64/libcufile.so*",
+    "/usr/local/cuda*/targets/*/lib/libcufile.so*",
+)
 _PAGE: Final = 4096
 _FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _STAMP_STEP_NS: Final = 1000  # see vua.capacity.lru: between a chunk's stamp and its parent's
@@ -34,17 +58,6 @@ _VISIBLE_S: Final = 2.0
 _SKEW_S: Final = 5.0
 _NETWORK: Final = ("nfs", "cifs", "smb", "fuse", "lustre", "gpfs", "ceph", "beegfs", "9p", "wekafs")
 _VOLATILE: Final = ("tmpfs", "ramfs", "overlay")
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What one probe found."""
-
-    name: str
-    level: Level
-    """``note``: VUA works, with less speed or fewer hits. ``bad``: a promise does not hold here."""
-    text: str
-    """What it means, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +169,7 @@ def cached_open(ground: Ground) -> Finding:
     if fd is None:
         text = "RESOLVE_CACHED does not answer here: lookups are slower beside a busy thread"
         return Finding(name, "note", f"{text} (Linux 5.12, and a seccomp filter that allows it)")
-    os.close(fd)
+    close_quietly(fd)
     return Finding(name, "ok", "names in the kernel's cache are found without waiting")
 
 
@@ -170,7 +183,7 @@ def cached_read(ground: Ground) -> Finding:
         where = np.array([[buffer.ctypes.data, _PAGE]], dtype=np.uint64)
         got = vectors.preadv_cached(fd, where.ctypes.data, 1, 0)
     finally:
-        os.close(fd)
+        close_quietly(fd)
     if got != _PAGE:
         return Finding(
             name, "note", "not here: reads of cached files are slower beside a busy thread"
@@ -187,7 +200,7 @@ def direct(ground: Ground) -> Finding:
             with mmap.mmap(-1, _PAGE) as page:
                 whole = os.preadv(fd, [page], 0) == _PAGE
         finally:
-            os.close(fd)
+            close_quietly(fd)
     except OSError as problem:
         return Finding(name, "note", f"not here ({problem.strerror}): all reads use the page cache")
     return Finding(name, "ok" if whole else "note", "works" if whole else "reads come back short")
@@ -201,7 +214,7 @@ def cold(ground: Ground) -> Finding:
         os.pread(fd, _PAGE, 0)
         pages = cached_pages(fd)
     finally:
-        os.close(fd)
+        close_quietly(fd)
     if not pages:
         text = "not here (Linux 6.5): files that are not cached are read through the page cache"
         return Finding(name, "note", text)
@@ -220,7 +233,7 @@ def modes(ground: Ground) -> Finding:
             os.fchmod(fd, 0o600)  # likewise
         file = os.fstat(fd)
     finally:
-        os.close(fd)
+        close_quietly(fd)
     directory = os.stat("private", dir_fd=ground.fd)
     wide = [
         f"{what} {stat.S_IMODE(status.st_mode):04o} and not {mode:04o}"
@@ -313,3 +326,202 @@ PROBES: Final[tuple[Callable[[Ground], Finding], ...]] = (
     hard_links,
 )
 """In the order in which they are reported. Each may raise OSError or SubprocessError."""
+
+
+def at_rest(root: Path, security: Security) -> list[Finding]:
+    """Return what is found where nothing is written."""
+    return [_owner(root, security), _space(root), _witness(root), _native(), _gds()]
+
+
+def _owner(root: Path, security: Security) -> Finding:
+    """What an engine of this user would say to the directory: it does not start in every one."""
+    name = "owner"
+    try:
+        check_owner(root, security)
+        claimable(root)
+    except (ConfigError, OSError) as problem:
+        return Finding(name, "bad", f"an engine of this user does not start here: {problem}")
+    status = root.stat()
+    text = f"uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}: engines start here"
+    return Finding(name, "ok", text)
+
+
+def tried(root: Path) -> Iterator[Finding]:
+    """Run all probes in a directory below ``root``, which is removed again."""
+    try:
+        path = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
+    except OSError as problem:
+        text = f"{problem.strerror}: nothing can be stored; check owner, mode, mount, free space"
+        yield Finding("write", "bad", f"{text} (a process that only reads can do without)")
+        return
+    try:
+        os.chmod(path, 0o700)  # an unusual umask
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            ground = Ground(path, fd, mount_of(path))
+            for probe in (*PROBES, _speed):
+                yield _guarded(probe, ground)
+        finally:
+            close_quietly(fd)
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        yield Finding("removal", "bad", f"{path} could not be removed; remove it by hand")
+
+
+def _guarded(probe: Callable[[Ground], Finding], ground: Ground) -> Finding:
+    name = probe.__name__.strip("_").replace("_", " ")
+    try:
+        return probe(ground)
+    except OSError as problem:
+        return Finding(name, "bad", f"the probe failed: {problem.strerror or problem}")
+    except subprocess.SubprocessError as problem:
+        return Finding(name, "note", f"the probe failed: {problem}")
+
+
+# -- speed ------------------------------------------------------------------------------------
+
+
+def _speed(ground: Ground) -> Finding:
+    """A few MiB written, read again, and read after the page cache has dropped them."""
+    content = np.random.default_rng(0).bytes(_FILE_NBYTES)
+    names = [f"speed-{number}" for number in range(_FILES)]
+    small = [f"small-{number}" for number in range(_SMALL_FILES)]
+    rates = {"write": _rate(_write, ground, names, content), "warm": _rate(_read, ground, names)}
+    told = all(_is_cached(ground, name) for name in names)  # some file systems never say
+    for name in names:
+        _drop(ground, name)
+    dropped = told and not any(_is_cached(ground, name) for name in names)
+    rates["cold" if dropped else "after a try to drop it from memory"] = _rate(_read, ground, names)
+    publish_s = statistics.median(_timed(_publish, ground, name) for name in small)
+    lookup_s = statistics.median(_timed(_look_up, ground, name) for name in small)
+    words = ", ".join(f"{name} {size(int(rate))}/s" for name, rate in rates.items())
+    text = f"{words}; publish {publish_s * 1e6:.0f} us, look up {lookup_s * 1e6:.0f} us"
+    total = size(_FILES * _FILE_NBYTES)
+    return Finding("speed", "ok", f"{text}; one thread, {total} with fsync: no benchmark")
+
+
+def _rate(
+    work: Callable[..., None], ground: Ground, names: Sequence[str], *arguments: bytes
+) -> float:
+    """Bytes a second."""
+    return len(names) * _FILE_NBYTES / sum(_timed(work, ground, one, *arguments) for one in names)
+
+
+def _timed(work: Callable[..., None], *arguments: object) -> float:
+    start = time.perf_counter()
+    work(*arguments)
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def _look_up(ground: Ground, name: str) -> None:
+    os.stat(name, dir_fd=ground.fd)
+
+
+def _write(ground: Ground, name: str, content: bytes) -> None:
+    ground.create(name, content)
+    with _opened(ground, name) as fd:
+        os.fsync(fd)
+
+
+def _read(ground: Ground, name: str) -> None:
+    with _opened(ground, name) as fd:
+        while os.read(fd, 1 << 20):
+            pass
+
+
+def _publish(ground: Ground, name: str) -> None:
+    ground.create(f"{name}.new", bytes(4096))
+    os.replace(f"{name}.new", name, src_dir_fd=ground.fd, dst_dir_fd=ground.fd)
+
+
+def _drop(ground: Ground, name: str) -> None:
+    with _opened(ground, name) as fd:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _is_cached(ground: Ground, name: str) -> bool:
+    """Whether the page in a file's middle is in the page cache, as far as the kernel says."""
+    page = np.empty(4096, dtype=np.uint8)
+    where = np.array([[page.ctypes.data, page.nbytes]], dtype=np.uint64)
+    with _opened(ground, name) as fd:
+        got = vectors.preadv_cached(fd, where.ctypes.data, 1, _FILE_NBYTES // 2)
+    return got == page.nbytes
+
+
+@contextlib.contextmanager
+def _opened(ground: Ground, name: str) -> Iterator[int]:
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=ground.fd)
+    try:
+        yield fd
+    finally:
+        close_quietly(fd)
+
+
+# -- the host -----------------------------------------------------------------------------------
+
+
+def _space(root: Path) -> Finding:
+    """Free space against the bounds."""
+    name = "space"
+    try:
+        said, limits = read_bounds(root), ResolvedLimits.of(root)
+        usage, status = measure(root), os.statvfs(root)
+    except ConfigError as problem:
+        return Finding(name, "bad", str(problem))
+    except OSError as problem:
+        return Finding(name, "bad", f"cannot be told: {problem.strerror}")
+    free = status.f_bavail * status.f_frsize
+    text = (
+        f"{size(usage.nbytes)} stored of at most {size(limits.max_bytes)}; {size(free)} free, "
+        f"{size(limits.min_free_bytes)} to be left"
+    )
+    level: Level = "ok"
+    if free + usage.nbytes < limits.min_free_bytes:
+        level = "bad"
+        text += ": nothing can be stored, whatever is evicted; make room or set other bounds"
+    elif status.f_files and status.f_favail < _FEW_INODES:
+        level, text = "bad", f"{text}: only {status.f_favail} inodes are left; delete small files"
+    elif free < limits.min_free_bytes:
+        level, text = "note", f"{text}: others fill the disk, the cache gives way"
+    elif said.max_bytes is not None and limits.max_bytes - usage.nbytes > free:
+        level, text = "note", f"{text}: the disk is full before the cache is"
+    return Finding(name, level, text)
+
+
+def _witness(root: Path) -> Finding:
+    """What the engines of this user on this host have found of the chunks they drew at random."""
+    name, found = "witness", dict[str, Sampled]()
+    with contextlib.suppress(OSError):
+        for path in root.iterdir():
+            if len(path.name) == 64 and (counted := Tally(path).counted).compared:
+                found[path.name] = counted
+    if not found:
+        text = "no engine of this user on this host has compared chunks drawn at random yet"
+        return Finding(name, "ok", text)
+    level: Level = "note" if any(one.different for one in found.values()) else "ok"
+    words = (
+        f"namespace {namespace[:12]}: {one.different} of {one.compared} chunks drawn at random "
+        f"differed, so at most {100 * one.bound:.2g} % are wrong (95 %)"
+        for namespace, one in sorted(found.items())
+    )
+    return Finding(name, level, "; ".join(words))
+
+
+def _native() -> Finding:
+    """Whether the loops in C do the work."""
+    found = native.status()
+    level: Level = "bad" if found.refused else "ok" if found.library else "note"
+    return Finding("native loop", level, found.text)
+
+
+def _gds() -> Finding:
+    """Whether a cuFile library is installed; it is neither loaded nor called."""
+    beside = [os.path.join(one, "nvidia/cu*/lib/libcufile.so*") for one in sys.path if one]
+    beside += [os.path.join(one, "nvidia/cufile/lib/libcufile.so*") for one in sys.path if one]
+    named = os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    beside += [os.path.join(one, "libcufile.so*") for one in named if one]
+    found = sorted(path for pattern in (*beside, *_CUFILE) for path in glob.glob(pattern))
+    if found:
+        return Finding("GDS", "ok", f"cuFile is installed ({found[0]}); it was not called")
+    return Finding("GDS", "ok", "no cuFile library: K and V go through host memory")

@@ -1,7 +1,8 @@
-"""What commands print: tables and facts for people, JSON for programs, progress, exit codes.
+"""What commands print: for people, as JSON for programs, or nothing.
 
-On a terminal, and with the optional package `rich`, tables take the terminal's width and have
-colours (none with NO_COLOR). Everywhere else they are plain text, as a pipe wants it.
+A command returns a :class:`Report`; an :class:`Output` shows it. On a terminal tables take its
+width and have colours (none with NO_COLOR), by the package `rich`. Everywhere else they are plain
+text, as a pipe wants it.
 
 Names in a directory, descriptions, headers and archives may be anybody's, and a terminal obeys what
 it is shown. So a command writes through :func:`guarded` streams: whatever it prints, nothing but
@@ -15,29 +16,34 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, TextIO, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 
 from vua.capacity.scan import Show
+from vua.catalog.base import SHORT, size
+from vua.storage.bucket_cost import KINDS, cost_dollars
 
 if TYPE_CHECKING:
-    from vua.cli.screen import Screen
+    from rich.console import Console  # takes as long as all of a command
 
 __all__ = [
     "DAMAGED",
     "SHORT",
     "SOUND",
     "UNUSABLE",
-    "Write",
-    "as_json",
+    "Output",
+    "Report",
     "clear_screen",
+    "cost",
     "facts",
     "guarded",
     "line",
     "plain",
+    "print_strays",
     "progress",
+    "requests_of",
     "size",
     "table",
     "when",
@@ -47,32 +53,56 @@ SOUND: Final = 0
 DAMAGED: Final = 1
 UNUSABLE: Final = 2
 
-SHORT: Final = 12
-"""Hex digits that are shown of a digest."""
 _LINE_S: Final = 0.2
 """Between two changes of the line of progress."""
 _FORECAST_S: Final = 1.0
 """After so long what remains is told."""
 
-Write = Callable[[object], None]
-"""Prints a report in a form for programs."""
+_STYLES: Final = {
+    **dict.fromkeys(("ok", "sound", "stored"), "green"),
+    **dict.fromkeys(("note", "partial", "absent"), "yellow"),
+    **dict.fromkeys(("bad", "corrupt", "foreign", "error", "damaged"), "bold red"),
+}
+"""Colours of words that judge."""
+_FOLDED: Final = 10
+"""Least width of the column that is folded."""
 
 
-def as_json(report: object) -> None:
-    """Print a report as JSON, in ASCII without control characters."""
-    print(json.dumps(report, indent=1).replace("\x7f", "\\u007f"))
+class Report(ABC):
+    """What a command found or did. Subclasses are frozen dataclasses."""
+
+    __slots__ = ()
+
+    @property
+    def code(self) -> int:
+        """The exit status."""
+        return SOUND
+
+    @abstractmethod
+    def describe(self) -> object:
+        """Return plain values for programs."""
+
+    @abstractmethod
+    def show(self) -> None:
+        """Print it for people."""
 
 
-def size(nbytes: float) -> str:
-    """Return ``nbytes`` in the unit that keeps it short.
+class Output:
+    """Shows reports in one way."""
 
-    >>> size(512), size(4096), size(5_000_000)
-    ('512 B', '4.0 KiB', '4.8 MiB')
-    """
-    step = max(0, min(int(nbytes).bit_length() - 1, 50)) // 10
-    if step == 0:
-        return f"{int(nbytes)} B"
-    return f"{nbytes / (1 << 10 * step):.1f} {'_KMGTP'[step]}iB"
+    def __init__(self, kind: Literal["person", "json", "quiet"] = "person") -> None:
+        """Choose for whom."""
+        self.is_for_people = kind == "person"
+        self._kind = kind
+
+    def show(self, report: Report) -> int:
+        """Show a report, and return its exit status."""
+        if self._kind == "json":  # in ASCII without control characters
+            print(json.dumps(report.describe(), indent=1).replace("\x7f", "\\u007f"))
+        elif self.is_for_people:
+            report.show()
+        sys.stdout.flush()
+        return report.code
 
 
 def when(seconds: float) -> str:
@@ -143,15 +173,13 @@ def _is_screen(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _screen() -> Screen | None:
-    """What draws on stdout, where that is a terminal and `rich` is installed."""
+def _console() -> Console | None:
+    """What draws on stdout, where that is a terminal: COLUMNS is its width."""
     if not _is_screen(sys.stdout):
         return None
-    try:
-        made: Screen = import_module("vua.cli.screen").Screen(_beyond(sys.stdout))
-    except ImportError:
-        return None
-    return made
+    from rich.console import Console  # noqa: PLC0415 - takes as long as all of a command
+
+    return Console(file=_beyond(sys.stdout), markup=False, highlight=False, emoji=False)
 
 
 # -- for people ---------------------------------------------------------------------------------
@@ -160,8 +188,8 @@ def _screen() -> Screen | None:
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print rows below a head; columns whose name starts with a space stand to the right."""
     cells = [[_shown(str(cell)) for cell in row] for row in rows]
-    if (screen := _screen()) is not None:
-        screen.columns(head, cells)
+    if (console := _console()) is not None:
+        _draw(console, head, cells)
     else:
         _align(head, [list(head), *cells])
 
@@ -170,18 +198,45 @@ def facts(title: str, pairs: Iterable[tuple[str, str]]) -> None:
     """Print names and values, aligned, below a title."""
     line("", title)
     cells = [["", f"{_shown(name):<9}", _shown(value)] for name, value in pairs]
-    if (screen := _screen()) is not None:
-        screen.columns(["", "", ""], cells, head=False)
+    if (console := _console()) is not None:
+        _draw(console, ["", "", ""], cells, head=False)
     else:
         _align(["", "", ""], cells)
 
 
 def line(state: str, text: str) -> None:
     """Print a line: a word that judges one thing and what is to say of it, or (``""``) a title."""
-    if (screen := _screen()) is not None:
-        screen.line(state, _shown(text))
-    else:
+    if (console := _console()) is None:
         print(plain(f"{state}: {text}" if state else text))
+        return
+    from rich.text import Text  # noqa: PLC0415 - as for the console
+
+    shown = Text(f"{state}: " if state else "", style=_STYLES.get(state, ""))
+    shown.append(_shown(text), style="not bold default" if state else "bold")
+    console.print(shown, soft_wrap=True)
+
+
+def print_strays(strays: Sequence[str]) -> None:
+    """Print how many things in a place are not of VUA, and the first of them."""
+    if strays:
+        some = ", ".join(plain(repr(name)[1:-1])[:60] for name in strays[:3])
+        more = ", ..." if len(strays) > 3 else ""
+        print(f"{len(strays)} objects or folders are not of VUA and stay: {some}{more}")
+
+
+def requests_of(counts: Mapping[str, int]) -> dict[str, object]:
+    """Return requests by kind, and what they cost at S3's list price, for programs."""
+    return {
+        "requests": {kind: counts.get(kind, 0) for kind in KINDS},
+        "requests_dollars": cost_dollars(counts),
+    }
+
+
+def cost(counts: Mapping[str, int]) -> str:
+    """Return in a few words how many requests were sent, and what they cost; "" for none."""
+    kinds = [f"{counts[kind]} {kind}" for kind in KINDS if counts.get(kind)]
+    dollars = f"${cost_dollars(counts):.6f} at S3's list price"
+    return f"; requests: {', '.join(kinds)} ({dollars})" if kinds else ""
 
 
 def _shown(text: str) -> str:
@@ -197,6 +252,43 @@ def _align(names: Sequence[str], rows: list[list[str]]) -> None:
             for name, cell, width in zip(names, row, widths, strict=True)
         ]
         print("  ".join(placed).rstrip())
+
+
+def _draw(
+    console: Console, names: Sequence[str], cells: Sequence[Sequence[str]], *, head: bool = True
+) -> None:
+    """Print rows on a terminal, below the columns' names with ``head``.
+
+    Where there is no room for all, the widest column goes on in the next line. Where the other
+    columns do not fit either, each row is a block of lines: nothing is ever cut.
+    """
+    from rich.table import Table  # noqa: PLC0415 - as for the console
+    from rich.text import Text  # noqa: PLC0415
+
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    widest = widths.index(max(widths))
+    least = sum(widths) - max(widths) + min(_FOLDED, max(widths)) + 2 * (len(widths) - 1)
+    if head and least > console.width:
+        name_width = max(map(len, names))
+        for row in cells:
+            for name, cell in zip(names, row, strict=True):
+                shown = Text(f"{name.strip():<{name_width}}  ", style="bold")
+                shown.append(cell, style=_STYLES.get(cell, "not bold default"))
+                console.print(shown, soft_wrap=True)
+            console.print()
+        return
+    made = Table(box=None, show_header=head, pad_edge=False, padding=(0, 2, 0, 0))
+    for place, name in enumerate(names):
+        made.add_column(
+            Text(name.strip(), style="bold"),
+            justify="right" if name.startswith(" ") else "left",
+            no_wrap=place != widest,
+            overflow="fold",
+            min_width=min(_FOLDED, widths[place]) if place == widest else None,
+        )
+    for row in cells:
+        made.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+    console.print(made)
 
 
 # -- progress -----------------------------------------------------------------------------------

@@ -10,11 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from vua.cli.text import UNUSABLE, plain
-from vua.errors import ConfigError
-from vua.storage.urls import is_url
+from vua.cli.output import UNUSABLE, plain
 
-__all__ = ["VARIABLE", "Parser", "between_looks_s", "duration", "duration_s", "parsed", "share"]
+__all__ = ["VARIABLE", "Parser", "duration", "duration_s", "parsed", "share"]
 
 VARIABLE: Final = "VUA_PATH"
 """Names the directory where a command is given none; engines know it too."""
@@ -22,7 +20,6 @@ _WITHOUT: Final = ("bench", "completion", "inspect", "key", "warm")
 """Commands whose words do not begin with a directory."""
 _NAME: Final = re.compile("[0-9a-f]{6,64}")
 _NUMBER: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)
-_BUCKET_LOOKS_S: Final = 60.0
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
@@ -44,18 +41,6 @@ def duration_s(text: str) -> float:
     except ValueError:
         msg = f"{text!r:.40} is no time; give seconds, or 30m, 12h, 1d, 2w"
         raise argparse.ArgumentTypeError(msg) from None
-
-
-def between_looks_s(said: float | None, where: str, usual_s: float) -> float:
-    """Return the seconds between two looks at a directory, or a bucket: its listings cost money.
-
-    Raises ConfigError where ``said`` is no time to wait.
-    """
-    interval_s = said if said is not None else _BUCKET_LOOKS_S if is_url(where) else usual_s
-    if not interval_s > 0:
-        msg = f"--interval must be a positive number of seconds, found {interval_s!r}"
-        raise ConfigError(msg)
-    return interval_s
 
 
 def duration(seconds: float) -> str:

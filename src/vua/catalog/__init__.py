@@ -1,0 +1,1 @@
+"""Caches as operators see them, wherever they are: see `base`."""

@@ -1,0 +1,339 @@
+"""Whether files are what they say, what they say fits where they lie, and what was found so."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import random
+import stat
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import BinaryIO, Final, Literal, TypeAlias
+
+from vua.errors import CorruptEntryError, VUAError
+from vua.format.compressed import CODEC, PACKAGE, decompressed
+from vua.format.header import ENCRYPTED, MAX_HEADER_NBYTES
+from vua.format.layout import KVLayout, Shard
+from vua.format.parse import (
+    LATER_FORM,
+    EntryInfo,
+    LaterEntryError,
+    codec_of,
+    later_form,
+    parse_entry,
+)
+from vua.io import posix
+from vua.io.plain import is_plain
+from vua.native import Digest
+from vua.security.keyring import KnownKeys
+from vua.security.settings import Security
+from vua.storage.aside import version_of
+from vua.storage.description import DESCRIPTION, Description
+from vua.storage.names import Kind as NamedKind
+from vua.store.evidence import fits
+from vua.store.whole_entry import check_parts
+
+__all__ = [
+    "NO_KEYS",
+    "OUTCOMES",
+    "Check",
+    "Checker",
+    "Item",
+    "Kind",
+    "OpenFile",
+    "Outcome",
+    "Place",
+    "Verification",
+    "check_open",
+    "read_plain",
+    "sampled",
+]
+
+NO_KEYS: Final = Security()
+"""The settings where no keys are given."""
+OUTCOMES: Final = ("sound", "corrupt", "foreign", "error")
+"""What files are counted as."""
+
+Kind: TypeAlias = NamedKind | Literal["unreadable"]
+Outcome = Literal["sound", "corrupt", "foreign", "error", "later"]
+"""The words of the store's own counters. ``error``: it could not be read; ``later``: of a later
+version of VUA, which is left as it is."""
+
+_BUFFER_NBYTES: Final = MAX_HEADER_NBYTES  # so that the first block holds any header
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One file or object in a namespace."""
+
+    path: str
+    """Relative to the namespace."""
+    kind: Kind
+    nbytes: int = 0
+    modified_s: float = 0.0
+    """Seconds since 1970."""
+    regular: bool = True
+    """Whether it is a regular file, or an object."""
+    chunk: str = ""
+    """Of an entry: the chunk that its folder names."""
+    shard: Shard | None = None
+    """Of an entry: the shard that its name says."""
+    problem: str = ""
+    """Why it is unreadable."""
+
+
+class OpenFile:
+    """A file that is open, or an object that was read."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        """Take what was opened; the opener closes it."""
+        self.stream = stream
+        self.nbytes = stream.seek(0, os.SEEK_END)
+        stream.seek(0)
+
+    def state(self) -> object:
+        """Return what changes when somebody writes to it, as no writer of VUA does."""
+        if isinstance(self.stream, io.BytesIO):
+            return self.nbytes
+        status = os.fstat(self.stream.fileno())
+        return status.st_size, status.st_mtime_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a file lies: what it therefore has to be. None where that does not follow."""
+
+    namespace: str | None = None
+    chunk: str | None = None
+    shard: Shard | None = None
+    layout: KVLayout | None = None
+    """What ``namespace.json`` says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was found out about one file."""
+
+    outcome: Outcome
+    reasons: tuple[str, ...]
+    """Why it is not sound, most important first."""
+    nbytes: int
+    """Size of the file."""
+    info: EntryInfo | None = None
+    """What the file says about itself, where it says anything."""
+    authentic: bool = False
+    """Whether it was proved that somebody with the key wrote its bytes."""
+    codec: str = ""
+    """What it was compressed by, where it is."""
+
+
+class Checker:
+    """Checks files one after the other with one buffer. Not for several threads at once."""
+
+    def __init__(self, keys: KnownKeys | None = None) -> None:
+        """Prove of files that are sealed with one of ``keys`` who wrote them, too."""
+        self._keys = keys or KnownKeys(NO_KEYS)
+        self._buffer = memoryview(bytearray(_BUFFER_NBYTES))
+
+    def check(self, fd: int, place: Place) -> Check:
+        """Read all of the file ``fd``, from its start, and say whether it is what it has to be."""
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                return Check("error", ("not a regular file",), 0)
+            first = self._first_block(fd)
+            return self._check(status.st_size, first, self._read_on(fd), place)
+        except OSError as problem:
+            return Check("error", (problem.strerror or str(problem),), 0)
+
+    def check_bytes(self, data: memoryview, place: Place, *, compressed: bool = False) -> Check:
+        """Say whether ``data``, all of a file or object, is what it has to be.
+
+        What is encrypted stays so. ``compressed``: the object's name says that it is.
+        """
+        nbytes = len(data)
+        if compressed and (unknown := later_form(bytes(data[:_BUFFER_NBYTES]))):
+            return Check("later", (f"{unknown}; {LATER_FORM}",), nbytes)
+        try:
+            data = decompressed(data) if compressed else data
+        except CorruptEntryError as problem:
+            return Check("corrupt", (str(problem),), nbytes)
+        except ImportError:
+            return Check("error", (f"compressed, which needs the package {PACKAGE}",), nbytes)
+        first = data[:_BUFFER_NBYTES]
+        check = self._check(len(data), first, iter([data[_BUFFER_NBYTES:]]), place)
+        return replace(check, nbytes=nbytes, codec=CODEC if compressed else "")
+
+    def _check(
+        self, nbytes: int, first: memoryview, more: Iterator[memoryview], place: Place
+    ) -> Check:
+        try:
+            info = parse_entry(bytes(first))
+        except LaterEntryError as problem:
+            return Check("later", (str(problem),), nbytes)
+        except CorruptEntryError as problem:
+            return Check("corrupt", (str(problem),), nbytes)
+        misplaced = tuple(_differences(info, place))
+        try:
+            info.check_length(nbytes)
+            openings = self._openings(info, bytes(first[: info.header_nbytes]))
+            payload = itertools.chain([first[info.header_nbytes :]], more)
+            check_parts(info, payload, openings)
+        except CorruptEntryError as problem:
+            return Check("corrupt", (str(problem), *misplaced), nbytes, info)
+        outcome: Outcome = "foreign" if misplaced else "sound"
+        return Check(outcome, misplaced, nbytes, info, openings is not None)
+
+    def _openings(self, info: EntryInfo, header: bytes) -> Iterator[Digest] | None:
+        """What tells of each block if its tag is right; None: plain, or the key is not here."""
+        if not info.kind:
+            return None
+        encrypt = info.kind == ENCRYPTED
+        seal = self._keys.seal(info.namespace, info.seal_info.key_id, encrypt=encrypt)
+        if seal is None:
+            return None
+        codec = codec_of(info)
+        return seal.openings(codec, info.key, memoryview(header), range(codec.blocks))
+
+    def _first_block(self, fd: int) -> memoryview:
+        filled = 0
+        while got := os.readv(fd, [self._buffer[filled:]]) if filled < len(self._buffer) else 0:
+            filled += got
+        return self._buffer[:filled]
+
+    def _read_on(self, fd: int) -> Iterator[memoryview]:
+        while got := os.readv(fd, [self._buffer]):
+            yield self._buffer[:got]
+
+
+def _differences(info: EntryInfo, place: Place) -> Iterator[str]:
+    """What a file says that does not fit where it lies."""
+    if place.namespace not in (None, info.namespace):
+        yield f"its header says namespace {info.namespace}, it lies in {place.namespace}"
+    if place.chunk not in (None, info.prefix_hash):
+        yield f"its header says chunk {info.prefix_hash}, it lies in {place.chunk}"
+    if place.shard not in (None, info.shard):
+        yield f"its header says shard {info.shard.name}, it is named {place.shard.name}"
+    if place.layout not in (None, info.layout):
+        yield f"its header says {info.layout}, namespace.json {place.layout}"
+
+
+def check_open(file: OpenFile, place: Place) -> Check:
+    """Say whether a file that is open, or an object that was read, is what it has to be."""
+    try:
+        return Checker().check(file.stream.fileno(), place)
+    except OSError:  # in memory
+        return Checker().check_bytes(memoryview(file.stream.read()), place)
+
+
+def read_plain(fd: int, checker: Checker, place: Place) -> tuple[Check, bytes | None]:
+    """Check an open file, and return its version; None where no reader would take it."""
+    try:
+        check = checker.check(fd, place)
+    except VUAError as problem:
+        check = Check("error", (str(problem),), 0)
+    status = posix.status_cached(fd)
+    if is_plain(status, None):
+        return check, version_of(status)
+    if stat.S_ISREG(status.mode):
+        links = "it has further names (hard links), so no reader takes it"
+        outcome: Outcome = "foreign" if check.outcome == "sound" else check.outcome
+        check = replace(check, outcome=outcome, reasons=(*check.reasons, links))
+    return check, None
+
+
+def sampled(fans: Sequence[str], share: float) -> list[str]:
+    """Return that share of the fan-out directories, one at least: chunks are uniform over them."""
+    count = min(len(fans), max(1, round(share * len(fans))))
+    return sorted(random.sample(fans, count))
+
+
+@dataclass(slots=True)
+class Verification:
+    """What `vua verify` found out about one namespace, or a part of it."""
+
+    namespace: Description
+    state: str
+    """What ``namespace.json`` is."""
+    counts: Counter[str] = field(default_factory=Counter)
+    nbytes: int = 0
+    sealed: Counter[str] = field(default_factory=Counter)
+    """Files per key that they are sealed with, by its 16 hex."""
+    authentic: Counter[str] = field(default_factory=Counter)
+    """Those of them that were proved to be written with that key, and are sound."""
+    removed: int = 0
+    """Of what is not sound: taken out of sight."""
+    problems: list[tuple[str, str, str]] = field(default_factory=list)
+    """(path, outcome, reason) of what is not sound."""
+    later: list[tuple[str, str]] = field(default_factory=list)
+    """(path, reason) of what is of a later version of VUA, and stays as it is."""
+    layouts: dict[str, Counter[KVLayout]] = field(default_factory=dict)
+    """What sound entries say of each group of layers."""
+    plain: int = 0
+    """Files that say that they are not sealed."""
+    others: dict[str, list[Item]] = field(default_factory=dict)
+    """What lies there beside entries, by kind."""
+
+    @classmethod
+    def of(cls, namespace: Description, state: str) -> Verification:
+        """Begin; what a later version of VUA described is noted."""
+        later = f"{namespace.later}: it is left as it is"
+        return cls(namespace, state, later=[(DESCRIPTION, later)] if state == "later" else [])
+
+    @property
+    def damaged(self) -> bool:
+        """Whether something is not sound, and still there."""
+        return len(self.problems) > self.removed
+
+    @property
+    def stated(self) -> dict[str, KVLayout]:
+        """What most sound entries say of each group of layers."""
+        return {group: some.most_common(1)[0][0] for group, some in self.layouts.items()}
+
+    def add(self, path: str, check: Check) -> None:
+        """Note what was found out about one file."""
+        self.counts[check.outcome] += 1
+        self.nbytes += check.nbytes
+        if check.info is not None and not check.info.kind:
+            self.plain += 1
+        elif check.info is not None:
+            self.sealed[check.info.seal_info.key_id] += 1
+            if check.authentic and check.outcome == "sound":
+                self.authentic[check.info.seal_info.key_id] += 1
+        if check.outcome == "sound" and check.info is not None:
+            group = check.info.layout.group
+            self.layouts.setdefault(group, Counter())[check.info.layout] += 1
+        if check.outcome == "later":
+            self.later.append((path, "; ".join(check.reasons)))
+        elif check.outcome != "sound":
+            self.problems.append((path, check.outcome, "; ".join(check.reasons)))
+
+    def add_other(self, item: Item) -> None:
+        """Note what is no entry."""
+        self.others.setdefault(item.kind, []).append(item)
+
+    def join(self, part: Verification) -> None:
+        """Add a part."""
+        self.counts.update(part.counts)
+        self.nbytes += part.nbytes
+        self.removed += part.removed
+        self.plain += part.plain
+        self.sealed.update(part.sealed)
+        self.authentic.update(part.authentic)
+        self.problems += part.problems
+        self.later += part.later
+        for group, some in part.layouts.items():
+            self.layouts.setdefault(group, Counter()).update(some)
+        for kind, found in part.others.items():
+            self.others.setdefault(kind, []).extend(found)
+
+    def wrong_description(self) -> str:
+        """Return why ``namespace.json`` is to be written anew, by its entries' headers, or ""."""
+        if self.state == "damaged":
+            return "it does not describe this namespace"
+        if self.state == "ok" and not fits(self.stated, self.namespace.layouts):
+            said = tuple(self.stated.values())
+            return f"it says {self.namespace.layouts}, and entries' headers {said}"
+        return ""

@@ -1,0 +1,793 @@
+"""The catalog of a directory: from names, times and sizes, and headers where these are needed.
+
+Symbolic links are not followed. Looking at a million chunks is a million small reads: on a disk
+they take turns unless several are asked for at once, in memory they are bound by one interpreter.
+So large namespaces are looked at by several processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import secrets
+import signal
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from vua.capacity.evictor import PINNED_SHARE
+from vua.capacity.gc import collect
+from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
+from vua.capacity.lru import mtime_ns_of
+from vua.capacity.owned import is_all_ours, is_ours, is_trash, trash_in
+from vua.capacity.prefix_tree import (
+    PrefixTree,
+    ancestors,
+    pin,
+    read_node,
+    read_prefix_tree,
+    unpin,
+)
+from vua.capacity.removal import NOTHING, Freed, Remover, delete_namespace
+from vua.capacity.sample import sample_prefix_tree
+from vua.capacity.scan import (
+    AFTER,
+    PIN,
+    SENT,
+    TRASH,
+    Show,
+    Space,
+    chunk_nbytes,
+    chunks_of,
+    fans_of,
+    is_fan,
+    listed,
+    spaces,
+)
+from vua.capacity.ttl import count
+from vua.capacity.usage import Usage, measure
+from vua.capacity.use_log import UseLog
+from vua.catalog.base import (
+    DELETED,
+    NO_LIMITS,
+    SHORT,
+    Adoption,
+    Ask,
+    Catalog,
+    Collection,
+    Content,
+    Finding,
+    Item,
+    Kind,
+    Links,
+    Look,
+    NamespaceCatalog,
+    NamespaceUse,
+    OpenFile,
+    Removal,
+    Use,
+    resolve,
+    size,
+)
+from vua.catalog.check import Check, Checker, Place, Verification, read_plain, sampled
+from vua.errors import ConfigError, CorruptEntryError
+from vua.format.header import MAX_HEADER_NBYTES
+from vua.format.layout import KVLayout, Shard
+from vua.format.parse import EntryInfo, parse_entry
+from vua.io import posix
+from vua.io.posix import close_quietly
+from vua.security.keyring import KnownKeys
+from vua.security.settings import Security
+from vua.storage.aside import QUARANTINE
+from vua.storage.base import entry_name
+from vua.storage.claim import claim, make_mark, strangers
+from vua.storage.description import (
+    DESCRIPTION,
+    Description,
+    descriptions,
+    is_namespace_name,
+    read_description,
+)
+from vua.storage.local import SUFFIX, TEMPORARY, LocalStorage, chunk_path
+from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, is_marked
+from vua.storage.problems import explaining
+from vua.store.evidence import layouts_by, settled
+from vua.store.making import make_namespace
+from vua.store.namespace import check_root
+
+__all__ = [
+    "DirectoryCatalog",
+    "DirectoryNamespace",
+    "is_large",
+    "over_fans",
+    "spread",
+    "walk",
+    "walk_chunk",
+]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_PROCESSES: Final = 8
+"""More than most machines have free cores: on a cold disk each waits for its own reads."""
+_LARGE: Final = 20_000
+_SALTS_FROM: Final = 4096
+"""Namespaces with more chunks than these are not asked for salts: it needs a header per chunk."""
+_SAMPLED: Final = 64
+"""Chunks that are weighed for the mean."""
+_ANYBODY: Final = Security(trusted_uids="any")
+"""Whose files are looked at: an owner does not make bytes right or wrong."""
+
+
+class DirectoryNamespace(NamespaceCatalog):
+    """A namespace in a directory."""
+
+    def __init__(self, root: Path, space: Space) -> None:
+        """Look at ``space``."""
+        self._root, self.space = root, space
+        self.name = space.name
+        self._description: Description | None = None
+
+    @property
+    def description(self) -> Description:
+        """Read when it is asked for, with some headers that bear it out."""
+        if self._description is None:
+            self._description = settled(read_description(self._root / self.name))
+        return self._description
+
+    @property
+    def layouts(self) -> tuple[KVLayout, ...]:
+        """Those of the description."""
+        return self.description.layouts
+
+    def matching(self, digits: str) -> list[str]:
+        """Look into one fan-out directory."""
+        with listed(self.space.fd, digits[:2]) as entries:
+            names = sorted(one.name for one in entries if one.name.startswith(digits))
+        return [one for one in names if len(one) == 64]
+
+    def holds(self, chunk: str) -> bool:
+        """Look for its directory."""
+        return mtime_ns_of(self.space.fd, chunk) is not None
+
+    def header(self, chunk: str) -> EntryInfo | None:
+        """Read the first file that is sound."""
+        with contextlib.suppress(OSError, CorruptEntryError):
+            for name in self.listed(chunk):
+                if name.endswith(SUFFIX):
+                    with self.opened(f"{chunk_path(chunk)}/{name}") as file:
+                        return parse_entry(file.stream.read(MAX_HEADER_NBYTES))
+        return None
+
+    def shards(self, chunk: str) -> list[Shard | None]:
+        """List its directory."""
+        found = walk_chunk(self.space, chunk)
+        return [one.shard for one in found if one.kind == "entry" and one.regular]
+
+    def listed(self, chunk: str) -> list[str]:
+        """List its directory."""
+        with listed(self.space.fd, chunk_path(chunk)) as entries:
+            return sorted(entry.name for entry in entries)
+
+    @contextlib.contextmanager
+    def opened(self, path: str) -> Iterator[OpenFile]:
+        """Open it below the namespace, without following links."""
+        fd = posix.open_beneath(self.space.fd, path)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):  # a FIFO does not hang it
+            close_quietly(fd)
+            raise OSError(errno.EINVAL, "not a regular file")
+        with open(fd, "rb", buffering=0) as stream:  # noqa: PTH123 - a descriptor
+            yield OpenFile(stream)
+
+    def look(self) -> Look:
+        """Read all mtimes, and the sizes of some chunks."""
+        space, identity = self.space, read_description(self._root / self.name).identity
+        mtimes_ns = {
+            bytes.fromhex(chunk): mtime_ns
+            for fan in fans_of(space)
+            for chunk, mtime_ns in chunks_of(space, fan)
+        }
+        salts: Counter[str] = Counter()
+        if len(mtimes_ns) <= _SALTS_FROM:
+            nodes = (read_node(space, name.hex()) for name in mtimes_ns)
+            salts = Counter(one.salt.hex()[:SHORT] or "-" for one in nodes if not one.before)
+        some = [chunk_path(name.hex()) for name in list(mtimes_ns)[:_SAMPLED]]
+        mean = sum(chunk_nbytes(space, path) for path in some) / max(1, len(some))
+        model = "" if identity is None else identity.name or identity.model
+        return Look(self.name, model, mtimes_ns, mean, salts)
+
+    def links(self, show: Show, past: Links | None = None) -> Links:
+        """Read the headers of all chunks, or of those that have another mtime than before."""
+        if past is None:
+            tree = read_prefix_tree(self.space, show, over_fans)
+        else:
+            tree = read_prefix_tree(self.space, show, known=past.tree)
+        names = [tree.name(index) for index in range(len(tree.names))]
+        befores: dict[str, str | None] = {
+            name: "" if above == index else names[above]
+            for index, (name, above) in enumerate(zip(names, tree.parent.tolist(), strict=True))
+            if above < len(names)
+        }
+        mtimes_ns = dict(zip(names, tree.mtimes_ns.tolist(), strict=True))
+        return Links(tree.in_order(), befores, mtimes_ns, tree)
+
+    def ancestors(self, chunk: str) -> Iterator[str]:
+        """Read a header for each."""
+        return ancestors(self.space, chunk)
+
+    def descendants(self, chunk: str, show: Show) -> list[str]:
+        """Read the headers of all chunks."""
+        return read_prefix_tree(self.space, show, over_fans).descendants(chunk)
+
+    def in_order(self, show: Show) -> list[str]:
+        """Read the headers of all chunks."""
+        return read_prefix_tree(self.space, show, over_fans).in_order()
+
+    def pin(self, chunk: str) -> int:
+        """Leave a mark in each one's directory."""
+        return len(pin(self.space, chunk))
+
+    def unpin(self, chunk: str) -> int:
+        """Remove the marks."""
+        return len(unpin(self.space, chunk))
+
+    def pins(self) -> dict[str, int]:
+        """List the directories of all chunks."""
+        held = Counter(
+            one
+            for fan in fans_of(self.space)
+            for chunk, _ in chunks_of(self.space, fan)
+            for one in read_node(self.space, chunk).pinned
+        )
+        return dict(sorted(held.items()))
+
+    def pinned_nbytes(self, chunks: Sequence[str] | None = None) -> int:
+        """Weigh what is pinned: all that there is, or these prefixes."""
+        space = self.space
+        if chunks is None:
+            nodes = (
+                read_node(space, chunk)
+                for fan in fans_of(space)
+                for chunk, _ in chunks_of(space, fan)
+            )
+            return sum(node.nbytes for node in nodes if node.pinned)
+        held = {name for chunk in chunks for name in ancestors(space, chunk)}
+        return sum(chunk_nbytes(space, chunk_path(chunk)) for chunk in held)
+
+
+class DirectoryCatalog(Catalog):
+    """A cache in a directory."""
+
+    def __init__(self, where: str, root: Path) -> None:
+        """Take an existing directory."""
+        super().__init__(where, root)
+        self.root = root
+
+    @classmethod
+    def open(cls, where: str, *, create: bool = False) -> DirectoryCatalog:
+        """Return the catalog of a directory; see :func:`vua.catalog.opening.open_catalog`."""
+        return cls(where, check_root(where, create=create))
+
+    def is_local(self) -> bool:
+        """Ask the file system of which kind it is."""
+        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return posix.is_local(fd)
+        finally:
+            close_quietly(fd)
+
+    # -- what lies in it --------------------------------------------------------------------------
+
+    def contents(self) -> tuple[list[Description], list[str]]:
+        """List the directory. Raises StorageError."""
+        with explaining(self.where):
+            found = list(descriptions(self.root))
+            return found, self._others({namespace.name for namespace in found})
+
+    def _others(self, known: set[str]) -> list[str]:
+        names = {path.name for path in self.root.iterdir()} - known - {MARK, LIMITS_FILE, UPKEEP}
+        return sorted(name for name in names if not is_trash(name))
+
+    def _strays(self) -> list[str]:
+        with spaces(self.root) as found:
+            return self._others({space.name for space in found})
+
+    def is_foreign(self) -> bool:
+        """Look for the mark."""
+        return not is_marked(self.root)
+
+    def state(self, description: Description) -> str:
+        """Look for the file."""
+        if description.layout is not None:
+            return "ok"
+        if description.later:
+            return "later"
+        return "damaged" if os.path.lexists(description.directory / DESCRIPTION) else "missing"
+
+    def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
+        """Walk through it, a large one with several processes."""
+        content = Content(description, self.state(description))
+        with _opened(description) as space:
+            names = fans_of(space)
+            parts = over_fans(partial(_items, space), space, names)
+            for number, part in enumerate(parts, 1):
+                content.add(part, long=long)
+                show(space.name[:SHORT], number, len(names), amount=content.chunks, unit="chunks")
+            content.strays += [one.path for one in walk(space, "") if one.kind == "stray"]
+        return content
+
+    @contextlib.contextmanager
+    def namespaces(
+        self, show: Show
+    ) -> Iterator[tuple[Sequence[DirectoryNamespace], Sequence[str]]]:
+        """List the directory; namespaces are opened when they are used, some at a time."""
+        del show
+        with explaining(self.where), spaces(self.root) as found:
+            others = self._others({space.name for space in found})
+            yield [DirectoryNamespace(self.root, space) for space in found], others
+
+    def tree(
+        self, description: Description, show: Show, known: PrefixTree | None = None
+    ) -> PrefixTree | None:
+        """Read the headers of all chunks, or of what is new."""
+        with _opened(description) as space:
+            if known is not None:
+                return read_prefix_tree(space, known=known)
+            return read_prefix_tree(space, show, over_fans)
+
+    def sampled_tree(
+        self, description: Description
+    ) -> tuple[PrefixTree, npt.NDArray[np.float64]] | None:
+        """Read some headers of a large namespace."""
+        with _opened(description) as space:
+            return sample_prefix_tree(space) if is_large(space) else None
+
+    def use(self, show: Show) -> Use:
+        """Weigh all files."""
+        with explaining(self.where):
+            with spaces(self.root) as found:
+                rows = [_use(space, show) for space in found]
+            nbytes, chunks = sum(one.nbytes for one in rows), sum(one.chunks for one in rows)
+            return self._use(Usage(nbytes, chunks, exact=True), rows, NO_LIMITS)
+
+    def quick_use(self, said: Limits = NO_LIMITS) -> Use:
+        """Weigh the files of some chunks."""
+        with explaining(self.where):
+            return self._use(measure(self.root), (), said)
+
+    def _use(self, usage: Usage, rows: Sequence[NamespaceUse], said: Limits) -> Use:
+        status, bounds = os.statvfs(self.root), read_bounds(self.root)
+        return Use(
+            *(usage.chunks, usage.nbytes, usage.exact, rows, bounds),
+            limits=asdict(ResolvedLimits.of(self.root, said)),
+            free_nbytes=status.f_bavail * status.f_frsize,
+            strays=self._strays(),
+        )
+
+    def use_log(self) -> UseLog:
+        """Return the log beside the namespaces."""
+        return UseLog(self.root)
+
+    # -- what may be done to it -------------------------------------------------------------------
+
+    def claim(self) -> None:
+        """Look for the mark."""
+        with explaining(self.where):
+            claim(self.root, tool=True)
+
+    def adopt(self, ask: Callable[[Adoption], None]) -> Adoption:
+        """Weigh the namespaces, ask, and make the mark."""
+        with explaining(self.where):
+            there = is_marked(self.root)
+            others, _ = strangers(self.root)
+            with spaces(self.root) as found:
+                mine = [space.name for space in found if is_ours(space)]
+            others = [name for name in others if name not in mine]
+            usage = measure(self.root) if mine else Usage(0, 0, exact=True)
+            found_ = Adoption(there, mine, others, usage.chunks, usage.nbytes, usage.exact)
+            if not there:
+                ask(found_)
+                make_mark(self.root)
+        return found_
+
+    def bounds(self) -> Limits:
+        """Read the file."""
+        return read_bounds(self.root)
+
+    def limits(self) -> Mapping[str, float | None]:
+        """Ask the file system, too: of shares."""
+        return asdict(ResolvedLimits.of(self.root, Limits()))
+
+    def keep(self, news: Mapping[str, object]) -> None:
+        """Replace the file, but for what in it is unusable."""
+        with explaining(self.where):
+            known = read_bounds(self.root, lambda _: None)
+            write_bounds(self.root, replace(known, **news))  # type: ignore[arg-type]
+
+    def own_ttls(self) -> int:
+        """Count the marks."""
+        with spaces(self.root) as found:
+            return count(found)
+
+    def collect(
+        self, said: Limits, *, keep: bool = False, quick: bool = False,
+        lost: Callable[[], frozenset[str]] | None = None, dry_run: bool = False,
+        ask: Ask, show: Show,
+    ) -> Collection:  # fmt: skip
+        """Make the full pass of :mod:`vua.capacity.gc`."""
+        with explaining(self.where):
+            limits = ResolvedLimits.of(self.root, said)
+            if said.max_bytes is not None and not dry_run:
+                usage = measure(self.where)
+                if usage.nbytes > limits.max_bytes:
+                    change = f"from {size(usage.nbytes)} to {size(limits.max_bytes)}"
+                    ask(f"Shrink {self.where} {change} by deleting the rest?")
+            if keep and not dry_run:
+                self.keep({name: value for name, value in asdict(said).items()
+                           if value is not None})  # fmt: skip
+            done = collect(
+                *(self.root, limits), quick=quick, rehearse=dry_run, known=lost, show=show,
+                spread=over_fans,
+            )  # fmt: skip
+            strays = self._strays()
+        return Collection(
+            *(done.usage.chunks, done.usage.nbytes, done.usage.exact, done.within),
+            limits=asdict(limits),
+            deleted={name: getattr(done, name) for name in DELETED},
+            free_nbytes=done.free_nbytes,
+            free_inodes=done.free_inodes,
+            emptied=done.emptied,
+            pinned_nbytes=done.pinned_nbytes,
+            seconds=done.seconds,
+            problems=[*done.problems, *filter(None, [done.left])],
+            strays=strays,
+        )
+
+    def remove(
+        self, names: Sequence[str], *, everything: bool, force: bool, dry_run: bool, ask: Ask,
+        show: Show,
+    ) -> Removal:  # fmt: skip
+        """Delete chunk by chunk, leaves first, and a namespace by one rename where that can be."""
+        done, remover = Removal(), Remover(rehearse=dry_run)
+        with explaining(self.where), self.namespaces(show) as (found, strays):
+            picked = [resolve(found, text) for text in names]
+            picked += [(one, "") for one in found if everything and is_ours(one.space)]
+            whole = {one.name for one, chunk in picked if not chunk}
+            if whole and not dry_run:
+                part = "everything" if everything else f"{len(whole)} namespaces"
+                usage = measure(self.where, only=whole)
+                about = f"{usage.chunks} chunks, {size(usage.nbytes)}"
+                ask(f"Delete {part} in {self.where} ({about})?")
+            for one, chunk in picked:
+                freed, kept = self._remove(one.space, chunk, show, remover, force=force)
+                done.chunks, done.nbytes = done.chunks + freed.chunks, done.nbytes + freed.nbytes
+                done.kept += kept
+        done.left, done.strays = remover.left, strays
+        return done
+
+    def _remove(
+        self, space: Space, chunk: str, show: Show, remover: Remover, *, force: bool
+    ) -> tuple[Freed, int]:
+        """Delete a namespace, or a chunk with what follows it; return also how many pins kept."""
+        freed, kept = NOTHING, 0
+        if not chunk and not is_ours(space):
+            msg = f"{space.name} is no namespace of VUA, it stays untouched"
+            raise ConfigError(msg)
+        tree = read_prefix_tree(space, show, over_fans)
+        whole = not chunk and (force or not tree.pinned.any())
+        if whole and not remover.rehearse and is_all_ours(space):
+            trash = f"{TRASH}{secrets.token_hex(8)}"
+            with contextlib.suppress(OSError):  # a full file system may refuse it: one by one, then
+                (self.root / space.name).rename(self.root / trash)
+                freed = Freed(len(tree.names), self._delete(trash))
+                if (self.root / trash).exists():
+                    why = OSError(errno.EPERM, "some of its files cannot be deleted", trash)
+                    remover.immovable[space.name, ""] = why
+                return freed, 0
+        every = range(len(tree.names))
+        doomed = tree.descendants(chunk) if chunk else [tree.name(index) for index in every]
+        for number, name in enumerate(reversed(doomed), 1):  # leaves first
+            show(f"{space.name[:SHORT]}: deleting", number, len(doomed), amount=freed.nbytes)
+            nbytes = remover.evict_chunk(space, name, pinned=force)
+            if nbytes is not None:
+                freed += Freed(1, nbytes)
+            elif read_node(space, name).pinned:
+                kept += 1
+        if whole and not remover.rehearse:
+            self._delete(space.name)
+        return freed, kept
+
+    def _delete(self, name: str) -> int:
+        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return delete_namespace(fd, name)
+        finally:
+            close_quietly(fd)
+
+    def pins_may_hold(self) -> int | None:
+        """Return how many bytes of pinned chunks stay when room is needed."""
+        limits = ResolvedLimits.of(self.root, Limits(), refused=lambda _: None)
+        return int(limits.max_bytes * PINNED_SHARE)
+
+    # -- whether it is sound ----------------------------------------------------------------------
+
+    def verify(
+        self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
+    ) -> Verification:
+        """Read files, a large namespace's with several processes."""
+        result = Verification.of(description, self.state(description))
+        try:
+            with _opened(description) as space:
+                large, names = is_large(space), ["", *sampled(fans_of(space), share)]
+        except OSError as problem:
+            result.add(".", Check("error", (problem.strerror or str(problem),), 0))
+            return result
+        parts = spread(partial(_verify_fan, description, keys, repair=repair), names, large=large)
+        for number, part in enumerate(parts, 1):
+            result.join(part)
+            show(description.name[:SHORT], number, len(names), amount=result.nbytes)
+        path = description.directory
+        if self.state(read_description(path)) == "missing" and result.counts:
+            reason = (
+                "missing: the next save writes it; entries' headers say what is needed meanwhile"
+            )
+            result.problems.append((DESCRIPTION, "error", reason))
+        if wrong := result.wrong_description():
+            healed = repair and _describe_anew(result)
+            fate = "it was written anew" if healed else "the next save writes it anew"
+            result.problems.append((DESCRIPTION, "corrupt", f"{wrong}; {fate}"))
+            result.removed += healed
+        return result
+
+    def findings(self, security: Security) -> Iterator[Finding]:
+        """Try the file system out in a directory made for it."""
+        from vua.catalog.probes import at_rest, tried  # noqa: PLC0415 - of `vua doctor` alone
+
+        owner, *others = at_rest(self.root, security)
+        yield owner
+        yield from tried(self.root)
+        yield from others
+
+    def findings_at_rest(self, security: Security) -> list[Finding]:
+        """Look at owner, space, witness and host."""
+        from vua.catalog.probes import at_rest  # noqa: PLC0415 - likewise
+
+        return at_rest(self.root, security)
+
+
+@contextlib.contextmanager
+def _opened(description: Description) -> Iterator[Space]:
+    fd = os.open(description.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield Space(description.name, fd)
+    finally:
+        close_quietly(fd)
+
+
+# -- several processes ----------------------------------------------------------------------------
+
+
+def is_large(space: Space) -> bool:
+    """Whether a namespace has some ten thousands of chunks or more, judged by two of its parts."""
+    names = 0
+    for fan in ("00", "80"):
+        with listed(space.fd, fan) as entries:
+            names += sum(1 for _ in entries)
+    return 128 * names >= _LARGE
+
+
+def spread(work: Callable[[T], R], items: Sequence[T], *, large: bool) -> Iterator[R]:
+    """Yield ``work`` of each item in order; with ``large`` several at a time in processes.
+
+    Then both, and ``work`` too, are to be picklable; descriptors that are open stay valid. What
+    ``work`` raises is raised here.
+    """
+    if not large:
+        yield from map(work, items)
+        return
+    with multiprocessing.get_context("fork").Pool(
+        _PROCESSES, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
+    ) as pool:
+        yield from pool.imap(work, items)
+
+
+def over_fans(work: Callable[[str], R], space: Space, fans: list[str]) -> Iterator[R]:
+    """Yield ``work`` of each of a namespace's fan-out directories, as `read_prefix_tree` asks."""
+    return spread(work, fans, large=is_large(space))
+
+
+# -- what lies in a namespace ---------------------------------------------------------------------
+
+
+def _items(space: Space, fan: str) -> list[Item]:
+    return list(walk(space, fan))
+
+
+def walk(space: Space, fan: str) -> Iterator[Item]:
+    """Yield what lies in one fan-out directory, in order of name; for "" what lies beside them."""
+    for item in _entries(space, fan):
+        if isinstance(item, Item):
+            yield item
+            continue
+        name, is_directory = item.name, _is_directory(item)
+        if fan:
+            if is_directory and is_namespace_name(name) and name[:2] == fan:
+                yield from walk_chunk(space, name)
+            else:
+                yield from _file(item, fan, "stray")
+        elif is_directory and name == QUARANTINE:
+            yield from _all(space, QUARANTINE, "quarantined")
+        elif is_directory and is_trash(name):
+            yield from _all(space, name, "temporary")
+        elif name != DESCRIPTION and not (is_directory and is_fan(name)):
+            yield from _file(item, "", "stray")
+
+
+def walk_chunk(space: Space, chunk: str) -> Iterator[Item]:
+    """Yield what lies in one chunk's directory, in order of name."""
+    return _all(space, chunk_path(chunk), "stray", chunk=chunk)
+
+
+def _all(space: Space, below: str, kind: Kind, chunk: str = "") -> Iterator[Item]:
+    for item in _entries(space, below):
+        if isinstance(item, Item):
+            yield item
+        else:
+            yield from _file(item, below, kind, chunk)
+
+
+def _entries(space: Space, below: str) -> Iterator[os.DirEntry[str] | Item]:
+    """What a directory holds; nothing when it vanished, the problem when it cannot be read."""
+    problems: list[OSError] = []
+    with listed(space.fd, below or ".", problems.append) as entries:
+        yield from sorted(entries, key=lambda entry: entry.name)
+    for problem in problems:
+        yield Item(below or ".", "unreadable", problem=str(problem.strerror))
+
+
+def _is_directory(item: os.DirEntry[str]) -> bool:
+    try:
+        return item.is_dir(follow_symlinks=False)
+    except OSError:
+        return False
+
+
+def _file(item: os.DirEntry[str], below: str, kind: Kind, chunk: str = "") -> Iterator[Item]:
+    path = f"{below}/{item.name}" if below else item.name
+    shard = Shard.parse(item.name.removesuffix(SUFFIX)) if item.name.endswith(SUFFIX) else None
+    if kind == "stray" and item.name.startswith(TEMPORARY):
+        kind = "temporary"
+    elif chunk and shard is not None:
+        kind = "entry"
+    elif chunk and item.name.startswith((PIN, AFTER, SENT)):
+        kind = "mark"
+    try:
+        status = item.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    except OSError as problem:
+        yield Item(path, "unreadable", problem=str(problem.strerror))
+        return
+    regular = stat.S_ISREG(status.st_mode)
+    yield Item(path, kind, status.st_size, status.st_mtime, regular, chunk, shard)
+
+
+# -- what it takes --------------------------------------------------------------------------------
+
+
+def _use(space: Space, show: Show) -> NamespaceUse:
+    chunks = nbytes = pinned = 0
+    mtimes_ns: list[int] = []
+    fans = fans_of(space)
+    for number, part in enumerate(over_fans(partial(_use_of_fan, space), space, fans), 1):
+        some, weight, held, times = part
+        chunks, nbytes, pinned = chunks + some, nbytes + weight, pinned + held
+        mtimes_ns += times
+        show(space.name[:SHORT], number, len(fans), amount=chunks, unit="chunks")
+    quarantine = chunk_nbytes(space, QUARANTINE)
+    leftovers = [name for name, _ in trash_in(space.fd, roots=False)]
+    return NamespaceUse(
+        space.name,
+        chunks,
+        nbytes + quarantine,
+        pinned,
+        quarantine,
+        sum(chunk_nbytes(space, name) or _size_of(space, name) for name in leftovers),
+        min(mtimes_ns, default=None),
+        max(mtimes_ns, default=None),
+    )
+
+
+def _size_of(space: Space, name: str) -> int:
+    with contextlib.suppress(OSError):
+        status = os.stat(name, dir_fd=space.fd, follow_symlinks=False)
+        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return 0
+
+
+def _use_of_fan(space: Space, fan: str) -> tuple[int, int, int, list[int]]:
+    """One fan-out directory: chunks, bytes, pinned chunks, and the oldest and newest mtime."""
+    chunks = nbytes = pinned = 0
+    mtimes_ns = []
+    for chunk, mtime_ns in chunks_of(space, fan):
+        chunks += 1
+        with listed(space.fd, chunk_path(chunk)) as entries:
+            found = list(entries)
+            with contextlib.suppress(OSError):
+                nbytes += sum(one.stat(follow_symlinks=False).st_size for one in found)
+        pinned += any(one.name.startswith(PIN) for one in found)
+        mtimes_ns.append(mtime_ns)
+    return chunks, nbytes, pinned, [min(mtimes_ns), max(mtimes_ns)] if mtimes_ns else []
+
+
+# -- verifying ------------------------------------------------------------------------------------
+
+
+def _verify_fan(namespace: Description, keys: KnownKeys, fan: str, *, repair: bool) -> Verification:
+    """Check one fan-out directory, or (for "") what lies beside them."""
+    result, checker = Verification(namespace, ""), Checker(keys)
+    try:
+        storage = LocalStorage(namespace.directory, security=_ANYBODY)
+        with contextlib.closing(storage):
+            for item in walk(Space(namespace.name, storage.fileno()), fan):
+                if item.kind == "unreadable":
+                    result.add(item.path, Check("error", (item.problem,), 0))
+                elif item.kind != "entry":
+                    result.add_other(item)
+                else:
+                    check, removed = _check_file(storage, item, checker, namespace, repair=repair)
+                    if check is not None:
+                        result.add(item.path, check)
+                        result.removed += removed
+    except FileNotFoundError:
+        pass  # the namespace was deleted this moment
+    except OSError as problem:
+        result.add(fan or ".", Check("error", (problem.strerror or str(problem),), 0))
+    return result
+
+
+def _check_file(
+    storage: LocalStorage, item: Item, checker: Checker, namespace: Description, *, repair: bool
+) -> tuple[Check | None, bool]:
+    """Check one entry, None when it vanished meanwhile; and whether it was taken out of sight."""
+    version = None
+    try:
+        fd = posix.open_beneath(storage.fileno(), item.path)
+    except FileNotFoundError:
+        return None, False
+    except OSError as problem:
+        check = Check("error", (str(problem.strerror),), 0)
+        if not item.regular:
+            check = Check("error", ("not a regular file",), 0)
+    else:
+        try:
+            check, version = read_plain(fd, checker, Place(namespace.name, item.chunk, item.shard))
+        finally:
+            close_quietly(fd)
+    if not repair or check.outcome in ("sound", "later") or item.shard is None:
+        return check, False
+    if version is None and item.regular:
+        return check, False  # it cannot be opened, or has further names: somebody else decides
+    return check, storage.delete(entry_name(item.chunk, item.shard), version)
+
+
+def _describe_anew(result: Verification) -> bool:
+    """Write a description from what entries' headers say, where its identity is sound."""
+    namespace, stated = result.namespace, result.stated
+    if namespace.identity is None or "" not in stated:
+        return False
+    layouts = layouts_by(namespace, stated)
+    with contextlib.suppress(OSError):
+        mode = stat.S_IMODE(namespace.directory.stat().st_mode)
+        security = replace(_ANYBODY, group_read=bool(mode & stat.S_IRGRP))
+        make_namespace(namespace.directory, namespace.identity, layouts, security, anew=True)
+    return read_description(namespace.directory).layouts == layouts

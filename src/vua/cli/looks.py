@@ -1,0 +1,338 @@
+"""Looks at a cache again and again: what is there, and what is new, used and gone.
+
+`vua top` goes by names and times alone: a chunk with a younger mtime than at the look before was
+used (or is new), one that is gone was evicted (:mod:`vua.capacity.lru`). A process updates a
+prefix's mtime once a minute at most, so `used` counts chunks in use, not requests. At a million
+chunks a look takes seconds: the interval is the time from its end to the start of the next one. The
+page of `vua ui` also reads headers, in a process of its own (:func:`watch`).
+
+Of a bucket objects are listed: their times are those of the last write or renewal, and a request
+names 1,000 of them. So it is looked at once a minute unless told otherwise, and `top` says the
+cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from vua.capacity.prefix_tree import PrefixTree
+from vua.catalog.base import Catalog, Content, Look
+from vua.catalog.opening import open_catalog
+from vua.cli.output import (
+    SHORT,
+    SOUND,
+    Output,
+    Report,
+    clear_screen,
+    cost,
+    plain,
+    progress,
+    requests_of,
+    size,
+    table,
+)
+from vua.cli.ui.child import Talk
+from vua.cli.ui.runs import Runs, runs_of
+from vua.errors import ConfigError, VUAError
+from vua.storage.description import Description
+from vua.storage.problems import explaining
+
+__all__ = ["Traffic", "View", "between_looks_s", "top", "watch"]
+
+_INTERVAL_S: Final = 2.0
+_WINDOWS_S: Final = (60, 3600, 86_400)
+_REST: Final = 5
+"""A look that took a second is followed by so many seconds of rest."""
+_AGES_S: Final = (60, 3600, 86_400, 7 * 86_400)
+
+
+def between_looks_s(said: float | None, catalog: Catalog, usual_s: float) -> float:
+    """Return the seconds between two looks. Raises ConfigError where ``said`` is no such time."""
+    interval_s = said if said is not None else catalog.look_s or usual_s
+    if not interval_s > 0:
+        text = f"--interval must be a positive number of seconds, found {interval_s!r}"
+        raise ConfigError(text)
+    return interval_s
+
+
+# -- vua top --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic(Report):
+    """What went on between two looks."""
+
+    directory: str
+    nbytes: int
+    max_bytes: float | None
+    free_nbytes: int | None
+    seconds: float
+    namespaces: Sequence[Mapping[str, object]]
+    chunks: int
+    counts: Mapping[str, int]
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        return {
+            "directory": self.directory,
+            "nbytes": self.nbytes,
+            "max_bytes": self.max_bytes,
+            "free_nbytes": self.free_nbytes,
+            **requests_of(self.counts),
+            "chunks": self.chunks,
+            "seconds": round(self.seconds, 3),
+            "namespaces": self.namespaces,
+        }
+
+    def show(self) -> None:
+        """Print a line for all, and a row per namespace."""
+        text = f"{self.directory}: {self.chunks} chunks, {size(self.nbytes)}"
+        text += "" if self.max_bytes is None else f" of at most {size(self.max_bytes)}"
+        text += "" if self.free_nbytes is None else f"; {size(self.free_nbytes)} of the disk free"
+        print(f"{text}{cost(self.counts)}; over {self.seconds:.3f} s")
+        head = ["namespace", "model", " chunks", " size", " new/s", " used/s", " gone/s"]
+        head += [f" used in {text}" for text in ("1 min", "1 h", "1 day")] + ["salts"]
+        table(head, [_row(one) for one in self.namespaces])
+
+
+def _row(one: Mapping[str, object]) -> list[object]:
+    salts, within = one["salts"], one["used_within"]
+    shown = " ".join(
+        f"{salt}:{count}" for salt, count in (salts.items() if isinstance(salts, dict) else ())
+        if salt != "-"
+    )  # fmt: skip
+    return [
+        *(
+            str(one["namespace"])[:SHORT],
+            one["model"],
+            one["chunks"],
+            size(float(str(one["nbytes"]))),
+        ),
+        *(one["new_per_s"], one["used_per_s"], one["gone_per_s"]),
+        *(within.values() if isinstance(within, dict) else ()),
+        shown or "-",
+    ]
+
+
+def top(directory: str, interval_s: float | None, *, once: bool = False, output: Output) -> int:
+    """Show what is stored, used, new and gone, again and again; ``once``: over one interval.
+
+    Raises ConfigError, StorageError.
+    """
+    catalog = open_catalog(directory)
+    interval_s = between_looks_s(interval_s, catalog, _INTERVAL_S)
+    with explaining(directory):
+        before, began_s = _looks(catalog), time.monotonic()
+        while True:
+            time.sleep(interval_s)
+            now, now_s = _looks(catalog), time.monotonic()
+            report = _compared(catalog, before, now, now_s - began_s)
+            if output.is_for_people and not once:
+                clear_screen()
+            output.show(report)
+            if once:
+                return SOUND
+            before, began_s = now, now_s
+
+
+def _looks(catalog: Catalog) -> dict[str, Look]:
+    with progress() as show, catalog.namespaces(show) as (found, _):
+        return {space.name: space.look() for space in found}
+
+
+def _compared(
+    catalog: Catalog, before: dict[str, Look], now: dict[str, Look], took_s: float
+) -> Traffic:
+    newest = max((max(one.mtimes_ns.values(), default=0) for one in now.values()), default=0)
+    now_ns = max(time.time_ns(), newest)  # mtimes are by the server's clock, which may be ahead
+    rows = [_compare(before.get(name), one, now_ns, took_s) for name, one in sorted(now.items())]
+    nbytes = sum(round(one.chunk_nbytes * len(one.mtimes_ns)) for one in now.values())
+    chunks = sum(len(one.mtimes_ns) for one in now.values())
+    room, free_nbytes = catalog.quick_use(), None
+    if room is not None:
+        nbytes, free_nbytes = room.nbytes, room.free_nbytes
+    limits = catalog.limits() if room is None else room.limits
+    return Traffic(
+        *(catalog.where, nbytes, limits["max_bytes"], free_nbytes, took_s, rows, chunks),
+        counts=dict(catalog.counts),
+    )
+
+
+def _compare(before: Look | None, now: Look, now_ns: int, took_s: float) -> dict[str, object]:
+    old: Mapping[bytes, int] = {} if before is None else before.mtimes_ns
+    new = sum(name not in old for name in now.mtimes_ns)
+    gone = sum(name not in now.mtimes_ns for name in old)
+    used = sum(mtime_ns > old.get(name, mtime_ns) for name, mtime_ns in now.mtimes_ns.items())
+    salts = sorted(now.salts.items(), key=lambda one: -one[1])
+    return {
+        "namespace": now.name,
+        "model": now.model,
+        "chunks": len(now.mtimes_ns),
+        "nbytes": round(now.chunk_nbytes * len(now.mtimes_ns)),
+        "new_per_s": round(new / took_s, 3),
+        "new_nbytes_per_s": round(new * now.chunk_nbytes / took_s),
+        "used_per_s": round(used / took_s, 3),
+        "gone_per_s": round(gone / took_s, 3),
+        "used_within": {
+            str(window): sum(
+                now_ns - mtime_ns <= window * 10**9 for mtime_ns in now.mtimes_ns.values()
+            )
+            for window in _WINDOWS_S
+        },
+        "salts": dict(salts[:10]),
+    }
+
+
+# -- for the page ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A namespace at one moment."""
+
+    summary: dict[str, object]
+    """Plain values for the page."""
+    tree: PrefixTree | None = None
+    """None until it is read whole."""
+    runs: Runs | None = None
+    """None in a bucket: its names do not say which chunk follows which."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is known of a namespace from the last look."""
+
+    tree: PrefixTree
+    uses: npt.NDArray[np.int64]
+    """How often each chunk was seen to be used, since the first look."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """New, used and gone since the look before."""
+    ages: list[int] = field(default_factory=list)
+    """Chunks by the time since their last use, see `_AGES_S`."""
+
+
+def watch(directory: str, talk: Talk) -> None:
+    """Look until nobody listens. Tells "usage", "views", "look", "progress" and "problem"."""
+    seen: dict[str, _Seen] = {}
+    first = True
+    while True:
+        began_s, least_s = time.monotonic(), _INTERVAL_S
+        try:
+            catalog = open_catalog(directory)
+            least_s = catalog.look_s or _INTERVAL_S
+            _look(catalog, seen, talk, first=first)
+            first = False
+        except (VUAError, OSError) as problem:
+            talk.tell("problem", plain(str(problem)))
+        took_s = time.monotonic() - began_s
+        talk.wait(max(least_s, _REST * took_s))
+
+
+def _look(catalog: Catalog, seen: dict[str, _Seen], talk: Talk, *, first: bool) -> None:
+    """Look at everything once."""
+    found, _ = catalog.contents()
+    names = [one.name for one in found]
+    if first:
+        _sample(catalog, found, talk)
+    usage = catalog.quick_use()
+    if usage is not None:
+        told = {"nbytes": usage.nbytes, "chunks": usage.chunks, "exact": usage.exact}
+        limits = {"limits": dict(usage.limits), "free_nbytes": usage.free_nbytes}
+        talk.tell("usage", {**told, **limits})
+    total = dict.fromkeys(("new", "used", "gone"), 0)
+    for name in seen.keys() - set(names):
+        total["gone"] += len(seen.pop(name).tree.names)
+    for one in found:
+        before = seen.get(one.name)
+        now = _seen(catalog, one, before, talk, is_first=first)
+        if now is None:
+            content = catalog.content(one, talk.show)
+            talk.tell("views", ({one.name: View(_summary(content))}, names))
+            continue
+        seen[one.name] = now
+        for what, count in now.counts.items():
+            total[what] += count
+        now.ages = _ages(now.tree)
+        if before is None or any(now.counts.values()) or now.ages != before.ages:
+            talk.tell("views", ({one.name: _view(catalog, one, now)}, names))
+    talk.tell("views", ({}, names))
+    talk.tell("look", None if first or usage is None else total)
+
+
+def _seen(
+    catalog: Catalog, description: Description, before: _Seen | None, talk: Talk, *, is_first: bool
+) -> _Seen | None:
+    """Read a namespace, after the first time only what has changed; None where that costs money."""
+    old = None if before is None else before.tree
+    tree = catalog.tree(description, talk.show, old)
+    if tree is None:
+        return None
+    if before is None or old is None:
+        uses = np.zeros(len(tree.names), dtype=np.int64)
+        return _Seen(tree, uses, {} if is_first else {"new": len(tree.names)})
+    place = old.places(tree.names)
+    is_new = place == len(old.names)
+    is_used = ~is_new & (tree.mtimes_ns > np.append(old.mtimes_ns, 0)[place])
+    uses = np.append(before.uses, 0)[place] + is_used
+    stayed = int((~is_new).sum())
+    counts = {"new": int(is_new.sum()), "used": int(is_used.sum())}
+    return _Seen(tree, uses, {**counts, "gone": len(old.names) - stayed})
+
+
+def _sample(catalog: Catalog, found: Sequence[Description], talk: Talk) -> None:
+    """Tell what random chunks say of large namespaces, before all are read."""
+    names = [one.name for one in found]
+    for one in found:
+        sampled = catalog.sampled_tree(one)
+        if sampled is None:
+            continue
+        tree, stands_for = sampled
+        runs = runs_of(tree, np.zeros(len(tree.names), dtype=np.int64), stands_for)
+        newest_s = int(tree.mtimes_ns.max(initial=0)) / 1e9
+        content = Content(one, catalog.state(one), newest_s=newest_s)
+        content.chunks, content.nbytes = round(stands_for.sum()), int(tree.nbytes.sum())
+        talk.tell("views", ({one.name: View(_summary(content), runs=runs)}, names))
+
+
+def _view(catalog: Catalog, description: Description, now: _Seen) -> View:
+    tree, runs = now.tree, runs_of(now.tree, now.uses)
+    newest_s = int(tree.mtimes_ns.max(initial=0)) / 1e9
+    content = Content(description, catalog.state(description), newest_s=newest_s)
+    content.chunks, content.nbytes = len(tree.names), int(tree.nbytes.sum())
+    summary = {
+        **_summary(content),
+        "pinned": int(tree.pinned.sum()),
+        "unreachable": runs.unreachable,
+        "prompts": len(runs.beginnings),
+        "ages": now.ages,
+    }
+    return View(summary, tree, runs)
+
+
+def _ages(tree: PrefixTree) -> list[int]:
+    """Count chunks by the time since their last use: `_AGES_S`, and longer."""
+    # The server's clock, by which mtimes are, may be ahead of this host's.
+    now_ns = max(time.time_ns(), int(tree.mtimes_ns.max(initial=0)))
+    ages_s = np.sort((now_ns - tree.mtimes_ns) / 1e9)
+    bounds = [*np.searchsorted(ages_s, _AGES_S, side="right").tolist(), len(ages_s)]
+    return [int(count) for count in np.diff([0, *bounds])]
+
+
+def _summary(content: Content) -> dict[str, object]:
+    layout = content.description.layout
+    return {
+        "namespace": content.description.name,
+        "model": plain(content.model),
+        "description": content.state,
+        "dtype": None if layout is None else plain(layout.dtype),
+        "chunk_tokens": None if layout is None else layout.chunk_tokens,
+        "chunks": content.chunks,
+        "nbytes": content.nbytes,
+        "newest_s": content.newest_s,
+    }

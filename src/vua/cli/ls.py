@@ -1,0 +1,125 @@
+"""`vua ls`: what a cache holds, from names and sizes alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from vua.catalog.base import Content, Item
+from vua.catalog.opening import open_catalog
+from vua.cli.output import SHORT, Report, line, print_strays, progress, size, table, when
+from vua.errors import ConfigError
+
+__all__ = ["SORTS", "Listing", "ls"]
+
+SORTS: Final = ("name", "size", "newest")
+
+
+@dataclass(frozen=True, slots=True)
+class Listing(Report):
+    """The namespaces of a cache."""
+
+    directory: str
+    contents: Sequence[Content]
+    strays: Sequence[str]
+    """Names and paths of what is not of VUA."""
+    long: bool
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        namespaces = [_describe(one, long=self.long) for one in self.contents]
+        return {"directory": self.directory, "namespaces": namespaces, "strays": len(self.strays)}
+
+    def show(self) -> None:
+        """Print one row per namespace, and with ``long`` one per chunk."""
+        if not self.contents:
+            print(f"{self.directory}: no namespaces")
+        if len(self.contents) > 1:
+            chunks, nbytes = (
+                sum(getattr(one, name) for one in self.contents) for name in ("chunks", "nbytes")
+            )
+            count = f"{len(self.contents)} namespaces, {chunks:,} chunks, {size(nbytes)}"
+            line("", f"{self.directory}: {count}")
+        if self.contents:
+            head = ["namespace", "model", "dtype", " chunk", " chunks", " files", " size", "newest"]
+            table(head, [_row(one) for one in self.contents])
+        for one in self.contents if self.long else ():
+            _show_chunks(one)
+        print_strays(self.strays)
+
+
+def _describe(content: Content, *, long: bool) -> dict[str, object]:
+    found = content.description
+    report: dict[str, object] = {
+        "namespace": found.name,
+        "description": content.state,
+        "identity": found.identity and found.identity.describe(),
+        "layout": found.layout and found.layout.describe(),
+        "further_groups": [group.describe() for group in found.layouts[1:]],
+        "chunks": content.chunks,
+        "files": content.files,
+        "nbytes": content.nbytes,
+        "newest_s": content.newest_s,
+    }
+    if long:
+        report["entries"] = [
+            {"path": one.path, "nbytes": one.nbytes, "modified_s": one.modified_s}
+            for one in content.entries
+        ]
+    return report
+
+
+def _row(content: Content) -> list[object]:
+    layout = content.description.layout
+    return [
+        content.description.name[:SHORT],
+        content.model if layout is not None else f"({content.state} description)",
+        layout.dtype if layout is not None else "-",
+        layout.chunk_tokens if layout is not None else "-",
+        content.chunks,
+        content.files,
+        size(content.nbytes),
+        when(content.newest_s) if content.newest_s is not None else "-",
+    ]
+
+
+def _show_chunks(content: Content) -> None:
+    """Print a row for each chunk."""
+    print()
+    line("", f"{content.description.path}  {content.model}".rstrip())
+    if not content.entries:
+        print("no chunks")
+        return
+    chunks: dict[str, list[Item]] = defaultdict(list)
+    for item in content.entries:
+        chunks[item.chunk].append(item)
+    rows = [
+        [
+            chunk,
+            " ".join(str(one.shard and one.shard.name) for one in items),
+            size(sum(one.nbytes for one in items)),
+            when(max(one.modified_s for one in items)),
+        ]
+        for chunk, items in chunks.items()
+    ]
+    table(["chunk", "shards", " size", "newest"], rows)
+
+
+def ls(directory: str, *, long: bool = False, sort: str = "name") -> Listing:
+    """List the namespaces of a cache; ``sort`` is one of SORTS.
+
+    Raises ConfigError for a directory of something else.
+    """
+    catalog = open_catalog(directory)
+    found, others = catalog.contents()
+    if others and not found and catalog.is_foreign():
+        raise ConfigError(f"{directory}: no cache of VUA, {len(others)} other names; name a cache")
+    with progress() as show:
+        contents = [catalog.content(one, show, long=long) for one in found]
+    strays = others + [f"{one.description.name}/{path}" for one in contents for path in one.strays]
+    if sort != "name":
+        contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
+        contents.reverse()
+    return Listing(directory, contents, strays, long)

@@ -1,0 +1,500 @@
+"""`vua export` and `vua import`: chosen prefixes as one portable file.
+
+Export reads and verifies, and changes nothing. Memory does not grow with what is read: a file is
+checked block by block, and then copied so. One that is as long as no file of its namespace can be
+is not read at all. Of a bucket the objects of one chunk are held in memory.
+
+Import verifies each file wholly, in memory, before a byte of it is written; then it is published as
+any writer does it: into a namespace whose identity gives its name, after its prefix, within the
+bounds, and never over what is there. An archive proves that it is whole and that each file is what
+it says. It does not prove who computed it: take archives only from whom you would let write to the
+cache. Its form is in :mod:`vua.cli.archive`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import re
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO, Final, cast
+
+import numpy as np
+
+from vua.capacity.scan import AFTER, Show
+from vua.catalog.base import NO_KEYS, NamespaceCatalog, OpenFile, resolve
+from vua.catalog.check import Checker, Place, check_open
+from vua.catalog.opening import open_catalog
+from vua.cli.archive import Member, Reader, Writer, file_sizes
+from vua.cli.output import DAMAGED, SHORT, SOUND, Report, line, plain, progress, size
+from vua.cli.owner import as_owner
+from vua.cli.prompt import prompt_ids, prompt_keys, read_ids
+from vua.errors import (
+    ConfigError,
+    CorruptEntryError,
+    EntryError,
+    ForeignEntryError,
+    InputError,
+    LayoutError,
+    StorageError,
+    UntrustedError,
+)
+from vua.format.entry import EntryCodec
+from vua.format.header import AUTHENTIC, ENCRYPTED
+from vua.format.keys import ChunkKey, KeyChain
+from vua.format.layout import Shard, payload_map
+from vua.format.parse import EntryInfo, parse_entry
+from vua.io.header_plan import header_plan
+from vua.native import Transfer
+from vua.security.settings import Security
+from vua.storage.base import Batch, entry_name
+from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
+from vua.storage.local import SUFFIX, chunk_path
+from vua.storage.location import Location
+from vua.storage.problems import explained
+from vua.store.entry_writer import EntryWriter
+from vua.store.opening import create_namespace, open_namespace
+from vua.store.store import Store
+
+__all__ = ["ExportChoice", "Exported", "Imported", "export", "import_"]
+
+_DESCRIPTION: Final = re.compile(rf"([0-9a-f]{{64}})/{re.escape(DESCRIPTION)}")
+_INSIDE: Final = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})/([a-z0-9.-]{1,100})")
+_MOST_PROBLEMS: Final = 20
+
+
+# -- export ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportChoice:
+    """What `vua export` is to take."""
+
+    names: Sequence[str] = ()
+    """First digits of chunks (each with its prefix) or of namespaces (all of it)."""
+    following: bool = False
+    """Also what follows the chunks that are named."""
+    tokens: str | None = None
+    """File of a prompt's token ids: what is stored of it, in every namespace."""
+    prompt: str | None = None
+    """File of its text, in place of ``tokens``; needs ``model`` for its tokenizer."""
+    model: str | None = None
+    salt: str = ""
+    everything: bool = False
+    security: Security = NO_KEYS
+    """The keys that the prompt's chunks are named with; what is sealed is exported as it is."""
+
+
+@dataclass(slots=True)
+class _Written:
+    chunks: int = 0
+    files: int = 0
+    nbytes: int = 0
+    namespaces: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Exported(Report):
+    """What was written to an archive."""
+
+    directory: str
+    file: str
+    done: _Written
+
+    @property
+    def code(self) -> int:
+        """Whether nothing was left out."""
+        return DAMAGED if self.done.problems else SOUND
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        return {"directory": self.directory, "file": self.file, **asdict(self.done)}
+
+    def show(self) -> None:
+        """Print what was left out, and how much was written."""
+        out = sys.stderr if self.file == "-" else sys.stdout
+        for text in self.done.problems:
+            print(plain(f"left out: {text}"), file=out)
+        print(f"{self.file}: {self.done.chunks} chunks, {size(self.done.nbytes)}", file=out)
+
+
+def export(directory: str, file: str, choice: ExportChoice, *, as_json: bool = False) -> Exported:
+    """Write what is chosen to ``file`` (``-``: stdout); exit status 1 if some was damaged.
+
+    A file appears under its name when it is whole, and never in place of another one. Raises
+    ConfigError, InputError, StorageError.
+    """
+    if bool(choice.names) + bool(choice.tokens or choice.prompt) + choice.everything != 1:
+        raise ConfigError("say what to export: names, or a prompt (--tokens, --prompt), or --all")
+    if file == "-" and as_json:
+        raise ConfigError("the archive goes to stdout, and so would --json; name a file")
+    done = _Written()
+    try:
+        catalog = open_catalog(directory)
+        with progress() as show, catalog.namespaces(show) as (found, _):
+            wanted = _wanted(found, choice, show)
+            if not any(wanted.values()):
+                text = "nothing of that is stored: there is nothing to export; see `vua explain`"
+                raise ConfigError(text)
+            with _created(file) as stream:
+                _write(wanted, Writer(stream), done, show)
+    except OSError as problem:
+        if isinstance(problem, (StorageError, BrokenPipeError)):
+            raise
+        raise explained(problem, str(problem.filename or directory)) from problem
+    return Exported(directory, file, done)
+
+
+def _wanted(
+    found: Sequence[NamespaceCatalog], choice: ExportChoice, show: Show
+) -> dict[NamespaceCatalog, list[str]]:
+    """The chunks of each namespace, parents before children, each once."""
+    wanted: dict[NamespaceCatalog, dict[str, None]] = {}
+    if choice.tokens or choice.prompt:
+        ids = read_ids(choice.tokens) if choice.tokens else prompt_ids(
+            choice.prompt or "-", choice.model
+        )  # fmt: skip
+        for source in found:
+            security = replace(choice.security, trusted_uids="any")  # names are all it reads
+            namespace = open_namespace(source.description.path, security=security)
+            if namespace is not None:
+                keys, _ = prompt_keys(namespace, ids, choice.salt)
+                wanted[source] = dict.fromkeys(_leading(source, keys))
+        return {source: list(chunks) for source, chunks in wanted.items()}
+    targets = [resolve(found, name) for name in choice.names] or [(one, "") for one in found]
+    for source, chunk in targets:
+        chunks = wanted.setdefault(source, {})
+        if not chunk:
+            chunks.update(dict.fromkeys(source.in_order(show)))
+            continue
+        prefix = [*source.ancestors(chunk)][::-1]
+        chunks.update(dict.fromkeys(prefix))
+        if choice.following:
+            chunks.update(dict.fromkeys(source.descendants(chunk, show)))
+    return {source: list(chunks) for source, chunks in wanted.items()}
+
+
+def _leading(source: NamespaceCatalog, keys: KeyChain) -> Iterator[str]:
+    for place in range(len(keys)):
+        name = keys[place].name
+        if not source.holds(name):
+            return
+        yield name
+
+
+def _write(
+    wanted: dict[NamespaceCatalog, list[str]], writer: Writer, done: _Written, show: Show
+) -> None:
+    total = sum(map(len, wanted.values()))
+    for source, chunks in wanted.items():
+        if not chunks:
+            continue
+        if source.description.layout is None:
+            done.problems.append(f"{source.name}: {DESCRIPTION} is missing or damaged")
+            continue
+        done.namespaces.append(source.name)
+        with source.opened(DESCRIPTION) as file:
+            data = file.stream.read(MAX_DESCRIPTION_NBYTES)
+        writer.add(f"{source.name}/{DESCRIPTION}", data)
+        kept: set[str] = set()
+        for chunk in chunks:
+            _write_chunk(source, chunk, writer, done, kept)
+            show(source.name[:SHORT], done.chunks, total, amount=done.nbytes)
+    writer.close()
+
+
+def _write_chunk(
+    source: NamespaceCatalog, chunk: str, writer: Writer, done: _Written, kept: set[str]
+) -> None:
+    """Add a chunk whose files are all sound and whose prefix is there too."""
+    path = chunk_path(chunk)
+    names = source.listed(chunk)
+    marks = [name for name in names if name.startswith(AFTER)]
+    before = marks[0][len(AFTER) :] if marks else ""
+    with contextlib.ExitStack() as stack:
+        files: list[tuple[str, OpenFile, object]] = []
+        try:
+            for name in names:
+                shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
+                layout = source.description.layout_of(shard)
+                if shard is None or layout is None:
+                    continue
+                file = stack.enter_context(source.opened(f"{path}/{name}"))
+                state = file.state()
+                info = _checked(file, EntryCodec(source.name, layout, shard), chunk)
+                before = before or (info.parent if info.start else "")
+                files.append((name, file, state))
+        except FileNotFoundError:
+            return  # evicted this moment; what follows has no prefix then
+        except (EntryError, LayoutError, OSError) as problem:
+            done.problems.append(f"{source.name}/{path}: {problem}")
+            return
+        if not files or (before and before not in kept):
+            return
+        for name in marks[:1]:
+            writer.add(f"{source.name}/{path}/{name}", b"")
+        for name, file, state in files:
+            done.nbytes += writer.add_file(f"{source.name}/{path}/{name}", file.stream)
+            done.files += 1
+            if file.state() != state:
+                raise StorageError(errno.EIO, f"{path}/{name} was changed while it was exported")
+    done.chunks += 1
+    kept.add(chunk)
+
+
+def _checked(file: OpenFile, codec: EntryCodec, chunk: str) -> EntryInfo:
+    """What a file says that is wholly sound and belongs here. Raises EntryError, OSError."""
+    sizes = file_sizes(codec)
+    if file.nbytes not in sizes:
+        msg = f"{file.nbytes} bytes long, expected {' or '.join(map(str, sizes))}"
+        raise CorruptEntryError(msg)
+    found = check_open(file, Place(codec.namespace, chunk, codec.shard, codec.layout))
+    if found.outcome == "sound" and found.info is not None:
+        return found.info
+    text = "; ".join(found.reasons)
+    if found.outcome == "error":
+        raise OSError(errno.EIO, text)
+    raise CorruptEntryError(text) if found.outcome == "corrupt" else ForeignEntryError(text)
+
+
+@contextlib.contextmanager
+def _created(file: str) -> Iterator[BinaryIO]:
+    """A file that appears under its name when all went well, or stdout."""
+    if file == "-":
+        yield sys.stdout.buffer
+        return
+    path = Path(file)
+    if os.path.lexists(path):
+        msg = f"{file}: it exists; remove it or name another file"
+        raise ConfigError(msg)
+    temporary = path.with_name(f".{path.name[:100]}-{secrets.token_hex(4)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as stream:  # noqa: PTH123
+            yield stream
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# -- import ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Taken:
+    written: int = 0
+    present: int = 0
+    """There already; left as they are."""
+    refused: int = 0
+    """For which there was no room, or whose prefix is not there."""
+    nbytes: int = 0
+    namespaces: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Imported(Report):
+    """What was taken in."""
+
+    directory: str
+    file: str
+    done: _Taken
+
+    @property
+    def code(self) -> int:
+        """Whether all was taken in, or was there."""
+        return DAMAGED if self.done.problems or self.done.refused else SOUND
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        return {"directory": self.directory, "file": self.file, **asdict(self.done)}
+
+    def show(self) -> None:
+        """Print what was not taken, and how much was."""
+        done = self.done
+        for text in done.problems[:_MOST_PROBLEMS]:
+            line("not taken", text)
+        if len(done.problems) > _MOST_PROBLEMS:
+            print(f"and {len(done.problems) - _MOST_PROBLEMS} more")
+        if done.refused:
+            print(f"{done.refused} files found no room, or no prefix to follow; see `vua du`")
+        written = f"{done.written} files written, {size(done.nbytes)}"
+        print(f"{self.directory}: {written}; {done.present} were there")
+
+
+def import_(directory: str, file: str) -> Imported:
+    """Take in an archive; exit status 1 if some of it was damaged or found no room.
+
+    ``file`` may be ``-`` for stdin. Root takes it in as the directory's owner. Raises InputError
+    for what is no archive, ConfigError, StorageError.
+    """
+    done = _Taken()
+    try:
+        with ExitStack() as stack:
+            show = stack.enter_context(progress())
+            stream, total = cast(BinaryIO, sys.stdin.buffer), 0
+            if file != "-":
+                stream = stack.enter_context(Path(file).open("rb"))
+                total = os.fstat(stream.fileno()).st_size
+            stack.enter_context(as_owner(directory))
+            catalog = open_catalog(directory, create=True)
+            catalog.claim()
+            _Taker(catalog.place, Reader(stream), done, stack).run(show, total)
+    except OSError as problem:
+        if isinstance(problem, StorageError):
+            raise
+        raise explained(problem, str(problem.filename or directory)) from problem
+    return Imported(directory, file, done)
+
+
+class _Taker:
+    """Takes members in, one after the other."""
+
+    def __init__(self, root: Location, reader: Reader, done: _Taken, stack: ExitStack) -> None:
+        self._root, self._reader, self._done, self._stack = root, reader, done, stack
+        self._checker = Checker()
+        self._stores: dict[str, list[Store]] = {}
+        self._before: dict[tuple[str, str], str] = {}
+        self._ends: dict[tuple[str, str], int | None] = {}
+        """Of chunks that are there: the position behind their last token, None for no chunk."""
+
+    def run(self, show: Show, total: int) -> None:
+        """Take everything in; what is not to be had is a problem, not an error.
+
+        ``total`` are the bytes of the archive, 0 where that is not known.
+        """
+        done, read_nbytes = self._done, 0
+        try:
+            for member in self._reader.members():
+                try:
+                    self._take(member)
+                except (ConfigError, EntryError, LayoutError) as problem:
+                    done.problems.append(f"{member.name}: {problem}")
+                read_nbytes += member.nbytes
+                show(member.name[:SHORT], read_nbytes, total, amount=read_nbytes)
+        except LayoutError:
+            raise
+        except InputError as problem:  # what came before is whole, each file by itself
+            done.problems.append(str(problem))
+
+    def _take(self, member: Member) -> None:
+        if match := _DESCRIPTION.fullmatch(member.name):
+            self._open(match[1], member)
+            return
+        match = _INSIDE.fullmatch(member.name)
+        if match is None:
+            msg = "no name that a cache has"
+            raise ConfigError(msg)
+        namespace, _, chunk, name = match.groups()
+        if name.startswith(AFTER) and re.fullmatch("[0-9a-f]{64}", name[len(AFTER) :]):
+            if (
+                self._before.setdefault((namespace, chunk), name[len(AFTER) :])
+                != name[len(AFTER) :]
+            ):
+                msg = "another chunk was said to come before this one"
+                raise ConfigError(msg)
+            return
+        shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
+        if shard is None:
+            msg = "no name that a cache has"
+            raise ConfigError(msg)
+        self._take_file(namespace, chunk, shard, member)
+
+    def _open(self, namespace: str, member: Member) -> None:
+        """Make or open the namespace that is described."""
+        if member.nbytes > MAX_DESCRIPTION_NBYTES:
+            msg = f"{member.nbytes} bytes are too long for a description"
+            raise ConfigError(msg)
+        identity, layouts = parse_description(bytes(self._reader.read()))
+        if identity.namespace != namespace:
+            msg = f"it describes namespace {identity.namespace[:SHORT]}"
+            raise ConfigError(msg)
+        if namespace not in self._stores:
+            stores = create_namespace(self._root, identity, layouts).stores
+            self._stack.callback(stores[0].close)  # one capacity for all
+            self._stores[namespace] = stores
+            self._done.namespaces.append(namespace)
+
+    def _take_file(self, namespace: str, chunk: str, shard: Shard, member: Member) -> None:
+        stores = self._stores.get(namespace, ())
+        store = next((one for one in stores if one.layout.group == shard.group), None)
+        if store is None:
+            msg = f"no sound {DESCRIPTION} of its namespace came before it"
+            raise ConfigError(msg)
+        codec = store.codec(shard)
+        sizes = file_sizes(codec)
+        if member.nbytes not in sizes:
+            msg = f"{member.nbytes} bytes long, expected {' or '.join(map(str, sizes))}"
+            raise ConfigError(msg)
+        data = self._reader.read()
+        check = self._checker.check_bytes(
+            memoryview(data), Place(namespace, chunk, shard, store.layout)
+        )
+        info = check.info
+        if check.outcome != "sound" or info is None:
+            raise ConfigError("; ".join(check.reasons))
+        before = self._before.get((namespace, chunk), "") if info.start else ""
+        key = info.key._replace(previous=bytes.fromhex(before))
+        self._write(store, key, shard, info.kind, data)
+
+    def _write(self, store: Store, key: ChunkKey, shard: Shard, kind: str, data: bytearray) -> None:
+        done, before = self._done, key.before.hex()
+        if before and (end := self._end(store, before)) != key.start:
+            if end is not None:
+                msg = f"the chunk before it ends at token {end}, this one begins at {key.start}"
+                raise ConfigError(msg)
+            done.refused += 1
+            return
+        if store.storage.exists([entry_name(key.name, shard)], len(data))[0]:
+            done.present += 1
+        else:
+            codec, array = store.codec(shard, kind), np.frombuffer(data, dtype=np.uint8)
+            header, payload = np.split(array, [codec.header_nbytes])
+            memory = payload_map(store.layout, shard, payload.ctypes.data, payload, 1)
+            if not EntryWriter(store, memory, shard=shard).copy(key, header, kind):
+                done.refused += 1
+                return
+            done.written += 1
+            done.nbytes += len(data)
+        self._ends[store.namespace, key.name] = key.stop
+
+    def _end(self, store: Store, chunk: str) -> int | None:
+        """Where a chunk ends that was taken in before, or has been in the directory all the time.
+
+        A chunk that follows itself, over however many others, cannot come of it.
+        """
+        known = (store.namespace, chunk)
+        if self._ends.get(known) is None:
+            self._ends[known] = _stored_end(store, chunk)
+        return self._ends[known]
+
+
+def _stored_end(store: Store, chunk: str) -> int | None:
+    """The end that a stored chunk's header tells; None where none does."""
+    kinds = ("", AUTHENTIC, ENCRYPTED)
+    for shard, kind in itertools.product(store.shards(chunk), kinds):
+        with suppress(OSError, EntryError, UntrustedError, LayoutError):
+            header = _stored_header(store, store.codec(shard, kind), chunk)
+            return parse_entry(header).stop
+    return None
+
+
+def _stored_header(store: Store, codec: EntryCodec, chunk: str) -> bytes:
+    """The header of one entry, which nobody has judged; one as long as ``codec`` says.
+
+    Raises CorruptEntryError for an entry of another length, UntrustedError, OSError.
+    """
+    plan = header_plan(codec.file_nbytes, codec.header_nbytes)
+    batch = Batch.of([entry_name(chunk, codec.shard)], Transfer(plan, (), (), ()))
+    filled = store.storage.read(batch)
+    if filled.problem is not None:
+        raise filled.problem
+    return bytes(batch.headers[0])

@@ -1,0 +1,436 @@
+"""`vua du`, `gc`, `ttl`, `rm`, `pin`, `adopt`: how large a cache is and may be, and what goes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Final
+
+from vua.capacity.evictor import PINNED_SHARE
+from vua.capacity.limits import Limits
+from vua.catalog.base import NO_KEYS, Adoption, Collection, Removal, Use, key_ids, resolve
+from vua.catalog.opening import open_catalog
+from vua.cli.output import (
+    DAMAGED,
+    SHORT,
+    SOUND,
+    Output,
+    Report,
+    cost,
+    plain,
+    print_strays,
+    progress,
+    requests_of,
+    size,
+    table,
+    when,
+)
+from vua.cli.owner import asking
+from vua.cli.values import duration
+from vua.errors import ConfigError
+from vua.security.settings import Security
+from vua.storage.mark import MARK
+
+__all__ = ["adopt", "du", "gc", "pins", "rm", "ttl"]
+
+_SHOWN: Final = 20
+
+
+# -- du -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Occupied(Report):
+    """What a cache takes."""
+
+    directory: str
+    use: Use
+    counts: Mapping[str, int]
+    """Requests that were sent, by kind."""
+    monthly_dollars: float | None
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        use = self.use
+        return {
+            "directory": self.directory,
+            "nbytes": use.nbytes,
+            "chunks": use.chunks,
+            "exact": use.exact,
+            "bounds": asdict(use.bounds),
+            "limits": dict(use.limits),
+            "free_nbytes": use.free_nbytes,
+            "strays": len(use.strays),
+            **requests_of(self.counts),
+            "monthly_dollars": self.monthly_dollars,
+            "namespaces": [
+                {
+                    **asdict(one),
+                    "oldest_s": one.oldest_ns and one.oldest_ns / 1e9,
+                    "newest_s": one.newest_ns and one.newest_ns / 1e9,
+                }
+                for one in use.namespaces
+            ],
+        }
+
+    def show(self) -> None:
+        """Print a row per namespace, and a line for all."""
+        use = self.use
+        if use.namespaces:
+            head = ["namespace", " chunks", " size", " pinned", " quarantine", " leftovers"]
+            rows = [
+                [
+                    *(one.namespace[:SHORT], one.chunks, size(one.nbytes), one.pinned),
+                    *(size(one.quarantine), size(one.leftovers)),
+                    *("-" if at is None else when(at / 1e9)
+                      for at in (one.oldest_ns, one.newest_ns)),
+                ]
+                for one in use.namespaces
+            ]  # fmt: skip
+            table([*head, "least recently used", "last used"], rows)
+        about, most = "" if use.exact else "about ", use.limits["max_bytes"]
+        text = f"{self.directory}: {use.chunks} chunks, {about}{size(use.nbytes)}"
+        text += "" if most is None else f" of at most {size(most)}"
+        text += "" if use.free_nbytes is None else f"; {size(use.free_nbytes)} of the disk free"
+        print(plain(text + cost(self.counts)))
+        print_strays(use.strays)
+        if self.monthly_dollars is not None:
+            dollars = f"${self.monthly_dollars:.2f}"
+            print(f"storage: {dollars} a month at S3's list price; others' prices differ")
+
+
+def du(directory: str, *, quick: bool = False) -> Occupied:
+    """Tell what a cache occupies, by namespace; ``quick``: from a sample, where that is cheaper."""
+    catalog = open_catalog(directory)
+    with progress() as show:
+        use = (catalog.quick_use() if quick else None) or catalog.use(show)
+    dollars = catalog.monthly_dollars(use.nbytes)
+    return Occupied(directory, use, dict(catalog.counts), dollars)
+
+
+# -- gc -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Collected(Report):
+    """What a pass deleted, and what is left."""
+
+    directory: str
+    dry_run: bool
+    done: Collection
+    counts: Mapping[str, int]
+
+    @property
+    def code(self) -> int:
+        """Whether it is within its limits, with nothing left undone."""
+        return SOUND if self.done.within and not self.done.problems else DAMAGED
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        done = self.done
+        gone = [freed for name, freed in done.deleted.items() if name != "leftovers"]
+        return {
+            "directory": self.directory,
+            "dry_run": self.dry_run,
+            "within": done.within,
+            "chunks": done.chunks,
+            "nbytes": done.nbytes,
+            "exact": done.exact,
+            "free_nbytes": done.free_nbytes,
+            "limits": dict(done.limits),
+            "deleted": {
+                "chunks": sum(freed.chunks for freed in gone),
+                "nbytes": sum(freed.nbytes for freed in gone),
+                **{name: freed._asdict() for name, freed in done.deleted.items()},
+            },
+            "emptied_namespaces": done.emptied,
+            "pinned_nbytes": done.pinned_nbytes,
+            "seconds": round(done.seconds, 3),
+            "problems": done.problems,
+            "strays": len(done.strays),
+        }
+
+    def show(self) -> None:
+        """Print what went and why, and what is left."""
+        done, limits = self.done, self.done.limits
+        rows = [
+            (name.replace("_", " "), freed.chunks, size(freed.nbytes))
+            for name, freed in done.deleted.items()
+        ]
+        table(["would be deleted" if self.dry_run else "deleted", " chunks", " size"], rows)
+        left = "would be left" if self.dry_run else "left"
+        text = f"{self.directory}: {done.chunks} chunks, {size(done.nbytes)} {left}, "
+        text += f"{'within' if done.within else 'BEYOND'} its bounds"
+        most, least = limits["max_bytes"], limits["min_free_bytes"]
+        text += "" if most is None else f" of {size(most)}"
+        if least is not None and done.free_nbytes is not None:
+            free = size(done.free_nbytes)
+            text += f" with {size(least)} of the disk left free ({free} are)"
+        print(plain(f"{text}; {done.seconds:.1f} s{cost(self.counts)}"))
+        inodes = limits["min_free_inodes"]
+        if done.free_inodes is not None and inodes is not None and done.free_inodes < inodes:
+            print(
+                f"{done.free_inodes} inodes of the file system are free, {inodes} are to be left "
+                "(min_free_inodes)"
+            )
+        if done.emptied:
+            print(f"{done.emptied} empty namespaces deleted")
+        for problem in done.problems:
+            print(problem)
+        print_strays(done.strays)
+
+
+def gc(
+    directory: str,
+    said: Limits,
+    *,
+    keep: bool = False,
+    quick: bool = False,
+    lost_keys: bool = False,
+    dry_run: bool = False,
+    yes: bool = False,
+    security: Security = NO_KEYS,
+) -> Collected:
+    """Bring a cache within its bounds and sweep it; exit status 1 if it stays beyond them.
+
+    With ``keep`` what is ``said`` goes into ``bounds.json``; with ``lost_keys`` what is sealed with
+    none of the keys that ``security`` names is deleted; with ``dry_run`` nothing is changed. Exit
+    status 1 also where pins keep some of that. Raises ConfigError, before anything is changed,
+    where these keys are not all to be had.
+    """
+    catalog = open_catalog(directory)
+    catalog.claim()
+    lost = partial(key_ids, security) if lost_keys else None
+    if lost is not None:
+        lost()
+    elif security != NO_KEYS:
+        raise ConfigError("keys are given, and nothing to do with them: did you mean --lost-keys?")
+    with progress() as show:
+        done = catalog.collect(
+            said, keep=keep, quick=quick, lost=lost, dry_run=dry_run, ask=asking(yes=yes), show=show
+        )
+    return Collected(directory, dry_run, done, dict(catalog.counts))
+
+
+# -- ttl ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Life(Report):
+    """How long unused chunks live."""
+
+    directory: str
+    ttl_s: float | None
+    chunks_with_their_own: int
+    is_kept: bool
+    """Whether those of their own are kept to."""
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        own = self.chunks_with_their_own
+        return {"directory": self.directory, "ttl_s": self.ttl_s, "chunks_with_their_own": own}
+
+    def show(self) -> None:
+        """Print it."""
+        now = self.ttl_s
+        text = (
+            "no time to live" if now is None else f"unused chunks are deleted after {duration(now)}"
+        )
+        own = self.chunks_with_their_own
+        if self.is_kept:
+            print(plain(f"{self.directory}: {text}; {own} chunks have a time to live of their own"))
+            return
+        print(plain(f"{self.directory}: {text}, by `vua gc` and the bucket's lifecycle rule"))
+        if own:
+            print(f"{own} chunks came with a time to live of their own, which is not kept here")
+
+
+def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> Life:
+    """Tell, set or (``off``) lift the time without use after which chunks are deleted."""
+    catalog = open_catalog(directory)
+    if off or seconds is not None:
+        catalog.claim()
+        catalog.keep({"ttl_s": None if off else Limits(ttl_s=seconds).ttl_s})
+    return Life(directory, catalog.bounds().ttl_s, catalog.own_ttls(), catalog.keeps_own_ttls)
+
+
+# -- pin ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned(Report):
+    """What pins hold, or have released."""
+
+    directory: str
+    pins: Sequence[Mapping[str, object]]
+    released: bool
+    nbytes: int
+    """That these pins hold, or all of them."""
+    most_nbytes: int | None
+    """That stay when room is needed; None: all of them."""
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        return {"directory": self.directory, "unpinned" if self.released else "pinned": self.pins}
+
+    def show(self) -> None:
+        """Print a row for each pin."""
+        rows = [(str(one["namespace"])[:SHORT], one["chunk"], one["chunks"]) for one in self.pins]
+        if rows:
+            table(
+                ["namespace", "chunk", f" chunks {'released' if self.released else 'held'}"], rows
+            )
+        else:
+            print(f"{self.directory}: nothing is pinned")
+        if self.most_nbytes is not None and self.nbytes > self.most_nbytes:
+            print(
+                f"these pins hold {size(self.nbytes)}, and no more than {size(self.most_nbytes)} "
+                f"({PINNED_SHARE:.0%} of the limit) stays when room is needed: what was not used "
+                "for longest goes all the same"
+            )
+
+
+def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> Pinned:
+    """Pin chunks with their prefixes, unpin them, or (no names) tell what is pinned."""
+    catalog = open_catalog(directory)
+    if names:
+        catalog.claim()
+    elif remove:
+        raise ConfigError("name the chunks to unpin; `vua pin DIR` lists what is pinned")
+    found: list[dict[str, object]] = []
+    held: dict[str, list[str]] = {}
+    with progress() as show, catalog.namespaces(show) as (spaces, _):
+        for name in names:
+            space, chunk = resolve(spaces, name)
+            if not chunk:
+                text = f"{name} is a namespace; pin a chunk, which keeps its whole prefix"
+                raise ConfigError(text)
+            count = space.unpin(chunk) if remove else space.pin(chunk)
+            found.append({"namespace": space.name, "chunk": chunk, "chunks": count})
+            held.setdefault(space.name, []).append(chunk)
+        if not names:
+            found = [
+                {"namespace": space.name, "chunk": chunk, "chunks": count}
+                for space in spaces
+                for chunk, count in space.pins().items()
+            ]
+        nbytes = 0
+        if not remove:
+            some = [(space, held.get(space.name) if names else None) for space in spaces]
+            nbytes = sum(
+                space.pinned_nbytes(chunks) for space, chunks in some if chunks or not names
+            )
+        return Pinned(directory, found, remove, nbytes, catalog.pins_may_hold())
+
+
+# -- rm -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Removed(Report):
+    """What was deleted, and what was kept."""
+
+    directory: str
+    dry_run: bool
+    done: Removal
+
+    @property
+    def code(self) -> int:
+        """Whether all went."""
+        return DAMAGED if self.done.kept or self.done.left else SOUND
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        done = self.done
+        return {
+            "directory": self.directory,
+            "chunks": done.chunks,
+            "nbytes": done.nbytes,
+            "objects": done.objects,
+            "kept": done.kept,
+            "strays": len(done.strays),
+            "dry_run": self.dry_run,
+        }
+
+    def show(self) -> None:
+        """Print it."""
+        done, word = self.done, "would be removed" if self.dry_run else "removed"
+        print(plain(f"{self.directory}: {done.chunks} chunks {word}, {size(done.nbytes)}"))
+        if done.kept:
+            print(f"{done.kept} pinned chunks stay; --pinned removes these too")
+        print_strays(done.strays)
+
+
+def rm(
+    directory: str, names: Sequence[str] = (), *, everything: bool = False, force: bool = False,
+    dry_run: bool = False, yes: bool = False,
+) -> Removed:  # fmt: skip
+    """Delete chunks with all that follows them, or namespaces; exit status 1 if pins kept some.
+
+    With ``dry_run`` it only tells what would go. What is not of VUA stays.
+    """
+    catalog = open_catalog(directory)
+    catalog.claim()
+    if everything == bool(names):
+        raise ConfigError("name what to remove, or say --all")
+    with progress() as show:
+        done = catalog.remove(
+            *(names,), everything=everything, force=force, dry_run=dry_run,
+            ask=asking(yes=yes), show=show,
+        )  # fmt: skip
+    if done.left:
+        print(f"{directory}: {done.left}", file=sys.stderr)
+    return Removed(directory, dry_run, done)
+
+
+# -- adopt ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted(Report):
+    """What a place holds that is a cache now."""
+
+    directory: str
+    found: Adoption
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        found = self.found
+        return {
+            "directory": self.directory,
+            "was_marked": found.was_marked,
+            "namespaces": found.namespaces,
+            "chunks": found.chunks,
+            "nbytes": found.nbytes,
+            "others": found.others,
+        }
+
+    def show(self) -> None:
+        """Print whether it got its mark now."""
+        print(plain(f"{self.directory}: {'has' if self.found.was_marked else 'got'} its {MARK}"))
+
+
+def adopt(directory: str, *, yes: bool, output: Output) -> Adopted:
+    """Tell what a place holds, ask, and mark it. Raises ConfigError where that is not wanted.
+
+    What is no namespace of VUA stays as it is, now and later.
+    """
+
+    def ask(found: Adoption) -> None:
+        if output.is_for_people:
+            _show_contents(directory, found)
+        asking(yes=yes)(f"Let VUA delete in {directory} what it has written itself?")
+
+    return Adopted(directory, open_catalog(directory).adopt(ask))
+
+
+def _show_contents(directory: str, found: Adoption) -> None:
+    about = "" if found.exact else "about "
+    weight = f"{about}{found.chunks} chunks, {size(found.nbytes or 0)}"
+    print(f"{directory}: {len(found.namespaces)} namespaces of VUA, {weight}")
+    for name in found.others[:_SHOWN]:
+        print(plain(f"not of VUA, stays untouched: {name}"))
+    if len(found.others) > _SHOWN:
+        print(f"and {len(found.others) - _SHOWN} more")

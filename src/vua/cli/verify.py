@@ -1,0 +1,306 @@
+"""`vua verify` and `vua inspect`: whether files are what they say, and what they say.
+
+What is met is reported, and the rest is looked at all the same. Of files that are sealed with one
+of the keys given `verify` also proves that somebody with that key wrote them. It changes nothing,
+unless it is to repair: then what is damaged or foreign is taken out of sight (into `quarantine/`,
+or deleted when that is full), as a reader does it. What others have replaced meanwhile stays, and
+so does a file with further names (hard links): no reader takes it, and the next save puts a new one
+in its place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from vua.capacity.scan import Show
+from vua.catalog.base import NO_KEYS, resolve
+from vua.catalog.check import OUTCOMES, Check, Checker, Place, Verification
+from vua.catalog.file import check_at
+from vua.catalog.opening import open_catalog
+from vua.cli.output import (
+    DAMAGED,
+    SHORT,
+    SOUND,
+    UNUSABLE,
+    Report,
+    facts,
+    line,
+    plain,
+    progress,
+    size,
+    table,
+    when,
+)
+from vua.errors import ConfigError
+from vua.format.entry import FORMAT
+from vua.format.parse import EntryInfo
+from vua.security.keyring import KnownKeys
+from vua.security.settings import Security
+from vua.storage.description import Description
+from vua.storage.local import SUFFIX
+
+__all__ = ["Inspected", "Verified", "inspect", "verify"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verified(Report):
+    """What was found out about a cache."""
+
+    directory: str
+    share: float
+    """Of the chunks, that was read."""
+    results: Sequence[Verification]
+    strays: Sequence[str]
+    ids: frozenset[str]
+    """The keys that were given."""
+
+    @property
+    def code(self) -> int:
+        """Whether nothing is damaged any more."""
+        return DAMAGED if any(one.damaged for one in self.results) else SOUND
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        return {
+            "directory": self.directory,
+            "sound": self.code == SOUND,
+            "share": self.share,
+            "namespaces": [_describe(one) for one in self.results],
+            "stray": list(self.strays),
+        }
+
+    def show(self) -> None:
+        """Print a row per namespace, a line per problem, and what lies there beside entries."""
+        if self.results:
+            head = ["namespace", "model", *(f" {outcome}" for outcome in OUTCOMES), " size"]
+            table(head, [_row(one) for one in self.results])
+        else:
+            print(f"{self.directory}: no namespaces")
+        for one in self.results:
+            for path, outcome, reason in one.problems:
+                line(outcome, f"{one.namespace.path}/{path}: {reason}")
+            if one.later:
+                path, reason = one.later[0]
+                more = f" (and {len(one.later) - 1} more)" * (len(one.later) > 1)
+                print(plain(f"left as it is: {one.namespace.path}/{path}: {reason}{more}"))
+        removed = sum(one.removed for one in self.results)
+        if removed:
+            print(f"{removed} taken out of sight; the next save writes them anew, `vua gc` removes")
+            print("what followed them and is out of reach meanwhile")
+        for one in self.results:
+            _show_sealed(one, self.ids)
+            _show_others(one)
+        if self.strays:
+            names = ", ".join(f"{self.directory}/{name}" for name in self.strays)
+            print(f"not of a cache: {plain(names)}")
+        if self.share < 1:
+            print(f"a random {self.share:.1%} of the chunks were read")
+
+
+def _model(result: Verification) -> str | None:
+    identity = result.namespace.identity
+    return None if identity is None else identity.name or identity.model
+
+
+def _describe(result: Verification) -> dict[str, object]:
+    others = {
+        kind: [{"path": one.path, "nbytes": one.nbytes} for one in result.others.get(kind, [])]
+        for kind in ("temporary", "quarantined", "stray")
+    }
+    return {
+        "namespace": result.namespace.name,
+        "model": _model(result),
+        "description": result.state,
+        **{outcome: result.counts[outcome] for outcome in OUTCOMES},
+        "nbytes": result.nbytes,
+        "plain": result.plain,
+        "sealed": dict(result.sealed),
+        "authentic": dict(result.authentic),
+        "removed": result.removed,
+        "later": [{"path": path, "reason": reason} for path, reason in result.later],
+        "problems": [
+            {"path": path, "outcome": outcome, "reason": reason}
+            for path, outcome, reason in result.problems
+        ],
+        **others,
+    }
+
+
+def _row(result: Verification) -> list[object]:
+    return [
+        result.namespace.name[:SHORT],
+        _model(result) or f"({result.state} description)",
+        *(result.counts[outcome] for outcome in OUTCOMES),
+        size(result.nbytes),
+    ]
+
+
+def _show_sealed(result: Verification, ids: frozenset[str]) -> None:
+    name = result.namespace.name[:SHORT]
+    for key_id, count in sorted(result.sealed.items()):
+        told = "checked for damage; who wrote them needs the key"
+        if key_id in ids:
+            told = f"{result.authentic[key_id]} of them proved to be written with it"
+        print(f"{name}: {count} files are sealed with key {key_id}: {told}")
+    if ids and result.plain:
+        print(f"{name}: {result.plain} files are not sealed: nothing proves who wrote them")
+
+
+def _show_others(result: Verification) -> None:
+    name = result.namespace.name[:SHORT]
+    if temporary := result.others.get("temporary"):
+        age_s = max(0.0, time.time() - min(one.modified_s for one in temporary))
+        total = size(sum(one.nbytes for one in temporary))
+        print(f"{name}: {len(temporary)} temporary files, {total}, the oldest {age_s:.0f} s old")
+    if quarantined := result.others.get("quarantined"):
+        total = size(sum(one.nbytes for one in quarantined))
+        print(f"{name}: {len(quarantined)} damaged files kept in quarantine, {total}")
+    for one in result.others.get("stray", ()):
+        print(f"not of a cache: {plain(f'{result.namespace.path}/{one.path}')}")
+
+
+def verify(
+    directory: str,
+    *,
+    repair: bool = False,
+    part: float = 1.0,
+    security: Security = NO_KEYS,
+    show: Show | None = None,
+) -> Verified:
+    """Check everything in a cache.
+
+    With ``repair`` the exit status is 0 where all that was damaged could be taken out of sight.
+    ``part`` is the share of the chunks to read, chosen at random; ``show`` is told how far it is,
+    by default a terminal is. Raises ConfigError where a key of ``security`` cannot be used.
+    """
+    keys = KnownKeys(security)
+    catalog = open_catalog(directory)
+    if repair:
+        catalog.claim()
+    found, strays = catalog.contents()
+    with progress() if show is None else nullcontext(show) as told:
+        results = [catalog.verify(one, keys, part, told, repair=repair) for one in found]
+    return Verified(directory, part, results, strays, keys.ids)
+
+
+# -- inspect --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected(Report):
+    """What files say and are."""
+
+    found: Sequence[tuple[str, Check, Description | None, Place]]
+    """Each file, with what its namespace says and what its place says of it."""
+
+    @property
+    def code(self) -> int:
+        """The worst of what was found."""
+        outcomes = {check.outcome for _, check, _, _ in self.found}
+        return UNUSABLE if "error" in outcomes else DAMAGED if outcomes - {"sound"} else SOUND
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        return [_describe_file(file, check) for file, check, _, _ in self.found]
+
+    def show(self) -> None:
+        """Print a block for each file."""
+        for number, (file, check, namespace, place) in enumerate(self.found):
+            print(end="\n" * bool(number))
+            facts(file, _lines(check, namespace, place))
+
+
+def inspect(files: Sequence[str]) -> Inspected:
+    """Look at files.
+
+    Where the first of ``files`` is a directory, the others are first digits of its chunks' names:
+    all files of these are meant. Raises ConfigError where no chunk is called so.
+    """
+    if Path(files[0]).is_dir():
+        files = list(_named(files[0], files[1:]))
+    checker = Checker()
+    return Inspected([(file, *check_at(file, checker)) for file in files])
+
+
+def _named(directory: str, names: Sequence[str]) -> Iterator[str]:
+    """The files of the chunks that are called so in a cache's directory."""
+    if not names:
+        text = f"{directory} is a directory; name a chunk of it, as `vua ls --long` shows"
+        raise ConfigError(text)
+    catalog = open_catalog(directory)
+    with progress() as show, catalog.namespaces(show) as (found, _):
+        for space, chunk in (resolve(found, name) for name in names):
+            if not chunk:
+                raise ConfigError(f"{space.name} is a namespace; name one of its chunks")
+            folder = f"{catalog.place}/{space.name}/{chunk[:2]}/{chunk}"
+            yield from (f"{folder}/{name}" for name in space.listed(chunk) if name.endswith(SUFFIX))
+
+
+def _lines(check: Check, namespace: Description | None, place: Place) -> list[tuple[str, str]]:
+    lines = _statements(check.info, namespace) if check.info else [("size", size(check.nbytes))]
+    if check.codec:
+        lines.append(("compressed", f"to {size(check.nbytes)} by {check.codec}"))
+    known = [name for name in ("namespace", "chunk", "shard", "layout") if getattr(place, name)]
+    against = f"the file itself, and its place's {', '.join(known)}" if known else "the file itself"
+    lines.append(("checked", f"{against}: {'all agree' if check.outcome == 'sound' else 'not so'}"))
+    lines.append(("verdict", check.outcome))
+    return lines + [("reason", reason) for reason in check.reasons]
+
+
+def _statements(info: EntryInfo, namespace: Description | None) -> list[tuple[str, str]]:
+    layout, shard = info.layout, info.shard
+    named = namespace.identity if namespace is not None else None
+    model = f"  (model {named.name or named.model})" if named is not None else ""
+    arrays = " and ".join(
+        f"{name} [{shard.heads} heads, {shard.layers} layers, {layout.chunk_tokens} tokens, {dim}]"
+        for name, dim in zip("KV", layout.dims, strict=False)
+    )
+    payload = info.file_nbytes - info.header_nbytes
+    layers = f"layers {shard.layer_start}-{shard.layer_stop} of {layout.layers}"
+    heads = f"KV heads {shard.head_start}-{shard.head_stop} of {layout.kv_heads}"
+    seal = f"{info.kind} with key {info.seal_info.key_id}: whose it is only that key can tell"
+    parts = f"{size(info.file_nbytes)}: header {size(info.header_nbytes)}, K/V {size(payload)}"
+    return [
+        ("format", info.seal_info.format if info.kind else FORMAT),
+        *([("sealed", seal)] if info.kind else []),
+        ("namespace", info.namespace + model),
+        ("chunk", info.prefix_hash),
+        ("parent", info.parent or "none: it is the first chunk of a prompt"),
+        ("tokens", f"{info.start} to {info.stop}"),
+        ("shard", f"{layers}, {heads}"),
+        ("arrays", f"{layout.dtype}: {arrays}"),
+        ("created", f"{when(info.created)} by {info.writer or 'nobody it names'}"),
+        ("size", parts),
+        ("checksums", f"{len(info.checksums)} xxh3-64"),
+    ]
+
+
+def _describe_file(file: str, check: Check) -> dict[str, object]:
+    report: dict[str, object] = {
+        "file": file,
+        "outcome": check.outcome,
+        "reasons": list(check.reasons),
+        "nbytes": check.nbytes,
+    }
+    if (info := check.info) is not None:
+        report |= {
+            "namespace": info.namespace,
+            "prefix_hash": info.prefix_hash,
+            "parent": info.parent or None,
+            "tokens": [info.start, info.stop],
+            "shard": info.shard.name,
+            "layout": info.layout.describe(),
+            "created_s": info.created,
+            "writer": info.writer,
+            "header_nbytes": info.header_nbytes,
+            "file_nbytes": info.file_nbytes,
+            "codec": check.codec or None,
+            "seal": info.kind or None,
+            "key": info.seal_info.key_id or None,
+            "checksums": [f"{value:016x}" for value in info.checksums.tolist()],
+        }
+    return report

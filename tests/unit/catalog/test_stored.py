@@ -1,0 +1,179 @@
+"""Mirrors `vua.catalog.stored` and `vua.catalog.listed`: new storages get the commands of `vua`."""
+
+from __future__ import annotations
+
+import json
+import time
+import unittest
+from unittest import mock
+
+import numpy as np
+
+from commands import CliTest, run, run_json
+from conformance.sqlite_storage import SQLiteStorage
+from helpers import flip
+from vua.capacity.limits import Limits
+from vua.capacity.scan import silent
+from vua.catalog import opening
+from vua.catalog.base import Catalog
+from vua.catalog.stored import StorageCatalog
+from vua.errors import ConfigError
+from vua.io.header_plan import header_plan
+from vua.native import Transfer
+from vua.storage.base import WRITTEN, Batch
+from vua.storage.description import Description, read_description
+from vua.storage.memory import MemoryStorage
+
+
+class Kept:
+    """Limits in memory."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.limits = Limits()
+
+    def read(self) -> Limits:
+        """Return them."""
+        return self.limits
+
+    def write(self, limits: Limits) -> None:
+        """Replace them."""
+        self.limits = limits
+
+
+class StoredTest(CliTest):
+    """The entries of a directory, in a database for each namespace."""
+
+    URL = "sqlite://here"
+
+    def setUp(self) -> None:
+        """Copy them, and let commands open them."""
+        super().setUp()
+        self.spaces = [path for path in sorted(self.root.iterdir()) if len(path.name) == 64]
+        self.storages: dict[str, SQLiteStorage] = {}
+        for space in self.spaces:
+            storage = SQLiteStorage(self.root / f"{space.name}.db")
+            self.addCleanup(storage.close)
+            self.storages[space.name] = storage
+            for file in sorted(space.rglob("*.safetensors")):
+                self.copy(storage, f"{file.parent.name}/{file.stem}", file.read_bytes())
+        self.kept = Kept()
+        openers = mock.patch.dict(opening.openers)
+        self.enterContext(openers)
+        opening.register("sqlite", self.open)
+
+    def open(self, where: str, *, create: bool) -> Catalog:
+        """Open the databases as a catalog."""
+        self.assertFalse(create)
+        return StorageCatalog(where, self.storages, self.describe, self.kept)
+
+    def describe(self, name: str) -> Description:
+        """What the directory says of a namespace."""
+        return read_description(self.root / name)
+
+    def copy(self, storage: SQLiteStorage, name: str, data: bytes) -> None:
+        """Write an entry as it is."""
+        plan = header_plan(len(data), len(data))
+        batch = Batch.of([name], Transfer(plan, (), (), ()))
+        batch.headers[0] = np.frombuffer(data, dtype=np.uint8)
+        self.assertEqual([WRITTEN], list(storage.write(batch).statuses))
+
+    def chunks(self) -> list[str]:
+        """The chunks of the longer prompt, front to back."""
+        found = {}
+        for file in self.entries():
+            found[run_json("inspect", file)[1][0]["tokens"][0]] = file.parent.name
+        return [found[start] for start in sorted(found)]
+
+    def count(self) -> int:
+        """How many chunks are stored."""
+        return sum(len(list(one.list())) for one in self.storages.values())
+
+    def test_ls_and_du(self) -> None:
+        """They tell what the directory tells, but for its marks."""
+        for words in (["ls"], ["ls", "-l"], ["top", "--once", "--interval", "0.01"]):
+            code, there = run_json(words[0], self.URL, *words[1:])
+            _, here = run_json(words[0], self.root, *words[1:])
+            self.assertEqual(0, code)
+            for one, other in zip(there["namespaces"], here["namespaces"], strict=True):
+                self.assertEqual(other["namespace"], one["namespace"])
+                self.assertEqual(other["chunks"], one["chunks"])
+        code, use = run_json("du", self.URL)
+        nbytes = sum(file.stat().st_size for file in self.files())
+        self.assertEqual((0, 4, nbytes), (code, use["chunks"], use["nbytes"]))
+
+    def test_rm(self) -> None:
+        """A chunk goes with what follows it, and a namespace as a whole."""
+        _, second, _ = self.chunks()
+        self.assertEqual(2, run_json("rm", self.URL, second, "--dry-run")[1]["chunks"])
+        self.assertEqual(4, self.count())
+        self.assertEqual((0, 2), (run("rm", self.URL, second)[0], self.count()))
+        self.assertEqual((0, 0), (run("rm", self.URL, "--all")[0], self.count()))
+
+    def test_pins_and_gc(self) -> None:
+        """A pin holds a chunk and its prefix against both, until it is lifted."""
+        _, second, _ = self.chunks()
+        self.assertEqual(2, run_json("pin", self.URL, second)[1]["pinned"][0]["chunks"])
+        self.assertEqual([2], [one["chunks"] for one in run_json("pin", self.URL)[1]["pinned"]])
+        code, report = run_json("gc", self.URL, "--max-bytes", "0")
+        self.assertEqual((1, 2, 2), (code, report["deleted"]["evicted"]["chunks"], self.count()))
+        self.assertEqual(1, run("rm", self.URL, "--all")[0])
+        self.assertEqual(0, run("pin", self.URL, second, "--remove")[0])
+        self.assertEqual((0, 0), (run("gc", self.URL, "--max-bytes", "0")[0], self.count()))
+
+    def test_gc_takes_leaves_first(self) -> None:
+        """A chunk stays for as long as one that follows it."""
+        order = self.chunks()
+        for left in (3, 2, 1):
+            total = run_json("du", self.URL)[1]["nbytes"]
+            self.assertEqual(0, run("gc", self.URL, "--max-bytes", f"{total - 1}B")[0])
+            kept = {entry.name[:64] for one in self.storages.values() for entry in one.list()}
+            self.assertEqual(left, self.count())
+            prompt = [name in kept for name in order]
+            self.assertEqual(sorted(prompt, reverse=True), prompt)
+
+    def test_ttl(self) -> None:
+        """It is kept with the cache, and `gc` keeps to it."""
+        self.assertEqual(0, run("ttl", self.URL, "1d")[0])
+        self.assertEqual(86400, run_json("ttl", self.URL)[1]["ttl_s"])
+        self.assertEqual(0, run_json("gc", self.URL)[1]["deleted"]["chunks"])
+        with mock.patch("vua.catalog.listed.time.time", return_value=time.time() + 2 * 86400):
+            self.assertEqual(4, run_json("gc", self.URL)[1]["deleted"]["expired"]["chunks"])
+
+    def test_verify(self) -> None:
+        """What is damaged is found, and goes with --repair."""
+        self.assertEqual(0, run("verify", self.URL)[0])
+        file = self.entries()[0]
+        flip(file, 4200)
+        name = f"{file.parent.name}/{file.stem}"
+        storage = self.storages[file.parents[2].name]
+        storage.delete(name)
+        self.copy(storage, name, file.read_bytes())
+        self.assertEqual(1, run("verify", self.URL)[0])
+        self.assertEqual((0, 3), (run("verify", self.URL, "--repair")[0], self.count()))
+
+    def test_events(self) -> None:
+        """Routers are told what is stored."""
+        out = run("events", self.URL)[1]
+        told = {json.loads(line)["block_hashes"][0] for line in out.splitlines()}
+        self.assertLessEqual(set(self.chunks()), told)
+
+    def test_without_pins(self) -> None:
+        """A storage that keeps no pins, or a cache that keeps no limits, says so."""
+        name = next(one for one in self.storages if len(list(self.storages[one].list())) == 3)
+        plain = MemoryStorage()
+        for entry in self.storages[name].list():
+            file = next(self.root.rglob(f"{entry.name[:64]}/*.safetensors"))
+            self.copy(plain, entry.name, file.read_bytes())  # type: ignore[arg-type]
+        catalog = StorageCatalog("memory", {name: plain}, self.describe)
+        with (
+            catalog.namespaces(silent) as ((space,), _),
+            self.assertRaisesRegex(ConfigError, "keeps no pins"),
+        ):
+            space.pin(self.chunks()[0])
+        with self.assertRaisesRegex(ConfigError, "keeps no limits"):
+            catalog.keep({"ttl_s": 1.0})
+
+
+if __name__ == "__main__":
+    unittest.main()
