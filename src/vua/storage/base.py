@@ -181,7 +181,7 @@ class Entry(NamedTuple):
     nbytes: int
     """Bytes that it takes: fewer than are read of it where it is compressed."""
     last_used_s: float
-    """Seconds since 1970, of the last write or :meth:`Storage.touch`."""
+    """Seconds since 1970, of the last write, or of a use where a storage notes these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +251,6 @@ class Storage(Protocol):
         crash leaves each entry as it was or new as a whole. Raises nothing for the state of the
         storage: that is in the answer.
         """
-        ...
-
-    def touch(self, names: Sequence[str]) -> None:
-        """Note that entries are used now, where they are there; raises nothing."""
         ...
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:

@@ -467,12 +467,6 @@ class LocalStorage:
             self._dead = True
             self.follow(doubt=True)
 
-    def touch(self, names: Sequence[str]) -> None:
-        """Set the files' times."""
-        for name in names:
-            with contextlib.suppress(OSError):
-                os.utime(entry_path(name), dir_fd=self._fd, follow_symlinks=False)
-
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Move a file to ``quarantine/`` (a few are kept there for a look), or delete it."""
         chunk, _, shard = name.partition("/")

@@ -77,13 +77,6 @@ class MemoryStorage:
             statuses.append(WRITTEN)
         return Written(statuses)
 
-    def touch(self, names: Sequence[str]) -> None:
-        """Note the time."""
-        with self._lock:
-            for name in names:
-                if name in self._entries:
-                    self._entries[name] = *self._entries[name][:2], time.time()
-
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Forget an entry."""
         with self._lock:

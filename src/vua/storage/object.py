@@ -334,15 +334,6 @@ class ObjectStorage:
                 self._compression.moved(len(data), time.monotonic() - began_s)
         return WRITTEN
 
-    def touch(self, names: Sequence[str]) -> None:
-        """Write objects anew at the server, some at a time: there are no times to set."""
-
-        def renew(key: str) -> None:
-            with suppress(OSError):
-                self._bucket.renew(key)
-
-        self._bucket.each(renew, [key for name in names for key in self._keys(name)])
-
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Delete an object; with ``if_version`` after a look whether it is still that one.
 

@@ -45,7 +45,7 @@ class Travels(Protocol):
 class TieredStorage:
     """One namespace in several places; see :class:`vua.storage.base.Storage` for its promises.
 
-    Times are those of the nearest place, and only there entries are touched.
+    Times are those of the nearest place.
     """
 
     def __init__(self, near: LocalStorage, far: Sequence[Storage], where: str) -> None:
@@ -166,10 +166,6 @@ class TieredStorage:
             pairs = zip(batch.names, written.statuses, strict=True)
             self.travels.wrote([name for name, became in pairs if became == WRITTEN])
         return written
-
-    def touch(self, names: Sequence[str]) -> None:
-        """Set times in the nearest place."""
-        self.near.touch(names)
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Delete an entry where the version says that it was read, or everywhere."""

@@ -105,9 +105,6 @@ class StorageConformance(_Case):
     shared = True
     """Whether what is opened anew in the same directory has what was written there before."""
 
-    time_step_s = 0.05
-    """By how much the times of two entries have to differ for that to be seen."""
-
     def open_storage(self, directory: Path) -> Storage:
         """Return the storage for one namespace, below a directory that exists and is its own."""
         raise NotImplementedError(directory)
@@ -236,15 +233,6 @@ class StorageConformance(_Case):
         mine = {one.name for one in self.storage.list(f"{self.keys[0].name}/")}
         self.assertEqual({self.names[0], entry_name(self.keys[0].name, part.shard)}, mine)
         self.assertEqual([], list(self.storage.list(f"{'0' * 64}/")))
-
-    def test_touch(self) -> None:
-        """What is used is younger than what was written at the same time; others stay."""
-        self.save(self.keys[:2])
-        time.sleep(self.time_step_s)
-        self.storage.touch([self.names[1], self.names[4]])
-        used_s = {one.name: one.last_used_s for one in self.storage.list()}
-        self.assertEqual({*self.names[:2]}, {*used_s})
-        self.assertGreater(used_s[self.names[1]], used_s[self.names[0]])
 
     # -- changes ------------------------------------------------------------------------------
 

@@ -47,10 +47,6 @@ class FaultyStorage:
         """List."""
         return self.inner.list(prefix)
 
-    def touch(self, names: Sequence[str]) -> None:
-        """Note."""
-        self.inner.touch(names)
-
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Fail, or take out of sight."""
         return "remove" not in self.fail and self.inner.delete(name, if_version)

@@ -113,10 +113,6 @@ class ThrottledStorage:
         """Write entries."""
         return self.storage.write(batch)
 
-    def touch(self, names: Sequence[str]) -> None:
-        """Note that entries are used."""
-        self.storage.touch(names)
-
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Take an entry out of sight."""
         return self.storage.delete(name, if_version)
