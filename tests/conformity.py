@@ -281,3 +281,36 @@ def mutated(rng: random.Random, entry: Entry, others: Sequence[Entry]) -> bytes:
 
 
 ODD = b'0123456789abcdefABCDEF",:{}[] \t\n\x00\xff-.'
+
+
+def text_mutated(rng: random.Random, text: bytes, others: Sequence[bytes]) -> bytes:
+    """A namespace.json with a random change: of a byte, of a word or of a part."""
+    data, at, size = bytearray(text), rng.randrange(len(text)), rng.randrange(1, 40)
+    other = rng.choice(others)
+    changes: list[Callable[[], object]] = [
+        lambda: data.__setitem__(at, data[at] ^ 1 << rng.randrange(8)),
+        lambda: data.__setitem__(at, rng.choice(ODD)),
+        lambda: data.__delitem__(slice(at, at + rng.choice((1, size, len(text))))),
+        lambda: data.__setitem__(slice(at, at), text[at : at + size]),
+        lambda: data.__setitem__(slice(None), other),
+        lambda: data.__setitem__(slice(None), replaced(rng, text)),
+    ]
+    rng.choice(changes)()
+    return bytes(data)
+
+
+def replaced(rng: random.Random, text: bytes) -> bytes:
+    """The text with another value or name of a member."""
+    members = list(re.finditer(rb'("\w+"): ("[^"]*"|\d+)', text))
+    found = rng.choice(members)
+    if rng.random() < 0.3:
+        return text[: found.start()] + b'"new": 1, ' + text[found.start() :]
+    return text[: found.start(2)] + rng.choice(VALUES) + text[found.end(2) :]
+
+
+VALUES = [
+    *(b'"vua.namespace.v2"', b'"vua.identity.v12"', b'"vua.identity.v0"', b'"vua.namespace.v01"'),
+    *(b"0", b"-1", b"1", b"3", b"65536", b"65537", b"16777217", b"99999", b"100000", b"1e400"),
+    *(b"true", b"null", b"[]", b"{}", b'""', b'"w5"', b'"q5"', b'"w0"', b'"BF16"', b'"F4"'),
+    *(b'"neox"', b'"\\u00e9"', b'"\\ud800"', b'"\xc3\xa9"', b'"\xff"', b'"__proto__"'),
+]

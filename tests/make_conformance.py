@@ -450,6 +450,13 @@ def descriptions() -> list[dict[str, str]]:
             "above the limit: nothing may be allocated for it",
         ),
         (
+            "100,000 KV heads",
+            text.replace('"kv_heads": 2', '"kv_heads": 100000'),
+            "damaged",
+            "names of shards have five digits",
+        ),
+        ("a byte order mark", "\ufeff" + text, "damaged", "UTF-8 without a mark"),
+        (
             "format 2",
             text.replace("vua.namespace.v1", "vua.namespace.v2"),
             "later",

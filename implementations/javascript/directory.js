@@ -4,7 +4,7 @@ import fs from "node:fs";
 import os from "node:os";
 import path from "node:path";
 import { randomBytes } from "node:crypto";
-import { GROUP, ITEMSIZE, Miss, checkLayout, demand, laterForm, parseShard, planOf, read, shardName, sizesOf, wholeShard, written } from "./entry.js";
+import { GROUP, ITEMSIZE, Miss, checkLayout, demand, laterForm, parseShard, planOf, read, shardName, sizesOf, textOf, wholeShard, written } from "./entry.js";
 import { chunkKeys, identityOf, namespaceOf } from "./keys.js";
 import { sealOf } from "./seal.js";
 
@@ -58,11 +58,11 @@ function checkKnown(described) {
   }
 }
 
-/** `{ identity, layouts }` of the text of a namespace.json in the directory `name`; throws a Miss. */
-export function parseDescription(text, name) {
+/** `{ identity, layouts }` of the bytes of a namespace.json in the directory `name`; throws a Miss. */
+export function parseDescription(bytes, name) {
   let described;
   try {
-    described = JSON.parse(text);
+    described = JSON.parse(textOf(bytes));
   } catch (problem) {
     throw new Miss("damaged", `not JSON: ${problem.message}`);
   }
@@ -77,13 +77,13 @@ export function parseDescription(text, name) {
   demand(identity.chunk_tokens >= 1 && identity.chunk_tokens <= 65536, "chunk_tokens out of range");
   demand(["", "neox", "interleaved"].includes(identity.rope), "an unknown rope");
   demand(namespaceOf(identity) === identity.namespace, "the identity has another digest");
-  demand(identity.namespace === name, "it describes another namespace", "foreign");
   demand(Array.isArray(further) && further.length < 64, "groups out of range");
   const layouts = [layout, ...further];
   for (const one of layouts) {
     demand(isObject(one) && has(one, LAYOUT) && typeof one.dtype === "string" && typeof (one.group ?? "") === "string", "not a layout");
     checkLayout(one);
   }
+  demand(identity.namespace === name, "it describes another namespace", "foreign");
   return { identity, layouts };
 }
 
@@ -157,7 +157,7 @@ export class Namespace {
 
   /** The namespace `name` below `root`, as its namespace.json says; throws a Miss. */
   static open(root, name, options) {
-    const { identity, layouts } = parseDescription(bytesOf(root, [name, "namespace.json"], 1 << 20).toString(), name);
+    const { identity, layouts } = parseDescription(bytesOf(root, [name, "namespace.json"], 1 << 20), name);
     return new Namespace(root, identity, layouts, options);
   }
 

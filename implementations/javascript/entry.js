@@ -224,12 +224,15 @@ const FORMATS = ["vua.entry.v1", "vua.sealed.v1", "vua.sealed.v2"];
 const MEMBERS = "format namespace shard layers kv_heads prefix_hash parent tokens created writer check".split(" ");
 const ARRAYS = ["__metadata__", "checksums", "tags", "k", "v"];
 
+/** The text of bytes in UTF-8; throws an Error where they are not. */
+export const textOf = (data) => new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(data);
+
 export function jsonHeader(data) {
   demand(data.length >= 8, "too short");
   const length = data.readBigUInt64LE(0);
   demand(length <= BigInt(Math.min(MAX_HEADER, data.length - 8)), "a header that is longer than it may be");
   try {
-    const header = JSON.parse(new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(data.subarray(8, 8 + Number(length))));
+    const header = JSON.parse(textOf(data.subarray(8, 8 + Number(length))));
     demand(header !== null && typeof header === "object" && !Array.isArray(header), "the header is not an object");
     return header;
   } catch (problem) {

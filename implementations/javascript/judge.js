@@ -4,7 +4,7 @@ import { createHash } from "node:crypto";
 import fs from "node:fs";
 import { Miss, parseShard, read, sizesOf, verify, written } from "./entry.js";
 import { plainOf } from "./compressed.js";
-import { Namespace } from "./directory.js";
+import { Namespace, neededChunks, parseDescription } from "./directory.js";
 import { configDigest, namespaceOf, weightsDigest } from "./keys.js";
 import { sealOf } from "./seal.js";
 
@@ -66,6 +66,23 @@ function judge({ blob, entries, cases, writes, out }) {
   });
 }
 
+/** What a namespace.json in a directory of this name is: "right", "damaged", "later" or "foreign". */
+export function descriptionKind(bytes, directory) {
+  try {
+    parseDescription(bytes, directory);
+    return "right";
+  } catch (problem) {
+    if (!(problem instanceof Miss)) throw problem;
+    return problem.kind;
+  }
+}
+
+/** As `judge`, of bytes of a namespace.json. */
+function describe({ blob, cases, directory }) {
+  const bytes = fs.readFileSync(blob);
+  return cases.map(([, offset, length]) => descriptionKind(bytes.subarray(offset, offset + length), directory));
+}
+
 function namespaceIn({ root, layout, model, key, kind }) {
   const identity = { model, chunk_tokens: layout.chunk_tokens };
   return new Namespace(root, identity, [layout], key ? { key: Buffer.from(key, "hex"), kind } : {});
@@ -93,8 +110,8 @@ function get({ tokens, ...place }) {
   });
 }
 
-/** The namespace in which an engine stores what a model of this config computes. */
-function join({ config, weights, identity }) {
+/** The identity under which an engine stores what a model of this config computes, by the page's recipes. */
+function engineIdentity({ config, weights, identity }) {
   const groups = {};
   (config.layer_types ?? []).forEach((kind, layer) => {
     const group = kind === "sliding_attention" ? `w${config.sliding_window}` : "";
@@ -102,10 +119,30 @@ function join({ config, weights, identity }) {
   });
   const names = Object.keys(groups).sort();
   const more = names.some(Boolean) ? { "vua.groups": names.map((group) => [group, ...groups[group]]) } : {};
-  return [namespaceOf({ ...identity, model: configDigest({ ...config, ...more }), weights: weightsDigest(weights) })];
+  return { ...identity, model: configDigest({ ...config, ...more }), weights: weightsDigest(weights) };
 }
 
-const COMMANDS = { judge, put, get, join };
+/**
+ * Reads what an engine has stored of a prompt below `root`, and writes the chunks that its whole prefix needs below `to`,
+ * but for the first of those of the last group `without`. Returns the namespace and the files written.
+ */
+function copy({ root, to, tokens, without, ...model }) {
+  const identity = engineIdentity(model);
+  const from = Namespace.open(root, namespaceOf(identity));
+  const into = new Namespace(to, { ...identity, name: from.identity.name }, from.layouts);
+  into.create();
+  const keys = from.keys(tokens);
+  const wanted = from.layouts.flatMap((layout) => neededChunks(layout, tokens.length).map((chunk) => [chunk, layout]));
+  const left = without ? wanted.find(([, layout]) => layout === from.layouts.at(-1)) : null;
+  wanted.sort(([one], [other]) => one - other); // front to back
+  const written = wanted.filter((one) => one !== left).map(([chunk, layout]) => {
+    into.put(layout, keys[chunk], from.get(layout, keys[chunk]));
+    return `${chunk} ${layout.group ?? ""}`;
+  });
+  return [from.name, ...written];
+}
+
+const COMMANDS = { judge, describe, put, get, copy };
 
 if (process.argv[1]?.endsWith("judge.js")) {
   const [name, file] = process.argv.slice(2);

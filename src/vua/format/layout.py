@@ -39,6 +39,9 @@ _CHECKSUM_BLOCK_NBYTES: Final = 128 << 10
 _MAX_CELLS: Final = 1 << 20
 """Layers times KV heads, far beyond any model: what somebody claims must not fill the memory."""
 
+_MAX_COUNT: Final = 99_999
+"""Layers, and KV heads: five digits in the names of shards."""
+
 _MAX_CHUNK_TOKENS: Final = 1 << 16
 _MAX_DIM: Final = 1 << 24
 """Elements of one head's row, likewise."""
@@ -81,6 +84,9 @@ class KVLayout:
             if getattr(self, name) < 1:
                 msg = f"{name} must be at least 1, found {getattr(self, name)}"
                 raise LayoutError(msg)
+        if max(self.layers, self.kv_heads) > _MAX_COUNT:
+            msg = f"{self.layers} layers, {self.kv_heads} KV heads: expected at most {_MAX_COUNT}"
+            raise LayoutError(msg)
         if self.layers * self.kv_heads > _MAX_CELLS:
             msg = f"{self.layers} layers x {self.kv_heads} KV heads: expected at most {_MAX_CELLS}"
             raise LayoutError(msg)

@@ -215,7 +215,7 @@ def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
     anything else.
     """
     try:
-        described = json.loads(data)
+        described = json.loads(data.decode())  # of bytes, json guesses at UTF-16 and marks
         _check_known(described)
         found = described["format"]
         identity = Identity.from_description(described["identity"])

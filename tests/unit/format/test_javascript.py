@@ -19,14 +19,16 @@ import pytest
 import torch
 
 import conformity
+import make_golden
 from conformity import Entry, Judge, digest, golden_entries, mutated, random_entry
-from helpers import ROOT, DirectoryTest
+from helpers import ROOT, SOON_S, DirectoryTest
 from vua import cli
 from vua.config import VUAConfig
 from vua.core import VUA
-from vua.errors import CorruptEntryError
+from vua.errors import ConfigError, CorruptEntryError
 from vua.format.parse import LaterEntryError, parse_entry
 from vua.security.settings import Security
+from vua.storage.description import LaterDescriptionError, parse_description
 from vua.store.whole_entry import verified
 
 HERE = ROOT / "implementations" / "javascript"
@@ -65,6 +67,25 @@ def kind_of(data: bytes) -> str:
     return "sound"
 
 
+def differing(names: Sequence[str], ours: Sequence[str], theirs: Sequence[str]) -> list[str]:
+    """The first cases of which both implementations say something else."""
+    rows = zip(names, ours, theirs, strict=True)
+    return [f"{name}: VUA {one}, JavaScript {other}" for name, one, other in rows if one != other][
+        :5
+    ]
+
+
+def description_kind(data: bytes, directory: str) -> str:
+    """What VUA says of a namespace.json in a directory of this name."""
+    try:
+        identity, _ = parse_description(data)
+    except LaterDescriptionError:
+        return "later"
+    except ConfigError:
+        return "damaged"
+    return "right" if identity.namespace == directory else "foreign"
+
+
 def is_new_enough() -> bool:
     """Whether there is a node that the implementation runs with."""
     said = subprocess.check_output([NODE, "--version"], text=True) if NODE else "v0.0"
@@ -79,18 +100,17 @@ class JavaScriptTest(DirectoryTest):
 
     def ask(self, entries: Sequence[Entry], cases: Sequence[tuple[int, bytes]], **more: Any) -> str:
         """Let `judge.js` answer about bytes, each under the name of an entry."""
+        described = [entry.described() for entry in entries]
+        return self.run_command("judge", entries=described, **self.blob(cases), **more)
+
+    def blob(self, cases: Sequence[tuple[int, bytes]]) -> dict[str, Any]:
+        """Write bytes one after the other to a file; return how `judge.js` finds them."""
         places, at = [], 0
         with (self.root / "blob").open("wb") as blob:
             for which, data in cases:
                 places.append([which, at, len(data)])
                 at += blob.write(data)
-        questions = {
-            "blob": str(self.root / "blob"),
-            "entries": [entry.described() for entry in entries],
-            "cases": places,
-            **more,
-        }
-        return self.run_command("judge", **questions)
+        return {"blob": str(self.root / "blob"), "cases": places}
 
     def compare(self, entries: Sequence[Entry], cases: Sequence[tuple[int, bytes]]) -> list[str]:
         """See that both say the same of every case; return what VUA says."""
@@ -100,13 +120,8 @@ class JavaScriptTest(DirectoryTest):
             tool = "" if entries[which].is_compressed else kind_of(data)
             expected.append(f"{said} {tool}".strip())
         found = self.ask(entries, cases).splitlines()
-        self.assertEqual(len(expected), len(found))
-        differing = [
-            f"{at}: {entries[cases[at][0]].name}, VUA {one[:20]}, JavaScript {other[:20]}"
-            for at, (one, other) in enumerate(zip(expected, found, strict=True))
-            if one != other
-        ]
-        self.assertEqual([], differing[:10])
+        names = [f"{at}: {entries[which].name}" for at, (which, _) in enumerate(cases)]
+        self.assertEqual([], differing(names, expected, found))
         return expected
 
     def test_own_tests(self) -> None:
@@ -213,10 +228,15 @@ class JavaScriptTest(DirectoryTest):
     @pytest.mark.thorough
     @unittest.skipUnless(find_spec("transformers"), "transformers is not installed")
     def test_joins(self) -> None:
-        """It computes the namespaces in which engines store, from the page's recipes."""
+        """It finds and fills an engine's namespace, from the page's recipes and rules.
+
+        transformers stores a prompt. JavaScript copies the chunks that the page says are needed to
+        another directory, and transformers loads the prompt from there. Without one of them it
+        does not.
+        """
         import transformers
 
-        from vua.transformers import identity_of
+        from vua.transformers import PrefixCache, identity_of
 
         sizes = {
             "hidden_size": 64,
@@ -228,23 +248,51 @@ class JavaScriptTest(DirectoryTest):
         }
         kinds = ["sliding_attention", "full_attention", "sliding_attention"]
         gemma = {"head_dim": 16, "sliding_window": 40, "layer_types": kinds}
-        for made, config in (
-            (transformers.LlamaForCausalLM, transformers.LlamaConfig(**sizes)),
-            (transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**sizes, head_dim=16)),
-            (transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig(**sizes, **gemma)),
+        every, ids = [f"{n} " for n in range(6)], 3 + torch.arange(97)[None] % 61
+        for made, config, needed in (
+            (transformers.LlamaForCausalLM, transformers.LlamaConfig(**sizes), every),
+            (transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**sizes, head_dim=16), every),
+            (
+                transformers.Gemma3ForCausalLM,
+                transformers.Gemma3TextConfig(**sizes, **gemma),
+                sorted([*every, "3 w40", "4 w40", "5 w40"]),
+            ),
         ):
             with self.subTest(made.__name__):
-                path = self.root / made.__name__
-                made(config).save_pretrained(path, max_shard_size="100KB")
-                model = made.from_pretrained(path, dtype=torch.float32).eval()
-                text = model.config.get_text_config()
-                weights = [str(one) for one in sorted(path.glob("*.safetensors"))]
+                folder = self.root / made.__name__
+                made(config).save_pretrained(folder / "model", max_shard_size="100KB")
+                model = made.from_pretrained(folder / "model", dtype=torch.float32).eval()
+                weights = [str(one) for one in sorted((folder / "model").glob("*.safetensors"))]
                 self.assertLess(1, len(weights))
-                identity = {"kv_dtype": "F32", "rope": "neox", "chunk_tokens": 64}
-                said = self.run_command(
-                    "join", config=text.to_dict(), weights=weights, identity=identity
-                )
-                self.assertEqual(identity_of(model).namespace, said.strip())
+                cache = transformers.DynamicCache()
+                with torch.no_grad():
+                    model(ids, past_key_values=cache)
+                with PrefixCache(model, folder / "theirs", chunk_tokens=16) as prefixes:
+                    self.assertTrue(prefixes.ready(SOON_S))
+                    self.assertEqual(6, prefixes.save(ids, cache))
+                for without, tokens in ((False, 96), (True, 0)):
+                    said = self.run_command(
+                        "copy",
+                        root=str(folder / "theirs"),
+                        to=str(folder / f"ours {without}"),
+                        tokens=ids[0, :96].tolist(),
+                        config=model.config.get_text_config().to_dict(),
+                        weights=weights,
+                        identity={"kv_dtype": "F32", "rope": "neox", "chunk_tokens": 16},
+                        without=without,
+                    ).splitlines()
+                    self.assertEqual(identity_of(model, chunk_tokens=16).namespace, said[0])
+                    if not without:
+                        self.assertEqual(needed, sorted(said[1:]))
+                    with PrefixCache(model, folder / f"ours {without}", chunk_tokens=16) as ours:
+                        self.assertTrue(ours.ready(SOON_S))
+                        found = ours.load(ids)
+                    self.assertEqual(tokens, found.num_tokens)
+                    pairs = zip(found.cache.layers, cache.layers, strict=not without)
+                    for mine, layer in pairs:
+                        for kv in ("keys", "values"):
+                            one, other = (getattr(each, kv)[:, :, 57:96] for each in (mine, layer))
+                            self.assertTrue(torch.equal(one, other))
 
     def mutate(self, count: int, seed: int) -> None:
         """Compare what both make of files that were changed at random."""
@@ -263,6 +311,27 @@ class JavaScriptTest(DirectoryTest):
     def test_mutated(self) -> None:
         """Right or a miss: both say the same of 300 changed files."""
         self.mutate(300, SEED)
+
+    def test_mutated_descriptions(self) -> None:
+        """Both say the same of 1,000 changed namespace.json: right, foreign, damaged or later."""
+        golden = sorted(make_golden.GOLDEN.glob("*/namespace.json"))
+        texts = [path.read_bytes() for path in golden]
+        layout = b'\n  "group": "w8",\n  "layers"'
+        texts.append(
+            texts[0].rstrip(b"}\n")
+            + b'\n },\n "further_groups": [\n  {'
+            + texts[0].partition(b'"layout": {')[2].rstrip(b"}\n").replace(b'\n  "layers"', layout)
+            + b"\n  }\n ]\n}\n"
+        )
+        rng, name = random.Random(SEED), golden[0].parent.name
+        cases = [conformity.text_mutated(rng, rng.choice(texts), texts) for _ in range(1000)]
+        said = self.run_command(
+            "describe", directory=name, **self.blob([(0, one) for one in cases])
+        )
+        expected = [description_kind(one, name) for one in cases]
+        names = [repr(one) for one in cases]
+        self.assertEqual([], differing(names, expected, said.splitlines()))
+        self.assertEqual({"right", "foreign", "damaged", "later"}, set(expected))
 
     @pytest.mark.thorough
     def test_many_mutated(self) -> None:
