@@ -23,6 +23,13 @@ PROMPT_TOKENS: Final = 300
 SAME: Final = 1e-3
 """The largest distance of equal K and V relative to their length: float32 gives 1e-6."""
 
+SHARPER: Final = 6.0
+_OF_QUERIES: Final = (
+    *("q_proj", "k_proj", "qkv", "query_key_value"),
+    *("q_norm", "k_norm", "query_layernorm", "key_layernorm"),
+)
+"""Parts of the names of parameters that make queries and keys."""
+
 Edits = dict[str, Any]
 
 _KV: Final = {"num_key_value_heads": 2}
@@ -348,8 +355,11 @@ def _others(name: str, value: object) -> Iterator[object]:
         yield [0]
 
 
-def make(at: Path, model_type: str, edits: Edits) -> Path:
-    """A checkpoint with random weights; biases and the weights of norms are random, too."""
+def make(at: Path, model_type: str, edits: Edits, *, sharp: bool = False) -> Path:
+    """A checkpoint with random weights; biases and the weights of norms are random, too.
+
+    A sharp one attends to few tokens, so that caps and sinks matter.
+    """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
@@ -365,6 +375,8 @@ def make(at: Path, model_type: str, edits: Edits) -> Path:
             if parameter.ndim == 1:
                 noise = torch.randn(parameter.shape) * 0.2
                 parameter.copy_(noise + 1 if _is_norm(name) else noise)
+            if sharp and any(part in name for part in _OF_QUERIES):
+                parameter.mul_(SHARPER)
     model.save_pretrained(at)
     (at / "config.json").write_text(json.dumps(said))
     return at
@@ -374,38 +386,64 @@ def _is_norm(name: str) -> bool:
     return name.endswith(".weight")
 
 
-def meet(model_type: str, edits: Edits, folder: str) -> dict[str, Any]:
+def meet(
+    model_type: str, edits: Edits, folder: str, attention: str = "eager", *, sharp: bool = False
+) -> dict[str, Any]:
     """Compute K and V of a variant in both engines, in this process, which vLLM may fill.
 
     Returns what vLLM and transformers resolve the config to, and the largest distance of a layer's
     K or V, relative to their length; with "problem" where an engine refuses.
     """
+    path = make(Path(folder), model_type, edits, sharp=sharp)
+    said, theirs = _by_transformers(path, attention)
+    resolved, ours = _by_vllm(path, _prompt()[0].tolist())
+    return {"transformers": said, "vllm": _json(resolved), **_distance(ours, theirs)}
+
+
+def attend(model_type: str, edits: Edits, folder: str) -> dict[str, Any]:
+    """Compute K and V of a sharp variant in transformers, with eager attention and with torch's.
+
+    Returns what `meet` does, of both as transformers resolves the config to.
+    """
+    path = make(Path(folder), model_type, edits, sharp=True)
+    said, theirs = _by_transformers(path, "eager")
+    _, torchs = _by_transformers(path, "sdpa")
+    return {"transformers": said, **_distance(torchs, theirs)}
+
+
+def _prompt() -> torch.Tensor:
+    noise = torch.Generator().manual_seed(3)
+    return torch.randint(5, 250, (1, PROMPT_TOKENS), generator=noise)
+
+
+def _by_transformers(path: Path, attention: str) -> tuple[dict[str, Any], list[list[torch.Tensor]]]:
     import transformers
 
-    path = make(Path(folder), model_type, edits)
-    tokens = torch.randint(5, 250, (1, PROMPT_TOKENS), generator=torch.Generator().manual_seed(3))
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
+        path, dtype=torch.float32, attn_implementation=attention
     )
     model.eval()
     with torch.no_grad():
-        layers = model(tokens, past_key_values=_everything(model), use_cache=True).past_key_values
-    theirs = [
+        layers = model(
+            _prompt(), past_key_values=_everything(model), use_cache=True
+        ).past_key_values
+    found = [
         [part[0].transpose(0, 1).reshape(PROMPT_TOKENS, -1) for part in (each.keys, each.values)]
         for each in layers.layers
     ]
-    resolved, ours = _by_vllm(path, tokens[0].tolist())
-    found: dict[str, Any] = {"transformers": _json(model.config.to_dict()), "vllm": _json(resolved)}
-    if [[part.shape for part in layer] for layer in theirs] != [
-        [part.shape for part in layer] for layer in ours
-    ]:
-        return found | {"problem": "K and V have other shapes"}
+    return _json(model.config.to_dict()), found
+
+
+def _distance(ones: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> dict[str, Any]:
+    shapes = [[[part.shape for part in layer] for layer in each] for each in (ones, others)]
+    if shapes[0] != shapes[1]:
+        return {"problem": "K and V have other shapes"}
     far = [
         float((mine - other).norm() / other.norm())
-        for both in zip(ours, theirs, strict=True)
+        for both in zip(ones, others, strict=True)
         for mine, other in zip(*both, strict=True)
     ]
-    return found | {"distance": max(far) if not any(map(math.isnan, far)) else 1e9}
+    return {"distance": max(far) if not any(map(math.isnan, far)) else 1e9}
 
 
 def _everything(model: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from vua.format.config_digest import IGNORED_CONFIG_KEYS
 from vua.format.rope import rope_order, varies_with_length
 
-__all__ = ["facts", "unshared"]
+__all__ = ["facts", "unproven", "unshared"]
 
 _CODE: Final = "vua.code"
 """Code that came with the model's files runs, which no measurement covers."""
@@ -60,9 +60,22 @@ def unshared(config: Mapping[str, Any]) -> str:
         return ""
     if _CODE in config:
         return f"{kind} with Python code of its own"
+    nothing: dict[str, list[Any]] = {place: [] for place, _ in facts(config)}
+    found = unproven(config, nothing | proven)
+    return f"{kind} with {found}" if found else ""
+
+
+def unproven(config: Mapping[str, Any], places: Mapping[str, list[Any]]) -> str:
+    """Return the first fact of a config whose value is not among those of its place; "" if none is.
+
+    Args:
+        config: as `unshared` takes it.
+        places: by place of `facts` the values that were shown; a place that is missing may have
+            any.
+    """
     for place, value in facts(config):
-        if not _is_among(value, proven.get(place, [])):
-            return f"{kind} with {place}={json.dumps(value, default=str):.60}"
+        if place in places and not _is_among(value, places[place]):
+            return f"{place}={json.dumps(value, default=str):.60}"
     return ""
 
 

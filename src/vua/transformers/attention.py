@@ -1,41 +1,55 @@
 """Which attention of transformers computes what vLLM's does.
 
 Softmax over scaled products is what all implementations compute; soft caps, sinks and windows are
-what some leave out. So an implementation is left out of an identity only for the model types for
-which `tests/e2e/test_engines.py` compares its K and V with vLLM's, or which `vua.format.rope` says
-were compared by number.
+what some leave out. So an implementation is left out of an identity only for the model types, and
+for torch's function the values of their configs, for which K and V were compared: of transformers'
+own function and of torch's with vLLM's, and of these two with each other, in models whose attention
+is sharp (`tests/e2e/meeting.py`). ``attention.json`` says for which; the command ``python
+tests/make_shared_configs.py`` measures and writes it.
 """
 
 from __future__ import annotations
 
+import json
+from functools import cache
+from importlib.resources import files
 from typing import Any, Final
 
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from vua.format.shared_config import unproven
+
 __all__ = ["attention_functions", "attention_of", "is_compared"]
 
-EAGER: Final = frozenset({
-    "arcee", "cohere", "gemma2", "gemma3_text", "gpt_oss", "hunyuan_v1_dense", "hunyuan_v1_moe",
-    "llama", "mellum", "mistral", "opt", "qwen2", "qwen2_moe", "qwen3",
-})  # fmt: skip
-"""Model types whose own function was compared."""
-SDPA: Final = EAGER - {"gemma2", "gpt_oss"}
-"""Those of which torch's was: it drops Gemma 2's soft cap, and has no sinks."""
-
-_FUNCTIONS: Final = {
-    ("eager", "", "transformers.masking_utils.eager_mask"): EAGER,
-    (
-        "sdpa",
-        "transformers.integrations.sdpa_attention.sdpa_attention_forward",
-        "transformers.masking_utils.sdpa_mask",
-    ): SDPA,
-}
+_EAGER: Final = ("eager", "", "transformers.masking_utils.eager_mask")
+_SDPA: Final = (
+    "sdpa",
+    "transformers.integrations.sdpa_attention.sdpa_attention_forward",
+    "transformers.masking_utils.sdpa_mask",
+)
 
 
 def is_compared(model: Any) -> bool:  # noqa: ANN401
-    """Whether the attention with which a model runs was compared with vLLM's for its type."""
-    return model.config.get_text_config().model_type in _FUNCTIONS.get(attention_of(model), ())
+    """Whether the attention with which a model runs was compared with vLLM's for its config."""
+    text, compared = model.config.get_text_config(), _compared()
+    attention = attention_of(model)
+    if attention == _EAGER:
+        return text.model_type in compared["eager"]
+    if attention != _SDPA or text.model_type not in compared["sdpa"]:
+        return False
+    return not unproven(text.to_dict(), compared["sdpa"][text.model_type])
+
+
+@cache
+def _compared() -> dict[str, Any]:
+    """Return the types of which transformers' own function was compared ("eager"), and torch's.
+
+    Of torch's by type and place the only values for which it computes the same.
+    """
+    text = (files("vua.transformers") / "attention.json").read_text(encoding="utf-8")
+    compared: dict[str, Any] = json.loads(text)
+    return compared
 
 
 def attention_of(model: Any) -> tuple[str, str, str]:  # noqa: ANN401

@@ -14,7 +14,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.file_download import repo_folder_name
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -28,7 +29,7 @@ from vua.format.shared_config import unshared
 from vua.serdes import DTYPES
 from vua.store.identified import Described
 from vua.transformers.attention import attention_of, is_compared
-from vua.transformers.checkpoint import difference_from_files
+from vua.transformers.checkpoint import difference_from_files, may_be_of_files
 from vua.transformers.layers import groups_of
 from vua.transformers.tensors import Contents
 from vua.transformers.watch import ModelWatch
@@ -97,6 +98,7 @@ def described_model(
 
     Whether the weights are the files' is found by comparing the model in memory with them.
     """
+    _check_class(model)
     text = model.config.get_text_config()
     described = text.to_dict()
     folder, files, apart = _checkpoint(model)
@@ -169,8 +171,10 @@ def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:  # noqa: ANN40
     """Return the layout of the caches that ``model`` computes.
 
     Raises:
-        ConfigError: its caches are not K and V of one text's tokens, layer by layer.
+        ConfigError: its caches are not K and V of one text's tokens, layer by layer, or it is
+            wrapped in a class that is not transformers'.
     """
+    _check_class(model)
     text = model.config.get_text_config()
     reason = _unsupported(model, text)
     if reason:
@@ -203,6 +207,14 @@ def windows_of(model: Any) -> list[int | None]:  # noqa: ANN401
     return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
+def _check_class(model: Any) -> None:  # noqa: ANN401
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"the model is a {type(model).__module__}.{type(model).__qualname__}, expected one of "
+            "transformers; store an adapter's merged model with save_pretrained() and load that"
+        )
+
+
 def _unsupported(model: Any, text: Any) -> str:  # noqa: ANN401
     """Return why a prefix of this model cannot be used again; "" where it can."""
     if text is not model.config or text.is_encoder_decoder:
@@ -229,11 +241,6 @@ def _dtype_name(model: Any) -> str:  # noqa: ANN401
 
 def _checkpoint(model: Any) -> tuple[Path | None, list[Path], str]:  # noqa: ANN401
     """Return the model's directory and weight files; and why it has none, if it has none."""
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(
-            f"the model is a {type(model).__module__}.{type(model).__qualname__}, expected one of "
-            "transformers; store an adapter's merged model with save_pretrained() and load that"
-        )
     try:
         folder = _weights_folder(model)
     except ConfigError as problem:
@@ -251,17 +258,39 @@ def _weights_folder(model: Any) -> Path:  # noqa: ANN401
         raise ConfigError(f"the model names no files, so its caches have no identity; {_REMEDY}")
     if Path(name).is_dir():
         return Path(name)
-    revision = getattr(model.config, "_commit_hash", None)
-    try:
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
-    except ValueError:  # no hub id
-        found = None
-    if not isinstance(found, str):
+    if not (folders := _snapshots(model, name)):
         raise ConfigError(
             f"{name!r}, which the model names, is neither a directory nor in the hub's cache, so "
             f"its caches have no identity; {_REMEDY}"
         )
-    return Path(found).parent
+    if len(folders) == 1:
+        return folders[0]
+    return next((folder for folder in folders if _may_come_from(model, folder)), folders[0])
+
+
+def _snapshots(model: Any, name: str) -> list[Path]:  # noqa: ANN401
+    """Return the directories of the hub's cache that a model may come from, the likeliest first.
+
+    A model does not say of which revision it is, but its code does, if it came with the files.
+    """
+    try:
+        place = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
+        main = try_to_load_from_cache(name, "config.json")
+        found = sorted(file.parent for file in place.glob("snapshots/*/config.json"))
+    except (ValueError, OSError):  # no hub id
+        return []
+    if isinstance(main, str):
+        found.sort(key=lambda folder: folder != Path(main).parent)
+    revision = getattr(model.config, "_commit_hash", None)
+    of_code = [folder for folder in found if folder.name in type(model).__module__.split(".")]
+    return of_code or [folder for folder in found if revision in {None, folder.name}]
+
+
+def _may_come_from(model: Any, folder: Path) -> bool:  # noqa: ANN401
+    try:
+        return may_be_of_files(model, _weight_files(folder))
+    except ConfigError:  # it has none
+        return False
 
 
 def _code(model: Any, folder: Path | None) -> list[str]:  # noqa: ANN401

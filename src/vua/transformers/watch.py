@@ -25,6 +25,7 @@ from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import PreTrainedConfig
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from vua.transformers.attention import attention_functions, attention_of
 from vua.transformers.code import code_mark, foreign_class, foreign_code, foreign_function
@@ -42,7 +43,7 @@ _GLOBAL_HOOKS: Final = tuple(
     if name.startswith("_global_") and name.endswith(("forward_hooks", "pre_hooks"))
 )  # fmt: skip
 _NOT_COUNTING: Final = frozenset(
-    "_is_hf_initialized _weight_conversions _use_kernels generation_config generate "  # noqa: SIM905 - words
+    "_is_hf_initialized _weight_conversions _use_kernels hf_quantizer generation_config generate "  # noqa: SIM905 - words
     "name_or_path hf_device_map warnings_issued loss_type _loss_function is_gradient_checkpointing "
     "_tp_plan _ep_plan _pp_plan _fsdp_plan _no_split_modules _skip_keys_device_placement "
     "_keys_to_ignore_on_load_unexpected _keys_to_ignore_on_load_missing _keys_to_ignore_on_save "
@@ -291,6 +292,8 @@ def _module(module: nn.Module, known: dict[int, Any]) -> _Named:
         if type(value) in _PLAIN_TYPES:
             found[key] = value
             continue
+        if _is_of_its_class(key, value, module):  # as PEFT leaves them
+            continue
         if (kept := known.get(id(value))) is None:
             kept = known[id(value)] = _plain(value)
         found[key] = kept
@@ -299,10 +302,19 @@ def _module(module: nn.Module, known: dict[int, Any]) -> _Named:
     return found
 
 
+def _is_of_its_class(key: str, value: Any, module: nn.Module) -> bool:  # noqa: ANN401
+    """Whether an attribute is what the module would have without it: the method of its class."""
+    return (
+        type(value) is types.MethodType
+        and value.__self__ is module
+        and value.__func__ is getattr(type(module), key, None)
+    )
+
+
 def _is_generate(value: Any, module: nn.Module) -> bool:  # noqa: ANN401
-    if type(value).__module__ == "vua.transformers.generation":
-        return True
-    return getattr(value, "__func__", None) is getattr(type(module), "generate", None)
+    return type(value).__module__ == "vua.transformers.generation" or _is_of_its_class(
+        "generate", value, module
+    )
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401
@@ -346,6 +358,8 @@ def _plain(value: Any, depth: int = 0) -> Any:  # noqa: ANN401, C901, PLR0911, P
     if isinstance(value, PreTrainedConfig):
         kept = {k: v for k, v in vars(value).items() if k not in _CONFIG_NOT_COUNTING}
         return (_name_of(kind), _plain(kept, depth + 1))
+    if isinstance(value, QuantizationConfigMixin):
+        return (_name_of(kind), _plain(value.to_dict(), depth + 1))
     if isinstance(value, Mapping):
         items = [part for item in value.items() for part in item]
         return ("mapping", *(_plain(part, depth + 1) for part in items))

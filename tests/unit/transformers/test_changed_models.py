@@ -329,36 +329,6 @@ class ChangedModelTest(unittest.TestCase):
             self.assertEqual(expected, self.plain(model))
             self.assertEqual(96, prefixes.load(PROMPT).num_tokens)
 
-    @pytest.mark.thorough
-    def test_ways_of_loading(self) -> None:
-        """What equals the files shares, however it was loaded; other files are another model."""
-        model = self.load()
-        with self.reusing(model):
-            self.plain(model)
-        shards, other, binary = (self.folder / name for name in ("shards", "other", "binary"))
-        model.save_pretrained(shards, max_shard_size="300KB")
-        self.assertEqual(96, self.loaded(self.load(shards)))
-        changed = self.load()
-        CHANGES["rows of the embedding"](changed, noise())
-        model.save_pretrained(other)
-        changed.save_pretrained(other, variant="other")
-        changed.save_pretrained(other / "below")
-        self.assertEqual(96, self.loaded(self.load(other)))
-        self.assertEqual(0, self.loaded(self.load(other, variant="other")))
-        self.assertEqual(0, self.loaded(self.load(other, subfolder="below")))
-        model.config.save_pretrained(binary)
-        model.generation_config.save_pretrained(binary)
-        torch.save(model.state_dict(), binary / "pytorch_model.bin")
-        from vua.transformers import identity_of
-        from vua.weights import weights_fingerprint
-
-        self.assertEqual(weights_fingerprint(binary), identity_of(self.load(binary)).weights)
-        trained = self.load(binary)
-        CHANGES["rows of a parameter"](trained, noise())
-        self.assertNotEqual(weights_fingerprint(binary), identity_of(trained).weights)
-        cast = self.load(dtype=torch.bfloat16)
-        self.assertEqual(weights_fingerprint(self.path), identity_of(cast).weights)
-
 
 if __name__ == "__main__":
     unittest.main()

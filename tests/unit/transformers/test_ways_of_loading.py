@@ -1,0 +1,313 @@
+"""However a model was loaded: what equals its files shares, what differs says what differs."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import unittest
+import warnings
+from importlib import util
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from helpers import SOON_S
+from model_changes import CHANGES
+from vua import ConfigError
+from vua.testing.models import make_model
+
+pytestmark = pytest.mark.thorough
+
+CHUNK = 16
+PROMPT = torch.randint(4, 512, (1, 100), generator=torch.Generator().manual_seed(1))
+WHOLE = 96
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+HUB_NAME = "someone/tiny"
+
+needs_peft = unittest.skipUnless(util.find_spec("peft"), "peft is not installed")
+
+
+@unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
+class WaysTest(unittest.TestCase):
+    path: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """A small model."""
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.path = make_model(Path(folder.name, "model"))
+
+    def setUp(self) -> None:
+        """A store, in which the plain model has stored the prompt."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        self.store = self.folder / "kv"
+        patience = mock.patch("vua.transformers.cache._START_WAIT_S", SOON_S)
+        patience.start()
+        self.addCleanup(patience.stop)
+        catching = warnings.catch_warnings()
+        catching.__enter__()
+        self.addCleanup(catching.__exit__, None, None, None)
+        warnings.simplefilter("ignore")  # transformers', torch's and PEFT's own
+        self.assertEqual((0, ""), self.ask(self.load()))
+
+    def load(self, path: Path | str | None = None, **settings: Any) -> Any:
+        """A model."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(path or self.path, **settings).eval()
+
+    def changed(self) -> Any:
+        """The model with other embeddings."""
+        model = self.load()
+        CHANGES["rows of the embedding"](model, torch.Generator().manual_seed(5))
+        return model
+
+    def ask(self, model: Any, by: Any = None) -> tuple[int, str]:
+        """How much a model finds stored, and what is said of it; its tokens have to be its own."""
+        from vua.transformers import reuse_prefixes
+
+        say = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT), **GREEDY}
+        expected = (by or model).generate(**say).tolist()
+        with self.assertLogs("vua.transformers", logging.INFO) as logs:
+            logging.getLogger("vua.transformers").info("so that there is a line")
+            with reuse_prefixes(model, self.store, chunk_tokens=CHUNK) as prefixes:
+                prefixes.ready()
+                loaded = prefixes.load(PROMPT).num_tokens
+                for _ in range(2):
+                    self.assertEqual(expected, (by or model).generate(**say).tolist())
+        return loaded, " ".join(record.getMessage() for record in logs.records[1:])
+
+    def assert_own(self, difference: str, *models: Any) -> None:
+        """The first model finds nothing, the others what it stored; the log names the difference.
+
+        The plain model still finds its own.
+        """
+        for model, expected in zip(models, [0] + [WHOLE] * len(models), strict=False):
+            loaded, said = self.ask(model)
+            self.assertEqual(expected, loaded)
+            self.assertRegex(said, f"its caches are its own.* because .*{difference}")
+        self.assertEqual((WHOLE, ""), self.ask(self.load()))
+
+    def assert_computed(self, difference: str, model: Any, by: Any = None) -> None:
+        """Nothing is loaded or stored, and the log names why."""
+        before = len([*self.store.rglob("*.safetensors")])
+        loaded, said = self.ask(model, by)
+        self.assertEqual(0, loaded)
+        self.assertRegex(said, difference)
+        self.assertEqual(before, len([*self.store.rglob("*.safetensors")]))
+        self.assertEqual((WHOLE, ""), self.ask(self.load()))
+
+    def test_shards(self) -> None:
+        """Sharding does not count."""
+        self.load().save_pretrained(self.folder / "shards", max_shard_size="300KB")
+        self.assertEqual((WHOLE, ""), self.ask(self.load(self.folder / "shards")))
+        self.changed().save_pretrained(self.folder / "others", max_shard_size="300KB")
+        self.assertEqual((0, ""), self.ask(self.load(self.folder / "others")))  # as its files say
+
+    def test_bin(self) -> None:
+        """Of torch's files each element is compared, too; the files name the weights."""
+        from vua.transformers import identity_of
+        from vua.weights import weights_fingerprint
+
+        folder = self.folder / "bin"
+        model = self.load()
+        model.config.save_pretrained(folder)
+        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+        self.assertEqual(weights_fingerprint(folder), identity_of(self.load(folder)).weights)
+        self.assertEqual((0, ""), self.ask(self.load(folder)))
+        self.assertEqual((WHOLE, ""), self.ask(self.load(folder)))
+        other = self.load(folder)
+        CHANGES["rows of a parameter"](other, torch.Generator().manual_seed(5))
+        self.assert_own("_proj.weight differs from what the files hold", other)
+
+    def test_variant(self) -> None:
+        """Other weights beside those that are named."""
+        folder = self.folder / "both"
+        self.load().save_pretrained(folder)
+        self.load().save_pretrained(folder, variant="same")
+        self.changed().save_pretrained(folder, variant="other")
+        self.assertEqual((WHOLE, ""), self.ask(self.load(folder, variant="same")))
+        self.assert_own(
+            "embed_tokens.weight differs from what the files hold",
+            *(self.load(folder, variant="other") for _ in range(2)),
+        )
+
+    def test_subfolder(self) -> None:
+        """Other weights below those that are named, or weights below a folder that has none."""
+        folder = self.folder / "above"
+        self.load().save_pretrained(folder)
+        self.changed().save_pretrained(folder / "other")
+        self.load().save_pretrained(folder / "same")
+        self.assertEqual((WHOLE, ""), self.ask(self.load(folder, subfolder="same")))
+        self.assert_own(
+            "embed_tokens.weight differs from what the files hold",
+            self.load(folder, subfolder="other"),
+        )
+        (folder / "model.safetensors").unlink()
+        self.assert_own("no weights", *(self.load(folder, subfolder="same") for _ in range(2)))
+
+    def test_revision(self) -> None:
+        """Each revision in the hub's cache is its own files, whichever of them are there."""
+        hub = self.folder / "hub"
+        place = hub / "models--someone--tiny"
+        first, second = "1" * 40, "2" * 40
+        shutil.copytree(self.path, place / "snapshots" / first)
+        self.changed().save_pretrained(place / "snapshots" / second)
+        (place / "refs").mkdir()
+        (place / "refs" / "main").write_text(second)
+        (place / "refs" / "v1").write_text(first)
+        with mock.patch("huggingface_hub.constants.HF_HUB_CACHE", str(hub)):
+            self.assertEqual((WHOLE, ""), self.ask(self.load(HUB_NAME, revision="v1")))
+            self.assertEqual((WHOLE, ""), self.ask(self.load(HUB_NAME, revision=first)))
+            self.assertEqual((0, ""), self.ask(self.load(HUB_NAME)))
+            self.assertEqual((WHOLE, ""), self.ask(self.load(HUB_NAME, revision="main")))
+            moved = self.load(HUB_NAME, revision="v1")
+        elsewhere = self.folder / "elsewhere"
+        with mock.patch("huggingface_hub.constants.HF_HUB_CACHE", str(elsewhere)):
+            self.assert_own("neither a directory nor in the hub's cache", moved)
+
+    def test_casts(self) -> None:
+        """A cast while loading is the files' model in another dtype, one afterwards is not."""
+        from vua.transformers import identity_of
+        from vua.weights import weights_fingerprint
+
+        half = self.folder / "half"
+        self.load().to(torch.bfloat16).save_pretrained(half)
+        for path, dtype in ((self.path, torch.bfloat16), (half, torch.float32)):
+            cast = identity_of(self.load(path, dtype=dtype))
+            self.assertEqual(weights_fingerprint(path), cast.weights)
+            self.assertEqual({torch.bfloat16: "BF16", torch.float32: "F32"}[dtype], cast.kv_dtype)
+        self.assertEqual((0, ""), self.ask(self.load(half, dtype=torch.float32)))
+        self.assertEqual((WHOLE, ""), self.ask(self.load(half, dtype=torch.float32)))
+        rounded = [self.load().to(torch.bfloat16).float() for _ in range(2)]
+        self.assert_own("inv_freq is not what the config computes", *rounded)
+
+    def test_gguf(self) -> None:
+        """What transformers reads of GGUF is its own model, quantised or not."""
+        for quantised in (False, True):
+            with self.subTest(quantised=quantised):
+                folder = self.folder / f"gguf-{quantised}"
+                folder.mkdir()
+                write_gguf(self.load(), folder / "a.gguf", quantised=quantised)
+                loaded = [self.load(folder, gguf_file="a.gguf") for _ in range(2)]
+                self.assert_own("is_quantized is True, expected missing", *loaded)
+
+    @needs_peft
+    def test_lora(self) -> None:
+        """Adapters are computed or refused; merged into the weights they are another model."""
+        from peft import LoraConfig, get_peft_model
+
+        def adapter() -> Any:
+            torch.manual_seed(0)
+            return LoraConfig(
+                task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=False
+            )
+
+        inside = self.load()
+        wrapper = get_peft_model(inside, adapter()).eval()
+        with self.assertRaisesRegex(ConfigError, "PeftModelForCausalLM, expected one of transform"):
+            self.ask(wrapper)
+        self.assert_computed("has peft_config, a peft", inside, by=wrapper)
+        with_adapter = self.load()
+        with_adapter.add_adapter(adapter())
+        self.assert_computed("has peft_config, a peft", with_adapter.eval())
+        merged = [get_peft_model(self.load(), adapter()).merge_and_unload() for _ in range(2)]
+        self.assert_own("q_proj.weight differs from what the files hold", *merged)
+        unloaded = get_peft_model(self.load(), adapter()).unload().eval()
+        self.assertEqual((WHOLE, ""), self.ask(unloaded))
+
+    @needs_peft
+    def test_lora_inside(self) -> None:
+        """An adapter that is added inside the block, merged and taken out again."""
+        from peft import LoraConfig, get_peft_model
+
+        from vua.transformers import reuse_prefixes
+
+        model, other = self.load(), PROMPT.flip(1)
+        with reuse_prefixes(model, self.store, chunk_tokens=CHUNK) as prefixes:
+            prefixes.ready()
+            self.assertEqual(WHOLE, prefixes.load(PROMPT).num_tokens)
+            adapter = LoraConfig(
+                task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False
+            )
+            wrapper = get_peft_model(model, adapter).eval()
+            for step in (lambda: None, wrapper.merge_adapter, wrapper.unmerge_adapter):
+                step()
+                self.assertEqual(0, prefixes.load(PROMPT).num_tokens)
+                wrapper.generate(input_ids=other, **GREEDY)
+            wrapper.merge_and_unload()
+            self.assertEqual(0, prefixes.load(PROMPT).num_tokens)
+            model.generate(other, **GREEDY)
+        with reuse_prefixes(self.load(), self.store, chunk_tokens=CHUNK) as prefixes:
+            prefixes.ready()
+            self.assertEqual(0, prefixes.load(other).num_tokens)  # nothing of it was stored
+
+    @needs_peft
+    def test_prompt_tuning(self) -> None:
+        """Virtual tokens come as embeddings: computed as ever, and the plain model goes on."""
+        from peft import PromptTuningConfig, get_peft_model
+
+        from vua.transformers import reuse_prefixes
+
+        model = self.load()
+        settings = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8)
+        wrapper = get_peft_model(model, settings).eval()
+        with self.assertRaisesRegex(ConfigError, "PeftModelForCausalLM, expected one of transform"):
+            self.ask(wrapper)
+        say = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT), **GREEDY}
+        expected = [each.generate(**say).tolist() for each in (wrapper, self.load())]
+        self.assertNotEqual(*expected)
+        with reuse_prefixes(model, self.store, chunk_tokens=CHUNK) as prefixes:
+            prefixes.ready()
+            for _ in range(2):
+                found = [each.generate(**say).tolist() for each in (wrapper, model)]
+                self.assertEqual(expected, found)
+            self.assertEqual(WHOLE, prefixes.load(PROMPT).num_tokens)
+        self.assertEqual((WHOLE, ""), self.ask(self.load()))
+
+
+def write_gguf(model: Any, path: Path, *, quantised: bool) -> None:
+    """Write a Llama as llama.cpp does: rows of queries and keys in pairs of neighbours."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, tensor in model.state_dict().items():
+        found = tensor
+        for part, count in heads.items():
+            if part in name:
+                halves = tensor.reshape(count, 2, -1, tensor.shape[1])
+                found = halves.swapaxes(1, 2).reshape(tensor.shape)
+        array = found.contiguous().numpy()
+        to = names.get_name(name, try_suffixes=(".weight",))
+        if quantised and array.ndim == 2:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(to, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(to, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    unittest.main()
