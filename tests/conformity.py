@@ -275,12 +275,28 @@ def mutated(rng: random.Random, entry: Entry, others: Sequence[Entry]) -> bytes:
     ]
     way = rng.choice(changes)
     way()
-    if way is changes[-1] or rng.random() < 0.3:  # a header that says something else, soundly
+    if (
+        way is changes[-1] or rng.random() < 0.3
+    ) and not entry.is_compressed:  # a header that says something else, soundly
         return mended(bytes(data), start)
     return bytes(data)
 
 
 ODD = b'0123456789abcdefABCDEF",:{}[] \t\n\x00\xff-.'
+
+
+def content(rng: random.Random) -> bytes:
+    """Bytes of some kind, to be compressed."""
+    size = rng.choice((1, 5, 60, 300, 2000, 40_000))
+    kinds: list[Callable[[], bytes]] = [
+        lambda: bytes(size),
+        lambda: rng.randbytes(size),
+        lambda: bytes(min(255, int(abs(rng.gauss(60, 3)))) for _ in range(size)),
+        lambda: (b"so it goes on and on %d " % size * (size // 18 + 1))[:size],
+        lambda: b"".join(b"%d," % rng.randrange(1000) for _ in range(size // 3 + 1))[:size],
+        lambda: bytes(rng.choices(b"ab", k=size)),
+    ]
+    return rng.choice(kinds)()
 
 
 def text_mutated(rng: random.Random, text: bytes, others: Sequence[bytes]) -> bytes:

@@ -51,7 +51,7 @@ def text_changed(entry: Entry, old: str, new: str, *, check: bool = True) -> byt
     if 8 + len(text) != stop:
         raise AssertionError("no room for it")
     data = entry.data[:8] + text + entry.data[stop:]
-    return mended(data, entry.payload_at) if check else data
+    return mended(data, entry.payload_at) if check and not entry.is_compressed else data
 
 
 def bytes_changed(entry: Entry, at: int, new: bytes, *, check: bool = False) -> bytes:
@@ -142,6 +142,11 @@ def plain_cases(entry: Entry, earlier: Entry) -> Iterator[Case]:
         ("zeros before K", bytes(at) + entry.data[at:], "a page that the disk lost"),
         ("J of 0", length_changed(entry, 0), "another J"),
         ("J one more", length_changed(entry, table - 8 + 1), "another J"),
+        (
+            "J one more, and the check mended",
+            mended(length_changed(entry, table - 8 + 1), at),
+            "another J",
+        ),
         ("J of 2^63", length_changed(entry, 1 << 63), "another J: nothing may be allocated for it"),
     ):
         yield Case(name, entry, data, "damaged", reason)
@@ -166,6 +171,21 @@ def plain_cases(entry: Entry, earlier: Entry) -> Iterator[Case]:
         ("another dtype", dtype_changed(entry, "F16"), "dtype"),
     ):
         yield Case(name, entry, data, "foreign", reason)
+    for name, old, new, reason in (
+        (
+            "a shard outside the model",
+            f'"{shard}"',
+            '"l1-3.h1-3"',
+            "layers 1 to 3 of a model of 2 layers",
+        ),
+        ("no layers", '"layers":"2"', '"layers":"0"', "at least 1"),
+        ("an odd position", "0000000004-0000000008", "0000000002-0000000006", "a multiple of 4"),
+        ("no parent", first, "-" * 64, "only the first chunk of a prompt has none"),
+        ("a parent in capitals", first, first.upper(), "hex digits are lower case"),
+        ("a namespace that is none", info.namespace, "g" * 64, "hex digits"),
+    ):
+        data = text_changed(entry, old, new)
+        yield Case(name, entry, data, "damaged", f"{reason}: no reader asks for such an entry")
     yield from json_cases(entry)
 
 
@@ -315,6 +335,17 @@ def compressed_cases(entry: Entry) -> Iterator[Case]:
         ("one byte less", entry.data[:-1], "another length"),
         ("one byte more", entry.data + b"\0", "another length"),
         ("another width", text_changed(entry, '"width":"2"', '"width":"4"'), "not the dtype's"),
+        ("a width of 3", text_changed(entry, '"width":"2"', '"width":"3"'), "1, 2, 4 or 8"),
+        (
+            "an odd payload",
+            text_changed(entry, f'"payload":"{head["payload"]}"', '"payload":"16383"'),
+            "a multiple of width",
+        ),
+        (
+            "white space",
+            text_changed(entry, '"width":"2",', '"width":"2", '),
+            "the JSON has no white space",
+        ),
         ("another codec", text_changed(entry, f'"{CODEC}"', '"planes-lz4"'), "an unknown codec"),
         (
             "a payload of 2^60 bytes",
@@ -399,6 +430,19 @@ def table() -> dict[str, Any]:
 ABOUT: Final = "See README.md. Made by tests/make_conformance.py."
 
 
+def described_as(text: str, **changes: object) -> str:
+    """A description with other members of the identity, whose digest is right."""
+    described = json.loads(text)
+    identity = described["identity"] | changes
+    names = ("model", "weights", "adapter", "kv_dtype", "kv_scales", "rope", "epoch")
+    texts = ["vua.identity.v1"]
+    for name in (*names, "chunk_tokens"):
+        texts += [name, str(identity[name])]
+    framed = (len(one).to_bytes(8, "little") + one.encode() for one in texts)
+    identity["namespace"] = hashlib.sha256(b"".join(framed)).hexdigest()
+    return json.dumps({**described, "identity": identity})
+
+
 def descriptions() -> list[dict[str, str]]:
     """Texts of a namespace.json."""
     model, layout, _, _ = CASES[0]
@@ -406,6 +450,11 @@ def descriptions() -> list[dict[str, str]]:
     name = identity.namespace
     text = (GOLDEN / name / "namespace.json").read_text("utf-8")
     more = text.replace('  "kv_heads": 2,\n', '  "kv_heads": 2,\n  "new": 1,\n')
+    other = replace(identity, model="x").describe()
+    several = json.loads(text)
+    several["further_groups"] = [
+        {**several["layout"], "group": f"w{number}"} for number in range(1, 65)
+    ]
     window = text.replace('"chunk_tokens": 4\n }\n}', '"chunk_tokens": 4,\n  "group": "q5"\n }\n}')
     rows = [
         ("unchanged", text, "right", ""),
@@ -426,6 +475,56 @@ def descriptions() -> list[dict[str, str]]:
             text.replace('"model": "golden whole"', '"model": "x"'),
             "damaged",
             "the identity has another digest",
+        ),
+        (
+            "another directory",
+            json.dumps({**json.loads(text), "identity": other}),
+            "foreign",
+            "a sound description of another namespace",
+        ),
+        (
+            "an unknown rope",
+            described_as(text, rope="spiral"),
+            "damaged",
+            "neox, interleaved or nothing",
+        ),
+        (
+            "no tokens in a chunk",
+            described_as(text, chunk_tokens=0),
+            "damaged",
+            "chunk_tokens of 1 to 65536",
+        ),
+        (
+            "too many cells",
+            text.replace('"layers": 2', '"layers": 2048').replace(
+                '"kv_heads": 2', '"kv_heads": 1024'
+            ),
+            "damaged",
+            "at most 2^20 layers times KV heads",
+        ),
+        (
+            "65 groups",
+            json.dumps(several, separators=(",", ":")),
+            "damaged",
+            "at most 64 groups",
+        ),
+        (
+            "groups that are a text",
+            text[:-3] + ',\n "further_groups": "w5"\n}',
+            "damaged",
+            "a list",
+        ),
+        (
+            "an unknown member of the identity",
+            text.replace('"rope"', '"new": 1,\n  "rope"'),
+            "later",
+            "a later member",
+        ),
+        (
+            "no member of the identity",
+            text.replace('  "adapter": "",\n', ""),
+            "damaged",
+            "all members are there",
         ),
         ("cut short", text[:-20], "damaged", "not JSON"),
         ("a list", "[]", "damaged", "not an object"),

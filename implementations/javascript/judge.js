@@ -7,6 +7,7 @@ import { plainOf } from "./compressed.js";
 import { Namespace, neededChunks, parseDescription } from "./directory.js";
 import { configDigest, namespaceOf, weightsDigest } from "./keys.js";
 import { sealOf } from "./seal.js";
+import { decompress } from "./zstd.js";
 
 /** What `read` is asked, from an entry as tests and the conformance table describe it. */
 export function askedOf({ namespace, layout, shard, key, seal }) {
@@ -83,6 +84,19 @@ function describe({ blob, cases, directory }) {
   return cases.map(([, offset, length]) => descriptionKind(bytes.subarray(offset, offset + length), directory));
 }
 
+/** What zstd frames hold that should have some `sizes` of bytes: its SHA-256, or "refused". */
+function frames({ blob, cases, sizes }) {
+  const bytes = fs.readFileSync(blob);
+  return cases.map(([, offset, length], i) => {
+    try {
+      return createHash("sha256").update(decompress(Buffer.from(bytes.subarray(offset, offset + length)), sizes[i])).digest("hex");
+    } catch (problem) {
+      if (!problem.message.startsWith("zstd: ")) throw problem;
+      return "refused";
+    }
+  });
+}
+
 function namespaceIn({ root, layout, model, key, kind }) {
   const identity = { model, chunk_tokens: layout.chunk_tokens };
   return new Namespace(root, identity, [layout], key ? { key: Buffer.from(key, "hex"), kind } : {});
@@ -142,7 +156,7 @@ function copy({ root, to, tokens, without, ...model }) {
   return [from.name, ...written];
 }
 
-const COMMANDS = { judge, describe, put, get, copy };
+const COMMANDS = { judge, describe, frames, put, get, copy };
 
 if (process.argv[1]?.endsWith("judge.js")) {
   const [name, file] = process.argv.slice(2);

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import zstandard
 
 import conformity
 import make_golden
@@ -84,6 +85,17 @@ def description_kind(data: bytes, directory: str) -> str:
     except ConfigError:
         return "damaged"
     return "right" if identity.namespace == directory else "foreign"
+
+
+def decompressed(frame: bytes, size: int) -> str:
+    """The SHA-256 of what a frame holds that should have so many bytes, or "refused"."""
+    try:
+        if zstandard.frame_content_size(frame) != size:
+            return "refused"
+        decompressor = zstandard.ZstdDecompressor()
+        return digest(decompressor.decompress(frame, allow_extra_data=False))
+    except zstandard.ZstdError:
+        return "refused"
 
 
 def is_new_enough() -> bool:
@@ -332,6 +344,37 @@ class JavaScriptTest(DirectoryTest):
         names = [repr(one) for one in cases]
         self.assertEqual([], differing(names, expected, said.splitlines()))
         self.assertEqual({"right", "foreign", "damaged", "later"}, set(expected))
+
+    def test_frames(self) -> None:
+        """Its decoder of zstd holds what libzstd holds, of 1,500 sound and damaged frames.
+
+        Both refuse a damaged frame, or give other bytes, which no checksum of an entry fits.
+        """
+        rng, frames, contents = random.Random(SEED), list[bytes](), list[bytes]()
+        while len(frames) < 1500:
+            contents.append(conformity.content(rng))
+            level, check = rng.choice((-5, 1, 3, 9, 19)), rng.random() < 0.5
+            compressor = zstandard.ZstdCompressor(level=level, write_checksum=check)
+            frame = bytearray(compressor.compress(contents[-1]))
+            for _ in range(rng.randrange(3)):
+                at = rng.choice((rng.randrange(min(24, len(frame))), rng.randrange(len(frame))))
+                frame[at] ^= 1 << rng.randrange(8)
+            if rng.random() < 0.1:
+                frame = frame[: rng.randrange(len(frame))] + rng.randbytes(rng.randrange(3))
+            frames.append(bytes(frame))
+        right = [digest(one) for one in contents]
+        ours = [decompressed(*one) for one in zip(frames, map(len, contents), strict=True)]
+        said = self.run_command(
+            "frames", sizes=list(map(len, contents)), **self.blob([(0, one) for one in frames])
+        )
+        names = [one.hex()[:200] for one in frames]
+        verdicts = [
+            ["right" if one == other else "miss" for one, other in zip(some, right, strict=True)]
+            for some in (ours, said.splitlines())
+        ]
+        self.assertEqual([], differing(names, *verdicts))
+        self.assertLess(400, verdicts[0].count("right"))
+        self.assertLess(400, verdicts[0].count("miss"))
 
     @pytest.mark.thorough
     def test_many_mutated(self) -> None:
