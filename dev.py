@@ -136,7 +136,7 @@ def install() -> None:
             *(str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON)),
             *pip_settings_for_uv(),
             *("--override", str(REQUIREMENTS / "overrides.txt"), *constraints),
-            *("-r", str(REQUIREMENTS / "dev.txt"), "-e", ".[transformers,cli,test,dev,docs]"),
+            *("-r", str(REQUIREMENTS / "dev.txt"), "-e", ".[transformers,test,dev,docs]"),
         ],
     )
     step(

@@ -37,7 +37,8 @@ def run_json(*arguments: str | Path) -> tuple[int, Any]:
 
 def verbs() -> set[str]:
     """Every command that the help names."""
-    return set(re.findall(r"^    ([a-z]+)\b", run("--help")[1], re.MULTILINE))
+    listed = run("--help")[1].split("Commands:")[1]
+    return set(re.findall(r"^  ([a-z]+)  ", listed, re.MULTILINE))
 
 
 class CliTest(DirectoryTest):

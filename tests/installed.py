@@ -25,7 +25,7 @@ from vua.cli import main
 GOLDEN = Path(__file__).with_name("golden")
 OPTIONAL = {
     *("torch", "triton", "transformers", "vllm", "sglang", "lmcache", "llama_cpp", "msgspec"),
-    *("cryptography", "obstore", "rich", "argcomplete", "prometheus_client"),
+    *("cryptography", "obstore", "prometheus_client"),
 }
 """What is installed beside VUA for an engine or an extra; torch is there or not."""
 

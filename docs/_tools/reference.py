@@ -8,7 +8,6 @@ page of docs/. A test compares the pages with the code.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import json
@@ -16,6 +15,8 @@ import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import click
 
 from vua import cli
 from vua.capacity.limits import Limits
@@ -144,52 +145,48 @@ def _help(text: object) -> str:
     return re.sub(r"\s+", " ", str(text or "")).replace("%%", "%").replace("|", "\\|")
 
 
-def _usage(parser: argparse.ArgumentParser) -> str:
-    """The usage line, of one width and form with every Python."""
-    words = [parser.prog]
-    for one in parser._actions:  # noqa: SLF001
-        if one.help == argparse.SUPPRESS or "--help" in one.option_strings:
+def _value(one: click.Parameter) -> str:
+    """What an option takes, or an argument is called."""
+    if isinstance(one, click.Option) and one.is_flag:
+        return ""
+    return str(one.metavar or (one.name or "").upper())
+
+
+def _usage(name: str, command: click.Command) -> str:
+    """The usage line."""
+    words = [f"vua {name}"]
+    for one in command.params:
+        if "--help" in one.opts:
             continue
-        value = "" if one.nargs == 0 else str(one.metavar or one.dest.upper())
-        if not one.option_strings:
-            more = {"*": f"[{value} ...]", "+": f"{value} ...", "?": f"[{value}]"}
-            words.append(more.get(str(one.nargs), value))
+        if isinstance(one, click.Argument):
+            words.append(_value(one))
         else:
-            word = f"{one.option_strings[-1]} {value}".strip()
-            words.append(word if one.required else f"[{word}]")
+            words.append(f"[{one.opts[-1]} {_value(one)}".strip() + "]")
     return " ".join(words)
 
 
-def _options(parser: argparse.ArgumentParser) -> Iterator[list[str]]:
-    for one in parser._actions:  # noqa: SLF001
-        if one.help == argparse.SUPPRESS or "--help" in one.option_strings:
+def _options(command: click.Command) -> Iterator[list[str]]:
+    for one in command.params:
+        if "--help" in one.opts:
             continue
-        value = "" if one.nargs == 0 else f" {one.metavar or one.dest.upper()}"
-        if not one.option_strings:
-            value = value.strip() or one.dest.upper()
-        shown = ", ".join(one.option_strings) + value
-        text = _help(one.help)
-        if "%(default)s" in text:
-            text = text.replace("%(default)s", str(one.default))
-        if one.choices:
-            text += f" ({', '.join(str(choice) for choice in one.choices)})"
-        yield [f"`{shown}`", text]
+        shown = _value(one)
+        if isinstance(one, click.Option):
+            shown = f"{', '.join(one.opts)} {shown}".strip()
+        text = _help(getattr(one, "help", ""))
+        if isinstance(one.type, click.Choice):
+            text += f" ({', '.join(str(choice) for choice in one.type.choices)})"
+        yield [f"`{shown}`", text.strip()]
 
 
 def commands() -> str:
-    """Every command of `vua`, with its arguments, from its parser."""
-    parser = cli.make_parser()
-    (several,) = [
-        one
-        for one in parser._actions  # noqa: SLF001
-        if isinstance(one, argparse._SubParsersAction)  # noqa: SLF001
-    ]
-    said = {one.dest: _help(one.help) for one in several._choices_actions}  # noqa: SLF001
+    """Every command of `vua`, with its arguments, from its declaration."""
+    context = click.Context(cli.vua)
     parts = []
-    for name, command in several.choices.items():
-        text = said.get(name, "")
-        parts.append(f"## vua {name}\n\n{text[:1].upper()}{text[1:]}.\n\n```text\n")
-        parts.append(f"{_usage(command)}\n```\n\n")
+    for name in cli.vua.list_commands(context):
+        command = cli.vua.get_command(context, name)
+        assert command is not None
+        parts.append(f"## vua {name}\n\n{command.help}\n\n```text\n")
+        parts.append(f"{_usage(name, command)}\n```\n\n")
         parts.append(table(["argument", ""], list(_options(command))) + "\n")
     return "".join(parts)
 

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, NamedTuple
 
+import click
+
 from vua.capacity.hit_density import Request
 from vua.capacity.limits import Limits
 from vua.capacity.scan import Show, silent
 from vua.catalog.opening import open_catalog
+from vua.cli.command import command
 from vua.cli.output import Report, progress, size, table, when
 from vua.cli.simulator import LRU, Dense, Past, simulate
 
@@ -55,11 +58,20 @@ class Advice(Report):
         _print(self.report)
 
 
-def advise(directory: str, said: Limits) -> Advice:
-    """Tell what stores of several sizes would have found; ``said`` is what the engines are told.
+@command(
+    "advise",
+    "say what more or less room would bring, from the requests of engines",
+    as_owner_of=True,
+)
+@click.option(
+    "--max-bytes", metavar="SIZE", help="as engines are told, if the directory has more room"
+)
+def advise(directory: str, *, max_bytes: str | None = None) -> Advice:
+    """Tell what stores of several sizes would have found; ``max_bytes`` is as engines are told.
 
     Where the log says too little it says that. Raises ConfigError (a bucket), StorageError.
     """
+    said = Limits(max_bytes=max_bytes)
     catalog = open_catalog(directory)
     log, use = catalog.use_log(), catalog.quick_use(said) or catalog.use(silent)
     most, least = use.limits["max_bytes"] or 0, use.limits["min_free_bytes"] or 0

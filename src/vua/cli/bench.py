@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from vua.capacity.scan import Show
+import click
+
+from vua.cli.bench_bucket import probe_bucket
+from vua.cli.bench_path import Demand, probe
+from vua.cli.command import VARIABLE, command
 from vua.cli.output import Report, progress, table
-from vua.cli.values import VARIABLE
 from vua.errors import InputError
 from vua.storage.urls import is_url
 
-__all__ = ["add_arguments", "bench"]
+__all__ = ["Measured", "bench"]
 
 _OF_DIRECTORIES: Final = (
     "machine",
@@ -29,27 +32,6 @@ _OF_DIRECTORIES: Final = (
 _OF_BUCKETS: Final = ("chunk_nbytes", "lookup_round_s", "load_times")
 _OF_WORTH: Final = ("cases", "worth_from_tokens", "by_length")
 _HINT: Final = "--model and --prefill tell which prompt lengths are worth loading"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's words."""
-    parser.add_argument(
-        "what", nargs="?", choices=("path",), default="path", help="may be left out"
-    )
-    parser.add_argument("targets", nargs="*", type=_place, metavar="DIR", help="directory, or URL")
-    parser.add_argument("--path", type=_place, metavar="DIR", help="the same as: path DIR")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the report there as JSON")
-    parser.add_argument("--tiny", action="store_true", help="seconds; shows that it works")
-    parser.add_argument("--model", help="a model's name, or bytes of K and V per token")
-    parser.add_argument(
-        "--prefill", type=float, metavar="TOKENS/S", help="the model's prefill speed"
-    )
-    parser.add_argument("--ranks", type=int, default=1, help="tensor parallel size")
-
-
-def _place(word: str) -> Path | str:
-    """Return a URL as it is, and anything else as a path."""
-    return word if is_url(word) else Path(word)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,38 +53,40 @@ class Measured(Report):
         (_print_path if "machine" in self.report else _print_bucket)(self.report)
 
 
-def bench(options: argparse.Namespace) -> Measured:
-    """Run what ``options`` (of :func:`add_arguments`) ask for.
+@command("bench", "measure a directory or a bucket", takes_directory=False)
+@click.argument("words", metavar="[path] DIR", nargs=-1)
+@click.option("--path", metavar="DIR", help="the same as: path DIR")
+@click.option("--out", metavar="FILE", help="write the report there as JSON")
+@click.option("--tiny", is_flag=True, help="seconds; shows that it works")
+@click.option("--model", help="a model's name, or bytes of K and V per token")
+@click.option("--prefill", type=float, metavar="TOKENS/S", help="the model's prefill speed")
+@click.option("--ranks", type=int, default=1, help="tensor parallel size")
+def bench(
+    words: Sequence[str], *, path: str | None = None, out: str | None = None, tiny: bool = False,
+    model: str | None = None, prefill: float | None = None, ranks: int = 1,
+) -> Measured:  # fmt: skip
+    """Measure a place: files in a directory, or whole loads from a bucket.
 
     Raises:
         VUAError: the words make no sense, or something measured did not do its work.
         OSError: a file or directory cannot be used.
     """
-    targets = [options.path] if options.path is not None else options.targets
+    targets = [path] if path is not None else list(words[words[:1] == ("path",) :])
     if not targets and VARIABLE in os.environ:
-        targets = [_place(os.environ[VARIABLE])]
+        targets = [os.environ[VARIABLE]]
     if len(targets) != 1:
         raise InputError("bench needs a directory or a URL: vua bench path DIR")
-    (target,) = targets
-    with progress() as show:
-        report = Measured(_path(target, options, show))
-    if options.out:
-        options.out.write_text(json.dumps(report.describe(), indent=1) + "\n", encoding="utf-8")
-    return report
-
-
-def _path(target: Path | str, options: argparse.Namespace, show: Show) -> dict[str, Any]:
-    from vua.cli.bench_bucket import probe_bucket
-    from vua.cli.bench_path import Demand, probe
-
-    if (options.model is None) != (options.prefill is None):
-        raise InputError("--model and --prefill belong together: what to load, and what to beat")
     demand = None
-    if options.model is not None:
-        demand = Demand.of(options.model, options.prefill, options.ranks)
-    if is_url(target):
-        return probe_bucket(str(target), demand, show, tiny=options.tiny)
-    return probe(Path(target), demand, show, tiny=options.tiny)
+    if model is not None and prefill is not None:
+        demand = Demand.of(model, prefill, ranks)
+    elif model is not None or prefill is not None:
+        raise InputError("--model and --prefill belong together: what to load, and what to beat")
+    measure = probe_bucket if is_url(targets[0]) else probe
+    with progress() as show:
+        report = Measured(measure(targets[0], demand, show, tiny=tiny))
+    if out:
+        Path(out).write_text(json.dumps(report.describe(), indent=1) + "\n", encoding="utf-8")
+    return report
 
 
 def _print_path(report: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ class Speed:
 
 
 def probe(
-    directory: Path, demand: Demand | None, show: Show, *, tiny: bool = False
+    directory: Path | str, demand: Demand | None, show: Show, *, tiny: bool = False
 ) -> dict[str, object]:
     """Measure a directory and return plain values for JSON. Leaves nothing behind.
 

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+import click
+
 from vua.catalog.base import Finding, Rules
 from vua.catalog.opening import open_catalog
+from vua.cli.command import command
 from vua.cli.output import DAMAGED, SOUND, Report, table
 from vua.errors import ConfigError
 from vua.security.settings import Security
@@ -51,6 +54,10 @@ class Diagnosis(Report):
             print(json.dumps(self.rules.rules, indent=1))
 
 
+@command("doctor", "test what VUA relies on")
+@click.option(
+    "--trusted-uids", metavar="UIDS", default="", help='as engines are told: "any", or 1000,1001'
+)
 def doctor(directory: str, *, trusted_uids: str = "") -> Diagnosis:
     """Try out what VUA needs; exit status 1 when something is bad.
 

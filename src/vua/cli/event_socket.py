@@ -106,7 +106,7 @@ class EventSocket:
             self._context.destroy(linger=0)
             raise
 
-    def _opened(self, kind: int, endpoint: str, *, connect: bool = False) -> Any:  # noqa: ANN401
+    def _opened(self, kind: int, endpoint: str, *, connect: bool = False) -> Any:
         zmq = self._zmq
         socket = self._context.socket(kind)
         socket.set_hwm(_QUEUED)

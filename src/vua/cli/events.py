@@ -17,9 +17,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import click
+
 from vua.capacity.scan import Show
 from vua.catalog.base import Catalog, Links, NamespaceCatalog
 from vua.catalog.opening import open_catalog
+from vua.cli.command import command, duration_s
 from vua.cli.event_socket import EventSocket
 from vua.cli.looks import between_looks_s
 from vua.cli.output import SOUND, progress
@@ -75,21 +78,47 @@ class Publishing:
     replay_endpoint: str | None = None
 
 
+@command("events", "tell routers which chunks a cache holds")
+@click.option("--follow", is_flag=True, help="go on with what is stored and removed")
+@click.option(
+    "--interval",
+    "interval_s",
+    metavar="TIME",
+    type=duration_s,
+    help="between looks; default 5s, of a bucket 60s",
+)
+@click.option(
+    "--locality",
+    type=click.Choice(("LOCAL", "REMOTE"), case_sensitive=False),
+    help="of the storage; default by the file system's kind",
+)
+@click.option(
+    "--zmq", metavar="ENDPOINT", help="publish there, like tcp://127.0.0.1:5557, not on stdout"
+)
+@click.option("--connect", is_flag=True, help="the router has bound that endpoint: connect to it")
+@click.option("--topic", default="", help="of the messages; default none")
+@click.option(
+    "--replay-endpoint", metavar="ENDPOINT", help="answer there who asks for missed batches"
+)
 def events(
-    where: str,
+    directory: str,
     *,
     follow: bool = False,
     interval_s: float | None = None,
     locality: str | None = None,
-    how: Publishing,
+    **publishing: Any,
 ) -> int:
-    """Tell what is stored, and with ``follow`` what changes. Raises ConfigError, StorageError."""
+    """Tell what is stored, and with ``follow`` what changes.
+
+    ``publishing`` is what :class:`Publishing` takes. Raises ConfigError, StorageError.
+    """
+    how = Publishing(**publishing)
     if how.zmq is None and how != Publishing():
         text = "--connect, --topic and --replay-endpoint say how to publish: give --zmq ENDPOINT"
         raise ConfigError(text)
-    catalog = open_catalog(where)
+    catalog = open_catalog(directory)
     interval_s = between_looks_s(interval_s, catalog, _INTERVAL_S)
-    with explaining(where):
+    with explaining(directory):
         locality = locality or ("LOCAL" if catalog.is_local() else "REMOTE")
         with _outlet(how) as outlet:
             seen: dict[str, Seen] = {}

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import click
 
 from vua.capacity.prefix_tree import PrefixTree
 from vua.catalog.base import NO_KEYS, Catalog
@@ -20,6 +22,7 @@ from vua.catalog.prefix import (
     look,
     usable,
 )
+from vua.cli.command import command
 from vua.cli.identify import Difference, Expected, compare, expect, nearest
 from vua.cli.output import DAMAGED, SHORT, SOUND, Report, facts, progress
 from vua.cli.prompt import prompt_ids, prompt_keys, read_ids
@@ -200,11 +203,28 @@ class Explanation(Report):
             print(f"{self.directory}: no namespace to look at, so nothing is stored: a miss")
 
 
-def explain(directory: str, question: Question) -> Explanation:
+@command("explain", "say why a prompt hits or misses")
+@click.option("--tokens", metavar="FILE", help="token ids: a JSON list, or integers; - stdin")
+@click.option("--prompt", metavar="FILE", help="text for --model's tokenizer.json; - stdin")
+@click.option("--model", metavar="MODELDIR", help="the model's directory")
+@click.option("--namespace", metavar="NS", default="", help="first digits of a namespace")
+@click.option("--chunk-tokens", metavar="N", type=int, help="tokens per chunk")
+@click.option(
+    "--block-tokens", metavar="N", type=int, help="the engine's block_size; default 16 and 128"
+)
+@click.option("--salt", metavar="S", default="", help="the requests' cache salt")
+@click.option("--epoch", metavar="E", default="", help="the engine's epoch, with --model")
+@click.option("--quick", is_flag=True, help="do not look for other continuations")
+def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Explanation:
     """Tell what is stored of a prompt, and why no more; exit status 1 if files are damaged.
 
-    Raises ConfigError, InputError, StorageError.
+    ``asked`` is what :class:`Question` takes. Raises ConfigError, InputError, StorageError.
     """
+    if asked["tokens"] is None and asked["prompt"] is None:
+        raise click.UsageError("one of the arguments --tokens --prompt is required")
+    if asked["tokens"] is not None and asked["prompt"] is not None:
+        raise click.UsageError("argument --prompt: not allowed with argument --tokens")
+    question = Question(security=security, **asked)
     if question.block_tokens is not None and question.block_tokens < 1:
         text = f"--block-tokens must be a positive number, found {question.block_tokens}"
         raise ConfigError(text)

@@ -18,12 +18,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import click
 import numpy as np
 import numpy.typing as npt
 
 from vua.capacity.prefix_tree import PrefixTree
 from vua.catalog.base import Catalog, Content, Look
 from vua.catalog.opening import open_catalog
+from vua.cli.command import command, duration_s
 from vua.cli.output import (
     SHORT,
     SOUND,
@@ -120,7 +122,18 @@ def _row(one: Mapping[str, object]) -> list[object]:
     ]
 
 
-def top(directory: str, interval_s: float | None, *, once: bool = False, output: Output) -> int:
+@command("top", "watch a cache in use")
+@click.option(
+    "--interval",
+    "interval_s",
+    metavar="TIME",
+    type=duration_s,
+    help="between looks; default 2s, of a bucket 60s",
+)
+@click.option("--once", is_flag=True, help="look once, over one interval")
+def top(
+    directory: str, interval_s: float | None = None, *, once: bool = False, output: Output
+) -> int:
     """Show what is stored, used, new and gone, again and again; ``once``: over one interval.
 
     Raises ConfigError, StorageError.

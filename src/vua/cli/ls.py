@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import click
+
 from vua.catalog.base import Content, Item
 from vua.catalog.opening import open_catalog
+from vua.cli.command import command
 from vua.cli.output import SHORT, Report, line, print_strays, progress, size, table, when
 from vua.errors import ConfigError
 
@@ -107,6 +110,14 @@ def _show_chunks(content: Content) -> None:
     table(["chunk", "shards", " size", "newest"], rows)
 
 
+@command("ls", "list what a cache holds")
+@click.option("-l", "--long", is_flag=True, help="list every chunk")
+@click.option(
+    "--sort",
+    type=click.Choice(SORTS),
+    default="name",
+    help="the largest or newest first; default by name",
+)
 def ls(directory: str, *, long: bool = False, sort: str = "name") -> Listing:
     """List the namespaces of a cache; ``sort`` is one of SORTS.
 

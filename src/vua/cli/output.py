@@ -92,7 +92,7 @@ class Output:
 
     def __init__(self, kind: Literal["person", "json", "quiet"] = "person") -> None:
         """Choose for whom."""
-        self.is_for_people = kind == "person"
+        self.is_for_people, self.is_json = kind == "person", kind == "json"
         self._kind = kind
 
     def show(self, report: Report) -> int:
@@ -144,7 +144,7 @@ class _Guarded:
         self.beyond.write(self.shown(text))
         return len(text)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the stream has
+    def __getattr__(self, name: str) -> Any:
         return getattr(self.beyond, name)
 
 

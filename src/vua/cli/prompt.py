@@ -1,23 +1,28 @@
-"""Prompts: their token ids, from a file or by a tokenizer, and the keys of their chunks."""
+"""Prompts: their token ids, from a file or by a tokenizer, and keys, which `vua key` makes."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
+from vua.cli.command import command
+from vua.cli.output import Report
 from vua.errors import ConfigError, InputError
 from vua.format.keys import KeyChain, token_ids
-from vua.security.keyring import NoKeyError
+from vua.security.keyring import SUFFIX, NoKeyError, read_key, tenant_of, write_key
 from vua.store.namespace import Namespace
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
 
-__all__ = ["parse_ids", "prompt_ids", "prompt_keys", "read_ids", "tokenizer"]
+__all__ = ["Key", "key", "parse_ids", "prompt_ids", "prompt_keys", "read_ids", "tokenizer"]
 
 
 def _text(file: str) -> str:
@@ -100,3 +105,47 @@ def prompt_keys(namespace: Namespace, ids: bytes, salt: str) -> tuple[KeyChain, 
             raise NoKeyError(msg) from problem
         raise
     return keys, seal
+
+
+# -- vua key --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Key(Report):
+    """A key's file."""
+
+    file: str
+    made: bool
+    """Now, not before."""
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        return {"file": self.file, "made": self.made}
+
+    def show(self) -> None:
+        """Print it."""
+        print(f"{self.file}: {'made' if self.made else 'there already'}")
+
+
+@command("key", "make a key, unless it is there", takes_directory=False)
+@click.argument("path", metavar="PATH")
+@click.option("--salt", metavar="S", help="make the key of this cache salt in PATH")
+def key(path: str, *, salt: str | None = None) -> Key:
+    """Make the key file, or check the one that is there.
+
+    Raises ConfigError where a key is there that cannot be used, OSError.
+    """
+    file = Path(path)
+    if salt is not None:
+        if not salt:
+            msg = "--salt is empty: requests without a salt use key_file"
+            raise ConfigError(msg)
+        file.mkdir(mode=0o700, exist_ok=True)
+        file /= tenant_of(salt.encode()) + SUFFIX
+    try:
+        write_key(file)
+        made = True
+    except FileExistsError:
+        read_key(file)
+        made = False
+    return Key(str(file), made)

@@ -24,8 +24,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
+import click
 import numpy as np
 
 from vua.capacity.scan import AFTER, Show
@@ -33,7 +34,8 @@ from vua.catalog.base import NO_KEYS, NamespaceCatalog, OpenFile, resolve
 from vua.catalog.check import Checker, Place, check_open
 from vua.catalog.opening import open_catalog
 from vua.cli.archive import Member, Reader, Writer, file_sizes
-from vua.cli.output import DAMAGED, SHORT, SOUND, Report, line, plain, progress, size
+from vua.cli.command import command
+from vua.cli.output import DAMAGED, SHORT, SOUND, Output, Report, line, plain, progress, size
 from vua.cli.owner import as_owner
 from vua.cli.prompt import prompt_ids, prompt_keys, read_ids
 from vua.errors import (
@@ -126,15 +128,28 @@ class Exported(Report):
         print(f"{self.file}: {self.done.chunks} chunks, {size(self.done.nbytes)}", file=out)
 
 
-def export(directory: str, file: str, choice: ExportChoice, *, as_json: bool = False) -> Exported:
+@command("export", "write chosen prefixes to one file")
+@click.argument("file", metavar="FILE")
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option("--following", is_flag=True, help="also what follows these chunks")
+@click.option("--tokens", metavar="FILE", help="what is stored of these token ids")
+@click.option("--prompt", metavar="FILE", help="what is stored of this text")
+@click.option("--model", metavar="MODELDIR", help="for the tokenizer of --prompt")
+@click.option("--salt", metavar="S", default="", help="the requests' cache salt")
+@click.option("--all", "everything", is_flag=True, help="everything")
+def export(
+    directory: str, file: str, *, security: Security = NO_KEYS, output: Output, **chosen: Any
+) -> Exported:
     """Write what is chosen to ``file`` (``-``: stdout); exit status 1 if some was damaged.
 
-    A file appears under its name when it is whole, and never in place of another one. Raises
+    ``chosen`` is what :class:`ExportChoice` takes. A file appears under its name when it is whole,
+    and never in place of another one. With ``-`` the archive goes to stdout. Raises
     ConfigError, InputError, StorageError.
     """
+    choice = ExportChoice(security=security, **chosen)
     if bool(choice.names) + bool(choice.tokens or choice.prompt) + choice.everything != 1:
         raise ConfigError("say what to export: names, or a prompt (--tokens, --prompt), or --all")
-    if file == "-" and as_json:
+    if file == "-" and output.is_json:
         raise ConfigError("the archive goes to stdout, and so would --json; name a file")
     done = _Written()
     try:
@@ -330,6 +345,8 @@ class Imported(Report):
         print(f"{self.directory}: {written}; {done.present} were there")
 
 
+@command("import", "take in what export wrote")
+@click.argument("file", metavar="FILE")
 def import_(directory: str, file: str) -> Imported:
     """Take in an archive; exit status 1 if some of it was damaged or found no room.
 

@@ -6,12 +6,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
+
+import click
 
 from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits
 from vua.catalog.base import NO_KEYS, Adoption, Collection, Removal, Use, key_ids, resolve
 from vua.catalog.opening import open_catalog
+from vua.cli.command import command, duration, duration_s
 from vua.cli.output import (
     DAMAGED,
     SHORT,
@@ -28,7 +31,6 @@ from vua.cli.output import (
     when,
 )
 from vua.cli.owner import asking
-from vua.cli.values import duration
 from vua.errors import ConfigError
 from vua.security.settings import Security
 from vua.storage.mark import MARK
@@ -36,6 +38,8 @@ from vua.storage.mark import MARK
 __all__ = ["adopt", "du", "gc", "pins", "rm", "ttl"]
 
 _SHOWN: Final = 20
+_dry_run = click.option("--dry-run", is_flag=True, help="only say what would go")
+_yes = click.option("--yes", is_flag=True, help="do not ask (only done on a terminal)")
 
 
 # -- du -------------------------------------------------------------------------------------------
@@ -101,6 +105,8 @@ class Occupied(Report):
             print(f"storage: {dollars} a month at S3's list price; others' prices differ")
 
 
+@command("du", "show what a cache occupies, and its bounds", as_owner_of=True)
+@click.option("--quick", is_flag=True, help="estimate it from a sample")
 def du(directory: str, *, quick: bool = False) -> Occupied:
     """Tell what a cache occupies, by namespace; ``quick``: from a sample, where that is cheaper."""
     catalog = open_catalog(directory)
@@ -182,9 +188,33 @@ class Collected(Report):
         print_strays(done.strays)
 
 
+@command("gc", "bring a cache within its bounds and sweep it", as_owner_of=True)
+@click.option(
+    "--max-bytes",
+    metavar="SIZE",
+    help="of the whole cache: bytes, 500G or a share of the disk like 80%",
+)
+@click.option("--min-free", "min_free_bytes", metavar="SIZE", help="left free on the disk")
+@click.option(
+    "--max-per-salt", "max_bytes_per_salt", metavar="SIZE", help="of each cache salt's chunks"
+)
+@click.option("--min-free-inodes", metavar="N", help="inodes to be left free, or a share like 2%")
+@click.option(
+    "--ttl",
+    "ttl_s",
+    metavar="TIME",
+    type=duration_s,
+    help="delete what was not used so long: 1d, 12h",
+)
+@_dry_run
+@_yes
+@click.option("--set", "keep", is_flag=True, help="keep these in bounds.json, for everybody")
+@click.option("--quick", is_flag=True, help="do not look for orphans and salts")
+@click.option(
+    "--lost-keys", is_flag=True, help="delete what is sealed with a key that is none of those given"
+)
 def gc(
     directory: str,
-    said: Limits,
     *,
     keep: bool = False,
     quick: bool = False,
@@ -192,14 +222,19 @@ def gc(
     dry_run: bool = False,
     yes: bool = False,
     security: Security = NO_KEYS,
+    min_free_inodes: str | None = None,
+    **limits: Any,
 ) -> Collected:
     """Bring a cache within its bounds and sweep it; exit status 1 if it stays beyond them.
 
-    With ``keep`` what is ``said`` goes into ``bounds.json``; with ``lost_keys`` what is sealed with
-    none of the keys that ``security`` names is deleted; with ``dry_run`` nothing is changed. Exit
-    status 1 also where pins keep some of that. Raises ConfigError, before anything is changed,
-    where these keys are not all to be had.
+    The limits are what :class:`Limits` takes. With ``keep`` they go into ``bounds.json``; with
+    ``lost_keys`` what is sealed with none of the keys that ``security`` names is deleted; with
+    ``dry_run`` nothing is changed. Exit status 1 also where pins keep some of that. Raises
+    ConfigError, before anything is changed, where these keys are not all to be had.
     """
+    inodes: int | str | None = min_free_inodes
+    inodes = int(inodes) if inodes and str(inodes).isdigit() else inodes
+    said = Limits(min_free_inodes=inodes, **limits)
     catalog = open_catalog(directory)
     catalog.claim()
     lost = partial(key_ids, security) if lost_keys else None
@@ -247,6 +282,9 @@ class Life(Report):
             print(f"{own} chunks came with a time to live of their own, which is not kept here")
 
 
+@command("ttl", "show or set the time without use after which chunks are deleted", as_owner_of=True)
+@click.argument("seconds", metavar="[TIME]", type=duration_s, required=False)
+@click.option("--off", is_flag=True, help="keep chunks for as long as there is room")
 def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> Life:
     """Tell, set or (``off``) lift the time without use after which chunks are deleted."""
     catalog = open_catalog(directory)
@@ -292,6 +330,9 @@ class Pinned(Report):
             )
 
 
+@command("pin", "keep chunks and their prefixes; without NAME list what is kept", as_owner_of=True)
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option("--remove", is_flag=True, help="unpin")
 def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> Pinned:
     """Pin chunks with their prefixes, unpin them, or (no names) tell what is pinned."""
     catalog = open_catalog(directory)
@@ -363,6 +404,12 @@ class Removed(Report):
         print_strays(done.strays)
 
 
+@command("rm", "delete chunks with all that follows them, or namespaces", as_owner_of=True)
+@click.argument("names", metavar="[NAME]...", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="everything")
+@click.option("--pinned", "force", is_flag=True, help="pinned chunks too")
+@_dry_run
+@_yes
 def rm(
     directory: str, names: Sequence[str] = (), *, everything: bool = False, force: bool = False,
     dry_run: bool = False, yes: bool = False,
@@ -412,6 +459,10 @@ class Adopted(Report):
         print(plain(f"{self.directory}: {'has' if self.found.was_marked else 'got'} its {MARK}"))
 
 
+@command(
+    "adopt", "let VUA delete its own files in a directory that it did not make", as_owner_of=True
+)
+@click.option("--yes", is_flag=True, help="do not ask")
 def adopt(directory: str, *, yes: bool, output: Output) -> Adopted:
     """Tell what a place holds, ask, and mark it. Raises ConfigError where that is not wanted.
 

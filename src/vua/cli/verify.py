@@ -16,11 +16,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import click
+
 from vua.capacity.scan import Show
 from vua.catalog.base import NO_KEYS, resolve
 from vua.catalog.check import OUTCOMES, Check, Checker, Place, Verification
 from vua.catalog.file import check_at
 from vua.catalog.opening import open_catalog
+from vua.cli.command import command, share
 from vua.cli.output import (
     DAMAGED,
     SHORT,
@@ -163,6 +166,16 @@ def _show_others(result: Verification) -> None:
         print(f"not of a cache: {plain(f'{result.namespace.path}/{one.path}')}")
 
 
+@command("verify", "read every file and check it", as_owner_of=True)
+@click.option("--repair", is_flag=True, help="take what is damaged out of sight")
+@click.option(
+    "--sample",
+    "part",
+    metavar="SHARE",
+    type=share,
+    default="100%",
+    help="only a random part, like 10%",
+)
 def verify(
     directory: str,
     *,
@@ -214,6 +227,8 @@ class Inspected(Report):
             facts(file, _lines(check, namespace, place))
 
 
+@command("inspect", "show what entries say and are", takes_directory=False)
+@click.argument("files", metavar="FILE...", nargs=-1, required=True)
 def inspect(files: Sequence[str]) -> Inspected:
     """Look at files.
 

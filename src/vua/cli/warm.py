@@ -8,7 +8,6 @@ looked for under the names that the keys give which the command is told.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -17,17 +16,21 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 from urllib import error, request
 
+import click
+
 from vua.catalog.base import NO_KEYS
+from vua.cli.command import VARIABLE, command
 from vua.cli.output import DAMAGED, SOUND, Output, Report, progress, table
-from vua.cli.values import VARIABLE
 from vua.cli.warm_cache import Held, WarmedCache
 from vua.errors import ConfigError, InputError
+from vua.security.settings import Security
 from vua.weights import weights_fingerprint
 
-__all__ = ["add_warm", "warm"]
+__all__ = ["Warmed", "warm"]
 
 _TOGETHER: Final = 32
 """Prompts that vLLM is given at a time."""
@@ -85,31 +88,6 @@ class Warmed(Report):
         table(["line", " tokens", " found", " stored", "problem"], cells)
 
 
-def add_warm(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    common: argparse.ArgumentParser,
-    keys: argparse.ArgumentParser,
-) -> None:
-    """Add the command's arguments."""
-    one = commands.add_parser("warm", parents=[common, keys], help="compute prompts and store them")
-    one.add_argument(
-        "prompts", metavar="FILE", help='a prompt a line; .jsonl: {"prompt"} or {"messages"}'
-    )
-    one.add_argument("--engine", choices=_ENGINES, help="started for it, and ended again")
-    one.add_argument("--server", metavar="URL", help="a running vLLM or SGLang with VUA does it")
-    one.add_argument("--model", help="directory or name; of a server by default its only one")
-    one.add_argument(
-        "--path",
-        metavar="DIR",
-        default=os.environ.get(VARIABLE),
-        help=f"directory of the cache; default {VARIABLE}",
-    )
-    one.add_argument(
-        "--engine-args", metavar="JSON", type=_settings, default={}, help="for the engine's start"
-    )
-    one.add_argument("--limit", metavar="N", type=int, help="only the first prompts")
-
-
 def _settings(text: str) -> dict[str, Any]:
     try:
         settings = json.loads(text)
@@ -117,12 +95,29 @@ def _settings(text: str) -> dict[str, Any]:
         settings = None
     if not isinstance(settings, dict):
         msg = f"{text!r:.40} is no JSON object"
-        raise argparse.ArgumentTypeError(msg)
+        raise click.BadParameter(msg)
     return settings
 
 
-def warm(options: argparse.Namespace, *, output: Output) -> int:
+@command("warm", "compute prompts and store them", takes_directory=False)
+@click.argument("prompts", metavar="FILE")
+@click.option(
+    "--engine",
+    type=click.Choice(("sglang", "transformers", "vllm")),
+    help="started for it, and ended again",
+)
+@click.option("--server", metavar="URL", help="a running vLLM or SGLang with VUA does it")
+@click.option("--model", help="directory or name; of a server by default its only one")
+@click.option(
+    "--path", metavar="DIR", envvar=VARIABLE, help=f"directory of the cache; default {VARIABLE}"
+)
+@click.option(
+    "--engine-args", metavar="JSON", type=_settings, default="{}", help="for the engine's start"
+)
+@click.option("--limit", metavar="N", type=int, help="only the first prompts")
+def warm(*, output: Output, security: Security, **asked: Any) -> int:
     """Compute the prompts. Raises ConfigError, InputError, StorageError, OSError."""
+    options = SimpleNamespace(security=security, **asked)
     run = _server if options.server else _ENGINES.get(options.engine)
     if run is None:
         msg = "give an --engine, or the --server of a vLLM or SGLang that runs"
@@ -188,7 +183,7 @@ def _read(file: str) -> list[_Prompt]:
 # -- who computes them ----------------------------------------------------------------------------
 
 
-def _package(name: str) -> Any:  # noqa: ANN401
+def _package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as problem:
@@ -196,7 +191,7 @@ def _package(name: str) -> Any:  # noqa: ANN401
         raise ConfigError(msg) from problem
 
 
-def _tokenize(tokenizer: Any, prompt: _Prompt) -> list[int]:  # noqa: ANN401
+def _tokenize(tokenizer: Any, prompt: _Prompt) -> list[int]:
     """Return a prompt's token ids, as the engine makes them."""
     if prompt.is_chat:
         ids = tokenizer.apply_chat_template(
@@ -209,7 +204,7 @@ def _tokenize(tokenizer: Any, prompt: _Prompt) -> list[int]:  # noqa: ANN401
     return prompt.ids
 
 
-def _transformers(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
+def _transformers(options: SimpleNamespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
     engine, torch = _package("transformers"), _package("torch")
     tokenizer = engine.AutoTokenizer.from_pretrained(options.model)
     model = engine.AutoModelForCausalLM.from_pretrained(options.model, **options.engine_args)
@@ -230,12 +225,13 @@ def _transformers(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> It
             yield one
 
 
-def _vllm(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
+def _vllm(options: SimpleNamespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     engine = _package("vllm")
     if Path(options.model).is_dir():
         weights_fingerprint(options.model)  # an engine stores nothing until it knows its weights
-    keys = {name: getattr(options, name) for name in ("key_file", "tenant_keys", "encrypt")}
+    names = ("key_file", "tenant_keys", "encrypt")
+    keys = {name: getattr(options.security, name) for name in names}
     extra = json.dumps({"kv_connector_extra_config": {"security": keys}})
     words = ["serve", options.model, "--vua-path", options.path, "--kv-transfer-config", extra]
     transfer = json.loads(_package("vua.vllm.serve").with_connector(words)[-1])
@@ -260,7 +256,7 @@ def _vllm(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator[_
         model.llm_engine.engine_core.shutdown()  # it stores what is waiting
 
 
-def _sglang(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
+def _sglang(options: SimpleNamespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
     engine = _package("sglang")
     if Path(options.model).is_dir():
         weights_fingerprint(options.model)  # as for vLLM
@@ -284,14 +280,16 @@ def _sglang(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator
         model.shutdown()
 
 
-_ENGINES: Final[
-    Mapping[str, Callable[[argparse.Namespace, Sequence[_Prompt]], Iterator[_Prompt]]]
-] = {"sglang": _sglang, "transformers": _transformers, "vllm": _vllm}
+_ENGINES: Final[Mapping[str, Callable[[SimpleNamespace, Sequence[_Prompt]], Iterator[_Prompt]]]] = {
+    "sglang": _sglang,
+    "transformers": _transformers,
+    "vllm": _vllm,
+}
 _WITHOUT_KEYS: Final = ("sglang", "transformers")
 """Of these, those that cannot be given keys."""
 
 
-def _server(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
+def _server(options: SimpleNamespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
     address = options.server.rstrip("/").removesuffix("/v1")
     model = options.model or _call(f"{address}/v1/models")["data"][0]["id"]
     for one in prompts:
@@ -309,7 +307,7 @@ def _server(options: argparse.Namespace, prompts: Sequence[_Prompt]) -> Iterator
         yield one
 
 
-def _call(url: str, body: object = None) -> Any:  # noqa: ANN401
+def _call(url: str, body: object = None) -> Any:
     """Return a server's answer. Raises InputError where it refuses, ConfigError without one."""
     if not url.startswith(("http://", "https://")):
         msg = f"{url}: expected http:// or https://"

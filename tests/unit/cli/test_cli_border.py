@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.output` and `vua.cli.values`: what comes out of a command, and what goes in."""
+"""Mirrors `vua.cli.output` and `vua.cli.command`: what comes out of a command, and what goes in."""
 
 from __future__ import annotations
 

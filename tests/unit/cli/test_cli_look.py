@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from unittest import mock
 
-from commands import CliTest, run
+from commands import CliTest, run, run_json
 from helpers import flip
 from vua.cli import main
 from vua.cli import output as text
@@ -156,14 +156,14 @@ class TestCompletion(CliTest):
         script.write_text(f'#!/bin/sh\nexec {sys.executable} -m vua.cli "$@"\n')
         script.chmod(0o700)
         asked = """
-            eval "$2"
-            COMP_LINE="$1" COMP_POINT=${#1} COMP_TYPE=9 COMP_WORDBREAKS=" "
-            _python_argcomplete vua; printf '%s\\n' "${COMPREPLY[@]}"
+            eval "$1"
+            COMP_WORDS=(vua verify --rep) COMP_CWORD=2
+            _vua_completion vua; printf '%s\\n' "${COMPREPLY[@]}"
         """
         path = f"{self.root}:{os.environ['PATH']}"
         _, code, _ = run("completion", "bash")
         done = subprocess.run(
-            ["bash", "-c", asked, "bash", "vua verify --rep", code],
+            ["bash", "-c", asked, "bash", code],
             env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False,
             timeout=120,
         )  # fmt: skip
@@ -171,17 +171,56 @@ class TestCompletion(CliTest):
 
     def test_scripts(self) -> None:
         """Each shell has its script."""
-        for shell, expected in (("bash", "complete -o"), ("zsh", "compdef"), ("fish", "COMP_LINE")):
+        for shell, expected in (
+            ("bash", "complete -o"),
+            ("zsh", "compdef"),
+            ("fish", "commandline"),
+        ):
             code, out, err = run("completion", shell)
             self.assertEqual((0, ""), (code, err))
             self.assertIn(expected, out)
 
-    def test_without_the_package(self) -> None:
-        """It is said how to come by it."""
-        with mock.patch.dict(sys.modules, {"argcomplete": None}):
-            code, out, err = run("completion", "bash")
+
+class TestWords(CliTest):
+    """What may be left out, and what is said of too much."""
+
+    def test_short_options(self) -> None:
+        """A long option may be cut short where that is clear."""
+        self.assertEqual(run_json("ls", self.root, "--long"), run_json("ls", self.root, "--lo"))
+        code, _, err = run("gc", self.root, "--min-f", "1G", "--min", "1G")
+        self.assertEqual(2, code)
+        self.assertIn("--min", err)
+
+    def test_quiet(self) -> None:
+        """With --quiet only the status tells, and an error."""
+        self.assertEqual((0, "", ""), run("verify", self.root, "--quiet"))
+        flip(self.entries()[0], 4200)
+        self.assertEqual((1, "", ""), run("verify", self.root, "-q"))
+        code, out, err = run("verify", self.root / "none", "-q")
         self.assertEqual((2, ""), (code, out))
-        self.assertIn("pip install argcomplete", err)
+        self.assertIn("found nothing", err)
+
+    def test_imports(self) -> None:
+        """A command imports neither torch nor what other commands need."""
+        code = (
+            "import sys; from vua.cli import main; code = main(sys.argv[1:]); "
+            "print(code, *(name for name in sys.argv[2:] if name in sys.modules))"
+        )
+        names = ["torch", "rich", "multiprocessing.pool", "vua.cli.bench", "vua.cli.explain"]
+        done = subprocess.run(
+            [sys.executable, "-c", code, "completion", "fish", *names[:0]],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        self.assertTrue(done.stdout.endswith("0\n"), done.stdout)
+        code = (
+            "import sys; from vua.cli import main; main(['ls', sys.argv[1]]); "
+            "print(*(name for name in sys.argv[2:] if name in sys.modules))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(self.root), *names],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        self.assertTrue(done.stdout.endswith("\n\n"), done.stdout)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import unittest
 
-from vua.cli.values import duration, duration_s
+import click
+
+from vua.cli.command import duration, duration_s
 
 
 class DurationTest(unittest.TestCase):
@@ -14,7 +15,7 @@ class DurationTest(unittest.TestCase):
         for text, seconds in (("90", 90), ("90s", 90), ("1.5h", 5400), ("2D", 172800)):
             self.assertEqual(seconds, duration_s(text))
         for text in ("", "d", "1y", "1 d x"):
-            with self.subTest(text=text), self.assertRaises(argparse.ArgumentTypeError):
+            with self.subTest(text=text), self.assertRaises(click.BadParameter):
                 duration_s(text)
 
     def test_text(self) -> None:

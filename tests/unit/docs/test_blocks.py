@@ -174,7 +174,10 @@ class BlockTest(unittest.TestCase):
     def parse(self, words: list[str]) -> None:
         """Parse one command."""
         if words[0] == "vua":
-            cli.values.parsed(cli.make_parser(), words[1:])
+            with cli.vua.make_context("vua", words[1:]) as context:
+                name, command, more = cli.vua.resolve_command(context, words[1:])
+                assert command is not None
+                command.make_context(name, more, parent=context)
         else:
             ran = subprocess.run(HELP, capture_output=True, text=True, check=True)
             self.assertIn(words[2], re.findall(r"^  ([\w-]+) ", ran.stdout, re.MULTILINE))

@@ -19,8 +19,11 @@ from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
+import click
+
 from vua.catalog.base import NO_KEYS
 from vua.catalog.opening import open_catalog
+from vua.cli.command import command
 from vua.cli.output import SOUND, Output, Report, plain
 from vua.cli.prompt import tokenizer
 from vua.cli.ui.state import State
@@ -171,6 +174,13 @@ class Served(Report):
         print(f"{self.directory}: open {self.url}\nCtrl-C ends it", flush=True)
 
 
+@command("ui", "show a cache as a web page on this machine", as_owner_of=True)
+@click.option(
+    "--port", metavar="N", type=int, default=0, help="of 127.0.0.1; default one that is free"
+)
+@click.option(
+    "--tokenizer", "model", metavar="MODELDIR", help="whose tokenizer.json takes texts to explain"
+)
 def ui(
     directory: str,
     *,

@@ -79,7 +79,7 @@ class State:
     def _catalog(self) -> Catalog:
         return open_catalog(self._directory)
 
-    def _hear_watch(self, what: str, value: Any) -> None:  # noqa: ANN401 - of `watch`
+    def _hear_watch(self, what: str, value: Any) -> None:
         with self._lock:
             watched = self._watched
             watched.version += 1
@@ -96,7 +96,7 @@ class State:
             else:
                 setattr(watched, what, value)
 
-    def _hear_verify(self, what: str, value: Any) -> None:  # noqa: ANN401 - of `_verify`
+    def _hear_verify(self, what: str, value: Any) -> None:
         with self._lock:
             verified = self._verified
             if what == "progress":

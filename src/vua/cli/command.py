@@ -1,0 +1,216 @@
+"""How a command is declared: a function with its arguments and options, by `click`.
+
+    @command("ls", "list what a cache holds")
+    @click.option("-l", "--long", is_flag=True, help="list every chunk")
+    def ls(directory: str, *, long: bool = False) -> Listing: ...
+
+The function stays as it is, for others to call. It returns a report (:mod:`vua.cli.output`), or an
+exit status where it has shown its reports itself: then it takes ``output``. The keys that it was
+given come as ``security``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Callable, MutableMapping
+from contextlib import nullcontext, suppress
+from typing import Any, Final, TypeVar
+
+import click
+
+from vua.cli.output import Output, Report
+from vua.cli.owner import as_owner
+from vua.security.keyring import check_keys
+from vua.security.settings import Security
+
+__all__ = ["COMMANDS", "VARIABLE", "command", "duration", "duration_s", "share", "with_help"]
+
+VARIABLE: Final = "VUA_PATH"
+"""Names the directory where a command is given none; engines know it too."""
+COMMANDS: Final[dict[str, click.Command]] = {}
+"""Those whose modules are imported, by name."""
+_NAME: Final = re.compile("[0-9a-f]{6,64}")
+_NUMBER: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)
+_UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+F = TypeVar("F", bound=Callable[..., "Report | int"])
+
+
+def command(
+    name: str, text: str, *, takes_directory: bool = True, as_owner_of: bool = False
+) -> Callable[[F], F]:
+    """Declare a command.
+
+    Args:
+        name: what it is called.
+        text: what it does, in a few words.
+        takes_directory: whether its words begin with the cache's directory.
+        as_owner_of: whether root does it as the user whose the directory is.
+    """
+
+    def declare(work: F) -> F:
+        takes = inspect.signature(work).parameters
+        params: list[click.Parameter] = list(reversed(getattr(work, "__click_params__", [])))
+        if takes_directory:
+            params.insert(0, click.Argument(["directory"], metavar="DIR"))
+        if "security" in takes:
+            params += _key_options()
+        params += [
+            click.Option(["--json", "as_json"], is_flag=True, help="print JSON for other programs"),
+            click.Option(["-q", "--quiet"], is_flag=True, help="print errors alone"),
+        ]
+
+        def run(*, as_json: bool, quiet: bool, **said: Any) -> int:
+            output = Output("json" if as_json else "quiet" if quiet else "person")
+            if "security" in takes:
+                said["security"] = _security(said)
+            if "output" in takes:
+                said["output"] = output
+            with as_owner(said["directory"]) if as_owner_of else nullcontext():
+                found = work(**said)
+                return output.show(found) if isinstance(found, Report) else found
+
+        kind = _OfDirectory if takes_directory else _Command
+        COMMANDS[name] = with_help(kind(name, params=params, callback=run, help=_sentence(text)))
+        COMMANDS[name].short_help = text
+        return work
+
+    return declare
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _key_options() -> list[click.Parameter]:
+    """The keys, as the engines are told them; see :func:`_security`."""
+    return [
+        click.Option(["--key-file"], metavar="FILE", help="the directory's own key, as of engines"),
+        click.Option(["--tenant-keys"], metavar="DIR", help="keys of cache salts, likewise"),
+        click.Option(["--encrypt"], is_flag=True, help="what is --key-file's is encrypted"),
+    ]
+
+
+def _security(said: MutableMapping[str, Any]) -> Security:
+    """Return what the options say. Raises ConfigError where such keys cannot be used."""
+    names = ("key_file", "tenant_keys", "encrypt")
+    security = Security(**{name: said.pop(name) for name in names})
+    check_keys(security)
+    return security
+
+
+def with_help(one: click.Command) -> click.Command:
+    """Give a command --help; `click`'s own would pass by the border that guards the terminal."""
+
+    def show(context: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001
+        if value and not context.resilient_parsing:
+            print(context.get_help())
+            context.exit()
+
+    one.add_help_option = False
+    one.params.append(
+        click.Option(["-h", "--help"], is_flag=True, expose_value=False, is_eager=True,
+                     callback=show, help="show this message, and exit")
+    )  # fmt: skip
+    return one
+
+
+class _Command(click.Command):
+    """A command whose long options may be cut short, as long as that is clear."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Write options out that were cut short."""
+        known = [name for one in self.get_params(ctx) for name in one.opts if name[:2] == "--"]
+        for place, word in enumerate(args):
+            name, equals, value = word.partition("=")
+            if word == "--":
+                break
+            hits = [one for one in known if one.startswith(name)]
+            if name[:2] == "--" and name not in known and len(hits) == 1:
+                args[place] = f"{hits[0]}{equals}{value}"
+        return super().parse_args(ctx, args)
+
+
+class _OfDirectory(_Command):
+    """A command whose words begin with a directory, which VUA_PATH may name instead.
+
+    A first word that reads as what follows the directory is that: hex digits of a name, a number of
+    seconds. (A directory of such a name is written ``./NAME``.) Without VUA_PATH the first word is
+    the directory.
+    """
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:  # fmt: skip
+        """Parse the words, or these with the directory that is left out."""
+        home = os.environ.get(VARIABLE, "")
+        try:
+            context = super().make_context(info_name, [*args], parent, **extra)
+            if not home or not _is_left_out(context.params):
+                return context
+        except click.UsageError:
+            if home:
+                with suppress(click.UsageError):
+                    return super().make_context(info_name, [home, *args], parent, **extra)
+            raise
+        with suppress(click.UsageError):
+            return super().make_context(info_name, [home, *args], parent, **extra)
+        return context
+
+
+def _is_left_out(params: MutableMapping[str, Any]) -> bool:
+    if "seconds" in params:
+        return params["seconds"] is None and bool(_NUMBER.fullmatch(params["directory"] or ""))
+    if "names" in params:
+        first = params["file"] if "file" in params else params["directory"]
+        return bool(_NAME.fullmatch(first or ""))
+    return False
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def duration_s(text: str) -> float:
+    """Return the seconds that ``90``, ``90s``, ``30m``, ``12h``, ``1d`` or ``2w`` say.
+
+    Raises click.BadParameter for anything else.
+
+    >>> duration_s("1.5h")
+    5400.0
+    """
+    unit = text[-1:].lower()
+    try:
+        return float(text[:-1]) * _UNITS_S[unit] if unit in _UNITS_S else float(text)
+    except ValueError:
+        raise click.BadParameter(
+            f"{text!r:.40} is no time; give seconds, or 30m, 12h, 1d, 2w"
+        ) from None
+
+
+def duration(seconds: float) -> str:
+    """Return the text for which :func:`duration_s` returns these seconds, in the largest unit.
+
+    >>> duration(86400), duration(5400), duration(0.5)
+    ('1d', '90m', '0.5s')
+    """
+    units = [unit for unit, length_s in _UNITS_S.items() if seconds % length_s == 0 and unit != "w"]
+    unit = units[-1] if units else "s"
+    return f"{seconds / _UNITS_S[unit]:.15g}{unit}"
+
+
+def share(text: str) -> float:
+    """Return the share that ``10%`` says. Raises click.BadParameter for anything else.
+
+    >>> share("2.5%")
+    0.025
+    """
+    try:
+        part = float(text.removesuffix("%")) / 100 if text.endswith("%") else 0.0
+    except ValueError:
+        part = 0.0
+    if not 0 < part <= 1:
+        raise click.BadParameter(f"{text!r:.40} is no share; give something like 10%")
+    return part
