@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import random
-import shutil
-import subprocess
 import unittest
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +19,8 @@ import zstandard
 import conformity
 import make_golden
 from conformity import Entry, Judge, digest, golden_entries, mutated, random_entry
-from helpers import ROOT, SOON_S, DirectoryTest
+from helpers import SOON_S, DirectoryTest
+from javascript import needs_node, node, run_command
 from vua import cli
 from vua.config import VUAConfig
 from vua.core import VUA
@@ -32,28 +30,10 @@ from vua.security.settings import Security
 from vua.storage.description import LaterDescriptionError, parse_description
 from vua.store.whole_entry import verified
 
-HERE = ROOT / "implementations" / "javascript"
-NODE = shutil.which("node") or ""
-OLDEST = 20
 SEED = 43
-TIMEOUT_S = 300
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 LAYOUT = {"layers": 3, "kv_heads": 2, "k_dim": 8, "v_dim": 8, "dtype": "F32", "chunk_tokens": 4}
 PROMPT = {"layout": LAYOUT, "tokens": TOKENS, "model": "mine"}
-
-
-def node(*arguments: str | Path) -> str:
-    """Run a program of the implementation; return what it prints."""
-    ran = subprocess.run(
-        [NODE, *map(str, arguments)],
-        cwd=HERE,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-4000:]
-    return ran.stdout
 
 
 def kind_of(data: bytes) -> str:
@@ -98,22 +78,16 @@ def decompressed(frame: bytes, size: int) -> str:
         return "refused"
 
 
-def is_new_enough() -> bool:
-    """Whether there is a node that the implementation runs with."""
-    said = subprocess.check_output([NODE, "--version"], text=True) if NODE else "v0.0"
-    return int(said[1:].partition(".")[0]) >= OLDEST
-
-
-@unittest.skipUnless(
-    is_new_enough(), f"node {OLDEST} is not installed: `python3 dev.py tools` installs one"
-)
+@needs_node
 class JavaScriptTest(DirectoryTest):
     """Both are asked about the same bytes."""
 
-    def ask(self, entries: Sequence[Entry], cases: Sequence[tuple[int, bytes]], **more: Any) -> str:
+    def ask(
+        self, entries: Sequence[Entry], cases: Sequence[tuple[int, bytes]], **more: Any
+    ) -> list[str]:
         """Let `judge.js` answer about bytes, each under the name of an entry."""
         described = [entry.described() for entry in entries]
-        return self.run_command("judge", entries=described, **self.blob(cases), **more)
+        return run_command("judge", entries=described, **self.blob(cases), **more)
 
     def blob(self, cases: Sequence[tuple[int, bytes]]) -> dict[str, Any]:
         """Write bytes one after the other to a file; return how `judge.js` finds them."""
@@ -131,7 +105,7 @@ class JavaScriptTest(DirectoryTest):
             said = digest(judge.loaded(entries[which], data))
             tool = "" if entries[which].is_compressed else kind_of(data)
             expected.append(f"{said} {tool}".strip())
-        found = self.ask(entries, cases).splitlines()
+        found = self.ask(entries, cases)
         names = [f"{at}: {entries[which].name}" for at, (which, _) in enumerate(cases)]
         self.assertEqual([], differing(names, expected, found))
         return expected
@@ -165,11 +139,6 @@ class JavaScriptTest(DirectoryTest):
         expected = b"".join(entry.data for entry in entries)
         self.assertEqual(expected, out.read_bytes())
 
-    def run_command(self, name: str, **arguments: Any) -> str:
-        """Run a command of `judge.js`; its arguments come as JSON."""
-        (self.root / "arguments.json").write_text(json.dumps(arguments))
-        return node("judge.js", name, self.root / "arguments.json")
-
     def test_writes(self) -> None:
         """`vua verify` takes what it writes for sound, and VUA loads it; plain and sealed."""
         for name, security in self.securities().items():
@@ -180,10 +149,10 @@ class JavaScriptTest(DirectoryTest):
                 if security.key_file:
                     kind = "aes-256-gcm" if security.encrypt else "gmac"
                     options = {"key": conformity.KEY.hex(), "kind": kind}
-                said = self.run_command(
+                said = run_command(
                     "put", root=str(root), payload=str(self.root / "payload"), **options, **PROMPT
                 )
-                self.assertEqual("2", said.strip())
+                self.assertEqual(["2"], said)
                 keys = ["--key-file", security.key_file] if security.key_file else []
                 keys += ["--encrypt"] if security.encrypt else []
                 self.assertEqual(0, self.quietly("verify", str(root), *keys))
@@ -206,8 +175,8 @@ class JavaScriptTest(DirectoryTest):
         kv = [[torch.randn(1, 2, 8, 8, generator=rng) for _ in "kv"] for _ in range(3)]
         with VUA(VUAConfig(split_factor=4, model="mine"), self.root / "kv") as vua:
             self.assertEqual(2, vua.put(torch.tensor(TOKENS), kv))
-        said = self.run_command("get", root=str(self.root / "kv"), **PROMPT)
-        self.assertEqual(self.payload_of(kv).hex(), said.replace("\n", ""))
+        said = run_command("get", root=str(self.root / "kv"), **PROMPT)
+        self.assertEqual(self.payload_of(kv).hex(), "".join(said))
 
     def securities(self) -> dict[str, Security]:
         """None, signed and encrypted."""
@@ -283,7 +252,7 @@ class JavaScriptTest(DirectoryTest):
                     self.assertTrue(prefixes.ready(SOON_S))
                     self.assertEqual(6, prefixes.save(ids, cache))
                 for without, tokens in ((False, 96), (True, 0)):
-                    said = self.run_command(
+                    said = run_command(
                         "copy",
                         root=str(folder / "theirs"),
                         to=str(folder / f"ours {without}"),
@@ -292,7 +261,7 @@ class JavaScriptTest(DirectoryTest):
                         weights=weights,
                         identity={"kv_dtype": "F32", "rope": "neox", "chunk_tokens": 16},
                         without=without,
-                    ).splitlines()
+                    )
                     self.assertEqual(identity_of(model, chunk_tokens=16).namespace, said[0])
                     if not without:
                         self.assertEqual(needed, sorted(said[1:]))
@@ -337,12 +306,10 @@ class JavaScriptTest(DirectoryTest):
         )
         rng, name = random.Random(SEED), golden[0].parent.name
         cases = [conformity.text_mutated(rng, rng.choice(texts), texts) for _ in range(1000)]
-        said = self.run_command(
-            "describe", directory=name, **self.blob([(0, one) for one in cases])
-        )
+        said = run_command("describe", directory=name, **self.blob([(0, one) for one in cases]))
         expected = [description_kind(one, name) for one in cases]
         names = [repr(one) for one in cases]
-        self.assertEqual([], differing(names, expected, said.splitlines()))
+        self.assertEqual([], differing(names, expected, said))
         self.assertEqual({"right", "foreign", "damaged", "later"}, set(expected))
 
     def test_frames(self) -> None:
@@ -364,13 +331,13 @@ class JavaScriptTest(DirectoryTest):
             frames.append(bytes(frame))
         right = [digest(one) for one in contents]
         ours = [decompressed(*one) for one in zip(frames, map(len, contents), strict=True)]
-        said = self.run_command(
+        said = run_command(
             "frames", sizes=list(map(len, contents)), **self.blob([(0, one) for one in frames])
         )
         names = [one.hex()[:200] for one in frames]
         verdicts = [
             ["right" if one == other else "miss" for one, other in zip(some, right, strict=True)]
-            for some in (ours, said.splitlines())
+            for some in (ours, said)
         ]
         self.assertEqual([], differing(names, *verdicts))
         self.assertLess(400, verdicts[0].count("right"))
