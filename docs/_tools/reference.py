@@ -172,7 +172,7 @@ def _options(command: click.Command) -> Iterator[list[str]]:
         shown = _value(one)
         if isinstance(one, click.Option):
             shown = f"{', '.join(one.opts)} {shown}".strip()
-        text = _help(getattr(one, "help", ""))
+        text = _help(getattr(one, "help", None) or getattr(one, "text", ""))
         if isinstance(one.type, click.Choice):
             text += f" ({', '.join(str(choice) for choice in one.type.choices)})"
         yield [f"`{shown}`", text.strip()]

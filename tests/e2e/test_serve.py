@@ -51,7 +51,7 @@ class ServeTest(ServerTest):
         prompts = self.root.with_name("prompts.jsonl")
         asked = [PROMPT[100:], PROMPT, [*PROMPT] * 3]
         prompts.write_text("\n".join(json.dumps({"prompt": one}) for one in asked))
-        with mock.patch("vua.cli.warm_cache._PATIENCE_S", SOON_S):
+        with mock.patch("vua.cli.warm._PATIENCE_S", SOON_S):
             code, report = run_json("warm", prompts, "--server", address, "--path", self.root)
         rows = [(one["tokens"], one["stored"]) for one in report["prompts"]]
         self.assertEqual((1, [(600, 576), (700, 0), (None, None)]), (code, rows))

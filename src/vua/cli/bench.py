@@ -13,7 +13,7 @@ import click
 
 from vua.cli.bench_bucket import probe_bucket
 from vua.cli.bench_path import Demand, probe
-from vua.cli.command import VARIABLE, command
+from vua.cli.command import VARIABLE, argument, command
 from vua.cli.output import Report, progress, table
 from vua.errors import InputError
 from vua.storage.urls import is_url
@@ -54,7 +54,7 @@ class Measured(Report):
 
 
 @command("bench", "measure a directory or a bucket", takes_directory=False)
-@click.argument("words", metavar="[path] DIR", nargs=-1)
+@argument("words", "directory, or URL; path may be left out", metavar="[path] DIR", nargs=-1)
 @click.option("--path", metavar="DIR", help="the same as: path DIR")
 @click.option("--out", metavar="FILE", help="write the report there as JSON")
 @click.option("--tiny", is_flag=True, help="seconds; shows that it works")

@@ -25,7 +25,16 @@ from vua.cli.owner import as_owner
 from vua.security.keyring import check_keys
 from vua.security.settings import Security
 
-__all__ = ["COMMANDS", "VARIABLE", "command", "duration", "duration_s", "share", "with_help"]
+__all__ = [
+    "COMMANDS",
+    "VARIABLE",
+    "argument",
+    "command",
+    "duration",
+    "duration_s",
+    "share",
+    "with_help",
+]
 
 VARIABLE: Final = "VUA_PATH"
 """Names the directory where a command is given none; engines know it too."""
@@ -36,6 +45,7 @@ _NUMBER: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 F = TypeVar("F", bound=Callable[..., "Report | int"])
+C = TypeVar("C", bound=click.Command)
 
 
 def command(
@@ -54,7 +64,8 @@ def command(
         takes = inspect.signature(work).parameters
         params: list[click.Parameter] = list(reversed(getattr(work, "__click_params__", [])))
         if takes_directory:
-            params.insert(0, click.Argument(["directory"], metavar="DIR"))
+            text_ = "directory of the cache, or URL"
+            params.insert(0, _Argument(["directory"], metavar="DIR", text=text_))
         if "security" in takes:
             params += _key_options()
         params += [
@@ -73,8 +84,8 @@ def command(
                 return output.show(found) if isinstance(found, Report) else found
 
         kind = _OfDirectory if takes_directory else _Command
-        COMMANDS[name] = with_help(kind(name, params=params, callback=run, help=_sentence(text)))
-        COMMANDS[name].short_help = text
+        made = kind(name, params=params, callback=run, help=_sentence(text), short_help=text)
+        COMMANDS[name] = with_help(made)
         return work
 
     return declare
@@ -82,6 +93,19 @@ def command(
 
 def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
+
+
+class _Argument(click.Argument):
+    """An argument that the help explains."""
+
+    def __init__(self, *words: Any, text: str = "", **more: Any) -> None:
+        super().__init__(*words, **more)
+        self.text = text
+
+
+def argument(name: str, text: str, **more: Any) -> Callable[[F], F]:
+    """Declare an argument, and what it is; the rest as for `click.argument`."""
+    return click.argument(name, cls=_Argument, text=text, **more)
 
 
 def _key_options() -> list[click.Parameter]:
@@ -101,7 +125,7 @@ def _security(said: MutableMapping[str, Any]) -> Security:
     return security
 
 
-def with_help(one: click.Command) -> click.Command:
+def with_help(one: C) -> C:
     """Give a command --help; `click`'s own would pass by the border that guards the terminal."""
 
     def show(context: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001
@@ -119,6 +143,16 @@ def with_help(one: click.Command) -> click.Command:
 
 class _Command(click.Command):
     """A command whose long options may be cut short, as long as that is clear."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what it does, and what its arguments are."""
+        super().format_help_text(ctx, formatter)
+        told = [
+            (one.make_metavar(ctx), one.text) for one in self.params if isinstance(one, _Argument)
+        ]
+        if told:
+            with formatter.section("Arguments"):
+                formatter.write_dl(told)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Write options out that were cut short."""

@@ -9,7 +9,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from vua.cli import vua
-from vua.cli.command import command
+from vua.cli.command import argument, command
 from vua.cli.output import Report
 from vua.errors import ConfigError
 
@@ -35,7 +35,7 @@ class Script(Report):
 
 
 @command("completion", "print what makes a shell complete these words", takes_directory=False)
-@click.argument("shell", metavar="SHELL", type=click.Choice(SHELLS))
+@argument("shell", "bash, zsh or fish", metavar="SHELL", type=click.Choice(SHELLS))
 def completion(shell: str) -> Script:
     """Return the lines that one of SHELLS has to read; it asks `vua` itself then."""
     kind = get_completion_class(shell)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vua.cli.command import command
+from vua.cli.command import argument, command
 from vua.cli.output import Report
 from vua.errors import ConfigError, InputError
 from vua.format.keys import KeyChain, token_ids
@@ -128,7 +128,7 @@ class Key(Report):
 
 
 @command("key", "make a key, unless it is there", takes_directory=False)
-@click.argument("path", metavar="PATH")
+@argument("path", "file for the key; with --salt a directory", metavar="PATH")
 @click.option("--salt", metavar="S", help="make the key of this cache salt in PATH")
 def key(path: str, *, salt: str | None = None) -> Key:
     """Make the key file, or check the one that is there.

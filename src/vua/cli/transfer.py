@@ -34,7 +34,7 @@ from vua.catalog.base import NO_KEYS, NamespaceCatalog, OpenFile, resolve
 from vua.catalog.check import Checker, Place, check_open
 from vua.catalog.opening import open_catalog
 from vua.cli.archive import Member, Reader, Writer, file_sizes
-from vua.cli.command import command
+from vua.cli.command import argument, command
 from vua.cli.output import DAMAGED, SHORT, SOUND, Output, Report, line, plain, progress, size
 from vua.cli.owner import as_owner
 from vua.cli.prompt import prompt_ids, prompt_keys, read_ids
@@ -129,8 +129,8 @@ class Exported(Report):
 
 
 @command("export", "write chosen prefixes to one file")
-@click.argument("file", metavar="FILE")
-@click.argument("names", metavar="[NAME]...", nargs=-1)
+@argument("file", "archive to write; - stdout", metavar="FILE")
+@argument("names", "6 or more hex digits of a name", metavar="[NAME]...", nargs=-1)
 @click.option("--following", is_flag=True, help="also what follows these chunks")
 @click.option("--tokens", metavar="FILE", help="what is stored of these token ids")
 @click.option("--prompt", metavar="FILE", help="what is stored of this text")
@@ -346,7 +346,7 @@ class Imported(Report):
 
 
 @command("import", "take in what export wrote")
-@click.argument("file", metavar="FILE")
+@argument("file", "archive to read; - stdin", metavar="FILE")
 def import_(directory: str, file: str) -> Imported:
     """Take in an archive; exit status 1 if some of it was damaged or found no room.
 

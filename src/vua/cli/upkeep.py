@@ -14,7 +14,7 @@ from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits
 from vua.catalog.base import NO_KEYS, Adoption, Collection, Removal, Use, key_ids, resolve
 from vua.catalog.opening import open_catalog
-from vua.cli.command import command, duration, duration_s
+from vua.cli.command import argument, command, duration, duration_s
 from vua.cli.output import (
     DAMAGED,
     SHORT,
@@ -283,7 +283,9 @@ class Life(Report):
 
 
 @command("ttl", "show or set the time without use after which chunks are deleted", as_owner_of=True)
-@click.argument("seconds", metavar="[TIME]", type=duration_s, required=False)
+@argument(
+    "seconds", "seconds, or 30m, 12h, 1d, 2w", metavar="[TIME]", type=duration_s, required=False
+)
 @click.option("--off", is_flag=True, help="keep chunks for as long as there is room")
 def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> Life:
     """Tell, set or (``off``) lift the time without use after which chunks are deleted."""
@@ -331,7 +333,7 @@ class Pinned(Report):
 
 
 @command("pin", "keep chunks and their prefixes; without NAME list what is kept", as_owner_of=True)
-@click.argument("names", metavar="[NAME]...", nargs=-1)
+@argument("names", "6 or more hex digits of a chunk", metavar="[NAME]...", nargs=-1)
 @click.option("--remove", is_flag=True, help="unpin")
 def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> Pinned:
     """Pin chunks with their prefixes, unpin them, or (no names) tell what is pinned."""
@@ -405,7 +407,7 @@ class Removed(Report):
 
 
 @command("rm", "delete chunks with all that follows them, or namespaces", as_owner_of=True)
-@click.argument("names", metavar="[NAME]...", nargs=-1)
+@argument("names", "6 or more hex digits of a name", metavar="[NAME]...", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="everything")
 @click.option("--pinned", "force", is_flag=True, help="pinned chunks too")
 @_dry_run

@@ -23,7 +23,7 @@ from vua.catalog.base import NO_KEYS, resolve
 from vua.catalog.check import OUTCOMES, Check, Checker, Place, Verification
 from vua.catalog.file import check_at
 from vua.catalog.opening import open_catalog
-from vua.cli.command import command, share
+from vua.cli.command import argument, command, share
 from vua.cli.output import (
     DAMAGED,
     SHORT,
@@ -228,7 +228,13 @@ class Inspected(Report):
 
 
 @command("inspect", "show what entries say and are", takes_directory=False)
-@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@argument(
+    "files",
+    "file of one chunk; or DIR NAME ..., first digits of its chunks",
+    metavar="FILE...",
+    nargs=-1,
+    required=True,
+)
 def inspect(files: Sequence[str]) -> Inspected:
     """Look at files.
 

@@ -1,42 +1,53 @@
 """`vua warm`: computes prompts once, so that their prefixes are stored before somebody asks.
 
-An engine of its own does it (vLLM, SGLang, transformers), or a server that runs already and has VUA
-(vLLM, SGLang), through the API of OpenAI. What is newly stored is what the directory holds
-afterwards and did not before (:mod:`vua.cli.events`), whatever the engine says. Prompts' chunks are
-looked for under the names that the keys give which the command is told.
+A server that runs already and has VUA does it (vLLM, SGLang), through the API of OpenAI, or a model
+of transformers that is loaded for it. What is newly stored is what the cache holds afterwards and
+did not before (:mod:`vua.cli.events`), whatever the engine says. Prompts' chunks are looked for
+under the names that the keys give which the command is told.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from urllib import error, request
 
 import click
 
 from vua.catalog.base import NO_KEYS
-from vua.cli.command import VARIABLE, command
+from vua.catalog.opening import is_missing, open_catalog
+from vua.cli.command import VARIABLE, argument, command
+from vua.cli.events import Seen, look
 from vua.cli.output import DAMAGED, SOUND, Output, Report, progress, table
-from vua.cli.warm_cache import Held, WarmedCache
+from vua.cli.prompt import prompt_keys
 from vua.errors import ConfigError, InputError
+from vua.format.keys import token_ids
 from vua.security.settings import Security
-from vua.weights import weights_fingerprint
+from vua.store.namespace import Namespace
+from vua.store.opening import open_namespace
 
 __all__ = ["Warmed", "warm"]
 
-_TOGETHER: Final = 32
-"""Prompts that vLLM is given at a time."""
 _TELL_IDS: Final = ("return_token_ids", "return_prompt_token_ids")
 """Let vLLM (both ways) and SGLang (completions; chats) tell a prompt's token ids."""
 _ANSWER_S: Final = 3600.0
+_PATIENCE_S: Final = 20.0
+"""A server stores behind its answers: how long it is waited for when nothing new appears."""
+_BRIEFLY_S: Final = 5.0
+"""Likewise where the names of what is stored show that its keys are others than those given."""
+_LOOK_S: Final = 0.2
+_FIRST_CHUNKS: Final = 64
+"""Of so many the headers are read, at most, to see which keys they are sealed with."""
+
+Held: TypeAlias = dict[str, set[str]]
+"""The chunks that a lookup can find, by namespace."""
 
 
 @dataclass(slots=True)
@@ -100,63 +111,76 @@ def _settings(text: str) -> dict[str, Any]:
 
 
 @command("warm", "compute prompts and store them", takes_directory=False)
-@click.argument("prompts", metavar="FILE")
-@click.option(
-    "--engine",
-    type=click.Choice(("sglang", "transformers", "vllm")),
-    help="started for it, and ended again",
-)
+@argument("prompts", 'a prompt a line; .jsonl: {"prompt"} or {"messages"}', metavar="FILE")
 @click.option("--server", metavar="URL", help="a running vLLM or SGLang with VUA does it")
+@click.option(
+    "--engine", metavar="ENGINE", help="transformers, in place of a server: loaded for it"
+)
 @click.option("--model", help="directory or name; of a server by default its only one")
 @click.option(
     "--path", metavar="DIR", envvar=VARIABLE, help=f"directory of the cache; default {VARIABLE}"
 )
 @click.option(
-    "--engine-args", metavar="JSON", type=_settings, default="{}", help="for the engine's start"
+    "--engine-args", metavar="JSON", type=_settings, default="{}", help="for from_pretrained"
 )
 @click.option("--limit", metavar="N", type=int, help="only the first prompts")
-def warm(*, output: Output, security: Security, **asked: Any) -> int:
+def warm(  # noqa: PLR0913 - the options of a command
+    prompts: str, *, server: str | None = None, engine: str | None = None,
+    model: str | None = None, path: str | None = None, engine_args: Mapping[str, Any],
+    limit: int | None = None, security: Security = NO_KEYS, output: Output,
+) -> int:  # fmt: skip
     """Compute the prompts. Raises ConfigError, InputError, StorageError, OSError."""
-    options = SimpleNamespace(security=security, **asked)
-    run = _server if options.server else _ENGINES.get(options.engine)
-    if run is None:
-        msg = "give an --engine, or the --server of a vLLM or SGLang that runs"
-        raise ConfigError(msg)
-    if not options.server and not (options.model and options.path):
-        msg = "--engine needs --model and --path"
-        raise ConfigError(msg)
-    if options.limit is not None and options.limit < 1:
-        msg = f"--limit must be at least 1, found {options.limit}"
-        raise ConfigError(msg)
-    if not options.server and options.engine in _WITHOUT_KEYS and options.security != NO_KEYS:
-        msg = (
-            f"--engine {options.engine} stores without keys, so --key-file, --tenant-keys and "
-            "--encrypt would have no effect; leave them out, or use --engine vllm"
-        )
-        raise ConfigError(msg)
-    prompts = _read(options.prompts)[: options.limit]
-    cache, misnamed = WarmedCache(options.path, options.security), ""
+    if limit is not None and limit < 1:
+        raise ConfigError(f"--limit must be at least 1, found {limit}")
+    if not server:
+        _check_engine(engine, security, is_complete=bool(model and path))
+    asked = _read(prompts)[:limit]
+    cache, misnamed = WarmedCache(path, security), ""
     before = cache.look()
+    answers = (
+        _ask(server, model, asked) if server
+        else _compute(str(model), str(path), engine_args, asked)
+    )  # fmt: skip
     with progress() as show, redirect_stdout(sys.stderr):  # engines print
-        for done, _ in enumerate(run(options, prompts), 1):
-            amount = sum(one.tokens or 0 for one in prompts)
-            show("warm", done, len(prompts), amount=amount, unit="tokens")
-    if options.path:
-        if options.server:
-            misnamed = cache.wait_for([one.ids or () for one in prompts], before)
+        for done, _ in enumerate(answers, 1):
+            amount = sum(one.tokens or 0 for one in asked)
+            show("warm", done, len(asked), amount=amount, unit="tokens")
+    if path:
+        if server:
+            misnamed = cache.wait_for([one.ids or () for one in asked], before)
         else:
             cache.look()
         if not misnamed:
-            _count(prompts, cache, before)
-    code = output.show(Warmed([tuple(getattr(one, name) for name in _FIELDS) for one in prompts]))
+            _count(asked, cache, before)
+    rows = [tuple(getattr(one, name) for name in _FIELDS) for one in asked]
+    code = output.show(Warmed(rows))
     if misnamed:
-        msg = (
-            f"{options.path}: nothing of these prompts is found; {misnamed}. Names are made with "
-            "the keys: give --key-file and --encrypt as the server is told security.key_file and "
+        raise ConfigError(
+            f"{path}: nothing of these prompts is found; {misnamed}. Names are made with the keys: "
+            "give --key-file and --encrypt as the server is told security.key_file and "
             "security.encrypt. The prompts are computed; what is stored of them is not counted"
         )
-        raise ConfigError(msg)
     return code
+
+
+def _check_engine(engine: str | None, security: Security, *, is_complete: bool) -> None:
+    """Raise ConfigError where no model can be loaded."""
+    if engine is None:
+        raise ConfigError(
+            "give the --server of a vLLM or SGLang that runs with VUA, or --engine transformers"
+        )
+    if engine != "transformers":
+        raise ConfigError(
+            f"--engine takes transformers, found {engine}: start vLLM or SGLang as it will serve, "
+            "with VUA, and give its --server"
+        )
+    if not is_complete:
+        raise ConfigError("--engine needs --model and --path")
+    if security != NO_KEYS:
+        raise ConfigError(
+            "--engine transformers stores without keys, so --key-file, --tenant-keys and --encrypt "
+            "would have no effect; leave them out, or use the --server of an engine that has them"
+        )
 
 
 def _read(file: str) -> list[_Prompt]:
@@ -204,16 +228,19 @@ def _tokenize(tokenizer: Any, prompt: _Prompt) -> list[int]:
     return prompt.ids
 
 
-def _transformers(options: SimpleNamespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
+def _compute(
+    model: str, path: str, settings: Mapping[str, Any], prompts: Sequence[_Prompt]
+) -> Iterator[_Prompt]:
+    """Compute prompts with transformers."""
     engine, torch = _package("transformers"), _package("torch")
-    tokenizer = engine.AutoTokenizer.from_pretrained(options.model)
-    model = engine.AutoModelForCausalLM.from_pretrained(options.model, **options.engine_args)
-    with _package("vua.transformers").PrefixCache(model, options.path) as prefixes:
+    tokenizer = engine.AutoTokenizer.from_pretrained(model)
+    loaded = engine.AutoModelForCausalLM.from_pretrained(model, **settings)
+    with _package("vua.transformers").PrefixCache(loaded, path) as prefixes:
         prefixes.ready()
         for one in prompts:
-            ids = torch.tensor([_tokenize(tokenizer, one)], device=model.device)
+            ids = torch.tensor([_tokenize(tokenizer, one)], device=loaded.device)
             prefix = prefixes.load(ids)
-            model.generate(
+            loaded.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 past_key_values=prefix.cache,
@@ -225,73 +252,10 @@ def _transformers(options: SimpleNamespace, prompts: Sequence[_Prompt]) -> Itera
             yield one
 
 
-def _vllm(options: SimpleNamespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    engine = _package("vllm")
-    if Path(options.model).is_dir():
-        weights_fingerprint(options.model)  # an engine stores nothing until it knows its weights
-    names = ("key_file", "tenant_keys", "encrypt")
-    keys = {name: getattr(options.security, name) for name in names}
-    extra = json.dumps({"kv_connector_extra_config": {"security": keys}})
-    words = ["serve", options.model, "--vua-path", options.path, "--kv-transfer-config", extra]
-    transfer = json.loads(_package("vua.vllm.serve").with_connector(words)[-1])
-    settings = {"kv_transfer_config": transfer, **options.engine_args}
-    model = engine.LLM(model=options.model, **settings)
-    longest = model.model_config.max_model_len
-    one_token = engine.SamplingParams(max_tokens=1, temperature=0)
-    try:
-        tokenizer = model.get_tokenizer()
-        for first in range(0, len(prompts), _TOGETHER):
-            some = prompts[first : first + _TOGETHER]
-            for one in some:
-                if len(_tokenize(tokenizer, one)) >= longest:
-                    one.problem = f"longer than the {longest} tokens that the engine takes"
-            fitting = [one for one in some if not one.problem]
-            asked = [{"prompt_token_ids": one.ids} for one in fitting]
-            answers = model.generate(asked, one_token, use_tqdm=False)
-            for one, answer in zip(fitting, answers, strict=True):
-                one.found = answer.num_cached_tokens or 0
-            yield from some
-    finally:
-        model.llm_engine.engine_core.shutdown()  # it stores what is waiting
-
-
-def _sglang(options: SimpleNamespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
-    engine = _package("sglang")
-    if Path(options.model).is_dir():
-        weights_fingerprint(options.model)  # as for vLLM
-    settings = _package("vua.sglang.settings").engine_arguments(options.path)
-    tokenizer = _package("transformers").AutoTokenizer.from_pretrained(options.model)
-    model = engine.Engine(model_path=options.model, **settings | options.engine_args)
-    one_token = {"max_new_tokens": 1, "temperature": 0}
-    try:
-        for one in prompts:
-            ids = _tokenize(tokenizer, one)
-            try:
-                answer = model.generate(input_ids=ids, sampling_params=one_token)
-            except ValueError as problem:
-                one.problem = str(problem)
-            else:
-                one.found = answer["meta_info"]["cached_tokens"]
-            yield one
-        cache = WarmedCache(options.path, options.security)
-        cache.wait_for([one.ids or () for one in prompts if not one.problem])
-    finally:
-        model.shutdown()
-
-
-_ENGINES: Final[Mapping[str, Callable[[SimpleNamespace, Sequence[_Prompt]], Iterator[_Prompt]]]] = {
-    "sglang": _sglang,
-    "transformers": _transformers,
-    "vllm": _vllm,
-}
-_WITHOUT_KEYS: Final = ("sglang", "transformers")
-"""Of these, those that cannot be given keys."""
-
-
-def _server(options: SimpleNamespace, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
-    address = options.server.rstrip("/").removesuffix("/v1")
-    model = options.model or _call(f"{address}/v1/models")["data"][0]["id"]
+def _ask(server: str, model: str | None, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
+    """Have a server compute prompts."""
+    address = server.rstrip("/").removesuffix("/v1")
+    model = model or _call(f"{address}/v1/models")["data"][0]["id"]
     for one in prompts:
         way, name = ("chat/completions", "messages") if one.is_chat else ("completions", "prompt")
         body = {"model": model, name: one.content, "max_tokens": 1, "temperature": 0}
@@ -335,3 +299,115 @@ def _count(prompts: Sequence[_Prompt], cache: WarmedCache, before: Held) -> None
             one.stored = max(sizes, default=0)
             for name, chunks in mine.items():
                 new[name] -= chunks
+
+
+# -- what is stored -------------------------------------------------------------------------------
+
+
+class WarmedCache:
+    """A cache as this command sees it: what it holds, and what it calls a prompt's chunks."""
+
+    def __init__(self, where: str | None, security: Security) -> None:
+        """Look at a directory or a bucket, if one is given; of ``security`` the keys count."""
+        self._where = where
+        self._security = replace(security, trusted_uids="any")  # names are all that is read
+        self._seen: dict[str, Seen] = {}
+        self._opened: dict[str, Namespace] = {}
+        self.held: Held = {}
+        """What the last look found."""
+
+    def look(self) -> Held:
+        """Return what it holds now; nothing where there is none yet."""
+        where = self._where
+        if where is None or is_missing(where):
+            self._seen = {}
+        else:
+            self._seen = look(open_catalog(where), self._seen)
+        self.held = {name: set(one.stored) for name, one in self._seen.items()}
+        return self.held
+
+    def chunk_tokens(self, name: str) -> int:
+        """Return the tokens per chunk of a namespace."""
+        return self._seen[name].layouts[0].chunk_tokens
+
+    def chunks(self, prompt: Sequence[int], name: str) -> set[str]:
+        """Return the chunks of a prompt's tokens, as a namespace names them; none where it is gone.
+
+        Raises NoKeyError.
+        """
+        ids, namespace = token_ids(prompt), self._namespace(name)
+        if namespace is None:
+            return set()
+        keys, _ = prompt_keys(namespace, ids, "")
+        return {key.name for key in keys.first(len(keys))}
+
+    def wait_for(self, prompts: Sequence[Sequence[int]], before: Held | None = None) -> str:
+        """Wait until it holds the prompts' tokens, or nothing new has appeared for a while.
+
+        ``before`` is what it held before a server was asked, whose keys may be others than those
+        given. Returns what shows that they are, as :meth:`misnamed` does.
+        """
+        held: Held | None = None
+        misnamed, until_s = "", 0.0
+        while True:
+            if self.look() != held:
+                held = self.held
+                wanted = [{name: self.chunks(one, name) for name in held} for one in prompts]
+                if all(any(each[name] <= held[name] for name in each) for each in wanted):
+                    return ""
+                ours = any(each[name] & held[name] for each in wanted for name in each)
+                misnamed = "" if ours or before is None else self.misnamed(before)
+                until_s = time.monotonic() + (_BRIEFLY_S if misnamed else _PATIENCE_S)
+            if time.monotonic() > until_s:
+                return misnamed
+            time.sleep(_LOOK_S)
+
+    def misnamed(self, before: Held) -> str:
+        """Say whose keys name what is stored, and whose would have to; nothing where these agree.
+
+        Told by headers of first chunks, of the new ones if there are some. Those of requests with a
+        salt have a parent, and tell nothing. Raises NoKeyError, StorageError, OSError.
+        """
+        first = [
+            (name, chunk)
+            for name, one in self._seen.items()
+            for chunk, previous in one.stored.items()
+            if not previous
+        ]
+        new = [(name, chunk) for name, chunk in first if chunk not in before.get(name, ())]
+        for some in (new, first):
+            seals = self._seals(some[:_FIRST_CHUNKS])
+            if seals:
+                found, expected = seals[0]
+                agree = any(one == other for one, other in seals)
+                return "" if agree else f"found: chunks that are {found}; expected: {expected}"
+        return ""
+
+    def _seals(self, chunks: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+        """Return how first chunks without extras are sealed, and how they would be by our keys."""
+        if self._where is None or not chunks:
+            return []
+        seals = []
+        catalog = open_catalog(self._where)
+        with progress() as show, catalog.namespaces(show) as (found, _):
+            there = {one.name: one for one in found}
+            for name, chunk in chunks:
+                namespace = self._namespace(name)
+                info = there[name].header(chunk) if name in there else None
+                if namespace is not None and info is not None and not info.parent:
+                    _, seal = prompt_keys(namespace, b"", "")
+                    expected = _sealed(seal.kind, seal.key_id) if seal else _sealed()
+                    seals.append((_sealed(info.kind, info.seal_info.key_id), expected))
+        return seals
+
+    def _namespace(self, name: str) -> Namespace | None:
+        if self._where is not None and name not in self._opened:
+            place = open_catalog(self._where).place / name
+            namespace = open_namespace(place, security=self._security)
+            if namespace is not None:
+                self._opened[name] = namespace
+        return self._opened.get(name)
+
+
+def _sealed(kind: str = "", key_id: str = "") -> str:
+    return f"sealed ({kind}) with key {key_id}" if kind else "not sealed"

@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.warm`, with transformers; servers and vLLM: tests/e2e."""
+"""Mirrors `vua.cli.warm`, with transformers and a server of ours; those of engines: tests/e2e."""
 
 from __future__ import annotations
 
@@ -145,7 +145,16 @@ class WarmTest(DirectoryTest):
             [],
             ["--engine", "transformers"],
             ["--engine", "sglang", "--model", "m", "--path", self.root],
-            ["--engine", "vllm", "--model", "m", "--path", self.root, "--engine-args", "[]"],
+            [
+                "--engine",
+                "transformers",
+                "--model",
+                "m",
+                "--path",
+                self.root,
+                "--engine-args",
+                "[]",
+            ],
             ["--server", "file:///etc/passwd"],
             ["--server", "http://127.0.0.1:1"],
             ["--server", "http://127.0.0.1:1", "--limit", "0"],
@@ -183,7 +192,7 @@ class ServerTest(KeysTest):
                 self.assertEqual((0, 8, ""), self.warm(address, *words))
                 self.assertEqual((0, 0, ""), self.warm(address, *words))
 
-    @mock.patch("vua.cli.warm_cache._BRIEFLY_S", 0.5)
+    @mock.patch("vua.cli.warm._BRIEFLY_S", 0.5)
     def test_other_names(self) -> None:
         """Who gives no key, another one, or one too many is told so without a long wait."""
         sealed, other = f"sealed (gmac) with key {self.id_of(self.key)}", self.id_of(self.wrong)
@@ -205,7 +214,7 @@ class ServerTest(KeysTest):
                     self.assertIn("--key-file", err)
 
     @unittest.skipUnless(find_spec("obstore"), "obstore is not installed")
-    @mock.patch("vua.cli.warm_cache._BRIEFLY_S", 0.5)
+    @mock.patch("vua.cli.warm._BRIEFLY_S", 0.5)
     def test_bucket(self) -> None:
         """Both hold for buckets."""
         from buckets import memory_url
@@ -218,7 +227,7 @@ class ServerTest(KeysTest):
         self.assertEqual((2, None), (code, new))
         self.assertIn(f"with key {self.id_of(self.key)}; expected: not sealed", err)
 
-    @mock.patch("vua.cli.warm_cache._BRIEFLY_S", 0.1)
+    @mock.patch("vua.cli.warm._BRIEFLY_S", 0.1)
     def test_others(self) -> None:
         """What others store in the directory with keys of their own does not end the wait."""
         for stored, words in ((Security(), []), (self.own, ["--key-file", self.key])):
@@ -228,12 +237,16 @@ class ServerTest(KeysTest):
                 self.assertEqual((0, 8, ""), self.warm(address, *words))
 
     def test_engines(self) -> None:
-        """An engine that cannot store with keys is not started with them."""
-        words = ("--model", "absent", "--path", self.cache, "--key-file", self.key)
-        for engine in ("sglang", "transformers"):
+        """Transformers cannot store with keys; vLLM and SGLang are asked as servers alone."""
+        words = ("--model", "absent", "--path", self.cache)
+        keys = ("--key-file", self.key)
+        code, _, err = run("warm", self.prompts, "--engine", "transformers", *words, *keys)
+        self.assertEqual(2, code)
+        self.assertIn("without keys", err)
+        for engine in ("vllm", "sglang"):
             code, _, err = run("warm", self.prompts, "--engine", engine, *words)
             self.assertEqual(2, code)
-            self.assertIn("without keys", err)
+            self.assertIn("--server", err)
 
 
 if __name__ == "__main__":
