@@ -148,10 +148,7 @@ def wait_for(child: int, timeout_s: float) -> str:
 
 
 def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine, give it its steps, shut it down."""
-    from vllm import LLM
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
+    """Do what one phase asks for: mostly to run an engine."""
     if "make" in phase:
         make_model(Path(phase["make"]["at"]), phase["make"])
         return {}
@@ -160,6 +157,15 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
     if "llava" in phase:
         make_llava(Path(phase["llava"].pop("at")), **phase["llava"])
         return {}
+    with mock.patch.dict(os.environ, phase.get("environment", {})):
+        return with_engine(phase)
+
+
+def with_engine(phase: dict[str, Any]) -> dict[str, Any]:
+    """Start the engine itself, give it its steps, shut it down."""
+    from vllm import LLM
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
     settings = dict(phase["engine"])
     if phase.get("transfer"):
         settings["kv_transfer_config"] = phase["transfer"]

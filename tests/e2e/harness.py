@@ -188,6 +188,8 @@ class Phase:
     snapshots: bool = False  # whether to take digests of each request's blocks
     trouble: dict[str, Any] = field(default_factory=dict)
     """What else goes wrong meanwhile, see `trouble.trouble`."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Further variables of the engine's environment."""
 
     def describe(self) -> dict[str, Any]:
         """The driver's form of it."""
@@ -218,6 +220,8 @@ class Phase:
             described["transfer"] = self._transfer(self.root)
         if self.trouble:
             described["trouble"] = self.trouble
+        if self.environment:
+            described["environment"] = self.environment
         if self.strike:
             described |= {"strike_after_lookup": self.strike, "strike_at": str(self.root)}
         return described

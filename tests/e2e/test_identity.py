@@ -219,6 +219,37 @@ class PictureTest(IdentityTest):
                 self.assertEqual(BEFORE, edited[0].cached[0])  # the text is as it was
 
 
+class BatchInvariantTest(IdentityTest):
+    """vLLM 0.32 starts in this mode on a CPU, and lacks the kernels to compute in it there."""
+
+    def started(self, **engine: Any) -> str:
+        """Start an engine and ask it; return the namespace that is its own, where it is new."""
+        before = {*self.root.glob("*/namespace.json")}
+        on = {"VLLM_BATCH_INVARIANT": "1"}
+        (served,) = run(self.phase(ASK, engine=engine, environment=on))
+        if served.problem is None:
+            self.assertEqual([0], served.cached)
+        else:
+            self.assertIn("batch_invariant", served.problem)
+        new = {*self.root.glob("*/namespace.json")} - before
+        self.assertLess(len(new), 2)
+        return new.pop().parent.name if new else ""
+
+    def test_mode_and_backend(self) -> None:
+        """A batch-invariant engine shares with engines of the same mode and backend alone."""
+        expected = self.fill(ASK)
+        names = [
+            self.started(),
+            self.started(attention_backend="FLEX_ATTENTION"),
+            self.started(attention_backend="CPU_ATTN"),
+        ]
+        self.assertEqual(3, len({*names} - {""}))
+        self.assertEqual("", self.started())  # an engine of the same mode: the same namespace
+        for engine in ({}, {"attention_backend": "CPU_ATTN"}):  # others share whatever the backend
+            plain = self.serve(ASK, engine=engine)
+            self.assertEqual([expected, [640]], [plain.tokens, plain.cached])
+
+
 def setUpModule() -> None:
     """Start the driver before the first test's clock runs."""
     driver()

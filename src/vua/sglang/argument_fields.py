@@ -10,6 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from vua.format.reasons import (
+    ELSEWHERE,
+    FILES,
+    KERNEL,
+    LOGITS,
+    READ,
+    SEEN,
+    SPLIT,
+    TEXT,
+    WHEN,
+    WHERE,
+)
+
 __all__ = [
     "COUNTED_VARIABLES",
     "EXCLUDED",
@@ -18,26 +31,16 @@ __all__ = [
     "NEUTRAL",
 ]
 
-_WHEN: Final = "when and beside which others a token is computed, not from what"
-_WHERE: Final = "where processes, memory, files and caches are, and how they find each other"
-_KERNEL: Final = "which kernel, compiler or graph computes the same function: rounding alone"
-_SPLIT: Final = "over which workers the same function is spread; a file names its part of K and V"
-_SEEN: Final = "what is logged, measured, traced or returned"
-_LOGITS: Final = "what becomes of the logits; tokens are in the key"
-_TEXT: Final = "how text and requests become tokens; tokens are in the key"
-_FILES: Final = "where files come from; their content counts"
-_READ: Final = "how bytes come off the disk; the weights' fingerprint counts"
 _MADE: Final = "set by SGLang from an argument that counts"
 _GUESS: Final = "which tokens are guessed; only verified ones are stored"
 _REFUSED: Final = "an engine that uses it is served uncached, see `vua.sglang.identity`"
-_ELSEWHERE: Final = "counts in another part of the identity or of the layout"
 _IMAGES: Final = "prompts with images and sounds are not cached"
 _ADAPTERS: Final = "adapters count by content, and each prompt's is in its names"
 _UPDATES: Final = "used by an update of the weights alone, after which nothing is cached"
 _CHECKS: Final = "checks and test modes that leave what is computed alone"
 
 EXCLUDED: Final[Mapping[str, str]] = {
-    _KERNEL: "bf16_gemm_backend cuda_graph_backend_decode cuda_graph_backend_prefill "
+    KERNEL: "bf16_gemm_backend cuda_graph_backend_decode cuda_graph_backend_prefill "
     "cuda_graph_bs_decode cuda_graph_bs_prefill cuda_graph_config "
     "cuda_graph_max_bs_decode cuda_graph_max_bs_prefill cuda_graph_max_seq_len_prefill "
     "cuda_graph_prefill_max_context debug_cuda_graph device disable_chunked_prefix_cache "
@@ -50,7 +53,7 @@ EXCLUDED: Final[Mapping[str, str]] = {
     "flashinfer_autotune_skip_ops flashinfer_mla_disable_ragged pre_warm_nccl "
     "speculative_attention_mode torch_compile_max_bs triton_attention_num_kv_splits "
     "triton_attention_reduce_in_fp32 triton_attention_split_tile_size",
-    _WHERE: "_radix_eviction_policy_explicitly_set _swa_full_tokens_ratio_explicitly_set "
+    WHERE: "_radix_eviction_policy_explicitly_set _swa_full_tokens_ratio_explicitly_set "
     "admin_api_key api_key base_gpu_id cpu_offload_gb decoupled_spec_bind_endpoint "
     "decoupled_spec_connect_endpoints decoupled_spec_rank disable_hybrid_swa_memory "
     "disable_radix_cache disaggregation_bootstrap_port "
@@ -80,7 +83,7 @@ EXCLUDED: Final[Mapping[str, str]] = {
     "ssl_certfile ssl_keyfile ssl_keyfile_password swa_full_tokens_ratio swa_prefix_tails "
     "tool_server unified_cache_external_linker_backend "
     "unified_cache_external_linker_config use_ray uses_mamba_radix_cache",
-    _WHEN: "abort_on_priority_when_disabled asr_max_buffer_seconds asr_max_concurrent_sessions "
+    WHEN: "abort_on_priority_when_disabled asr_max_buffer_seconds asr_max_concurrent_sessions "
     "batch_notify_size chunked_prefill_size custom_sigquit_handler default_priority_value "
     "disable_overlap_schedule disable_priority_preemption elastic_ep_scale_timeout "
     "enable_adaptive_dispatch_to_encoder enable_dynamic_chunking enable_mixed_chunk "
@@ -98,7 +101,7 @@ EXCLUDED: Final[Mapping[str, str]] = {
     "scheduler_recv_interval skip_server_warmup sleep_on_idle sm_group_num "
     "soft_watchdog_timeout stream_interval tbo_token_distribution_threshold warmups "
     "watchdog_timeout",
-    _SPLIT: "attn_cp_size attn_dp_size cp_strategy dcp_comm_backend dcp_replicate_q_proj dcp_size "
+    SPLIT: "attn_cp_size attn_dp_size cp_strategy dcp_comm_backend dcp_replicate_q_proj dcp_size "
     "disable_attn_tp_gather dp_size dwdp_size elastic_ep_initial_size "
     "enable_attn_tp_input_scattered enable_cp_decode_attn_tp enable_cp_tp_group_sharing "
     "enable_dense_mlp_attn_tp enable_dp_attention "
@@ -106,7 +109,7 @@ EXCLUDED: Final[Mapping[str, str]] = {
     "enable_p2p_check enable_prefill_cp enable_shared_experts_attn_tp "
     "enable_tp_lm_head_all_to_all ep_join_rank_offset ep_size max_ep_size "
     "moe_dense_tp_size moe_dp_size pp_size shared_experts_tp_size tp_size",
-    _SEEN: "aux_hidden_state_capture bucket_e2e_request_latency bucket_inter_token_latency "
+    SEEN: "aux_hidden_state_capture bucket_e2e_request_latency bucket_inter_token_latency "
     "bucket_time_to_first_token crash_dump_folder decode_log_interval enable_cache_report "
     "enable_forward_pass_metrics enable_layerwise_nvtx_marker enable_metrics "
     "enable_metrics_for_all_schedulers enable_mfu_metrics "
@@ -125,7 +128,7 @@ EXCLUDED: Final[Mapping[str, str]] = {
     "spec_trace_dir stat_loggers stream_response_default_include_usage "
     "tokenizer_metrics_allowed_custom_labels tokenizer_metrics_custom_labels_header "
     "trace_modules uvicorn_access_log_exclude_prefixes weight_version",
-    _LOGITS: "constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt "
+    LOGITS: "constrained_json_disable_any_whitespace constrained_json_max_whitespace_cnt "
     "constrained_json_whitespace_pattern disable_outlines_disk_cache "
     "enable_custom_logit_processor enable_fp32_lm_head enable_strict_thinking "
     "enable_watermark grammar_backend mlx_enable_sampling preferred_sampling_params "
@@ -133,17 +136,17 @@ EXCLUDED: Final[Mapping[str, str]] = {
     "sampling_mask_max_tokens strip_thinking_cache tool_call_parser watermark_config "
     "watermark_context_window watermark_default_enabled watermark_enforce_all "
     "watermark_key watermark_key_b watermark_max_probability watermark_mixing_probability",
-    _TEXT: "allow_auto_truncate chat_template completion_template default_chat_template_kwargs "
+    TEXT: "allow_auto_truncate chat_template completion_template default_chat_template_kwargs "
     "detokenizer_worker_num disable_tokenizer_batch_decode "
     "dynamic_batch_tokenizer_batch_size dynamic_batch_tokenizer_batch_timeout "
     "enable_dynamic_batch_tokenizer enable_tokenizer_batch_encode hf_chat_template_name "
     "skip_tokenizer_init tokenizer_backend tokenizer_mode tokenizer_path "
     "tokenizer_worker_num trust_request_chat_template",
-    _FILES: "download_dir model_path revision trust_remote_code",
-    _READ: "delete_ckpt_after_loading model_checksum startup_weight_load_mode "
+    FILES: "download_dir model_path revision trust_remote_code",
+    READ: "delete_ckpt_after_loading model_checksum startup_weight_load_mode "
     "weight_loader_disable_mmap weight_loader_drop_cache_after_load "
     "weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads",
-    _ELSEWHERE: "attention_backend context_length decode_attention_backend dtype "
+    ELSEWHERE: "attention_backend context_length decode_attention_backend dtype "
     "hicache_storage_backend_extra_config kv_cache_dtype load_format page_size "
     "prefill_attention_backend",
     _REFUSED: "disaggregation_mode enable_flexkv enable_lmcache enable_pd_role_switch "
@@ -276,7 +279,7 @@ FAMILIES: Final = ("SGLANG_", "SGL_")
 """A variable whose name begins so counts although no table has it."""
 
 EXCLUDED_VARIABLES: Final[Mapping[str, str]] = {
-    _WHERE: "AIP_PREDICT_ROUTE ASCEND_MF_STORE_URL ASCEND_MF_TRANSFER_PROTOCOL AWS_DEFAULT_BUCKET "
+    WHERE: "AIP_PREDICT_ROUTE ASCEND_MF_STORE_URL ASCEND_MF_TRANSFER_PROTOCOL AWS_DEFAULT_BUCKET "
     "AWS_ENDPOINT_URL CUDA_DEVICE_ORDER CUDA_HOME CUDA_PATH CUDA_VISIBLE_DEVICES "
     "DEEPEP_HCCL_BUFFSIZE DEVICE_ID DG_JIT_CACHE_DIR ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE "
     "EXA_API_KEY FLEXKV_CONFIG_PATH FLEXKV_ENABLE_LAYERWISE_TRANSFER "
@@ -363,7 +366,7 @@ EXCLUDED_VARIABLES: Final[Mapping[str, str]] = {
     "UMBP_LOAD_SPLIT UMBP_OFFLOAD_COALESCE_PAGES UMBP_RANGES_PER_CALL "
     "UMBP_SPDK_PROXY_TENANT_ID UMBP_STANDALONE_ADDRESS WORLD_SIZE XDG_CACHE_HOME "
     "ZE_AFFINITY_MASK ZE_ENABLE_PCI_ID_DEVICE_ORDER",
-    _WHEN: "CUDA_DEVICE_MAX_CONNECTIONS DISABLE_OPENAPI_DOC "
+    WHEN: "CUDA_DEVICE_MAX_CONNECTIONS DISABLE_OPENAPI_DOC "
     "IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD "
     "IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD MAX_JOBS REQUEST_TIMEOUT "
     "SGLANG_BLOCK_NONZERO_RANK_CHILDREN SGLANG_CACHE_HIT_RATE_WINDOW_SECONDS "
@@ -404,7 +407,7 @@ EXCLUDED_VARIABLES: Final[Mapping[str, str]] = {
     "SGLANG_TEST_MAX_RETRY SGLANG_TEST_RETRACT_INTERVAL SGLANG_TIMEOUT_KEEP_ALIVE "
     "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT "
     "SGLANG_WAIT_WEIGHTS_READY_TIMEOUT SGLANG_WARMUP_TIMEOUT SGL_FORCE_SHUTDOWN",
-    _SEEN: "CUDA_COREDUMP_FILE CUDA_COREDUMP_PIPE CUDA_ENABLE_USER_TRIGGERED_COREDUMP "
+    SEEN: "CUDA_COREDUMP_FILE CUDA_COREDUMP_PIPE CUDA_ENABLE_USER_TRIGGERED_COREDUMP "
     "CUTE_DSL_DUMP_DIR CUTE_DSL_KEEP_CUBIN CUTE_DSL_KEEP_PTX CUTE_DSL_LOG_LEVEL "
     "CUTE_DSL_LOG_TO_CONSOLE CUTE_DSL_PTXAS_VERBOSE DUMPER_SERVER_PORT FA_LOG_LEVEL "
     "LLGUIDANCE_LOG_LEVEL MEGA_USE_NCU MOONCAKE_MASTER_METRICS_PORT OTEL_SERVICE_NAME "
@@ -441,7 +444,7 @@ EXCLUDED_VARIABLES: Final[Mapping[str, str]] = {
     "SGLANG_TRACE_QWEN_MOE_DEEPEP_E2E SGLANG_TRACE_SAMPLER_E2E "
     "SGLANG_TRITON_LOAD_WARNING_THRESHOLD_GB SGLANG_TRITON_SLOW_COMPILE_THRESHOLD_SECS "
     "TLLM_LOG_LEVEL WAVE_DUMP_MLIR",
-    _KERNEL: "CUTE_DSL_ARCH CUTE_DSL_PTXAS_PATH CU_NUM CXX DG_JIT_USE_NVRTC "
+    KERNEL: "CUTE_DSL_ARCH CUTE_DSL_PTXAS_PATH CU_NUM CXX DG_JIT_USE_NVRTC "
     "FLASHINFER_CUDA_ARCH_LIST FLASHINFER_MOE_EP_KNOB_CACHE FLA_CACHE_RESULTS "
     "FLA_COMPILER_MODE FLA_USE_CUDA_GRAPH FMHA_SM100_ALLOW_JIT GPU_ARCHS "
     "PYTORCH_ROCM_ARCH SGLANG_ALT_STREAM SGLANG_CUSTOM_ALL_REDUCE_V2_MAX_SIZE_KB "
@@ -472,14 +475,14 @@ EXCLUDED_VARIABLES: Final[Mapping[str, str]] = {
     "SGLANG_TEST_REQUEST_TIME_STATS SGLANG_TEST_SKIP_CACHE_HIT_ASSERT "
     "SGLANG_TEST_STUCK_DP_CONTROLLER SGLANG_TEST_STUCK_SCHEDULER_INIT "
     "SGLANG_VALIDATE_MAMBA_REPLAY_STATE_INDICES",
-    _TEXT: "SGLANG_BATCH_TOKENIZER_OUTPUTS SGLANG_DEFAULT_THINKING SGLANG_DSV41_REASONING_EFFORT "
+    TEXT: "SGLANG_BATCH_TOKENIZER_OUTPUTS SGLANG_DEFAULT_THINKING SGLANG_DSV41_REASONING_EFFORT "
     "SGLANG_DSV4_REASONING_EFFORT SGLANG_ENABLE_RESPONSE_TEMPLATE_TURN_GRAMMAR "
     "SGLANG_FORWARD_UNKNOWN_TOOLS SGLANG_INKLING_DEFAULT_REASONING_EFFORT "
     "SGLANG_MAX_THINK_TOKENS SGLANG_MM_AVOID_RETOKENIZE SGLANG_PARALLEL_PROMPT_ENCODE "
     "SGLANG_PARALLEL_PROMPT_ENCODE_MIN_CHARS SGLANG_PATCH_TOKENIZER "
     "SGLANG_TEST_STUCK_DETOKENIZER SGLANG_TEST_STUCK_TOKENIZER SGLANG_TOOL_STRICT_LEVEL "
     "TOKENIZERS_PARALLELISM",
-    _LOGITS: "SGLANG_DISABLE_AITER_GREEDY_SAMPLE SGLANG_DSPARK_FAST_SAMPLING "
+    LOGITS: "SGLANG_DISABLE_AITER_GREEDY_SAMPLE SGLANG_DSPARK_FAST_SAMPLING "
     "SGLANG_DSPARK_FOLDED_SAMPLING SGLANG_ENABLE_FAST_INPUT_LOGPROBS "
     "SGLANG_ENABLE_LILICORR_SAMPLING SGLANG_ENABLE_LOGPROB_CHUNK "
     "SGLANG_ENABLE_NAN_LOGITS_CHECK SGLANG_LILICORR_REQUIRE_SAMPLING "

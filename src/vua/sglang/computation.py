@@ -18,6 +18,7 @@ import torch
 
 from vua.connector.cache_spec import UncachedError
 from vua.errors import ConfigError
+from vua.format.reasons import listed
 from vua.sglang.argument_fields import (
     COUNTED_VARIABLES,
     EXCLUDED,
@@ -30,8 +31,8 @@ from vua.weights import identify_weights
 
 __all__ = ["attention_that_counts", "settings_that_count", "variables_that_count"]
 
-_EXCLUDED: Final = frozenset(" ".join(EXCLUDED.values()).split())
-_EXCLUDED_VARIABLES: Final = frozenset(" ".join(EXCLUDED_VARIABLES.values()).split())
+_EXCLUDED: Final = listed(EXCLUDED)
+_EXCLUDED_VARIABLES: Final = listed(EXCLUDED_VARIABLES)
 _NEUTRAL: Final = {name: values for values, names in NEUTRAL for name in names.split()}
 _PACKAGES: Final = ("SGLANG_EXTERNAL_MODEL_PACKAGE",)
 """Variables that name a package which SGLang imports."""

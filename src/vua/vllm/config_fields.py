@@ -13,6 +13,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from vua.format.reasons import (
+    CONTENT,
+    ELSEWHERE,
+    FILES,
+    KERNEL,
+    LOGITS,
+    READ,
+    SEEN,
+    SPLIT,
+    TEXT,
+    WHEN,
+    WHERE,
+)
+
 __all__ = ["ADAPTER_CLASSES", "EXCLUDED", "HOLDERS", "MEDIA_CLASSES", "NEUTRAL"]
 
 ADAPTER_CLASSES: Final = frozenset({"LoRAConfig"})
@@ -20,41 +34,30 @@ ADAPTER_CLASSES: Final = frozenset({"LoRAConfig"})
 MEDIA_CLASSES: Final = frozenset({"MultiModalConfig"})
 """What these say counts from a prompt's first image, sound or video on."""
 
-_WHEN: Final = "when and beside which others a token is computed, not from what"
-_WHERE: Final = "where processes, memory, files and caches are, and how they find each other"
-_KERNEL: Final = "which kernel, compiler or graph computes the same function: rounding alone"
-_SPLIT: Final = "over which workers the same function is spread; a file names its part of K and V"
-_SEEN: Final = "what is logged, measured, traced or told"
-_LOGITS: Final = "what becomes of the logits; tokens are in the key"
-_TEXT: Final = "how text and requests become tokens; tokens are in the key"
-_FILES: Final = "where files come from; their content counts"
-_READ: Final = "how bytes come off the disk; the weights' fingerprint counts"
 _MADE: Final = "made of what counts: the model's configuration and the fields listed beside it"
 _GUESS: Final = (
     "which tokens are guessed; only verified ones are stored, and a draft with layers counts itself"
 )
 _REFUSED: Final = "an engine that uses it is served uncached, see `vua.vllm.support`"
-_ELSEWHERE: Final = "counts in another part of the identity or of the layout"
-_CONTENT: Final = "shows in the tensors that a model gets of an image, and these are digested"
 
 EXCLUDED: Final[Mapping[str, Mapping[str, str]]] = {
     "AttentionConfig": {
-        _KERNEL: "backend backend_per_kind flash_attn_version mla_prefill_backend "
+        KERNEL: "backend backend_per_kind flash_attn_version mla_prefill_backend "
         "flash_attn_max_num_splits_for_cuda_graph flex_attn_block_m flex_attn_block_n "
         "flex_attn_kv_block_size flex_attn_q_block_size minimax_m3_msa_decode_backend "
         "sparse_mla_force_mqa sparse_mla_prefill_workspace_factor tokenspeed_mla_min_split_kv "
         "tq_max_kv_splits_for_cuda_graph use_prefill_decode_attention use_trtllm_attention",
-        _SPLIT: "indexer_tp_shard_min_rows minimax_m3_indexer_cp",
+        SPLIT: "indexer_tp_shard_min_rows minimax_m3_indexer_cp",
     },
-    "AuxOutputConfig": {_SEEN: "enable_return_routed_experts max_bytes"},
-    "BaseDummyOptions": {_TEXT: "count"},
+    "AuxOutputConfig": {SEEN: "enable_return_routed_experts max_bytes"},
+    "BaseDummyOptions": {TEXT: "count"},
     "CacheConfig": {
-        _ELSEWHERE: "cache_dtype mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode",
+        ELSEWHERE: "cache_dtype mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode",
         _REFUSED: "calculate_kv_scales kv_cache_dtype_skip_layers",
         _MADE: "is_attention_free sliding_window use_kda_recoverssm",
-        _WHEN: "enable_prefix_caching prefix_match_unit prefix_cache_retention_interval "
+        WHEN: "enable_prefix_caching prefix_match_unit prefix_cache_retention_interval "
         "enable_mamba_shared_prefix_checkpoint cache_hit_alignment_tokens",
-        _WHERE: "_block_size_resolved block_size user_specified_block_size hash_block_size "
+        WHERE: "_block_size_resolved block_size user_specified_block_size hash_block_size "
         "effective_attention_block_size mamba_block_size user_specified_mamba_block_size "
         "mamba_page_size_padded skip_page_size_padded kv_cache_layout prefix_caching_hash_algo "
         "gpu_memory_utilization kv_cache_memory_bytes kv_cache_size_tokens "
@@ -62,7 +65,7 @@ EXCLUDED: Final[Mapping[str, Mapping[str, str]]] = {
         "kv_offloading_backend kv_offloading_size simple_cpu_offload_num_blocks",
     },
     "CompilationConfig": {
-        _KERNEL: "mode custom_ops splitting_ops compile_sizes compile_ranges_endpoints "
+        KERNEL: "mode custom_ops splitting_ops compile_sizes compile_ranges_endpoints "
         "compile_mm_encoder inductor_compile_config ir_enable_torch_wrap fast_moe_cold_start "
         "use_inductor_graph_partition enabled_custom_ops disabled_custom_ops cudagraph_mode "
         "cudagraph_capture_sizes cudagraph_copy_inputs cudagraph_mm_encoder "
@@ -70,111 +73,111 @@ EXCLUDED: Final[Mapping[str, Mapping[str, str]]] = {
         "encoder_cudagraph_max_frames_per_batch encoder_cudagraph_max_vision_items_per_batch "
         "encoder_cudagraph_token_budgets cudagraph_decoder_replay "
         "decoder_replay_cudagraph_capture_sizes decoder_replay_trim_threshold",
-        _WHERE: "cache_dir local_cache_dir compile_cache_save_format debug_dump_path",
-        _SEEN: "compilation_time encoder_compilation_time traced_files",
+        WHERE: "cache_dir local_cache_dir compile_cache_save_format debug_dump_path",
+        SEEN: "compilation_time encoder_compilation_time traced_files",
         _MADE: "static_all_moe_layers static_forward_context",
     },
-    "DeviceConfig": {_KERNEL: "device device_type"},
-    "DynamicShapesConfig": {_KERNEL: "assume_32_bit_indexing evaluate_guards type"},
+    "DeviceConfig": {KERNEL: "device device_type"},
+    "DynamicShapesConfig": {KERNEL: "assume_32_bit_indexing evaluate_guards type"},
     "ECTransferConfig": {
         # an engine that takes images' embeddings from others caches no prompt with an image
         _REFUSED: "ec_connector ec_connector_extra_config ec_connector_module_path ec_role",
-        _WHERE: "ec_buffer_device ec_buffer_size ec_ip ec_port engine_id ec_parallel_size ec_rank "
+        WHERE: "ec_buffer_device ec_buffer_size ec_ip ec_port engine_id ec_parallel_size ec_rank "
         "mm_encoder_output_widths",
     },
     "EPLBConfig": {
-        _SPLIT: "communicator num_redundant_experts policy step_interval use_async window_size "
+        SPLIT: "communicator num_redundant_experts policy step_interval use_async window_size "
         "enable_migration_batching",
-        _SEEN: "log_balancedness log_balancedness_interval",
+        SEEN: "log_balancedness log_balancedness_interval",
     },
-    "EncoderCacheManagerConfig": {_WHERE: "encoder_cache_manager_cls manager_config"},
+    "EncoderCacheManagerConfig": {WHERE: "encoder_cache_manager_cls manager_config"},
     "EngramConfig": {
-        _WHERE: "cpu_offload dp_shared_memory use_thp",
-        _SPLIT: "embedding_across_dp",
+        WHERE: "cpu_offload dp_shared_memory use_thp",
+        SPLIT: "embedding_across_dp",
     },
-    "FaultToleranceConfig": {_WHEN: "engine_recovery_timeout_sec"},
-    "HiSparseConfig": {_WHERE: "device_buffer_size eager_host_mirror"},
-    "IrOpPriorityConfig": {_KERNEL: "fused_add_rms_norm rms_norm gelu_and_mul_sparse"},
+    "FaultToleranceConfig": {WHEN: "engine_recovery_timeout_sec"},
+    "HiSparseConfig": {WHERE: "device_buffer_size eager_host_mirror"},
+    "IrOpPriorityConfig": {KERNEL: "fused_add_rms_norm rms_norm gelu_and_mul_sparse"},
     "KVEventsConfig": {
-        _SEEN: "buffer_steps enable_kv_cache_events endpoint hwm max_queue_size publisher "
+        SEEN: "buffer_steps enable_kv_cache_events endpoint hwm max_queue_size publisher "
         "replay_endpoint topic"
     },
     "KVTransferConfig": {
-        _ELSEWHERE: "kv_connector_extra_config",
-        _WHERE: "enable_permute_local_kv engine_id kv_buffer_device kv_connector kv_role kv_port "
+        ELSEWHERE: "kv_connector_extra_config",
+        WHERE: "enable_permute_local_kv engine_id kv_buffer_device kv_connector kv_role kv_port "
         "kv_connector_module_path kv_buffer_size kv_ip kv_parallel_size kv_rank",
-        _WHEN: "kv_load_failure_policy",
+        WHEN: "kv_load_failure_policy",
     },
     "KernelConfig": {
-        _KERNEL: "enable_flashinfer_autotune enable_bf16x3_router_gemm monokernel "
+        KERNEL: "enable_flashinfer_autotune enable_bf16x3_router_gemm monokernel "
         "enable_rocm_segmented_attn_autotune sparse_indexer_topk_backend",
-        _WHEN: "enable_cutedsl_warmup enable_jit_warmup",
+        WHEN: "enable_cutedsl_warmup enable_jit_warmup",
     },
     "LoRAConfig": {
         "a request names its adapter, and that is in its key": "default_mm_loras",
         "an adapter of a higher rank is refused, one of a lower rank padded with zeros": (
             "max_lora_rank"
         ),
-        _WHERE: "max_cpu_loras max_loras",
-        _SPLIT: "fully_sharded_loras",
-        _KERNEL: "specialize_active_lora",
-        _LOGITS: "max_lora_cls_labels",
+        WHERE: "max_cpu_loras max_loras",
+        SPLIT: "fully_sharded_loras",
+        KERNEL: "specialize_active_lora",
+        LOGITS: "max_lora_cls_labels",
     },
     "LoadConfig": {
-        _READ: "device download_dir pt_load_map_location safetensors_prefetch_block_size "
+        READ: "device download_dir pt_load_map_location safetensors_prefetch_block_size "
         "safetensors_prefetch_num_threads",
-        _SEEN: "use_tqdm_on_load",
+        SEEN: "use_tqdm_on_load",
     },
-    "LoggingConfig": {_SEEN: "configure_logging formatter log_level pylogging_config_file"},
-    "MambaConfig": {_KERNEL: "backend ssu_algorithm"},
+    "LoggingConfig": {SEEN: "configure_logging formatter log_level pylogging_config_file"},
+    "MambaConfig": {KERNEL: "backend ssu_algorithm"},
     "ModelConfig": {
-        _ELSEWHERE: "hf_config hf_text_config max_model_len seed",
+        ELSEWHERE: "hf_config hf_text_config max_model_len seed",
         # without a window the model's configuration has none either
         _MADE: "hf_overrides config_format runner disable_sliding_window "
         "spec_target_max_model_len word_embeddings_untied_by_checkpoint "
         "allow_deprecated_quantization",
-        _FILES: "model hf_config_path revision code_revision trust_remote_code hf_token",
-        _TEXT: "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init served_model_name "
+        FILES: "model hf_config_path revision code_revision trust_remote_code hf_token",
+        TEXT: "tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init served_model_name "
         "renderer_num_workers io_processor_plugin allowed_local_media_path allowed_media_domains",
-        _LOGITS: "generation_config override_generation_config logits_processors logprobs_mode "
+        LOGITS: "generation_config override_generation_config logits_processors logprobs_mode "
         "max_logprobs use_fp64_gumbel return_sampling_mask enable_trace_replay",
-        _SEEN: "enable_return_routed_experts",
-        _KERNEL: "enforce_eager disable_cascade_attn",
+        SEEN: "enable_return_routed_experts",
+        KERNEL: "enforce_eager disable_cascade_attn",
         _REFUSED: "enable_prompt_embeds enable_sleep_mode sleep_mode_backend "
         "sleep_mode_offload_cudagraph sleep_preserve_parameter_names",
-        _WHERE: "enable_cumem_allocator enable_nccl_comm_suspend",
+        WHERE: "enable_cumem_allocator enable_nccl_comm_suspend",
     },
     "MultiModalConfig": {
-        _CONTENT: "enable_mm_embeds allow_missing_mm_embeddings mm_device_do_normalize",
-        _TEXT: "interleave_mm_strings limit_per_prompt language_model_only",
-        _WHERE: "mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm mm_tensor_ipc "
+        CONTENT: "enable_mm_embeds allow_missing_mm_embeddings mm_device_do_normalize",
+        TEXT: "interleave_mm_strings limit_per_prompt language_model_only",
+        WHERE: "mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm mm_tensor_ipc "
         "mm_shm_cache_max_object_size_mb mm_ipc_gpu_memory_gb skip_mm_profiling "
         "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin",
-        _SPLIT: "mm_encoder_tp_mode",
-        _KERNEL: "mm_encoder_attn_backend",
+        SPLIT: "mm_encoder_tp_mode",
+        KERNEL: "mm_encoder_attn_backend",
     },
     "ObservabilityConfig": {
-        _SEEN: "collect_detailed_traces cudagraph_metrics enable_layerwise_nvtx_tracing "
+        SEEN: "collect_detailed_traces cudagraph_metrics enable_layerwise_nvtx_tracing "
         "enable_logging_iteration_details enable_mfu_metrics enable_mm_processor_stats "
         "jit_monitor_mode jit_monitor_verbose kv_cache_metrics kv_cache_metrics_sample "
         "otlp_traces_endpoint show_hidden_metrics_for_version custom_histogram_buckets "
         "per_request_spec_decode_metrics"
     },
-    "OffloadConfig": {_WHERE: "offload_backend"},
+    "OffloadConfig": {WHERE: "offload_backend"},
     "ParallelConfig": {
         _REFUSED: "decode_context_parallel_size prefill_context_parallel_size",
-        _SPLIT: "tensor_parallel_size pipeline_parallel_size data_parallel_size "
+        SPLIT: "tensor_parallel_size pipeline_parallel_size data_parallel_size "
         "data_parallel_size_local data_parallel_rank data_parallel_rank_local data_parallel_index "
         "rank world_size node_rank nnodes enable_expert_parallel enable_eplb is_moe_model "
         "expert_placement_strategy enable_hc_sp enable_batch_sharded_sampling "
         "cp_kv_cache_interleave_size dcp_kv_cache_interleave_size dcp_comm_backend "
         "dcp_q_replicate _allow_auto_resolve_cp_interleave_size",
-        _READ: "max_parallel_loading_workers enable_ep_weight_filter",
-        _KERNEL: "all2all_backend disable_custom_all_reduce",
-        _WHEN: "dp_sync_interval enable_dbo ubatch_size dbo_decode_token_threshold "
+        READ: "max_parallel_loading_workers enable_ep_weight_filter",
+        KERNEL: "all2all_backend disable_custom_all_reduce",
+        WHEN: "dp_sync_interval enable_dbo ubatch_size dbo_decode_token_threshold "
         "dbo_prefill_token_threshold enable_fault_tolerance enable_elastic_ep "
         "elastic_ep_max_dp_size distributed_timeout_seconds cpu_distributed_timeout_seconds",
-        _WHERE: "_api_process_count _api_process_rank _coord_store_port "
+        WHERE: "_api_process_count _api_process_rank _coord_store_port "
         "_data_parallel_master_port_list assigned_physical_gpu_ids data_parallel_backend "
         "data_parallel_external_lb data_parallel_hybrid_lb data_parallel_master_ip "
         "data_parallel_master_port data_parallel_rpc_port disable_nccl_for_dp_synchronization "
@@ -182,22 +185,22 @@ EXCLUDED: Final[Mapping[str, Mapping[str, str]]] = {
         "numa_bind_cpus numa_bind_nodes placement_group ray_runtime_env ray_workers_use_nsight",
     },
     "PassConfig": {
-        _KERNEL: "eliminate_noops enable_qk_norm_rope_fusion fi_allreduce_fusion_max_size_mb "
+        KERNEL: "eliminate_noops enable_qk_norm_rope_fusion fi_allreduce_fusion_max_size_mb "
         "fuse_act_padding fuse_act_quant fuse_allreduce_rms fuse_attn_quant fuse_gemm_comms "
         "fuse_mla_dual_rms_norm fuse_norm_quant fuse_rope_kvcache fuse_rope_kvcache_cat_mla "
         "fuse_qk_norm_rope_kvcache rope_kvcache_fusion_max_token_num",
-        _SPLIT: "enable_sp sp_min_token_num",
+        SPLIT: "enable_sp sp_min_token_num",
     },
     "PoolerConfig": {
-        _LOGITS: "dimensions enable_chunked_processing logit_mean logit_sigma max_embed_len "
+        LOGITS: "dimensions enable_chunked_processing logit_mean logit_sigma max_embed_len "
         "pooling_type returned_token_ids seq_pooling_type step_tag_id task tok_pooling_type "
         "use_activation enable_flash_late_interaction"
     },
     "PrefetchOffloadConfig": {
-        _WHERE: "offload_group_size offload_num_in_group offload_params offload_prefetch_step"
+        WHERE: "offload_group_size offload_num_in_group offload_params offload_prefetch_step"
     },
     "ProfilerConfig": {
-        _SEEN: "active_iterations delay_iterations ignore_frontend max_iterations profiler "
+        SEEN: "active_iterations delay_iterations ignore_frontend max_iterations profiler "
         "torch_profiler_dir torch_profiler_dump_cuda_time_total torch_profiler_record_shapes "
         "torch_profiler_use_gzip torch_profiler_with_flops torch_profiler_with_memory "
         "torch_profiler_with_stack torch_profiler_activities wait_iterations warmup_iterations "
@@ -206,13 +209,13 @@ EXCLUDED: Final[Mapping[str, Mapping[str, str]]] = {
         "proton_graph_attribution"
     },
     "ReasoningConfig": {
-        _LOGITS: "_enabled _reasoning_end_token_ids _reasoning_start_token_ids reasoning_end_str "
+        LOGITS: "_enabled _reasoning_end_token_ids _reasoning_start_token_ids reasoning_end_str "
         "reasoning_parser reasoning_start_str _natural_reasoning_end_token_ids"
     },
     "SchedulerConfig": {
-        _ELSEWHERE: "disable_hybrid_kv_cache_manager",
+        ELSEWHERE: "disable_hybrid_kv_cache_manager",
         _MADE: "runner_type is_multimodal_model",
-        _WHEN: "async_scheduling disable_chunked_mm_input enable_chunked_prefill "
+        WHEN: "async_scheduling disable_chunked_mm_input enable_chunked_prefill "
         "encoder_cache_size long_prefill_token_threshold long_prefill_token_threshold_adaptive "
         "max_long_partial_prefills max_num_active_seqs max_num_batched_tokens "
         "max_num_encoder_input_tokens max_num_partial_prefills max_num_queued_reqs "
@@ -236,19 +239,19 @@ EXCLUDED: Final[Mapping[str, Mapping[str, str]]] = {
         "the engine's own configuration once more": "target_model_config target_parallel_config",
     },
     "StructuredOutputsConfig": {
-        _LOGITS: "backend disable_additional_properties disable_any_whitespace enable_in_reasoning "
+        LOGITS: "backend disable_additional_properties disable_any_whitespace enable_in_reasoning "
         "reasoning_parser reasoning_parser_plugin"
     },
-    "UVAOffloadConfig": {_WHERE: "cpu_offload_gb cpu_offload_params"},
+    "UVAOffloadConfig": {WHERE: "cpu_offload_gb cpu_offload_params"},
     "VllmConfig": {
         _MADE: "quant_config",
-        _KERNEL: "optimization_level",
-        _WHEN: "performance_mode shutdown_timeout",
-        _WHERE: "instance_id",
+        KERNEL: "optimization_level",
+        WHEN: "performance_mode shutdown_timeout",
+        WHERE: "instance_id",
     },
-    "WatchdogConfig": {_SEEN: "check_interval dump_dir timeout"},
+    "WatchdogConfig": {SEEN: "check_interval dump_dir timeout"},
     "WatermarkConfig": {
-        _LOGITS: "algorithm allow_target_only_watermarking alpha context_width "
+        LOGITS: "algorithm allow_target_only_watermarking alpha context_width "
         "deduplicate_contexts deduplicate_contexts_max_history key prf"
     },
     "WeightTransferConfig": {

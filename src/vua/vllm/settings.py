@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 
 from vua.connector.cache_spec import UncachedError
+from vua.format.reasons import listed
 from vua.vllm.config_fields import (
     ADAPTER_CLASSES,
     EXCLUDED,
@@ -46,8 +47,10 @@ class Settings:
 
 def known_fields(name: str) -> tuple[set[str], set[str]]:
     """Return the fields of a class that are excluded, and those that count and are known."""
-    excluded = {each for names in EXCLUDED.get(name, {}).values() for each in names.split()}
-    return excluded, {*NEUTRAL.get(name, {}), *HOLDERS.get(name, "").split()}
+    return {*listed(EXCLUDED.get(name, {}))}, {
+        *NEUTRAL.get(name, {}),
+        *HOLDERS.get(name, "").split(),
+    }
 
 
 def settings_of(vllm_config: Any, kv_dtype: torch.dtype) -> Settings:  # noqa: ANN401

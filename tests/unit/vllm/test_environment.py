@@ -58,4 +58,10 @@ class EnvironmentTest(unittest.TestCase):
         others = [
             counted(**on), counted(), counted(backend="OTHER", **on), counted(tp_size=2, **on),
         ]  # fmt: skip
-        self.assertEqual(4, len({str(each) for each in others}))
+        with mock.patch("vllm.platforms.current_platform") as elsewhere:
+            elsewhere.get_device_name.return_value = "NVIDIA H200"
+            elsewhere.is_cpu.return_value = False
+            others.append(counted(**on))
+            elsewhere.get_device_name.return_value = "NVIDIA H100 80GB HBM3"
+            others.append(counted(**on))
+        self.assertEqual(6, len({str(each) for each in others}))
