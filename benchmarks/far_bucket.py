@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from buckets import seaweedfs, speaking_to
 from engines import CHUNK, Engine, expect
-from vua.cli.bench_files import describe_machine
+from vua.cli.bench import describe_machine
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_path import BucketPath
 from vua.testing.models import ENGINE_ENVIRONMENT

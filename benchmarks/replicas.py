@@ -18,10 +18,10 @@ from statistics import median
 
 import torch
 
-from vua.cli.bench_files import cool
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.io.raw_files import cool
 from vua.native import crew
 from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace

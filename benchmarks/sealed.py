@@ -18,9 +18,9 @@ from pathlib import Path
 from suite.measure import Arm, Timings, measure
 from suite.prompts import CASES, Case, Memory, make, noise
 from vua import native
-from vua.cli.bench_files import expect
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
+from vua.io.raw_files import expect
 from vua.security.keyring import write_key
 from vua.security.settings import Security
 from vua.storage.base import WRITTEN

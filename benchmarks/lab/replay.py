@@ -19,14 +19,14 @@ import numpy.typing as npt
 
 from vua.capacity.limits import Limits
 from vua.capacity.scan import Show
-from vua.cli.bench_files import expect
-from vua.cli.simulator import leading
+from vua.capacity.simulator import leading
 from vua.device.buffers import StagingBuffer
 from vua.errors import InputError
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.io.raw_files import expect
 from vua.storage.base import WRITTEN
 from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace

@@ -17,10 +17,10 @@ import click
 from vua.capacity.hit_density import Request
 from vua.capacity.limits import Limits
 from vua.capacity.scan import Show, silent
+from vua.capacity.simulator import LRU, Dense, Past, simulate
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
 from vua.cli.output import Report, progress, size, table, when
-from vua.cli.simulator import LRU, Dense, Past, simulate
 
 __all__ = ["advise"]
 

@@ -12,6 +12,7 @@ import click
 
 from vua.capacity.prefix_tree import PrefixTree
 from vua.catalog.base import NO_KEYS, Catalog
+from vua.catalog.identify import Difference, Expected, compare, expect, nearest
 from vua.catalog.opening import open_catalog
 from vua.catalog.prefix import (
     ChunkState,
@@ -23,7 +24,6 @@ from vua.catalog.prefix import (
     usable,
 )
 from vua.cli.command import command
-from vua.cli.identify import Difference, Expected, compare, expect, nearest
 from vua.cli.output import DAMAGED, SHORT, SOUND, Report, facts, progress
 from vua.cli.prompt import prompt_ids, prompt_keys, read_ids
 from vua.errors import ConfigError

@@ -8,7 +8,7 @@ Import verifies each file wholly, in memory, before a byte of it is written; the
 any writer does it: into a namespace whose identity gives its name, after its prefix, within the
 bounds, and never over what is there. An archive proves that it is whole and that each file is what
 it says. It does not prove who computed it: take archives only from whom you would let write to the
-cache. Its form is in :mod:`vua.cli.archive`.
+cache. Its form is in :mod:`vua.catalog.archive`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ import click
 import numpy as np
 
 from vua.capacity.scan import AFTER, Show
+from vua.catalog.archive import Member, Reader, Writer, file_sizes
 from vua.catalog.base import NO_KEYS, NamespaceCatalog, OpenFile, resolve
 from vua.catalog.check import Checker, Place, check_open
 from vua.catalog.opening import open_catalog
-from vua.cli.archive import Member, Reader, Writer, file_sizes
 from vua.cli.command import argument, command
 from vua.cli.output import DAMAGED, SHORT, SOUND, Output, Report, line, plain, progress, size
 from vua.cli.owner import as_owner

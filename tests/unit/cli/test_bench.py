@@ -13,8 +13,7 @@ from commands import run_json
 from helpers import DirectoryTest
 from vua.capacity.scan import silent
 from vua.cli import main
-from vua.cli.bench_bucket import BucketLoad, load_seconds, worth_from_tokens
-from vua.cli.bench_path import Demand, Speed, probe, worth
+from vua.cli.bench import BucketLoad, Demand, Speed, load_seconds, probe, worth, worth_from_tokens
 from vua.errors import InputError
 from vua.storage.bucket import Bucket
 

@@ -17,7 +17,7 @@ from unittest import mock
 
 from commands import TOKENS, CliTest, run, verbs
 from helpers import flip, keys_of
-from vua.cli.archive import Writer
+from vua.catalog.archive import Writer
 
 
 class TestBorder(CliTest):

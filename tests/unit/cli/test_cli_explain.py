@@ -16,7 +16,7 @@ import torch
 
 from commands import run, run_json
 from helpers import DirectoryTest, Memory, caches_of, flip, keys_of, model_arrays, save_chunk
-from vua.cli.identify import compare, expect
+from vua.catalog.identify import compare, expect
 from vua.core import VUA, VUAConfig
 from vua.format.config_digest import config_digest
 from vua.format.identity import Identity

@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.exporting`, `vua.cli.importing` and `vua.cli.archive`."""
+"""Mirrors `vua.cli.exporting`, `vua.cli.importing` and `vua.catalog.archive`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helpers import DirectoryTest, Memory, caches_of, flip, kv_bits, model_array
 from vua.capacity.limits import Limits, write_bounds
 from vua.capacity.prefix_tree import ancestors
 from vua.capacity.scan import Space
-from vua.cli.archive import Writer
+from vua.catalog.archive import Writer
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids

@@ -9,9 +9,8 @@ from unittest import mock
 
 from lab.policies import POLICIES, Ranked, clairvoyant, compare
 from mixtures import mixture
-from vua.capacity import hit_density
-from vua.cli import simulator
-from vua.cli.simulator import Dense, Past, simulate
+from vua.capacity import hit_density, simulator
+from vua.capacity.simulator import Dense, Past, simulate
 
 
 @dataclass

@@ -34,11 +34,11 @@ from helpers import (
     save_chunk,
 )
 from vua import native
-from vua.cli.bench_files import cool, direct_works, is_cold
 from vua.format.entry import EntryCodec
 from vua.format.layout import KVLayout, Shard
 from vua.io.plain import Directory
 from vua.io.posix import page_aligned
+from vua.io.raw_files import cool, direct_works, is_cold
 from vua.native import bindings, entries, fallback, moves
 from vua.storage.direct import FirstReads
 from vua.storage.local import LocalStorage

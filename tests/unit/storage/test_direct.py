@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from helpers import DirectoryTest, Memory, flip, has_native, keys_of, model_arrays, save_chunk
-from vua.cli.bench_files import cool, direct_works, is_cold
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
+from vua.io.raw_files import cool, direct_works, is_cold
 from vua.storage.direct import FirstReads
 from vua.storage.local import LocalStorage
 from vua.store.namespace import Namespace

@@ -1,19 +1,16 @@
-"""Files below VUA: raw reads and writes, O_DIRECT, cold files, and what the machine is."""
+"""Files by raw reads and writes: O_DIRECT, cold files, and the floor below every measurement."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from vua import native
 from vua.errors import VUAError
 from vua.io import vectors
 from vua.io.machine import cached_pages
@@ -25,7 +22,6 @@ __all__ = [
     "MeasurementError",
     "RawFile",
     "cool",
-    "describe_machine",
     "direct_works",
     "expect",
     "in_buffer",
@@ -156,42 +152,3 @@ def direct_works(directory: Path) -> str | None:
     finally:
         path.unlink(missing_ok=True)
     return None
-
-
-def describe_machine(directory: Path) -> dict[str, object]:
-    """Return what the numbers depend on: processors, system, versions, file system, load."""
-    return {
-        "cpu": _cpu_model(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "xxhash": xxhash.VERSION,
-        "file_system": file_system(directory),
-        "load_average": [round(value, 2) for value in os.getloadavg()],
-        "native_load_loop": native.library() is not None,
-    }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def file_system(directory: Path) -> str:
-    """Return the type of the file system that a directory lies on, as the mount table says."""
-    try:
-        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "unknown"
-    best, kind = "", "unknown"
-    for line in mounts:
-        point, found = line.split()[1:3]
-        inside = directory.resolve().is_relative_to(point.replace("\\040", " "))
-        if inside and len(point) >= len(best):
-            best, kind = point, found
-    return kind
