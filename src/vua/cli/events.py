@@ -13,9 +13,9 @@ import json
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import click
 
@@ -30,7 +30,7 @@ from vua.errors import ConfigError
 from vua.format.layout import KVLayout, Shard, cover
 from vua.storage.problems import explaining
 
-__all__ = ["Publishing", "Seen", "events", "look"]
+__all__ = ["Seen", "events", "look"]
 
 _INTERVAL_S: Final = 5.0
 _BATCH: Final = 1024
@@ -38,21 +38,6 @@ _BATCH: Final = 1024
 
 
 _CLEARED: Final = {"type": "AllBlocksCleared"}
-
-
-class _Outlet(Protocol):
-    """Where events go."""
-
-    newcomers: bool
-    """Whether somebody is there who was not told everything yet."""
-
-    def publish(self, batch: Sequence[Mapping[str, Any]]) -> None:
-        """Send some events."""
-        ...
-
-    def wait(self, seconds: float) -> None:
-        """Let so much time pass until the next look."""
-        ...
 
 
 @dataclass(slots=True)
@@ -65,17 +50,6 @@ class Seen:
     links: Links
     whole: dict[str, int]
     """Chunks that have all their files, and their mtimes (ns) when these were looked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Publishing:
-    """How events are published over ZeroMQ."""
-
-    zmq: str | None = None
-    """The endpoint; None: events are lines on stdout."""
-    connect: bool = False
-    topic: str = ""
-    replay_endpoint: str | None = None
 
 
 @command("events", "tell routers which chunks a cache holds")
@@ -106,21 +80,22 @@ def events(
     follow: bool = False,
     interval_s: float | None = None,
     locality: str | None = None,
+    zmq: str | None = None,
     **publishing: Any,
 ) -> int:
-    """Tell what is stored, and with ``follow`` what changes.
+    """Tell what is stored, and with ``follow`` what changes: as lines, or over ZeroMQ.
 
-    ``publishing`` is what :class:`Publishing` takes. Raises ConfigError, StorageError.
+    ``publishing`` is what :class:`EventSocket` takes beside its endpoint. Raises ConfigError,
+    StorageError.
     """
-    how = Publishing(**publishing)
-    if how.zmq is None and how != Publishing():
+    if zmq is None and any(publishing.values()):
         text = "--connect, --topic and --replay-endpoint say how to publish: give --zmq ENDPOINT"
         raise ConfigError(text)
     catalog = open_catalog(directory)
     interval_s = between_looks_s(interval_s, catalog, _INTERVAL_S)
     with explaining(directory):
         locality = locality or ("LOCAL" if catalog.is_local() else "REMOTE")
-        with _outlet(how) as outlet:
+        with nullcontext(_Lines()) if zmq is None else EventSocket(zmq, **publishing) as outlet:
             seen: dict[str, Seen] = {}
             while True:
                 now = look(catalog, seen)
@@ -134,14 +109,6 @@ def events(
                     return SOUND
                 seen = now
                 outlet.wait(interval_s)
-
-
-def _outlet(how: Publishing) -> AbstractContextManager[_Outlet]:
-    if how.zmq is None:
-        return nullcontext(_Lines())
-    return EventSocket(
-        how.zmq, connect=how.connect, topic=how.topic, replay_endpoint=how.replay_endpoint
-    )
 
 
 class _Lines:

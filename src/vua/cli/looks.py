@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import click
 import numpy as np
@@ -75,7 +75,7 @@ class Traffic(Report):
     max_bytes: float | None
     free_nbytes: int | None
     seconds: float
-    namespaces: Sequence[Mapping[str, object]]
+    namespaces: Sequence[Mapping[str, Any]]
     chunks: int
     counts: Mapping[str, int]
 
@@ -103,23 +103,11 @@ class Traffic(Report):
         table(head, [_row(one) for one in self.namespaces])
 
 
-def _row(one: Mapping[str, object]) -> list[object]:
-    salts, within = one["salts"], one["used_within"]
-    shown = " ".join(
-        f"{salt}:{count}" for salt, count in (salts.items() if isinstance(salts, dict) else ())
-        if salt != "-"
-    )  # fmt: skip
-    return [
-        *(
-            str(one["namespace"])[:SHORT],
-            one["model"],
-            one["chunks"],
-            size(float(str(one["nbytes"]))),
-        ),
-        *(one["new_per_s"], one["used_per_s"], one["gone_per_s"]),
-        *(within.values() if isinstance(within, dict) else ()),
-        shown or "-",
-    ]
+def _row(one: Mapping[str, Any]) -> list[object]:
+    salts = [f"{salt}:{count}" for salt, count in one["salts"].items() if salt != "-"]
+    head = [one["namespace"][:SHORT], one["model"], one["chunks"], size(one["nbytes"])]
+    rates = [one["new_per_s"], one["used_per_s"], one["gone_per_s"]]
+    return [*head, *rates, *one["used_within"].values(), " ".join(salts) or "-"]
 
 
 @command("top", "watch a cache in use")
@@ -177,7 +165,7 @@ def _compared(
     )
 
 
-def _compare(before: Look | None, now: Look, now_ns: int, took_s: float) -> dict[str, object]:
+def _compare(before: Look | None, now: Look, now_ns: int, took_s: float) -> dict[str, Any]:
     old: Mapping[bytes, int] = {} if before is None else before.mtimes_ns
     new = sum(name not in old for name in now.mtimes_ns)
     gone = sum(name not in now.mtimes_ns for name in old)
