@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import struct
 import unittest
@@ -27,6 +28,10 @@ from vua.store.namespace import Namespace
 
 GOLDEN = make_golden.GOLDEN
 FORMAT_PAGE = ROOT / "docs" / "format.md"
+
+
+MEMBER = re.compile(r'(?:\[|^ *|\{)"(vua\.\w+|vua_stored_by)"(?:\]| *:)', re.MULTILINE)
+"""A member that begins with "vua.", where it is put into a config."""
 
 
 class IndependentReader:
@@ -210,6 +215,17 @@ class TestGolden(DirectoryTest):
         np.testing.assert_array_equal(
             k[1].astype(np.int16), found.data[1][0][0].view(torch.int16).numpy()
         )
+
+    def test_page_members(self) -> None:
+        """The page names every member that an engine adds to a config before its digest."""
+        page, found = FORMAT_PAGE.read_text(encoding="utf-8"), set()
+        for room in ("connector", "vllm", "sglang", "transformers", "llama_cpp", "lmcache"):
+            for path in sorted((ROOT / "src" / "vua" / room).glob("*.py")):
+                text = path.read_text(encoding="utf-8")
+                found |= set(MEMBER.findall(text))
+        self.assertLess(12, len(found))
+        page += "".join(f"`{name}`" for name in found if name.startswith("vua.sglang_"))
+        self.assertEqual([], sorted(name for name in found if f"`{name}`" not in page))
 
     def test_page(self) -> None:
         """The worked examples on the page are what the golden files hold."""
