@@ -40,6 +40,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+KIND_TESTS = {"is_url", "is_directory_name"}
+KINDS_OF_PLACES = {"BucketPath", "Path", "Tiers", "Capacity", "BucketCapacity"}
 CHUNK = 64
 ASKING_NBYTES = 128
 """About what looking at how much was read reads itself."""
@@ -112,6 +114,18 @@ def hashes_payloads(tree: ast.Module) -> bool:
     return any(name.startswith("xxh3_64") or name == "checksums" for name in names)
 
 
+def asks_kind(tree: ast.Module) -> int:
+    """How often a module asks whether a cache lies in a directory, in a bucket or in several."""
+    lines = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            kinds = {getattr(one, "id", "") for part in node.args[1:] for one in ast.walk(part)}
+            if called in KIND_TESTS or (called == "isinstance" and kinds & KINDS_OF_PLACES):
+                lines.add(node.lineno)
+    return len(lines)
+
+
 def settings(trees: dict[str, ast.Module], name: str) -> str:
     """How many a class of settings has, and how many with those inside of groups."""
     classes = {
@@ -148,6 +162,7 @@ def static(checkout: Path) -> Rows:
         "flat modules beside the public ones": f"{len(flat)}",
         "modules in circles": f"{sum(map(len, circles(graph)))}",
         "files that compute checksums of payloads": f"{sum(map(hashes_payloads, trees.values()))}",
+        "lines that ask in what kind of place a cache is": f"{sum(map(asks_kind, trees.values()))}",
         "longest file": longest((f"{p.relative_to(source)}", lines_of([p])) for p in python),
         "longest function": longest(f for tree in trees.values() for f in functions(tree)),
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from vua.capacity.limits import Limits, nbytes_of
 from vua.errors import ConfigError
 from vua.security.settings import Security
-from vua.storage.location import Location, Tiers
+from vua.storage.location import Location, nearest
 from vua.store.tier_rules import TierRules
 
 __all__ = ["VUAConfig"]
@@ -105,8 +104,8 @@ class VUAConfig:
 
         Raises ConfigError, and OSError where the file system of ``path`` cannot be asked.
         """
-        near = path.near if isinstance(path, Tiers) else path
-        if self.max_bytes is None or not isinstance(near, Path):
+        near = nearest(path)
+        if self.max_bytes is None or near is None:
             return
         try:
             system = os.statvfs(near)

@@ -107,6 +107,9 @@ class BucketCapacity:
         del chunk, ttl_s
         self._warn_of_ttls()
 
+    def share_reads(self) -> None:
+        """Do nothing: no page cache holds what is read here."""
+
     def on_evicted(self, tell: Callable[[str], None]) -> None:
         """Do nothing: nothing is evicted here."""
 

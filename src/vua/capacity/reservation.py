@@ -224,6 +224,10 @@ class Capacity:
         """Raise the times to live of a chunk and its prefix; never raises for the storage."""
         ttl.raise_ttls(self.space, chunk, ttl_s)
 
+    def share_reads(self) -> None:
+        """Expect other processes of this host to read the same entries at the same time."""
+        self.storage.shares_reads = True
+
     def on_evicted(self, tell: Callable[[str], None]) -> None:
         """Call ``tell`` with the name of each chunk of this namespace that is evicted here."""
 

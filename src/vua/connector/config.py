@@ -19,7 +19,7 @@ from vua.capacity.limits import Limits
 from vua.connector.log import logger
 from vua.errors import ConfigError
 from vua.security.settings import Security
-from vua.storage.urls import is_url
+from vua.storage.urls import is_directory_name
 from vua.store.tier_rules import TierRules
 
 __all__ = ["ConnectorConfig", "Timeouts", "WorkerResources", "defaults", "warn_once"]
@@ -172,7 +172,7 @@ class ConnectorConfig:
     def directory(self) -> Path | None:
         """The directory of the cache, where it is that alone: no bucket, nothing behind it."""
         path = self.shared_storage_path
-        return None if not isinstance(path, str) or is_url(path) else Path(path)
+        return Path(path) if is_directory_name(path) else None
 
     @property
     def load_margin(self) -> float:

@@ -22,6 +22,11 @@ class BucketPath:
     key: str = ""
 
     @property
+    def places(self) -> tuple[BucketPath]:
+        """This one, as of several."""
+        return (self,)
+
+    @property
     def name(self) -> str:
         """The last part."""
         return str(self).rpartition("/")[2]

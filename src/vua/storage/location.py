@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vua.storage.bucket_path import BucketPath
 
 
-__all__ = ["Location", "Tiers"]
+__all__ = ["Location", "Tiers", "nearest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,11 @@ class Tiers:
     near: Path
     far: tuple[Path | BucketPath, ...]
     """The nearest first."""
+
+    @property
+    def places(self) -> tuple[Path | BucketPath, ...]:
+        """All of them, the nearest first."""
+        return (self.near, *self.far)
 
     @property
     def name(self) -> str:
@@ -41,3 +46,9 @@ class Tiers:
 
 
 Location: TypeAlias = "Path | BucketPath | Tiers"
+
+
+def nearest(place: Location) -> Path | None:
+    """Return the directory that a place is, or has before others; None for a bucket."""
+    near = getattr(place, "near", place)
+    return near if isinstance(near, Path) else None

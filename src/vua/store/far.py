@@ -33,14 +33,14 @@ from vua.storage.location import Tiers
 from vua.storage.mark import MARK
 from vua.storage.object import ObjectStorage
 from vua.storage.tiered import TieredStorage
-from vua.storage.urls import is_url
+from vua.storage.urls import is_url, names_of
 from vua.store.evidence import settled
 from vua.store.making import description_text, is_kept, make_namespace
 from vua.store.namespace import Namespace, check_root, create_storage, described
 from vua.store.tier_rules import TierRules
 from vua.store.travel import Travel
 
-__all__ = ["at", "create_far", "description_at", "locate_far", "open_far"]
+__all__ = ["at", "create_far", "description_at", "locate_bucket", "locate_far", "open_far"]
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +109,9 @@ def locate_far(
     root: str | os.PathLike[str] | Sequence[str], *, create: bool, security: Security | None
 ) -> BucketPath | Tiers:
     """Return the place of a URL, or several; see :func:`vua.store.opening.locate`."""
-    if isinstance(root, str | os.PathLike):
-        return _locate_bucket(root, create=create)
-    near, *far = root
+    if is_url(root):
+        return locate_bucket(root, create=create)
+    near, *far = map(str, names_of(root))
     return Tiers(
         check_root(near, create=create, security=security),
         tuple(_locate_behind(place, create=create, security=security) for place in far),
@@ -123,7 +123,7 @@ def _locate_behind(root: str, *, create: bool, security: Security | None) -> Pat
     place = at(root) if is_url(root) else Path(os.path.abspath(root))  # noqa: PTH100 - keeps links
     try:
         if isinstance(place, BucketPath):
-            _locate_bucket(root, create=create)
+            locate_bucket(root, create=create)
         elif os.path.lexists(place.parent):
             check_root(place, create=create, security=security)
         else:
@@ -133,7 +133,8 @@ def _locate_behind(root: str, *, create: bool, security: Security | None) -> Pat
     return place
 
 
-def _locate_bucket(root: str | os.PathLike[str], *, create: bool) -> BucketPath:
+def locate_bucket(root: str | os.PathLike[str], *, create: bool) -> BucketPath:
+    """Return the place of a URL, asked whether it is a cache. Raises ConfigError, StorageError."""
     place = at(root)
     marked = claim_bucket(place) if create else is_marked_bucket(place)
     if create and not marked:
@@ -151,8 +152,7 @@ def open_far(
 ) -> Namespace | None:
     """Open what is stored in a bucket, or in several places, if it is described somewhere."""
     rules = TierRules(codec=AUTO) if rules is None else rules
-    places = (path.near, *path.far) if isinstance(path, Tiers) else (path,)
-    described = (settled(description_at(place)) for place in places)
+    described = (settled(description_at(place)) for place in path.places)
     found = next((one for one in described if one.layouts), None)
     if found is None:
         return None

@@ -143,8 +143,7 @@ class Namespace:
 
     def share_reads(self) -> None:
         """Expect other processes of this host to read the same entries at the same time."""
-        if isinstance(self.capacity, Capacity):
-            self.capacity.storage.shares_reads = True
+        self.capacity.share_reads()
 
     def close(self) -> None:
         """Finish what the capacity still has to do; a second call does nothing.

@@ -15,7 +15,7 @@ from vua.capacity.limits import Limits
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.security.settings import Security
-from vua.storage.urls import is_url
+from vua.storage.urls import is_directory_name
 from vua.store.namespace import Namespace, check_root
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def locate(
     cache; with ``create`` an empty place gets the mark. Of several, of which the first is a
     directory, those behind it need not answer. Raises ConfigError, StorageError.
     """
-    if isinstance(root, str | os.PathLike) and not is_url(root):
+    if is_directory_name(root):
         return check_root(root, create=create, security=security)
     from vua.store.far import locate_far  # noqa: PLC0415
 

@@ -18,9 +18,9 @@ from vua.errors import ConfigError, NotWritableError, StorageError, VUAError
 from vua.security.settings import Security
 from vua.storage.bucket_counts import requests
 from vua.storage.local import TEMPORARY
-from vua.storage.location import Location, Tiers
+from vua.storage.location import Location
 from vua.storage.problems import explained
-from vua.storage.urls import is_url
+from vua.storage.urls import is_url, names_of
 from vua.store.namespace import check_root
 from vua.store.opening import locate
 
@@ -56,13 +56,12 @@ class Place:
 
 def look_at(root: str | os.PathLike[str] | Sequence[str], *, made: bool = False) -> Place:
     """Return what is stored in a directory; takes about a tenth of a second. Raises OSError."""
-    if is_url(root):
+    near = names_of(root)[0]
+    if is_url(near):
         from vua.store import far  # noqa: PLC0415 - most caches are directories
 
-        return Place(far.at(root), made, None)
-    if not isinstance(root, str | os.PathLike):
-        return look_at(root[0], made=made)
-    return Place(Path(os.path.abspath(root)), made, measure(root))  # noqa: PTH100 - keeps links
+        return Place(far.at(near), made, None)
+    return Place(Path(os.path.abspath(near)), made, measure(near))  # noqa: PTH100 - keeps links
 
 
 def prepare(
@@ -80,13 +79,21 @@ def prepare(
             mounted), or others than those whom ``security`` trusts could replace what lies in it.
         StorageError: it cannot be made, searched or, with ``writes``, written to.
     """
-    if not isinstance(root, str | os.PathLike):
-        near = prepare(root[0], security, writes=writes)
+    near = names_of(root)[0]
+    prepare_one = _prepare_bucket if is_url(near) else _prepare_directory
+    place = prepare_one(near, security, writes=writes)
+    if near is not root:
         _in_a_child(lambda: locate(root, create=writes, security=security))
-        return near
-    if is_url(root):
-        _in_a_child(lambda: _try_bucket(root, writes=writes))
-        return look_at(root)
+    return place
+
+
+def _prepare_bucket(root: str | os.PathLike[str], security: Security, *, writes: bool) -> Place:
+    del security
+    _in_a_child(lambda: _try_bucket(root, writes=writes))
+    return look_at(root)
+
+
+def _prepare_directory(root: str | os.PathLike[str], security: Security, *, writes: bool) -> Place:
     path = Path(os.path.abspath(root))  # noqa: PTH100 - keeps symbolic links
     made = not os.path.lexists(path)
     check_root(path, create=writes or made, security=security)
@@ -138,8 +145,10 @@ def _try_bucket(root: str | os.PathLike[str], *, writes: bool) -> None:
 
     Raises ConfigError, StorageError.
     """
-    place = locate(root, create=writes)
-    if not writes or isinstance(place, Path | Tiers):
+    from vua.store import far  # noqa: PLC0415 - as above
+
+    place = far.locate_bucket(root, create=writes)
+    if not writes:
         return
     key = (place / f"{TEMPORARY}{secrets.token_hex(8)}").key
     place.bucket.put(key, b"")
