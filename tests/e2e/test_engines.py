@@ -11,6 +11,7 @@ from e2e.by_transformers import generate
 from e2e.checkpoints import SIZES
 from e2e.damage import CHUNK, stored
 from e2e.harness import PROMPT, Batch, EngineTest, llama, make, models
+from e2e.meeting import make as made
 from vua.testing.models import make_model
 
 pytestmark = pytest.mark.vllm
@@ -61,6 +62,13 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """Models of further kinds, by their configurations in transformers."""
+MEET: dict[str, dict[str, Any]] = {"gpt_neox": {}, "mixtral": {}, "phi": {}, "starcoder2": {}}
+"""Model types that transformers computes with torch's attention by default, and shares so."""
+READ_OTHERWISE: dict[str, dict[str, Any]] = {
+    "llama": {"partial_rotary_factor": 0.5},
+    "mixtral": {"hidden_act": "gelu"},
+}
+"""Model types with what one engine passes over in their config."""
 COHERE2: dict[str, Any] = {
     "head_dim": 32,
     "sliding_window": 128,
@@ -126,6 +134,33 @@ class OtherEngineTest(EngineTest):
         self.fill(BATCH, engine=engine)
         self.assertEqual(0, self._generate(path, new_tokens=1)[0])
         self.assertEqual(WHOLE, self._generate(path, new_tokens=1)[0])
+
+    @pytest.mark.thorough
+    def test_by_default(self) -> None:
+        """Models of further types share in the attention that transformers takes by default."""
+        self._meet(MEET, apart=False)
+
+    @pytest.mark.thorough
+    def test_read_otherwise(self) -> None:
+        """What one engine passes over in a config keeps both apart; neither gets wrong tokens."""
+        self._meet(READ_OTHERWISE, apart=True)
+
+    def _meet(self, kinds: dict[str, dict[str, Any]], *, apart: bool) -> None:
+        """Let both engines store and load, each what the other one stored."""
+        for kind, edits in kinds.items():
+            with self.subTest(f"{kind} {edits}"):
+                path = made(models() / f"{kind}-{apart}", kind, edits)
+                engine, shared = {"model": str(path)}, 0 if apart else WHOLE
+                expected = self.baseline(BATCH, engine=engine)
+                self.root = self.root.with_name(f"{kind}-{apart}")
+                _, alone = self._generate(path, new_tokens=len(expected[0]))
+                self.assertEqual(apart, alone != expected[0])
+                found = self.serve(BATCH, engine=engine)
+                self.assertEqual([expected, [shared]], [found.tokens, found.cached])
+                self.root = self.root.with_name(f"{kind}-{apart}-of-vllm")
+                self.fill(BATCH, engine=engine)
+                again = self._generate(path, new_tokens=len(alone))
+                self.assertEqual((shared, alone), again)
 
     @staticmethod
     def _checkpoints() -> list[tuple[str, Path]]:
