@@ -7,7 +7,7 @@ to say: an engine gives the blocks of a load that was reported as failed to othe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
@@ -156,11 +156,14 @@ class GroupTransfer:
             layout, self.shard, chunks=self.load_chunks, limit=threads
         )
         self.save_limit = save_limit(model, payload, config.worker.max_pending_save_mib)
-        self.save_buffers: Any = StagingPool(layout, self.shard, chunks=1, limit=self.save_limit)
+        self.save_buffers: Any = StagingPool(
+            layout, self.shard, chunks=1, limit=self.save_limit, adjoining=True
+        )
         self._loader_of: dict[Any, Loader] = {}
         self._cached: list[CachedLoads] = []
         """Those that no thread uses."""
-        self._saver_of: dict[Any, EntryWriter] = {}
+        self._savers: list[EntryWriter] = []
+        """Those that no thread uses."""
         self._places: list[tuple[int, slice, PagedKV | StatePages]] = []
         """Where layers lie: (cache group, which of this rank's layers, the pages)."""
 
@@ -197,11 +200,11 @@ class GroupTransfer:
 
     def name_writer(self, writer: str) -> None:
         """Write in this name from now on."""
-        self.writer, self._saver_of = writer, {}
+        self.writer, self._savers = writer, []
 
     def reopen(self, store: Store) -> None:
         """Use a store from now on; what is running goes on with the one it began with."""
-        self.store, self._loader_of, self._saver_of = store, {}, {}
+        self.store, self._loader_of, self._savers = store, {}, []
         self._cached = []
 
     # What blocks in GPU memory need, see `vua.connector.device_transfer`; nothing on the CPU.
@@ -341,14 +344,22 @@ class GroupTransfer:
             loader = self._loader_of[buffer] = Loader(self.store, buffer.memory, target=self.shard)
         return loader
 
-    def saver(self, buffer: Any) -> EntryWriter:  # noqa: ANN401
-        """Return what saves this rank's shard from a buffer; for who holds the buffer."""
-        saver = self._saver_of.get(buffer)
-        if saver is None:
-            saver = self._saver_of[buffer] = EntryWriter(
-                self.store, buffer.memory, shard=self.shard, writer=self.writer
-            )
-        return saver
+    @contextlib.contextmanager
+    def saver(self, store: Store) -> Iterator[EntryWriter]:
+        """Yield what saves this rank's shard from the buffers, for one thread.
+
+        Chunk places are the buffers' numbers.
+        """
+        savers, writer = self._savers, self.writer
+        try:
+            saver = savers.pop()
+        except IndexError:
+            saver = None
+        if saver is None or saver.store is not store:
+            memory = self.save_buffers.memory
+            saver = EntryWriter(store, memory, shard=self.shard, writer=writer)
+        yield saver
+        savers.append(saver)
 
     def gather(
         self, buffers: Sequence[Any], keys: Sequence[ChunkKey], tables: Sequence[BlockTables]

@@ -27,10 +27,11 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from itertools import compress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from itertools import compress, cycle, islice
 from operator import attrgetter, is_not
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -48,7 +49,7 @@ _LINES: Final = 16
 _PHASES: Final = 8
 """Sets of lines per tensor, taken in turns."""
 _LOOKS: Final = 32
-"""Looks per comparison: 32 KiB in all. A change of all weights is found by the first one."""
+"""Tensors per comparison: 32 KiB in all. A change of all weights is found by the first one."""
 _PART_NBYTES: Final = 8 << 20
 """Of a tensor, read at once for the digest: what it takes of a device's memory, twice."""
 _CLOSE_S: Final = 1.0
@@ -156,13 +157,10 @@ class Snapshot:
         self._versions = list(map(_VERSION, compress(tensors, self._counting)))
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         distinct = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-        self._looks = [
-            (weakref.ref(tensor), phase, lines.clone())
-            for phase in range(_PHASES)
-            for tensor in distinct.values()
-            if (lines := _lines(tensor, phase)).numel()
-        ]
+        self._looks = list(_looks(list(distinct.values())))
         self._next = 0
+        device = next((one.device for one in tensors if one.device.type == "cuda"), None)
+        self._stream = None if device is None else torch.cuda.Stream(device)
         self._distinct = [weakref.ref(tensor) for tensor in distinct.values()]
         self.on_host = all(tensor.device.type == "cpu" for tensor in tensors)
         """Whether all lies in the host's memory."""
@@ -236,15 +234,44 @@ class Snapshot:
         return None
 
     def _bytes_differ(self) -> str | None:
-        looks, first = self._looks, self._next
-        count = min(_LOOKS, len(looks))
-        self._next = (first + count) % max(1, len(looks))
-        for number in range(first, first + count):
-            reference, phase, lines = looks[number % len(looks)]
-            tensor = reference()
-            if tensor is None or not torch.equal(_lines(tensor, phase), lines):
-                return "parameters that hold other bytes"
+        looked, first = 0, self._next
+        # On a stream of its own: on the engine's it would wait for the step that is under way.
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            for look in islice(cycle(self._looks), first, first + len(self._looks)):
+                if looked >= _LOOKS:
+                    break
+                looked += len(look.parts)
+                self._next = (self._next + 1) % len(self._looks)
+                if not torch.equal(look.now(), look.lines):
+                    return "parameters that hold other bytes"
         return None
+
+
+class _Look(NamedTuple):
+    """Some lines of some tensors on one device, compared at once."""
+
+    parts: Sequence[tuple[weakref.ref[torch.Tensor], int]]
+    """The tensors, and the phase of each."""
+    lines: torch.Tensor
+    """What they held: uint8 [lines, bytes]."""
+
+    def now(self) -> torch.Tensor:
+        """Return what they hold now. Raises AttributeError where one is gone."""
+        return torch.cat([_lines(reference(), phase) for reference, phase in self.parts])
+
+
+def _looks(tensors: Sequence[torch.Tensor]) -> Iterator[_Look]:
+    """Yield looks at tensors that lie apart, phase by phase, at :data:`_LOOKS` tensors at most."""
+    for phase in range(_PHASES):
+        alike: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            lines = _lines(tensor, phase)
+            if lines.numel():
+                alike.setdefault((tensor.device, lines.shape[1]), []).append(tensor)
+        for some in alike.values():
+            for first in range(0, len(some), _LOOKS):
+                parts = [(weakref.ref(one), phase) for one in some[first : first + _LOOKS]]
+                yield _Look(parts, _Look(parts, some[0]).now())
 
 
 def _found(model: Any) -> Iterator[tuple[Mapping[str, Any], str, torch.Tensor]]:  # noqa: ANN401
@@ -291,7 +318,7 @@ def device_digest(flat: torch.Tensor, stop: threading.Event) -> int | None:
     return int(total.item())
 
 
-def _lines(tensor: torch.Tensor, phase: int) -> torch.Tensor:
+def _lines(tensor: torch.Tensor | None, phase: int) -> torch.Tensor:
     """Return lines of the memory that a tensor lies in, uint8 [lines, bytes]; not a copy."""
     flat = _flat(tensor)
     nbytes = flat.numel()

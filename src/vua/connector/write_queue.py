@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Final
 
 from vua.connector.breaker import StorageGuard
@@ -26,31 +27,45 @@ from vua.errors import StorageError
 from vua.format.keys import ChunkKey
 from vua.io.breaker import Breaker
 from vua.io.workers import Attempt, Workers
-from vua.storage.base import WRITTEN
-from vua.store.entry_writer import EntryWriter
+from vua.storage.base import FAILED, WRITTEN
+from vua.store.store import Store
 
 __all__ = ["WriteQueue"]
 
 log = logger("worker")
 
+_WRITE_NBYTES: Final = 64 << 20
+"""The most that one call writes: its buffers are free when all of it is stored."""
 _MAX_HOLES: Final = 1000
 """Requests with a missing chunk that are remembered: those of the engine that still run."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """One chunk on its way to storage."""
+    """Chunks of a prompt that follow each other, on their way to storage."""
 
     group: GroupTransfer
-    saver: EntryWriter
-    """Taken when it is copied: after a reset it must not get into the new epoch."""
-    key: ChunkKey
-    buffer: Any
+    store: Store
+    """Taken when they are copied: after a reset they must not get into the new epoch."""
+    keys: Sequence[ChunkKey]
+    buffers: Sequence[Any]
+    """One for each, which lie one behind the other."""
     proven: Callable[[], bool]
-    """Whether it was computed with the weights of its epoch."""
+    """Whether they were computed with the weights of their epoch."""
     order: SaveOrder
     pin: bool
-    """Whether it, and so all of its prefix, is to stay."""
+    """Whether the last one, and so all of its prefix, is to stay."""
+
+    def part(self, first: int, stop: int) -> _Save:
+        """Return some of them."""
+        keys, buffers = self.keys[first:stop], self.buffers[first:stop]
+        pin = self.pin and stop == len(self.keys)
+        return _Save(self.group, self.store, keys, buffers, self.proven, self.order, pin)
+
+    def free(self) -> None:
+        """Give the buffers back; not while a write may still read them."""
+        for buffer in self.buffers:
+            self.group.save_buffers.give_back(buffer)
 
 
 @dataclass(slots=True)
@@ -156,15 +171,16 @@ class WriteQueue:
         taken: list[_Save] = []
         for order in orders:
             saves = self._take(order, groups, proven)
-            self._under_way(order, len(saves))
+            self._under_way(order, sum(len(save.keys) for save in saves))
             taken += saves
-        self._count_pending(len(taken))
+        self._count_pending(sum(len(save.keys) for save in taken))
         try:
             for group in groups:
                 if mine := [save for save in taken if save.group is group]:
-                    tables = [save.order.block_ids for save in mine]
                     group.gather(
-                        [save.buffer for save in mine], [save.key for save in mine], tables
+                        [buffer for save in mine for buffer in save.buffers],
+                        [key for save in mine for key in save.keys],
+                        [save.order.block_ids for save in mine for _ in save.keys],
                     )
         except Exception:
             self._lose(taken)
@@ -214,10 +230,17 @@ class WriteQueue:
                 self._leave(order, key.start, left, again=not paused)
                 break
             taken.append(buffer)
-        saves = []
+        saves: list[_Save] = []
         for key, buffer in zip(keys, taken, strict=False):
             pin = order.hints.pin and buffer is taken[-1]  # holds those before it too
-            saves.append(_Save(group, group.saver(buffer), key, buffer, proven, order, pin))
+            before = saves.pop() if saves else None
+            save = _Save(group, group.store, [key], [buffer], proven, order, pin)
+            if before is not None and before.buffers[-1].number + 1 == buffer.number:
+                some, memory = [*before.keys, key], [*before.buffers, buffer]
+                save = _Save(group, group.store, some, memory, proven, order, pin)
+            elif before is not None:
+                saves.append(before)
+            saves.append(save)
         return saves
 
     def _behind_hole(self, order: SaveOrder, key: ChunkKey) -> bool:
@@ -279,73 +302,102 @@ class WriteQueue:
         the GIL from the engine's thread, which waits for the copies ("caller blocked" in C3).
         """
         copied, self._copied = self._copied, []
-        for at, save in enumerate(copied):
+        saves = [part for save in copied for part in self._parts(save)]
+        for at, save in enumerate(saves):
             try:
                 self._threads.submit(self._write, save)
             except RuntimeError as problem:  # not a single thread can be started
                 self._warn_once("threads", f"chunks are not stored: {problem}")
-                self._lose(copied[at:])
+                self._lose(saves[at:])
                 return
+
+    def _parts(self, save: _Save) -> Iterator[_Save]:
+        """Cut chunks into as many parts as there are threads, none of them large.
+
+        The engine's thread waits for the GIL whenever a thread here holds it, and each call of one
+        takes as much of it for many chunks as for one.
+        """
+        chunks, group = len(save.keys), save.group
+        most = max(1, _WRITE_NBYTES // group.shard.payload_nbytes(group.group.layout))
+        size = min(most, -(-chunks // self._writers.threads))
+        for first in range(0, chunks, size):
+            yield save.part(first, min(first + size, chunks))
 
     def _lose(self, saves: Sequence[_Save]) -> None:
         """Give the buffers back of what is not written."""
         for save in saves:
-            save.group.save_buffers.give_back(save.buffer)
-            self._count_save(save, "error", 0.0)
+            save.free()
+            self._count_saves(save, ["error"] * len(save.keys), 0.0)
 
     def _write(self, attempt: Attempt[_Save]) -> None:
-        save = attempt.what
-        outcome, began = "error", self._clock()
+        save, began = attempt.what, self._clock()
+        outcomes: list[str] = []
+        rest = "error"
         try:
-            save.group.copied(save.buffer)
-            if self._behind_hole(save.order, save.key):
-                outcome = "dropped"
-                return
-            if not save.proven():
-                outcome = "reset"
-                return
-            save.saver.ttl_s = save.order.hints.ttl_s
-            statuses = save.saver.save([save.key])
-            outcome = "written" if statuses == [WRITTEN] else "present" if statuses else "refused"
-            capacity = save.saver.store.capacity
-            if save.pin and capacity is not None:
-                capacity.pin(save.key.name)
+            save.group.copied(save.buffers[-1])
+            wanted = [key for key in save.keys if not self._behind_hole(save.order, key)]
+            if not wanted:
+                rest = "dropped"
+            elif not save.proven():
+                rest = "reset"
+            else:
+                self._store(save.part(0, len(wanted)), outcomes)
+                rest = "dropped"
         except StorageError as problem:
             self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
         except Exception:  # a save that breaks costs hits, never a request
-            log.exception("chunk %s was not stored", save.key.name[:12])
+            log.exception("chunk %s was not stored", save.keys[0].name[:12])
         finally:
-            save.group.save_buffers.give_back(save.buffer)  # not earlier: a write may still read it
+            save.free()
             if attempt.settle():
-                if outcome != "dropped":  # the storage was asked
-                    self._guard.went(well=outcome != "error")
-                self._count_save(save, outcome, self._clock() - began)
+                outcomes += [rest] * (len(save.keys) - len(outcomes))
+                for outcome in outcomes:
+                    if outcome != "dropped":  # the storage was asked
+                        self._guard.went(well=outcome != "error")
+                self._count_saves(save, outcomes, self._clock() - began)
+
+    @staticmethod
+    def _store(save: _Save, outcomes: list[str]) -> None:
+        """Write chunks; add to ``outcomes`` what became of each. Raises StorageError."""
+        store, capacity = save.store, save.store.capacity
+        place, keys = save.buffers[0].number, save.keys
+        with save.group.saver(store) as saver:
+            saver.ttl_s = save.order.hints.ttl_s
+            for statuses in saver.save_each(keys, place):
+                good = takewhile(lambda one: one != FAILED, statuses)
+                outcomes += ["written" if one == WRITTEN else "present" for one in good]
+            outcomes += ["refused"] * (len(keys) - len(outcomes))
+        if save.pin and capacity is not None:
+            capacity.pin(keys[-1].name)
 
     def give_up(self) -> None:
         """Forget the saves that hang; the chunks are not stored."""
         for attempt in self._threads.overdue():
             if not attempt.started:
-                attempt.what.group.save_buffers.give_back(attempt.what.buffer)
-            self._guard.went(well=False)
-            self._count_save(attempt.what, "timeout", 0.0)
+                attempt.what.free()
+            for _ in attempt.what.keys:
+                self._guard.went(well=False)
+            self._count_saves(attempt.what, ["timeout"] * len(attempt.what.keys), 0.0)
 
-    def _count_save(self, save: _Save, outcome: str, seconds: float) -> None:
-        self._count_pending(-1)
-        self._stats.add("vua_chunks_saved_total", label=outcome)
-        current = save.saver.store is save.group.store  # not of an epoch that was left
-        if outcome not in ("written", "present", "dropped"):
-            self._leave(save.order, save.key.start, 1, again=False)
-        self._came_to_an_end(save.order)
-        if self._watch is not None and current and outcome in ("written", "present"):
-            self._watch.stored(save.key, save.group.shard)
-        if outcome == "written":
-            group = save.group
-            self._stats.observe("vua_save_seconds", seconds)
-            nbytes = group.shard.payload_nbytes(group.group.layout)
+    def _count_saves(self, save: _Save, outcomes: Sequence[str], seconds: float) -> None:
+        group, written = save.group, outcomes.count("written")
+        self._count_pending(-len(outcomes))
+        current = save.store is group.store  # not of an epoch that was left
+        for key, outcome in zip(save.keys, outcomes, strict=True):
+            self._stats.add("vua_chunks_saved_total", label=outcome)
+            if outcome not in ("written", "present", "dropped"):
+                self._leave(save.order, key.start, 1, again=False)
+            self._came_to_an_end(save.order)
+            if self._watch is not None and current and outcome in ("written", "present"):
+                self._watch.stored(key, group.shard)
+            if outcome == "written":
+                self._stats.observe("vua_save_seconds", seconds / written)
+                if self._rank == 0 and group.number == 0:
+                    self._stats.add("vua_stored_tokens_total", key.stop - key.start)
+        if written:
+            nbytes = written * group.shard.payload_nbytes(group.group.layout)
             self._stats.add("vua_stored_bytes_total", nbytes)
             self._threads.limit(self._writers.wrote(nbytes, self._threads.waiting))
-            if self._rank == 0 and group.number == 0:
-                self._stats.add("vua_stored_tokens_total", save.key.stop - save.key.start)
 
     def _count_pending(self, by: int) -> None:
         with self._lock:

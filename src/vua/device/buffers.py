@@ -13,7 +13,7 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from vua.format.layout import KVLayout, Shard, payload_map
+from vua.format.layout import KVLayout, MemoryMap, Shard, payload_map
 from vua.io.posix import PAGE, page_aligned
 
 __all__ = ["StagingBuffer", "StagingPool"]
@@ -78,15 +78,29 @@ class StagingPool:
         *,
         chunks: int,
         limit: int,
+        adjoining: bool = False,
         memory: npt.NDArray[np.uint8] | None = None,
     ) -> None:
         """Lend at most ``limit`` buffers of ``chunks`` chunks at a time; make them when needed.
 
-        ``memory``, uint8, is cut into them: number after number, without gaps. None: each has
-        memory of its own.
+        Args:
+            layout: of the chunks.
+            shard: which part of each.
+            chunks: of each buffer.
+            limit: how many buffers there may be.
+            adjoining: they lie one behind the other, number after number, in memory that is taken
+                now and touched when a buffer is made.
+            memory: that memory, uint8; None: it is allocated.
         """
         self.chunks = chunks
+        if adjoining and memory is None:
+            memory = page_aligned(limit * chunks * shard.payload_nbytes(layout))
         self._size, self._memory = (layout, shard, chunks), memory
+        self.memory: MemoryMap | None = None
+        """Where the chunks of all buffers lie, if these are adjoining: ``chunks`` places each."""
+        if memory is not None:
+            address, places = memory.ctypes.data, limit * chunks
+            self.memory = payload_map(layout, shard, address, memory, places)
         self._free: list[tuple[int, StagingBuffer]] = []
         self._made, self._limit = 0, limit
         self._lock = threading.Lock()

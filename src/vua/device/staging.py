@@ -3,8 +3,9 @@
 Host memory is a bounded pool of buffers in the form of files, made once, touched, page-locked where
 the cache is on a GPU, and used again. There each buffer has a mirror of its size in device memory:
 a load is one DMA transfer into the mirror and one kernel from there into the blocks, a save the
-reverse, for all buffers of a step that lie one behind the other; transfers have a stream per
-direction. The ordering, which is all that is subtle here:
+reverse, for all buffers of a step that lie one behind the other. Transfers have a stream per
+direction, and loads' kernels have one of their own: they run beside the next buffer's transfer. The
+ordering, which is all that is subtle here:
 
 - A load is queued when everything has ended that the engine had queued when :meth:`Staging.mark`
   was called: no earlier kernel can still be using the blocks. Its thread waits for that, not the
@@ -36,6 +37,7 @@ from vua.device.buffers import StagingBuffer, StagingPool
 from vua.device.copy import choose, gather, scatter
 from vua.device.moves import check_slots
 from vua.device.paged import PagedCache
+from vua.device.xxh3 import DigestCheck
 from vua.errors import InputError, LayoutError
 from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
 from vua.io.posix import page_aligned
@@ -94,10 +96,15 @@ class DeviceBuffer:
     host: StagingBuffer
     """The host memory."""
     _memory: _Memory = field(repr=False)
-    _first: int = 0
-    """The buffer's first chunk in this memory."""
+    first: int = 0
+    """The buffer's first chunk place in this memory: in :attr:`Staging.memory`, if there is one."""
     fence: Fence = field(default_factory=Fence)
     """When the buffer's last transfer is complete."""
+
+    @property
+    def number(self) -> int:
+        """The buffer's number in its pool."""
+        return self.host.number
 
     @property
     def memory(self) -> MemoryMap:
@@ -112,7 +119,7 @@ class DeviceBuffer:
     def device_bytes(self) -> Tensor:
         """The buffer's bytes where the cache is; nobody else's while no transfer is under way."""
         nbytes = len(self.host.bytes)
-        at = self._first // self.host.chunks * nbytes
+        at = self.first // self.host.chunks * nbytes
         return self._memory.mirror[at : at + nbytes]
 
 
@@ -166,6 +173,8 @@ class Staging:
                 f"{shard.name} has {shard.layers} with {wanted}: narrow the caches to the shard"
             )
         self._parts, self._device, self.chunks = tuple(parts), parts[0].device, chunks
+        self.device = self._device
+        """Where the caches lie."""
         self._tokens = layout.chunk_tokens
         self._shapes = [(shard.heads, shard.layers, self._tokens, dim) for dim in layout.dims]
         self._made: dict[StagingBuffer, DeviceBuffer] = {}
@@ -174,6 +183,7 @@ class Staging:
         self._closed = False
         choose(self._device)  # here, because the trial that it makes waits for the device
         if self._cuda:
+            self._copy_stream = torch.cuda.Stream(self._device)
             self._load_stream = torch.cuda.Stream(self._device)
             self._save_stream = torch.cuda.Stream(self._device)
         self._shared: _Memory | None = None
@@ -187,6 +197,8 @@ class Staging:
         self.limit = limit
         """How many buffers there may be."""
         self._pool = StagingPool(layout, shard, chunks=chunks, limit=limit, memory=together)
+        self.memory = self._pool.memory
+        """Where the chunks of all buffers lie, if these are adjoining: ``chunks`` places each."""
 
     def take(self) -> DeviceBuffer | None:
         """Return a buffer with undefined contents.
@@ -246,7 +258,23 @@ class Staging:
         if self._cuda:
             torch.cuda.current_stream(self._device).wait_stream(self._load_stream)
 
-    def load(self, staged: DeviceBuffer, slots: Sequence[Tensor], *, there: bool = False) -> Fence:
+    def headers(self, places: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return page aligned memory for so many headers, page-locked where the cache is on a GPU.
+
+        uint8 ``[places * nbytes]``.
+        """
+        if self._cuda:
+            return torch.empty(places * nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return page_aligned(places * nbytes)
+
+    def load(
+        self,
+        staged: DeviceBuffer,
+        slots: Sequence[Tensor],
+        *,
+        there: bool = False,
+        check: DigestCheck | None = None,
+    ) -> Fence:
         """Queue the buffer's first chunks into the cache; return when the blocks are complete.
 
         Args:
@@ -255,18 +283,26 @@ class Staging:
                 as are to be moved, negative where a token is not to be touched. What
                 :meth:`mark` gave when their blocks were handed over has passed.
             there: the chunks were read into ``device_bytes`` already.
+            check: of this buffer's; what it compares is known when the fence has passed.
 
         Raises InputError when the slots do not fit; nothing is moved then.
         """
         (run,) = self._runs([staged], slots)
         memory = run.memory
+        count = run.stop - run.first
         if not self._cuda:
+            if check is not None:
+                check.queue(count)
             self._move(scatter, run, slots)
             return Fence()
         staged.fence.wait()
-        with torch.inference_mode(), torch.cuda.stream(self._load_stream):
-            if not there:
+        if not there:
+            with torch.inference_mode(), torch.cuda.stream(self._copy_stream):
                 run.bytes_of(memory.mirror).copy_(run.bytes_of(memory.host), non_blocking=True)
+            self._load_stream.wait_stream(self._copy_stream)
+        with torch.inference_mode(), torch.cuda.stream(self._load_stream):
+            if check is not None:
+                check.queue(count)
             self._move(scatter, run, slots)
             staged.fence = _end_of(self._load_stream)
         return staged.fence
@@ -351,7 +387,7 @@ class Staging:
             check_slots(part, some, count * self._tokens)
         runs: list[_Run] = []
         for staged in buffers:
-            memory, first = staged._memory, staged._first
+            memory, first = staged._memory, staged.first
             stop = first + min(count, self.chunks)
             count -= stop - first
             if runs and runs[-1].memory is memory and runs[-1].stop == first:

@@ -1,6 +1,6 @@
 """XXH3-64 of many pieces of device memory at once: the checksums of files, where the bytes lie.
 
-On a GPU with Triton the bytes stay where they are and 64 bytes per piece come back; elsewhere
+On a GPU with Triton the bytes stay where they are and 8 bytes per piece come back; elsewhere
 xxhash computes on the host, of a copy if need be. Both give what `xxhash.xxh3_64` gives.
 """
 
@@ -17,9 +17,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["Accumulate", "checksums", "kernel_for", "on_host"]
+__all__ = ["SHORT", "DigestCheck", "Digests", "checksums", "kernel_for", "on_host"]
 
-_SHORT: Final = 240
+SHORT: Final = 240
 """Inputs up to this length have formulas of their own; checksum blocks of files are longer."""
 _P32: Final = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 _P64: Final = (
@@ -34,16 +34,15 @@ _SECRET: Final = bytes.fromhex(
     "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
 """The default secret of xxHash's specification, 192 bytes."""
-_MASK64: Final = (1 << 64) - 1
 
-Accumulate: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
-"""See `vua.device.xxh3_kernel.accumulate`."""
+Digests: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+"""See `vua.device.xxh3_kernel.digests`."""
 _Sums: TypeAlias = npt.NDArray[np.uint64]
 _Places: TypeAlias = npt.NDArray[np.int64]
 
 
 def checksums(
-    data: Tensor, starts: _Places, lengths: _Places, *, accumulate: Accumulate | None = None
+    data: Tensor, starts: _Places, lengths: _Places, *, kernel: Digests | None = None
 ) -> _Sums:
     """Return the XXH3-64 (seed 0) of pieces of memory, ``[pieces]``; waits for the device.
 
@@ -51,17 +50,76 @@ def checksums(
         data: uint8, without gaps, on any device.
         starts: where in ``data`` each piece begins, in bytes.
         lengths: bytes of each.
-        accumulate: the kernel; by default Triton's on a GPU, if it proves right there.
+        kernel: by default Triton's on a GPU, if it proves right there.
 
     On a GPU the work is queued on the current stream.
     """
-    kernel = accumulate or kernel_for(data.device)
-    if kernel is None or not len(starts) or int(lengths.min()) <= _SHORT:
+    kernel = kernel or kernel_for(data.device)
+    if kernel is None or not len(starts) or int(lengths.min()) <= SHORT:
         return on_host(data, starts, lengths)
-    word = math.gcd(data.data_ptr(), 8, *starts.tolist(), *set(lengths.tolist()))
+    word = _word(data, starts, lengths)
     places = torch.from_numpy(np.stack([starts, lengths])).to(data.device)
     found = kernel(data, places[0], places[1], _keys(data.device), word if word in (8, 4) else 1)
-    return _merge(found.cpu().numpy().view(np.uint64), lengths)
+    return found.cpu().numpy().view(np.uint64)
+
+
+def _word(data: Tensor, starts: _Places, lengths: _Places) -> int:
+    """The longest word that all of the pieces are whole numbers of."""
+    found = math.gcd(data.data_ptr(), 8, int(np.gcd.reduce(starts)), int(np.gcd.reduce(lengths)))
+    return found if found in (8, 4) else 1
+
+
+class DigestCheck:
+    """Compares chunks in a device's memory with the checksums of their headers, where they lie.
+
+    For chunks that lie one behind the other, and their headers likewise. Safe for threads that
+    use different rows.
+    """
+
+    def __init__(
+        self,
+        memory: Tensor,
+        payload_nbytes: int,
+        blocks: tuple[_Places, _Places],
+        table: tuple[npt.NDArray[np.uint8], int, npt.NDArray[np.uint64]],
+        kernel: Digests,
+    ) -> None:
+        """Prepare for one buffer.
+
+        Args:
+            memory: uint8, without gaps: the chunks; on the device.
+            payload_nbytes: from one chunk to the next.
+            blocks: where in a chunk each checksum block begins, and its bytes, ``[blocks]``.
+            table: the headers, ``[chunks, header_nbytes]``, on the host, page-locked; where in a
+                header the checksums begin; the place of each block's among them, ``[blocks]``.
+            kernel: what hashes.
+        """
+        device, (starts, lengths), (headers, offset, order) = memory.device, blocks, table
+        rows = len(headers)
+        places = (np.arange(rows)[:, None] * payload_nbytes + starts).ravel()
+        sizes = np.tile(lengths, rows)
+        self._memory, self._kernel, self._blocks = memory, kernel, len(starts)
+        self._word, self._keys = _word(memory, places, lengths), _keys(device)
+        self._starts, self._sizes = (torch.from_numpy(a).to(device) for a in (places, sizes))
+        self._headers = torch.from_numpy(headers.view(np.int64))
+        self._mirror = torch.empty_like(self._headers, device=device)
+        self._order = torch.from_numpy(offset // 8 + order.astype(np.int64)).to(device)
+        self._wrong = torch.ones(rows, dtype=torch.bool, pin_memory=device.type == "cuda")
+
+    def queue(self, chunks: int) -> None:
+        """Compare the first chunks, on the current stream, and bring the answer to the host."""
+        mirror, count = self._mirror[:chunks], chunks * self._blocks
+        mirror.copy_(self._headers[:chunks], non_blocking=True)
+        found = self._kernel(
+            *(self._memory, self._starts[:count], self._sizes[:count], self._keys, self._word)
+        )
+        differ = found.view(chunks, -1) != mirror[:, self._order]
+        self._wrong[:chunks].copy_(differ.any(dim=1), non_blocking=True)
+
+    def right(self, chunks: int) -> int:
+        """Return how many leading ones were right, once what was queued has ended."""
+        wrong = self._wrong[:chunks].tolist()
+        return wrong.index(True) if True in wrong else chunks
 
 
 def on_host(data: Tensor, starts: _Places, lengths: _Places) -> _Sums:
@@ -74,15 +132,16 @@ def on_host(data: Tensor, starts: _Places, lengths: _Places) -> _Sums:
 
 @cache
 def _keys(device: torch.device) -> Tensor:
-    """What the kernel takes from the secret: ``[19, 8]``."""
+    """What the kernel takes from the secret: ``[20, 8]``."""
     rows = [_SECRET[8 * stripe : 8 * stripe + 64] for stripe in range(16)]
     rows += [_SECRET[128:192], _SECRET[121:185], np.array(_START, dtype="<u8").tobytes()]
-    words = np.frombuffer(b"".join(rows), dtype="<i8").reshape(19, 8)
+    rows += [_SECRET[11:75]]
+    words = np.frombuffer(b"".join(rows), dtype="<i8").reshape(20, 8)
     return torch.from_numpy(words.copy()).to(device)
 
 
 @cache
-def kernel_for(device: torch.device) -> Accumulate | None:
+def kernel_for(device: torch.device) -> Digests | None:
     """Triton's kernel, where it gives right sums on a device; None elsewhere."""
     if device.type != "cuda":
         return None
@@ -93,24 +152,9 @@ def kernel_for(device: torch.device) -> Accumulate | None:
         starts = np.array([0, 8, 4, 3, 70000], dtype=np.int64)
         for count in (1, 2, 3, 5):  # each alignment by itself
             places, sizes = starts[:count], np.array([1 << 16, 248, 1028, 2051, 241][:count])
-            found = checksums(data, places, sizes, accumulate=xxh3_kernel.accumulate)
+            found = checksums(data, places, sizes, kernel=xxh3_kernel.digests)
             if not np.array_equal(found, on_host(data, places, sizes)):
                 return None
     except Exception:  # noqa: BLE001 - whatever Triton or its compiler raises, the host computes
         return None
-    return xxh3_kernel.accumulate
-
-
-def _merge(accumulators: _Sums, lengths: _Places) -> _Sums:
-    """Return the digests of inputs from their accumulators, ``[inputs, 8]``."""
-    secret = [int.from_bytes(_SECRET[at : at + 8], "little") for at in range(11, 75, 8)]
-    sums = []
-    for row, length in zip(accumulators.tolist(), lengths.tolist(), strict=True):
-        total = length * _P64[0]
-        for pair in range(0, 8, 2):
-            product = (row[pair] ^ secret[pair]) * (row[pair + 1] ^ secret[pair + 1])
-            total += (product & _MASK64) ^ (product >> 64)
-        total &= _MASK64
-        total = (total ^ total >> 37) * 0x165667919E3779F9 & _MASK64
-        sums.append(total ^ total >> 32)
-    return np.array(sums, dtype=np.uint64)
+    return xxh3_kernel.digests

@@ -3,8 +3,8 @@
 After the description of XXH3 in xxHash's specification (github.com/Cyan4973/xxHash,
 doc/xxhash_spec.md): eight accumulators of 64 bits take in stripes of 64 bytes; after every 16 of
 them, a block of 1 KiB, they are scrambled, so blocks follow each other and stripes need not. One
-program takes one input, block by block; inputs run beside each other. What is left to do with the
-accumulators is arithmetic on 64 bytes, which `vua.device.xxh3` does on the host.
+program takes one input, block by block; inputs run beside each other. At the end the accumulators
+are merged into one number and mixed.
 
 Needs Triton, as `vua.device.kernels` does; ``TRITON_INTERPRET=1`` runs it on the CPU.
 """
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["accumulate", "accumulate_kernel", "add_pair"]
+__all__ = ["add_pair", "digest_kernel", "digests"]
 
 
 @triton.jit
@@ -54,8 +54,11 @@ def _taken(base, at, keys, lane, mask, WORD: tl.constexpr):
 
 
 @triton.jit
-def accumulate_kernel(data, starts, lengths, keys, out, WORD: tl.constexpr) -> None:
-    """Write the accumulators of one input. ``keys``: 16 x 8 of stripes, 3 x 8: last, end, first."""
+def digest_kernel(data, starts, lengths, keys, out, WORD: tl.constexpr) -> None:
+    """Write the digest of one input.
+
+    ``keys``: 16 x 8 of stripes, 4 x 8: last, end, first, merge.
+    """
     number = tl.program_id(0)
     base = data + tl.load(starts + number)
     length = tl.load(lengths + number)
@@ -77,21 +80,27 @@ def accumulate_kernel(data, starts, lengths, keys, out, WORD: tl.constexpr) -> N
     sums += _taken(base, blocks * 1024 + stripe * 64, stripe_keys, lane, some, WORD)
     one = all_stripes & (stripe < 1)
     sums += _taken(base, length - 64 + stripe * 0, end_keys, lane, one, WORD)
-    tl.store(out + number * 8 + lanes, sums.to(tl.int64, bitcast=True))
+    merge_keys = tl.load(keys + 152 + lanes).to(tl.uint64, bitcast=True)
+    low, high = tl.split(tl.reshape(sums ^ merge_keys, [4, 2]))
+    folded = (low * high) ^ tl.umulhi(low, high)
+    total = length.to(tl.uint64, bitcast=True) * 0x9E3779B185EBCA87
+    total += tl.reduce(folded, 0, add_pair)
+    total = (total ^ (total >> 37)) * 0x165667919E3779F9
+    tl.store(out + number, (total ^ (total >> 32)).to(tl.int64, bitcast=True))
 
 
-def accumulate(data: Tensor, starts: Tensor, lengths: Tensor, keys: Tensor, word: int) -> Tensor:
-    """Return the accumulators of each input, ``[inputs, 8]``, on the current stream.
+def digests(data: Tensor, starts: Tensor, lengths: Tensor, keys: Tensor, word: int) -> Tensor:
+    """Return the digest of each input, int64 ``[inputs]``, on the current stream.
 
     Args:
         data: uint8; the inputs are ranges of it.
         starts: int64, where each begins.
         lengths: int64, more than 240 each, on the data's device as everything here.
-        keys: int64 ``[19, 8]``: keys of a block's stripes, of scrambling, of an input's last
-            stripe, and what the accumulators begin with.
+        keys: int64 ``[20, 8]``: keys of a block's stripes, of scrambling, of an input's last
+            stripe, what the accumulators begin with, and keys of the merge.
         word: 8, 4 or 1: divides address, starts and lengths.
     """
-    out = torch.empty(len(starts), 8, dtype=torch.int64, device=data.device)
+    out = torch.empty(len(starts), dtype=torch.int64, device=data.device)
     with torch.cuda.device_of(data):
-        accumulate_kernel[(len(starts),)](data, starts, lengths, keys, out, WORD=word, num_warps=1)
+        digest_kernel[(len(starts),)](data, starts, lengths, keys, out, WORD=word, num_warps=1)
     return out

@@ -1,7 +1,8 @@
-"""What VUA has in C: seven functions, each with a fallback in Python that does the same.
+"""What VUA has in C: eight things, all but the second with a fallback in Python that does the same.
 
 =================== ======================== =====================================================
 :func:`read_entries` ``load.c``, ``direct.c`` reads and hashes a batch of entry files by one call
+:class:`EntryStream` ``load.c``, ``direct.c`` the same ahead of use; without it batches are read
 :func:`write_entries` ``save.c``             hashes and writes a batch
 :func:`fill_entry`   ``rows.c``              takes an entry from memory instead, as buckets have it
 :func:`gather_entry` ``rows.c``              the reverse
@@ -27,6 +28,7 @@ from vua.native.entries import (
     PRESENT,
     THREADS,
     WRITTEN,
+    EntryStream,
     WriteOptions,
     crew,
     fill_entry,
@@ -50,6 +52,7 @@ __all__ = [
     "THREADS",
     "WRITTEN",
     "Digest",
+    "EntryStream",
     "Headers",
     "Spread",
     "Status",

@@ -94,6 +94,10 @@ _LOAD: Final = (
     *(_POINTER, _POINTER, ctypes.c_int, _TEXT, _U64, _U64, _U64, _U64, _U64, _U64),
     *(_POINTER, _U64, _POINTER, _U64, _U64),
 )
+_STREAM: Final = (
+    *(_POINTER, _POINTER, ctypes.c_int, _TEXT, _U64, _U64, _POINTER, _U64, _U64, _U64),
+    *(_POINTER, _U64, _POINTER, _U64, _U64),
+)
 _GATHER: Final = (_POINTER, _U64, _POINTER, _POINTER)
 _FILL: Final = (_POINTER, _POINTER, _U64, _U64, _POINTER, _U64, _U64)
 _IDS: Final = (_POINTER, _U64, ctypes.c_int, _U64, _POINTER)
@@ -114,6 +118,9 @@ class Library:
         releasing, holding = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         self.load: Any = _bind(releasing.vua_load, _LOAD, _U64)
         self.load_held: Any = _bind(holding.vua_load, _LOAD, _U64)
+        self.stream_open: Any = _bind(releasing.vua_stream_open, _STREAM, _POINTER)
+        self.stream_wait: Any = _bind(releasing.vua_stream_wait, (_POINTER, _U64, _U64), _U64)
+        self.stream_close: Any = _bind(releasing.vua_stream_close, (_POINTER,), None)
         self.gather: Any = _bind(releasing.vua_gather, _GATHER, ctypes.c_int)
         self.fill: Any = _bind(releasing.vua_fill, _FILL, ctypes.c_int)
         self.save: Any = _bind(releasing.vua_save, _SAVE, None)

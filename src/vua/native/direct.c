@@ -92,9 +92,9 @@ int vua_load_direct(struct work *work, int fd, uint64_t file, const struct read 
                     const struct read *stop, char *discard, char *bounce)
 {
     const struct batch *batch = work->batch;
-    const uint64_t place = work->place + file;
-    char *header = work->into->headers + file * batch->header_nbytes;
-    uint64_t *digests = work->into->digests + file * batch->block_count;
+    const uint64_t place = vua_place(work, file);
+    char *header = work->into->headers + vua_row(work, file) * batch->header_nbytes;
+    uint64_t *digests = vua_digests(work, file);
     struct iovec rows[ROWS_MAX];
     struct part part;
     for (const struct read *r = first; r < stop; r = part.stop) {

@@ -1,4 +1,4 @@
-"""Reads and hashes many entry files by one call of `load.c`."""
+"""Reads, hashes and writes many entry files by one call of C; or reads them in a stream."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ __all__ = [
     "PRESENT",
     "THREADS",
     "WRITTEN",
+    "EntryStream",
     "WriteOptions",
     "crew",
     "fill_entry",
@@ -33,7 +34,7 @@ __all__ = [
     "write_entries",
 ]
 
-_NOWAIT, _DIRECT = 1, 2
+_NOWAIT, _DIRECT, _UNHASHED = 1, 2, 4
 _HELD_NBYTES: Final = 2 << 20
 """A batch up to this size keeps the GIL while the page cache answers, some 300 us: beside a busy
 Python thread winning it back takes up to 5 ms."""
@@ -136,7 +137,7 @@ def read_entries(
         return fallback.read_entries(transfer, directory, paths, place, into, first, stop)
     if first >= stop:
         return first
-    names = "\0".join(paths).encode() + b"\0"
+    names = _joined(paths)
     flags = (_DIRECT if direct else 0) | (_NOWAIT if spread else 0)
     batch = (ctypes.byref(transfer), ctypes.byref(into), directory.fd, names, len(paths[0]) + 1)
     uids = directory.uids
@@ -153,6 +154,87 @@ def read_entries(
     if bounce is not None:
         spare_bounces.append(bounce)
     return first
+
+
+class EntryStream:
+    """Files that are read in order, by threads of their own, while those that came are used.
+
+    File ``f`` goes to chunk place ``places[f % len(places)]``, and to that row of the headers, once
+    :meth:`wait` was told that they may be used again. One thread at a time.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        directory: Directory,
+        paths: Sequence[str],
+        places: npt.NDArray[np.uint64],
+        into: Headers,
+        *,
+        direct: bool = False,
+        hashed: bool = True,
+    ) -> None:
+        """Begin to read. The arguments are those of :func:`read_entries`, but for these.
+
+        Args:
+            transfer: how, and into which memory; not spread.
+            directory: the one that the paths start from; a descriptor of the stream's own is kept.
+            paths: files, names of equal length; one at least.
+            places: which chunk places, and rows of ``into``, are taken in turn.
+            into: memory for headers and digests, a row for each chunk place in memory.
+            direct: whether files of which the page cache has nothing are read past it.
+            hashed: whether blocks are hashed into ``into.digests``.
+
+        Raises OSError where there is no library, no descriptor or no thread for it: then
+        :func:`read_entries` does.
+        """
+        bound = library()
+        if bound is None or transfer.spread is not None:
+            raise OSError("no stream without native code, or into spread memory")
+        self._closed = True
+        self._bound, self._fd = bound, os.dup(directory.fd)
+        flags = (_DIRECT if direct else 0) | (0 if hashed else _UNHASHED)
+        uids = directory.uids
+        trusted = (None, 0) if uids is None else (uids, len(uids))
+        self._bounce = _bounce() if direct else None
+        bounce = self._bounce
+        room = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
+        self._kept = (transfer, into, names := _joined(paths), places, uids)
+        self._joined = crew.joined(transfer.file_nbytes * len(paths))
+        threads = self._joined.__enter__()
+        self._stream = bound.stream_open(
+            *(ctypes.byref(transfer), ctypes.byref(into), self._fd, names, len(paths[0]) + 1),
+            *(len(paths), places.ctypes.data, len(places), threads, flags, *trusted, *room),
+        )
+        self._closed = False
+        if self._stream is None:
+            self.close()
+            raise OSError("no thread could be started to read files")
+
+    def wait(self, done: int, upto: int) -> int:
+        """Wait for the first ``upto`` files; return how many came: fewer behind a bad one.
+
+        The first ``done`` are done with: their places may be written again. Gives up the GIL.
+        Nothing is verified, as with :func:`read_entries`.
+        """
+        return int(self._bound.stream_wait(self._stream, done, upto))
+
+    def close(self) -> None:
+        """End it: when this returns nothing is written to memory any more. Gives up the GIL."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._stream is not None:
+            self._bound.stream_close(self._stream)
+        self._joined.__exit__(None, None, None)
+        if self._bounce is not None:
+            spare_bounces.append(self._bounce)
+        os.close(self._fd)
+
+
+def _joined(paths: Sequence[str]) -> bytes:
+    """Return paths as C takes them: each with a final 0."""
+    return "\0".join(paths).encode() + b"\0"
 
 
 spare_bounces: Final[list[npt.NDArray[np.uint8]]] = []

@@ -1,4 +1,5 @@
-/* Read and hash a batch of entry files in one call: open, preadv, XXH3, close for each.
+/* Read and hash a batch of entry files in one call: open, preadv, XXH3, close for each; or as a
+ * stream, by threads that read on while what they have read is used.
  *
  * One release of the GIL for all of them. Threads take parts of files in order, so that a large file
  * has several of them, too. It decides nothing: a file that is not exactly as expected ends the
@@ -33,7 +34,7 @@ static int open_path(const struct work *work, uint64_t file)
 static int read_header(struct work *work, int fd, uint64_t file)
 {
     const uint64_t nbytes = work->batch->header_nbytes;
-    const struct iovec row = {work->into->headers + file * nbytes, nbytes};
+    const struct iovec row = {work->into->headers + vua_row(work, file) * nbytes, nbytes};
     int how = RWF_NOWAIT;
     return vua_read_rows(work, fd, &row, 1, nbytes, 0, nbytes, &how);
 }
@@ -41,7 +42,7 @@ static int read_header(struct work *work, int fd, uint64_t file)
 /* Open a file, if it is one to believe, and say in `opened` how it is to be read. */
 static int open_file(struct work *work, uint64_t file, struct opened *opened)
 {
-    uint64_t *inode = work->into->inodes + 2 * file;
+    uint64_t *inode = work->into->inodes + 2 * vua_row(work, file);
     struct stat status;
     int fd = open_path(work, file);
     if (fd < 0)
@@ -84,13 +85,18 @@ static int enter(struct work *work, uint64_t file)
     return good;
 }
 
-/* A part of a file has been read; the last one closes it. */
-static void leave(struct work *work, uint64_t file)
+/* A part of a file has been read, or not; the last one closes it. */
+static void leave(struct work *work, uint64_t file, int good)
 {
     struct opened *opened = &work->opened[file - work->first];
+    if (!good)
+        atomic_store(&opened->spoiled, 1);
     if (atomic_fetch_add(&opened->parts_done, 1) + 1 == work->parts) {
         close(opened->fd);
-        opened->state = BAD; /* nobody comes any more */
+        pthread_mutex_lock(&work->lock);
+        opened->state = opened->spoiled ? BAD : READ;
+        pthread_cond_broadcast(&work->changed);
+        pthread_mutex_unlock(&work->lock);
     }
 }
 
@@ -100,12 +106,12 @@ static int load_cached(struct work *work, int fd, uint64_t file, const struct re
 {
     const struct batch *batch = work->batch;
     const struct read *last = &batch->reads[batch->read_count - 1];
-    char *header = work->into->headers + file * batch->header_nbytes;
-    uint64_t *digests = work->into->digests + file * batch->block_count;
+    char *header = work->into->headers + vua_row(work, file) * batch->header_nbytes;
+    uint64_t *digests = vua_digests(work, file), place = vua_place(work, file);
     struct iovec rows[ROWS_MAX];
     int how = RWF_NOWAIT;
     for (; r < stop; r++) {
-        uint64_t count = vua_iovecs_of_read(rows, batch, r, header, discard, work->place + file);
+        uint64_t count = vua_iovecs_of_read(rows, batch, r, header, discard, place);
         struct cursor at = {rows + (r->header != 0), 0};
         if (count == 0 ||
             !vua_read_rows(work, fd, rows, count, r->nbytes, r->offset,
@@ -122,8 +128,8 @@ static int load_spread(struct work *work, int fd, uint64_t file, const struct re
                        const struct read *stop, char *buffer)
 {
     const struct batch *batch = work->batch;
-    const char *header = work->into->headers + file * batch->header_nbytes;
-    uint64_t *digests = work->into->digests + file * batch->block_count;
+    const char *header = work->into->headers + vua_row(work, file) * batch->header_nbytes;
+    uint64_t *digests = work->into->digests + vua_row(work, file) * batch->block_count;
     int how = RWF_NOWAIT;
     for (; r < stop; r++) {
         const uint64_t skip = r->header ? batch->header_nbytes : 0; /* it has been read */
@@ -134,7 +140,7 @@ static int load_spread(struct work *work, int fd, uint64_t file, const struct re
             !vua_read_rows(work, fd, &row, 1, row.iov_len, r->offset + skip,
                            r->offset + r->nbytes, &how))
             return 0;
-        vua_spread(batch, r, buffer, header, work->place + file, digests);
+        vua_spread(batch, r, buffer, header, vua_place(work, file), digests);
     }
     return 1;
 }
@@ -164,6 +170,27 @@ static void lower(_Atomic uint64_t *value, uint64_t to)
         ;
 }
 
+/* End with the files before this one. */
+static void end_at(struct work *work, uint64_t file)
+{
+    lower(&work->good, file);
+    pthread_mutex_lock(&work->lock);
+    pthread_cond_broadcast(&work->changed);
+    pthread_mutex_unlock(&work->lock);
+}
+
+/* Wait until a file's row is free, and return whether the file is wanted then. */
+static int have_room(struct work *work, uint64_t file)
+{
+    if (file >= atomic_load(&work->free)) {
+        pthread_mutex_lock(&work->lock);
+        while (file >= atomic_load(&work->free) && file < atomic_load(&work->good))
+            pthread_cond_wait(&work->changed, &work->lock);
+        pthread_mutex_unlock(&work->lock);
+    }
+    return file < atomic_load(&work->good);
+}
+
 static void *run(void *argument)
 {
     struct work *work = argument;
@@ -174,17 +201,17 @@ static void *run(void *argument)
     char *bounce = taken < work->bounces ? work->bounce + taken * work->bounce_nbytes : NULL;
     for (;;) {
         uint64_t next = atomic_fetch_add(&work->next, 1), file = work->first + next / work->parts;
-        if (file >= atomic_load(&work->good))
+        if (!have_room(work, file))
             break; /* all taken, or behind a bad one */
-        char *discard = kept ? kept + file * discard_nbytes : own;
+        char *discard = kept ? kept + vua_row(work, file) * discard_nbytes : own;
         int good = enter(work, file);
         if (good) {
             good = (discard || !discard_nbytes) &&
                 load_part(work, file, next % work->parts, discard, bounce);
-            leave(work, file);
+            leave(work, file, good);
         }
         if (!good)
-            lower(&work->good, file);
+            end_at(work, file);
     }
     free(own);
     return NULL;
@@ -208,6 +235,18 @@ static void start_more(struct work *work)
     }
 }
 
+/* Wait for all threads, and close what parts that were not wanted any more left open. */
+static void finish(struct work *work, pthread_t *threads, uint64_t count)
+{
+    while (count > 0)
+        pthread_join(threads[--count], NULL);
+    while (work->more_count > 0) /* started by one that has ended by now */
+        pthread_join(work->more[--work->more_count], NULL);
+    for (uint64_t file = 0; file < work->stop - work->first; file++)
+        if (work->opened[file].state == OPEN)
+            close(work->opened[file].fd);
+}
+
 /* Read files [first, stop) of `paths`, `[stop][path_nbytes]`, each with a final 0, and hash them.
  * Rows of `into` and chunk places count from 0 and `place`. Threads share files that are large.
  * Cold ones are read past the page cache where there is a `bounce`: `bounces` times `bounce_nbytes`
@@ -224,24 +263,86 @@ uint64_t vua_load(const struct batch *batch, const struct tables *into, int dir_
     if (opened == NULL)
         return first;
     struct work work = {
-        batch, into, dir_fd, paths, path_nbytes, first, stop, place, flags, &trusted,
+        batch, into, dir_fd, paths, path_nbytes, first, stop, place, NULL, 0, flags, &trusted,
         bounce, bounce_nbytes, bounces, opened,
         .parts = (batch->read_count + READS_OF_PART - 1) / READS_OF_PART,
         .threads = threads < THREADS_MAX ? threads : THREADS_MAX,
         .lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER,
-        .good = stop, .found_cold = start_more,
+        .free = stop, .good = stop, .found_cold = start_more,
     };
     pthread_t helpers[THREADS_MAX];
     uint64_t started = start(helpers, work.threads - 1, &work);
     run(&work);
-    while (started > 0)
-        pthread_join(helpers[--started], NULL);
-    while (work.more_count > 0) /* started by one that has ended by now */
-        pthread_join(work.more[--work.more_count], NULL);
-    for (uint64_t file = 0; file < stop - first; file++)
-        if (opened[file].state == OPEN) /* others of its parts were not wanted any more */
-            close(opened[file].fd);
+    finish(&work, helpers, started);
     if (opened != few)
         free(opened);
     return atomic_load(&work.good);
+}
+
+/* A load that goes on while what it has read is used. */
+struct stream {
+    struct work work;
+    struct users trusted;
+    uint64_t read; /* leading files that have been read */
+    uint64_t started;
+    pthread_t threads[THREADS_MAX];
+    struct opened opened[];
+};
+
+/* Begin to read `count` files as vua_load does, by threads of its own: file f to chunk place
+ * `places[f % ring]`, and that row of `into`, once it is free. All that is given stays there until
+ * vua_stream_close. Returns NULL where no thread can be had. */
+void *vua_stream_open(const struct batch *batch, const struct tables *into, int dir_fd,
+                      const char *paths, uint64_t path_nbytes, uint64_t count,
+                      const uint64_t *places, uint64_t ring, uint64_t threads, uint64_t flags,
+                      const uint32_t *uids, uint64_t uid_count, char *bounce,
+                      uint64_t bounce_nbytes, uint64_t bounces)
+{
+    struct stream *stream = calloc(1, sizeof *stream + count * sizeof *stream->opened);
+    if (stream == NULL)
+        return NULL;
+    stream->trusted = (struct users){uids, uid_count};
+    stream->work = (struct work){
+        batch, into, dir_fd, paths, path_nbytes, 0, count, 0, places, ring, flags,
+        &stream->trusted, bounce, bounce_nbytes, bounces, stream->opened,
+        .parts = (batch->read_count + READS_OF_PART - 1) / READS_OF_PART,
+        .threads = threads < THREADS_MAX ? threads : THREADS_MAX,
+        .lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER,
+        .free = ring, .good = count, .found_cold = start_more,
+    };
+    stream->started = start(stream->threads, stream->work.threads, &stream->work);
+    if (stream->started > 0)
+        return stream;
+    free(stream);
+    return NULL;
+}
+
+/* Files [0, done) are done with: their rows and places may be written again. Wait until files
+ * [0, upto) have been read; return how many of them were: fewer behind a bad one. */
+uint64_t vua_stream_wait(struct stream *stream, uint64_t done, uint64_t upto)
+{
+    struct work *work = &stream->work;
+    pthread_mutex_lock(&work->lock);
+    if (done + work->ring > atomic_load(&work->free)) {
+        atomic_store(&work->free, done + work->ring);
+        pthread_cond_broadcast(&work->changed);
+    }
+    for (;;) {
+        while (stream->read < work->stop && stream->opened[stream->read].state == READ)
+            stream->read++;
+        uint64_t good = atomic_load(&work->good);
+        if (stream->read >= (upto < good ? upto : good))
+            break;
+        pthread_cond_wait(&work->changed, &work->lock);
+    }
+    pthread_mutex_unlock(&work->lock);
+    return stream->read < upto ? stream->read : upto;
+}
+
+/* End it, and wait until nothing is read any more. */
+void vua_stream_close(struct stream *stream)
+{
+    end_at(&stream->work, 0);
+    finish(&stream->work, stream->threads, stream->started);
+    free(stream);
 }

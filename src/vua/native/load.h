@@ -67,8 +67,9 @@ struct users {
     uint64_t count;
 };
 
-/* Of flags: touch nothing that is not cached; read past the page cache what is not in it. */
-enum { NOWAIT = 1, DIRECT = 2 };
+/* Of flags: touch nothing that is not cached; read past the page cache what is not in it; leave the
+ * hashing to the caller. */
+enum { NOWAIT = 1, DIRECT = 2, UNHASHED = 4 };
 
 /* Memory for what is read of files beside their K and V. The same fields as vua.native.Headers. */
 struct tables {
@@ -80,10 +81,11 @@ struct tables {
 
 /* A file of which parts are being read. */
 struct opened {
-    enum { CLOSED, OPENING, OPEN, BAD } state; /* BAD: or read, and closed again */
+    enum { CLOSED, OPENING, OPEN, READ, BAD } state; /* READ: as a whole, and closed again */
     int fd;
     _Atomic int direct;       /* read past the page cache */
     _Atomic uint32_t parts_done;
+    _Atomic int spoiled;      /* a part could not be read */
 };
 
 struct work {
@@ -93,6 +95,8 @@ struct work {
     const char *paths;          /* [files][path_nbytes], each with a final 0 */
     uint64_t path_nbytes, first, stop;
     uint64_t place;             /* of file 0's chunk in memory */
+    const uint64_t *places;     /* [ring]: files take these rows and places in turn; NULL: own ones */
+    uint64_t ring;
     uint64_t flags;
     const struct users *trusted;
     char *bounce;               /* for direct reads of cold files, page aligned; NULL: none */
@@ -103,6 +107,7 @@ struct work {
     uint64_t threads;           /* that were there from the beginning */
     pthread_mutex_t lock;       /* of the files' states */
     pthread_cond_t changed;
+    _Atomic uint64_t free;      /* files before this one have a free row; the lock to change it */
     _Atomic uint64_t bounces_taken;
     _Atomic uint64_t next;      /* part to take, of all files' */
     _Atomic uint64_t good;      /* the first bad file */
@@ -111,6 +116,25 @@ struct work {
     uint64_t more_count;        /* threads started once a file was cold */
     void (*found_cold)(struct work *); /* called for each cold file: starts them */
 };
+
+/* A file's row of the tables, and its chunk's place in memory. */
+static inline uint64_t vua_row(const struct work *work, uint64_t file)
+{
+    return work->places ? work->places[file % work->ring] : file;
+}
+
+static inline uint64_t vua_place(const struct work *work, uint64_t file)
+{
+    return work->places ? vua_row(work, file) : work->place + file;
+}
+
+/* Where a file's blocks are to be hashed to; NULL: they are not. */
+static inline uint64_t *vua_digests(const struct work *work, uint64_t file)
+{
+    return work->flags & UNHASHED
+               ? NULL
+               : work->into->digests + vua_row(work, file) * work->batch->block_count;
+}
 
 /* Where a walk over rows stands. */
 struct cursor {
@@ -129,7 +153,7 @@ int vua_read_rows(struct work *work, int fd, const struct iovec *rows, uint64_t 
 uint64_t vua_iovecs_of_read(struct iovec *rows, const struct batch *batch, const struct read *read,
                             char *header, char *discard, uint64_t place);
 
-/* Hash checksum blocks [block, stop), which begin at the cursor, into `digests`, [blocks]. */
+/* Hash checksum blocks [block, stop), which begin at the cursor, into `digests`, [blocks], if any. */
 void vua_hash_blocks(const struct batch *batch, struct cursor at, uint64_t block, uint64_t stop,
                      uint64_t *digests);
 

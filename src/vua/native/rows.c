@@ -116,7 +116,7 @@ static uint64_t hash_next(const struct xxh3 *hash, struct cursor *at, uint64_t n
 void vua_hash_blocks(const struct batch *batch, struct cursor at, uint64_t block, uint64_t stop,
                      uint64_t *digests)
 {
-    for (; block < stop; block++)
+    for (; digests != NULL && block < stop; block++)
         digests[block] = hash_next(&batch->hash, &at, batch->block_nbytes[block]);
 }
 

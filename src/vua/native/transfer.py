@@ -44,10 +44,21 @@ class Headers(ctypes.Structure):
         ("discard_rows", ctypes.c_void_p),
     )
 
-    def __init__(self, plan: EntryPlan, files: int, *, keep_discarded: bool = False) -> None:
-        """Take memory for ``files`` files, with ``keep_discarded`` for what is discarded, too."""
+    def __init__(
+        self,
+        plan: EntryPlan,
+        files: int,
+        *,
+        keep_discarded: bool = False,
+        headers: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Take memory for ``files`` files, with ``keep_discarded`` for what is discarded, too.
+
+        ``headers``: page aligned memory for them, ``[files * header_nbytes]``; None: it is made.
+        """
         nbytes = plan.header_nbytes
-        self.headers = page_aligned(files * nbytes).reshape(files, nbytes)
+        headers = page_aligned(files * nbytes) if headers is None else headers
+        self.headers = headers.reshape(files, nbytes)
         """``[files, header_nbytes]``, without gaps."""
         self.digests = np.zeros((files, plan.blocks), dtype=np.uint64)
         """The xxh3-64 of each block, ``[files, blocks]``."""

@@ -29,6 +29,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from vua import native
 from vua.errors import EntryError, StorageError, UntrustedError, VUAError
 from vua.format.header import MAX_HEADER_NBYTES
@@ -39,6 +42,7 @@ from vua.io.forks import watch
 from vua.io.open_plain import open_plain
 from vua.io.plain import Directory, is_plain
 from vua.io.posix import FileStatus, close_quietly
+from vua.native import EntryStream, Headers, Transfer
 from vua.security.settings import Security, open_directory
 from vua.storage.aside import set_aside
 from vua.storage.base import (
@@ -316,6 +320,29 @@ class LocalStorage:
                     return Filled(done, problem, into.version)
                 done += 1
         return Filled(done, None, into.version)
+
+    def ahead(
+        self,
+        names: Sequence[str],
+        transfer: Transfer,
+        places: npt.NDArray[np.uint64],
+        into: Headers,
+        *,
+        hashed: bool,
+    ) -> EntryStream:
+        """Begin to read entries ahead of their use; see :class:`vua.native.EntryStream`.
+
+        What it does not read, :meth:`read` reads or judges. Raises OSError where it cannot begin.
+        """
+        if not self.follow():
+            raise FileNotFoundError(errno.ENOENT, "no directory")
+        paths = list(map(entry_path, names))
+        past_cache = self._local and not self.shares_reads
+        direct = past_cache and self.first_reads.known(paths) < len(paths)
+        directory = Directory(self._fd, self._uids, self._local)
+        return EntryStream(
+            *(transfer, directory, paths, places, into), direct=direct, hashed=hashed
+        )
 
     def open_file(self, name: str) -> tuple[int, FileStatus]:
         """Open an entry's file for ways to read of one's own; see :mod:`vua.io.open_plain`.

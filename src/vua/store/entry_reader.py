@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from vua.errors import EntryError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
 from vua.format.verify import check_payload, mismatch
-from vua.native import Transfer
-from vua.storage.base import Batch, Storage
+from vua.native import EntryStream, Headers, Transfer
+from vua.storage.base import Batch, Storage, entry_name
+from vua.storage.local import LocalStorage
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
 
-__all__ = ["EntryReader", "UnbelievedError", "Verified"]
+__all__ = ["EntryReader", "ReadAhead", "UnbelievedError", "Verified"]
 
 _BATCH_ENTRIES: Final = 256
 """Entries read by one call; bounds what memory headers take."""
@@ -92,6 +96,41 @@ class EntryReader:
                 return Verified(done, problem, filled.version(good))
         return Verified(done)
 
+    def ahead(
+        self,
+        keys: Sequence[ChunkKey],
+        places: npt.NDArray[np.uint64],
+        into: Headers,
+        believed: Container[bytes] | None = None,
+        *,
+        hashed: bool = True,
+    ) -> ReadAhead | None:
+        """Begin to read plain entries ahead of their use.
+
+        Args:
+            keys: the chunks, one at least; the i-th goes to place ``places[i % len(places)]``.
+            places: chunk places of the memory.
+            into: memory for headers, a row for each chunk place.
+            believed: the writers of which entries count; by default all.
+            hashed: whether payloads are hashed here. Without it their checksums are the caller's
+                to compare: headers are in ``into``.
+
+        Returns None where the storage, or the machine, reads nothing ahead.
+        """
+        if not isinstance(self._storage, LocalStorage):
+            return None
+        names = [entry_name(key.name, self._codec.shard) for key in keys]
+        try:
+            stream = self._storage.ahead(names, self._transfer, places, into, hashed=hashed)
+        except OSError:
+            return None
+
+        def check(at: int) -> None:
+            row = int(places[at % len(places)])
+            self._check(keys[at], into, row, None, believed, hashed=hashed)
+
+        return ReadAhead(stream, check)
+
     def _batch(self, run: Sequence[ChunkKey], place: int, *, keep_discarded: bool) -> Batch:
         """Return what to ask for, in memory that is kept between calls."""
         names = [key.name + self._suffix for key in run]
@@ -113,21 +152,72 @@ class EntryReader:
     ) -> tuple[int, EntryError | UnbelievedError | None]:
         """Return how many entries are good, and what is the matter with the one behind them."""
         codec, plan = self._codec, self._transfer.plan
-        key_id, whole = "" if seal is None else seal.key_id, plan.blocks == codec.blocks
         for index, key in enumerate(keys):
-            header = memoryview(batch.headers[index].data)
             try:
-                table = codec.table_of(header, key, key_id)
-                if table is None:
-                    return index, mismatch(codec, header, key, key_id)
-                if believed is not None and codec.writer_of(header) not in believed:
-                    return index, UnbelievedError(codec.writer_of(header))
-                table = table if whole else table[plan.block_place]
-                digests = batch.digests[index]
-                if table.tobytes() != digests.tobytes():
-                    check_payload(codec.layout, codec.shard, table, digests, plan.block_place)
+                self._check(key, batch.into, index, seal, believed)
                 if seal is not None:
+                    header = memoryview(batch.headers[index].data)
                     seal.open(codec, key, header, batch.blocks(index), plan.block_place.tolist())
-            except EntryError as problem:
+            except (EntryError, UnbelievedError) as problem:
                 return index, problem
         return len(keys), None
+
+    def _check(
+        self,
+        key: ChunkKey,
+        into: Headers,
+        row: int,
+        seal: Seal | None,
+        believed: Container[bytes] | None,
+        *,
+        hashed: bool = True,
+    ) -> None:
+        """Compare what was read to a row with what an entry of ``key`` has to be.
+
+        Raises EntryError where it is not that, UnbelievedError where it is another writer's.
+        Without ``hashed`` the payload is left out.
+        """
+        codec, plan, key_id = self._codec, self._transfer.plan, "" if seal is None else seal.key_id
+        header = memoryview(into.headers[row].data)
+        table = codec.table_of(header, key, key_id)
+        if table is None:
+            raise mismatch(codec, header, key, key_id)
+        if believed is not None and codec.writer_of(header) not in believed:
+            raise UnbelievedError(codec.writer_of(header))
+        if hashed:
+            table = table if plan.blocks == codec.blocks else table[plan.block_place]
+            digests = into.digests[row]
+            if table.tobytes() != digests.tobytes():
+                check_payload(codec.layout, codec.shard, table, digests, plan.block_place)
+
+
+class ReadAhead:
+    """Entries that are read in order ahead of their use. One thread at a time."""
+
+    def __init__(self, stream: EntryStream, check: Callable[[int], None]) -> None:
+        """Hand on what ``stream`` reads.
+
+        ``check``, given an entry's number, raises EntryError or UnbelievedError where it is wrong.
+        """
+        self._stream, self._check = stream, check
+        self._good = 0
+
+    def take(self, done: int, upto: int) -> int:
+        """Wait for the first ``upto`` entries; return how many leading ones came and are right.
+
+        The first ``done`` are done with: their places may be written again.
+        Right are those that :meth:`EntryReader.read` would count, but for payloads that are not
+        hashed here. Gives up the GIL. Once there are fewer, there will not be more.
+        """
+        came = self._stream.wait(done, upto)
+        while self._good < came:
+            try:
+                self._check(self._good)
+            except (EntryError, UnbelievedError):
+                break
+            self._good += 1
+        return self._good
+
+    def close(self) -> None:
+        """Wait until nothing is written to memory any more."""
+        self._stream.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -61,18 +61,25 @@ class EntryWriter:
         comes behind it would not be found. Returns how many were written. Raises as
         :meth:`save` does, after what is being written has come to its end.
         """
-        written, place, one_by_one = 0, 0, False
+        return sum(statuses.count(WRITTEN) for statuses in self.save_each(keys))
+
+    def save_each(self, keys: Keys, first: int = 0) -> Iterator[list[int]]:
+        """As :meth:`save_all`, from place ``first`` on: yield what became of the next ones.
+
+        As :meth:`save` returns it: chunks from the first FAILED on come again. Nothing of one that
+        is refused, and of those behind it.
+        """
+        place, one_by_one = 0, False
         while place < len(keys) and self.wanted():
             most = 1 if one_by_one else self._batch_chunks()
             run = [keys[at] for at in range(place, min(place + most, len(keys)))]
-            statuses = self.save(run, place)
+            statuses = self.save(run, first + place)
             if self.refused:
                 if len(run) == 1:
                     break
                 one_by_one = True  # there may be space for some of them
-            written += statuses.count(WRITTEN)
+            yield statuses
             place += statuses.index(FAILED) if FAILED in statuses else len(statuses)
-        return written
 
     def copy(self, key: ChunkKey, header: npt.NDArray[np.uint8], kind: str) -> bool:
         """Write an entry that was verified: ``header``, and the payload that lies in memory.

@@ -37,6 +37,10 @@ class LongPromptTest(DirectoryTest):
         super().setUp()
         for_small = "vua.connector.group_transfer._LEAST_NBYTES"  # which all of them fit into
         self.enterContext(unittest.mock.patch(for_small, 0))
+        each_alone = (
+            "vua.connector.write_queue._WRITE_NBYTES"  # its buffer is free when it is written
+        )
+        self.enterContext(unittest.mock.patch(each_alone, 0))
         self.allowed = threading.Semaphore(0)
         self.sink = Sink(lambda _: self.allowed.acquire())
 

@@ -58,7 +58,7 @@ class ChecksumsTest(unittest.TestCase):
     """Sums of pieces of memory against xxhash, piece by piece."""
 
     device = CPU
-    accumulate: xxh3.Accumulate | None = None
+    kernel: xxh3.Digests | None = None
 
     def check(self, starts: list[int], lengths: list[int]) -> None:
         """Compare; of other bytes the sums are other ones."""
@@ -67,14 +67,14 @@ class ChecksumsTest(unittest.TestCase):
         places, sizes = np.array(starts, dtype=np.int64), np.array(lengths, dtype=np.int64)
         on_device = data.to(self.device)
 
-        found = xxh3.checksums(on_device, places, sizes, accumulate=self.accumulate)
+        found = xxh3.checksums(on_device, places, sizes, kernel=self.kernel)
 
         raw = data.numpy().tobytes()
         pieces = [raw[s : s + n] for s, n in zip(starts, lengths, strict=True)]
         self.assertEqual([xxhash.xxh3_64_intdigest(p) for p in pieces], found.tolist())
         at = int(np.argmax(sizes))
         on_device[starts[at] + lengths[at] // 2] ^= 1
-        again = xxh3.checksums(on_device, places, sizes, accumulate=self.accumulate)
+        again = xxh3.checksums(on_device, places, sizes, kernel=self.kernel)
         self.assertNotEqual(found[at], again[at])
 
     def test_aligned(self) -> None:
@@ -117,7 +117,7 @@ class InterpretedChecksumsTest(ChecksumsTest):
         import triton.language as tl
 
         kernel = interpreted()
-        self.accumulate = kernel.accumulate
+        self.kernel = kernel.digests
         self.enterContext(mock.patch.object(tl.standard, "_sum_combine", kernel.add_pair))
 
     @pytest.mark.thorough
@@ -145,11 +145,11 @@ class InterpretedChecksumsTest(ChecksumsTest):
 
         if os.environ.get("TRITON_INTERPRET") == "1":
             self.skipTest("Triton interprets everything in this process")
-        names = compiled.accumulate_kernel.arg_names
+        names = compiled.digest_kernel.arg_names
         signature = dict.fromkeys(names, "*i64") | {"data": "*u8", "WORD": "constexpr"}
         for word, access in ((8, ".b64"), (1, ".b8")):
             source = ASTSource(
-                compiled.accumulate_kernel, signature, {(names.index("WORD"),): word}, {}
+                compiled.digest_kernel, signature, {(names.index("WORD"),): word}, {}
             )
             with self.subTest(word=word), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
