@@ -160,7 +160,7 @@ class Snapshot:
         self._looks = list(_looks(list(distinct.values())))
         self._next = 0
         device = next((one.device for one in tensors if one.device.type == "cuda"), None)
-        self._stream = None if device is None else torch.cuda.Stream(device)
+        self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._distinct = [weakref.ref(tensor) for tensor in distinct.values()]
         self.on_host = all(tensor.device.type == "cpu" for tensor in tensors)
         """Whether all lies in the host's memory."""
