@@ -127,7 +127,7 @@ class Comparisons:
         loaded = loader.load([chunk.key], noted)
         if not loaded.chunks:
             return f"its file is {loaded.reason}", frozenset()
-        group.copied(chunk.buffer)
+        group.fetch([chunk.buffer])
         layers = group.group.layers[group.shard.layer_start : group.shard.layer_stop]
         computed, theirs = group.arrays(chunk.buffer), group.arrays(stored)
         dtype = group.group.layout.dtype

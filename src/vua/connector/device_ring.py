@@ -33,8 +33,8 @@ __all__ = ["RingLoads", "RingResult", "warm_up"]
 _LEAST, _MOST = 2, 4
 """Buffers of a ring: one is read into while another one is sent, or three."""
 
-Slots: TypeAlias = Callable[[Sequence[ChunkKey]], list[torch.Tensor]]
-"""Returns where chunks' tokens belong, as :meth:`Staging.load` wants it."""
+Slots: TypeAlias = Sequence[torch.Tensor]
+"""Where all of the chunks' tokens belong, as :meth:`Staging.load` wants it."""
 
 
 class RingResult(NamedTuple):
@@ -178,7 +178,8 @@ class RingLoads:
             end = end if came == stop else came
             if came == first:
                 continue
-            buffer, where = buffers[first // chunks % len(buffers)], slots(keys[first:came])
+            buffer = buffers[first // chunks % len(buffers)]
+            where = [some[first:came] for some in slots]
             check = None if kernel is None else self._check_of(buffer, kernel)
             ready()
             with attempt.use() as wanted:

@@ -189,7 +189,8 @@ class DeviceGroupTransfer(GroupTransfer):
         if self.gds is not None and self.gds.mover is not None:
             return self._load_rest(part, 0, attempt, ready)
         ring, ids = self._ring_loads(), attempt.what.block_ids
-        came = ring.load(part.keys, attempt, ready, lambda keys: self._slots(keys, part, ids))
+        slots = self._slots(part.keys, part, ids)
+        came = ring.load(part.keys, attempt, ready, slots)
         nbytes = came.chunks * self.shard.payload_nbytes(self.group.layout)
         self._stats.add("vua_loaded_bytes_total", nbytes, "pinned")
         reached = min(part.keys[came.chunks - 1].stop, part.stop) if came.chunks else part.start
@@ -314,7 +315,7 @@ class DeviceGroupTransfer(GroupTransfer):
         keys: Sequence[ChunkKey],
         tables: Sequence[BlockTables],
     ) -> None:
-        """Queue the copies of chunks into buffers, all at once; :meth:`copied` waits for each."""
+        """Queue the copies of chunks into buffers, all at once; :meth:`fetch` waits for them."""
         stretches: list[tuple[BlockTables, int, int]] = []
         for key, block_ids in zip(keys, tables, strict=True):
             start = key.start
@@ -325,9 +326,9 @@ class DeviceGroupTransfer(GroupTransfer):
             torch.cat([slots_of(ids[table], size, start, stop) for ids, start, stop in stretches])
             for table, size, _ in self._parts
         ]
-        self.save_buffers.save(buffers, [some.view(len(keys), -1) for some in slots])
+        self.save_buffers.gather(buffers, [some.view(len(keys), -1) for some in slots])
 
-    def copied(self, buffer: DeviceBuffer) -> None:
-        """See :meth:`GroupTransfer.copied`."""
+    def fetch(self, buffers: Sequence[DeviceBuffer]) -> None:
+        """See :meth:`GroupTransfer.fetch`."""
         self.save_buffers.enter_thread()
-        buffer.fence.wait()
+        self.save_buffers.fetch(buffers).wait()

@@ -216,8 +216,8 @@ class GroupTransfer:
     def fence(self) -> None:
         """Let what the engine's thread orders from now on come after all loads."""
 
-    def copied(self, buffer: Any) -> None:  # noqa: ANN401
-        """Wait until what :meth:`gather` copies is in the buffer."""
+    def fetch(self, buffers: Sequence[Any]) -> None:
+        """Wait until what :meth:`gather` copies is in buffers."""
 
     def close(self) -> None:
         """Release what transfers used, after the last of them."""

@@ -334,7 +334,7 @@ class WriteQueue:
         outcomes: list[str] = []
         rest = "error"
         try:
-            save.group.copied(save.buffers[-1])
+            save.group.fetch(save.buffers)
             wanted = [key for key in save.keys if not self._behind_hole(save.order, key)]
             if not wanted:
                 rest = "dropped"

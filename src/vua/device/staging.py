@@ -25,8 +25,8 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from vua.device.buffers import StagingBuffer, StagingPool
 from vua.device.copy import choose, gather, scatter
-from vua.device.moves import check_slots
+from vua.device.moves import Job, check_slots, plan
 from vua.device.paged import PagedCache
 from vua.device.xxh3 import DigestCheck
 from vua.errors import InputError, LayoutError
@@ -43,6 +43,9 @@ from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
 from vua.io.posix import page_aligned
 
 __all__ = ["DeviceBuffer", "Fence", "Staging", "clear_error"]
+
+_PIECE_NBYTES: Final = 8 << 20
+"""Of one transfer: 0.15 ms, which a transfer of the engine may have to wait for."""
 
 
 class Fence:
@@ -178,6 +181,8 @@ class Staging:
         self._tokens = layout.chunk_tokens
         self._shapes = [(shard.heads, shard.layers, self._tokens, dim) for dim in layout.dims]
         self._made: dict[StagingBuffer, DeviceBuffer] = {}
+        self._jobs: dict[tuple[int, int, int], list[Job]] = {}
+        """How loads move which chunks of which memory, but for their slots."""
         self._lock = threading.Lock()
         self._cuda = self._device.type == "cuda"
         self._closed = False
@@ -288,7 +293,6 @@ class Staging:
         Raises InputError when the slots do not fit; nothing is moved then.
         """
         (run,) = self._runs([staged], slots)
-        memory = run.memory
         count = run.stop - run.first
         if not self._cuda:
             if check is not None:
@@ -298,19 +302,27 @@ class Staging:
         staged.fence.wait()
         if not there:
             with torch.inference_mode(), torch.cuda.stream(self._copy_stream):
-                run.bytes_of(memory.mirror).copy_(run.bytes_of(memory.host), non_blocking=True)
+                self._copy(run.memory.mirror, run.memory.host, run)
             self._load_stream.wait_stream(self._copy_stream)
         with torch.inference_mode(), torch.cuda.stream(self._load_stream):
             if check is not None:
                 check.queue(count)
-            self._move(scatter, run, slots)
+            self._scatter(run, slots)
             staged.fence = _end_of(self._load_stream)
         return staged.fence
 
     def save(self, buffers: Sequence[DeviceBuffer], slots: Sequence[Tensor]) -> Fence:
         """Queue the tokens of some slots into buffers; return when they are there.
 
-        Buffers that lie one behind the other take one gather per part, and one copy.
+        As :meth:`gather`, and then :meth:`fetch`.
+        """
+        self.gather(buffers, slots)
+        return self.fetch(buffers)
+
+    def gather(self, buffers: Sequence[DeviceBuffer], slots: Sequence[Tensor]) -> None:
+        """Queue the tokens of some slots into buffers, as far as these lie on the device.
+
+        Buffers that lie one behind the other take one gather per part.
 
         Args:
             buffers: each but the last is filled.
@@ -325,19 +337,50 @@ class Staging:
             staged.fence.wait()
         if not self._cuda:
             self._gather(runs, slots)
-            return Fence()
+            return
         engine = torch.cuda.current_stream(self._device)
         with torch.inference_mode(), torch.cuda.stream(engine):  # and on its device
             self._gather(runs, slots)
-        self._save_stream.wait_event(engine.record_event())
+            gathered = Fence(engine.record_event(torch.cuda.Event(blocking=True)))
+        for staged in buffers:
+            staged.fence = gathered
+
+    def fetch(self, buffers: Sequence[DeviceBuffer]) -> Fence:
+        """Queue what was gathered into buffers to the host; return when it is there.
+
+        In any thread. So much is on its way at a time as threads wait for, in pieces: the engine's
+        own copies to the host, of a few bytes in each step, come between them.
+        """
+        if not self._cuda:
+            return Fence()
         with torch.inference_mode(), torch.cuda.stream(self._save_stream):
-            for run in runs:
-                memory = run.memory
-                run.bytes_of(memory.host).copy_(run.bytes_of(memory.mirror), non_blocking=True)
+            for staged in buffers:
+                if staged.fence.event is not None:
+                    self._save_stream.wait_event(staged.fence.event)
+            for run in self._adjoining(buffers):
+                self._copy(run.memory.host, run.memory.mirror, run)
             fence = _end_of(self._save_stream)
         for staged in buffers:
             staged.fence = fence
         return fence
+
+    def _copy(self, to: Tensor, source: Tensor, run: _Run) -> None:
+        """Queue a run's bytes from the host to the device, or back, in pieces."""
+        target, found = run.bytes_of(to), run.bytes_of(source)
+        for first in range(0, len(found), _PIECE_NBYTES):
+            piece = slice(first, first + _PIECE_NBYTES)
+            target[piece].copy_(found[piece], non_blocking=True)
+
+    def _adjoining(self, buffers: Sequence[DeviceBuffer]) -> list[_Run]:
+        """Return the runs of buffers, as a whole, that lie one behind the other."""
+        runs: list[_Run] = []
+        for staged in buffers:
+            memory, first = staged._memory, staged.first
+            stop = first + self.chunks
+            if runs and runs[-1].memory is memory and runs[-1].stop == first:
+                first = runs.pop().first
+            runs.append(_Run(memory, first, stop))
+        return runs
 
     def close(self) -> None:
         """Wait for all transfers and let the page-locked memory go. Buffers on loan stay usable."""
@@ -385,15 +428,28 @@ class Staging:
             )
         for part, some in zip(self._parts, slots, strict=True):
             check_slots(part, some, count * self._tokens)
-        runs: list[_Run] = []
-        for staged in buffers:
-            memory, first = staged._memory, staged.first
-            stop = first + min(count, self.chunks)
-            count -= stop - first
-            if runs and runs[-1].memory is memory and runs[-1].stop == first:
-                first = runs.pop().first
-            runs.append(_Run(memory, first, stop))
-        return runs
+        runs = self._adjoining(buffers)
+        memory, first, stop = runs[-1]
+        return [*runs[:-1], _Run(memory, first, stop - (most - count))]
+
+    def _scatter(self, run: _Run, slots: Sequence[Tensor]) -> None:
+        """Scatter chunks of a mirror on a GPU. Its moves are planned once: half of a load's Python."""
+        rooms = run.memory.slots[:, run.first : run.stop]
+        there = [
+            room.copy_(some).to(self._device, non_blocking=True)
+            for room, some in zip(rooms, slots, strict=True)
+        ]
+        which = (id(run.memory), run.first, run.stop)
+        jobs = self._jobs.get(which)
+        if jobs is None:
+            arrays, low, jobs = self._arrays(run), 0, []
+            for part, some in zip(self._parts, slots, strict=True):
+                k, *rest = (array[:, :, low : low + part.layers] for array in arrays)
+                jobs.append(plan(part, some, k, rest[0] if rest else None))
+                low += part.layers
+            self._jobs[which] = jobs
+        for job, some in zip(jobs, there, strict=True):
+            choose(self._device).move(replace(job, slots=some), store=True)
 
     def _gather(self, runs: Sequence[_Run], slots: Sequence[Tensor]) -> None:
         at = 0
@@ -404,7 +460,7 @@ class Staging:
 
     def _move(self, move: Callable[..., None], run: _Run, slots: Sequence[Tensor]) -> None:
         """Gather or scatter chunks of the mirror, part by part."""
-        if self._cuda:
+        if self._cuda:  # page-locked: else the copy to the device would wait for it
             rooms = run.memory.slots[:, run.first : run.stop]
             slots = [room.copy_(some) for room, some in zip(rooms, slots, strict=True)]
         arrays, low = self._arrays(run), 0

@@ -103,7 +103,11 @@ class DigestCheck:
         self._starts, self._sizes = (torch.from_numpy(a).to(device) for a in (places, sizes))
         self._headers = torch.from_numpy(headers.view(np.int64))
         self._mirror = torch.empty_like(self._headers, device=device)
-        self._order = torch.from_numpy(offset // 8 + order.astype(np.int64)).to(device)
+        words = offset // 8 + order.astype(np.int64)
+        first, stop = int(words[0]), int(words[-1]) + 1
+        self._order: slice | Tensor = slice(first, stop)  # of whole files
+        if not np.array_equal(words, np.arange(first, stop)):
+            self._order = torch.from_numpy(words).to(device)
         self._wrong = torch.ones(rows, dtype=torch.bool, pin_memory=device.type == "cuda")
 
     def queue(self, chunks: int) -> None:

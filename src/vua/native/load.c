@@ -12,6 +12,7 @@
 #include <fcntl.h>
 #include <linux/openat2.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -122,6 +123,36 @@ static int load_cached(struct work *work, int fd, uint64_t file, const struct re
     return 1;
 }
 
+/* Do reads through the page cache of what nobody hashes here: those that follow each other by one
+ * call. Returns whether all of them were done. */
+static int load_unhashed(struct work *work, int fd, uint64_t file, const struct read *r,
+                         const struct read *stop, char *discard)
+{
+    const struct batch *batch = work->batch;
+    const struct read *last = &batch->reads[batch->read_count - 1];
+    char *header = work->into->headers + vua_row(work, file) * batch->header_nbytes;
+    struct iovec rows[ROWS_MAX], some[ROWS_MAX];
+    int how = RWF_NOWAIT;
+    while (r < stop) {
+        const uint64_t offset = r->offset;
+        uint64_t count = 0, nbytes = 0;
+        for (; r < stop && r->offset == offset + nbytes; nbytes += r++->nbytes) {
+            uint64_t more =
+                vua_iovecs_of_read(some, batch, r, header, discard, vua_place(work, file));
+            if (more == 0)
+                return 0;
+            if (count + more > ROWS_MAX)
+                break;
+            memcpy(rows + count, some, more * sizeof *some);
+            count += more;
+        }
+        if (!vua_read_rows(work, fd, rows, count, nbytes, offset, last->offset + last->nbytes,
+                           &how))
+            return 0;
+    }
+    return 1;
+}
+
 /* Do reads through the page cache and `buffer` to where elements are spread. Returns whether all
  * of them were done. */
 static int load_spread(struct work *work, int fd, uint64_t file, const struct read *r,
@@ -160,7 +191,8 @@ static int load_part(struct work *work, uint64_t file, uint64_t part, char *disc
         opened->direct = 0; /* not to be had there */
         fcntl(opened->fd, F_SETFL, 0);
     }
-    return load_cached(work, opened->fd, file, r, stop, discard);
+    return (work->flags & UNHASHED ? load_unhashed : load_cached)(work, opened->fd, file, r, stop,
+                                                                  discard);
 }
 
 static void lower(_Atomic uint64_t *value, uint64_t to)
