@@ -70,7 +70,7 @@ class Gds:
         Args:
             mode: ``auto`` or ``required``.
             make: opens the mover; called in a thread, because it may hang.
-            directory: where a nameless file is written for a moment: on the storage that counts.
+            directory: where a file is written for a moment: on the storage that counts.
             device: where files are to be brought.
             timeout_s: after which a mover that does not answer counts as unusable.
             threads: files of one load that are read at the same time.
@@ -139,7 +139,8 @@ def _probe(mover: Mover, directory: Path, device: torch.device) -> None:
     memory = torch.empty(len(content), dtype=torch.uint8, device=device)
     mover.attach(memory)
     try:
-        with tempfile.TemporaryFile(dir=directory, prefix=".tmp-gds-") as stream:
+        # It has a name: cuFile's compatibility mode opens the file's path again.
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".tmp-gds-") as stream:
             stream.write(content.tobytes())
             stream.flush()
             os.fsync(stream.fileno())

@@ -135,6 +135,16 @@ def _check_bindings() -> None:
         )
 
 
+def _hint(problem: str) -> str:
+    """Return what to do about an error of cuFile's whose text does not say it."""
+    if "5027" in problem or "volume attributes" in problem:
+        return (
+            "; cuFile asks udev what kind of file system a disk has (ID_FS_USAGE), and got no answer, "
+            "as in containers without udev: mount the host's /run/udev there, read-only"
+        )
+    return ""
+
+
 class CuFileMover:
     """cuFile through `cuda.bindings` (cuda-python). One per process and device is enough."""
 
@@ -203,7 +213,7 @@ class CuFileMover:
             return own, int(self._library.handle_register(what.ptr))
         except Exception as problem:  # likewise
             os.close(own)
-            raise OSError(f"cuFileHandleRegister: {problem}") from problem
+            raise OSError(f"cuFileHandleRegister: {problem}{_hint(str(problem))}") from problem
 
     def read(
         self, handle: tuple[int, int], memory: Tensor, at: int, nbytes: int, offset: int

@@ -433,7 +433,7 @@ class Staging:
         return [*runs[:-1], _Run(memory, first, stop - (most - count))]
 
     def _scatter(self, run: _Run, slots: Sequence[Tensor]) -> None:
-        """Scatter chunks of a mirror on a GPU. Its moves are planned once: half of a load's Python."""
+        """Scatter chunks of a mirror on a GPU; how they move is planned once for a run."""
         rooms = run.memory.slots[:, run.first : run.stop]
         there = [
             room.copy_(some).to(self._device, non_blocking=True)

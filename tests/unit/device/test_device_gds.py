@@ -192,6 +192,7 @@ class MoverTest(DirectoryTest):
             handle = mover.open(stream.fileno())
         for offset, at, nbytes in ((0, 0, size), (4096, 99, 5 << 20), (7, 13, 1001), (size, 0, 5)):
             memory.fill_(0x3C)
+            synchronize(self.device)  # cuFile writes on a stream of its own
             expected = torch.full((size + 99,), 0x3C, dtype=torch.uint8)
             there = data[offset : offset + nbytes]
             expected[at : at + len(there)] = there
