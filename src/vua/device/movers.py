@@ -139,8 +139,8 @@ def _hint(problem: str) -> str:
     """Return what to do about an error of cuFile's whose text does not say it."""
     if "5027" in problem or "volume attributes" in problem:
         return (
-            "; cuFile asks udev what kind of file system a disk has (ID_FS_USAGE), and got no answer, "
-            "as in containers without udev: mount the host's /run/udev there, read-only"
+            "; cuFile asked udev for the kind of file system on the disk (ID_FS_USAGE) and got no "
+            "answer, as in a container without udev: mount the host's /run/udev there, read-only"
         )
     return ""
 

@@ -22,6 +22,7 @@ import vua.device
 from helpers import SOON_S, DirectoryTest, flip, keys_of, save_chunk, soak, swap
 from vua.device import movers, xxh3
 from vua.device.buffers import StagingBuffer
+from vua.device.copy import synchronize
 from vua.device.gds import DirectReader, Gds
 from vua.device.movers import CuFileMover, Mover, PosixMover
 from vua.errors import ConfigError, StorageError
