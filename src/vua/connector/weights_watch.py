@@ -28,15 +28,17 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import compress, cycle, islice
 from operator import attrgetter, is_not
 from typing import Any, Final, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import xxhash
 
 from vua.connector.log import logger
+from vua.device.xxh3 import checksums
 
 __all__ = ["EngineMemory", "Snapshot", "WeightsWatch", "device_digest"]
 
@@ -51,7 +53,9 @@ _PHASES: Final = 8
 _LOOKS: Final = 32
 """Tensors per comparison: 32 KiB in all. A change of all weights is found by the first one."""
 _PART_NBYTES: Final = 8 << 20
-"""Of a tensor, read at once for the digest: what it takes of a device's memory, twice."""
+"""Of a tensor in the host's memory, read at once for the digest."""
+_PIECE_NBYTES: Final = 64 << 10
+"""Of a tensor on a device, hashed by itself: as many beside each other as a GPU wants."""
 _CLOSE_S: Final = 1.0
 """How long the end waits for a digest: it stops after the part that it reads."""
 _VERSION: Final = attrgetter("_version")
@@ -202,12 +206,13 @@ class Snapshot:
         """Return digests of all bytes; None where not all could be read."""
         try:
             digests = []
-            for reference in self._distinct:
-                flat = _flat(reference())
-                read = _host_digest if flat.device.type == "cpu" else device_digest
-                if (digest := read(flat, stop)) is None:
-                    return None
-                digests.append(digest)
+            with self._aside():
+                for reference in self._distinct:
+                    flat = _flat(reference())
+                    read = _host_digest if flat.device.type == "cpu" else device_digest
+                    if (digest := read(flat, stop)) is None:
+                        return None
+                    digests.append(digest)
         except (AttributeError, RuntimeError, ValueError) as problem:
             # no memory of the device for it, a tensor that is gone: nobody can tell then
             log.debug("the weights could not be read: %s", problem)
@@ -233,10 +238,13 @@ class Snapshot:
             return "parameters that lie elsewhere"
         return None
 
+    def _aside(self) -> AbstractContextManager[object]:
+        """Queue work on a stream of its own: the engine's has a step before it, to be waited for."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
     def _bytes_differ(self) -> str | None:
         looked, first = 0, self._next
-        # On a stream of its own: on the engine's it would wait for the step that is under way.
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with self._aside():
             for look in islice(cycle(self._looks), first, first + len(self._looks)):
                 if looked >= _LOOKS:
                     break
@@ -302,20 +310,14 @@ def _host_digest(flat: torch.Tensor, stop: threading.Event) -> int | None:
 def device_digest(flat: torch.Tensor, stop: threading.Event) -> int | None:
     """Return a digest of bytes, uint8 [bytes], taken where they lie; None after ``stop``.
 
-    Takes up to 24 MiB of the device's memory. Two digests are of one kind of device only.
+    On the current stream, by one launch: the engine's thread waits for the GIL meanwhile.
     """
-    place = torch.arange(1, _PART_NBYTES // 8 + 1, device=flat.device) * 0x1E3779B97F4A7C15
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    whole = flat.numel() // 8 * 8
-    words, rest = flat[:whole].view(torch.int64), flat[whole:].to(torch.int64)
-    size = len(place)
-    for part in (*(words[at : at + size] for at in range(0, len(words), size)), rest):
-        if stop.is_set():
-            return None
-        mixed = (part + place[: len(part)]) * 0x165667B19E3779F9
-        mixed ^= mixed >> 32
-        total = total * 0x27D4EB2F165667C5 + (mixed * 0x1E3779B97F4A7C15).sum()
-    return int(total.item())
+    if stop.is_set():
+        return None
+    starts = np.arange(flat.numel() // _PIECE_NBYTES, dtype=np.int64) * _PIECE_NBYTES
+    sums = checksums(flat, starts, np.full_like(starts, _PIECE_NBYTES))
+    rest = flat[len(starts) * _PIECE_NBYTES :].cpu().numpy()
+    return xxhash.xxh3_64_intdigest(sums.tobytes() + rest.tobytes())
 
 
 def _lines(tensor: torch.Tensor | None, phase: int) -> torch.Tensor:

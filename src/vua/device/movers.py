@@ -44,8 +44,9 @@ class Mover(Protocol):
     def read(self, handle: Any, memory: Tensor, at: int, nbytes: int, offset: int) -> int:  # noqa: ANN401
         """Read ``nbytes`` from ``offset`` of the file to place ``at`` of ``memory``.
 
-        Returns how many were read, fewer only at the end of the file. They are there when this
-        returns, for whatever is queued on the device afterwards.
+        Returns how many were read, fewer only at the end of the file; the rest of the place is
+        undefined then. They are there when this returns, for whatever is queued on the device
+        afterwards.
         """
 
     def close(self, handle: Any) -> None:  # noqa: ANN401

@@ -199,7 +199,9 @@ class MoverTest(DirectoryTest):
             expected[at : at + len(there)] = there
 
             self.assertEqual(len(there), mover.read(handle, memory, at, nbytes, offset))
-            self.assertTrue(torch.equal(expected, memory.cpu()))
+            found = memory.cpu()
+            found[at + len(there) : at + nbytes] = 0x3C  # behind the end of the file: undefined
+            self.assertTrue(torch.equal(expected, found))
         mover.close(handle)
         mover.detach(memory)
 
