@@ -239,7 +239,7 @@ class Snapshot:
         return None
 
     def _aside(self) -> AbstractContextManager[object]:
-        """Queue work on a stream of its own: the engine's has a step before it, to be waited for."""
+        """Queue work on a stream of its own: on the engine's it would wait for a step."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _bytes_differ(self) -> str | None:

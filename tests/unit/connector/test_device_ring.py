@@ -1,0 +1,197 @@
+"""Loads by a ring of buffers, with tensors on the CPU: what comes, and what is told as loaded."""
+
+from __future__ import annotations
+
+import unittest
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from devices import on_cpu_too
+
+from helpers import DirectoryTest, bits, flip, has_native, keys_of, noise, save_step, until
+from vua.device import xxh3
+from vua.format.layout import KVLayout
+
+pytestmark = pytest.mark.vllm
+
+HAS_VLLM = bool(find_spec("vllm"))
+
+if HAS_VLLM:
+    from vua.connector import device_ring, device_transfer
+    from vua.connector.cache_spec import Group, Model
+    from vua.connector.config import ConnectorConfig
+    from vua.connector.group_transfer import Rank
+    from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
+    from vua.connector.worker import WorkerSide
+    from vua.format.identity import Identity
+    from vua.vllm import page_layout
+
+LAYOUT = KVLayout(3, 2, 8, 8, "BF16", 16)
+CHUNKS, BLOCKS = 33, 80
+
+
+@unittest.skipUnless(HAS_VLLM and has_native(), "needs vLLM, and native code")
+class RingTest(DirectoryTest):
+    """A prompt of 33 chunks by buffers of two."""
+
+    def setUp(self) -> None:
+        """Store it."""
+        super().setUp()
+        on_cpu_too(self)
+        two = 2 * LAYOUT.full.payload_nbytes(LAYOUT)
+        self.enterContext(mock.patch.object(device_transfer, "_LOAD_NBYTES", two))
+        self.keys = keys_of(range(16 * CHUNKS), 16)
+        self.memory = noise(3, 2, BLOCKS, 16, 2, 8, dtype=torch.bfloat16, seed=1)
+        first = self.side(self.memory)
+        order = SaveOrder([list(range(CHUNKS))], [(0, self.keys)])
+        save_step(first, ConnectorMetadata(saves=[order]))
+        until(lambda: first.saves.pending == 0)
+        first.shutdown()
+        self.other = torch.zeros(3, 2, BLOCKS, 16, 2, 8, dtype=torch.bfloat16)
+        self.reader = self.side(self.other)
+        self.group = self.reader.groups[0]
+        self.blocks = [BLOCKS - 1 - at for at in range(CHUNKS)]
+
+    def side(self, memory: torch.Tensor) -> WorkerSide:
+        """A worker over a cache."""
+        group = Group(LAYOUT, (0, 1, 2), ((LAYOUT.full,),), (0,))
+        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
+        config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
+        side = WorkerSide(model, config, Rank(0, 0))
+        names = [f"model.layers.{at}" for at in range(3)]
+        caches = dict(zip(names, memory, strict=True))
+        side.register(
+            caches,
+            {name: at for at, name in enumerate(names)},
+            dict.fromkeys(names, 0),
+            page_layout,
+        )
+        self.addCleanup(side.shutdown)
+        return side
+
+    def load(self) -> None:
+        """Load all of it, and wait."""
+        part = GroupLoad(0, 0, 16 * CHUNKS, self.keys)
+        order = LoadOrder("r", [self.blocks], [part])
+        self.reader.start_loads(ConnectorMetadata(loads=[order]))
+        until(lambda: self.reader.take_received(idle=True))
+
+    def check(self, chunks: int) -> None:
+        """So many leading chunks are told as loaded, and are in their blocks."""
+        self.assertEqual({*self.blocks[chunks:]}, self.reader.take_failed_blocks())
+        for at in range(chunks):
+            wanted, found = self.memory[:, :, at], self.other[:, :, self.blocks[at]]
+            self.assertEqual(bits(wanted), bits(found), at)
+
+    def rings(self) -> SimpleNamespace:
+        """See what loads by the ring return."""
+        found: list[device_ring.RingResult] = []
+        load = device_ring.RingLoads.load
+
+        def note(ring: device_ring.RingLoads, *given: object) -> device_ring.RingResult:
+            found.append(load(ring, *given))
+            return found[-1]
+
+        self.enterContext(mock.patch.object(device_ring.RingLoads, "load", note))
+        return SimpleNamespace(found=found)
+
+    def path(self, chunk: int) -> Path:
+        """A chunk's file."""
+        return next(path for path in self.files() if path.parent.name == self.keys[chunk].name)
+
+    def test_many_laps(self) -> None:
+        """All of it comes, by the ring alone, and again."""
+        rings = self.rings()
+        for _ in range(2):
+            self.other.zero_()
+            self.load()
+            self.check(CHUNKS)
+        self.assertEqual([CHUNKS] * 2, [one.chunks for one in rings.found])
+        self.assertEqual(self.group.load_buffers.limit, self.group.load_buffers.left)
+
+    def test_damage(self) -> None:
+        """A turned bit in one chunk: those before it are loaded, and the file goes."""
+        path = self.path(20)
+        flip(path, path.stat().st_size - 1)
+        self.load()
+        self.check(20)
+        self.assertFalse(path.exists())
+
+    def test_another_chunk(self) -> None:
+        """A sound file under the name of another chunk is not taken for it."""
+        self.path(7).write_bytes(self.path(8).read_bytes())
+        self.load()
+        self.check(7)
+
+    def test_missing(self) -> None:
+        """What follows a chunk that is gone is not loaded."""
+        self.path(11).unlink()
+        self.load()
+        self.check(11)
+
+    def test_busy_buffers(self) -> None:
+        """With too few buffers for a ring it is loaded by what there is."""
+        taken = [self.group.load_buffers.take() for _ in range(self.group.load_buffers.limit - 1)]
+        rings = self.rings()
+        self.load()
+        self.check(CHUNKS)
+        self.assertEqual([0], [one.chunks for one in rings.found])
+        for buffer in taken:
+            self.group.load_buffers.give_back(buffer)
+
+
+class DeviceCheckTest(RingTest):
+    """The same where the device compares checksums: here by xxhash in place of a GPU's kernel."""
+
+    wrong: int | None = None
+    """Of the next comparisons, the block whose digest is told wrongly."""
+
+    def setUp(self) -> None:
+        """Compare there."""
+
+        def digests(
+            data: torch.Tensor,
+            starts: torch.Tensor,
+            lengths: torch.Tensor,
+            keys: torch.Tensor,
+            word: int,
+        ) -> torch.Tensor:
+            found = xxh3.on_host(data, starts.numpy(), lengths.numpy())
+            if self.wrong is not None and self.wrong < len(found):
+                found[self.wrong] ^= 1
+            return torch.from_numpy(found.view("int64"))
+
+        self.digests = digests
+        for where in (device_ring, xxh3):
+            self.enterContext(mock.patch.object(where, "kernel_for", return_value=digests))
+        super().setUp()
+
+    def test_nothing_is_hashed_here(self) -> None:
+        """The host leaves the hashing to the device: its digests are not looked at."""
+        ring = self.rings()
+        with mock.patch("vua.store.entry_reader.check_payload", side_effect=AssertionError):
+            self.load()
+        self.check(CHUNKS)
+        self.assertEqual([CHUNKS], [one.chunks for one in ring.found])
+
+    def test_a_device_that_errs(self) -> None:
+        """Right bytes that it finds wrong are read by the host, which judges, from then on."""
+        self.wrong = 3
+        rings = self.rings()
+        with self.assertLogs("vllm.vua.worker", "WARNING") as logged:
+            self.load()
+        self.check(CHUNKS)
+        self.assertIn("right bytes wrong", logged.output[0])
+        self.load()
+        self.check(CHUNKS)
+        self.assertEqual([(0, True), (CHUNKS, False)],
+                         [(one.chunks, one.doubted) for one in rings.found])  # fmt: skip
+        self.assertEqual(CHUNKS, len(self.files()))
+
+
+if __name__ == "__main__":
+    unittest.main()
