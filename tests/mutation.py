@@ -166,7 +166,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "a writer that is put aside is loaded again after a restart",
         "vua/connector/witness.py",
-        "self._remembered.put_aside(writer)",
+        "self.remembered.put_aside(writer)",
         "pass",
     ),
     Named(

@@ -91,8 +91,12 @@ class BadChunkTest(DirectoryTest):
         for on_device in (False, True):
             with self.subTest(on_device=on_device):
                 self.begin(on_device=on_device)
-                answer = Filled(0, OSError(errno.EIO, "broken"), lambda _: None)
-                with mock.patch.object(LocalStorage, "read", return_value=answer):
+                broken = OSError(errno.EIO, "broken")
+                answer = Filled(0, broken, lambda _: None)
+                with (
+                    mock.patch.object(LocalStorage, "read", return_value=answer),
+                    mock.patch.object(LocalStorage, "ahead", side_effect=broken),
+                ):
                     self.assertEqual([], self.load())
                 self.assertEqual({6, 7, 8, 9, 10}, self.side.take_failed_blocks())
 
