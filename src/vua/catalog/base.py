@@ -5,7 +5,7 @@ directories (:mod:`vua.catalog.directory`), one of buckets (:mod:`vua.catalog.bu
 anything that can list its entries (:mod:`vua.catalog.listed`): a new kind of place derives from
 that one and is made known with :func:`vua.catalog.opening.register`.
 
-Others may write and delete meanwhile: what vanishes is skipped.
+Engines may write and delete meanwhile: a file that vanishes is skipped.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias, TypeVar
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,7 @@ __all__ = [
     "Catalog",
     "Collection",
     "Content",
+    "Counted",
     "Finding",
     "Item",
     "Kind",
@@ -76,6 +77,33 @@ Ask: TypeAlias = Callable[[str], None]
 """Asks the operator whether to go on. Raises ConfigError where the answer is no."""
 
 
+class Counted(NamedTuple):
+    """What a part of a namespace holds, counted where it was listed: it may be another process."""
+
+    chunks: int
+    files: int
+    nbytes: int
+    newest_s: float | None
+    entries: list[Item]
+    """Each entry, where they are to be listed."""
+    strays: list[str]
+    """Paths of what is not of VUA."""
+
+    @classmethod
+    def of(cls, items: Iterable[Item], *, long: bool) -> Counted:
+        """Count items that hold all of their chunks."""
+        items = list(items)
+        entries = [one for one in items if one.kind == "entry" and one.regular]
+        return cls(
+            len({one.chunk for one in entries}),
+            len(entries),
+            sum(one.nbytes for one in entries),
+            max((one.modified_s for one in entries), default=None),
+            entries if long else [],
+            [one.path for one in items if one.kind == "stray"],
+        )
+
+
 @dataclass(slots=True)
 class Content:
     """What a namespace holds."""
@@ -92,16 +120,14 @@ class Content:
     strays: list[str] = field(default_factory=list)
     """Paths of what is not of VUA."""
 
-    def add(self, items: Sequence[Item], *, long: bool) -> None:
-        """Add a part of the namespace, which holds all items of its chunks."""
-        entries = [one for one in items if one.kind == "entry" and one.regular]
-        self.chunks += len({one.chunk for one in entries})
-        self.files += len(entries)
-        self.nbytes += sum(one.nbytes for one in entries)
-        times = [one.modified_s for one in entries]
-        self.newest_s = max([*times, *filter(None, [self.newest_s])], default=None)
-        self.entries += entries if long else []
-        self.strays += [one.path for one in items if one.kind == "stray"]
+    def add(self, part: Counted) -> None:
+        """Add a part of the namespace."""
+        self.chunks += part.chunks
+        self.files += part.files
+        self.nbytes += part.nbytes
+        self.newest_s = max(filter(None, (self.newest_s, part.newest_s)), default=None)
+        self.entries += part.entries
+        self.strays += part.strays
 
     @property
     def model(self) -> str:
@@ -117,13 +143,13 @@ class NamespaceUse:
     namespace: str
     chunks: int
     nbytes: int
-    """Of its entries; in a directory also of marks and of what is in quarantine."""
+    """Bytes of its entries; in a directory also those of marks and quarantine."""
     pinned: int
     """Chunks that pins hold."""
     quarantine: int
     """Bytes of damaged files that were put aside."""
     leftovers: int
-    """Bytes that a crash left behind."""
+    """Bytes that a crash left."""
     oldest_ns: int | None
     """When the least recently used chunk was used (in a bucket: written or renewed)."""
     newest_ns: int | None
@@ -228,7 +254,7 @@ class Look:
     mtimes_ns: Mapping[bytes, int]
     """When each chunk was last used, by its digest, ns by the server's clock."""
     chunk_nbytes: float
-    """Of a chunk, on average."""
+    """Mean size of a chunk."""
     salts: Mapping[str, int]
     """First chunks by the first digits of their salt's digest, where that is cheap to know."""
 
@@ -441,7 +467,7 @@ class Catalog(ABC):
 
     @abstractmethod
     def keep(self, news: Mapping[str, object]) -> None:
-        """Write these limits into ``bounds.json``, beside the others there."""
+        """Write these limits into ``bounds.json``; limits that are not named stay."""
 
     @abstractmethod
     def own_ttls(self) -> int:

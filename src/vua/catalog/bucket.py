@@ -28,6 +28,7 @@ from vua.catalog.base import (
     SHORT,
     Adoption,
     Content,
+    Counted,
     Finding,
     Item,
     OpenFile,
@@ -229,7 +230,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Those of all who use the bucket in this process."""
+        """Count all requests of this process to the bucket."""
         return self.root.bucket.counts
 
     def monthly_dollars(self, nbytes: int) -> float:
@@ -257,7 +258,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         """List it."""
         del show
         content = Content(description, self.state(description))
-        content.add(list(walk(self._path(description))), long=long)
+        content.add(Counted.of(walk(self._path(description)), long=long))
         return content
 
     def list_namespaces(self, show: Show) -> tuple[Sequence[BucketNamespace], Sequence[str]]:
@@ -410,7 +411,7 @@ def walk(place: BucketPath) -> Iterator[Item]:
 
 
 def _holds_entry(bucket: Bucket, key: str) -> bool:
-    """Whether an object holds an entry, of either form, whatever it is called."""
+    """Whether an object holds an entry, plain or compressed. Its name is not looked at."""
     with contextlib.suppress(OSError):
         data = bucket.get(key, 0, _HEADER_NBYTES)[1]
         for name in ("", COMPRESSED_SUFFIX):

@@ -54,7 +54,7 @@ __all__ = [
 NO_KEYS: Final = Security()
 """The settings where no keys are given."""
 OUTCOMES: Final = ("sound", "corrupt", "foreign", "error")
-"""What files are counted as."""
+"""Outcomes that a report counts."""
 
 Kind: TypeAlias = NamedKind | Literal["unreadable"]
 Outcome = Literal["sound", "corrupt", "foreign", "error", "later"]
@@ -77,9 +77,9 @@ class Item:
     regular: bool = True
     """Whether it is a regular file, or an object."""
     chunk: str = ""
-    """Of an entry: the chunk that its folder names."""
+    """The chunk that an entry's folder names; "" for anything else."""
     shard: Shard | None = None
-    """Of an entry: the shard that its name says."""
+    """The shard that an entry's name says; None for anything else."""
     problem: str = ""
     """Why it is unreadable."""
 
@@ -94,7 +94,7 @@ class OpenFile:
         stream.seek(0)
 
     def state(self) -> object:
-        """Return what changes when somebody writes to it, as no writer of VUA does."""
+        """Return a value that changes when the file is written to. No writer of VUA does that."""
         if isinstance(self.stream, io.BytesIO):
             return self.nbytes
         status = os.fstat(self.stream.fileno())
@@ -114,7 +114,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What was found out about one file."""
+    """The result of checking one file."""
 
     outcome: Outcome
     reasons: tuple[str, ...]
@@ -124,7 +124,7 @@ class Check:
     info: EntryInfo | None = None
     """What the file says about itself, where it says anything."""
     authentic: bool = False
-    """Whether it was proved that somebody with the key wrote its bytes."""
+    """Whether the seal proves that the key's owner wrote its bytes."""
     codec: str = ""
     """What it was compressed by, where it is."""
 
@@ -262,9 +262,9 @@ class Verification:
     sealed: Counter[str] = field(default_factory=Counter)
     """Files per key that they are sealed with, by its 16 hex."""
     authentic: Counter[str] = field(default_factory=Counter)
-    """Those of them that were proved to be written with that key, and are sound."""
+    """Sound files per key that was proved to have written them."""
     removed: int = 0
-    """Of what is not sound: taken out of sight."""
+    """Damaged and foreign files that were moved to quarantine or deleted."""
     problems: list[tuple[str, str, str]] = field(default_factory=list)
     """(path, outcome, reason) of what is not sound."""
     later: list[tuple[str, str]] = field(default_factory=list)
@@ -274,7 +274,7 @@ class Verification:
     plain: int = 0
     """Files that say that they are not sealed."""
     others: dict[str, list[Item]] = field(default_factory=dict)
-    """What lies there beside entries, by kind."""
+    """Items that are not entries, by kind."""
 
     @classmethod
     def of(cls, namespace: Description, state: str) -> Verification:

@@ -65,6 +65,7 @@ from vua.catalog.base import (
     Catalog,
     Collection,
     Content,
+    Counted,
     Finding,
     Item,
     Kind,
@@ -318,11 +319,11 @@ class DirectoryCatalog(Catalog):
         content = Content(description, self.state(description))
         with _opened(description) as space:
             names = fans_of(space)
-            parts = over_fans(partial(_items, space), space, names)
+            parts = over_fans(partial(_count_fan, space, long=long), space, names)
             for number, part in enumerate(parts, 1):
-                content.add(part, long=long)
+                content.add(part)
                 show(space.name[:SHORT], number, len(names), amount=content.chunks, unit="chunks")
-            content.strays += [one.path for one in walk(space, "") if one.kind == "stray"]
+            content.add(_count_fan(space, "", long=False))
         return content
 
     @contextlib.contextmanager
@@ -608,8 +609,8 @@ def over_fans(work: Callable[[str], R], space: Space, fans: list[str]) -> Iterat
 # -- what lies in a namespace ---------------------------------------------------------------------
 
 
-def _items(space: Space, fan: str) -> list[Item]:
-    return list(walk(space, fan))
+def _count_fan(space: Space, fan: str, *, long: bool) -> Counted:
+    return Counted.of(walk(space, fan), long=long)
 
 
 def walk(space: Space, fan: str) -> Iterator[Item]:

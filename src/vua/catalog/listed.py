@@ -85,7 +85,7 @@ class ListedNamespace(NamespaceCatalog):
 
     @property
     def description(self) -> Description:
-        """As it was listed, whatever headers say."""
+        """Return it as it was listed; headers are not read."""
         return self._description
 
     @property
@@ -262,7 +262,7 @@ class ListedCatalog(Catalog, Generic[N]):
         """Replace ``bounds.json``. Raises StorageError."""
 
     def sweep(self, namespaces: Sequence[N], *, dry_run: bool) -> Freed:
-        """Delete what a crash left behind."""
+        """Delete what a crash left."""
         del namespaces, dry_run
         return Freed(0, 0)
 
@@ -285,7 +285,7 @@ class ListedCatalog(Catalog, Generic[N]):
         yield self.list_namespaces(show)
 
     def is_local(self) -> bool:
-        """Assume that others may reach it, too."""
+        """Assume that other hosts reach it."""
         return False
 
     def use(self, show: Show) -> Use:
@@ -304,7 +304,7 @@ class ListedCatalog(Catalog, Generic[N]):
         )
 
     def _limits(self, limits: Limits) -> Mapping[str, float | None]:
-        """Limits in bytes and seconds: of those of a disk there are none."""
+        """Limits in bytes and seconds; the limits of a disk are None."""
         most = None if limits.max_bytes is None else nbytes_of(limits.max_bytes, 0)
         return {"max_bytes": most, "min_free_bytes": None, "ttl_s": limits.ttl_s,
                 "max_bytes_per_salt": None, "min_free_inodes": None}  # fmt: skip

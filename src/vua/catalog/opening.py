@@ -21,7 +21,7 @@ class Opener(Protocol):
     """Opens a catalog; with ``create`` of a place that may be missing and is to be written to."""
 
     def __call__(self, where: str, *, create: bool) -> Catalog:
-        """Raise ConfigError, StorageError where there is no such place."""
+        """Raise ConfigError or StorageError where the place does not exist."""
         ...
 
 
@@ -57,5 +57,5 @@ def _opener(where: str) -> Callable[..., Catalog]:
 
 
 def is_missing(where: str) -> bool:
-    """Whether there is no such directory; a URL is not asked."""
+    """Whether a directory does not exist; False for a URL, which is not asked."""
     return not is_url(where) and not os.path.exists(where)

@@ -170,12 +170,12 @@ def _longest(groups: Sequence[GroupState], most: int, block_tokens: int, align: 
 
 @dataclass(frozen=True, slots=True)
 class Continuations:
-    """What is stored behind the last common chunk, beside the chunk that is missing."""
+    """Stored chunks that follow the last common chunk in place of the missing one."""
 
     others: int
     """Other chunks that directly follow it (or are first chunks, where none is common)."""
     with_extras: int
-    """Of other first chunks those with extras: a salt, a LoRA adapter, an image."""
+    """How many of these first chunks have extras: a salt, a LoRA adapter, an image."""
 
 
 def continuations(tree: PrefixTree, gap: ChunkKey, before: str) -> Continuations:

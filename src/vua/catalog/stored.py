@@ -21,7 +21,7 @@ from typing import Protocol, runtime_checkable
 
 from vua.capacity.limits import Limits
 from vua.capacity.scan import Show
-from vua.catalog.base import Adoption, Content, Item, OpenFile
+from vua.catalog.base import Adoption, Content, Counted, Item, OpenFile
 from vua.catalog.check import Check, Checker, Place, Verification
 from vua.catalog.listed import ListedCatalog, ListedChunk, ListedNamespace
 from vua.errors import ConfigError, EntryError
@@ -174,7 +174,7 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
             items.append(
                 Item(path, "entry", entry.nbytes, entry.last_used_s, chunk=chunk, shard=shard)
             )
-        content.add(items, long=long)
+        content.add(Counted.of(items, long=long))
         return content
 
     def claim(self) -> None:

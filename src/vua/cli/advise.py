@@ -27,11 +27,11 @@ __all__ = ["advise"]
 _SHARES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 _LEAST_REQUESTS: Final = 200
 _COLD_SHARE: Final = 0.25
-"""Of the requests, the first: they fill the stores, and their hits are not counted."""
+"""Share of the requests, the first ones, that only fill the stores: their hits do not count."""
 _SAMPLE_CHUNKS: Final = 1 << 14
 """Chunks asked for that are simulated, about: it takes some seconds."""
 _AHEAD_SHARE: Final = 1 / 200
-"""Of the room, for which victims are looked for at once."""
+"""Share of the space for which victims are looked for at a time."""
 _SAME: Final = 0.005
 """Part of the hits that is no difference."""
 

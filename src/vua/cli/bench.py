@@ -317,7 +317,7 @@ def _states(
 _CHUNK_TOKENS: Final = 64
 _COUNTS: Final = (1, 4, 16, 32, 64, 128)
 _USUAL_NBYTES: Final = 2 << 20
-"""Of an object, where no model says how much a chunk has."""
+"""Size of an object where no model is given."""
 _OBJECTS: Final = 16
 """That are written; longer loads read them several times."""
 _PROBES: Final = ObjectStorage.capabilities.probes
@@ -515,7 +515,7 @@ class Measured(Report):
     """What a place can do."""
 
     report: dict[str, Any]
-    """Of a directory or of a bucket; the other's fields are null."""
+    """What `probe` or `probe_bucket` returned."""
 
     def describe(self) -> object:
         """Return plain values for programs."""

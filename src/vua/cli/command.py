@@ -4,7 +4,7 @@
     @click.option("-l", "--long", is_flag=True, help="list every chunk")
     def ls(directory: str, *, long: bool = False) -> Listing: ...
 
-The function stays as it is, for others to call. It returns a report (:mod:`vua.cli.output`), or an
+The function stays callable as it is. It returns a report (:mod:`vua.cli.output`), or an
 exit status where it has shown its reports itself: then it takes ``output``. The keys that it was
 given come as ``security``.
 """

@@ -1,6 +1,6 @@
 """`vua events`: tells a router which chunks a cache holds, as vLLM's KV cache events.
 
-It looks at names and headers, whoever wrote them, and tells what is new and what is gone since the
+It looks at names and headers of all writers, and tells what is new and what is gone since the
 look before. A block is a chunk, its hash the chunk's key, which anybody can compute from a prompt's
 tokens (:class:`vua.format.keys.KeyChain`). Told are chunks that a lookup can find: all files are
 there, and those of all chunks before it. Only a load knows whether the files are sound.

@@ -72,7 +72,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was found in one namespace."""
+    """The chunks of the prompt in one namespace."""
 
     namespace: Description
     state: str
@@ -85,7 +85,7 @@ class Answer:
     """Empty where the namespace is not described, or the prompt is not cached."""
     others: Continuations | None = None
     seal: Seal | None = None
-    """Of such a prompt's files, if they are sealed."""
+    """The seal of such a prompt's files; None where they are not sealed."""
     locked: str = ""
     """Why such a prompt is not cached at all."""
     blocks: tuple[int, ...] = BLOCKS
@@ -243,7 +243,7 @@ def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Ex
 def explain_ids(
     directory: str, ids: bytes, question: Question, trees: Mapping[str, PrefixTree]
 ) -> Explanation:
-    """Tell it of token ids, whatever else is asked.
+    """Explain token ids; the files that ``question`` names are not read.
 
     ``trees``, by namespace, are asked what is stored in place of a missing chunk, with
     ``question.quick`` these alone. Raises as :func:`explain` does.

@@ -219,7 +219,7 @@ class _Seen:
 
 
 def watch(directory: str, talk: Talk) -> None:
-    """Look until nobody listens. Tells "usage", "views", "look", "progress" and "problem"."""
+    """Look until the server ends. Tells "usage", "views", "look", "progress" and "problem"."""
     seen: dict[str, _Seen] = {}
     first = True
     while True:
@@ -251,7 +251,10 @@ def _look(catalog: Catalog, seen: dict[str, _Seen], talk: Talk, *, first: bool) 
         total["gone"] += len(seen.pop(name).tree.names)
     for one in found:
         before = seen.get(one.name)
-        now = _seen(catalog, one, before, talk, is_first=first)
+        try:
+            now = _seen(catalog, one, before, talk, is_first=first)
+        except FileNotFoundError:
+            continue  # it was deleted this moment: the next look tells
         if now is None:
             content = catalog.content(one, talk.show)
             talk.tell("views", ({one.name: View(_summary(content))}, names))

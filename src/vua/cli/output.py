@@ -5,8 +5,8 @@ width and have colours (none with NO_COLOR), by the package `rich`. Everywhere e
 text, as a pipe wants it.
 
 Names in a directory, descriptions, headers and archives may be anybody's, and a terminal obeys what
-it is shown. So a command writes through :func:`guarded` streams: whatever it prints, nothing but
-printable characters and ends of lines comes out. (JSON has none of the others: it stays exact.)
+it is shown. So a command writes through :func:`guarded` streams: only printable characters and ends
+of lines come out. (JSON has no other characters: it stays exact.)
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _is_screen(stream: TextIO | None) -> bool:
 
 
 def _console() -> Console | None:
-    """What draws on stdout, where that is a terminal: COLUMNS is its width."""
+    """Return what draws on stdout where that is a terminal. COLUMNS is its width."""
     if not _is_screen(sys.stdout):
         return None
     from rich.console import Console  # noqa: PLC0415 - takes as long as all of a command

@@ -2,7 +2,7 @@
 
 Export reads and verifies, and changes nothing. Memory does not grow with what is read: a file is
 checked block by block, and then copied so. One that is as long as no file of its namespace can be
-is not read at all. Of a bucket the objects of one chunk are held in memory.
+is not read at all. The objects of one chunk of a bucket are held in memory.
 
 Import verifies each file wholly, in memory, before a byte of it is written; then it is published as
 any writer does it: into a namespace whose identity gives its name, after its prefix, within the
@@ -105,7 +105,7 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class Exported(Report):
-    """What was written to an archive."""
+    """The result of an export."""
 
     directory: str
     file: str
@@ -381,10 +381,10 @@ class _Taker:
         self._stores: dict[str, list[Store]] = {}
         self._before: dict[tuple[str, str], str] = {}
         self._ends: dict[tuple[str, str], int | None] = {}
-        """Of chunks that are there: the position behind their last token, None for no chunk."""
+        """By stored chunk, the position after its last token; None where the chunk is missing."""
 
     def run(self, show: Show, total: int) -> None:
-        """Take everything in; what is not to be had is a problem, not an error.
+        """Take every member in. A member that cannot be taken in is noted as a problem.
 
         ``total`` are the bytes of the archive, 0 where that is not known.
         """
@@ -486,7 +486,7 @@ class _Taker:
     def _end(self, store: Store, chunk: str) -> int | None:
         """Where a chunk ends that was taken in before, or has been in the directory all the time.
 
-        A chunk that follows itself, over however many others, cannot come of it.
+        So a chunk cannot follow itself, directly or through further chunks.
         """
         known = (store.namespace, chunk)
         if self._ends.get(known) is None:
@@ -505,7 +505,7 @@ def _stored_end(store: Store, chunk: str) -> int | None:
 
 
 def _stored_header(store: Store, codec: EntryCodec, chunk: str) -> bytes:
-    """The header of one entry, which nobody has judged; one as long as ``codec`` says.
+    """Read one entry's header, as long as ``codec`` says. It is not verified.
 
     Raises CorruptEntryError for an entry of another length, UntrustedError, OSError.
     """

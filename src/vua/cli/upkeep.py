@@ -230,7 +230,7 @@ def gc(
     The limits are what :class:`Limits` takes. With ``keep`` they go into ``bounds.json``; with
     ``lost_keys`` what is sealed with none of the keys that ``security`` names is deleted; with
     ``dry_run`` nothing is changed. Exit status 1 also where pins keep some of that. Raises
-    ConfigError, before anything is changed, where these keys are not all to be had.
+    ConfigError, before anything is changed, where one of these keys cannot be read.
     """
     inodes: int | str | None = min_free_inodes
     inodes = int(inodes) if inodes and str(inodes).isdigit() else inodes
@@ -301,7 +301,7 @@ def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> L
 
 @dataclass(frozen=True, slots=True)
 class Pinned(Report):
-    """What pins hold, or have released."""
+    """The result of `vua pin`."""
 
     directory: str
     pins: Sequence[Mapping[str, object]]
@@ -373,7 +373,7 @@ def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> 
 
 @dataclass(frozen=True, slots=True)
 class Removed(Report):
-    """What was deleted, and what was kept."""
+    """The result of `vua rm`."""
 
     directory: str
     dry_run: bool

@@ -1,9 +1,9 @@
 """`vua verify` and `vua inspect`: whether files are what they say, and what they say.
 
-What is met is reported, and the rest is looked at all the same. Of files that are sealed with one
-of the keys given `verify` also proves that somebody with that key wrote them. It changes nothing,
+A damaged file is reported, and the command goes on. Of files that are sealed with one
+of the keys given `verify` also proves that the key's owner wrote them. It changes nothing,
 unless it is to repair: then what is damaged or foreign is taken out of sight (into `quarantine/`,
-or deleted when that is full), as a reader does it. What others have replaced meanwhile stays, and
+or deleted when that is full), as a reader does it. A file that was replaced meanwhile stays, and
 so does a file with further names (hard links): no reader takes it, and the next save puts a new one
 in its place.
 """
@@ -51,11 +51,11 @@ __all__ = ["Inspected", "Verified", "inspect", "verify"]
 
 @dataclass(frozen=True, slots=True)
 class Verified(Report):
-    """What was found out about a cache."""
+    """The result of `vua verify`."""
 
     directory: str
     share: float
-    """Of the chunks, that was read."""
+    """Share of the chunks that was read."""
     results: Sequence[Verification]
     strays: Sequence[str]
     ids: frozenset[str]
@@ -205,7 +205,7 @@ def verify(
 
 @dataclass(frozen=True, slots=True)
 class Inspected(Report):
-    """What files say and are."""
+    """The result of `vua inspect`."""
 
     found: Sequence[tuple[str, Check, Description | None, Place]]
     """Each file, with what its namespace says and what its place says of it."""

@@ -1,4 +1,4 @@
-"""`vua warm`: computes prompts once, so that their prefixes are stored before somebody asks.
+"""`vua warm`: computes prompts once, so that their prefixes are stored before the first request.
 
 A server that runs already and has VUA does it (vLLM, SGLang), through the API of OpenAI, or a model
 of transformers that is loaded for it. What is newly stored is what the cache holds afterwards and
@@ -41,10 +41,10 @@ _ANSWER_S: Final = 3600.0
 _PATIENCE_S: Final = 20.0
 """A server stores behind its answers: how long it is waited for when nothing new appears."""
 _BRIEFLY_S: Final = 5.0
-"""Likewise where the names of what is stored show that its keys are others than those given."""
+"""The same where stored names show that the server has different keys."""
 _LOOK_S: Final = 0.2
 _FIRST_CHUNKS: Final = 64
-"""Of so many the headers are read, at most, to see which keys they are sealed with."""
+"""Headers that are read at most to see which keys seal the chunks."""
 
 Held: TypeAlias = dict[str, set[str]]
 """The chunks that a lookup can find, by namespace."""
@@ -76,7 +76,7 @@ class Warmed(Report):
     """What came of the prompts."""
 
     rows: Sequence[tuple[Any, ...]]
-    """Of each what `_FIELDS` say."""
+    """The values of `_FIELDS` for each prompt."""
 
     @property
     def code(self) -> int:

@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.keys`: what the tools do with keys."""
+"""Mirrors `vua.cli.command` and `vua.cli.prompt`: what the tools do with keys."""
 
 from __future__ import annotations
 

@@ -110,10 +110,11 @@ def told(words: Sequence[object], names: Mapping[str, str]) -> str:
         out = "".join(f"{json.dumps(line, sort_keys=True)}\n" for line in lines)
     elif "--json" in words and out:
         out = json.dumps(masked(json.loads(out)), indent=1, sort_keys=True) + "\n"
+    judges_host = words[:1] == ["doctor"] and "--json" in words  # where something may be bad
     title = f"$ vua {' '.join(map(str, words))}".rstrip()
     parts = [
         title,
-        f"exit {code}",
+        f"exit {'0 or 1' if judges_host and code < 2 else code}",
         *(["stdout:", out] if out else []),
         *(["stderr:", err] * bool(err)),
     ]

@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.top`, `vua.cli.spread`, `vua.cli.output`, and `vua verify --repair`."""
+"""Mirrors `vua.cli.looks`, `vua.catalog.directory`, `vua.cli.output`, and `vua verify --repair`."""
 
 from __future__ import annotations
 
@@ -105,8 +105,9 @@ class TestRepair(CliTest):
 
 LARGE = """
     import sys
-    from vua.cli import main, spread
-    spread._LARGE = 0
+    from vua.catalog import directory
+    from vua.cli import main
+    directory._LARGE = 0
     sys.exit(main(sys.argv[1:]))
 """
 

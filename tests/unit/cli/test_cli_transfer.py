@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.exporting`, `vua.cli.importing` and `vua.catalog.archive`."""
+"""Mirrors `vua.cli.transfer` and `vua.catalog.archive`."""
 
 from __future__ import annotations
 
