@@ -120,14 +120,16 @@ def locate_far(
 
 def _locate_behind(root: str, *, create: bool, security: Security | None) -> Path | BucketPath:
     """Return a place behind a directory, whether it answers or not. Raises ConfigError."""
-    place = at(root) if is_url(root) else Path(os.path.abspath(root))  # noqa: PTH100 - keeps links
+    place: Path | BucketPath
     try:
-        if isinstance(place, BucketPath):
+        if is_url(root):
+            place = at(root)
             locate_bucket(root, create=create)
-        elif os.path.lexists(place.parent):
-            check_root(place, create=create, security=security)
         else:
-            raise StorageError(errno.ENOENT, f"{place.parent} is missing")  # noqa: TRY301
+            place = Path(os.path.abspath(root))  # noqa: PTH100 - keeps links
+            if not os.path.lexists(place.parent):
+                raise StorageError(errno.ENOENT, f"{place.parent} is missing")  # noqa: TRY301
+            check_root(place, create=create, security=security)
     except StorageError as problem:
         log.warning("%s does not answer; what is stored is sent later: %s", place, problem)
     return place
