@@ -147,9 +147,8 @@ class _Command(click.Command):
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what it does, and what its arguments are."""
         super().format_help_text(ctx, formatter)
-        told = [
-            (one.make_metavar(ctx), one.text) for one in self.params if isinstance(one, _Argument)
-        ]
+        arguments = [one for one in self.params if isinstance(one, _Argument)]
+        told = [(one.human_readable_name, one.text) for one in arguments]
         if told:
             with formatter.section("Arguments"):
                 formatter.write_dl(told)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import unittest
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -74,7 +74,8 @@ VOLATILE: Final = frozenset(
     ]
 )
 """Fields whose values depend on the moment or the machine."""
-CHUNK: Final = "0f" * 32
+CLICK: Final = metadata.version("click").startswith("8.5.")
+"""Whether it is the version of `click` whose texts are in the files; the tests' extra pins it."""
 
 
 def kind_of(value: object) -> object:
@@ -250,14 +251,14 @@ class TextTest(DirectoryTest):
         self.enterContext(mock.patch.dict(os.environ, COLUMNS="100", LINES="50"))
         os.environ.pop("VUA_PATH", None)
 
-    @unittest.skipIf(sys.version_info[:2] != (3, 11), "other versions lay out help otherwise")
+    @unittest.skipUnless(CLICK, "other versions lay out help otherwise")
     def test_help(self) -> None:
         """The help of all commands."""
         names = {str(self.root): "DIR"}
         texts = [told([], names), *(told([verb, "--help"], names) for verb in sorted(verbs()))]
         self.check("help", texts)
 
-    @unittest.skipIf(sys.version_info[:2] != (3, 11), "other versions say it otherwise")
+    @unittest.skipUnless(CLICK, "other versions say it otherwise")
     def test_errors(self) -> None:
         """Words that make no sense, places that are not there, and what may not be done."""
         root, empty = str(self.root / "none"), self.root / "empty"
