@@ -41,11 +41,16 @@ BASES: Final[dict[str, Edits]] = {
     "cohere": _KV | _TIED,
     "cohere2": {**_KV, "head_dim": 32, **_WINDOWS, **_TIED},
     "ernie4_5": {**_KV, "head_dim": 32},
+    "falcon": {"new_decoder_architecture": False, "bias": False, "alibi": False},
     "gemma": {**_KV, "head_dim": 32, **_TIED},
     "gemma2": {**_KV, "head_dim": 32, "query_pre_attn_scalar": 32, **_WINDOWS, **_TIED},
     "gemma3_text": {**_KV, "head_dim": 32, "query_pre_attn_scalar": 32, **_WINDOWS, **_TIED},
     "glm": {**_KV, "head_dim": 32},
     "glm4": {**_KV, "head_dim": 32},
+    "glm4_moe": {
+        **_KV, **_MOE, "head_dim": 32, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1,
+    },
     "gpt_neox": {},
     "gpt_oss": {
         **_KV, "head_dim": 32, **_WINDOWS, "num_experts_per_tok": 2, "num_local_experts": 4,
@@ -67,6 +72,8 @@ BASES: Final[dict[str, Edits]] = {
     "nemotron": {**_KV, "head_dim": 32},
     "olmo": _KV,
     "olmo2": _KV,
+    "olmo3": {**_KV, **_WINDOWS},
+    "olmoe": {**_KV, "num_experts": 4, "num_experts_per_tok": 2},
     "opt": {
         "num_key_value_heads": 4, "ffn_dim": 256, "init_std": 0.25, "word_embed_proj_dim": 128,
     },

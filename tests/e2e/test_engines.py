@@ -62,7 +62,16 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """Models of further kinds, by their configurations in transformers."""
-MEET: dict[str, dict[str, Any]] = {"gpt_neox": {}, "mixtral": {}, "phi": {}, "starcoder2": {}}
+MEET: dict[str, dict[str, Any]] = {
+    "falcon": {},
+    "glm4_moe": {},
+    "gpt_neox": {},
+    "mixtral": {},
+    "olmo3": {},
+    "olmoe": {},
+    "phi": {},
+    "starcoder2": {},
+}
 """Model types that transformers computes with torch's attention by default, and shares so."""
 READ_OTHERWISE: dict[str, dict[str, Any]] = {
     "llama": {"partial_rotary_factor": 0.5},

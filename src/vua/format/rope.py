@@ -15,14 +15,14 @@ __all__ = ["INTERLEAVED", "NEOX", "rope_order", "varies_with_length"]
 
 # Read off both sides: `rotate_half` in transformers' modeling_<type>.py (5.19), and
 # `is_neox_style` of `get_rope` in vLLM's model of the same architecture (0.32), or vLLM's
-# TransformersForCausalLM, which runs transformers' own rotation. llama, qwen2, qwen3, mistral,
-# gemma3 and cohere were also compared by number; mellum with SGLang's model (0.5.23).
+# TransformersForCausalLM, which runs transformers' own rotation. All were also compared by number
+# (`tests/shared_configs.json`); mellum with SGLang's model (0.5.23), too.
 # Left out on purpose: the DeepSeek family (transformers regroups the pairs, vLLM does not) and
 # whatever rotates by sections (the "mrope" of vision models).
 NEOX: Final = frozenset(
     "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text "  # noqa: SIM905 - one word each
-    "phi phi3 olmo olmo2 granite granitemoe starcoder2 stablelm smollm3 seed_oss "
-    "gpt_neox gpt_oss nemotron arcee hunyuan_v1_dense hunyuan_v1_moe mellum "
+    "phi phi3 olmo olmo2 olmo3 olmoe granite granitemoe starcoder2 stablelm smollm3 seed_oss "
+    "gpt_neox gpt_oss nemotron arcee hunyuan_v1_dense hunyuan_v1_moe mellum falcon glm4_moe "
     "opt".split()  # learned positions: K is not rotated, so there is nothing to order
 )
 INTERLEAVED: Final = frozenset({"cohere", "cohere2", "ernie4_5", "glm", "glm4", "gptj"})

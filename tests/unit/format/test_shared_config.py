@@ -139,7 +139,7 @@ class TestSharedConfig(unittest.TestCase):
             ("gemma", {}, True, True),
             ("gemma", {"use_bidirectional_attention": True}, True, False),
             ("gemma2", {}, True, False),
-            ("olmo3", {}, False, False),
+            ("cohere2", {}, False, False),
         ):
             for name, compared in (("eager", eager), ("sdpa", sdpa)):
                 with self.subTest(f"{kind} {edits} {name}"):
