@@ -45,6 +45,7 @@ from vua.capacity.scan import (
     spaces,
 )
 from vua.io.posix import close_quietly
+from vua.storage.description import is_surely_later
 from vua.storage.local import chunk_path
 
 __all__ = ["PINNED_SHARE", "Evictor"]
@@ -86,6 +87,11 @@ def move_future_mtimes(
                 set_mtime(fd, one.chunk, mtime_ns)
                 first = mtime_ns if first is None else first
     return first
+
+
+def ours(found: Sequence[Space]) -> list[Space]:
+    """Return the namespaces but for those that a later version of VUA described."""
+    return [space for space in found if not is_surely_later(space.fd, space.name)]
 
 
 class Evictor:
@@ -164,7 +170,7 @@ class Evictor:
         """
         began_s, self._rank = time.monotonic(), self._policy.rank(now_ns)
         with spaces(self._root) as found:
-            fresh = lowest(found, _VICTIMS, pulse, rank=self._rank or by_mtime).lowest
+            fresh = lowest(ours(found), _VICTIMS, pulse, rank=self._rank or by_mtime).lowest
         self._fill(fresh, began_s, now_ns)
 
     def evict(
@@ -229,7 +235,7 @@ class Evictor:
         with spaces(self._root) as found:
             by_name = {space.name: space for space in found}
             latest_ns = now_ns + _FUTURE_NS
-            over, ahead = ttl.expired(found, now_ns, latest_ns, tidies=self._is_real)
+            over, ahead = ttl.expired(ours(found), now_ns, latest_ns, tidies=self._is_real)
             if self._is_real:
                 move_future_mtimes(ahead, by_name, now_ns, latest_ns)
             for victim in over:
@@ -290,6 +296,7 @@ class Evictor:
         seen_ns = run.now_ns
         pulse = partial(run.pulse, freed)
         rank = self._rank or by_mtime
+        found = ours(found)
         seen = lowest(found, room, pulse, latest_ns=latest_ns, rank=rank)
         if seen.ahead and self._is_real:
             now_ns = run.now_ns + int((time.monotonic() - began_s) * 1e9)

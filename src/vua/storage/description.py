@@ -8,6 +8,7 @@ damage: it is left as it is.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ __all__ = [
     "is_described",
     "is_later",
     "is_namespace_name",
+    "is_surely_later",
     "judged",
     "parse_description",
     "read_description",
@@ -162,6 +164,7 @@ def _identity(data: bytes, name: str) -> Identity | None:
     return found if found.namespace == name else None
 
 
+@functools.lru_cache(maxsize=64)
 def _flipped(data: bytes, name: str) -> tuple[tuple[KVLayout, ...], ...]:
     """What sound descriptions of the namespace one turned bit makes of this one."""
     found, changed = [], bytearray(data)
@@ -189,11 +192,28 @@ def is_described(directory: int, name: str) -> bool:
 def is_later(directory: int) -> bool:
     """Whether what ``directory`` (a descriptor) says was written by a later version of VUA."""
     try:
-        parse_description(_read(DESCRIPTION, directory))
-    except LaterDescriptionError:
-        return True
+        data = _read(DESCRIPTION, directory)
     except (OSError, ConfigError):
         return False
+    return _is_later(data)
+
+
+def is_surely_later(directory: int, name: str) -> bool:
+    """Whether it was, and no turned bit explains why it looks so. ``name``: of the namespace."""
+    try:
+        data = _read(DESCRIPTION, directory)
+    except (OSError, ConfigError):
+        return False
+    return _is_later(data) and not _flipped(data, name)
+
+
+def _is_later(data: bytes) -> bool:
+    try:
+        parse_description(data)
+    except LaterDescriptionError:
+        return True
+    except ConfigError:
+        pass
     return False
 
 

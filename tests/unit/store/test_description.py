@@ -192,6 +192,30 @@ class TestLater(DescriptionTest):
         code, _, err = run("rm", self.root, self.path.parent.name[:12], "--yes")
         self.assertEqual((0, False), (code, self.path.exists()), err)
 
+    def test_eviction(self) -> None:
+        """Neither want of room nor a time to live evicts what a later version has described."""
+        for name, change in self.descriptions():
+            with self.subTest(name):
+                said = json.loads(self.sound)
+                self.path.write_text(json.dumps(change(said) or said))
+                before = contents(self.path.parent)
+                for words in (["--max-bytes", "0"], ["--ttl", "1s"]):
+                    self.assertNotEqual(2, run("gc", self.root, *words, "--yes")[0])
+                other = VUAConfig(split_factor=4, model="x", max_bytes=1 << 20, min_free_bytes=0)
+                big = caches_of(layers=2, heads=2, tokens=8, dim=1024)
+                with VUA(other, self.root) as vua:
+                    for first in range(100, 200, 10):
+                        vua.put(TOKENS + first, big)
+                    self.assertEqual(8, vua.get_closest(TOKENS + 190).num_tokens)
+                    self.assertLess(vua.get_closest(TOKENS + 100).num_tokens, 8)
+                self.assertTrue(before == contents(self.path.parent))
+
+    def test_turned_bit(self) -> None:
+        """One that a turned bit makes look so is evicted as all are."""
+        self.path.write_bytes(self.sound.replace(b"namespace.v1", b"namespace.v3"))
+        self.assertEqual(0, run("gc", self.root, "--max-bytes", "0", "--yes")[0])
+        self.assertEqual([], list(self.root.glob("*/*/*/*.safetensors")))
+
     def test_number(self) -> None:
         """A number that one turned bit may have made of ours stays, and costs nothing."""
         for number in b"359":
