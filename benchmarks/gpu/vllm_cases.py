@@ -23,9 +23,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from engine import CHUNK, LLAMA_8B
-
-from vua.testing.models import ENGINE_ENVIRONMENT, make_model
+from first_token import CHUNK, TINY, set_environment, use_lively_weights, write_config
 
 CASES: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
@@ -42,6 +40,7 @@ class Case:
         """Start the engine."""
         from vllm import LLM
 
+        use_lively_weights()
         self.store, self.tokens = root / "kv", 4 * CHUNK if tiny else 62 * CHUNK
         transfer = {
             "kv_connector": "VUAStorageConnector_V1", "kv_role": "kv_both",
@@ -53,19 +52,17 @@ class Case:
             },
         }  # fmt: skip
         settings = {
-            "skip_tokenizer_init": True, "enable_prefix_caching": True, "seed": 0,
+            "load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": True,
+            "seed": 0,
             "kv_transfer_config": transfer, "max_model_len": self.tokens + 2 * CHUNK,
             **CASES[name],
         }  # fmt: skip
         if tiny:
-            settings |= {"model": str(make_model(root / "model", vocab_size=1024))}
             settings |= {"dtype": "float32", "block_size": 32, "kv_cache_memory_bytes": 64 << 20}
         else:
-            (root / "model").mkdir()
-            config = LLAMA_8B | {"num_hidden_layers": 4}
-            (root / "model" / "config.json").write_text(json.dumps(config), encoding="utf-8")
-            settings |= {"model": str(root / "model"), "load_format": "dummy"}
             settings |= {"dtype": "bfloat16", "gpu_memory_utilization": 0.2}
+        changes = TINY if tiny else {"num_hidden_layers": 4}
+        settings["model"] = str(write_config(root / "model", **changes))
         self.llm = LLM(**settings)
 
     def forms(self) -> list[str]:
@@ -144,9 +141,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tiny", action="store_true", help="only see whether it works")
     arguments = parser.parse_args()
-    os.environ.update(ENGINE_ENVIRONMENT)
+    set_environment()
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the look at the caches
-    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     found: dict[str, Any] = {}
     for name in arguments.cases or CASES:
         found[name] = tried(name, directory=arguments.dir, tiny=arguments.tiny)

@@ -1,5 +1,6 @@
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -81,43 +82,119 @@ class TestPrograms(unittest.TestCase):
     @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
     @pytest.mark.thorough
     def test_first_gpu_run(self) -> None:
-        """All steps of the first run on a GPU work, small and on the CPU; each checks its bytes."""
+        """All parts of the first run on a GPU work, small and on the CPU; each checks its bytes."""
         with tempfile.TemporaryDirectory() as name:
-            out = Path(name) / "result.json"
-            program = ("benchmarks/gpu/first_run.py", str(out), "--cpu", "--dir", name)
+            out = Path(name) / "result.tar"
+            program = ("benchmarks/gpu/first_run.py", "--out", str(out), "--cpu", "--dir", name)
             done = run(*program, timeout_s=1200)
+            files = first_run.read(out)
 
-            self.assertEqual(0, done.returncode, done.stderr)
-            found = json.loads(out.read_text())
-        self.assertEqual({"1", "2", "3", "4", "5", "6"}, {name[0] for name in found})
-        parts = {name: part for name, part in found.items() if "exit" in part}
-        self.assertEqual({}, {name: part for name, part in parts.items() if part["exit"] != 0})
-        rows = parts["2 transfers"]["results"]
+        logs = {part: log.decode()[-3000:] for part, log in files.items() if part[-4:] == ".log"}
+        self.assertEqual(0, done.returncode, (done.stdout, done.stderr, logs))
+        summary = json.loads(files["summary.json"])
+        self.assertEqual(first_run.NAMES, list(summary))
+        self.assertEqual({0}, {part.get("exit", 0) for part in summary.values()})
+        found = {
+            part: json.loads(files[f"{part}.json"]) for part in summary if f"{part}.json" in files
+        }
+        rows = found["transfers"]
         self.assertEqual({f"G{n}" for n in (1, 2, 3, 5, 6, 7)}, {row["id"] for row in rows})
         self.assertIn("GDS, verified, to blocks", {row["arm"] for row in rows})
-        self.assertEqual(8, len(parts["3 loads"]["results"]))
-        self.assertTrue(parts["4 vllm"]["results"]["eager"]["good"])
-        self.assertEqual(8, len(parts["5 engine"]["results"]))
+        self.assertEqual({"load", "save"}, {row["way"] for row in found["sweep"]})
+        self.assertTrue(found["cases"]["eager"]["good"])
+        self.assertTrue(found["library"][1]["tokens equal"])
+        phases = {phase["phase"]: phase["rows"] for phase in found["plain"]}
+        self.assertEqual({"plain", "cold", "warm"}, phases.keys())
+        loaded = {row["what"]: row for row in phases["warm"] if row["size"] == 256}
+        self.assertEqual({"restart", "after a reset"}, loaded.keys())
+        for row in loaded.values():
+            self.assertEqual(([256], True), (row["cached"], row["tokens equal"]))
+            self.assertIn("get_num_new_matched_tokens", row["hooks ms"][0])
+        self.assertIn("of computed, plain", loaded["restart"])
+
+    @pytest.mark.vllm
+    @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+    @pytest.mark.thorough
+    def test_first_tokens_are_judged(self) -> None:
+        """What was stored and not loaded, and other tokens than before, are told as failures."""
+        with tempfile.TemporaryDirectory() as name:
+            program = ("benchmarks/gpu/first_token.py", "--tiny", "--dir", name)
+            early = run(*program, "warm")
+            cold = run(*program, "cold")
+            results = Path(name, "cold.json")
+            before = json.loads(results.read_text())
+            before["answers"]["64/0"][0] += 1
+            results.write_text(json.dumps(before))
+            for path in Path(name, "vua").rglob("*.safetensors"):
+                path.unlink()
+            warm = run(*program, "warm")
+
+        self.assertEqual((2, 0, 1), (early.returncode, cold.returncode, warm.returncode))
+        self.assertIn("run that first", early.stderr)
+        self.assertIn("restart, prompt 256/0: 0 tokens cached, not 256", warm.stdout)
+        self.assertIn("restart, prompt 64/0: tokens [", warm.stdout)
+        self.assertNotIn("restart, prompt 64/1: tokens [", warm.stdout)
+
+    def test_first_gpu_run_in_time(self) -> None:
+        """The limits add up to nine minutes; what matters most comes first."""
+        self.assertLessEqual(sum(part.limit_s for part in first_run.PARTS), 540)
+        self.assertEqual(["plain", "cold", "warm", "sweep"], first_run.NAMES[:4])
+        self.assertEqual(len(first_run.NAMES), len(set(first_run.NAMES)))
+
+    def test_first_gpu_run_names_files(self) -> None:
+        """Each program of a part exists; each file with a test that needs a GPU is named."""
+        mark = "pytest.mark." + "gpu"
+        for part in first_run.PARTS:
+            for word in (*part.gpu, *part.cpu):
+                if word.endswith(".py"):
+                    self.assertTrue((ROOT / word).is_file(), word)
+        marked = {
+            str(path.relative_to(ROOT))
+            for path in (ROOT / "tests").rglob("test_*.py")
+            if mark in path.read_text()
+        }
+        self.assertEqual(marked, set(first_run.TESTS))
+
+    def test_first_gpu_run_chooses(self) -> None:
+        """Parts are left out by name; `warm` is refused without `cold`; unknown names, too."""
+
+        def names(*, only: str = "", done: str = "") -> list[str]:
+            return [part.name for part in first_run.chosen(*map(first_run.names, (only, done)))]
+
+        self.assertEqual(first_run.NAMES, names())
+        self.assertEqual(first_run.NAMES[3:], names(done="plain,cold,warm"))
+        self.assertEqual(["cold", "warm", "cases"], names(only="cases,warm,cold"))
+        self.assertEqual(["sweep"], names(only="sweep,tests", done="tests"))
+        for wrong in ({"only": "warm"}, {"done": "plain,cold"}, {"only": "sweeps"}):
+            with self.subTest(wrong=wrong), self.assertRaises(ValueError):
+                names(**wrong)
 
     def test_first_gpu_run_goes_on(self) -> None:
-        """A part that hangs, with what it has started, or fails, ends alone; all is written."""
-        forks = "import os, time; os.fork(); print('begun', flush=True); time.sleep(3600)"
-        results = "import sys; open(sys.argv[1], 'w').write('[1]'); sys.exit(3)"
+        """A part that hangs, with what it has started, or fails, ends alone; all is kept.
+
+        What hangs is aborted, and shows where it was.
+        """
+        hanging = "import os, time; os.fork(); print('begun', flush=True); time.sleep(3600)"
+        failing = "import sys; open(sys.argv[1], 'w').write('[1]'); sys.exit(3)"
         parts = (
-            first_run.Part(1, "hangs", 1, (), ("-c", forks)),
-            first_run.Part(2, "fails", 600, (), ("-c", results, "{json}")),
-            first_run.Part(3, "is missing", 600, (), ("-c", ""), ("/nowhere/program",)),
-            first_run.Part(4, "works", 600, (), ("-c", "print('well')")),
-            first_run.Part(5, "is for a GPU", 600, ("-c", "")),
+            first_run.Part("hangs", 3, ("-c", hanging)),
+            first_run.Part("fails", 600, ("-c", failing, "{json}")),
+            first_run.Part("works", 600, ("-c", "print('well')")),
         )
         with tempfile.TemporaryDirectory() as name:
-            out = Path(name) / "result.json"
-            for some in (parts[:2], parts[2:]):
-                first_run.go_through(some, out, name, cpu=True)
-            hangs, fails, missing, works, gpu = json.loads(out.read_text()).values()
+            out = Path(name) / "result.tar"
+            self.assertFalse(first_run.go_through(parts[:2], out, name, cpu=False))
+            self.assertTrue(first_run.go_through(parts[2:], out, name, cpu=False))
+            files = first_run.read(out)
+            self.assertTrue(first_run.go_through(parts[:1], out, name, cpu=True))
+            again = first_run.read(out)
+            self.assertEqual([out], list(Path(name).iterdir()))
 
-        self.assertEqual("ended at its limit of 1 s", hangs["status"])
-        self.assertEqual((3, [1]), (fails["exit"], fails["results"]))
-        self.assertIn("cannot be started", missing["status"])
-        self.assertEqual((0, "well\n"), (works["exit"], works["output"]))
-        self.assertEqual("not without a GPU", gpu["status"])
+        hangs, fails, works = json.loads(files["summary.json"]).values()
+        self.assertEqual("ended at its limit of 3 s", hangs["status"])
+        self.assertEqual(-signal.SIGABRT, hangs["exit"])
+        self.assertIn(b"Fatal Python error: Aborted", files["hangs.log"])
+        self.assertEqual((3, b"[1]"), (fails["exit"], files["fails.json"]))
+        self.assertEqual((0, b"well\n"), (works["exit"], files["works.log"]))
+        self.assertEqual("not on the CPU", json.loads(again["summary.json"])["hangs"]["status"])
+        self.assertEqual({*files} - {"hangs.log"}, {*again})
