@@ -554,6 +554,11 @@ def scorecard(*arguments: str) -> int:
     return status
 
 
+def situations(*arguments: str) -> int:
+    """Makes storage situations, and shows what becomes of each way to use VUA in them; as root."""
+    return run("tests/situations.py", *arguments, paths=("src", "tests"))
+
+
 def identity_campaign(*arguments: str) -> int:
     """Runs random engines on one directory, judged by their own K and V (--setups 60)."""
     return run("-m", "e2e.campaign", *arguments, paths=("src", "tests"))
@@ -615,6 +620,7 @@ TARGETS = {
             sglang,
             peers,
             scorecard,
+            situations,
             identity_campaign,
             sglang_campaign,
             transformers_campaign,

@@ -140,6 +140,8 @@ class Evictor:
         passed over; now and then one is tried again."""
         self._immovable_until_s = 0.0
         self._warned = False
+        self._taken: list[str] = []
+        """Chunks that are victims no more since the run under way began."""
         self._spared: list[Candidate] = []
         """Victims that the last run passed over: of the prompt being stored, or still to travel."""
         self._has_unsent = False
@@ -215,6 +217,8 @@ class Evictor:
         if self._has_unsent and freed.nbytes < nbytes:
             run = replace(run, nbytes=nbytes - freed.nbytes, takes_unsent=True)
             freed += self._run(run)
+        self._policy.taken(self._taken)
+        self._taken = []
         return freed
 
     def _rank_anew(self, rank: Rank | None) -> None:
@@ -267,6 +271,7 @@ class Evictor:
                     self._floor_rank = None if self._rank is None else victim.rank
                     return freed
                 self._pool.pop()
+                self._taken.append(victim.chunk)
                 if run.spares(victim) or (self.spares_unsent and self._stays(victim, by_name, run)):
                     self._spared.append(victim)
                     continue

@@ -186,7 +186,12 @@ class HitDensity:
     @property
     def is_learned(self) -> bool:
         """Whether enough was seen to tell chunks apart by more than the time since their use."""
-        return bool(self._returned.sum() >= _LEAST_OBSERVED)
+        return self.returned >= _LEAST_OBSERVED
+
+    @property
+    def returned(self) -> float:
+        """How many uses were seen of chunks that had been used before; lately ones count more."""
+        return float(self._returned.sum())
 
     def known(self) -> Mapping[int, int]:
         """Return the row of each chunk that is known; changes with the next request."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from typing import Final
 
 import numpy as np
 
-from vua.capacity.hit_density import HitDensity
+from vua.capacity.hit_density import HitDensity, Request
 from vua.capacity.lru import ORPHAN_MTIME_NS, touch
 from vua.capacity.scan import Column, Rank
 from vua.capacity.use_log import UseLog, short_names
@@ -29,6 +29,16 @@ _READ_S: Final = 0.25
 """Between two looks at what others have logged."""
 _PER_UNIT: Final = 1e17
 """Ranks are whole numbers of 64 bits: hits per second, at most 16, times this."""
+_OWN_REMEMBERED: Final = 1 << 16
+"""Chunks that a process remembers of its own requests; see `HitDensity`."""
+_OWN_LEAST: Final = 128
+"""Uses of chunks once more that a process has to be asked for itself before it refuses any."""
+_MINE_MOST: Final = 64
+"""Requests of this process that are noted at once."""
+_REFUSED_MOST: Final = 1 << 16
+"""Refused chunks that are remembered; as many that were stored then."""
+_KNOWN_SHARE: Final = 1 / 16
+"""A process that was asked for less of what is stored cannot say what all that is worth."""
 _UNKNOWN: Final = -(1 << 62)
 """Added to the mtimes of chunks that nobody knows: these go first, the oldest one first."""
 
@@ -61,10 +71,20 @@ class LRU:
         del now_ns
         return None
 
-    def rank_of_new(self, chunk: str) -> int | None:
-        """Return the rank that a chunk of a prompt just asked for will have; None: not known."""
-        del chunk
+    def taken(self, chunks: Sequence[str]) -> None:
+        """Note that these have gone, or were used since they were ranked."""
+
+    def rank_of_new(self, first: str, last: str, before: str) -> int | None:
+        """Return the rank that chunks of a prompt just asked for will have: that of the last one.
+
+        ``before``: the chunk before the first one; "" at a prompt's start. None: that is not known,
+        or no reason not to store them.
+        """
+        del first, last, before
         return None
+
+    def refused(self, chunk: str) -> None:
+        """Note that a new chunk was not stored because of its rank."""
 
 
 class LeastHitDensity(LRU):
@@ -72,7 +92,14 @@ class LeastHitDensity(LRU):
 
     It learns from the requests of all processes that use the directory
     (:mod:`vua.capacity.use_log`). Until it has seen enough it is LRU.
+
+    Others may write whatever they like to that log. So it changes the order of eviction, and
+    refuses a new chunk once at most, in a process that knows by itself that chunks come back. What
+    is refused again is so by :attr:`own`, too.
     """
+
+    own: HitDensity
+    """Knows the requests of this process alone, by the monotonic clock."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         """Learn from the log of ``root``; reads and writes nothing yet."""
@@ -84,12 +111,21 @@ class LeastHitDensity(LRU):
         """Know nothing, with a log of one's own; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
         self._log, self._density = UseLog(self._root), HitDensity()
+        self.own, self._floor = HitDensity(_OWN_REMEMBERED), _Floor()
+        self._mine: list[Request] = []
+        self._refused: dict[str, None] = {}
+        """Chunks that were refused, the latest ones."""
+        self._insisted: dict[str, None] = {}
+        """Chunks that were not refused again; what follows them in prompts is not refused."""
         self._read_s = -_READ_S
 
     def asked(self, chunks: Sequence[str]) -> None:
-        """Write a prompt's chunks to the log."""
+        """Write a prompt's chunks to the log, and note them."""
         with self._lock:
             self._log.append(chunks)
+            self._mine.append(Request(time.monotonic(), short_names(chunks)))
+            if len(self._mine) > _MINE_MOST:
+                self._meet_mine()
             self._read_s = -_READ_S
 
     def rank(self, now_ns: int) -> Rank | None:
@@ -105,24 +141,47 @@ class LeastHitDensity(LRU):
             if not density.is_learned:
                 return None
             worths, rows = density.worths(now_ns / 1e9), dict(density.known())
+            floor = self._floor = _Floor(self.own)
         ranks = (worths * _PER_UNIT).astype(np.int64)
 
         def rank(chunks: Sequence[str], mtimes_ns: Column) -> Column:
             numbers = short_names(chunks).tolist()
+            floor.meet(numbers)
             found = np.fromiter(map(rows.get, numbers, repeat(-1)), np.intp, len(numbers))
             is_known = (found >= 0) & (mtimes_ns > ORPHAN_MTIME_NS)
             return np.where(is_known, ranks[found], mtimes_ns + _UNKNOWN)
 
         return rank
 
-    def rank_of_new(self, chunk: str) -> int | None:
-        """Return the rank of a new chunk; None if no request for it is logged, or few at all."""
+    def taken(self, chunks: Sequence[str]) -> None:
+        """Leave out of comparisons what has gone."""
+        numbers = short_names(chunks).tolist()
+        with self._lock:
+            self._floor.drop(numbers)
+
+    def rank_of_new(self, first: str, last: str, before: str) -> int | None:
+        """Return the rank of new chunks.
+
+        None if few requests or none for them are logged. And where only the log speaks against
+        them: until this process has been asked itself for enough chunks again, and for what was
+        refused before.
+        """
+        number = int(short_names([last])[0])
         with self._lock:
             self._learn()
-            row = self._density.known().get(int(short_names([chunk])[0]))
-            if row is None or not self._density.is_learned:
+            row, own = self._density.known().get(number), self.own.known().get(number)
+            if row is None or not self._density.is_learned or self.own.returned < _OWN_LEAST:
+                return None
+            objects = own is not None and self.own.worth_at(own, 0.0) < self._floor.worth
+            if not objects and (first in self._refused or before in self._insisted):
+                _keep(self._insisted, last)
                 return None
             return int(self._density.worth_at(row, 0.0) * _PER_UNIT)
+
+    def refused(self, chunk: str) -> None:
+        """Remember it: the next time it is stored, unless this process's own requests object."""
+        with self._lock:
+            _keep(self._refused, chunk)
 
     def _learn(self) -> None:
         """Take in what was logged since the last time."""
@@ -131,3 +190,52 @@ class LeastHitDensity(LRU):
             return
         self._read_s = now_s
         self._density.meet(self._log.read())
+        self._meet_mine()
+
+    def _meet_mine(self) -> None:
+        self.own.meet(self._mine)
+        self._mine = []
+
+
+def _keep(chunks: dict[str, None], chunk: str) -> None:
+    """Add a chunk to some that are remembered; the oldest are forgotten."""
+    chunks[chunk] = None
+    while len(chunks) > _REFUSED_MOST:
+        del chunks[next(iter(chunks))]
+
+
+class _Floor:
+    """What stored chunks are worth that may go next, by the requests of this process alone."""
+
+    def __init__(self, own: HitDensity | None = None) -> None:
+        self._rows: Mapping[int, int] = {}
+        self._worths = np.zeros(0)
+        if own is not None and own.is_learned:
+            self._rows, self._worths = dict(own.known()), own.worths(time.monotonic())
+        self._met = 0
+        self._left: dict[int, float] = {}
+        self._least: float | None = 0.0
+
+    def meet(self, numbers: Sequence[int]) -> None:
+        """Look at chunks that are stored."""
+        self._met += len(numbers)
+        if self._rows:
+            found = np.fromiter(map(self._rows.get, numbers, repeat(-1)), np.intp, len(numbers))
+            known = np.flatnonzero(found >= 0)
+            worths = self._worths[found[known]].tolist()
+            self._left.update(zip([numbers[at] for at in known], worths, strict=True))
+            self._least = None
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Leave out what is gone, or was used since."""
+        for number in numbers if self._left else ():
+            self._left.pop(number, None)
+            self._least = None
+
+    @property
+    def worth(self) -> float:
+        """Hits per second that each of them promises; 0 where too few are known."""
+        if self._least is None:
+            is_known = len(self._left) > self._met * _KNOWN_SHARE
+            self._least = min(self._left.values()) if is_known else 0.0
+        return self._least

@@ -255,7 +255,7 @@ class Reclaim:
         cause = _NO_INODES if estimate.lacks_inodes else _NO_SPACE
         self.warn_once("refused", f"{self._root}: no room for a chunk: {cause}")
         cost_s = time.monotonic() - began_s
-        if cost_s > _COSTLY_S:
+        if cost_s > _COSTLY_S and below.rank is None:  # else only what ranks low is refused
             self.paused_until_s = began_s + 10 * cost_s
         return False
 

@@ -287,7 +287,12 @@ class Reservation:
                 capacity.pending.expect(keys[0].name, self._before_ns - MTIME_STEP_NS)
             whole = self._nbytes * len(keys)
             is_full = capacity.reclaiming.is_nearly_full
-            rank = capacity.policy.rank_of_new(keys[-1].name) if is_full else None
+            before = keys[0].before.hex()
+            rank = (
+                capacity.policy.rank_of_new(keys[0].name, keys[-1].name, before)
+                if is_full
+                else None
+            )
             self._below = Below(self._before_ns, rank)
             self.granted = capacity.reclaiming.reserve(whole, self._below, len(keys))
         except BaseException:
@@ -297,6 +302,8 @@ class Reservation:
             self._reserved_bytes = whole
         elif len(keys) == 1:  # several are then asked for one by one
             capacity.counts["chunks_refused"] += 1
+            if self._below.rank is not None:
+                capacity.policy.refused(keys[0].name)
         return self
 
     def __exit__(

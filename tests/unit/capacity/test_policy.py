@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from unittest import mock
+
+import numpy as np
 
 from helpers import DirectoryTest, write_log
 from replay import LAYOUT, NBYTES
 from vua.capacity import evictor
 from vua.capacity.evictor import Evictor
+from vua.capacity.hit_density import Request
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
 from vua.capacity.policy import LRU, LeastHitDensity
 from vua.capacity.reservation import Capacity
+from vua.capacity.use_log import short_names
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
@@ -94,8 +98,8 @@ class TestLeastHitDensity(DirectoryTest):
             for number in range(int(HISTORY_S / apart_s))
         ]
         once = [(began_s + 2 * at, self.names(keys)) for at, keys in enumerate(self.once)]
-        requests = sorted([*often, *once])
-        write_log(self.root, requests)
+        self.requests = sorted([*often, *once])
+        write_log(self.root, self.requests)
 
     def prompt(self, *tokens: int) -> KeyChain:
         """The keys of a prompt, one token each."""
@@ -207,16 +211,22 @@ class TestLeastHitDensity(DirectoryTest):
             victims.evict(NBYTES, next_tick_ns(self.fd))
             self.assertIsNone(victims.floor_rank)
 
-    def test_not_worth_to_be_written(self) -> None:
-        """In a full cache prompts that will not come back are not stored; others are."""
+    def capacity(self, seen: Sequence[tuple[float, Sequence[str]]]) -> Capacity:
+        """Room for 850 chunks, in a process that was asked for this itself."""
+        policy, ago_s = LeastHitDensity(self.root), time.monotonic() - self.now_ns / 1e9
+        policy.own.meet([Request(time_s + ago_s, short_names(names)) for time_s, names in seen])
         limits = Limits(max_bytes=850 * NBYTES, min_free_bytes=0)
-        capacity = Capacity(self.root, self.space.storage, limits)
+        capacity = Capacity(self.root, self.space.storage, limits, policy)
         self.addCleanup(capacity.close)
+        return capacity
+
+    def asks(self, capacity: Capacity) -> Callable[[KeyChain], int]:
+        """What asks for a prompt, and stores the rest of it."""
         store = Store(self.space.storage, self.space.name, LAYOUT, capacity)
         saver = EntryWriter(store, StagingBuffer(LAYOUT, LAYOUT.full, 1).memory)
 
         def ask(keys: KeyChain) -> int:
-            """Ask for a prompt, store the rest of it; return how many chunks were written."""
+            """Return how many chunks were written."""
             found = store.lookup(keys)
             store.used(keys, found, wait=True)
             written = 0
@@ -226,6 +236,12 @@ class TestLeastHitDensity(DirectoryTest):
                 written += 1
             return written
 
+        return ask
+
+    def test_not_worth_to_be_written(self) -> None:
+        """In a full cache prompts that will not come back are not stored; others are."""
+        capacity = self.capacity(self.requests)
+        ask = self.asks(capacity)
         for keys in self.loved[:420]:
             self.assertEqual(2, ask(keys))
         new = [self.prompt(7000 + number, *range(9)) for number in range(5)]
@@ -238,12 +254,48 @@ class TestLeastHitDensity(DirectoryTest):
         self.assertLess(searches.call_count, 20)  # far fewer searches than prompts
         self.assertGreater(self.stored(self.loved[:420]), 400)
 
+    def test_others_refuse_nothing(self) -> None:
+        """Where only the log says that prompts will not come back, all of them are stored."""
+        self.check_all_stored([])
+
+    def test_refused_once(self) -> None:
+        """Where prompts come back once in this process, the log may refuse each of them once."""
+        came_s = self.now_ns / 1e9 - HISTORY_S
+        twice = [(came_s + 2 * at + n, names) for n in (0, 0.2) for at, names in self.others()]
+        stored = [(came_s + at, self.names(keys)) for at, keys in enumerate(self.loved)]
+        capacity = self.capacity(sorted([*twice, *stored], key=lambda one: one[0]))
+        ask = self.asks(capacity)
+        for keys in self.loved[:420]:
+            self.assertEqual(2, ask(keys))
+        for number in range(45):
+            keys = self.prompt(7000 + number, *range(9))
+            self.assertEqual(10, ask(keys) + ask(keys), number)
+        self.assertGreater(capacity.counts["chunks_refused"], 10)
+
+    def others(self) -> list[tuple[int, list[str]]]:
+        """Prompts of no other request."""
+        found = [self.names(self.prompt(9000 + one, *range(9))) for one in range(500)]
+        return [*enumerate(found)]
+
+    def check_all_stored(self, seen: Sequence[tuple[float, Sequence[str]]]) -> None:
+        """A process that has seen this refuses nothing."""
+        ask = self.asks(self.capacity(seen))
+        for keys in self.loved[:420]:
+            self.assertEqual(2, ask(keys))
+        for number in range(45):
+            self.assertEqual(10, ask(self.prompt(7000 + number, *range(9))), number)
+
     def test_told_to_all(self) -> None:
         """What one process asks for another knows, also of prompts of which nothing is stored."""
         one = Capacity(self.root, self.space.storage)
         self.addCleanup(one.close)
         keys, other = self.prompt(8000, 8001), LeastHitDensity(self.root)
-        self.assertIsNone(other.rank_of_new(keys[1].name))
+        names, now_ns = self.names(keys), self.now_ns + SECOND_NS
+        times = np.array([now_ns, now_ns])
+        before, after = other.rank(now_ns), None
         one.used(keys, 0, wait=True)
-        time.sleep(0.3)  # others look so often
-        self.assertIsNotNone(other.rank_of_new(keys[1].name))
+        after = other.rank(now_ns)
+        assert before is not None
+        assert after is not None
+        self.assertLess(before(names, times).max(), 0)
+        self.assertGreater(after(names, times).min(), 0)

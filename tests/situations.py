@@ -1,0 +1,772 @@
+"""Storage situations that users of caches have met, and what becomes of each way to use VUA there.
+
+    python3 dev.py situations [--only moved,quota] [--faces library,CLI] [--markdown FILE]
+
+Each cell of the table has a process, mounts and a directory of its own. A cache is opened and
+filled; then something happens to its storage. *During* that, four old prompts and six new ones are
+asked for and stored. When the storage can be used again, the time passes until a new prompt is
+stored and found; then the old ones are asked for, and twelve new ones twice. What a cell counts:
+prompts found with the right bytes, prompts not found (misses), wrong ones, and requests that
+failed. The library and the commands may also *tell* of a problem, by an error of VUA's or an
+exit code with a sentence; the faces of engines may not. Needs root, for mounts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import itertools
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from scorecard.faults.mounts import command, formatted, own_mounts
+
+MOST_NBYTES: Final = 1 << 20
+"""What a bounded cache may hold; several prompts of each face fill it."""
+RECOVERY_S: Final = 30.0
+"""So long is waited for a new prompt to be stored and found."""
+_AT_ONCE_S: Final = 0.3
+_UID: Final = 4242
+_GID: Final = 4343
+_OLD: Final = range(4)
+"""Prompts that are stored before."""
+
+
+class NotRunError(Exception):
+    """This machine cannot make the situation."""
+
+
+class ToldError(Exception):
+    """VUA said what is wrong."""
+
+
+# -- faces ----------------------------------------------------------------------------------------
+
+
+class Face(Protocol):
+    """A way to use a cache."""
+
+    tells: bool
+    """Whether errors of VUA's are an answer."""
+
+    def open(self, root: str, **limits: Any) -> None:
+        """Use it."""
+
+    def ask(self, prompt: int) -> str:
+        """Ask for a prompt, and store it: ``right``, ``miss`` or ``wrong``. May raise."""
+
+
+class Library:
+    """`vua.core.VUA`: a lookup and a put."""
+
+    tells = True
+
+    def open(self, root: str, **limits: Any) -> None:
+        """Use it."""
+        from vua.core import VUA, VUAConfig
+
+        self.vua = VUA(VUAConfig(model="m", split_factor=64, **limits), root)
+
+    def ask(self, prompt: int) -> str:
+        """Look up, compare, put."""
+        import torch
+
+        from helpers import kv_bits
+        from vua.errors import VUAError
+
+        tokens = torch.arange(256) + 1000 * prompt
+        kv = [[part + prompt for part in layer] for layer in self.kv()]
+        try:
+            found = self.vua.get_closest(tokens)
+            many = found.num_tokens
+            right = not many or kv_bits(found.data) == kv_bits(kv, many)
+            self.vua.put(tokens, kv)
+        except (VUAError, OSError) as problem:
+            raise ToldError(str(problem)) from problem
+        if not right:
+            return "wrong"
+        return "right" if many == 256 else "miss"
+
+    @staticmethod
+    @cache
+    def kv() -> Any:
+        """The K and V of a prompt."""
+        from helpers import caches_of
+
+        return caches_of(layers=2, heads=2, tokens=256, dim=16)
+
+
+class Commands(Library):
+    """`vua ls`, `du`, `verify` and `gc` by turns, in this process, beside the library."""
+
+    def open(self, root: str, **limits: Any) -> None:
+        """Use it."""
+        super().open(root, **limits)
+        self.root = root if "://" in root else str(Path(root).absolute())
+        self.turns = itertools.cycle(("ls", "du", "verify", "gc"))
+
+    def ask(self, prompt: int) -> str:
+        """Ask the library; then run a command, which is to answer or say why not."""
+        from commands import run
+
+        answer, name = super().ask(prompt), next(self.turns)
+        code, out, err = run(name, self.root)
+        if code not in (0, 1, 2):
+            raise AssertionError(f"vua {name}: {(out + err)[-300:]}")
+        if code:
+            raise ToldError(f"vua {name}: {(out + err).strip()[-120:]}")
+        return answer
+
+
+class Transformers:
+    """`vua.transformers.reuse_prefixes` around `generate`."""
+
+    tells = False
+    greedy: Final = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+
+    @staticmethod
+    @cache
+    def model() -> Any:
+        """A small model."""
+        from transformers import AutoModelForCausalLM
+
+        from vua.testing.models import make_model
+
+        path = make_model(Path(tempfile.gettempdir()) / "vua-situations-model")
+        return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+
+    def open(self, root: str, **limits: Any) -> None:
+        """Use it."""
+        from vua.capacity.limits import Limits, write_bounds
+        from vua.transformers import reuse_prefixes
+
+        if limits:
+            write_bounds(root, Limits(**limits))
+        self.block = reuse_prefixes(self.model(), root, chunk_tokens=64)
+        self.prefixes = self.block.__enter__()
+        self.prefixes.ready(60)
+
+    def ask(self, prompt: int) -> str:
+        """Generate, and compare with what the model says alone."""
+        import torch
+
+        ids = torch.randint(4, 500, (1, 200), generator=torch.Generator().manual_seed(prompt))
+        found = self.prefixes.load(ids[0]).num_tokens
+        pad = {"pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+        said = self.model().generate(ids, **pad, **self.greedy).tolist()
+        with torch.no_grad():
+            plain = type(self.model()).generate(self.model(), ids, **pad, **self.greedy).tolist()
+        if said != plain:
+            return "wrong"
+        return "right" if found == 192 else "miss"
+
+
+class VLLM:
+    """vLLM's own scheduler and both halves of the connector; the model's K and V are a function."""
+
+    tells = False
+
+    def __init__(self) -> None:
+        """Import it."""
+        import sim.engine
+
+        self.sim, self.many = sim.engine, itertools.count()
+
+    def open(self, root: str, **limits: Any) -> None:
+        """Start an engine."""
+        from sim.truth import make_shape
+
+        extra = {"chunk_tokens": 64, "shared_storage_path": root}  # which may be a URL
+        extra |= {"limits": limits} if limits else {}
+        settings = self.sim.Settings(Path(root), make_shape("full", 0), extra=extra)
+        self.engine = self.sim.Engine(settings)
+
+    def ask(self, prompt: int) -> str:
+        """Answer a request; its tokens and the K and V that were loaded are checked."""
+        from sim.truth import Chain
+        from sim.worker import Wrong
+
+        name = f"{prompt}-{next(self.many)}"
+        ids = [5 + (prompt * 31 + at * (prompt + 1)) % 390 for at in range(200)]
+        self.engine.add(name, Chain(ids, None), 2)
+        try:
+            while self.engine.busy:
+                self.engine.step()
+            self.engine.check_answers()
+        except Wrong:
+            traceback.print_exc()
+            return "wrong"
+        return "right" if self.engine.loaded.get(name, 0) == 192 else "miss"
+
+
+FACES: Final[dict[str, Callable[[], Face]]] = {
+    "library": Library,
+    "CLI": Commands,
+    "transformers": Transformers,
+    "vLLM": VLLM,
+}
+
+# -- situations -----------------------------------------------------------------------------------
+
+Situation = Callable[["Place"], Iterator[str | None]]
+"""Yields the cache's path; then, where nothing can be stored for a while, "during", and goes on
+when it is to end. When it has ended or returned the storage can be used. In a process of its own.
+"""
+SITUATIONS: Final[dict[str, Situation]] = {}
+
+
+def situation(text: str) -> Callable[[Situation], Situation]:
+    """Name a situation."""
+
+    def named(function: Situation) -> Situation:
+        SITUATIONS[text] = function
+        return function
+
+    return named
+
+
+class Place:
+    """Where a cell has its files."""
+
+    def __init__(self, folder: Path) -> None:
+        """Begin with an empty folder."""
+        self.folder, self.root = folder, folder / "kv"
+        self.limits: dict[str, Any] = {}
+        self.held: int | None = None
+        self.stack = contextlib.ExitStack()
+
+    def mount(self, kind: str, *options: str, mebibytes: int = 64) -> Path:
+        """Mount a file system of one's own."""
+        at = self.folder / "mount"
+        at.mkdir(exist_ok=True)
+        try:
+            if kind == "tmpfs":
+                command("mount", "-t", kind, "-o", ",".join(options), "t", at)
+            else:
+                image = formatted(self.folder / "image", kind, mebibytes << 20)
+                command("mount", "-t", kind, "-o", ",".join(["loop", *options]), image, at)
+        except OSError as problem:
+            raise NotRunError(str(problem)) from problem
+        self.root = at / "kv"
+        self.root.mkdir(mode=0o700)
+        return at
+
+    def fill(self, at: Path) -> list[Path]:
+        """Use up all space."""
+        found = []
+        for number, piece in enumerate((1 << 20, 4096, 512, 1)):
+            path = at / f"others{number}"
+            found.append(path)
+            with contextlib.suppress(OSError), path.open("wb", buffering=0) as stream:
+                while True:
+                    stream.write(b"x" * piece)
+        return found
+
+    def remove(self) -> None:
+        """Delete the directory, also while somebody writes there."""
+        for _ in range(3):  # who writes may make it anew meanwhile
+            shutil.rmtree(self.root, ignore_errors=True)
+            if not self.root.exists():
+                break
+
+    def look(self) -> None:
+        """Hold the directory as it is now, to see what is written there when it is gone."""
+        self.held = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+
+    @property
+    def hidden_nbytes(self) -> int:
+        """What lies in it by now."""
+        if self.held is None:
+            return 0
+        walked = os.walk(f"/proc/self/fd/{self.held}/")
+        return sum(Path(at, name).stat().st_size for at, _, names in walked for name in names)
+
+
+def _full(kind: str, *options: str, mebibytes: int = 64) -> Situation:
+    def happens(place: Place) -> Iterator[str | None]:
+        at = place.mount(kind, *options, mebibytes=mebibytes)
+        yield str(place.root)
+        others = place.fill(at)
+        yield "during"
+        for one in others:
+            one.unlink(missing_ok=True)
+
+    return happens
+
+
+SITUATIONS["others fill a tmpfs"] = _full("tmpfs", "size=8M")
+SITUATIONS["others fill ext4"] = _full("ext4")
+SITUATIONS["others fill XFS"] = _full("xfs", mebibytes=320)
+
+
+@situation("no inode left (tmpfs)")
+def no_inodes(place: Place) -> Iterator[str | None]:
+    """Others make empty files."""
+    at = place.mount("tmpfs", "size=64M", "nr_inodes=900")
+    yield str(place.root)
+    with contextlib.suppress(OSError):
+        for number in range(1000):
+            (at / f"others{number}").touch()
+    yield "during"
+    for one in at.glob("others*"):
+        one.unlink()
+
+
+@situation("caches fill all inodes (tmpfs)")
+def own_inodes(place: Place) -> Iterator[str | None]:
+    """Chunks alone use them up: they are evicted."""
+    place.mount("tmpfs", "size=64M", "nr_inodes=120")
+    yield str(place.root)
+
+
+@situation("quota (btrfs)")
+def quota(place: Place) -> Iterator[str | None]:
+    """The cache's subvolume may hold little more."""
+    at = place.mount("btrfs", mebibytes=256)
+    place.root.rmdir()
+    try:
+        command("btrfs", "quota", "enable", at)
+        command("btrfs", "subvolume", "create", place.root)
+        place.root.chmod(0o700)
+    except OSError as problem:
+        raise NotRunError(str(problem)) from problem
+    yield str(place.root)
+    command("btrfs", "qgroup", "limit", "300K", place.root)
+    yield "during"
+    for attempt in range(20):
+        with contextlib.suppress(OSError):  # to lift it takes room, too
+            command("btrfs", "qgroup", "limit", "none", place.root)
+            break
+        time.sleep(0.1 * attempt)
+
+
+@situation("mounted over")
+def mounted_over(place: Place) -> Iterator[str | None]:
+    """A late mount."""
+    place.limits = {"max_bytes": MOST_NBYTES}
+    at = place.mount("tmpfs", "size=64M")
+    yield str(place.root)
+    place.look()
+    command("mount", "-t", "tmpfs", "-o", "size=64M", "two", at)
+    place.root.mkdir(mode=0o700)
+
+
+@situation("unmounted, mounted again")
+def unmounted(place: Place) -> Iterator[str | None]:
+    """As when a disk is exchanged."""
+    place.limits = {"max_bytes": MOST_NBYTES}
+    at = place.mount("tmpfs", "size=64M")
+    yield str(place.root)
+    place.look()
+    command("umount", "-l", at)
+    yield "during"
+    command("mount", "-t", "tmpfs", "-o", "size=64M", "two", at)
+    place.root.mkdir(mode=0o700)
+
+
+@situation("moved, another in its place")
+def moved(place: Place) -> Iterator[str | None]:
+    """`mv kv old; mkdir kv`."""
+    place.limits = {"max_bytes": MOST_NBYTES}
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    place.look()
+    place.root.rename(place.folder / "old")
+    place.root.mkdir(mode=0o700)
+
+
+@situation("removed")
+def removed(place: Place) -> Iterator[str | None]:
+    """`rm -rf kv`."""
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    place.remove()
+
+
+@situation("removed at its limit")
+def removed_full(place: Place) -> Iterator[str | None]:
+    """The same of a full one."""
+    place.limits = {"max_bytes": MOST_NBYTES // 4, "min_free_bytes": 0}
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    place.remove()
+
+
+@situation("vua rm --all")
+def removed_by_vua(place: Place) -> Iterator[str | None]:
+    """As troubleshooting says."""
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    words = [sys.executable, "-m", "vua.cli", "rm", str(place.root), "--all", "--yes"]
+    subprocess.run(words, check=True, capture_output=True)
+
+
+@situation("read-only")
+def read_only(place: Place) -> Iterator[str | None]:
+    """Mounted so, and back."""
+    at = place.mount("ext4")
+    yield str(place.root)
+    command("mount", "-o", "remount,ro", at)
+    yield "during"
+    command("mount", "-o", "remount,rw", at)
+
+
+@situation("lower layer of an overlay")
+def overlay(place: Place) -> Iterator[str | None]:
+    """What an image brought cannot be renamed there (EXDEV), only covered."""
+    lower = place.mount("tmpfs", "size=64M")
+    for name in ("kv", "upper", "work"):
+        (lower / name).mkdir(mode=0o700, exist_ok=True)
+    place.root = place.folder / "merged"
+    place.root.mkdir(mode=0o700)
+    place.limits = {"max_bytes": MOST_NBYTES // 2, "min_free_bytes": 0}
+    writer = Library()
+    writer.open(str(lower / "kv"))
+    for prompt in range(100, 106):
+        writer.ask(prompt)
+    writer.vua.close()
+    layers = f"lowerdir={lower}/kv,upperdir={lower}/upper,workdir={lower}/work"
+    try:
+        command("mount", "-t", "overlay", "-o", layers, "overlay", place.root)
+    except OSError as problem:
+        raise NotRunError(str(problem)) from problem
+    yield str(place.root)
+
+
+@situation("immovable (chattr +i)")
+def immovable(place: Place) -> Iterator[str | None]:
+    """A chunk can be neither moved nor deleted."""
+    at = place.mount("ext4")
+    place.limits = {"max_bytes": MOST_NBYTES // 2, "min_free_bytes": 0}
+    yield str(place.root)
+    for path in sorted(at.glob("kv/*/*/*")):  # some may be evicted meanwhile
+        try:
+            command("chattr", "+i", path)
+        except OSError as problem:
+            if path.exists():
+                raise NotRunError(str(problem)) from problem
+        else:
+            break
+
+
+@situation("files of another user")
+def other_uid(place: Place) -> Iterator[str | None]:
+    """All stored files belong to somebody else: not believed, no request fails."""
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    for path in place.root.rglob("*.safetensors"):
+        os.chown(path, _UID, _GID)
+
+
+@situation("chmod refused")
+def chmod_refused(place: Place) -> Iterator[str | None]:
+    """Root's directory, in which the process's group may write."""
+    place.root.mkdir()
+    place.folder.chmod(0o755)
+    os.chown(place.root, 0, _GID)
+    place.root.chmod(0o2770)
+    os.environ["HOME"] = str(place.folder)
+    become(_UID, _GID)
+    yield str(place.root)
+
+
+@situation("umask 0177")
+def umask(place: Place) -> Iterator[str | None]:
+    """Directories would not be searchable."""
+    os.umask(0o177)
+    place.root.mkdir(mode=0o700)
+    place.root.chmod(0o700)
+    yield str(place.root)
+
+
+@situation("hard links (cp -al)")
+def hard_links(place: Place) -> Iterator[str | None]:
+    """A snapshot gives each file a second name."""
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    command("cp", "-al", place.root, place.folder / "snapshot")
+
+
+@situation("relative path, chdir")
+def chdir(place: Place) -> Iterator[str | None]:
+    """The process goes elsewhere."""
+    place.root.mkdir(mode=0o700)
+    (place.folder / "elsewhere").mkdir()
+    os.chdir(place.folder)
+    yield "kv"
+    os.chdir(place.folder / "elsewhere")
+    place.root = place.folder / "kv"
+
+
+@situation("symlinked root")
+def symlink(place: Place) -> Iterator[str | None]:
+    """The path is a link, which then leads elsewhere."""
+    for name in ("one", "two"):
+        (place.folder / name).mkdir(mode=0o700)
+    place.root.symlink_to(place.folder / "one")
+    place.limits = {"max_bytes": MOST_NBYTES}
+    yield str(place.root)
+    place.look()
+    place.root.unlink()
+    place.root.symlink_to(place.folder / "two")
+
+
+def _bucket(place: Place) -> Any:
+    """A bucket on a server behind a proxy, which passes everything on."""
+    try:
+        from buckets import moto, speaking_to
+        from vua.testing.proxy import FaultyProxy
+
+        proxy = FaultyProxy(moto())
+    except (ImportError, OSError) as problem:
+        raise NotRunError(str(problem)) from problem
+    place.stack.enter_context(speaking_to(proxy.endpoint))
+    place.root = Path("/nowhere")
+    return proxy
+
+
+@situation("a bucket with odd keys and a clone of it")
+def odd_keys(place: Place) -> Iterator[str | None]:
+    """Keys that are no paths, folders' marks, others' objects, a copy of all of it below itself."""
+    from vua.storage.bucket import Bucket
+
+    _bucket(place)
+    prefix = place.folder.name.lower()
+    yield f"s3://vua/{prefix}"
+    bucket = Bucket.at(f"s3://vua/{prefix}")
+    there = [one.key for one in bucket.walk()]
+    space = next(key.split("/")[0] for key in there if len(key.split("/")[0]) == 64)
+    for key in (f"{space}/", f"{space}/%2F", f"{space}/ /x", f"{space}/a\x01b", "photograph.jpg"):
+        with contextlib.suppress(Exception):  # what the server or the client does not take
+            bucket.put(key, b"1")
+    for key in there:
+        bucket.put(f"clone/{key}", bucket.get(key)[1])
+        bucket.put(f"{space}/clone/{key}", bucket.get(key)[1])
+
+
+@situation("a bucket that refuses conditions and bulk deletion")
+def refusing_bucket(place: Place) -> Iterator[str | None]:
+    """As some servers do."""
+    proxy = _bucket(place)
+    yield f"s3://vua/{place.folder.name.lower()}"
+    kinds = itertools.cycle(("bad conditions", "no bulk"))
+    proxy.plan = lambda *_: next(kinds)
+
+
+@situation("a bucket with object lock")
+def locked_bucket(place: Place) -> Iterator[str | None]:
+    """Deletions are refused."""
+    proxy = _bucket(place)
+    yield f"s3://vua/{place.folder.name.lower()}"
+    proxy.plan = lambda *_: "locked"
+
+
+def become(uid: int, gid: int) -> None:
+    """Be another user, who may read all files (Python's, too) but change the modes of own ones."""
+    libc, caps = ctypes.CDLL(None, use_errno=True), 1 << 1 | 1 << 2  # DAC_OVERRIDE, DAC_READ_SEARCH
+    libc.prctl(8, 1, 0, 0, 0)  # PR_SET_KEEPCAPS
+    os.setgroups([gid])
+    os.setgid(gid)
+    os.setuid(uid)
+    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(caps, caps, caps)
+    kept = libc.capset(header, data) == 0
+    for one in (1, 2):  # PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE: programs keep them
+        kept = kept and libc.prctl(47, 2, one, 0, 0) == 0
+    if not kept:
+        raise NotRunError("capabilities cannot be kept")
+
+
+# -- running --------------------------------------------------------------------------------------
+
+
+class Cell:
+    """One way to use VUA in one situation."""
+
+    def __init__(self, face: Face, place: Place) -> None:
+        """Begin."""
+        self.face, self.place, self.counts, self.why = face, place, Counter[str](), ""
+        self.fresh = itertools.count(10)
+
+    def ask(self, prompt: int, *, counted: bool = True) -> str:
+        """Ask for a prompt, and store it."""
+        try:
+            answer = self.face.ask(prompt)
+        except ToldError as problem:
+            self.why = self.why or str(problem)
+            answer = "told" if self.face.tells else "failed"
+        except Exception as problem:  # noqa: BLE001 - that is what is looked for
+            self.why = f"{type(problem).__name__}: {problem}"
+            traceback.print_exc()
+            answer = "failed"
+        if counted or answer in ("wrong", "failed"):
+            self.counts[answer] += 1
+        return answer
+
+    def again(self, prompt: int, wait_s: float) -> str:
+        """Ask until it is found: it is stored in the background."""
+        stop_s = time.monotonic() + wait_s
+        while (answer := self.ask(prompt, counted=False)) in ("miss", "told"):
+            if time.monotonic() > stop_s:
+                break
+            time.sleep(0.01)
+        return answer
+
+    def soon(self) -> float:
+        """Ask for new prompts until one of them is found when it is asked for again."""
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < RECOVERY_S:
+            if self.again(next(self.fresh), 1.5) == "right":
+                return time.monotonic() - began_s
+        return float("inf")
+
+    def run(self, happens: Situation) -> dict[str, Any]:
+        """Return what it counts."""
+        steps = happens(self.place)
+        try:
+            self.face.open(str(next(steps)), **self.place.limits)
+            self.soon()
+            for prompt in _OLD:
+                self.ask(prompt)
+            self.counts.clear()
+            if next(steps, None) == "during":
+                for prompt in (*_OLD, *itertools.islice(self.fresh, 6)):
+                    self.ask(prompt)
+                next(steps, None)
+        except NotRunError as problem:
+            return {"not run": str(problem)}
+        return self.after()
+
+    def after(self) -> dict[str, Any]:
+        """What it counts when the storage can be used again."""
+        recovery_s = self.soon()
+        for prompt in _OLD:
+            self.ask(prompt)
+        for prompt in itertools.islice(self.fresh, 12):
+            self.ask(prompt, counted=False)
+            self.counts[self.again(prompt, 2.0)] += 1
+        if (hidden := self.place.hidden_nbytes) > 1.25 * MOST_NBYTES:
+            self.why = f"{hidden} bytes in a place that nobody sees"
+            self.counts["wrong"] += 1
+        return {**self.counts, "recovery_s": max(recovery_s, self.soon()), "why": self.why}
+
+
+def in_a_process(face: Face, happens: Situation) -> dict[str, Any]:
+    """Run a cell in a fork; return what it counts."""
+    folder = Path(tempfile.mkdtemp(prefix="vua-situations-"))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        result: dict[str, Any] = {"failed": 1, "why": "the process died"}
+        try:
+            own_mounts()
+            result = Cell(face, Place(folder)).run(happens)
+        except BaseException as problem:  # noqa: BLE001 - for the parent
+            traceback.print_exc()
+            result = {"failed": 1, "why": f"{type(problem).__name__}: {problem}"}
+        finally:
+            with open(writing, "w") as stream:  # noqa: PTH123 - a descriptor
+                json.dump(result, stream)
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as stream:  # noqa: PTH123 - a descriptor
+        said = stream.read()
+    os.waitpid(child, 0)
+    subprocess.run(["chattr", "-R", "-i", str(folder)], check=False, capture_output=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    return json.loads(said) if said else {"failed": 1, "why": "the process died"}
+
+
+def fault(cell: dict[str, Any]) -> str:
+    """What is wrong with a cell; nothing where all is as promised."""
+    if "not run" in cell:
+        return ""
+    if cell.get("wrong") or cell.get("failed"):
+        return cell["why"] or "wrong bytes"
+    return "" if cell["recovery_s"] < float("inf") else f"nothing is stored again ({cell['why']})"
+
+
+def shown(cell: dict[str, Any] | None) -> str:
+    """A cell as text: right, missed, wrong, failed; told; how soon it stores again."""
+    if cell is None or "not run" in cell:
+        return "not run"
+    numbers = "/".join(str(cell.get(name, 0)) for name in ("right", "miss", "wrong", "failed"))
+    told = f" {cell['told']} told" if cell.get("told") else ""
+    seconds = cell.get("recovery_s", float("inf"))
+    after = (
+        "never" if seconds == float("inf") else "at once" if seconds < 0.3 else f"{seconds:.1f} s"
+    )
+    return f"{numbers}{told}, {after}"
+
+
+def table(found: dict[str, dict[str, Any]], faces: list[str]) -> str:
+    """All cells."""
+    lines = [f"| situation | {' | '.join(faces)} |", "|---|" + "--:|" * len(faces)]
+    for name, cells in found.items():
+        lines.append(f"| {name} | {' | '.join(shown(cells.get(face)) for face in faces)} |")
+    reasons = {(name, cell["not run"]) for name, cells in found.items()
+               for cell in cells.values() if "not run" in cell}  # fmt: skip
+    return "\n".join([*lines, "", *(f"Not run: {name}: {why}" for name, why in sorted(reasons))])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(prog="situations", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="words of names of situations, with commas")
+    parser.add_argument("--faces", default=",".join(FACES), help="which of them (%(default)s)")
+    parser.add_argument("--markdown", type=Path, help="put the table into this page")
+    parser.add_argument("--json", type=Path, help="write all cells to this file")
+    parser.add_argument("--verbose", action="store_true", help="show what is logged")
+    asked = parser.parse_args(arguments)
+    if os.geteuid():
+        print("situations: needs root, for mounts")
+        return 2
+    if not asked.verbose:
+        logging.disable(logging.CRITICAL)
+    words = [word for word in asked.only.split(",") if word]
+    names = [one for one in SITUATIONS if not words or any(word in one for word in words)]
+    faces = asked.faces.split(",")
+    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    faults = []
+    for face in faces:
+        try:
+            warmed = FACES[face]()
+            if isinstance(warmed, Transformers):
+                warmed.model()
+        except ImportError as problem:
+            for name in names:
+                found[name][face] = {"not run": f"{face}: {problem}"}
+            continue
+        for name in names:
+            cell = found[name][face] = in_a_process(warmed, SITUATIONS[name])
+            print(f"{face}: {name}: {shown(cell)}  {fault(cell)}", flush=True)
+            faults += [f"{face}: {name}"] if fault(cell) else []
+    print("\n" + table(found, faces))
+    if asked.json:
+        asked.json.write_text(json.dumps(found, indent=1))
+    if asked.markdown:
+        page, mark = asked.markdown.read_text(), "<!-- situations -->"
+        before, _, rest = page.partition(mark)
+        asked.markdown.write_text(
+            f"{before}{mark}\n{table(found, faces)}\n<!-- /situations -->"
+            + rest.partition("<!-- /situations -->")[2]
+        )
+    print(f"{len(faults)} cells are not as promised: {faults}" if faults else "all as promised")
+    return bool(faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
