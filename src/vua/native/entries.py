@@ -77,15 +77,19 @@ class Crew:
             self._fixed = before
 
     @contextmanager
-    def joined(self, nbytes: int, thread_nbytes: int = _THREAD_NBYTES) -> Iterator[int]:
+    def joined(
+        self, nbytes: int, thread_nbytes: int = _THREAD_NBYTES, *, urgent: bool = True
+    ) -> Iterator[int]:
         """Count a call that moves ``nbytes``, and yield how many threads it is to have.
 
         One for each ``thread_nbytes``, as long as the others leave it a core: a thread that had to
-        share one with another call would bring nothing, and take from whoever else wants it.
+        share one with another call would bring nothing, and take from whoever else wants it. Calls
+        that are not ``urgent`` leave half of the cores to the engine, all of them together.
         """
-        most = min(THREADS, max(min(2, CORES), CORES // 2 // self._processes))
+        share = max(min(2, CORES), CORES // 2 // self._processes)
+        most, cores = min(THREADS, share), CORES if urgent else share
         with self._lock:
-            most = self._fixed or min(most, CORES - self._working)
+            most = self._fixed or min(most, cores - self._working)
             threads = max(1, min(nbytes // thread_nbytes, most))
             self._working += threads
         try:
@@ -277,7 +281,7 @@ def write_entries(
     statuses = np.zeros(len(paths), dtype=np.int32)
     names = [path.encode() + b"\0" for path in paths]
     nbytes = len(names) * transfer.file_nbytes
-    with crew.joined(nbytes if len(names) > 1 else 0) as threads:
+    with crew.joined(nbytes if len(names) > 1 else 0, urgent=False) as threads:
         bound.save(
             *(ctypes.byref(transfer), ctypes.byref(options), dir_fd),
             *(b"".join(names), len(names[0]), len(names), place, headers.ctypes.data),
