@@ -88,6 +88,19 @@ class TestIds(unittest.TestCase):
 class TestCrew(unittest.TestCase):
     """How many threads calls have."""
 
+    def test_what_is_not_urgent(self) -> None:
+        """Calls that write have half of the cores, all of them together; a load has its own."""
+        with mock.patch.multiple(entries, THREADS=8, CORES=16):
+            crew = entries.Crew()
+            large = 1 << 30
+            with (
+                crew.joined(large, urgent=False) as first,
+                crew.joined(large, urgent=False) as more,
+            ):
+                self.assertEqual((8, 1), (first, more))
+                with crew.joined(large) as load:
+                    self.assertEqual(7, load)
+
     def test_cores(self) -> None:
         """A call has threads by its size, up to a limit, where others leave it the cores."""
         large, small = 1 << 30, 1 << 20
