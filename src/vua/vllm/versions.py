@@ -36,10 +36,9 @@ log = logger()
 OLDEST_ON_GPU: Final = Version("0.24")
 """From here to `OLDEST` on NVIDIA GPUs alone: the forms of their pages on CPUs were not checked."""
 OLDEST: Final = Version("0.28")
-NEWEST_RUN: Final = Version("0.32")
-"""The connector is tested with `OLDEST` and this one. What is outside of these two was compared
-with them: the hooks, who calls them and when, what they read, the forms of the pages."""
 NEWEST: Final = Version("0.33")
+"""The connector is tested with `OLDEST`, 0.32 and this one. Releases before `OLDEST` were compared
+with them: the hooks, who calls them and when, what they read, the forms of the pages."""
 
 MEDIUM_STORAGE: Final[str] = getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")
 """The medium in events; vLLM has a name for it since 0.27."""
@@ -84,12 +83,12 @@ def check_version(*, allow_untested: bool) -> None:
 def caveat() -> str | None:
     """Return what is to be said in the log about an accepted vLLM with which VUA was never run."""
     release = _release()
-    if release is None or OLDEST <= release <= NEWEST_RUN:
+    if release is None or OLDEST <= release <= NEWEST:
         return None
     known = "by its API only" if release <= NEWEST else "not even its API is known"
     return (
         f"vLLM {vllm.__version__} with this version of VUA: not run; {known} "
-        f"(run: {OLDEST} to {NEWEST_RUN})"
+        f"(run: {OLDEST} to {NEWEST})"
     )
 
 
