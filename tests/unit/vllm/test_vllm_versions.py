@@ -63,14 +63,13 @@ class VersionsTest(unittest.TestCase):
         from vua.vllm.versions import caveat
 
         for version, text in (
-            ("0.24.0", r"0\.24\.0.*not run; by its API only \(run: 0\.28 to 0\.32\)"),
+            ("0.24.0", r"0\.24\.0.*not run; by its API only \(run: 0\.28 to 0\.33\)"),
             ("0.27.1", "not run; by its API only"),
-            ("0.33.0", "not run; by its API only"),
             ("0.34.0", "not run; not even its API is known"),
         ):
             with self.subTest(version), mock.patch("vllm.__version__", version):
                 self.assertRegex(caveat() or "", text)
-        for version in ("0.28.0", "0.30.2", "0.32.0+cpu", "mine"):
+        for version in ("0.28.0", "0.30.2", "0.32.0+cpu", "0.33.0", "mine"):
             with self.subTest(version), mock.patch("vllm.__version__", version):
                 self.assertIsNone(caveat())
 
