@@ -125,10 +125,11 @@ class Sweep:
                 self.store.storage.first_reads = FirstReads()
                 with native.crew.fixed(threads):
                     took["cold"].append(once(self.bench, load))
-            rate = {n: round(nbytes / statistics.median(t) / 1e9, 2) for n, t in took.items() if t}
+            middle = {name: statistics.median(times) for name, times in took.items() if times}
+            rate = {name: round(nbytes / time / 1e9, 2) for name, time in middle.items()}
             row: dict[str, object] = {"way": "load", "threads": threads, "buffer files": chunks}
             row |= {"buffers": buffers, **{f"{name} GB/s": r for name, r in rate.items()}}
-            row["of raw"] = round(rate["warm"] / rate["raw"], 3)
+            row["of raw"] = round(middle["raw"] / middle["warm"], 3)
             rows.append(row)
             print(*(f"{name}: {value}" for name, value in row.items()), sep=", ", flush=True)
         staging.close()
@@ -177,10 +178,11 @@ class Sweep:
                 with native.crew.fixed(threads):
                     took["save"].append(once(self.bench, lambda: self.save(1)))
             nbytes = self.chunks * self.payload
-            rate = {n: round(nbytes / statistics.median(t) / 1e9, 2) for n, t in took.items()}
+            middle = {name: statistics.median(times) for name, times in took.items()}
+            rate = {name: round(nbytes / time / 1e9, 2) for name, time in middle.items()}
             row: dict[str, object] = {"way": "save", "threads": threads}
             row |= {f"{name} GB/s": r for name, r in rate.items()}
-            row["of raw"] = round(rate["save"] / rate["raw"], 3)
+            row["of raw"] = round(middle["raw"] / middle["save"], 3)
             rows.append(row)
             print(*(f"{name}: {value}" for name, value in row.items()), sep=", ", flush=True)
         return rows
