@@ -30,8 +30,8 @@ if find_spec("vllm"):
 
 LAYOUT = KVLayout(layers=2, kv_heads=1, k_dim=64, v_dim=64, dtype="F32", chunk_tokens=16)
 MOST = {
-    ("save", "auto"): (6, 5),
-    ("save", "off"): (8, 6),
+    ("save", "auto"): (7, 5),  # one more than for a chunk by itself: chunks are written by runs
+    ("save", "off"): (9, 6),
     ("load", "auto"): (8, 7),
     ("load", "off"): (14, 9),  # the way through a buffer is a function apart
     ("eviction", "auto"): (7, 4),

@@ -341,8 +341,15 @@ class WriteQueue:
             elif not save.proven():
                 rest = "reset"
             else:
-                self._store(save.part(0, len(wanted)), outcomes)
-                rest = "dropped"
+                with save.group.saver(save.store) as saver:
+                    saver.ttl_s = save.order.hints.ttl_s
+                    for statuses in saver.save_each(wanted, save.buffers[0].number):
+                        good = takewhile(lambda one: one != FAILED, statuses)
+                        outcomes += ["written" if one == WRITTEN else "present" for one in good]
+                outcomes += ["refused"] * (len(wanted) - len(outcomes))
+                capacity, rest = save.store.capacity, "dropped"
+                if save.pin and len(wanted) == len(save.keys) and capacity is not None:
+                    capacity.pin(wanted[-1].name)
         except StorageError as problem:
             self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
         except Exception:  # a save that breaks costs hits, never a request
@@ -355,20 +362,6 @@ class WriteQueue:
                     if outcome != "dropped":  # the storage was asked
                         self._guard.went(well=outcome != "error")
                 self._count_saves(save, outcomes, self._clock() - began)
-
-    @staticmethod
-    def _store(save: _Save, outcomes: list[str]) -> None:
-        """Write chunks; add to ``outcomes`` what became of each. Raises StorageError."""
-        store, capacity = save.store, save.store.capacity
-        place, keys = save.buffers[0].number, save.keys
-        with save.group.saver(store) as saver:
-            saver.ttl_s = save.order.hints.ttl_s
-            for statuses in saver.save_each(keys, place):
-                good = takewhile(lambda one: one != FAILED, statuses)
-                outcomes += ["written" if one == WRITTEN else "present" for one in good]
-            outcomes += ["refused"] * (len(keys) - len(outcomes))
-        if save.pin and capacity is not None:
-            capacity.pin(keys[-1].name)
 
     def give_up(self) -> None:
         """Forget the saves that hang; the chunks are not stored."""
