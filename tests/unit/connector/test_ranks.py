@@ -105,6 +105,18 @@ class RanksTest(DirectoryTest):
             save_step(worker, ConnectorMetadata(saves=[SaveOrder([self.table], [(0, self.keys)])]))
             worker.shutdown()
 
+    def test_nothing_is_stored_twice(self) -> None:
+        """What ranks of other sizes have stored as a whole is not stored anew."""
+        for first, second in (((1, 1), (1, 4)), ((1, 4), (1, 1)), ((2, 4), (1, 2)), ((1, 8), (2, 1))):
+            with self.subTest(first=first, second=second):
+                for path in self.files():
+                    path.unlink()
+                self.save(GQA, first)
+                stored = sorted(self.files())
+                self.save(GQA, second)
+                self.assertEqual(CHUNKS * first[0] * first[1], len(stored))
+                self.assertEqual(stored, sorted(self.files()))
+
     def check(self, layout: KVLayout, sizes: tuple[int, int]) -> None:
         """Load them into all ranks and compare every page with what vLLM itself writes."""
         from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder
