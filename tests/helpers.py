@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import os
 import shutil
 import signal
@@ -62,10 +61,16 @@ def has_native() -> bool:
     return native.library() is not None
 
 
-def descriptors() -> list[str]:
-    """The numbers of the process's open descriptors; what earlier tests left behind is closed."""
-    gc.collect()
-    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+def descriptors(below: Path) -> list[str]:
+    """What is open in this process of a directory and what lies below it; each opening counts.
+
+    Of a test's own directory: earlier tests may still be closing what lies in theirs.
+    """
+    found = []
+    for number in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.append(str(number.readlink()))
+    return sorted(path for path in found if path.startswith(str(below)))
 
 
 def save_step(side: Any, orders: Any) -> None:

@@ -152,11 +152,11 @@ class TestRecency(DirectoryTest):
                 shutil.rmtree(clock, ignore_errors=True)
                 clock.unlink(missing_ok=True)
                 made(clock)
-                there, before = sorted(clock.parent.iterdir()), descriptors()
+                there, before = sorted(clock.parent.iterdir()), descriptors(self.root)
                 now, own = server_now_ns(self.fd), self.stamps(self.trunk)[0]
                 self.assertGreaterEqual(now, own)
                 self.assertEqual(there, sorted(clock.parent.iterdir()))
-                self.assertEqual(before, descriptors())
+                self.assertEqual(before, descriptors(self.root))
 
     def test_recent(self) -> None:
         """A name passes once per interval, and again when it was crowded out."""

@@ -107,7 +107,8 @@ class RanksTest(DirectoryTest):
 
     def test_nothing_is_stored_twice(self) -> None:
         """What ranks of other sizes have stored as a whole is not stored anew."""
-        for first, second in (((1, 1), (1, 4)), ((1, 4), (1, 1)), ((2, 4), (1, 2)), ((1, 8), (2, 1))):
+        pairs = (((1, 1), (1, 4)), ((1, 4), (1, 1)), ((2, 4), (1, 2)), ((1, 8), (2, 1)))
+        for first, second in pairs:
             with self.subTest(first=first, second=second):
                 for path in self.files():
                     path.unlink()

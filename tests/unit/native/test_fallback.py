@@ -169,11 +169,11 @@ class TestListChunks(DirectoryTest):
         (self.root / "file").write_bytes(b"")
         fd = os.open(self.root / "file", os.O_RDONLY)
         self.addCleanup(os.close, fd)
-        before = descriptors()
+        before = descriptors(self.root)
         for listing in (native.list_chunks, fallback.list_chunks):
             with self.assertRaises(NotADirectoryError):
                 listing(fd)
-        self.assertEqual(before, descriptors())
+        self.assertEqual(before, descriptors(self.root))
 
 
 if __name__ == "__main__":

@@ -326,9 +326,9 @@ class TestSharedFiles(DirectoryTest):
                 if cold:
                     cool(paths, sync=True)
                     self.storage.first_reads = FirstReads()
-                before = descriptors()
+                before = descriptors(self.root)
                 loaded, memory = self.load(threads)
-                self.assertEqual(before, descriptors())
+                self.assertEqual(before, descriptors(self.root))
                 self.assertEqual((self.files_count, None), (loaded.chunks, loaded.reason))
                 for want, got in zip(expected.buffers, memory.buffers, strict=True):
                     np.testing.assert_array_equal(want, got)
@@ -339,13 +339,13 @@ class TestSharedFiles(DirectoryTest):
             path = self.files()[0]
             bad = next(at for at, key in enumerate(self.keys) if key.name in str(path))
             with self.subTest(threads=threads, share=share):
-                before, sound = descriptors(), path.read_bytes()
+                before, sound = descriptors(self.root), path.read_bytes()
                 flip(path, int(share * len(sound)))
                 loaded, _ = self.load(threads)
                 self.assertEqual((bad, "corrupt"), (loaded.chunks, loaded.reason))
                 path.write_bytes(sound)  # it was taken out of sight
                 self.assertEqual(self.files_count, self.load(threads)[0].chunks)
-                self.assertEqual(before, descriptors())
+                self.assertEqual(before, descriptors(self.root))
 
     def test_unreadable_part(self) -> None:
         """Threads that end at a part that cannot be read leave no file open."""
@@ -355,12 +355,12 @@ class TestSharedFiles(DirectoryTest):
         reads = transfer.plan.reads.copy()
         reads["offset"][2] = transfer.file_nbytes  # nothing is there
         transfer.reads = reads.ctypes.data
-        before, directory = descriptors(), Directory(self.storage.fileno())
+        before, directory = descriptors(self.root), Directory(self.storage.fileno())
         for threads in (1, 2, 8):
             into = native.Headers(transfer.plan, len(paths))
             with mock.patch.multiple(entries, THREADS=threads, CORES=2 * threads):
                 self.assertEqual(0, native.read_entries(transfer, directory, paths, 0, into))
-            self.assertEqual(before, descriptors())
+            self.assertEqual(before, descriptors(self.root))
 
 
 @unittest.skipUnless(has_native(), NOT_BUILT)

@@ -114,13 +114,13 @@ class StreamTest(DirectoryTest):
 
     def test_ends_early(self) -> None:
         """Closing ends threads that wait for a place, and leaves no descriptor open."""
-        before = descriptors()
+        before = descriptors(self.root)
         for came in (0, 3):
             stream = self.stream()
             stream.wait(0, came)
             stream.close()
             stream.close()
-        self.assertEqual(before, descriptors())
+        self.assertEqual(before, descriptors(self.root))
 
 
 if __name__ == "__main__":
