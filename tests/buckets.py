@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -250,8 +251,16 @@ def _make_container(port: int) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Ports that nothing listens on, outside of those that clients are given.
+
+    A server that starts again wants the ports that it had: of those in ``ip_local_port_range`` a
+    connection may have taken one meanwhile.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 1000):
+        if len(found) == count:
+            break
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
