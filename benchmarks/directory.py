@@ -49,9 +49,9 @@ from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.format.parse import encode_header
 from vua.storage.base import WRITTEN
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Loader
+from vua.store.writer import EntryWriter
 
 LAYOUT = KVLayout(layers=1, kv_heads=1, k_dim=16, v_dim=16, dtype="BF16", chunk_tokens=4)
 IDENTITY = Identity(model="benchmark", kv_dtype="BF16", chunk_tokens=4, name="benchmark")

@@ -33,7 +33,7 @@ from buckets import seaweedfs, speaking_to
 from engines import CHUNK, Engine, expect
 from vua.cli.bench import describe_machine
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_path import BucketPath
+from vua.storage.location import BucketPath
 from vua.testing.models import ENGINE_ENVIRONMENT
 from vua.testing.proxy import FaultyProxy
 from vua.testing.real_model import NAME, real_model

@@ -34,7 +34,7 @@ from vua.connector.worker import WorkerSide
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
-from vua.store.entry_writer import EntryWriter
+from vua.store.writer import EntryWriter
 from vua.testing.throttle import ThrottledStorage
 from vua.vllm import page_layout
 

@@ -42,12 +42,12 @@ from vua.io.map_on import map_on
 from vua.io.threads import Threads
 from vua.storage import bucket
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_path import BucketPath
 from vua.storage.local import entry_path
+from vua.storage.location import BucketPath
 from vua.storage.object import ObjectStorage
-from vua.store.entry_writer import EntryWriter
 from vua.store.store import Loader, Store
 from vua.store.tensors import memory_map
+from vua.store.writer import EntryWriter
 
 ARMS = ("VUA", "obstore", "boto3", "LMCache", "LMCache in parts")
 PART_MIB = 8

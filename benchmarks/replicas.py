@@ -18,15 +18,15 @@ from statistics import median
 
 import torch
 
+from vua.cli.bench import cool
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.io.raw_files import cool
 from vua.native import crew
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Loader
 from vua.store.tensors import memory_map
+from vua.store.writer import EntryWriter
 
 TOKENS = 64
 LAYOUT = KVLayout(32, 8, 128, 128, "BF16", TOKENS)

@@ -27,9 +27,8 @@ import torch
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import Rank
-from vua.connector.metadata import ConnectorMetadata
+from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep
 from vua.connector.scheduler import SchedulerSide
-from vua.connector.step import ScheduledRequest, ScheduledStep
 from vua.connector.worker import WorkerSide
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout

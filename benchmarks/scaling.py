@@ -35,9 +35,9 @@ from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Loader
+from vua.store.writer import EntryWriter
 
 THREADS = (1, 2, 4, 8)
 LAYOUT = KVLayout(32, 8, 128, 128, "BF16", 64)

@@ -18,15 +18,15 @@ from pathlib import Path
 from suite.measure import Arm, Timings, measure
 from suite.prompts import CASES, Case, Memory, make, noise
 from vua import native
+from vua.cli.bench import expect
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
-from vua.io.raw_files import expect
 from vua.security.keyring import write_key
 from vua.security.settings import Security
 from vua.storage.base import WRITTEN
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Loader, Store
+from vua.store.writer import EntryWriter
 
 CHUNKS = 4
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from lab.policies import POLICIES
 from lab.replay import Request, block_file_nbytes, read
-from vua.capacity.simulator import Outcome, Past, simulate
+from vua.cli.advise import Outcome, Past, simulate
 
 CHILD = """
 import socket, sys, time

@@ -10,13 +10,12 @@ from forgery import checksums_of
 from helpers import DirectoryTest, kv_bits
 from vua.core import VUA, VUAConfig
 from vua.format.compressed import CODEC, compress
-from vua.format.entry import EntryCodec
-from vua.format.header import TAG_NBYTES, SealInfo
+from vua.format.entry import TAG_NBYTES, EntryCodec, SealInfo
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout
 from vua.format.parse import encode_header
 from vua.storage.bucket import Bucket
-from vua.storage.names import is_compressed
+from vua.storage.object import is_compressed
 
 LAYOUT = KVLayout(layers=2, kv_heads=4, k_dim=64, v_dim=64, dtype="BF16", chunk_tokens=64)
 TOKENS = torch.arange(128)

@@ -23,12 +23,10 @@ import make_golden
 from forgery import checksums_of
 from vua.errors import CorruptEntryError
 from vua.format.compressed import COMPRESSED, decompressed
-from vua.format.entry import EntryCodec
-from vua.format.header import PLAIN
+from vua.format.entry import PLAIN, EntryCodec
 from vua.format.identity import Identity
-from vua.format.keys import ChunkKey, KeyChain, token_ids
+from vua.format.keys import ChunkKey, KeyChain, Naming, token_ids
 from vua.format.layout import KVLayout, Shard, payload_map
-from vua.format.naming import Naming
 from vua.format.parse import encode_header
 from vua.security.keyring import Keyring
 from vua.security.seal import Seal

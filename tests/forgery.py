@@ -7,8 +7,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from vua.format.entry import EntryCodec
-from vua.format.header import SealInfo
+from vua.format.entry import EntryCodec, SealInfo
 from vua.format.keys import ChunkKey
 from vua.format.parse import encode_header, parse_entry
 from vua.native import digests_of

@@ -31,9 +31,9 @@ from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
 from vua.native import bindings
 from vua.storage.base import WRITTEN
 from vua.storage.mark import UPKEEP, USES
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
+from vua.store.writer import EntryWriter
 
 Arrays = list[npt.NDArray[np.uint8]]
 """Per array (K, V): ``[layers, heads, tokens, bytes of a row]``."""

@@ -19,8 +19,7 @@ import numpy as np
 from conformity import Entry, golden_entries, mended
 from forgery import checksums_of
 from make_golden import CASES, CHUNK, GOLDEN
-from vua.format.codecs import CODEC
-from vua.format.entry import EntryCodec
+from vua.format.entry import CODEC, EntryCodec
 from vua.format.identity import Identity
 from vua.format.parse import parse_entry
 

@@ -24,12 +24,10 @@ import numpy as np
 
 from forgery import checksums_of
 from helpers import save_chunk
-from vua.format import header
+from vua.format import entry
 from vua.format.compressed import compress, is_available
-from vua.format.config_digest import config_digest
-from vua.format.entry import EntryCodec
-from vua.format.header import SealInfo
-from vua.format.identity import Identity
+from vua.format.entry import EntryCodec, SealInfo
+from vua.format.identity import Identity, config_digest
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, MemoryMap, Shard
 from vua.format.parse import encode_header, parse_entry
@@ -90,7 +88,7 @@ def make(root: Path) -> None:
     """Write the golden directory to ``root``, which must exist."""
     with (
         mock.patch("vua.format.entry.time.time", return_value=CREATED),
-        mock.patch("vua.store.entry_writer.process_writer", return_value=WRITER),
+        mock.patch("vua.store.writer.process_writer", return_value=WRITER),
     ):
         for model, layout, shards, extras in CASES:
             identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=CHUNK, name=model)
@@ -110,12 +108,12 @@ def security(key_file: Path, *, encrypt: bool) -> Security:
     return Security(key_file=str(key_file), encrypt=encrypt)
 
 
-def make_sealed(root: Path, key_file: Path, version: str = header.SEALED) -> None:
+def make_sealed(root: Path, key_file: Path, version: str = entry.SEALED) -> None:
     """Write the golden directory of sealed files to ``root``, which must exist."""
     with (
         mock.patch("vua.security.seal.SealInfo", partial(SealInfo, format=version)),
         mock.patch("vua.format.entry.time.time", return_value=CREATED),
-        mock.patch("vua.store.entry_writer.process_writer", return_value=WRITER),
+        mock.patch("vua.store.writer.process_writer", return_value=WRITER),
         mock.patch("vua.security.seal.new_nonce", side_effect=(f"{n:032x}" for n in range(99))),
     ):
         for model, layout, encrypt, extras in SEALED_CASES:
@@ -305,7 +303,7 @@ if __name__ == "__main__":
     shutil.rmtree(GOLDEN, ignore_errors=True)
     GOLDEN.mkdir()
     make(GOLDEN)
-    for place, version in ((SEALED_V1, header.SEALED_V1), (SEALED, header.SEALED)):
+    for place, version in ((SEALED_V1, entry.SEALED_V1), (SEALED, entry.SEALED)):
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         with tempfile.TemporaryDirectory() as aside:

@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python tests/make_shared_configs.py [--types llama,...] [--again]
 
-A model of each variant of each model type that `vua.format.rope` lists is made and computed by
+A model of each variant of each model type that `vua.format.identity` lists is made and computed by
 both engines (`e2e.meeting`); some 5 s each, an hour in all. Variants that change different keys are
 tried together, and by themselves where they differ together. Each is also computed by transformers
 with torch's attention and with its own, with sharp weights, and each type's smallest model with
@@ -190,7 +190,7 @@ def measure(kind: str, known: list[Measured]) -> None:
 
     from e2e import meeting
     from e2e.harness import driver, models
-    from vua.format.config_digest import IGNORED_CONFIG_KEYS
+    from vua.format.identity import IGNORED_CONFIG_KEYS
 
     names = {one["name"] for one in known if one["type"] == kind}
     of_base: list[Any] = next(
@@ -226,7 +226,7 @@ def attend(kind: str, known: list[Measured]) -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from e2e import meeting
-    from vua.format.config_digest import IGNORED_CONFIG_KEYS
+    from vua.format.identity import IGNORED_CONFIG_KEYS
 
     of_kind = {one["name"]: one for one in known if one["type"] == kind}
     of_base = of_kind["base"]["places"]
@@ -297,7 +297,7 @@ def write(path: Path, found: Any) -> None:
 
 def main() -> int:
     """Measure and write."""
-    from vua.format.rope import INTERLEAVED, NEOX
+    from vua.format.identity import INTERLEAVED, NEOX
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--types", default=",".join(sorted(NEOX | INTERLEAVED)))

@@ -111,13 +111,13 @@ class Named:
 NAMED: tuple[Named, ...] = (
     Named(
         "every sound file counts as misplaced",
-        "vua/format/verify.py",
+        "vua/format/parse.py",
         "foreign.misplaced = there != asked",
         "foreign.misplaced = True",
     ),
     Named(
         "failed reads need not be in a row",
-        "vua/store/quarantine.py",
+        "vua/store/store.py",
         "self._failed.pop(keys[place].name, None)",
         "pass",
     ),

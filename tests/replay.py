@@ -18,8 +18,8 @@ from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
+from vua.store.writer import EntryWriter
 
 Trace = Sequence[Sequence[int]]
 """Per request the ids of its blocks; equal ids mean equal prefixes up to there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from vua.connector.step import ScheduledRequest, ScheduledStep
+from vua.connector.metadata import ScheduledRequest, ScheduledStep
 from vua.format.layout import KVLayout
 
 LAYOUT = KVLayout(1, 1, 8, 8, "U8", 16)

@@ -22,9 +22,9 @@ from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.storage.base import WRITTEN
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Loader, Store
+from vua.store.writer import EntryWriter
 
 
 def stored(bench: Bench, chunks: int) -> tuple[Store, KVLayout, list, PagedCache, torch.Tensor]:

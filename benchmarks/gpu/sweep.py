@@ -27,14 +27,14 @@ from files import drop_from_page_cache, stored
 from harness import Bench, expect, once
 
 from vua import native
-from vua.connector.device_ring import RingLoads, warm_up
+from vua.connector.device_transfer import RingLoads, warm_up
 from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.device.copy import gather
 from vua.device.staging import Staging
 from vua.device.xxh3 import checksums, kernel_for, on_host
 from vua.io.workers import Attempt, Workers
-from vua.storage.direct import FirstReads
-from vua.store.entry_writer import EntryWriter
+from vua.storage.local import FirstReads
+from vua.store.writer import EntryWriter
 
 THREADS = (1, 2, 4, 8)
 RUN = 8

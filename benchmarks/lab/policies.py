@@ -1,7 +1,7 @@
 """Eviction policies that others follow, to compare with over a trace of requests.
 
 `docs/decisions/0028-which-chunk-goes.md` says what they find. :class:`Ranked` gives times to
-blocks, as LRU does; :class:`vua.capacity.simulator.Dense` is what directories do.
+blocks, as LRU does; :class:`vua.cli.advise.Dense` is what directories do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from vua.capacity.lru import MTIME_STEP_NS
-from vua.capacity.simulator import LRU, Asked, Dense, Listed, Past, Policy, simulate
+from vua.cli.advise import LRU, Asked, Dense, Listed, Past, Policy, simulate
 from vua.errors import InputError
 
 _BELADY: Final = "Belady"

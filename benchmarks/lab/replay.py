@@ -19,18 +19,18 @@ import numpy.typing as npt
 
 from vua.capacity.limits import Limits
 from vua.capacity.scan import Show
-from vua.capacity.simulator import leading
+from vua.cli.advise import leading
+from vua.cli.bench import expect
 from vua.device.buffers import StagingBuffer
 from vua.errors import InputError
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.io.raw_files import expect
 from vua.storage.base import WRITTEN
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Loader
+from vua.store.writer import EntryWriter
 
 BLOCK_TOKENS: Final = 512
 _LAYOUT: Final = KVLayout(1, 1, 1, 0, "U8", BLOCK_TOKENS)

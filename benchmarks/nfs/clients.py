@@ -30,9 +30,9 @@ from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
 from vua.storage.base import entry_name
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
+from vua.store.writer import EntryWriter
 
 CHUNKS = 128
 IDENTITY = Identity(model="nfs", kv_dtype="uint8", chunk_tokens=4, name="nfs")

@@ -11,8 +11,8 @@ import torch
 from suite.context import Bench
 from suite.measure import Arm, Row, measure
 from suite.prompts import CASES, TINY
+from vua.cli.bench import expect
 from vua.core import VUA, ClosestKV, VUAConfig
-from vua.io.raw_files import expect
 
 __all__ = ["answers"]
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from suite.context import Bench
 from suite.measure import Arm, Row, measure
 from vua import native
-from vua.io.raw_files import expect
+from vua.cli.bench import expect
 
 __all__ = ["moves"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from suite.context import Bench
 from suite.measure import Row
-from vua.io.raw_files import MeasurementError
+from vua.cli.bench import MeasurementError
 
 __all__ = ["miss_overhead", "recovered"]
 

@@ -17,16 +17,15 @@ from suite.context import Bench
 from suite.measure import Arm, Row, busy_process, busy_thread, measure
 from suite.prompts import CASES, TINY, Case, Memory, file_path, file_rows, keys_of, make, noise
 from vua import native
+from vua.cli.bench import Buffer, RawFile, cool, direct_works, expect, in_buffer, is_cold
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.io import posix
-from vua.io.raw_files import Buffer, RawFile, cool, direct_works, expect, in_buffer, is_cold
 from vua.native import bindings
-from vua.storage.direct import FirstReads
-from vua.storage.local import LocalStorage
-from vua.store.entry_writer import EntryWriter
+from vua.storage.local import FirstReads, LocalStorage
 from vua.store.namespace import Namespace
 from vua.store.store import Loader, Store
+from vua.store.writer import EntryWriter
 
 __all__ = ["Stored", "cold", "one_thread", "warm"]
 

@@ -19,13 +19,13 @@ from suite.context import Bench
 from suite.measure import Arm, Row, busy_process, measure
 from suite.prompts import Case, file_path, keys_of, make, staged
 from vua.capacity.limits import Limits
+from vua.cli.bench import expect
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.io.raw_files import expect
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Loader, Store
+from vua.store.writer import EntryWriter
 
 __all__ = ["beside_work", "by_length", "by_store_size"]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vua.io.raw_files import MeasurementError
+from vua.cli.bench import MeasurementError
 
 __all__ = ["Peers"]
 

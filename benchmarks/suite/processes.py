@@ -24,11 +24,11 @@ from suite.context import Bench
 from suite.loads import Stored, one_thread
 from suite.measure import Arm, Row, measure
 from suite.prompts import CASES, TINY, Case, keys_of, make, staged
+from vua.cli.bench import expect
 from vua.format.identity import Identity
-from vua.io.raw_files import expect
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
+from vua.store.writer import EntryWriter
 
 __all__ = ["bursts", "sharing", "write_forever"]
 

@@ -29,13 +29,13 @@ from suite.prompts import (
     staged,
 )
 from vua.capacity.limits import Limits
+from vua.cli.bench import Buffer, RawFile, direct_works, expect, in_buffer
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
-from vua.io.raw_files import Buffer, RawFile, direct_works, expect, in_buffer
 from vua.storage.base import WRITTEN
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
+from vua.store.writer import EntryWriter
 
 __all__ = ["saves"]
 

@@ -12,8 +12,8 @@ from vua.cli.bench import MODELS, layout_of, token_nbytes
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
+from vua.store.writer import EntryWriter
 
 __all__ = ["on_disk"]
 

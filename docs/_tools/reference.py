@@ -25,9 +25,8 @@ from vua.config import VUAConfig
 from vua.connector import config as connector
 from vua.connector.config import OLD_NAMES, ConnectorConfig
 from vua.connector.metrics import METRICS
-from vua.format.config_digest import IGNORED_CONFIG_KEYS
+from vua.format.identity import IGNORED_CONFIG_KEYS, INTERLEAVED, NEOX
 from vua.format.layout import ITEMSIZE
-from vua.format.rope import INTERLEAVED, NEOX
 from vua.security.settings import Security
 
 DOCS = Path(__file__).resolve().parent.parent

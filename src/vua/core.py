@@ -26,13 +26,13 @@ from vua.io.forks import watch
 from vua.io.map_on import map_on
 from vua.io.threads import Call, Threads
 from vua.security.keyring import NoKeyError, check_keys
-from vua.store.entry_writer import EntryWriter
+from vua.store.agreement import Label
 from vua.store.evidence import LaterNamespaceError
-from vua.store.label import Label
 from vua.store.namespace import Namespace
-from vua.store.opening import create_namespace, locate, open_namespace
+from vua.store.place import create_namespace, locate, open_namespace
 from vua.store.store import Store
 from vua.store.tensors import Cache, KVCache, allocate, memory_map, sequences, sequences_with_caches
+from vua.store.writer import EntryWriter
 
 __all__ = ["VUA", "ClosestKV", "VUAConfig"]
 

@@ -15,8 +15,8 @@ from helpers import has_native, native_code
 from vua.format.compressed import CODEC
 from vua.storage.base import Batch, Filled, Storage
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_path import BucketPath
 from vua.storage.local import LocalStorage
+from vua.storage.location import BucketPath
 from vua.storage.memory import MemoryStorage
 from vua.storage.object import ObjectStorage
 from vua.testing import conformance

@@ -356,7 +356,7 @@ def counted(counts: dict[str, int]) -> Iterator[None]:
     """Count tokens put into this process's engine's cache or drafted for it, and preemptions."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vua.connector.cached_loads import CachedLoads
+    from vua.connector.group_transfer import CachedLoads
     from vua.device.cpu_pages import PagedKV
     from vua.store.store import Loader
 

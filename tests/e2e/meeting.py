@@ -2,7 +2,7 @@
 
     python tests/make_shared_configs.py [--types llama,...] [--jobs 1]
 
-runs every variant of every model type that `vua.format.rope` lists, keeps what it found in
+runs every variant of every model type that `vua.format.identity` lists, keeps what it found in
 ``tests/shared_configs.json``, and writes the table that `vua.format.shared_config` reads.
 """
 

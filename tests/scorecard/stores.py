@@ -31,9 +31,9 @@ from vua.format.layout import KVLayout, MemoryMap
 from vua.security.settings import Security
 from vua.storage.base import Batch, Entry, Filled, Storage, Written
 from vua.storage.local import TEMPORARY
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
+from vua.store.writer import EntryWriter
 from vua.testing.faulty import FaultyStorage
 
 __all__ = ["StoreSubject", "VuaSubject", "layout_of", "make_vua", "memory_of"]

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from sim.case import Case, draw
-from vua.connector.cached_loads import CachedLoads
+from vua.connector.group_transfer import CachedLoads
 from vua.connector.metadata import ConnectorMetadata
 from vua.device.buffers import StagingBuffer
 from vua.device.cpu_pages import PagedKV

@@ -7,9 +7,9 @@ from typing import Any
 from unittest import mock
 
 from sim.mutants import change_orders, instead, mutation
-from vua.connector import selection as saving
+from vua.connector import save_scheduler as saving
 from vua.connector.metadata import ConnectorMetadata
-from vua.device.state_pages import StatePages
+from vua.device.paged import StatePages
 
 STATES: dict[str, Any] = {"model": "states", "prefix_caching": True, "asynchronous": False}
 STATES |= {"drafts": 0, "block_sizes": (32, 32), "chunk_tokens": 64, "requests": 10}

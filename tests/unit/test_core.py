@@ -543,7 +543,7 @@ class TestDirectory(CoreTest):
         cache = caches_of(layers=1, heads=1, tokens=4, dim=4)
         self.vua.put(TOKENS[:4], cache)
         flip(self.files()[0], 4100)
-        with self.assertLogs("vua.store.quarantine", "WARNING") as logs, read_only(self.root):
+        with self.assertLogs("vua.store.store", "WARNING") as logs, read_only(self.root):
             self.assertFalse(self.vua.get_closest(TOKENS))
             self.assertFalse(self.open().get_closest(TOKENS))
 
@@ -689,7 +689,7 @@ class TestLogging(CoreTest):
         """Damage is logged once as a warning that names the chunk."""
         self.vua.put(TOKENS[:4], caches_of(layers=1, heads=1, tokens=4, dim=4))
         flip(self.files()[0], 4100)
-        with self.assertLogs("vua.store.quarantine", logging.WARNING) as logs:
+        with self.assertLogs("vua.store.store", logging.WARNING) as logs:
             self.assertFalse(self.vua.get_closest(TOKENS))
             self.assertFalse(self.vua.get_closest(TOKENS))
 

@@ -21,8 +21,8 @@ from suite.measure import Arm, Row, measure
 from suite.prompts import TINY, make
 from suite.report import markdown, plots
 from suite.run import NUMBERS, run
+from vua.cli.bench import MeasurementError
 from vua.errors import InputError
-from vua.io.raw_files import MeasurementError
 
 WORKER = ROOT / "benchmarks" / "peers" / "worker.py"
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from vua.capacity.lru import FULL, Bare, server_now_ns
-from vua.io.atomic import see_to_mode
+from vua.io.files import see_to_mode
 from vua.io.posix import close_quietly
 from vua.storage.mark import UPKEEP
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vua.errors import ConfigError
-from vua.io.atomic import atomic_write
+from vua.io.files import atomic_write
 from vua.storage.mark import LIMITS_FILE
 
 __all__ = [

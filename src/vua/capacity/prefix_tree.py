@@ -31,7 +31,7 @@ from vua.capacity.scan import (
     silent,
     unmark,
 )
-from vua.format.header import FORMAT, SEALED, SEALED_V1
+from vua.format.entry import FORMAT, SEALED, SEALED_V1
 from vua.io.posix import close_quietly
 from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
 

@@ -30,9 +30,8 @@ from vua.capacity.owned import (
 )
 from vua.capacity.scan import PIN, TRASH, TTL_FOLDER, Space, chunk_nbytes, is_fan, listed
 from vua.io.posix import close_quietly
-from vua.storage.aside import QUARANTINE
 from vua.storage.description import DESCRIPTION, is_described
-from vua.storage.local import SUFFIX, chunk_path
+from vua.storage.local import QUARANTINE, SUFFIX, chunk_path
 
 __all__ = [
     "GRACE_S",

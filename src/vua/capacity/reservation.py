@@ -6,39 +6,104 @@ Whoever writes chunks reserves space first::
         if room.granted:
             room.commit(storage.write(batch))
 
-:mod:`vua.capacity.reclaim_thread` grants it, and evicts. Every use of a prefix is told to
+:mod:`vua.capacity.reclaim` grants it, and evicts. Every use of a prefix is told to
 :meth:`Capacity.used`, which touches it in the background. Reserving does not belong on an engine's
 own path: it may wait some seconds.
+
+Chunks that this process is writing, so that a child gets its mtime after its parent.
+
+The directory of a chunk that is being written has the time of its latest change. Its mtime in the
+sense of :mod:`vua.capacity.lru` is set when the file is complete. Threads that write chunks of one
+prompt side by side would take the former for the latter: children would be newer than their
+parents, and eviction would begin with the front of a prompt.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple
 
 from vua.capacity import prefix_tree, ttl
 from vua.capacity.limits import Limits
-from vua.capacity.lru import MTIME_STEP_NS, ORPHAN_MTIME_NS, inherit, mtime_ns_of, set_mtime
-from vua.capacity.pending import Pending
+from vua.capacity.lru import (
+    INTERVAL_S,
+    MTIME_STEP_NS,
+    ORPHAN_MTIME_NS,
+    Recent,
+    Touches,
+    inherit,
+    mtime_ns_of,
+    set_mtime,
+)
 from vua.capacity.policy import LRU, LeastHitDensity
-from vua.capacity.reclaim import Below
-from vua.capacity.reclaim_thread import ReclaimThread
+from vua.capacity.reclaim import Below, ReclaimThread
 from vua.capacity.removal import evict_chunk
 from vua.capacity.scan import AFTER, Candidate, Space, mark
-from vua.capacity.touches import INTERVAL_S, Recent, Touches
 from vua.errors import StorageFullError
 from vua.format.keys import ChunkKey, Keys
 from vua.io.forks import watch
 from vua.native import WRITTEN
 from vua.storage.local import LocalStorage
 
-__all__ = ["Capacity", "Reservation", "Unlimited"]
+__all__ = ["Capacity", "Pending", "Reservation", "Unlimited"]
+
+
+class Pending:
+    """The chunks that are being written, and the mtimes that they will get. Safe for threads."""
+
+    def __init__(self, wait_s: float) -> None:
+        """Wait for nobody longer than ``wait_s`` seconds."""
+        self._wait_s = wait_s
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with nothing pending; see :mod:`vua.io.forks`."""
+        self._changed = threading.Condition()
+        self._mtimes_ns: dict[str, int | None] = {}
+
+    def enter(self, chunks: Iterable[str]) -> list[str]:
+        """Add chunks; return those that were not pending yet, which the caller has to leave."""
+        with self._changed:
+            mine = [chunk for chunk in chunks if chunk not in self._mtimes_ns]
+            self._mtimes_ns |= dict.fromkeys(mine)
+        return mine
+
+    def leave(self, mine: Iterable[str]) -> None:
+        """Remove what :meth:`enter` returned, written or not."""
+        with self._changed:
+            for chunk in mine:
+                self._mtimes_ns.pop(chunk, None)
+            self._changed.notify_all()
+
+    def expect(self, chunk: str, mtime_ns: int) -> None:
+        """Note which mtime ``chunk``, which is pending, will get."""
+        with self._changed:
+            if chunk in self._mtimes_ns:
+                self._mtimes_ns[chunk] = mtime_ns
+                self._changed.notify_all()
+
+    def mtime_ns_of(self, chunk: str) -> int | None:
+        """Return the mtime that ``chunk`` will get; None where it is not pending (any more).
+
+        Waits while that is not known.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._mtimes_ns.get(chunk, 0) is not None, self._wait_s)
+            return self._mtimes_ns.get(chunk)
+
+    def wait_for(self, chunk: str) -> None:
+        """Return when ``chunk`` is not pending."""
+        with self._changed:
+            self._changed.wait_for(lambda: chunk not in self._mtimes_ns, self._wait_s)
+
 
 _ADOPT_WAIT_S: Final = 5.0
 """A chunk that was stored before its parent, or whose parent vanished, is looked at after this."""

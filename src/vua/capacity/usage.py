@@ -5,6 +5,10 @@ What cannot be read counts as present: a limit that one does not see being reach
 A process measures again whenever it has written 1/512 to 1/32 of the limit: more often the less its
 estimate agreed with what was found. So any number of writers that know nothing of each other stay
 within the limit plus a few percent.
+
+A large namespace's prefix tree, estimated in a second from random chunks and their prefixes.
+
+Names are hashes, so the chunks of one fan-out directory are a random sample of all.
 """
 
 from __future__ import annotations
@@ -15,9 +19,15 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from typing import Final, NamedTuple, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.lru import mtime_ns_of
+from vua.capacity.prefix_tree import ChunkNode, ChunkNodes, PrefixTree, read_node
 from vua.capacity.scan import (
     EXHAUSTED,
     GONE,
@@ -29,9 +39,17 @@ from vua.capacity.scan import (
     spaces,
 )
 from vua.errors import ConfigError
-from vua.storage.aside import QUARANTINE
+from vua.storage.local import QUARANTINE
 
-__all__ = ["TOLERANCE", "Usage", "UsageEstimate", "measure", "nbytes_per_inode"]
+__all__ = [
+    "TOLERANCE",
+    "Sample",
+    "Usage",
+    "UsageEstimate",
+    "measure",
+    "nbytes_per_inode",
+    "sample_prefix_tree",
+]
 
 R = TypeVar("R")
 
@@ -316,3 +334,54 @@ class UsageEstimate:
         except ConfigError as problem:
             warn("bounds.json", str(problem))
             return self.limits or ResolvedLimits.of(self._root, self._bounds, file=False)
+
+
+_LONGEST_S: Final = 1.0
+_MOST_READ: Final = 1 << 14
+"""Chunks that are read at most, picked ones and those before them."""
+
+
+class Sample(NamedTuple):
+    """Picked chunks, and every chunk before them."""
+
+    tree: PrefixTree
+    """Its `nbytes` are those of all the chunks that a picked one stands for; 0 of the others."""
+    stands_for: npt.NDArray[np.float64]
+    """Chunks of the namespace for each in the tree: the same for picked ones, 0 for the others."""
+
+
+def sample_prefix_tree(
+    space: Space, longest_s: float = _LONGEST_S, most_read: int = _MOST_READ
+) -> Sample:
+    """Read random chunks and what comes before them, for ``longest_s`` at most (one at least).
+
+    A prefix of which n of p picked chunks are descendants has about n/p of all chunks below it:
+    the error is some sqrt(n)/p. Others may write and delete meanwhile.
+    """
+    until_s = time.monotonic() + longest_s
+    fans = fans_of(space)
+    with listed(space.fd, random.choice(fans) if fans else ".") as entries:  # noqa: S311
+        names = [entry.name for entry in entries if len(entry.name) == 64]
+    random.shuffle(names)
+    found: dict[str, tuple[int, ChunkNode]] = {}
+    picked: set[str] = set()
+    for name in names:
+        if picked and (time.monotonic() > until_s or len(found) >= most_read):
+            break
+        picked.add(name)
+        chunk = name
+        while chunk and chunk not in found:
+            mtime_ns = mtime_ns_of(space.fd, chunk)
+            if mtime_ns is None:
+                break
+            found[chunk] = mtime_ns, read_node(space, chunk)
+            chunk = found[chunk][1].before
+    each = len(names) * len(fans) / max(1, len(picked))
+    nodes = ChunkNodes([], [], [], [], [], {}, [])
+    for chunk, (mtime_ns, node) in found.items():
+        nodes.add(chunk, mtime_ns, node)
+    tree = nodes.tree()
+    is_picked = [tree.name(index) in picked for index in range(len(tree.names))]
+    stands_for = np.where(is_picked, each, 0)
+    nbytes = (tree.nbytes * stands_for).astype(np.int64)
+    return Sample(replace(tree, nbytes=nbytes), stands_for)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from vua.capacity.hit_density import Request
 from vua.capacity.lease import upkeep_directory
-from vua.io.atomic import see_to_mode
+from vua.io.files import see_to_mode
 from vua.io.posix import close_quietly
 from vua.storage.mark import UPKEEP, USES, is_marked
 

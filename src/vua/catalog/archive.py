@@ -26,8 +26,7 @@ from typing import IO, BinaryIO, Final, NamedTuple
 
 from vua.catalog.base import MAX_FILE_NBYTES
 from vua.errors import InputError
-from vua.format.entry import EntryCodec
-from vua.format.header import AUTHENTIC, ENCRYPTED
+from vua.format.entry import AUTHENTIC, ENCRYPTED, EntryCodec
 
 __all__ = ["Member", "Reader", "Writer", "file_sizes"]
 

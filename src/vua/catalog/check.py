@@ -1,20 +1,26 @@
-"""Whether files are what they say, what they say fits where they lie, and what was found so."""
+"""Whether files are what they say, what they say fits where they lie, and what was found so.
+
+One file or object by itself: what it says, and whether that fits where it lies.
+"""
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
+import operator
 import os
 import random
 import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import BinaryIO, Final, Literal, TypeAlias
 
 from vua.errors import CorruptEntryError, VUAError
 from vua.format.compressed import CODEC, PACKAGE, decompressed
-from vua.format.header import ENCRYPTED, MAX_HEADER_NBYTES
+from vua.format.entry import ENCRYPTED, MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import (
     LATER_FORM,
@@ -25,15 +31,20 @@ from vua.format.parse import (
     parse_entry,
 )
 from vua.io import posix
-from vua.io.plain import is_plain
+from vua.io.files import is_plain
+from vua.io.posix import close_quietly
 from vua.native import Digest
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
-from vua.storage.aside import version_of
+from vua.storage.bucket import Bucket
 from vua.storage.description import DESCRIPTION, Description
-from vua.storage.names import Kind as NamedKind
-from vua.store.evidence import fits
-from vua.store.whole_entry import check_parts
+from vua.storage.local import SUFFIX, version_of
+from vua.storage.location import BucketPath, is_url
+from vua.storage.object import Kind as NamedKind
+from vua.storage.object import is_compressed, plain_path
+from vua.store.entry_reader import check_parts
+from vua.store.evidence import fits, settled
+from vua.store.far import description_at
 
 __all__ = [
     "NO_KEYS",
@@ -46,6 +57,7 @@ __all__ = [
     "Outcome",
     "Place",
     "Verification",
+    "check_at",
     "check_open",
     "read_plain",
     "sampled",
@@ -337,3 +349,66 @@ class Verification:
             said = tuple(self.stated.values())
             return f"it says {self.namespace.layouts}, and entries' headers {said}"
         return ""
+
+
+_DIGEST_DIGITS: Final = 64
+
+
+def check_at(where: str, checker: Checker) -> tuple[Check, Description | None, Place]:
+    """Check the file or the object at a path or URL.
+
+    Returns also what its namespace says of itself, where it lies in one, and what follows from its
+    path: of a file that was copied elsewhere only what its name says.
+    """
+    if is_url(where):
+        at = _object_at(where)
+        description, place = _place_of(at)
+        return _check_object(at, checker, place), description, place
+    path = Path(os.path.abspath(where))  # noqa: PTH100 - keeps symlinks
+    description, place = _place_of(path)
+    return _check_file(path, checker, place), description, place
+
+
+def _object_at(url: str) -> BucketPath:
+    """Return the place of an object: below that of its cache, where it has one."""
+    parts = url.split("/")
+    depth = 4 if len(parts) > 7 and _is_digest(parts[-4]) else 1
+    cache = BucketPath(Bucket.at("/".join(parts[:-depth])))
+    return functools.reduce(operator.truediv, parts[-depth:], cache)
+
+
+def _check_object(at: BucketPath, checker: Checker, place: Place) -> Check:
+    try:
+        data = at.bucket.get(at.key)[1]
+    except OSError as problem:
+        return Check("error", (problem.strerror or str(problem),), 0)
+    view = memoryview(bytearray(data))
+    return checker.check_bytes(view, place, compressed=is_compressed(at.name))
+
+
+def _check_file(path: Path, checker: Checker, place: Place) -> Check:
+    try:
+        # O_NONBLOCK: does not wait for the writer of a FIFO
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as problem:
+        return Check("error", (str(problem.strerror),), 0)
+    try:
+        return checker.check(fd, place)
+    finally:
+        close_quietly(fd)
+
+
+def _place_of(path: Path | BucketPath) -> tuple[Description | None, Place]:
+    name = plain_path(path.name)
+    shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
+    chunk, directory = path.parent, path.parent.parent.parent
+    if shard is None or not _is_digest(chunk.name):
+        return None, Place(shard=shard)
+    if chunk.parent.name != chunk.name[:2] or not _is_digest(directory.name):
+        return None, Place(chunk=chunk.name, shard=shard)
+    namespace = settled(description_at(directory))
+    return namespace, Place(directory.name, chunk.name, shard, namespace.layout_of(shard))
+
+
+def _is_digest(name: str) -> bool:
+    return len(name) == _DIGEST_DIGITS and not name.strip("0123456789abcdef")

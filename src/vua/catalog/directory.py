@@ -38,7 +38,6 @@ from vua.capacity.prefix_tree import (
     unpin,
 )
 from vua.capacity.removal import NOTHING, Freed, Remover, delete_namespace
-from vua.capacity.sample import sample_prefix_tree
 from vua.capacity.scan import (
     AFTER,
     PIN,
@@ -54,7 +53,7 @@ from vua.capacity.scan import (
     spaces,
 )
 from vua.capacity.ttl import count
-from vua.capacity.usage import Usage, measure
+from vua.capacity.usage import Usage, measure, sample_prefix_tree
 from vua.capacity.use_log import UseLog
 from vua.catalog.base import (
     DELETED,
@@ -81,16 +80,14 @@ from vua.catalog.base import (
 )
 from vua.catalog.check import Check, Checker, Place, Verification, read_plain, sampled
 from vua.errors import ConfigError, CorruptEntryError
-from vua.format.header import MAX_HEADER_NBYTES
+from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo, parse_entry
 from vua.io import posix
 from vua.io.posix import close_quietly
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
-from vua.storage.aside import QUARANTINE
-from vua.storage.base import entry_name
-from vua.storage.claim import claim, make_mark, strangers
+from vua.storage.base import entry_name, explaining
 from vua.storage.description import (
     DESCRIPTION,
     Description,
@@ -98,12 +95,10 @@ from vua.storage.description import (
     is_namespace_name,
     read_description,
 )
-from vua.storage.local import SUFFIX, TEMPORARY, LocalStorage, chunk_path
-from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, is_marked
-from vua.storage.problems import explaining
+from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, LocalStorage, chunk_path
+from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, claim, is_marked, make_mark, strangers
 from vua.store.evidence import layouts_by, settled
-from vua.store.making import make_namespace
-from vua.store.namespace import check_root
+from vua.store.namespace import check_root, make_namespace
 
 __all__ = [
     "DirectoryCatalog",

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from vua.catalog.base import Catalog
-from vua.storage.urls import is_url
+from vua.storage.location import is_url
 
 __all__ = ["Opener", "is_missing", "open_catalog", "openers", "register"]
 

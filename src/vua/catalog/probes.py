@@ -30,13 +30,12 @@ from vua.capacity.limits import ResolvedLimits, read_bounds
 from vua.capacity.lru import server_now_ns
 from vua.capacity.usage import measure
 from vua.catalog.base import Finding, Level, size
-from vua.connector.tally import Sampled, Tally
+from vua.connector.proved import Sampled, Tally
 from vua.errors import ConfigError
 from vua.io import posix, vectors
-from vua.io.machine import cached_pages
-from vua.io.posix import close_quietly
+from vua.io.posix import cached_pages, close_quietly
 from vua.security.settings import Security, check_owner
-from vua.storage.claim import claimable
+from vua.storage.mark import claimable
 
 __all__ = ["PROBES", "Finding", "Ground", "Level", "Mount", "at_rest", "mount_of", "tried"]
 

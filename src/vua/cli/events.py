@@ -4,17 +4,33 @@ It looks at names and headers of all writers, and tells what is new and what is 
 look before. A block is a chunk, its hash the chunk's key, which anybody can compute from a prompt's
 tokens (:class:`vua.format.keys.KeyChain`). Told are chunks that a lookup can find: all files are
 there, and those of all chunks before it. Only a load knows whether the files are sound.
+
+Publishes batches of KV cache events over ZeroMQ, in the wire form of vLLM's publisher.
+
+A message is (topic, number of the batch as 8 bytes, payload), the payload msgpack of ``[time,
+events, rank]``. Nothing is sent before somebody subscribes. Whoever subscribes later, or anew, is
+told everything with the next look, beginning with ``AllBlocksCleared``: so a router that comes back
+never goes on believing in what went meanwhile, and the same holds where the publisher was started
+again, whose numbers begin at 0. Who lost something in between asks the replay endpoint for all
+batches from a number on.
+
+Memory is bounded for each peer. A subscriber that does not read is waited for a while, and then
+misses batches, which it sees by their numbers. One that asks for a replay and does not read it gets
+no more of it. Needs the packages pyzmq and msgspec, which vLLM has, and not vLLM.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Final
 
 import click
@@ -23,14 +39,234 @@ from vua.capacity.scan import Show
 from vua.catalog.base import Catalog, Links, NamespaceCatalog
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command, duration_s
-from vua.cli.event_socket import EventSocket
 from vua.cli.looks import between_looks_s
 from vua.cli.output import SOUND, progress
 from vua.errors import ConfigError
 from vua.format.layout import KVLayout, Shard, cover
-from vua.storage.problems import explaining
+from vua.storage.base import explaining
 
-__all__ = ["Seen", "events", "look"]
+__all__ = ["EventSocket", "Seen", "events", "look"]
+
+log = logging.getLogger(__name__)
+
+_KEPT: Final = 10_000
+"""Batches that can be asked for again, as many as vLLM keeps."""
+_KEPT_NBYTES: Final = 64 << 20
+"""And their bytes; one at least is kept."""
+_QUEUED: Final = 32
+"""Batches that are kept for one peer that does not read: some 200 KB each at most."""
+_PEERS: Final = 64
+"""Replays under way at a time."""
+_PATIENCE_S: Final = 10.0
+"""How long a peer is waited for that does not read."""
+_QUIET_S: Final = 60.0
+"""How long nothing more is said of peers that do not read."""
+_ASKED_NBYTES: Final = 4096
+"""What a peer may send at a time; a longer message ends its connection."""
+_LINGER_MS: Final = 60_000
+"""How long subscribers have at the end to take what was sent."""
+_END: Final = (-1).to_bytes(8, "big", signed=True)
+"""Number that ends a replay."""
+
+
+@dataclass(slots=True)
+class _Replay:
+    """What one peer asked for."""
+
+    next: bytes
+    """Number of the batch that it gets next."""
+    since_s: float
+    """When it last took something."""
+
+
+class EventSocket:
+    """A publisher of events; closed at the end of its block. For one thread."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        connect: bool = False,
+        topic: str = "",
+        replay_endpoint: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Bind the endpoints.
+
+        Args:
+            endpoint: where subscribers connect.
+            connect: the subscriber has bound it; connect to it.
+            topic: of all messages.
+            replay_endpoint: where missed batches are asked for; by default they cannot be.
+            clock: gives seconds.
+
+        Raises ConfigError where an endpoint cannot be used or a package is missing.
+        """
+        try:
+            self._zmq: Any = import_module("zmq")
+            self._pack = import_module("msgspec").msgpack.encode
+        except ImportError as problem:
+            msg = f"--zmq needs pyzmq and msgspec: pip install pyzmq msgspec ({problem})"
+            raise ConfigError(msg) from problem
+        self._topic, self._numbers, self._clock = topic.encode(), itertools.count(), clock
+        self._kept = deque[tuple[bytes, bytes]]()
+        self._kept_nbytes = 0
+        self._replays: dict[bytes, _Replay] = {}
+        self._context, self._poller = self._zmq.Context(), self._zmq.Poller()
+        self._subscribed = False
+        self._patient, self._told_s = True, -_QUIET_S
+        self.newcomers = False
+        """Whether somebody has subscribed who was not told everything yet."""
+        try:
+            self._out = self._opened(self._zmq.XPUB, endpoint, connect=connect)
+            self._replay: Any = None
+            if replay_endpoint is not None:
+                self._replay = self._opened(self._zmq.ROUTER, replay_endpoint)
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+
+    def _opened(self, kind: int, endpoint: str, *, connect: bool = False) -> Any:
+        zmq = self._zmq
+        socket = self._context.socket(kind)
+        socket.set_hwm(_QUEUED)
+        socket.setsockopt(zmq.MAXMSGSIZE, _ASKED_NBYTES)
+        if kind == zmq.XPUB:
+            socket.setsockopt(zmq.XPUB_MANUAL, 1)  # nobody fills the memory with topics
+            socket.setsockopt(zmq.XPUB_NODROP, 1)
+        else:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who does not read is told apart
+        self._poller.register(socket, zmq.POLLIN)
+        try:
+            (socket.connect if connect else socket.bind)(endpoint)
+        except zmq.ZMQError as problem:
+            msg = f"{endpoint}: {problem.strerror}"
+            raise ConfigError(msg) from problem
+        return socket
+
+    def __enter__(self) -> EventSocket:  # noqa: PYI034 - Python 3.10 has no Self
+        """Wait until somebody subscribes."""
+        try:
+            while not self._subscribed:
+                self._serve(None)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close, when subscribers have taken everything; at once where an error ends it."""
+        self._context.destroy(linger=_LINGER_MS if kind is None else 0)
+
+    def publish(self, batch: Sequence[Mapping[str, Any]]) -> None:
+        """Send some events in one message."""
+        number = next(self._numbers).to_bytes(8, "big")
+        payload = self._pack([time.time(), batch, 0])
+        if self._replay is not None:
+            self._kept.append((number, payload))
+            self._kept_nbytes += len(payload)
+            while len(self._kept) > _KEPT or (
+                self._kept_nbytes > _KEPT_NBYTES and len(self._kept) > 1
+            ):
+                self._kept_nbytes -= len(self._kept.popleft()[1])
+        self._send((self._topic, number, payload))
+
+    def _send(self, parts: Sequence[bytes]) -> None:
+        """Send to all subscribers; who does not read is waited for once, and then misses it."""
+        until_s = self._clock() + (_PATIENCE_S if self._patient else 0.0)
+        while True:
+            try:
+                self._out.send_multipart(parts, self._zmq.DONTWAIT)
+            except self._zmq.Again:
+                if self._clock() < until_s:
+                    self._serve(0.05)
+                    continue
+            else:
+                self._patient = True
+                return
+            self._patient = False
+            self._tell("a subscriber does not read: it misses batches, and sees that by a number")
+            self._out.setsockopt(self._zmq.XPUB_NODROP, 0)
+            try:
+                self._out.send_multipart(parts, self._zmq.DONTWAIT)
+            finally:
+                self._out.setsockopt(self._zmq.XPUB_NODROP, 1)
+            return
+
+    def _tell(self, text: str) -> None:
+        """Log what is the matter with a peer, once a minute."""
+        if self._clock() - self._told_s >= _QUIET_S:
+            self._told_s = self._clock()
+            log.warning("%s", text)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass, answering who asks for missed batches."""
+        until_s = self._clock() + seconds
+        while (left_s := until_s - self._clock()) > 0:
+            self._serve(left_s)
+
+    def _serve(self, seconds: float | None) -> None:
+        """Answer what comes in, or wait so long (None: for ever) for something to come in."""
+        if self._replays:
+            seconds = 0.0 if self._send_again() else min(0.05, seconds or 0.05)
+        ready = dict(self._poller.poll(None if seconds is None else max(1, seconds * 1000)))
+        if self._out in ready:
+            self._subscribe(self._out.recv())
+        if self._replay is not None and self._replay in ready:
+            self._ask(self._replay.recv_multipart())
+
+    def _subscribe(self, asked: bytes) -> None:
+        """Take a subscription to our topic (1 and the topic), or its end (0); no other is kept."""
+        topic, begins = asked[1:], asked[:1] == b"\1"
+        if not self._topic.startswith(topic):
+            return
+        self._out.setsockopt(self._zmq.SUBSCRIBE if begins else self._zmq.UNSUBSCRIBE, topic)
+        if begins:
+            self.newcomers = self._subscribed = True
+
+    def _ask(self, request: list[bytes]) -> None:
+        if len(request) != 3 or request[1] or len(request[2]) != 8:
+            return  # nothing that a subscriber of vLLM's events sends
+        who, _, first = request
+        if who in self._replays or len(self._replays) < _PEERS:
+            self._replays[who] = _Replay(first, self._clock())
+        else:
+            self._tell(f"more than {_PEERS} peers ask for missed batches: one is not answered")
+
+    def _send_again(self) -> bool:
+        """Send each peer some of what it asked for; whether any of them took something."""
+        moved, now_s = False, self._clock()
+        for who, replay in list(self._replays.items()):
+            took, ended = self._replay_to(who, replay)
+            moved |= took
+            if took:
+                replay.since_s = now_s
+            if ended or now_s - replay.since_s > _PATIENCE_S:
+                del self._replays[who]
+                if not ended:
+                    self._tell("a peer asks for missed batches and does not read them: given up")
+        return moved
+
+    def _replay_to(self, who: bytes, replay: _Replay) -> tuple[bool, bool]:
+        """Send a peer what fits; return whether anything did, and whether that was all."""
+        zmq, took = self._zmq, False
+        first = self._kept[0][0] if self._kept else b""
+        at = max(0, int.from_bytes(replay.next, "big") - int.from_bytes(first, "big"))
+        try:
+            for number, payload in itertools.islice(self._kept, at, at + _QUEUED):
+                parts = (who, b"", self._topic, number, payload)
+                self._replay.send_multipart(parts, zmq.DONTWAIT)
+                took = True
+                replay.next = (int.from_bytes(number, "big") + 1).to_bytes(8, "big")
+            if at + _QUEUED >= len(self._kept):
+                self._replay.send_multipart((who, b"", b"", _END, b""), zmq.DONTWAIT)
+                return True, True
+        except zmq.Again:
+            return took, False
+        except zmq.ZMQError:  # it has gone
+            return took, True
+        return took, False
+
 
 _INTERVAL_S: Final = 5.0
 _BATCH: Final = 1024

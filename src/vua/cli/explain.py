@@ -12,15 +12,19 @@ import click
 
 from vua.capacity.prefix_tree import PrefixTree
 from vua.catalog.base import NO_KEYS, Catalog
-from vua.catalog.identify import Difference, Expected, compare, expect, nearest
 from vua.catalog.opening import open_catalog
 from vua.catalog.prefix import (
     ChunkState,
     Continuations,
+    Difference,
+    Expected,
     GroupState,
+    compare,
     continuations,
+    expect,
     loadable,
     look,
+    nearest,
     usable,
 )
 from vua.cli.command import command
@@ -30,9 +34,9 @@ from vua.errors import ConfigError
 from vua.format.layout import KVLayout
 from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
+from vua.storage.base import explaining
 from vua.storage.description import Description
-from vua.storage.problems import explaining
-from vua.store.opening import open_namespace
+from vua.store.place import open_namespace
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package

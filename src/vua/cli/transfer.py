@@ -34,9 +34,8 @@ from vua.catalog.archive import Member, Reader, Writer, file_sizes
 from vua.catalog.base import NO_KEYS, NamespaceCatalog, OpenFile, resolve
 from vua.catalog.check import Checker, Place, check_open
 from vua.catalog.opening import open_catalog
-from vua.cli.command import argument, command
+from vua.cli.command import argument, as_owner, command
 from vua.cli.output import DAMAGED, SHORT, SOUND, Output, Report, line, plain, progress, size
-from vua.cli.owner import as_owner
 from vua.cli.prompt import prompt_ids, prompt_keys, read_ids
 from vua.errors import (
     ConfigError,
@@ -48,22 +47,20 @@ from vua.errors import (
     StorageError,
     UntrustedError,
 )
-from vua.format.entry import EntryCodec
-from vua.format.header import AUTHENTIC, ENCRYPTED
+from vua.format.entry import AUTHENTIC, ENCRYPTED, EntryCodec
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import Shard, payload_map
 from vua.format.parse import EntryInfo, parse_entry
-from vua.io.header_plan import header_plan
+from vua.io.plan import header_plan
 from vua.native import Transfer
 from vua.security.settings import Security
-from vua.storage.base import Batch, entry_name
+from vua.storage.base import Batch, entry_name, explained
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.location import Location
-from vua.storage.problems import explained
-from vua.store.entry_writer import EntryWriter
-from vua.store.opening import create_namespace, open_namespace
+from vua.store.place import create_namespace, open_namespace
 from vua.store.store import Store
+from vua.store.writer import EntryWriter
 
 __all__ = ["ExportChoice", "Exported", "Imported", "export", "import_"]
 

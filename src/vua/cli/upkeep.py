@@ -14,7 +14,7 @@ from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits
 from vua.catalog.base import NO_KEYS, Adoption, Collection, Removal, Use, key_ids, resolve
 from vua.catalog.opening import open_catalog
-from vua.cli.command import argument, command, duration, duration_s
+from vua.cli.command import argument, asking, command, duration, duration_s
 from vua.cli.output import (
     DAMAGED,
     SHORT,
@@ -30,7 +30,6 @@ from vua.cli.output import (
     table,
     when,
 )
-from vua.cli.owner import asking
 from vua.errors import ConfigError
 from vua.security.settings import Security
 from vua.storage.mark import MARK

@@ -20,8 +20,7 @@ import click
 
 from vua.capacity.scan import Show
 from vua.catalog.base import NO_KEYS, resolve
-from vua.catalog.check import OUTCOMES, Check, Checker, Place, Verification
-from vua.catalog.file import check_at
+from vua.catalog.check import OUTCOMES, Check, Checker, Place, Verification, check_at
 from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, command, share
 from vua.cli.output import (

@@ -31,7 +31,7 @@ from vua.errors import ConfigError, InputError
 from vua.format.keys import token_ids
 from vua.security.settings import Security
 from vua.store.namespace import Namespace
-from vua.store.opening import open_namespace
+from vua.store.place import open_namespace
 
 __all__ = ["Warmed", "warm"]
 

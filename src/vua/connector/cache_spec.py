@@ -2,6 +2,8 @@
 
 An engine's own package fills this in from the engine's configuration alone, so that the scheduler's
 process and every worker agree.
+
+Where the files of the model lie that an engine serves. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from vua.errors import VUAError
@@ -16,7 +19,15 @@ from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.format.prefix import Kind, alignment, first_needed, first_token, leading
 
-__all__ = ["NOTHING_MORE", "EngineIdentity", "Group", "Model", "UncachedError", "division"]
+__all__ = [
+    "NOTHING_MORE",
+    "EngineIdentity",
+    "Group",
+    "Model",
+    "UncachedError",
+    "division",
+    "local_directory",
+]
 
 
 class UncachedError(VUAError):
@@ -28,7 +39,7 @@ class EngineIdentity:
     """What counts, and for which requests."""
 
     config: Mapping[str, object]
-    """For `vua.format.config_digest.config_digest`."""
+    """For `vua.format.identity.config_digest`."""
     adapters: str
     """Counts beside an adapter's own files; "" for nothing."""
     media: str
@@ -62,7 +73,7 @@ class Group:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether these layers keep a state, see `vua.format.states`."""
+        """Whether these layers keep a state, see `vua.format.layout`."""
         return self.layout.keeps_state
 
     def first_needed(self, tokens: int) -> int:
@@ -163,3 +174,36 @@ class Model:
     def leading(self) -> tuple[Group, ...]:
         """The groups of which every chunk is stored: they tell how much of a prompt is shared."""
         return tuple(self.groups[at] for at in leading([one.layout for one in self.groups]))
+
+
+def local_directory(model: str, revision: str | None, download_dir: str | None) -> Path:
+    """Return where a model's files lie on this machine.
+
+    Args:
+        model: a path, or a name on the Hugging Face hub.
+        revision: the hub's, for a name.
+        download_dir: where the engine downloads to; None: where Hugging Face does.
+
+    Raises:
+        UncachedError: there are none.
+    """
+    if Path(model).exists():
+        return Path(model)
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - for names alone
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+    )
+
+    try:
+        found = snapshot_download(  # of any file, for engines leave some out
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            local_files_only=True,
+            ignore_patterns="*",
+        )
+    except (LocalEntryNotFoundError, HfHubHTTPError, ValueError) as problem:
+        msg = f"no local files of {model!r} to fingerprint: {problem}"
+        raise UncachedError(msg) from problem
+    return Path(found)

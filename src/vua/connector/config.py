@@ -19,8 +19,8 @@ from vua.capacity.limits import Limits
 from vua.connector.log import logger
 from vua.errors import ConfigError
 from vua.security.settings import Security
-from vua.storage.urls import is_directory_name
-from vua.store.tier_rules import TierRules
+from vua.storage.location import is_directory_name
+from vua.storage.tiered import TierRules
 
 __all__ = ["ConnectorConfig", "Timeouts", "WorkerResources", "defaults", "warn_once"]
 

@@ -129,7 +129,7 @@ class PrefillSpeed(Regression):
         self._open: deque[tuple[float, int, float]] = deque(maxlen=64)  # more than any engine has
 
     def scheduled(self, tokens: int, attended: float) -> None:
-        """Note that a step was scheduled; see :func:`vua.connector.step.prompt_work`."""
+        """Note that a step was scheduled; see :func:`vua.connector.metadata.prompt_work`."""
         self._open.append((self._clock(), tokens, attended))
 
     def ended(self) -> None:

@@ -22,8 +22,7 @@ from vua.connector.log import logger
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.store.namespace import Namespace
-from vua.store.opening import create_namespace, locate
-from vua.store.place import look_at
+from vua.store.place import create_namespace, locate, look_at
 from vua.weights import Identification, Weights
 
 __all__ = ["Opened", "Opening", "close_within", "open_namespace"]

@@ -1,6 +1,18 @@
 """The saving half of the scheduler's side: what a step completes is ordered to be stored.
 
 Likewise what is to be compared with what is stored already, see `vua.connector.witness`.
+
+Which weights and which adapter have computed what lies in the engine's blocks.
+
+The engine's own prefix cache knows an adapter by its name, and weights not at all: after either was
+replaced it goes on offering blocks of before, unless somebody resets it. A request that begins with
+such blocks computes on top of them, so nothing of it may be stored as if it were of now. Blocks are
+told apart by their numbers; those that nobody has written since the start, or since then only with
+the first weights and no adapter, take no memory here.
+
+For each group of layers: which tokens to load, and which complete chunks to store.
+
+What the scheduler's half of the connector knows of one request.
 """
 
 from __future__ import annotations
@@ -10,24 +22,220 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from vua.connector.cache_spec import Model
+from vua.connector.adapters import Adapter
+from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
+from vua.connector.load_policy import NOTHING_STORED, LoadDecision
+from vua.connector.lookup import Lookup
 from vua.connector.media import Media
-from vua.connector.metadata import ConnectorMetadata, SaveOrder
-from vua.connector.origins import MIXED, Origin, Origins
+from vua.connector.metadata import (
+    ConnectorMetadata,
+    GroupLoad,
+    SaveOrder,
+    ScheduledRequest,
+    ScheduledStep,
+    Tables,
+)
 from vua.connector.prefix_match import PrefixMatch
-from vua.connector.request import SaveHints
+from vua.connector.request import RequestOptions, SaveHints
 from vua.connector.request_metrics import RequestMetrics
-from vua.connector.request_state import RequestState
-from vua.connector.selection import Step, to_save
-from vua.connector.step import ScheduledRequest, ScheduledStep, Tables
 from vua.connector.witness import Witness
 from vua.format.keys import ChunkKey, KeyRun, token_ids
 
-__all__ = ["SaveScheduler", "stop_at_state"]
+__all__ = [
+    "MIXED",
+    "Origin",
+    "Origins",
+    "RequestState",
+    "SaveScheduler",
+    "Step",
+    "state_to_save",
+    "stop_at_state",
+    "to_load",
+    "to_save",
+]
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request, from its first lookup to its end."""
+
+    request: Any
+    options: RequestOptions
+    lookup: Lookup
+    arrived_s: float
+    adapter: Adapter | None = None
+    """Its LoRA adapter, as the workers held it when it was first asked about."""
+    local_tokens: int = 0
+    """The engine's own prefix-cache hit when it last asked."""
+    decision: LoadDecision = NOTHING_STORED
+    """What was decided then."""
+    admitted: bool = False
+    """It has blocks: it computes, or loads."""
+    failed: bool = False
+    """A load for it failed: it is computed, not looked up again."""
+    outdated: bool = False
+    """It began before a reset, its adapter was replaced since, nobody knows its adapter, or the
+    engine did not run its draft for it, or applied another request's adapter to it."""
+    loading: list[int] = field(default_factory=list)
+    """Blocks that a running load fills; empty where a load fails as a whole."""
+    block_ids: list[list[int]] = field(default_factory=list)
+    """Its block table, per cache group."""
+    next_save: int | None = None
+    """First chunk not yet ordered to be saved; None until the lookup's answer is known."""
+    unsaved: int | None = None
+    """First chunk that a worker could not store: nothing is ordered before it says "again". None:
+    all that was ordered is on its way."""
+
+    def extend(self, new: Tables, *, begins: bool) -> None:
+        """Append blocks to the block table; ``begins``: to a new one."""
+        if begins or not self.block_ids:
+            self.block_ids = [[] for _ in new]
+        for number, blocks in enumerate(new):
+            self.block_ids[number] += blocks
+
+
+def to_load(
+    model: Model, number: int, found: PrefixMatch | None, start: int, stop: int
+) -> GroupLoad:
+    """Return what to load of group ``number`` of a request's tokens [start, stop).
+
+    Nothing of what the engine has already, and of a window no more than it. ``found`` is what the
+    lookup learned about the prompt.
+    """
+    if found is None:  # cannot be; a load without keys fails, and no engine waits for ever
+        return GroupLoad(number, start, stop, [])
+    group, size = model.groups[number], model.chunk_tokens
+    first = model.first_loaded(group, stop)
+    if not group.keeps_state:  # of a state there is no half
+        first = max(first, start)
+    return GroupLoad(number, first, stop, found.keys.run(first // size, -(-stop // size)))
+
+
+class Step(NamedTuple):
+    """What one step does for a request."""
+
+    chunks: range
+    """The prompt's chunks that are complete after it, and were not ordered to be saved before."""
+    computed: int
+    """Tokens computed before it."""
+    complete: int
+    """Tokens computed after it."""
+    tables: Sequence[Sequence[int]]
+    """The request's block table in this step, per cache group; 0 where a block is freed."""
+    reused: range = range(0)
+    """In a request's first step: chunks before it that the engine's own prefix cache had, whose
+    windows and states may not be stored."""
+
+
+def to_save(
+    model: Model, number: int, found: PrefixMatch, step: Step, every_tokens: int
+) -> Sequence[ChunkKey]:
+    """Return those of the step's chunks that are of use to a group, and still in its blocks.
+
+    Args:
+        model: the engine's KV cache.
+        number: the group's place in it.
+        found: what the lookup learned about the prompt.
+        step: what happens now.
+        every_tokens: distance of the points at which windows and states are stored in any case.
+    """
+    group = model.groups[number]
+    if group.layout.window is None:
+        return found.keys.run(step.chunks.start, step.chunks.stop)
+    if group.keeps_state:
+        return state_to_save(model, group, number, found, step, every_tokens)
+    size, wanted = model.chunk_tokens, found.windows[number]
+    keys = []
+    for chunk in (*(chunk for chunk in step.reused if chunk in wanted), *step.chunks):
+        held = all(
+            all(step.tables[table][chunk * size // block : -(-(chunk + 1) * size // block)])
+            for table in group.tables
+            for block in (model.block_sizes[table],)
+        )
+        useful = chunk in wanted or chunk >= found.prompt_chunks  # of unknown end
+        if held and (useful or group in model.leading):
+            keys.append(found.keys[chunk])
+    return keys
+
+
+def state_to_save(
+    model: Model, group: Group, number: int, found: PrefixMatch, step: Step, every_tokens: int
+) -> Sequence[ChunkKey]:
+    """The chunk with which the step ends, if its state is worth a file, and likewise begins.
+
+    An engine has the states of no other chunks.
+    """
+    keys = []
+    for end, chunks in ((step.computed, step.reused), (step.complete, step.chunks)):
+        chunk = end // model.chunk_tokens - 1
+        if end % model.align or chunk not in chunks:
+            continue
+        wanted = chunk in found.windows[number] or chunk >= found.prompt_chunks
+        wanted |= chunks is step.chunks and end // every_tokens > step.computed // every_tokens
+        tables = ((step.tables[table], model.block_sizes[table]) for table in group.tables)
+        if wanted and all(table[end // block - 1] for table, block in tables):
+            keys.append(found.keys[chunk])
+    return keys
+
+
+class Origin(NamedTuple):
+    """What computed a block."""
+
+    epoch: int = 0
+    """How often the cache was reset before."""
+    adapter: Adapter | None = None
+
+
+MIXED = Origin(-1)
+"""More than one of them, or nobody knows: like nothing else, not even like another one."""
+_FIRST = Origin()
+
+
+class Origins:
+    """For the scheduler's thread."""
+
+    def __init__(self, block_sizes: Sequence[int]) -> None:
+        """Know the blocks of cache groups with so many tokens per block."""
+        self._block_sizes = block_sizes
+        self._of: dict[int, Origin] = {}
+
+    def begins(self, tables: Sequence[Sequence[int]], cached_tokens: int, origin: Origin) -> bool:
+        """Note a request with its first blocks; whether what it begins with is of its ``origin``.
+
+        Args:
+            tables: its block table per cache group; 0 where there is no block.
+            cached_tokens: tokens at its start that the engine's own prefix cache had.
+            origin: what computes the rest.
+        """
+        if not self._of and origin == _FIRST:
+            return True
+        pure = origin != MIXED and all(
+            self._of.get(block, _FIRST) == origin
+            for table, size in zip(tables, self._block_sizes, strict=True)
+            for block in table[: cached_tokens // size]
+            if block
+        )
+        for table, size in zip(tables, self._block_sizes, strict=True):
+            self.computes(table[cached_tokens // size :], origin if pure else MIXED)
+        return pure
+
+    def spoils(self, tables: Sequence[Sequence[int]], first_token: int) -> None:
+        """Note that nothing from a token on, in these block tables, is what it should be."""
+        for table, size in zip(tables, self._block_sizes, strict=False):  # empty: it begins now
+            self.computes(table[first_token // size :], MIXED)
+
+    def computes(self, blocks: Iterable[int], origin: Origin) -> None:
+        """Note blocks that are written now."""
+        if origin != _FIRST:
+            self._of.update(dict.fromkeys(blocks, origin))
+        elif self._of:
+            for block in blocks:
+                self._of.pop(block, None)
+
 
 _MAX_COPIES: Final = 1 << 16
 """Chunks that were ordered and are remembered, some 300 bytes each; one beyond is ordered twice."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from vua.connector.adapters import Adapter, AdapterBook
-from vua.connector.bucket_requests import record_requests
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
@@ -22,17 +21,21 @@ from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
 from vua.connector.log import ROOT, logger
 from vua.connector.lookup import Lookup, Lookups, StepPatience, early, unasked
 from vua.connector.media import Media
-from vua.connector.metadata import ConnectorMetadata, LoadOrder, Verdict, WorkerOutput
-from vua.connector.metrics import Recorder, Series
+from vua.connector.metadata import (
+    ConnectorMetadata,
+    LoadOrder,
+    ScheduledStep,
+    Verdict,
+    WorkerOutput,
+    prompt_work,
+)
+from vua.connector.metrics import Recorder, Series, record_requests
 from vua.connector.opening import Opening, close_within
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.proved import written
 from vua.connector.request import OptionReader, RequestOptions
 from vua.connector.request_metrics import RequestMetrics
-from vua.connector.request_state import RequestState
-from vua.connector.save_scheduler import SaveScheduler, stop_at_state
-from vua.connector.selection import to_load
-from vua.connector.step import ScheduledStep, prompt_work
+from vua.connector.save_scheduler import RequestState, SaveScheduler, stop_at_state, to_load
 from vua.connector.witness import Witness
 from vua.format.identity import Identity
 from vua.store.namespace import Namespace

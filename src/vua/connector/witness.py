@@ -1,7 +1,7 @@
 """The scheduler's half of the witness: nothing is loaded on the word of the identity alone.
 
 Everything that is known to change K and V is in the identity. What nobody has thought of is not. So
-an engine compares what others have stored with what it computes (`vua.connector.comparisons`,
+an engine compares what others have stored with what it computes (`vua.connector.worker`,
 `vua.store.agreement`), and what it learns concerns the *writer*: the process that is named in a
 chunk's header (`vua.store.writer`). See docs/decisions/0051-a-witness-for-a-writer.md.
 
@@ -10,7 +10,7 @@ chunk's header (`vua.store.writer`). See docs/decisions/0051-a-witness-for-a-wri
   by itself: without or with an adapter, and with images or other inputs.
 - For ever after, chunks are drawn at random from all that could be loaded, each with the same
   chance. The prompt of one that is drawn is computed, and the chunk compared. What these draws say
-  of all chunks is a metric (`vua.connector.tally`). So is, once, a prompt twice as long as any
+  of all chunks is a metric (`vua.connector.proved`). So is, once, a prompt twice as long as any
   before.
 - A writer of whom a chunk differs is put aside: this engine, and those of its setup on this host,
   load nothing of it. Where more writers differ than agree, and several, it is this engine that is
@@ -36,8 +36,7 @@ from vua.connector.log import logger
 from vua.connector.metadata import Compared, Verdict, WitnessOrder
 from vua.connector.metrics import Recorder
 from vua.connector.prefix_match import PrefixMatch
-from vua.connector.proved import NOTES, Kind, Remembered, kind_of
-from vua.connector.tally import Tally
+from vua.connector.proved import NOTES, Kind, Remembered, Tally, kind_of
 from vua.format.entry import written_name
 from vua.format.keys import ChunkKey
 from vua.store.writer import in_words

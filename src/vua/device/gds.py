@@ -30,7 +30,7 @@ from vua.device.xxh3 import checksums, on_host
 from vua.errors import ConfigError, EntryError, UntrustedError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
-from vua.format.verify import check_payload
+from vua.format.parse import check_payload
 from vua.io.posix import FileStatus
 from vua.io.workers import Attempt, Workers
 from vua.storage.base import Storage, entry_name

@@ -25,8 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.errors import CorruptEntryError
-from vua.format.codecs import CODEC
-from vua.format.header import ENCRYPTED, MAX_HEADER_NBYTES
+from vua.format.entry import CODEC, ENCRYPTED, MAX_HEADER_NBYTES
 from vua.format.layout import ITEMSIZE
 from vua.format.parse import json_header, parse_entry
 

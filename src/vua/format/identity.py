@@ -4,19 +4,38 @@ An `Identity` names everything outside the token ids that K and V depend on; its
 the directory in which they are stored, so that caches of different identities never meet. It is
 the same in every process, on every host and for every engine. Does not promise that an engine
 computes what its config says. Adapters fill it in; the store only compares namespaces.
+
+The digest of a model's config: part of the identity of what it computes.
+
+In which order a model's rotary embedding pairs the elements of a stored K row.
+
+K is stored after rotation, so two engines that pair elements differently store different bytes for
+the same tokens. Promises that every engine VUA knows stores K of a listed model type in the order
+listed. Of any other type nothing is known; caches of such a model must not cross engines. Those of
+a listed type may, as far as `vua.format.shared_config` knows the rest of its config.
 """
 
 from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Final
 
 from vua.errors import ConfigError
 
-__all__ = ["VERSION", "Identity"]
+__all__ = [
+    "IGNORED_CONFIG_KEYS",
+    "INTERLEAVED",
+    "NEOX",
+    "VERSION",
+    "Identity",
+    "config_digest",
+    "rope_order",
+    "varies_with_length",
+]
 
 VERSION = "vua.identity.v1"
 _CHUNK_TOKENS = range(1, 65537)
@@ -34,7 +53,7 @@ class Identity:
     False
 
     Args:
-        model: digest of the text config (:mod:`vua.format.config_digest`), or a label that the
+        model: digest of the text config (:mod:`vua.format.identity`), or a label that the
             caller answers for.
         weights: :func:`vua.weights.weights_fingerprint` or a hub commit.
         adapter: fingerprint of the LoRA applied to every request; "" for none.
@@ -120,3 +139,110 @@ class Identity:
 
 def _framed(part: bytes) -> bytes:
     return len(part).to_bytes(8, "little") + part
+
+
+# Top-level config keys that cannot change K or V. Everything else counts: an unknown key costs
+# hits, never a wrong one. `architectures` counts, because it chooses the code that runs.
+IGNORED_CONFIG_KEYS = frozenset(
+    # The KV dtype is a field of its own; loaders set these to what they were asked for.
+    "dtype torch_dtype transformers_version name_or_path _name_or_path "  # noqa: SIM905 - words
+    "_commit_hash _auto_class _is_quantized "
+    # What a call returns, and which kernel computes attention.
+    "use_cache return_dict output_attentions output_hidden_states attn_implementation "
+    "_output_attentions _attn_implementation _attn_implementation_internal "
+    "_attn_implementation_autoset _experts_implementation _experts_implementation_internal "
+    # The head behind the last layer; vLLM unties it where the checkpoint holds one.
+    "tie_word_embeddings id2label label2id num_labels problem_type "
+    # How tokens are chosen; the tokens themselves are in the key.
+    "bos_token_id eos_token_id pad_token_id generation_config do_sample temperature top_k top_p "
+    "min_length max_length num_beams num_return_sequences repetition_penalty".split()
+)
+
+
+def config_digest(config: Mapping[str, object]) -> str:
+    """Return 64 hex digits that stand for a Hugging Face text config.
+
+    Pass `to_dict()` of the config object that the engine runs with: unlike `config.json` it holds
+    defaults and overrides. Every key counts except a few that cannot change K or V.
+
+    >>> config_digest({"rope_theta": 10000}) == config_digest({"rope_theta": 10000.0})
+    True
+
+    Raises:
+        ConfigError: a value is nothing that JSON knows, so it has no digest that lasts.
+    """
+    counting = {key: value for key, value in config.items() if key not in IGNORED_CONFIG_KEYS}
+    if counting.get("sliding_window") == 0:  # some write 0 for no window, and vLLM makes it None
+        counting["sliding_window"] = None
+    text = json.dumps(_canonical(counting, "config"), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(b"vua.config.v2\n" + text.encode()).hexdigest()
+
+
+def _canonical(value: object, where: str) -> object:
+    """Return `value` in the one form that all equal values share."""
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, list | tuple):
+        return [_canonical(item, f"{where}[{n}]") for n, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        items = {str(key): _canonical(item, f"{where}.{key}") for key, item in value.items()}
+        if len(items) == len(value) and all(isinstance(key, str | int) for key in value):
+            return items
+        raise ConfigError(f"{where} has keys that JSON cannot tell apart: {list(value)!r}")
+    raise ConfigError(
+        f"{where} is a {type(value).__name__}, which has no lasting digest; pass the config's "
+        "to_dict(), or give the identity a label of your own"
+    )
+
+
+# Read off both sides: `rotate_half` in transformers' modeling_<type>.py (5.19), and
+# `is_neox_style` of `get_rope` in vLLM's model of the same architecture (0.32), or vLLM's
+# TransformersForCausalLM, which runs transformers' own rotation. All were also compared by number
+# (`tests/shared_configs.json`); mellum with SGLang's model (0.5.23), too.
+# Left out on purpose: the DeepSeek family (transformers regroups the pairs, vLLM does not) and
+# whatever rotates by sections (the "mrope" of vision models).
+NEOX: Final = frozenset(
+    "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text "  # noqa: SIM905 - one word each
+    "phi phi3 olmo olmo2 olmo3 olmoe granite granitemoe starcoder2 stablelm smollm3 seed_oss "
+    "gpt_neox gpt_oss nemotron arcee hunyuan_v1_dense hunyuan_v1_moe mellum falcon glm4_moe "
+    "opt".split()  # learned positions: K is not rotated, so there is nothing to order
+)
+INTERLEAVED: Final = frozenset({"cohere", "cohere2", "ernie4_5", "glm", "glm4", "gptj"})
+
+# transformers recomputes the frequencies when a sequence outgrows the original context; vLLM
+# chooses those of "longrope" by the longest context it was started for.
+_BY_LENGTH: Final = ("dynamic", "longrope")
+
+
+def rope_order(model_type: str) -> str:
+    """Return "neox" (halves), "interleaved" (neighbours), or "" where it is not known.
+
+    Args:
+        model_type: of the text config, such as "llama" or "gemma3_text".
+
+    >>> rope_order("qwen3"), rope_order("cohere2"), rope_order("gpt2")
+    ('neox', 'interleaved', '')
+    """
+    if model_type in NEOX:
+        return "neox"
+    return "interleaved" if model_type in INTERLEAVED else ""
+
+
+def varies_with_length(config: Mapping[str, object]) -> bool:
+    """Return whether K of a token may change with the length of the prompt it stands in.
+
+    Then a prefix computed for one prompt is not the prefix of another one.
+
+    Args:
+        config: a text config as `to_dict()` gives it.
+
+    >>> varies_with_length({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}})
+    True
+    """
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping):
+        return False
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
+    return any(part.get("rope_type") in _BY_LENGTH for part in kinds)

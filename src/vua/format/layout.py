@@ -9,6 +9,14 @@ is what one checksum covers: the extents of ``checksum_block_layers`` consecutiv
 head, some 64 KiB.
 
 Nothing here touches a file or copies a byte.
+
+Layers that keep one state instead of K and V of each token (Mamba, gated delta nets...).
+
+A state sums up all tokens before it, so it is valid behind exactly one of them. A chunk's file in a
+group ``s<n>`` holds, for each layer, the state of n bytes as it is behind the chunk's last token;
+few chunks have such a file. Its array ``k`` has the form of any other group's, so that whatever
+reads, checks or deletes files needs to know nothing of states. It holds the state's bytes, filled
+up with zeros and cut into one row for each of the chunk's tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +32,16 @@ import numpy.typing as npt
 from vua.errors import LayoutError
 from vua.native import Spread
 
-__all__ = ["ITEMSIZE", "KVLayout", "MemoryMap", "Shard", "cover", "is_group"]
+__all__ = [
+    "ITEMSIZE",
+    "KVLayout",
+    "MemoryMap",
+    "Shard",
+    "cover",
+    "is_group",
+    "state_layout",
+    "state_nbytes",
+]
 
 ITEMSIZE: Final[Mapping[str, int]] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
@@ -75,7 +92,7 @@ class KVLayout:
     group: str = ""
     """Which of the model's layers: empty for those that attend to the whole prefix (and for models
     with one kind of layer), ``w1024`` for those with a sliding window of 1024 tokens, ``s4096`` for
-    those with a state (see :mod:`vua.format.states`), ``d1`` for those of a draft model, which
+    those with a state (see :mod:`vua.format.layout`), ``d1`` for those of a draft model, which
     attend to the whole prefix, too. ``layers`` counts within the group."""
 
     def __post_init__(self) -> None:
@@ -308,3 +325,49 @@ def payload_map(
         segment_tokens=layout.chunk_tokens,
         owner=owner,
     )
+
+
+def state_layout(*, layers: int, parts: int, nbytes: int, chunk_tokens: int) -> KVLayout:
+    """Return the layout of layers that keep a state.
+
+    >>> state_layout(layers=3, parts=2, nbytes=100, chunk_tokens=64).k_dim
+    2
+
+    Args:
+        layers: how many there are.
+        parts: into how many parts a model's state is cut (one for each tensor-parallel rank); they
+            take the place of KV heads.
+        nbytes: bytes of one layer's state, of one part of it.
+        chunk_tokens: tokens per chunk.
+
+    Raises LayoutError: no state has so many bytes.
+    """
+    return KVLayout(
+        layers=layers,
+        kv_heads=parts,
+        k_dim=-(-nbytes // chunk_tokens),
+        v_dim=0,
+        dtype="U8",
+        chunk_tokens=chunk_tokens,
+        group=f"s{nbytes}",
+    )
+
+
+def state_nbytes(layout: KVLayout) -> int | None:
+    """Return the bytes of one layer's state, of one part; None for a group that keeps K and V.
+
+    Raises LayoutError: the layout says that it is one of states, and cannot be.
+    """
+    if not layout.keeps_state:
+        return None
+    nbytes = int(layout.group[1:])
+    expected = state_layout(
+        layers=layout.layers,
+        parts=layout.kv_heads,
+        nbytes=nbytes,
+        chunk_tokens=layout.chunk_tokens,
+    )
+    if layout != expected:
+        msg = f"a state of {nbytes} bytes has the layout {expected}, found {layout}"
+        raise LayoutError(msg)
+    return nbytes

@@ -3,6 +3,11 @@
 What a file says about itself is taken apart before any of it is believed. No length, number or name
 is used before it is checked; then the header is built anew from what was found, and compared. Pure
 functions over bytes. Who knows the chunk compares by :meth:`vua.format.entry.EntryCodec.table_of`.
+
+What is the matter with an entry that is not the one asked for, or not what its header says.
+
+For all who read one. :meth:`vua.format.entry.EntryCodec.table_of` tells whether it is the one asked
+for; where the chunk is not known, :func:`vua.format.parse.parse_entry` judges the header.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import functools
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,9 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vua.errors import CorruptEntryError, LayoutError
-from vua.format.entry import EntryCodec
-from vua.format.header import (
+from vua.errors import CorruptEntryError, EntryError, ForeignEntryError, LayoutError
+from vua.format.entry import (
     ENCRYPTED,
     FORMAT,
     MAX_HEADER_NBYTES,
@@ -29,6 +33,7 @@ from vua.format.header import (
     PLAIN,
     SEALED,
     SEALED_V1,
+    EntryCodec,
     SealInfo,
 )
 from vua.format.keys import ChunkKey
@@ -39,11 +44,13 @@ __all__ = [
     "LATER_FORM",
     "EntryInfo",
     "LaterEntryError",
+    "check_payload",
     "codec_of",
     "coordinates_of",
     "encode_header",
     "json_header",
     "later_form",
+    "mismatch",
     "parse_entry",
 ]
 
@@ -348,3 +355,64 @@ def coordinates_of(
         msg = "digests, token range or layout are of the wrong form"
         raise ValueError(msg)
     return key, shard, layout
+
+
+def mismatch(codec: EntryCodec, header: memoryview, key: ChunkKey, key_id: str = "") -> EntryError:
+    """Return why :meth:`EntryCodec.table_of`, which takes the same, does not take a header.
+
+    A CorruptEntryError where it is damaged, a ForeignEntryError where it is sound, but of another
+    chunk, shard, layout or namespace.
+    """
+    try:
+        found = parse_entry(bytes(header))
+    except CorruptEntryError as problem:
+        return problem
+    msg = (
+        f"expected chunk {key.name[:12]} shard {codec.shard.name} of namespace "
+        f"{codec.namespace[:12]}, found chunk {found.prefix_hash[:12]} shard "
+        f"{found.shard.name} of namespace {found.namespace[:12]}; it will be treated as a miss"
+    )
+    foreign = ForeignEntryError(msg)
+    asked = (codec.namespace, key.name, codec.shard, codec.kind, key_id)
+    there = (found.namespace, found.prefix_hash, found.shard, found.kind, found.seal_info.key_id)
+    foreign.misplaced = there != asked
+    return foreign
+
+
+def check_payload(
+    layout: KVLayout,
+    shard: Shard,
+    expected: npt.NDArray[np.uint64] | Sequence[int],
+    found: npt.NDArray[np.uint64] | Sequence[int],
+    blocks: npt.NDArray[np.uint64] | None = None,
+    *,
+    what: str = "checksums",
+) -> None:
+    """Compare what the header says of blocks with what was found.
+
+    Args:
+        layout: of the entry.
+        shard: of the entry.
+        expected: what the header says of each block.
+        found: what its bytes gave.
+        blocks: which blocks of the entry these are; by default all, in order.
+        what: what is compared.
+
+    Raises CorruptEntryError, which names the first block that differs.
+    """
+    # as they are: numpy compares lists of numbers below and above 2**63 as floats of 53 bits
+    bad = np.flatnonzero(np.asarray(expected, np.uint64) != np.asarray(found, np.uint64))
+    if len(bad):
+        first = int(bad[0] if blocks is None else blocks[bad[0]])
+        msg = f"{len(bad)} of {len(found)} {what} do not match, the first is that of "
+        raise CorruptEntryError(msg + _block_name(layout, shard, first))
+
+
+def _block_name(layout: KVLayout, shard: Shard, block: int) -> str:
+    """Which part of the model's KV cache a checksum stands for."""
+    step = layout.checksum_block_layers
+    row, column = divmod(block, shard.checksum_blocks(layout))
+    array, head = divmod(row, shard.heads)
+    layer = shard.layer_start + column * step
+    stop = min(layer + step, shard.layer_stop)
+    return f"{'KV'[array]}, head {shard.head_start + head}, layers {layer}-{stop}"

@@ -5,6 +5,11 @@ Caches may cross engines only for keys and values of which `tests/e2e/meeting.py
 this model type, that transformers and vLLM compute the same K and V. Any other key or value makes
 the namespace the engine's own. `shared_configs.json` holds what was shown; the command
 ``python tests/make_shared_configs.py`` writes it.
+
+Why something that an engine can be told is no part of an identity: the reasons of all tables.
+
+Each engine has tables of what it excludes, by reason: settings, arguments and variables of the
+environment. A reason that only one engine has stands beside its table.
 """
 
 from __future__ import annotations
@@ -16,10 +21,25 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Final
 
-from vua.format.config_digest import IGNORED_CONFIG_KEYS
-from vua.format.rope import rope_order, varies_with_length
+from vua.format.identity import IGNORED_CONFIG_KEYS, rope_order, varies_with_length
 
-__all__ = ["facts", "unproven", "unshared"]
+__all__ = [
+    "CONTENT",
+    "ELSEWHERE",
+    "FILES",
+    "KERNEL",
+    "LOGITS",
+    "READ",
+    "SEEN",
+    "SPLIT",
+    "TEXT",
+    "WHEN",
+    "WHERE",
+    "facts",
+    "listed",
+    "unproven",
+    "unshared",
+]
 
 _CODE: Final = "vua.code"
 """Code that came with the model's files runs, which no measurement covers."""
@@ -151,3 +171,25 @@ def _is_same(one: Any, other: Any) -> bool:  # noqa: ANN401
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     return bool(one == other)
+
+
+WHEN: Final = "when and beside which others a token is computed, not from what"
+WHERE: Final = "where processes, memory, files and caches are, and how they find each other"
+KERNEL: Final = "which kernel, compiler or graph computes the same function: rounding alone"
+SPLIT: Final = "over which workers the same function is spread; a file names its part of K and V"
+SEEN: Final = "what is logged, measured, traced or returned"
+LOGITS: Final = "what becomes of the logits; tokens are in the key"
+TEXT: Final = "how requests become tokens, and tokens answers; tokens are in the key"
+FILES: Final = "where files come from; their content counts"
+READ: Final = "how bytes come off the disk; the weights' fingerprint counts"
+CONTENT: Final = "shows in the tensors that a model gets of an image, and these are digested"
+ELSEWHERE: Final = "counts in another part of the identity or of the layout"
+
+
+def listed(table: Mapping[str, str]) -> frozenset[str]:
+    """Return the names of a table of reasons and names: ``{WHEN: "one another"}``.
+
+    >>> sorted(listed({WHEN: "one another", SEEN: "third"}))
+    ['another', 'one', 'third']
+    """
+    return frozenset(" ".join(table.values()).split())

@@ -5,7 +5,9 @@ perhaps in several *segments* of equal length (the blocks of a paged cache). A *
 checksum of the file covers: one or several extents that follow each other in the file. A *read* is
 a range of the file that one system call reads: whole blocks, and perhaps the header before them.
 
-Nothing here knows of layouts or models; :mod:`vua.format.plan` works the tables out.
+Nothing here knows of layouts or models; :mod:`vua.format.entry` works the tables out.
+
+How files are moved of which only the header is wanted, or all of which counts as one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ARRAYS_MAX", "EXTENT", "READ", "EntryPlan"]
+__all__ = ["ARRAYS_MAX", "EXTENT", "READ", "EntryPlan", "header_plan"]
 
 ARRAYS_MAX: Final = 2
 """Arrays of a chunk: K and V."""
@@ -86,3 +88,26 @@ class EntryPlan:
     def blocks(self) -> int:
         """Number of blocks."""
         return len(self.block_nbytes)
+
+
+def header_plan(file_nbytes: int, header_nbytes: int, table_offset: int = 0) -> EntryPlan:
+    """Plan how the first ``header_nbytes`` bytes of files are moved, and nothing else.
+
+    Args:
+        file_nbytes: size of each file.
+        header_nbytes: of them, from the first on.
+        table_offset: where among them the checksums begin.
+    """
+    none = np.zeros(0, dtype=np.uint64)
+    return EntryPlan(
+        file_nbytes=file_nbytes,
+        header_nbytes=header_nbytes,
+        table_offset=table_offset,
+        reads=np.array([(0, 0, 1, header_nbytes, 0, 0, 0)], dtype=READ),
+        extents=np.zeros(0, dtype=EXTENT),
+        block_extent=np.zeros(1, dtype=np.uint64),
+        block_nbytes=none,
+        block_place=none,
+        segments=1,
+        discard_nbytes=0,
+    )

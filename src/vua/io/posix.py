@@ -8,6 +8,8 @@ is "would block" the caller falls back to the ordinary call, which releases the 
 `docs/decisions/0001-gil-held-cached-reads.md` has the measurements.
 
 Works on any POSIX system; the cached forms need Linux 5.12 and are absent (never wrong) elsewhere.
+
+What only measurements and defaults ask of the machine: its memory, and its page cache.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import pathlib
 import struct
 import sys
 from collections.abc import Sequence
@@ -23,6 +26,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+__all__ = ["cached_pages", "machine_memory_nbytes"]
 
 PAGE: Final = 4096
 """What direct I/O is aligned to: a multiple of every disk's block."""
@@ -231,3 +236,31 @@ def close_cached(fd: int) -> None:
         calls["close_cached"](fd)
     else:
         close_quietly(fd)
+
+
+_SYS_CACHESTAT: Final = 451  # the same number on every architecture (asm-generic/unistd.h)
+
+
+def machine_memory_nbytes() -> int:
+    """Return how much memory this machine has, or the container that it runs in may use."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # another system, or "max"
+            limits.append(int(pathlib.Path(path).read_text()))
+    return min(limits)
+
+
+def cached_pages(fd: int) -> int | None:
+    """Return how many pages of a file are in the page cache, without touching it.
+
+    None where the system cannot tell: before Linux 6.5, and for files that this process may not
+    write. (A read that does not wait would tell, too, but newer systems fetch the file then.)
+    """
+    if not LINUX64:
+        return None
+    whole, found = ctypes.create_string_buffer(16), ctypes.create_string_buffer(40)
+    number = ctypes.c_long(_SYS_CACHESTAT)
+    if ctypes.CDLL(None).syscall(number, ctypes.c_int(fd), whole, found, ctypes.c_uint(0)) != 0:
+        return None
+    pages: int = _LONG.unpack_from(found)[0]
+    return pages

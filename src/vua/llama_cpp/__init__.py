@@ -11,7 +11,7 @@ from typing import Any, Final
 
 __all__ = ["VUALlamaCache", "identity_of"]
 
-_PLACES: Final = {"VUALlamaCache": "vua.llama_cpp.cache", "identity_of": "vua.llama_cpp.model"}
+_PLACES: Final = {"VUALlamaCache": "vua.llama_cpp.cache", "identity_of": "vua.llama_cpp.cache"}
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401

@@ -25,21 +25,23 @@ default), ``off``, or ``require`` (fail without it). :func:`status` says whether
 from vua.native.bindings import Status, library, status
 from vua.native.entries import (
     FAILED,
+    ITEMS,
     PRESENT,
     THREADS,
     WRITTEN,
     EntryStream,
+    StridedCopy,
     WriteOptions,
+    copy_strided,
     crew,
     fill_entry,
     gather_entry,
+    list_chunks,
     read_entries,
     write_entries,
 )
 from vua.native.fallback import LATEST_NS, read_entry
 from vua.native.hashes import Digest, digests_of, fill_check, hash_chain, narrow
-from vua.native.listing import list_chunks
-from vua.native.moves import ITEMS, StridedCopy, copy_strided
 from vua.native.rows import blocks_of, rows_of
 from vua.native.transfer import NOWHERE, Headers, Spread, Transfer
 

@@ -1,4 +1,9 @@
-"""Reads, hashes and writes many entry files by one call of C; or reads them in a stream."""
+"""Reads, hashes and writes many entry files by one call of C; or reads them in a stream.
+
+The chunks in a directory and their mtimes: by `list.c`, or in Python.
+
+Copies between memories of different strides, by `move.c`.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +17,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from vua.io.files import Directory
 from vua.io.forks import watch
-from vua.io.plain import Directory
 from vua.io.posix import page_aligned
 from vua.native import fallback
 from vua.native.bindings import library
@@ -21,14 +26,18 @@ from vua.native.transfer import FAILED, PRESENT, WRITTEN, Headers, Transfer, Wri
 
 __all__ = [
     "FAILED",
+    "ITEMS",
     "PRESENT",
     "THREADS",
     "WRITTEN",
     "EntryStream",
+    "StridedCopy",
     "WriteOptions",
+    "copy_strided",
     "crew",
     "fill_entry",
     "gather_entry",
+    "list_chunks",
     "read_entries",
     "spare_bounces",
     "write_entries",
@@ -333,3 +342,105 @@ def fill_entry(
         if bound.fill(*where, source.ctypes.data, offset, len(data)):
             return
     fallback.fill_entry(transfer, place, into, file, data, offset)
+
+
+_NAME_NBYTES: Final = 64
+_ROOM: Final = 4096
+"""Chunks that are expected, a 256th of a million; with more it looks again."""
+
+
+def list_chunks(directory: int) -> tuple[list[str], npt.NDArray[np.int64]]:
+    """Return the names (64 hex) of chunks in a directory, and their mtimes in ns since 1970.
+
+    Chunks are directories with such names; whatever else lies there is passed over, and so is what
+    vanishes meanwhile. No mtime is later than :data:`vua.native.LATEST_NS`. The GIL is released.
+    One thread lists by a descriptor at a time; it begins, and ends, at the front. Raises OSError
+    where the directory, an open descriptor, cannot be read.
+    """
+    bound = library()
+    if bound is None:
+        return fallback.list_chunks(directory)
+    room, found = 0, _ROOM
+    while found > room:
+        room = found
+        names = ctypes.create_string_buffer(room * _NAME_NBYTES)
+        mtimes_ns = np.empty(room, dtype=np.int64)
+        found = bound.list(directory, names, mtimes_ns.ctypes.data, room)
+        if found < 0:
+            raise OSError(-found, os.strerror(-found))
+    text = ctypes.string_at(names, found * _NAME_NBYTES).decode("ascii")
+    starts = range(0, len(text), _NAME_NBYTES)
+    return [text[at : at + _NAME_NBYTES] for at in starts], mtimes_ns[:found].copy()
+
+
+ITEMS: Final = (1, 2, 4, 8)
+"""Bytes per element that `move.c` knows."""
+_MOVE_THREAD_NBYTES: Final = 1 << 19
+"""A thread for so many bytes."""
+_STREAMED_NBYTES: Final = 8 << 20
+"""Copies from this size on go past the caches, in which they would not stay anyway."""
+
+
+class StridedCopy(ctypes.Structure):
+    """Copies of boxes ``[heads, tokens, dims]``, as `move.c` wants them. Immutable."""
+
+    _fields_ = (
+        ("count", ctypes.c_uint64),
+        ("heads", ctypes.c_uint64),
+        ("dims", ctypes.c_uint64),
+        ("item", ctypes.c_uint64),
+        ("to", ctypes.c_uint64 * 3),
+        ("from_", ctypes.c_uint64 * 3),
+        ("target", ctypes.c_void_p),
+        ("source", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+    )
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        to: Sequence[int],
+        from_: Sequence[int],
+        target: npt.NDArray[np.int64],
+        source: npt.NDArray[np.int64],
+        tokens: npt.NDArray[np.int64],
+    ) -> None:
+        """Describe them.
+
+        Args:
+            shape: heads, dims, and bytes of an element (one of :data:`ITEMS`).
+            to: bytes from one head, token and dim to the next in the target; not negative.
+            from_: the same in the source.
+            target: addresses of each box's first element in the target.
+            source: the same in the source; as many, of any shape.
+            tokens: of each box.
+
+        The caller answers for the memory: all of it is there, aligned to the elements, and no
+        element of a target is named twice.
+        """
+        tables = [np.ascontiguousarray(table).view(np.uint64) for table in (target, source, tokens)]
+        self.keep = tables
+        addresses = (table.ctypes.data for table in tables)
+        sides = ((ctypes.c_uint64 * 3)(*side) for side in (to, from_))
+        super().__init__(tables[2].size, *shape, *sides, *addresses)
+
+    def plain(self) -> fallback.Strided:
+        """Return the same for Python."""
+        return (self.heads, self.dims, self.item), self.to, self.from_, self.keep
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied."""
+        return int(self.keep[2].sum() * self.heads * self.dims * self.item)
+
+
+def copy_strided(copies: Sequence[StridedCopy]) -> None:
+    """Copy all boxes. In C the GIL is released, and threads share what is large."""
+    bound = library()
+    nbytes = sum(one.nbytes for one in copies)
+    stream = nbytes >= _STREAMED_NBYTES
+    with crew.joined(nbytes, _MOVE_THREAD_NBYTES) as threads:
+        if bound is None or not bound.move(
+            (StridedCopy * len(copies))(*copies), len(copies), threads, stream
+        ):
+            fallback.copy_strided([one.plain() for one in copies])

@@ -20,9 +20,8 @@ import numpy.typing as npt
 
 from vua.errors import CorruptEntryError, EntryError, UntrustedError
 from vua.io import posix, vectors
+from vua.io.files import Directory, Uids, close_plain, is_plain, make_directory, open_plain
 from vua.io.map_on import map_on
-from vua.io.open_plain import close_plain, make_directory, open_plain
-from vua.io.plain import Directory, Uids, is_plain
 from vua.io.posix import FileStatus, close_quietly
 from vua.io.threads import Call, Threads
 from vua.native.hashes import digests_of, fill_check
@@ -297,7 +296,7 @@ of its first elements there, and its tokens."""
 
 
 def copy_strided(copies: Sequence[Strided]) -> None:
-    """Copy boxes one after the other; see :func:`vua.native.moves.copy_strided`."""
+    """Copy boxes one after the other; see :func:`vua.native.entries.copy_strided`."""
     for (heads, dims, item), to, from_, tables in copies:
         for target, source, tokens in zip(*(t.ravel().tolist() for t in tables), strict=True):
             shape = (heads, tokens, dims)
@@ -315,7 +314,7 @@ def _elements(
 
 
 def list_chunks(directory: int) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """List a directory; see :func:`vua.native.listing.list_chunks`."""
+    """List a directory; see :func:`vua.native.entries.list_chunks`."""
     names, mtimes_ns = [], []
     with os.scandir(directory) as entries:
         for entry in entries:

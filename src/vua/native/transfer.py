@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from vua.io.plain import Uids
+from vua.io.files import Uids
 from vua.io.plan import ARRAYS_MAX, EntryPlan
 from vua.io.posix import page_aligned
 from vua.native.bindings import xxh3

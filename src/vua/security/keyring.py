@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from vua.errors import ConfigError
-from vua.format.naming import Naming
+from vua.format.keys import Naming
 from vua.io.forks import watch
 from vua.security.settings import Security, check_owner
 

@@ -30,8 +30,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from vua.errors import CorruptEntryError
-from vua.format.entry import EntryCodec
-from vua.format.header import AUTHENTIC, ENCRYPTED, SEALED_V1, TAG_NBYTES, SealInfo
+from vua.format.entry import AUTHENTIC, ENCRYPTED, SEALED_V1, TAG_NBYTES, EntryCodec, SealInfo
 from vua.format.keys import ChunkKey
 from vua.native import Digest
 
@@ -69,7 +68,7 @@ class Seal:
     key_id: str
     """16 hex that name the key in headers."""
     naming: bytes
-    """For :class:`vua.format.naming.Naming`."""
+    """For :class:`vua.format.keys.Naming`."""
     _files: bytes
     _files_v1: bytes
     """For files of the first version."""

@@ -20,9 +20,8 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 
 from vua.connector.adapters import content_digest
-from vua.connector.cache_spec import UncachedError
+from vua.connector.cache_spec import UncachedError, local_directory
 from vua.connector.log import logger
-from vua.connector.model_files import local_directory
 from vua.connector.weights_watch import Snapshot
 from vua.errors import ConfigError
 from vua.weights import checkpoint_files, process_began_s

@@ -17,22 +17,19 @@ from packaging.version import InvalidVersion, Version
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
-from vua.connector.cache_spec import Group, UncachedError, division
-from vua.connector.model_files import local_directory
+from vua.connector.cache_spec import Group, UncachedError, division, local_directory
 from vua.errors import ConfigError
-from vua.format.config_digest import config_digest
-from vua.format.identity import Identity
+from vua.format.identity import Identity, config_digest, rope_order, varies_with_length
 from vua.format.layout import KVLayout, Shard
-from vua.format.rope import rope_order, varies_with_length
 from vua.format.shared_config import unshared
 from vua.serdes import DTYPES
 from vua.sglang.computation import (
     attention_that_counts,
+    foreign_code,
     settings_that_count,
     variables_that_count,
 )
-from vua.sglang.foreign import foreign_code
-from vua.weights.model_files import code_digest
+from vua.weights.files import code_digest
 
 __all__ = ["Described", "described", "settings_that_count", "shard_of"]
 

@@ -29,9 +29,8 @@ from vua.format.layout import Shard
 from vua.io.workers import Attempt, Workers
 from vua.serdes import DTYPES
 from vua.sglang.host_pages import HostPages
-from vua.store.entry_writer import EntryWriter
 from vua.store.store import Loader, Store
-from vua.store.writer import process_writer
+from vua.store.writer import EntryWriter, process_writer
 
 __all__ = ["Transfers"]
 

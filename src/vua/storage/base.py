@@ -9,19 +9,24 @@ Whoever asks for bytes names the memory that they are to be in. How a file's byt
 :class:`vua.native.Transfer`; a storage that is not made of files in a directory needs to know only
 :meth:`Batch.fill` (reading), :meth:`Batch.entry` (writing) and :attr:`Batch.nbytes`.
 `vua.testing.conformance` tests a storage through this contract alone.
+
+What a failed call to the file system tells whoever runs the machine.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from vua import native
-from vua.errors import CorruptEntryError, StorageError
+from vua.errors import CorruptEntryError, NotWritableError, StorageError, StorageFullError
 from vua.format.layout import Shard
 from vua.native import FAILED, PRESENT, WRITTEN, Headers, Transfer
 
@@ -36,6 +41,8 @@ __all__ = [
     "Storage",
     "Written",
     "entry_name",
+    "explained",
+    "explaining",
     "parse_name",
 ]
 
@@ -259,3 +266,37 @@ class Storage(Protocol):
         Returns whether it is gone (or was, or is another one by now). Raises nothing.
         """
         ...
+
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+def explained(problem: OSError, where: str) -> StorageError:
+    """Return the error that tells an operator what ``problem`` at ``where`` means."""
+    if problem.errno in _FULL:
+        text = f"{where}: no space left; free some or remove old namespaces"
+        return StorageFullError(problem.errno, text)
+    if problem.errno in _READ_ONLY:
+        there = where
+        while not os.path.lexists(there) and there != os.path.dirname(there):
+            there = os.path.dirname(there)  # what is to be made in it is not there yet
+        readable = os.access(there, os.R_OK | os.X_OK * os.path.isdir(there), effective_ids=True)
+        verb, remedy = ("write", ", or use it for reading only") if readable else ("read", "")
+        text = (
+            f"{where}: this process may not {verb} here ({problem.strerror}); check the owner and "
+            f"mode of the directory{remedy}"
+        )
+        return NotWritableError(problem.errno, text)
+    return StorageError(problem.errno or errno.EIO, f"{where}: {problem.strerror}")
+
+
+@contextlib.contextmanager
+def explaining(where: str) -> Iterator[None]:
+    """Raise :func:`explained` in place of an OSError that is no StorageError and no closed pipe."""
+    try:
+        yield
+    except (StorageError, BrokenPipeError):
+        raise
+    except OSError as problem:
+        raise explained(problem, where) from problem

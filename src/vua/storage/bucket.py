@@ -7,6 +7,8 @@ that goes on failing. What fails is an OSError here, as with files, and says no 
 Credentials, regions and endpoints are found as the providers' own tools find them: environment,
 web identity, instance metadata. Plain http is refused unless the environment asks for it
 (``AWS_ALLOW_HTTP=true``). The package `obstore` (extra ``object``) speaks to the servers.
+
+A bound on bytes that are under way at the same time.
 """
 
 from __future__ import annotations
@@ -27,17 +29,56 @@ from urllib.parse import urlsplit
 from vua.errors import ConfigError, NotWritableError, StorageError
 from vua.io.breaker import Breaker
 from vua.io.buffers import BufferPool
-from vua.io.byte_gate import ByteGate
 from vua.io.forks import watch
 from vua.io.map_on import map_on
 from vua.io.threads import Threads
-from vua.storage.bucket_client import allows_http, bundle, is_panic, library, make_client
-from vua.storage.bucket_counts import REQUESTS_AT_ONCE, requests
-from vua.storage.bucket_problems import explained, is_denied, is_unsupported, wants_checksum
-from vua.storage.signed_reads import Meta, SignedReads
-from vua.storage.signed_requests import RefusedError, SignedRequests
+from vua.storage.bucket_client import (
+    allows_http,
+    bundle,
+    explained,
+    is_denied,
+    is_panic,
+    is_unsupported,
+    library,
+    make_client,
+    wants_checksum,
+)
+from vua.storage.bucket_cost import REQUESTS_AT_ONCE, requests
+from vua.storage.signed_reads import Meta, RefusedError, SignedReads, SignedRequests
 
-__all__ = ["SCHEMES", "Bucket", "Meta"]
+__all__ = ["SCHEMES", "Bucket", "ByteGate", "Meta"]
+
+
+class ByteGate:
+    """Lets work begin while its bytes fit. Safe for threads; a forked child begins with none."""
+
+    def __init__(self, limit_nbytes: int) -> None:
+        """Allow ``limit_nbytes`` at a time; what is larger goes alone."""
+        self._limit_nbytes = limit_nbytes
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with a free lock; see :mod:`vua.io.forks`."""
+        self._changed = threading.Condition()
+        self._held_nbytes = 0
+
+    @contextmanager
+    def hold(self, nbytes: int) -> Iterator[None]:
+        """Wait until ``nbytes`` fit, and hold them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._fits(nbytes))
+            self._held_nbytes += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held_nbytes -= nbytes
+                self._changed.notify_all()
+
+    def _fits(self, nbytes: int) -> bool:
+        return not self._held_nbytes or self._held_nbytes + nbytes <= self._limit_nbytes
+
 
 SCHEMES: Final = ("s3", "gs", "az", "file", "memory")
 """What a URL of a cache may begin with. ``memory`` is of this process alone, for tests."""

@@ -1,11 +1,15 @@
-"""What requests to a bucket cost, at list prices: other providers, regions and contracts differ."""
+"""What requests to a bucket cost, at list prices: other providers, regions and contracts differ.
+
+What this process asks of buckets: here, so that who looks at it need not import them.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["DOLLARS_PER_GB_MONTH", "KINDS", "cost_dollars"]
+__all__ = ["DOLLARS_PER_GB_MONTH", "KINDS", "REQUESTS_AT_ONCE", "cost_dollars", "requests"]
 
 _DOLLARS: Final[Mapping[str, float]] = {
     "list": 5e-6,
@@ -29,3 +33,11 @@ def cost_dollars(counts: Mapping[str, int]) -> float:
     0.0054
     """
     return round(sum(_DOLLARS[kind] * counts.get(kind, 0) for kind in KINDS), 9)
+
+
+REQUESTS_AT_ONCE: Final = 16
+"""Requests under way at a time, of all buckets of this process."""
+
+requests: Final[Counter[str]] = Counter()
+"""The sum of :attr:`vua.storage.bucket.Bucket.counts` over all buckets of this process; empty where
+it has sent nothing."""

@@ -16,7 +16,6 @@ from typing import Final
 
 from vua.errors import ConfigError, StorageError
 from vua.storage.bucket import Meta
-from vua.storage.bucket_path import BucketPath
 from vua.storage.description import (
     DESCRIPTION,
     MAX_DESCRIPTION_NBYTES,
@@ -25,6 +24,7 @@ from vua.storage.description import (
     judged,
     parse_description,
 )
+from vua.storage.location import BucketPath
 from vua.storage.mark import (
     LIMITS_FILE,
     MARK,
@@ -33,7 +33,7 @@ from vua.storage.mark import (
     judge_mark,
     mark_text,
 )
-from vua.storage.names import kind_at
+from vua.storage.object import kind_at
 
 __all__ = [
     "adopted_bucket",
@@ -74,7 +74,7 @@ def is_marked_bucket(place: BucketPath) -> bool:
 def claim_bucket(place: BucketPath, *, tool: bool = False) -> bool:
     """See to the mark of a place before anything is written there: an empty one gets it.
 
-    As :func:`vua.storage.claim.claim` does with a directory. One in which this process has seen it
+    As :func:`vua.storage.mark.claim` does with a directory. One in which this process has seen it
     before gets it again: its own entries may lie there already. A bucket that is not there counts
     as empty: some servers make it with the first write. Sends a request or two. Raises
     StorageError; ConfigError for a place that holds something else, and with ``tool`` for any

@@ -24,7 +24,7 @@ from vua.format.identity import VERSION, Identity
 from vua.format.layout import ITEMSIZE, KVLayout, Shard, is_group
 
 if TYPE_CHECKING:
-    from vua.storage.bucket_path import BucketPath
+    from vua.storage.location import BucketPath
 
 __all__ = [
     "DESCRIPTION",

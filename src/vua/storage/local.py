@@ -9,6 +9,10 @@ users' files count as absent, unless :class:`vua.security.settings.Security` say
 A storage holds its directory open, and follows its path: once a second it asks whether that names
 the same directory still (:meth:`LocalStorage.follow`). A directory that was deleted, moved away,
 unmounted or mounted over is left, and the one that the path names by then is used.
+
+Which reads go past the page cache; see docs/decisions/0012-direct-reads.md.
+
+Takes damaged files out of sight: into ``quarantine/`` for a look, a few of them.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import os
 import secrets
 import socket
 import stat
+import sys
 import threading
 import time
 import weakref
@@ -34,17 +39,15 @@ import numpy.typing as npt
 
 from vua import native
 from vua.errors import EntryError, StorageError, UntrustedError, VUAError
-from vua.format.header import MAX_HEADER_NBYTES
+from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import Shard
 from vua.format.parse import later_form
 from vua.io import posix
+from vua.io.files import Directory, is_plain, make_directory, open_plain
 from vua.io.forks import watch
-from vua.io.open_plain import open_plain
-from vua.io.plain import Directory, is_plain
-from vua.io.posix import FileStatus, close_quietly
+from vua.io.posix import FileStatus, close_quietly, open_beneath
 from vua.native import EntryStream, Headers, Transfer
 from vua.security.settings import Security, open_directory
-from vua.storage.aside import set_aside
 from vua.storage.base import (
     FAILED,
     PRESENT,
@@ -54,11 +57,113 @@ from vua.storage.base import (
     Filled,
     Written,
     entry_name,
+    explained,
 )
-from vua.storage.direct import FirstReads
-from vua.storage.problems import explained
 
-__all__ = ["LOOK_S", "LocalStorage", "chunk_path", "entry_path"]
+__all__ = [
+    "LOOK_S",
+    "MAX_QUARANTINED",
+    "QUARANTINE",
+    "FirstReads",
+    "LocalStorage",
+    "chunk_path",
+    "entry_path",
+    "set_aside",
+    "version_of",
+]
+
+QUARANTINE: Final = "quarantine"
+MAX_QUARANTINED: Final = 16
+"""Damaged files kept per namespace for a look; further ones are deleted."""
+
+
+def version_of(status: FileStatus) -> bytes:
+    """Return what tells a file from any other that ever has its name."""
+    return b"".join(number.to_bytes(8, sys.byteorder) for number in status.inode)
+
+
+def set_aside(
+    namespace: int, path: str, file: str, name: str, mode: int, if_version: bytes | None
+) -> bool:
+    """Move a file to ``quarantine/``, or delete it where enough are kept there.
+
+    Args:
+        namespace: descriptor of the namespace's directory.
+        path: the file's directory below it.
+        file: its name.
+        name: what it is called in quarantine, before some random digits.
+        mode: of that directory, where it is made.
+        if_version: :func:`version_of` the one that is meant; None: whichever is there.
+
+    Returns whether it is gone, or was, or is another one by now. Raises nothing.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            directory = open_beneath(namespace, path)
+            stack.callback(close_quietly, directory)
+            if if_version is not None:
+                found = os.stat(file, dir_fd=directory, follow_symlinks=False)
+                if version_of(FileStatus.of(found)) != if_version:
+                    return True  # already replaced by somebody who wrote it anew
+            aside = make_directory(namespace, QUARANTINE, mode)
+            stack.callback(close_quietly, aside)
+            full = len(os.listdir(aside)) >= MAX_QUARANTINED
+            if not (full and _deleted(file, directory)):
+                kept = f"{name}.{secrets.token_hex(3)}"
+                os.replace(file, kept, src_dir_fd=directory, dst_dir_fd=aside)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _deleted(name: str, directory: int) -> bool:
+    """Delete a file, or an empty directory in a file's place; False for one with something in it.
+
+    Raises OSError.
+    """
+    try:
+        os.unlink(name, dir_fd=directory)
+    except IsADirectoryError:
+        try:
+            os.rmdir(name, dir_fd=directory)
+        except OSError:
+            return False
+    return True
+
+
+_REMEMBERED_FILES: Final = 1 << 16
+
+
+class FirstReads:
+    """Remembers which files this process has read before. Safe for threads.
+
+    The first read of a cold file goes past the page cache, so that what is read once displaces
+    nothing. A file that is wanted again may be wanted a third time: it is read through the page
+    cache, like the ghost entries of the 2Q and ARC caches.
+    """
+
+    def __init__(self) -> None:
+        """Know no file."""
+        self._seen: dict[int, None] = {}
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with free locks; see :mod:`vua.io.forks`."""
+        self._lock = threading.Lock()
+
+    def known(self, paths: Sequence[str]) -> int:
+        """Return how many leading files were read before, and remember all of them."""
+        names = list(map(hash, paths))
+        with self._lock:
+            before = next((n for n, name in enumerate(names) if name not in self._seen), len(names))
+            self._seen |= dict.fromkeys(names[before:])
+            while len(self._seen) > _REMEMBERED_FILES:
+                del self._seen[next(iter(self._seen))]
+            return before
+
 
 log = logging.getLogger(__name__)
 
@@ -345,7 +450,7 @@ class LocalStorage:
         )
 
     def open_file(self, name: str) -> tuple[int, FileStatus]:
-        """Open an entry's file for ways to read of one's own; see :mod:`vua.io.open_plain`.
+        """Open an entry's file for ways to read of one's own; see :mod:`vua.io.files`.
 
         Raises OSError, UntrustedError.
         """

@@ -8,37 +8,239 @@ verified like a file (:class:`vua.store.entry_reader.EntryReader`).
 An entry may have an object of another form instead, by another name (:mod:`vua.format.compressed`):
 above this module nobody sees that. Where both are there, which two writers at the same time may
 bring about, each is whole, and either is read.
+
+Whether the entries of one place are compressed: by its setting, or by how fast its link is.
+
+What VUA calls what it stores, and from paths back to that: of files, and of objects.
+
+:func:`kind_at` is the one grammar of a namespace. Whatever deletes asks it, in a directory
+(:mod:`vua.capacity.owned`, which also looks at the kinds of files) and in a bucket.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, Literal
 
 from vua.errors import CorruptEntryError, NotWritableError, StorageError
-from vua.format.codecs import OFF
-from vua.format.compressed import Compressed, is_available
-from vua.format.header import MAX_HEADER_NBYTES
+from vua.format.compressed import PACKAGE, Compressed, compress, decompressed, is_available
+from vua.format.entry import AUTO, MAX_HEADER_NBYTES, OFF
+from vua.format.layout import Shard
 from vua.format.parse import later_form
-from vua.storage.base import (
-    FAILED,
-    PRESENT,
-    WRITTEN,
-    Batch,
-    Capabilities,
-    Entry,
-    Filled,
-    Written,
-)
+from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Capabilities, Entry, Filled, Written
 from vua.storage.bucket import Meta
-from vua.storage.bucket_path import BucketPath
-from vua.storage.compression import Compression
-from vua.storage.local import SUFFIX, chunk_path, entry_path
-from vua.storage.names import COMPRESSED_SUFFIX, entry_at, is_compressed
+from vua.storage.description import DESCRIPTION, is_namespace_name
+from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, chunk_path, entry_path
+from vua.storage.location import BucketPath
 
-__all__ = ["ObjectStorage"]
+__all__ = [
+    "AFTER",
+    "COMPRESSED_SUFFIX",
+    "PIN",
+    "QUARANTINED",
+    "SENT",
+    "TTL_FOLDER",
+    "Compression",
+    "Kind",
+    "ObjectStorage",
+    "chunk_file_kind",
+    "entry_at",
+    "is_compressed",
+    "is_renewing",
+    "is_temporary",
+    "kind_at",
+    "plain_path",
+]
+
+Kind = Literal["description", "entry", "mark", "ttl", "quarantined", "temporary", "stray"]
+"""What lies in a namespace; a stray is not of VUA, and is never changed."""
+
+COMPRESSED_SUFFIX: Final = ".compressed.safetensors"
+"""Of an entry in the form of `vua.format.compressed`, which only buckets hold."""
+PIN: Final = "pin-"
+"""Prefix of the name of an empty file that keeps the chunk in whose directory it lies."""
+AFTER: Final = "after-"
+"""Prefix of the name of an empty file that names the chunk before. Needed where extras changed the
+header's `parent`."""
+SENT: Final = "sent-"
+"""Prefix of the name of an empty file that notes that a file of this chunk has arrived in the
+places behind a tiered cache's directory; see :mod:`vua.store.travel`."""
+TTL_FOLDER: Final = "ttl"
+"""The folder of chunks' own times to live, in a namespace; see :mod:`vua.capacity.ttl`."""
+QUARANTINED: Final = re.compile(r"[0-9a-f]{64}\.(.+)\.[0-9a-f]{6}")
+_WRITING: Final = re.compile(r"\.tmp-.+-[0-9a-f]{8}-\d+-\d+(?:-\d+)?")
+"""A chunk's file until it is whole: host, process, number."""
+_RENEWING: Final = re.compile(rf"{re.escape(TEMPORARY)}[0-9a-f]{{16}}")
+"""A copy of an object beside it, while :meth:`vua.storage.bucket.Bucket.renew` is at work."""
+
+
+def kind_at(path: str) -> Kind:
+    """Return what lies at ``path`` below a namespace, by its name.
+
+    Two kinds have names that anybody may give, and are of VUA only by what is in them: a
+    description (:func:`vua.storage.description.judged`), and what a renewal left behind in a
+    bucket, ``.tmp-`` with 16 hex digits, which holds an entry.
+    """
+    if path == DESCRIPTION:
+        return "description"
+    folder, _, name = plain_path(path).rpartition("/")
+    fan, _, chunk = folder.partition("/")
+    if is_namespace_name(chunk) and chunk.startswith(fan) and len(fan) == 2:
+        return "temporary" if _RENEWING.fullmatch(name) else chunk_file_kind(name)
+    if folder == TTL_FOLDER and is_namespace_name(name):
+        return "ttl"
+    return "quarantined" if folder == QUARANTINE and QUARANTINED.fullmatch(name) else "stray"
+
+
+def chunk_file_kind(name: str) -> Kind:
+    """Return what a file in a chunk's directory is, by its name."""
+    if name.endswith(SUFFIX) and Shard.parse(name.removesuffix(SUFFIX)) is not None:
+        return "entry"
+    mark = name.removeprefix(PIN).removeprefix(AFTER).removeprefix(SENT)
+    if mark != name and is_namespace_name(mark):
+        return "mark"
+    return "temporary" if is_temporary(name) else "stray"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a chunk's file has such a name until it is whole."""
+    return _WRITING.fullmatch(name) is not None
+
+
+def is_renewing(path: str) -> bool:
+    """Whether an object has the name of a copy that a renewal makes beside an entry."""
+    return kind_at(path) == "temporary" and _RENEWING.fullmatch(path.rpartition("/")[2]) is not None
+
+
+def entry_at(path: str) -> str:
+    """Return the name of the entry whose file, or object of either form, lies at ``path``.
+
+    Nothing where it is none; ``path`` is relative to the namespace.
+    """
+    path = plain_path(path)
+    name = path[3:].removesuffix(SUFFIX)
+    return name if kind_at(path) == "entry" and entry_path(name) == path else ""
+
+
+def is_compressed(path: str) -> bool:
+    """Whether an object is a compressed entry, by its name."""
+    return path.endswith(COMPRESSED_SUFFIX)
+
+
+def plain_path(path: str) -> str:
+    """Return the path of the plain form of what lies at ``path``."""
+    return path.removesuffix(COMPRESSED_SUFFIX) + SUFFIX if is_compressed(path) else path
+
+
+log = logging.getLogger(__name__)
+
+_LEAST_NBYTES: Final = 256 << 10
+"""Shorter transfers say more of a server's latency than of its link."""
+_NEWEST: Final = 0.2
+"""Weight of the newest measurement in each mean."""
+_LEAST_GAIN: Final = 0.9
+"""Of the time of a plain read: what saves less is not worth the work."""
+
+
+class Compression:
+    """Compresses and decompresses the entries of one place, and measures both. Safe for threads.
+
+    With `auto` an entry is compressed where a thread then reads it in less time: by the mean speed
+    of what it has sent and received, and by what it takes to decompress. Nothing is compressed
+    before something was sent or received.
+    """
+
+    _warned: Final[set[str]] = set()
+    """Places of which this process has said that it cannot read all of them."""
+
+    def __init__(self, codec: str, where: str) -> None:
+        """Begin without measurements.
+
+        Args:
+            codec: `auto`, or the name of a codec: then everything is compressed that gains by it.
+            where: names the place, for the log.
+        """
+        self._codec, self._where = codec, where
+        self._link_s = self._work_s = self._share = 0.0
+        self.found_first = is_available()
+        """Whether what was read last was compressed: then that form is asked for first."""
+        self._told = False
+
+    @property
+    def looks(self) -> bool:
+        """Whether compressed entries are looked for: they can be read, or nobody was warned yet."""
+        return is_available() or self._where not in self._warned
+
+    def unreadable(self) -> None:
+        """Warn, once, that there are compressed entries which cannot be read here."""
+        if self._where not in self._warned:
+            self._warned.add(self._where)
+            log.warning(
+                "%s holds compressed entries, which are misses here: pip install %s",
+                *(self._where, PACKAGE),
+            )
+
+    def moved(self, nbytes: int, took_s: float) -> None:
+        """Note how long one transfer of so many bytes took."""
+        if nbytes >= _LEAST_NBYTES:
+            self._link_s = _mean(self._link_s, took_s / nbytes)
+
+    def packed(self, data: bytes | memoryview) -> bytes | None:
+        """Return an entry's file in compressed form where it is to be sent so, else None."""
+        if not is_available() or (self._codec == AUTO and not self._link_s):
+            return None
+        if self._share and not self._gains():
+            return None
+        try:
+            stored = compress(data)
+        except CorruptEntryError:  # readers judge it
+            return None
+        if stored is None:
+            return None
+        self._share = _mean(self._share, len(stored) / len(data))
+        if not self._work_s:
+            began_s = time.thread_time()
+            decompressed(memoryview(stored))
+            self._worked(len(data), began_s)
+        return stored if self._gains() else None
+
+    def expanded(
+        self, found: Compressed, data: memoryview, offset: int, nbytes: int, into: memoryview
+    ) -> memoryview:
+        """Return a part of the plain file, see :meth:`Compressed.plain`."""
+        began_s = time.thread_time()
+        plain = found.plain(data, offset, nbytes, into)
+        self._worked(nbytes, began_s)
+        return plain
+
+    def _worked(self, nbytes: int, began_s: float) -> None:
+        """Note what it took to decompress; of the processor's time, for others may use it, too."""
+        if nbytes:
+            self._work_s = _mean(self._work_s, (time.thread_time() - began_s) / nbytes)
+
+    def _gains(self) -> bool:
+        """Whether compressed entries are worth their work on this link."""
+        if self._codec != AUTO:
+            return True
+        gains = self._share * self._link_s + self._work_s < _LEAST_GAIN * self._link_s
+        if gains and not self._told:
+            self._told = True
+            log.info(
+                "%s: entries are compressed to %.0f %%: %.0f MB/s come over its link, %.0f MB/s "
+                "are decompressed",
+                *(self._where, 100 * self._share, 1e-6 / self._link_s),
+                1e-6 / max(self._work_s, 1e-12),
+            )
+        return gains
+
+
+def _mean(mean: float, newest: float) -> float:
+    return mean + _NEWEST * (newest - mean) if mean else newest
+
 
 _GAP_NBYTES: Final = 512 << 10
 """Ranges of an object that lie closer together are asked for by one request: it costs more time

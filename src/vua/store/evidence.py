@@ -132,7 +132,7 @@ def stated_at(found: Description) -> Stated:
 def _opened(found: Description) -> LocalStorage | ObjectStorage:
     if isinstance(found.path, Path):
         return LocalStorage(found.path, security=Security(trusted_uids="any"))
-    from vua.format.codecs import AUTO  # noqa: PLC0415 - most caches are directories
+    from vua.format.entry import AUTO  # noqa: PLC0415 - most caches are directories
     from vua.storage.object import ObjectStorage  # noqa: PLC0415
 
     return ObjectStorage(found.path, codec=AUTO)

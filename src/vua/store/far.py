@@ -9,12 +9,11 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vua.capacity.bucket import BucketCapacity
+from vua.capacity.bucket import BucketCapacity, Renewal
 from vua.capacity.limits import Limits
-from vua.capacity.renewal import Renewal
 from vua.capacity.reservation import Capacity
 from vua.errors import StorageError
-from vua.format.codecs import AUTO
+from vua.format.entry import AUTO
 from vua.format.identity import Identity
 from vua.format.keys import Keys
 from vua.format.layout import KVLayout
@@ -26,18 +25,22 @@ from vua.storage.bucket_mark import (
     is_marked_bucket,
     read_bucket_description,
 )
-from vua.storage.bucket_path import BucketPath
 from vua.storage.description import Description, read_description
 from vua.storage.local import LocalStorage
-from vua.storage.location import Tiers
+from vua.storage.location import BucketPath, Tiers, is_url, names_of
 from vua.storage.mark import MARK
 from vua.storage.object import ObjectStorage
-from vua.storage.tiered import TieredStorage
-from vua.storage.urls import is_url, names_of
+from vua.storage.tiered import TieredStorage, TierRules
 from vua.store.evidence import settled
-from vua.store.making import description_text, is_kept, make_namespace
-from vua.store.namespace import Namespace, check_root, create_storage, described
-from vua.store.tier_rules import TierRules
+from vua.store.namespace import (
+    Namespace,
+    check_root,
+    create_storage,
+    described,
+    description_text,
+    is_kept,
+    make_namespace,
+)
 from vua.store.travel import Travel
 
 __all__ = ["at", "create_far", "description_at", "locate_bucket", "locate_far", "open_far"]
@@ -108,7 +111,7 @@ def at(url: str | os.PathLike[str]) -> BucketPath:
 def locate_far(
     root: str | os.PathLike[str] | Sequence[str], *, create: bool, security: Security | None
 ) -> BucketPath | Tiers:
-    """Return the place of a URL, or several; see :func:`vua.store.opening.locate`."""
+    """Return the place of a URL, or several; see :func:`vua.store.place.locate`."""
     if is_url(root):
         return locate_bucket(root, create=create)
     near, *far = map(str, names_of(root))
@@ -182,7 +185,7 @@ def create_far(
     security: Security | None = None,
     rules: object = None,
 ) -> Namespace:
-    """Open a namespace; see :func:`vua.store.opening.create_namespace`."""
+    """Open a namespace; see :func:`vua.store.place.create_namespace`."""
     security, rules = security or Security(), TierRules() if rules is None else TierRules.of(rules)
     if isinstance(root, BucketPath):
         storage = _in_bucket(root / identity.namespace, identity, layouts, rules)

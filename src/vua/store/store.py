@@ -1,23 +1,37 @@
-"""Chunks of one namespace: look up, load. What saves them: :mod:`vua.store.entry_writer`.
+"""Chunks of one namespace: look up, load. What saves them: :mod:`vua.store.writer`.
 
 A :class:`Store` joins names (`keys`), coordinates (`layout`), bytes (`entry`) and a place
 (`storage`). It hands out nothing that it has not verified: header, identity, position and every
 block's checksum. Whatever is damaged, foreign or gone is a miss (`quarantine`).
+
+The only place where damage becomes a miss: counted, logged, taken out of sight or not.
+
+Whatever is damaged, foreign or gone is a miss. A file is removed only when it is proven to be of no
+use to anybody, so that the next save writes it anew.
+
+Which chunks are stored, where an answer takes long: many questions at once, and a memory.
+
+Bisection asks one question after the other. At 15 ms each that is 165 ms for a prompt of 131k
+tokens; 16 questions at a time find its end in three rounds.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import threading
+import time
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vua.capacity.reservation import Capacity
-from vua.errors import EntryError, InputError
-from vua.format.entry import EntryCodec
+from vua.errors import EntryError, ForeignEntryError, InputError
+from vua.format.entry import EntryCodec, entry_plan
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import KVLayout, MemoryMap, Shard, cover
-from vua.format.plan import entry_plan
+from vua.format.parse import LaterEntryError, later_form
+from vua.io.forks import watch
 from vua.io.plan import EntryPlan
 from vua.native import Transfer
 from vua.security.keyring import Keyring, NoKeyError
@@ -25,14 +39,205 @@ from vua.security.settings import Security
 from vua.storage.base import Storage, entry_name, parse_name
 from vua.storage.local import LocalStorage
 from vua.store.entry_reader import EntryReader, UnbelievedError, Verified
-from vua.store.quarantine import Quarantine
-from vua.store.search import Search
 
 if TYPE_CHECKING:
     from vua.capacity.bucket import BucketCapacity
-    from vua.security.seal import Seal  # needs an optional package
+    from vua.security.seal import Seal
 
-__all__ = ["Keys", "Loaded", "Loader", "Store"]
+__all__ = ["Keys", "Loaded", "Loader", "Quarantine", "Search", "Store"]
+
+_PRESENT_S: Final = 600.0
+"""How long an entry that was there counts as there; a load that misses it forgets it at once."""
+_ABSENT_S: Final = 2.0
+"""How long one that was not there counts as missing: the next turn of a conversation comes later,
+and other processes store."""
+_LISTED_S: Final = 10.0
+"""How often it is looked at in which shards others have stored a chunk: listing is dear."""
+_MOST: Final = 1 << 17
+"""Names that are remembered."""
+
+
+class Search:
+    """Looks for the chunks of one store. Safe for threads; each process has its own memory."""
+
+    def __init__(
+        self, storage: Storage, layout: KVLayout, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Know nothing yet."""
+        self._storage, self._layout, self._clock = storage, layout, clock
+        self._known: dict[str, tuple[bool, float]] = {}
+        """By name: whether it was there, and until when that counts."""
+        self._covers: list[tuple[Shard, ...]] = []
+        """Shards that others store chunks in."""
+        self._listed_s = -_LISTED_S
+
+    def longest(self, keys: Keys, wanted: Sequence[Shard]) -> int:
+        """Return how many leading chunks are stored, in O(log n) rounds; see `Store.lookup`."""
+        found = self._longest(keys, wanted)
+        while found < len(keys) and self._discovers(keys[found], wanted):
+            found = self._longest(keys, wanted)
+        return found
+
+    def holds(self, keys: Sequence[ChunkKey], wanted: Sequence[Shard]) -> list[bool]:
+        """Whether each chunk is stored in ``wanted`` or in shards that others use: one round."""
+        covers = [tuple(wanted), *(one for one in self._covers if one != tuple(wanted))]
+        names = [[[entry_name(key.name, shard) for shard in one] for one in covers] for key in keys]
+        now_s = self._clock()
+        every = dict.fromkeys(name for each in names for one in each for name in one)
+        unknown = [name for name in every if self._remembered(name, now_s) is None]
+        if unknown:
+            self._remember(unknown, self._storage.exists(unknown), now_s)
+        return [
+            any(all(self._remembered(name, now_s) for name in one) for one in each)
+            for each in names
+        ]
+
+    @property
+    def covers(self) -> tuple[tuple[Shard, ...], ...]:
+        """Shards that others store chunks in, as lookups have come upon them."""
+        return tuple(self._covers)
+
+    def wrote(self, name: str) -> None:
+        """Note that an entry is there now."""
+        self._remember([name], [True], self._clock())
+
+    def forget(self, name: str) -> None:
+        """Note that an entry was not there after all."""
+        self._known.pop(name, None)
+
+    def _longest(self, keys: Keys, wanted: Sequence[Shard]) -> int:
+        present, absent = 0, len(keys) + 1  # chunk counts: known good, known bad
+        counts = sorted({1, len(keys), *self._between(0, absent, 2)}) if len(keys) else []
+        while counts:
+            held = self.holds([keys[count - 1] for count in counts], wanted)
+            present = max([present, *(c for c, there in zip(counts, held, strict=True) if there)])
+            later = [c for c, there in zip(counts, held, strict=True) if not there and c > present]
+            absent = min([absent, *later])
+            if counts[0] == 1 and not held[0]:
+                return 0
+            counts = self._between(present, absent)
+        return present
+
+    def _between(self, present: int, absent: int, less: int = 0) -> list[int]:
+        """Return the chunk counts to ask for next, evenly between two that are known."""
+        parts = self._storage.capabilities.probes - less + 1
+        gap = absent - present
+        picked = {present + gap * part // parts for part in range(1, parts)}
+        return sorted(picked - {present, absent})
+
+    def _discovers(self, key: ChunkKey, wanted: Sequence[Shard]) -> bool:
+        """Whether a look at what lies there of a chunk shows shards that nobody asked for yet."""
+        now_s = self._clock()
+        if now_s - self._listed_s < _LISTED_S:
+            return False
+        self._listed_s = now_s
+        listed = (parse_name(entry.name)[1] for entry in self._storage.list(f"{key.name}/"))
+        found = cover(self._layout.full, [shard for shard in listed if shard is not None])
+        shards = tuple(stored for stored, _ in found or ())
+        if not shards or shards == tuple(wanted) or shards in self._covers:
+            return False
+        self._covers.append(shards)
+        self._listed_s -= _LISTED_S  # there may be more kinds
+        return True
+
+    def _remembered(self, name: str, now_s: float) -> bool | None:
+        there, until_s = self._known.get(name, (False, now_s))
+        return there if now_s < until_s else None
+
+    def _remember(self, names: Sequence[str], there: Sequence[bool], now_s: float) -> None:
+        if len(self._known) + len(names) > _MOST:
+            self._known = {}
+        for name, one in zip(names, there, strict=True):
+            self._known[name] = one, now_s + (_PRESENT_S if one else _ABSENT_S)
+
+
+_WARN_INTERVAL_S: Final = 60.0
+_FAILURES: Final = 3
+"""Reads that fail with EIO, none in between that works, until a file is taken out of sight."""
+_MAX_FAILED: Final = 1024
+
+
+class Quarantine:
+    """Judges the files of one storage that could not be loaded. Safe for threads."""
+
+    def __init__(self, storage: Storage) -> None:
+        """Remove from ``storage`` what has to go."""
+        self._storage = storage
+        self._failed: dict[str, int] = {}
+        self._warned_s = -_WARN_INTERVAL_S
+        self.counts: Counter[str] = Counter()
+        """Events so far, see :attr:`vua.store.store.Store.counts`."""
+        self.after_fork()
+        watch(self)
+
+    def after_fork(self) -> None:
+        """Begin with free locks; see :mod:`vua.io.forks`."""
+        self._lock = threading.Lock()
+
+    def count(self, event: str, by: int = 1) -> None:
+        """Count an event."""
+        with self._lock:
+            self.counts[event] += by
+
+    def reject(
+        self, key: ChunkKey, shard: Shard, version: bytes | None, problem: EntryError
+    ) -> str:
+        """Log a file that is not what it should be, and remove it if it is damaged.
+
+        ``version`` is that of the file that was read. Returns ``corrupt`` or ``foreign``.
+        """
+        reason = "foreign" if isinstance(problem, ForeignEntryError) else "corrupt"
+        if isinstance(problem, LaterEntryError) or self.is_later(key, shard):
+            reason, fate = "foreign", ", and stays: a later version of VUA may know it"
+        elif isinstance(problem, ForeignEntryError) and not problem.misplaced:
+            fate = "; it may be right and this reader wrong, so it stays"
+        elif self._storage.delete(entry_name(key.name, shard), version):
+            fate = " and was taken out of sight"
+        else:
+            fate = "; it could not be removed"
+        name = key.name[:12]
+        log.warning("%s entry %s/%s is a miss%s: %s", reason, name, shard.name, fate, problem)
+        return reason
+
+    def is_later(self, key: ChunkKey, shard: Shard) -> bool:
+        """Whether the file of an entry is of a form that only a later version can have written."""
+        head = getattr(self._storage, "head", None)  # of a storage that can show it
+        try:
+            return head is not None and bool(later_form(head(entry_name(key.name, shard))))
+        except (OSError, EntryError):
+            return False
+
+    def read_failed(
+        self, key: ChunkKey, shard: Shard, version: bytes | None, problem: OSError
+    ) -> None:
+        """Log a failed read, and take a file with a bad sector out of sight, to be stored anew.
+
+        It is a warning once a minute: a lost mount fails all of them. ``version`` is that of the
+        file, None where it could not even be opened.
+        """
+        if version is not None:
+            with self._lock:
+                self._failed = {} if len(self._failed) > _MAX_FAILED else self._failed
+                times = self._failed.get(key.name, 0) + (problem.errno == errno.EIO)
+                self._failed[key.name] = times
+            name = entry_name(key.name, shard)
+            if times >= _FAILURES and self._storage.delete(name, version):
+                log.warning(
+                    "chunk %s failed %d reads and was taken out of sight", key.name[:12], times
+                )
+        now_s = time.monotonic()
+        often = now_s - self._warned_s < _WARN_INTERVAL_S
+        self._warned_s = self._warned_s if often else now_s
+        level = logging.DEBUG if often else logging.WARNING
+        log.log(level, "chunk %s could not be read, a miss: %s", key.name[:12], problem)
+
+    def loaded(self, keys: Keys, chunks: int) -> None:
+        """Count the first ``chunks`` of ``keys``, which were read well; ends a row of failures."""
+        self.count("chunks_loaded", chunks)
+        if self._failed:  # only failures in a row count
+            for place in range(chunks):
+                self._failed.pop(keys[place].name, None)
+
 
 log = logging.getLogger(__name__)
 

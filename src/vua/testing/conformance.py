@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from vua.errors import CorruptEntryError, ForeignEntryError
-from vua.format.entry import EntryCodec
+from vua.format.entry import EntryCodec, entry_plan
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
-from vua.format.plan import entry_plan
 from vua.native import Transfer
 from vua.storage.base import PRESENT, WRITTEN, Batch, Storage, entry_name, parse_name
 from vua.store.entry_reader import EntryReader

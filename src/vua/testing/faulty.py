@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from vua.storage.base import FAILED, Batch, Capabilities, Entry, Filled, Storage, Written
-from vua.storage.problems import explained
+from vua.storage.base import FAILED, Batch, Capabilities, Entry, Filled, Storage, Written, explained
 
 __all__ = ["FaultyStorage"]
 

@@ -3,6 +3,8 @@
 Promises that a loaded cache holds exactly what was saved for the same tokens and the same model,
 or nothing; the model is looked at before each load and each save. May be used by several threads
 and processes at once; each cache it returns is for one call of `generate`, which changes it.
+
+Sequences of different lengths in one tensor, padded on the left, as `generate` wants them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from transformers import DynamicCache
@@ -24,8 +26,7 @@ from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.serdes import DTYPES
 from vua.store.identified import Identified
-from vua.store.opening import locate
-from vua.transformers.batch import Row, rows_of
+from vua.store.place import locate
 from vua.transformers.layers import LayerCache, StoredLayers, groups_of
 from vua.transformers.model import (
     DTYPE_NAMES,
@@ -37,7 +38,56 @@ from vua.transformers.model import (
 )
 from vua.transformers.watch import ModelWatch
 
-__all__ = ["Prefix", "PrefixCache"]
+__all__ = ["Prefix", "PrefixCache", "Row", "rows_of"]
+
+
+class Row(NamedTuple):
+    """One row of a batch."""
+
+    ids: torch.Tensor
+    """(T,), without padding."""
+    padding: int
+    """Columns of padding before them."""
+
+
+def rows_of(
+    input_ids: torch.Tensor | Sequence[int], attention_mask: torch.Tensor | None
+) -> list[Row]:
+    """Return the sequences of a batch without their padding.
+
+    Args:
+        input_ids: (T,) or (B, T).
+        attention_mask: 0 where there is padding, of the shape of ``input_ids`` or shorter, as what
+            is generated is no padding. None: no padding.
+
+    Raises:
+        InputError: other shapes, or padding that is not on the left.
+    """
+    ids = torch.as_tensor(input_ids)
+    if ids.ndim == 1:
+        ids = ids[None]
+    if ids.ndim != 2 or not len(ids):
+        raise InputError(
+            f"input_ids of shape {tuple(ids.shape)}; expected one sequence, (T,), or a batch of "
+            "them, (B, T)"
+        )
+    if attention_mask is None:
+        return [Row(row, 0) for row in ids]
+    mask = torch.as_tensor(attention_mask).bool()
+    mask = mask[None] if mask.ndim == 1 else mask
+    if mask.ndim != 2 or len(mask) != len(ids) or mask.shape[1] > ids.shape[1]:
+        raise InputError(
+            f"an attention_mask of shape {tuple(mask.shape)} for input_ids of shape "
+            f"{tuple(ids.shape)}; expected the same shape"
+        )
+    paddings = [int(count) for count in (~mask).sum(dim=1)]
+    if any(bool(row[:count].any()) for row, count in zip(mask, paddings, strict=True)):
+        raise InputError(
+            "the attention_mask hides tokens that are not at the left end; pad on the left "
+            "(tokenizer.padding_side = 'left')"
+        )
+    return [Row(row[count:], count) for row, count in zip(ids, paddings, strict=True)]
+
 
 log = logging.getLogger(__name__)
 

@@ -25,12 +25,11 @@ from vua.format.layout import KVLayout
 from vua.io.buffers import BufferPool
 from vua.io.forks import watch
 from vua.storage.location import Location
-from vua.store.entry_writer import EntryWriter
 from vua.store.evidence import LaterNamespaceError
 from vua.store.namespace import Namespace
-from vua.store.opening import create_namespace, open_namespace
+from vua.store.place import create_namespace, open_namespace
 from vua.store.tensors import Cache, allocate, memory_map
-from vua.store.writer import process_writer
+from vua.store.writer import EntryWriter, process_writer
 
 __all__ = ["LayerCache", "StoredLayers", "groups_of"]
 
@@ -80,7 +79,7 @@ class StoredLayers:
         """Use ``root``; nothing is opened yet.
 
         Args:
-            root: the directory of the cache, as `vua.store.opening.locate` returns it.
+            root: the directory of the cache, as `vua.store.place.locate` returns it.
             identity: what K and V depend on.
             groups: the model's layers.
             durable: fsync each file.

@@ -21,21 +21,18 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from vua.connector.cache_spec import division
 from vua.errors import ConfigError
-from vua.format.config_digest import config_digest
-from vua.format.identity import Identity
+from vua.format.identity import Identity, config_digest, rope_order, varies_with_length
 from vua.format.layout import KVLayout
-from vua.format.rope import rope_order, varies_with_length
 from vua.format.shared_config import unshared
 from vua.serdes import DTYPES
 from vua.store.identified import Described
-from vua.transformers.attention import attention_of, is_compared
 from vua.transformers.checkpoint import difference_from_files, may_be_of_files
 from vua.transformers.layers import groups_of
 from vua.transformers.tensors import Contents
-from vua.transformers.watch import ModelWatch
+from vua.transformers.watch import ModelWatch, attention_of, is_compared
 from vua.weights import Weights, checkpoint_files
 from vua.weights.content import State
-from vua.weights.model_files import code_digest
+from vua.weights.files import code_digest
 
 __all__ = [
     "DTYPE_NAMES",

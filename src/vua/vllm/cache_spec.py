@@ -21,15 +21,11 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vua.connector.cache_spec import Group, Model, UncachedError, division
+from vua.connector.cache_spec import Group, Model, UncachedError, division, local_directory
 from vua.connector.config import ConnectorConfig
-from vua.connector.model_files import local_directory
 from vua.errors import ConfigError
-from vua.format.config_digest import config_digest
-from vua.format.identity import Identity
-from vua.format.layout import KVLayout, Shard
-from vua.format.rope import rope_order
-from vua.format.states import state_layout
+from vua.format.identity import Identity, config_digest, rope_order
+from vua.format.layout import KVLayout, Shard, state_layout
 from vua.vllm.engine_identity import engine_identity
 from vua.vllm.support import (
     DRAFTS,

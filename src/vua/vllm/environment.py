@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from vua.format.reasons import CONTENT, FILES, KERNEL, SEEN, SPLIT, TEXT, WHEN, WHERE, listed
+from vua.format.shared_config import CONTENT, FILES, KERNEL, SEEN, SPLIT, TEXT, WHEN, WHERE, listed
 
 __all__ = ["EXCLUDED", "NEUTRAL", "environment_that_counts"]
 

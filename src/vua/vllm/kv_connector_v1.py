@@ -4,16 +4,31 @@ vLLM makes one instance in the scheduler's process and one in each worker; both 
 which only hands each hook to the half that knows (`scheduler`, `worker`). A cache may cost hits,
 never a request: an error inside a hook is logged and answered with "nothing cached", a load that
 fails is reported so that vLLM recomputes its tokens (``kv_load_failure_policy="recompute"``).
+
+vLLM's ``SchedulerOutput`` as a `vua.connector.metadata.ScheduledStep`.
+
+How the connector's metrics get into vLLM's ``/metrics``.
+
+Once per step vLLM takes what is new as :class:`VUAStats`, adds up those of all ranks and of the
+scheduler's half, sends them to the front end (pickled between workers, msgpack to the API server)
+and hands them to :class:`VUAPromMetrics`. vLLM takes stats only in steps: what ends while the
+engine is idle shows after the next step.
+
+vLLM's KV cache events for what the directory holds, see `vua.connector.events`.
+
+Only if ``kv_events_config.enable_kv_cache_events`` is on; the medium is ``STORAGE``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -21,28 +36,38 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
-from vua.connector.events import FileEventLog
+from vua.connector.events import FileEventLog, KVEventPublisher
 from vua.connector.group_transfer import Rank
 from vua.connector.log import logger
-from vua.connector.metadata import ConnectorMetadata, WorkerOutput
+from vua.connector.metadata import (
+    ConnectorMetadata,
+    ScheduledRequest,
+    ScheduledStep,
+    Tables,
+    WorkerOutput,
+)
+from vua.connector.metrics import Series, add_up, summary
+from vua.connector.prometheus import Families
 from vua.connector.scheduler import SchedulerSide
 from vua.connector.worker import WorkerSide
 from vua.errors import ConfigError, VUAError
 from vua.io import forks
 from vua.security.keyring import check_keys
-from vua.store.opening import locate
-from vua.store.place import prepare
+from vua.store.place import locate, prepare
 from vua.vllm import page_layout
 from vua.vllm.cache_spec import describe
+from vua.vllm.engine_identity import setup_of
 from vua.vllm.engine_worker import memory_of
-from vua.vllm.events import BlockEvents, enabled
-from vua.vllm.prometheus import VUAPromMetrics, VUAStats
-from vua.vllm.setups import setup_of
-from vua.vllm.step import step_of
-from vua.vllm.versions import announce, check_version
+from vua.vllm.versions import MEDIUM_STORAGE, announce, check_version, event_extra_keys, session_of
 from vua.vllm.weights import find_weights
 from vua.weights import Identification
 
@@ -56,7 +81,131 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = ["VUAStorageConnector_V1"]
+__all__ = [
+    "BlockEvents",
+    "VUAPromMetrics",
+    "VUAStats",
+    "VUAStorageConnector_V1",
+    "enabled",
+    "step_of",
+]
+
+
+def enabled(vllm_config: Any) -> bool:  # noqa: ANN401
+    """Whether vLLM publishes KV cache events."""
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
+
+
+class BlockEvents(KVEventPublisher):
+    """Describes chunks as vLLM's blocks."""
+
+    def __init__(self, model: Model, vllm_config: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
+        """Take the kind and the hashes of blocks from the engine's configuration."""
+        super().__init__(model)
+        spec = kv_cache_config.kv_cache_groups[self._table].kv_cache_spec
+        _, hash_block = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+        self._hashes_per_block = self._block // hash_block
+        self._kind: dict[str, Any] = {
+            "group_idx": self._table,
+            "kv_cache_spec_kind": get_kv_cache_spec_kind(spec).value,
+            "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
+        }
+
+    def stored_event(self, request: Any, start: int, stop: int) -> BlockStored | None:  # noqa: ANN401
+        """See :meth:`KVEventPublisher.stored_event`."""
+        hashes, each = request.block_hashes, self._hashes_per_block
+        blocks = range(start // self._block, stop // self._block)
+        if not blocks or blocks.stop * each > len(hashes):
+            return None
+        lora = request.lora_request
+        return BlockStored(
+            block_hashes=[maybe_convert_block_hash(hashes[(at + 1) * each - 1]) for at in blocks],
+            parent_block_hash=(
+                maybe_convert_block_hash(hashes[blocks.start * each - 1]) if blocks.start else None
+            ),
+            token_ids=list(request.all_token_ids[start:stop]),
+            block_size=self._block,
+            lora_id=lora.adapter_id if lora else None,
+            medium=MEDIUM_STORAGE,
+            lora_name=lora.name if lora else None,
+            extra_keys=event_extra_keys(request, blocks, self._block),
+            **self._kind,
+            **session_of(request),
+        )
+
+    def removed_event(self, hashes: list[Any]) -> BlockRemoved:
+        """See :meth:`KVEventPublisher.removed_event`."""
+        return BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, group_idx=self._table)
+
+
+@dataclass
+class VUAStats(KVConnectorStats):
+    """What happened since the last time: ``data`` is a `vua.connector.metrics.Series`."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.data: Series = {}
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> VUAStats:
+        """Add what ``other`` holds, which stays as it is, to this one; return this one."""
+        add_up(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Sum up for vLLM's periodic log line."""
+        return summary(self.data)
+
+
+class VUAPromMetrics(KVConnectorPromMetrics):
+    """Shows `vua.connector.metrics.METRICS` and adds to them. One per front-end process."""
+
+    def __init__(
+        self,
+        vllm_config: Any,  # noqa: ANN401
+        metric_types: dict[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        """Register all metrics; the arguments are vLLM's."""
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._families = Families(labelnames, [*per_engine_labelvalues.values()], metric_types)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add one step's :class:`VUAStats` ``data`` of one engine."""
+        self._families.add(transfer_stats_data, self.per_engine_labelvalues[engine_idx])
+
+
+def step_of(output: Any) -> ScheduledStep:  # noqa: ANN401
+    """Return what a step computes, from vLLM's ``SchedulerOutput``."""
+    tokens, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    requests = [
+        ScheduledRequest(
+            new.req_id, new.num_computed_tokens, tokens[new.req_id], new.block_ids, begins=True
+        )
+        for new in output.scheduled_new_reqs
+    ]
+    requests += [
+        ScheduledRequest(
+            name,
+            cached.num_computed_tokens[at],
+            tokens[name],
+            cached.new_block_ids[at] or (),
+            begins=name in cached.resumed_req_ids,
+        )
+        for at, name in enumerate(cached.req_ids)
+    ]
+
+    def tables(name: str) -> Tables:
+        state = output.kv_connector_block_state  # since vLLM 0.32; asked of no older one
+        return state.get_block_ids(name)
+
+    return ScheduledStep(requests, tables)
+
 
 log = logger()
 

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from vua.connector.cache_spec import Group, UncachedError
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
-from vua.device.paged import WORDS, PagedCache
-from vua.device.state_pages import StatePages
+from vua.device.paged import WORDS, PagedCache, StatePages
 from vua.errors import LayoutError, VUAError
-from vua.format.layout import Shard
-from vua.format.states import state_nbytes
+from vua.format.layout import Shard, state_nbytes
 from vua.vllm.versions import packs_k_and_v
 
 __all__ = [

@@ -12,8 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
-from vua.connector.cache_spec import UncachedError
-from vua.connector.model_files import local_directory
+from vua.connector.cache_spec import UncachedError, local_directory
 from vua.errors import ConfigError
 from vua.vllm.support import DRAFTS
 from vua.weights import Weights, checkpoint_files, identify_weights, process_began_s

@@ -4,9 +4,14 @@
 of its own. docs/decisions/0015-weights-by-content.md says what is trusted and what remains.
 """
 
-from vua.weights.background import Identification, process_began_s
 from vua.weights.files import checkpoint_files
-from vua.weights.fingerprint import Weights, identify_weights, weights_fingerprint
+from vua.weights.fingerprint import (
+    Identification,
+    Weights,
+    identify_weights,
+    process_began_s,
+    weights_fingerprint,
+)
 
 __all__ = [
     "Identification",

@@ -24,8 +24,7 @@ from scorecard.trial import Look, Trial, scored
 from vua.errors import EntryError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
-from vua.format.parse import parse_entry
-from vua.format.verify import mismatch
+from vua.format.parse import mismatch, parse_entry
 
 __all__: list[str] = []
 

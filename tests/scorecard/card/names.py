@@ -15,13 +15,12 @@ import numpy as np
 from scorecard.stores import layout_of, memory_of
 from scorecard.subject import Key, noise
 from scorecard.trial import Trial, scored
-from vua.format.config_digest import config_digest
-from vua.format.identity import Identity
+from vua.format.identity import Identity, config_digest
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout, Shard
 from vua.serdes import tensor_to_bytes
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
+from vua.store.writer import EntryWriter
 from vua.weights import weights_fingerprint
 
 __all__: list[str] = []

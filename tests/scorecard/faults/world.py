@@ -24,10 +24,10 @@ from vua.format.layout import KVLayout
 from vua.io.buffers import BufferPool
 from vua.storage.base import WRITTEN
 from vua.storage.local import SUFFIX, TEMPORARY
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.tensors import allocate, memory_map
+from vua.store.writer import EntryWriter
 
 __all__ = ["ROOMY", "World", "WrongBytesError", "layout_of"]
 

@@ -27,9 +27,8 @@ from vua.capacity import limits as bounds_module
 from vua.capacity.evictor import Evictor
 from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
-from vua.capacity.lru import CLOCK, mtime_ns_of, server_now_ns, set_mtime, touch
+from vua.capacity.lru import CLOCK, Recent, mtime_ns_of, server_now_ns, set_mtime, touch
 from vua.capacity.scan import lowest, spaces
-from vua.capacity.touches import Recent
 from vua.capacity.usage import measure
 from vua.errors import ConfigError, StorageFullError
 from vua.format.keys import KeyChain, token_ids
@@ -331,7 +330,7 @@ class TestCapacity(DirectoryTest):
         cache, now = Cache(self.root), [1000.0]
         cache.request(list(range(10)))
         with (
-            mock.patch("vua.capacity.reclaim_thread.time.monotonic", side_effect=lambda: now[0]),
+            mock.patch("vua.capacity.reclaim.time.monotonic", side_effect=lambda: now[0]),
             self.assertLogs("vua.capacity.reclaim", "WARNING") as logs,
         ):
             pauses = []

@@ -23,8 +23,7 @@ from vua.capacity.scan import spaces
 from vua.capacity.usage import measure
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
-from vua.storage.claim import claim
-from vua.storage.mark import MARK, is_marked
+from vua.storage.mark import MARK, claim, is_marked
 
 CONFIG = VUAConfig(split_factor=4, max_bytes="1G", min_free_bytes=0)
 COMMANDS = (

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from helpers import SOON_S, DirectoryTest, until
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity.lru import MTIME_STEP_NS, mtime_ns_of
-from vua.capacity.pending import Pending
+from vua.capacity.reservation import Pending
 from vua.format.keys import KeyChain, token_ids
 from vua.native import WRITTEN
 

@@ -22,9 +22,9 @@ from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import WRITTEN
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
+from vua.store.writer import EntryWriter
 
 STORED = 24
 ROOM = 10

@@ -100,10 +100,10 @@ class TestReclaim(DirectoryTest):
     def test_behind(self) -> None:
         """Whoever would exceed the limit waits a little, then nothing is stored, then it is."""
         cache = self.fill(100, 100)
-        with self.hanging() as answer, mock.patch("vua.capacity.reclaim_thread._WAIT_S", 0.2):
+        with self.hanging() as answer, mock.patch("vua.capacity.reclaim._WAIT_S", 0.2):
             with self.assertLogs("vua.capacity.reclaim", "WARNING") as logs:
                 self.assertFalse(self.save(cache, 1000))
-            with mock.patch("vua.capacity.reclaim_thread._WAIT_S", 2 * SOON_S):  # no wait
+            with mock.patch("vua.capacity.reclaim._WAIT_S", 2 * SOON_S):  # no wait
                 began = time.monotonic()
                 self.assertFalse(self.save(cache, 1001))
                 self.assertLess(time.monotonic() - began, SOON_S)
@@ -242,7 +242,7 @@ class TestReclaim(DirectoryTest):
         """A search that hangs does not keep anybody from ending."""
         cache = self.fill(97, 100)
         self.save(cache, 1000)
-        with self.hanging(), mock.patch("vua.capacity.reclaim_thread._CLOSE_WAIT_S", 0.1):
+        with self.hanging(), mock.patch("vua.capacity.reclaim._CLOSE_WAIT_S", 0.1):
             self.save(cache, 1001)
             began = time.monotonic()
             cache.capacity.close()

@@ -1,4 +1,4 @@
-"""Mirrors `vua.capacity.renewal`."""
+"""Mirrors `vua.capacity.bucket`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RenewalTest(DirectoryTest):
         at_s = time.time() + days * DAY_S
         root = self.url if near is None else [str(self.root / near), self.url]
         with (
-            mock.patch("vua.capacity.renewal.time.time", return_value=at_s),
+            mock.patch("vua.capacity.bucket.time.time", return_value=at_s),
             VUA(CONFIG, root) as vua,
         ):
             stored = vua.put(TOKENS, KV)
@@ -71,7 +71,7 @@ class RenewalTest(DirectoryTest):
         """Chunks behind those that are used grow old."""
         at_s = time.time() + 1.1 * DAY_S
         with (
-            mock.patch("vua.capacity.renewal.time.time", return_value=at_s),
+            mock.patch("vua.capacity.bucket.time.time", return_value=at_s),
             VUA(CONFIG, self.url) as vua,
         ):
             self.assertEqual(32, vua.get_closest(TOKENS[:32]).num_tokens)

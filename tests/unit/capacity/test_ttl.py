@@ -18,8 +18,8 @@ from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
+from vua.store.writer import EntryWriter
 
 LAYOUT = KVLayout(1, 1, 4, 4, "F32", 1)
 IDENTITY = Identity(model="m", chunk_tokens=1)

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from helpers import DirectoryTest
 from vua.capacity.use_log import UseLog, short_names
-from vua.storage.claim import make_mark
-from vua.storage.mark import UPKEEP, USES
+from vua.storage.mark import UPKEEP, USES, make_mark
 
 
 def chunk(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Mirrors `vua.catalog.stored` and `vua.catalog.listed`: new storages get the commands of `vua`."""
+"""Mirrors `vua.catalog.listed` and `vua.catalog.listed`: new storages get the commands of `vua`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from vua.capacity.limits import Limits
 from vua.capacity.scan import silent
 from vua.catalog import opening
 from vua.catalog.base import Catalog
-from vua.catalog.stored import StorageCatalog
+from vua.catalog.listed import StorageCatalog
 from vua.errors import ConfigError
-from vua.io.header_plan import header_plan
+from vua.io.plan import header_plan
 from vua.native import Transfer
 from vua.storage.base import WRITTEN, Batch
 from vua.storage.description import Description, read_description

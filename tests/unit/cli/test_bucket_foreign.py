@@ -1,4 +1,4 @@
-"""Mirrors `vua.storage.names` in a bucket: nothing of others is changed, no key ends a command."""
+"""Mirrors `vua.storage.object` in a bucket: nothing of others is changed, no key ends a command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from commands import run, run_json
 from helpers import DirectoryTest, caches_of
 from vua.core import VUA, VUAConfig
 from vua.storage.bucket import Bucket
-from vua.storage.names import kind_at
+from vua.storage.object import kind_at
 
 pytest.importorskip("obstore")
 

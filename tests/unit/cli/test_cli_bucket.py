@@ -12,11 +12,11 @@ import torch
 from buckets import memory_url, seaweedfs, speaking_to
 from commands import run, run_json
 from helpers import DirectoryTest, caches_of, namespace_of
-from vua.catalog import bucket_probes as lifecycle
+from vua.catalog import bucket as lifecycle
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_path import BucketPath
+from vua.storage.location import BucketPath
 
 pytest.importorskip("obstore")
 

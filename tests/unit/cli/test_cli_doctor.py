@@ -19,10 +19,9 @@ from vua.capacity.limits import Limits, write_bounds
 from vua.catalog import probes
 from vua.catalog.probes import PROBES, Finding, Ground, Mount, mount_of
 from vua.errors import ConfigError
-from vua.io.machine import cached_pages
+from vua.io.posix import cached_pages
 from vua.security.settings import Security
-from vua.storage.claim import make_mark
-from vua.storage.mark import MARK
+from vua.storage.mark import MARK, make_mark
 from vua.store.namespace import check_root
 
 NAMES = [
@@ -252,7 +251,7 @@ class TestProbes(DirectoryTest):
         with (self.root / "file").open("wb+") as file:
             known = cached_pages(file.fileno()) is not None
         self.assertEqual("ok" if known else "note", self.probe("cold").level)
-        with mock.patch("vua.io.machine.LINUX64", new=False):
+        with mock.patch("vua.io.posix.LINUX64", new=False):
             self.assertEqual("note", self.probe("cold").level)
 
     def test_modes(self) -> None:

@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.events` and `vua.cli.event_socket`: what routers are told."""
+"""Mirrors `vua.cli.events` and `vua.cli.events`: what routers are told."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from helpers import (
     until,
 )
 from routers import SocketTest
-from vua.cli.event_socket import EventSocket
+from vua.cli.events import EventSocket
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
@@ -318,7 +318,7 @@ class TestSocket(SocketTest):
         greedy = self.context.socket(self.zmq.DEALER)
         greedy.set_hwm(1)
         self.addCleanup(greedy.close, linger=0)
-        with self.assertLogs("vua.cli.event_socket", "WARNING") as logged, out:
+        with self.assertLogs("vua.cli.events", "WARNING") as logged, out:
             for _ in range(1000):  # 100 MB, of which 64 MiB are kept
                 out.publish([big])
                 reader.recv_multipart()
@@ -346,7 +346,7 @@ class TestSocket(SocketTest):
         slow.connect(self.out)
         slow.subscribe(b"")
         self.addCleanup(slow.close, linger=0)
-        with self.assertLogs("vua.cli.event_socket", "WARNING") as logged, out:
+        with self.assertLogs("vua.cli.events", "WARNING") as logged, out:
             reader = self.socket(self.zmq.SUB, self.out)
             reader.subscribe(b"")
             out.newcomers = False

@@ -16,10 +16,9 @@ import torch
 
 from commands import run, run_json
 from helpers import DirectoryTest, Memory, caches_of, flip, keys_of, model_arrays, save_chunk
-from vua.catalog.identify import compare, expect
+from vua.catalog.prefix import compare, expect
 from vua.core import VUA, VUAConfig
-from vua.format.config_digest import config_digest
-from vua.format.identity import Identity
+from vua.format.identity import Identity, config_digest
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.store.namespace import Namespace

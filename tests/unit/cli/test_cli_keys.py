@@ -15,7 +15,7 @@ from commands import run, run_json
 from forgery import forged
 from helpers import flip
 from seals import ALICE, CHUNKS, KINDS, LONG, SMALL, WIDE, KeysTest
-from vua.format.header import AUTHENTIC, ENCRYPTED, SealInfo
+from vua.format.entry import AUTHENTIC, ENCRYPTED, SealInfo
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import codec_of, parse_entry

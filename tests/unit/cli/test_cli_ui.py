@@ -24,9 +24,9 @@ from helpers import DirectoryTest, caches_of, contents, flip, until
 from ui import Served, served
 from vua.capacity.lru import touch
 from vua.capacity.prefix_tree import PrefixTree, read_node, read_prefix_tree
-from vua.capacity.sample import sample_prefix_tree
 from vua.capacity.scan import spaces
-from vua.cli.ui.runs import runs_of
+from vua.capacity.usage import sample_prefix_tree
+from vua.cli.looks import runs_of
 from vua.core import VUA, VUAConfig
 
 
@@ -235,7 +235,7 @@ def is_running(pid: str) -> bool:
 
 
 class RunsTest(DirectoryTest):
-    """`vua.cli.ui.runs` against the chunks one by one."""
+    """`vua.cli.looks` against the chunks one by one."""
 
     def tree(self) -> PrefixTree:
         """Read the tree of the one namespace."""
@@ -310,7 +310,7 @@ class RunsTest(DirectoryTest):
             tree, stands_for = sample_prefix_tree(found[0], longest_s=0.0)
             self.assertEqual(1, (stands_for > 0).sum())
             node = read_node(found[0], tree.name(0))._replace(before=tree.name(0))
-            with mock.patch("vua.capacity.sample.read_node", return_value=node):
+            with mock.patch("vua.capacity.usage.read_node", return_value=node):
                 again, _ = sample_prefix_tree(found[0])
         self.assertGreaterEqual(len(again.names), 1)
 

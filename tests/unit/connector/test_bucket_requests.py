@@ -1,4 +1,4 @@
-"""Mirrors `vua.connector.bucket_requests`."""
+"""Mirrors `vua.connector.metrics`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import unittest
 import pytest
 
 from buckets import memory_url
-from vua.connector.bucket_requests import record_requests
-from vua.connector.metrics import Recorder
+from vua.connector.metrics import Recorder, record_requests
 from vua.storage.bucket import Bucket
 
 pytest.importorskip("obstore")

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.vllm
 HAS_VLLM = bool(find_spec("vllm"))
 
 if HAS_VLLM:
-    from vua.connector import device_ring, device_transfer
+    from vua.connector import device_transfer
     from vua.connector.cache_spec import Group, Model
     from vua.connector.config import ConnectorConfig
     from vua.connector.group_transfer import Rank
@@ -89,14 +89,14 @@ class RingTest(DirectoryTest):
 
     def rings(self) -> SimpleNamespace:
         """See what loads by the ring return."""
-        found: list[device_ring.RingResult] = []
-        load = device_ring.RingLoads.load
+        found: list[device_transfer.RingResult] = []
+        load = device_transfer.RingLoads.load
 
-        def note(ring: device_ring.RingLoads, *given: object) -> device_ring.RingResult:
+        def note(ring: device_transfer.RingLoads, *given: object) -> device_transfer.RingResult:
             found.append(load(ring, *given))
             return found[-1]
 
-        self.enterContext(mock.patch.object(device_ring.RingLoads, "load", note))
+        self.enterContext(mock.patch.object(device_transfer.RingLoads, "load", note))
         return SimpleNamespace(found=found)
 
     def path(self, chunk: int) -> Path:
@@ -166,7 +166,7 @@ class DeviceCheckTest(RingTest):
             return torch.from_numpy(found.view("int64"))
 
         self.digests = digests
-        for where in (device_ring, xxh3):
+        for where in (device_transfer, xxh3):
             self.enterContext(mock.patch.object(where, "kernel_for", return_value=digests))
         super().setUp()
 

@@ -13,7 +13,7 @@ import pytest
 
 from helpers import DirectoryTest, until
 from vua.connector.config import WorkerResources
-from vua.connector.writer_count import WriterCount
+from vua.connector.write_queue import WriterCount
 from vua.format.layout import KVLayout
 
 pytestmark = pytest.mark.vllm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import unittest
 
 from vua.connector.adapters import Adapter
-from vua.connector.origins import MIXED, Origin, Origins
+from vua.connector.save_scheduler import MIXED, Origin, Origins
 
 
 class OriginsTest(unittest.TestCase):

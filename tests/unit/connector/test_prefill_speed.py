@@ -5,7 +5,7 @@ from __future__ import annotations
 import unittest
 
 from vua.connector.load_policy import PrefillSpeed
-from vua.connector.step import ScheduledRequest, prompt_work
+from vua.connector.metadata import ScheduledRequest, prompt_work
 
 
 class PrefillSpeedTest(unittest.TestCase):

@@ -15,8 +15,7 @@ from vua.catalog.prefix import loadable, look
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
-from vua.format.layout import KVLayout
-from vua.format.states import state_layout
+from vua.format.layout import KVLayout, state_layout
 from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm

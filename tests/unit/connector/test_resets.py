@@ -16,10 +16,9 @@ from scheduling import request_of, step
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.group_transfer import Rank
-from vua.connector.memory import Memory
 from vua.connector.metadata import ConnectorMetadata
 from vua.connector.scheduler import SchedulerSide
-from vua.connector.weights_watch import WeightsWatch
+from vua.connector.weights_watch import Memory, WeightsWatch
 from vua.connector.worker import WorkerSide
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout

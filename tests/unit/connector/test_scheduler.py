@@ -17,8 +17,7 @@ from helpers import keys_of, save_chunk, until
 from scheduling import LAYOUT, answer, bare_connector, request_of, step
 from vua.capacity.ttl import settle, ttl_s_of
 from vua.connector.config import ConnectorConfig, Timeouts
-from vua.connector.metadata import ConnectorMetadata, WorkerOutput
-from vua.connector.step import ScheduledRequest, ScheduledStep
+from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep, WorkerOutput
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids

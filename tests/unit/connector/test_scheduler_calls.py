@@ -11,9 +11,8 @@ from types import FrameType, SimpleNamespace
 from helpers import save_chunk
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
-from vua.connector.metadata import ConnectorMetadata
+from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep
 from vua.connector.scheduler import SchedulerSide
-from vua.connector.step import ScheduledRequest, ScheduledStep
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout

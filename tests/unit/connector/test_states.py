@@ -16,8 +16,7 @@ from helpers import DirectoryTest, save_chunk
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
-from vua.format.layout import KVLayout
-from vua.format.states import state_layout
+from vua.format.layout import KVLayout, state_layout
 from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
@@ -104,7 +103,7 @@ class RulesTest(DirectoryTest):
     def saved(self, computed: int, complete: int, *, every: int = NEVER, **there: Any) -> list[int]:
         """The chunks whose states are saved in a step; three blocks, of which one may be freed."""
         from vua.connector.prefix_match import find
-        from vua.connector.selection import Step, to_save
+        from vua.connector.save_scheduler import Step, to_save
 
         tokens = 6 * SIZE + 3
         model, keys = self.model(), self.keys(tokens)
@@ -129,7 +128,7 @@ class RulesTest(DirectoryTest):
     def test_reused(self) -> None:
         """What vLLM's own prefix cache had, and nobody has stored, is stored in the first step."""
         from vua.connector.prefix_match import find
-        from vua.connector.selection import Step, to_save
+        from vua.connector.save_scheduler import Step, to_save
 
         for kind in (STATE, replace(FULL, group="w12")):
             model, keys = self.model(), self.keys(6 * SIZE + 3)

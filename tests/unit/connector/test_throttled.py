@@ -12,7 +12,7 @@ import pytest
 
 from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
 from scheduling import bare_connector
-from vua.connector.step import ScheduledRequest, ScheduledStep
+from vua.connector.metadata import ScheduledRequest, ScheduledStep
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout

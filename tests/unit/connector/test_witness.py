@@ -34,8 +34,7 @@ if find_spec("vllm"):
     from vua.connector.metadata import Compared, Verdict
     from vua.connector.metrics import Recorder
     from vua.connector.prefix_match import PrefixMatch
-    from vua.connector.proved import Remembered, kind_of, written
-    from vua.connector.tally import Tally, upper_bound
+    from vua.connector.proved import Remembered, Tally, kind_of, upper_bound, written
     from vua.connector.witness import Witness
 
     class Asked(Witness):
@@ -511,7 +510,7 @@ class BoundTest(EngineTest):
         with mock.patch.object(scheduler, "disabled", new=True):  # each writer that is put aside
             lives = [self.life(random.Random(run)) for run in range(200)]
             bound = partial(upper_bound, confidence=0.4)
-            with mock.patch("vua.connector.tally.upper_bound", bound):
+            with mock.patch("vua.connector.proved.upper_bound", bound):
                 weaker = [self.life(random.Random(run)) for run in range(60)]
         self.assertGreaterEqual(sum(truth <= bound for truth, bound, *_ in lives), 190)
         self.assertLess(sum(truth <= bound for truth, bound, *_ in weaker), 57)

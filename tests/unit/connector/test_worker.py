@@ -31,9 +31,9 @@ if find_spec("vllm"):
     from vua.connector.config import ConnectorConfig, Timeouts, WorkerResources
     from vua.connector.device_transfer import DeviceGroupTransfer
     from vua.connector.group_transfer import Rank
-    from vua.connector.memory import Memory
     from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
     from vua.connector.request import SaveHints
+    from vua.connector.weights_watch import Memory
 
     ONE_THREAD = WorkerResources(load_threads=1)
     LITTLE = WorkerResources(load_threads=1, max_pending_save_mib=1)

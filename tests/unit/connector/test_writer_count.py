@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import unittest
 
-from vua.connector.writer_count import WriterCount
+from vua.connector.write_queue import WriterCount
 
 NBYTES = 8 << 20
 

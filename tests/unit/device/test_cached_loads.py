@@ -23,13 +23,13 @@ from helpers import (
     swap,
 )
 from vua import native
+from vua.cli.bench import cool, is_cold
 from vua.device.buffers import StagingBuffer
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
 from vua.errors import InputError, LayoutError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
-from vua.io.raw_files import cool, is_cold
 from vua.serdes import DTYPES
 from vua.store.namespace import Namespace
 from vua.store.store import Loader, Store

@@ -362,7 +362,7 @@ class HostTest(BlocksTest):
 
     def test_without_native(self) -> None:
         """Without the loop in C Python copies the same."""
-        with mock.patch("vua.native.moves.library", return_value=None):
+        with mock.patch("vua.native.entries.library", return_value=None):
             self.test_blocks()
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vua.device.state_pages import StatePages
+from vua.device.paged import StatePages
 from vua.errors import InputError, LayoutError
-from vua.format.states import state_layout
+from vua.format.layout import state_layout
 
 SIZE, BLOCK = 8, 16
 NBYTES = 100

@@ -15,7 +15,7 @@ from make_golden import compressed_plain
 from vua.catalog.check import Checker, Place
 from vua.errors import CorruptEntryError
 from vua.format.compressed import Compressed, compress, decompressed
-from vua.format.header import AUTHENTIC, ENCRYPTED
+from vua.format.entry import AUTHENTIC, ENCRYPTED
 from vua.format.layout import KVLayout
 
 zstandard = pytest.importorskip("zstandard")

@@ -12,7 +12,7 @@ from helpers import DirectoryTest
 from vua.errors import ConfigError, CorruptEntryError
 from vua.format.parse import later_form
 from vua.storage.description import LaterDescriptionError, parse_description
-from vua.store.whole_entry import verified
+from vua.store.entry_reader import verified
 
 TABLE = json.loads(make_conformance.TABLE.read_text("utf-8"))
 FOLDER = Path(make_conformance.__file__).parent

@@ -18,9 +18,8 @@ from vua.errors import CorruptEntryError, ForeignEntryError, LayoutError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
-from vua.format.parse import EntryInfo, encode_header, parse_entry
-from vua.format.verify import mismatch
-from vua.store.whole_entry import verified
+from vua.format.parse import EntryInfo, encode_header, mismatch, parse_entry
+from vua.store.entry_reader import verified
 
 NAMESPACE = "0123456789abcdef" * 4
 LAYOUT = KVLayout(layers=3, kv_heads=4, k_dim=8, v_dim=4, dtype="BF16", chunk_tokens=4)

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from properties import given
 from vua.errors import ConfigError
-from vua.format.config_digest import config_digest
-from vua.format.identity import Identity
+from vua.format.identity import Identity, config_digest
 
 TEXT = st.text(st.characters() | st.sampled_from(["\0", "\n", ":", "1"]), max_size=6)
 IDENTITIES = st.builds(
@@ -102,7 +101,7 @@ class TestIdentity(unittest.TestCase):
         """Neither the process nor PYTHONHASHSEED changes a namespace or a config digest."""
         code = (
             "import json, sys; from vua.format.identity import *\n"
-            "from vua.format.config_digest import *\n"
+            "from vua.format.identity import *\n"
             "print(Identity(model='m', weights='\\u00e4').namespace)\n"
             "print(config_digest(json.loads(sys.argv[1])))"
         )
@@ -234,7 +233,7 @@ from pathlib import Path
 with contextlib.redirect_stdout(sys.stderr):
     from transformers import AutoModelForCausalLM
     from vllm.engine.arg_utils import EngineArgs
-    from vua.format.config_digest import config_digest
+    from vua.format.identity import config_digest
     from vua.testing.models import make_model
     def of_vllm(path, dtype, **overrides):
         args = EngineArgs(model=str(path), dtype=dtype, hf_overrides=overrides)

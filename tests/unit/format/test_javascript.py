@@ -28,7 +28,7 @@ from vua.errors import ConfigError, CorruptEntryError
 from vua.format.parse import LaterEntryError, parse_entry
 from vua.security.settings import Security
 from vua.storage.description import LaterDescriptionError, parse_description
-from vua.store.whole_entry import verified
+from vua.store.entry_reader import verified
 
 SEED = 43
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]

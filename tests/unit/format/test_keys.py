@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from helpers import native_code
 from properties import given
 from vua.errors import InputError
-from vua.format.keys import ChunkKey, KeyChain, token_ids
-from vua.format.naming import extras_parent
+from vua.format.keys import ChunkKey, KeyChain, extras_parent, token_ids
 
 IDS = [0, 1, 255, 32000, 65535, 151643]
 Extras = list[tuple[str, bytes]]

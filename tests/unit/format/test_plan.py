@@ -1,4 +1,4 @@
-"""Mirrors `vua.format.plan`: how a rectangle lies in a file and in memory."""
+"""Mirrors `vua.format.entry`: how a rectangle lies in a file and in memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from helpers import Memory, model_arrays, rectangle
 from layouts import DEEP, SMALL, shards
 from properties import given
-from vua.format.entry import EntryCodec
+from vua.format.entry import EntryCodec, entry_plan
 from vua.format.layout import KVLayout, Shard
-from vua.format.plan import entry_plan
-from vua.io.header_plan import header_plan
-from vua.io.plan import ARRAYS_MAX, EntryPlan
+from vua.io.plan import ARRAYS_MAX, EntryPlan, header_plan
 from vua.io.vectors import memory_at
 from vua.native import Transfer, blocks_of, rows_of
 

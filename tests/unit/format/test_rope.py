@@ -1,4 +1,4 @@
-"""Mirrors `vua.format.rope`."""
+"""Mirrors `vua.format.identity`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import import_module, util
 
 import torch
 
-from vua.format.rope import INTERLEAVED, NEOX, rope_order, varies_with_length
+from vua.format.identity import INTERLEAVED, NEOX, rope_order, varies_with_length
 
 
 class TestRope(unittest.TestCase):

@@ -16,7 +16,7 @@ from make_shared_configs import (
     is_same,
     table,
 )
-from vua.format.rope import INTERLEAVED, NEOX
+from vua.format.identity import INTERLEAVED, NEOX
 from vua.format.shared_config import unshared
 
 ALONE = frozenset({"cohere2"})
@@ -125,7 +125,7 @@ class TestSharedConfig(unittest.TestCase):
         from transformers import AutoModelForCausalLM
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        from vua.transformers.attention import is_compared
+        from vua.transformers.watch import is_compared
 
         sizes = {
             "hidden_size": 32,

@@ -1,4 +1,4 @@
-"""Mirrors `vua.format.states`: how a state is laid out as a group of a namespace."""
+"""Mirrors `vua.format.layout`: how a state is laid out as a group of a namespace."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import replace
 from helpers import DirectoryTest
 from vua.errors import LayoutError
 from vua.format.identity import Identity
-from vua.format.layout import KVLayout, Shard
-from vua.format.states import state_layout, state_nbytes
+from vua.format.layout import KVLayout, Shard, state_layout, state_nbytes
 from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
 

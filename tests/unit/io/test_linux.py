@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from helpers import DirectoryTest, descriptors
 from properties import given
 from vua.io import posix, vectors
-from vua.io.machine import cached_pages
+from vua.io.posix import cached_pages
 from vua.io.vectors import IOV_MAX, Iovecs, rest
 
 
@@ -192,7 +192,7 @@ class TestTransfer(DirectoryTest):
         found = [cached_pages(fd)]
         os.write(fd, bytes(3 * posix.PAGE - 1))
         found.append(cached_pages(fd))
-        with mock.patch("vua.io.machine.LINUX64", new=False):
+        with mock.patch("vua.io.posix.LINUX64", new=False):
             self.assertIsNone(cached_pages(fd))
         if found[0] is None:
             self.skipTest("before Linux 6.5")

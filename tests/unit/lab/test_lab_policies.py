@@ -9,8 +9,9 @@ from unittest import mock
 
 from lab.policies import POLICIES, Ranked, clairvoyant, compare
 from mixtures import mixture
-from vua.capacity import hit_density, simulator
-from vua.capacity.simulator import Dense, Past, simulate
+from vua.capacity import hit_density
+from vua.cli import advise
+from vua.cli.advise import Dense, Past, simulate
 
 
 @dataclass
@@ -26,7 +27,7 @@ def asked(name: str, requests: int) -> list[Asked]:
     return [Asked(tuple(blocks), time_s) for time_s, blocks in mixture(name)[:requests]]
 
 
-class Watched(simulator.SimulatedStore):
+class Watched(advise.SimulatedStore):
     """A store that looks at itself after each request."""
 
     def use(self, blocks: Sequence[int], now_ns: int) -> None:
@@ -44,7 +45,7 @@ class TestPolicies(unittest.TestCase):
         requests = asked("all", 60)
         makers = {**POLICIES, "Belady": clairvoyant(requests)}
         for name, make in makers.items():
-            with self.subTest(name), mock.patch.object(simulator, "SimulatedStore", Watched):
+            with self.subTest(name), mock.patch.object(advise, "SimulatedStore", Watched):
                 first = simulate(requests, [make(60, Past())])
                 self.assertEqual(first, simulate(requests, [make(60, Past())]))
                 self.assertEqual(sum(len(one.whole) for one in requests), first[0].blocks)

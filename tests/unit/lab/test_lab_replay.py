@@ -16,8 +16,8 @@ from lab.replay import Request, block_file_nbytes, read, replay
 from suite.traces import multi_round
 from vua.capacity.evictor import Evictor, Freed
 from vua.capacity.scan import silent
+from vua.cli.bench import MeasurementError
 from vua.errors import InputError
-from vua.io.raw_files import MeasurementError
 from vua.store.store import Store
 
 

@@ -14,10 +14,9 @@ from helpers import DirectoryTest, Memory, descriptors, has_native, model_arrays
 from layouts import DEEP, SMALL, shards
 from properties import given
 from vua import native
-from vua.format.entry import EntryCodec
+from vua.format.entry import EntryCodec, entry_plan
 from vua.format.layout import KVLayout
-from vua.format.plan import entry_plan
-from vua.io.plain import Directory
+from vua.io.files import Directory
 from vua.io.vectors import memory_at
 from vua.native import Headers, Transfer, fallback
 

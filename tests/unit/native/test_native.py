@@ -34,14 +34,13 @@ from helpers import (
     save_chunk,
 )
 from vua import native
+from vua.cli.bench import cool, direct_works, is_cold
 from vua.format.entry import EntryCodec
 from vua.format.layout import KVLayout, Shard
-from vua.io.plain import Directory
+from vua.io.files import Directory
 from vua.io.posix import page_aligned
-from vua.io.raw_files import cool, direct_works, is_cold
-from vua.native import bindings, entries, fallback, moves
-from vua.storage.direct import FirstReads
-from vua.storage.local import LocalStorage
+from vua.native import bindings, entries, fallback
+from vua.storage.local import FirstReads, LocalStorage
 from vua.store.store import Loaded, Store
 
 NAMESPACE = "cd" * 32
@@ -520,7 +519,7 @@ class TestMove(unittest.TestCase):
                     kinds.append(
                         native.StridedCopy((3, dims, 2), *steps, *first, np.full(count, 16))
                     )
-                with mock.patch.object(moves, "_STREAMED_NBYTES", 0 if stream else 1 << 40):
+                with mock.patch.object(entries, "_STREAMED_NBYTES", 0 if stream else 1 << 40):
                     native.copy_strided(kinds)
                 for source, target in pairs:
                     np.testing.assert_array_equal(source, target)
@@ -559,7 +558,7 @@ class TestMove(unittest.TestCase):
                     tokens, dims = columns, rows
                 counts = np.full(5, tokens)
                 boxes = native.StridedCopy((2, dims, kind().itemsize), to, from_, *first, counts)
-                with mock.patch.object(moves, "_STREAMED_NBYTES", 0 if stream else 1 << 40):
+                with mock.patch.object(entries, "_STREAMED_NBYTES", 0 if stream else 1 << 40):
                     native.copy_strided([boxes])
                 np.testing.assert_array_equal(expected, memory)
 

@@ -10,10 +10,9 @@ import numpy as np
 import xxhash
 
 from helpers import DirectoryTest, descriptors, has_native
-from vua.format.entry import EntryCodec
+from vua.format.entry import EntryCodec, entry_plan
 from vua.format.layout import KVLayout, payload_map
-from vua.format.plan import entry_plan
-from vua.io.plain import Directory
+from vua.io.files import Directory
 from vua.io.posix import page_aligned
 from vua.native import EntryStream, Headers, Transfer
 

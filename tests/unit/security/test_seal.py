@@ -33,11 +33,9 @@ from seals import CHUNKS, DEEP, KINDS, LATENT, NAMESPACE, SMALL, SealTest
 from vua.cli import main
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
-from vua.format.entry import EntryCodec
-from vua.format.header import PLAIN, SealInfo
-from vua.format.keys import KeyChain, token_ids
+from vua.format.entry import PLAIN, EntryCodec, SealInfo
+from vua.format.keys import KeyChain, Naming, token_ids
 from vua.format.layout import KVLayout, Shard
-from vua.format.naming import Naming
 from vua.format.parse import EntryInfo, parse_entry
 from vua.security.keyring import (
     KeyFaults,

@@ -38,8 +38,7 @@ from vua.format.layout import KVLayout, Shard
 from vua.security.keyring import Keyring, write_key
 from vua.security.settings import Security
 from vua.storage.base import entry_name
-from vua.storage.claim import claim
-from vua.storage.mark import MARK
+from vua.storage.mark import MARK, claim
 
 TOKENS = torch.arange(24)
 CACHE = caches_of(layers=2, heads=2, tokens=24, dim=16)

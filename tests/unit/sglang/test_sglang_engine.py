@@ -23,7 +23,7 @@ from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.sglang.host_pages import HostPages
-from vua.sglang.page_keys import chunk_keys
+from vua.sglang.storage import chunk_keys
 from vua.sglang.transfers import Transfers
 from vua.store.namespace import Namespace
 
@@ -286,20 +286,20 @@ class NamesTest(unittest.TestCase):
         """Another SGLang is refused with its version, and one whose pages have other names."""
         import sglang
 
-        from vua.sglang import versions
+        from vua.sglang import interface
 
-        versions.check_version()
+        interface.check_version()
         for version in ("0.5.22", "0.5.24", "0.6.0"):
             with (
                 mock.patch.object(sglang, "__version__", version),
                 self.assertRaisesRegex(ConfigError, f"{version} is not supported"),
             ):
-                versions.check_version()
+                interface.check_version()
         with (
-            mock.patch.object(versions, "get_hash_str", return_value=["00" * 32]),
+            mock.patch.object(interface, "get_hash_str", return_value=["00" * 32]),
             self.assertRaisesRegex(ConfigError, "names pages otherwise"),
         ):
-            versions.check_version()
+            interface.check_version()
 
 
 class Scheduler:

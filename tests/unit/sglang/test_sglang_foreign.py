@@ -29,7 +29,7 @@ def model() -> Any:
 
 def foreign(changed: Any) -> dict[str, Any]:
     """What of a model is not SGLang's."""
-    from vua.sglang.foreign import foreign_code
+    from vua.sglang.computation import foreign_code
 
     return foreign_code(SimpleNamespace(model=changed))
 

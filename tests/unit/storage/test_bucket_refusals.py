@@ -18,7 +18,7 @@ from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_mark import is_marked_bucket
-from vua.storage.bucket_path import BucketPath
+from vua.storage.location import BucketPath
 from vua.testing.proxy import FaultyProxy
 
 pytest.importorskip("obstore")

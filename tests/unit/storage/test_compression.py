@@ -1,4 +1,4 @@
-"""Mirrors `vua.storage.compression`, and the compressed objects of `vua.storage.object`."""
+"""Mirrors `vua.storage.object`, and the compressed objects of `vua.storage.object`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,11 @@ from vua import VUA, VUAConfig
 from vua.catalog import check
 from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError
-from vua.format.codecs import AUTO, OFF
 from vua.format.compressed import CODEC
+from vua.format.entry import AUTO, OFF
 from vua.format.layout import KVLayout, Shard
-from vua.storage.bucket_path import BucketPath
-from vua.storage.compression import Compression
-from vua.storage.names import is_compressed
-from vua.storage.object import ObjectStorage
+from vua.storage.location import BucketPath
+from vua.storage.object import Compression, ObjectStorage, is_compressed
 from vua.store.store import Store
 
 pytest.importorskip("obstore")
@@ -36,7 +34,7 @@ def without_package() -> Iterator[None]:
     """As on a host where it is not installed."""
     with (
         mock.patch("vua.storage.object.is_available", return_value=False),
-        mock.patch("vua.storage.compression.is_available", return_value=False),
+        mock.patch("vua.storage.object.is_available", return_value=False),
     ):
         yield
 

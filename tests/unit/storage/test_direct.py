@@ -1,4 +1,4 @@
-"""Mirrors `vua.storage.direct`: which reads go past the page cache."""
+"""Mirrors `vua.storage.local`: which reads go past the page cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from helpers import DirectoryTest, Memory, flip, has_native, keys_of, model_arrays, save_chunk
+from vua.cli.bench import cool, direct_works, is_cold
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-from vua.io.raw_files import cool, direct_works, is_cold
-from vua.storage.direct import FirstReads
-from vua.storage.local import LocalStorage
+from vua.storage.local import FirstReads, LocalStorage
 from vua.store.namespace import Namespace
 
 PAGE = 4096

@@ -20,11 +20,11 @@ from vua.security.settings import Security
 from vua.storage.base import FAILED
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_mark import claim_bucket
-from vua.storage.bucket_path import BucketPath
+from vua.storage.location import BucketPath
 from vua.storage.mark import MARK, mark_text
 from vua.storage.object import ObjectStorage
 from vua.store.place import prepare
-from vua.store.write_back import whole_batch
+from vua.store.travel import whole_batch
 
 pytest.importorskip("obstore")
 

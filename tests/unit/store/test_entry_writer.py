@@ -1,4 +1,4 @@
-"""Mirrors `vua.store.entry_writer`: chunks written many at a time."""
+"""Mirrors `vua.store.writer`: chunks written many at a time."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from vua.native import entries
 from vua.security.settings import Security
 from vua.storage.base import WRITTEN
 from vua.storage.local import SUFFIX, TEMPORARY, LocalStorage
-from vua.store.entry_writer import EntryWriter
 from vua.store.namespace import Namespace
 from vua.store.store import Store
+from vua.store.writer import EntryWriter
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=4)
 CHUNKS = 40

@@ -56,7 +56,7 @@ class TestLabels(DirectoryTest):
                 second.put(tokens, cache)
         self.assertEqual(before, self.snapshot())
 
-        with self.assertLogs("vua.store.label", "WARNING"):
+        with self.assertLogs("vua.store.agreement", "WARNING"):
             self.assertFalse(second.get_closest(TOKENS))
         with self.assertRaisesRegex(ConfigError, "'default'"):
             second.put(TOKENS + 900, self.caches(1))
@@ -105,20 +105,20 @@ class TestLabels(DirectoryTest):
         """A damaged chunk says nothing of the model; it is written anew."""
         self.open().put(TOKENS[:16], self.caches(tokens=16))
         flip(self.files()[0], 4100)
-        with self.assertLogs("vua.store.quarantine", "WARNING"):
+        with self.assertLogs("vua.store.store", "WARNING"):
             self.assertEqual(2, self.open().put(TOKENS, self.caches(1)))
 
     def test_reader_without_label(self) -> None:
         """Who only reads without a label is told once that nobody can tell what is found."""
         self.open().put(TOKENS, self.caches())
         reader = self.open()
-        with self.assertLogs("vua.store.label", "WARNING") as logs:
+        with self.assertLogs("vua.store.agreement", "WARNING") as logs:
             reader.get_closest(TOKENS)
             reader.get_closest(TOKENS)
         self.assertEqual(1, len(logs.output))
         self.assertIn("VUAConfig.model is not set", logs.output[0])
         self.open(model="mine").put(TOKENS, self.caches())
-        with self.assertNoLogs("vua.store.label"):
+        with self.assertNoLogs("vua.store.agreement"):
             self.open(model="mine").get_closest(TOKENS)
 
 

@@ -1,4 +1,4 @@
-"""Mirrors `vua.store.opening`: a directory alone needs nothing of buckets and tiers."""
+"""Mirrors `vua.store.place`: a directory alone needs nothing of buckets and tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mirrors `vua.store.search`: lookups in few rounds, and what they remember."""
+"""Mirrors `vua.store.store`: lookups in few rounds, and what they remember."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helpers import keys_of
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
 from vua.storage.base import Capabilities, Entry, entry_name
-from vua.store.search import Search
+from vua.store.store import Search
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=1)
 HALVES = (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2))

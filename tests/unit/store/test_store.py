@@ -37,12 +37,11 @@ from vua.errors import InputError, NotWritableError, StorageFullError
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
 from vua.io import posix, vectors
-from vua.io.open_plain import open_plain
-from vua.storage.aside import MAX_QUARANTINED, version_of
+from vua.io.files import open_plain
 from vua.storage.base import PRESENT, WRITTEN, entry_name
-from vua.storage.local import LocalStorage
-from vua.store.entry_writer import EntryWriter
+from vua.storage.local import MAX_QUARANTINED, LocalStorage, version_of
 from vua.store.store import Loaded, Loader, Store
+from vua.store.writer import EntryWriter
 
 NAMESPACE = "ab" * 32
 SMALL = KVLayout(layers=4, kv_heads=8, k_dim=8, v_dim=8, dtype="BF16", chunk_tokens=4)

@@ -1,4 +1,4 @@
-"""Mirrors `vua.store.tier_rules`."""
+"""Mirrors `vua.storage.tiered`."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ from vua.errors import StorageError
 from vua.format.compressed import decompressed, is_available
 from vua.storage.bucket import Bucket
 from vua.storage.local import LocalStorage
-from vua.storage.names import is_compressed
-from vua.store.opening import open_namespace
-from vua.store.tier_rules import TierRules
-from vua.store.write_back import WriteBack
+from vua.storage.object import is_compressed
+from vua.storage.tiered import TierRules
+from vua.store.place import open_namespace
+from vua.store.travel import WriteBack
 
 pytest.importorskip("obstore")
 
@@ -125,7 +125,7 @@ class TierTest(DirectoryTest):
         with (
             self.open("b") as vua,
             mock.patch.object(WriteBack, "wait_for_quiet", waiting),
-            mock.patch("vua.store.write_back._LONGEST_WAIT_S", 300.0),
+            mock.patch("vua.store.travel._LONGEST_WAIT_S", 300.0),
         ):
             self.assertEqual(0, vua.get_closest(TOKENS + 1).num_tokens)  # opens it
             travel = namespace_of(vua).travel
@@ -141,8 +141,8 @@ class TierTest(DirectoryTest):
         pause_s = 0.3
         with (
             self.open("b") as vua,
-            mock.patch("vua.store.write_back._PAUSE_S", pause_s),
-            mock.patch("vua.store.write_back._LONGEST_WAIT_S", 300.0),
+            mock.patch("vua.store.travel._PAUSE_S", pause_s),
+            mock.patch("vua.store.travel._LONGEST_WAIT_S", 300.0),
         ):
             vua.get_closest(TOKENS + 1)  # opens it
             travel = namespace_of(vua).travel

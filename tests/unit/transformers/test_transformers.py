@@ -22,8 +22,7 @@ from safetensors.torch import load_file, save_file
 from helpers import SOON_S, in_child, keys_of
 from vua import ConfigError, InputError
 from vua.core import VUA, VUAConfig
-from vua.format.config_digest import config_digest
-from vua.format.identity import Identity
+from vua.format.identity import Identity, config_digest
 from vua.testing.models import Family, make_model
 from vua.weights import identify_weights, weights_fingerprint
 

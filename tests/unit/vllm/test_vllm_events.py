@@ -40,7 +40,7 @@ if find_spec("vllm"):
     from vua.connector import events
     from vua.connector.cache_spec import Group, Model
     from vua.connector.metadata import WorkerOutput
-    from vua.vllm.events import BlockEvents, enabled
+    from vua.vllm.kv_connector_v1 import BlockEvents, enabled
 
 CHUNK = 16
 IDS = list(range(64))

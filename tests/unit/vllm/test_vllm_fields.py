@@ -107,7 +107,7 @@ def classes_reached(root: type) -> dict[str, type]:
 class TableTest(unittest.TestCase):
     def test_every_field_is_listed(self) -> None:
         """No field of a known release is in neither list, or in both."""
-        from vua.vllm.settings import known_fields
+        from vua.vllm.engine_identity import known_fields
 
         for release in RELEASES:
             fields = list(fields_of(release))
@@ -191,20 +191,20 @@ class SettingsTest(unittest.TestCase):
 
     def counted(self, changed: tuple[str, str, Any] | None = None) -> Any:
         """What counts of a configuration with one field changed."""
-        from vua.vllm.settings import settings_of
+        from vua.vllm.engine_identity import settings_of
 
         return settings_of(whole(changed), torch.float32)
 
     def test_neutral(self) -> None:
         """A configuration with nothing but neutral values adds nothing."""
-        from vua.vllm.settings import Settings
+        from vua.vllm.engine_identity import Settings
 
         self.assertEqual(Settings(), self.counted())
 
     def test_excluded(self) -> None:
         """No value of an excluded field matters, not even one that cannot be told."""
         from vua.vllm.config_fields import EXCLUDED
-        from vua.vllm.settings import Settings
+        from vua.vllm.engine_identity import Settings
 
         walked = 0
         for name, reasons in EXCLUDED.items():

@@ -23,8 +23,7 @@ if find_spec("vllm"):
     from vua.connector.adapters import AdapterNote
     from vua.connector.cache_spec import UncachedError
     from vua.connector.weights_watch import WeightsWatch
-    from vua.vllm.adapters import Adapters, adapter_digest
-    from vua.vllm.engine_worker import EngineWorker, memory_of
+    from vua.vllm.engine_worker import Adapters, EngineWorker, adapter_digest, memory_of
 
 
 class Worker:

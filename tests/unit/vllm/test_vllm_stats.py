@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 if find_spec("vllm"):
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-    from vua.vllm.prometheus import VUAPromMetrics, VUAStats
+    from vua.vllm.kv_connector_v1 import VUAPromMetrics, VUAStats
 
 
 def stats_of() -> VUAStats:

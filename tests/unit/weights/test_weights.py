@@ -37,7 +37,7 @@ from vua.weights import (
 )
 from vua.weights import content as content_module
 from vua.weights import fingerprint as fingerprint_module
-from vua.weights.memo import recall, remember
+from vua.weights.fingerprint import recall, remember
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -443,7 +443,7 @@ class TestMemo(WeightsCase):
 
     def test_there_is_a_limit(self) -> None:
         """Of too many memos the oldest go."""
-        with mock.patch.multiple("vua.weights.memo", _MAX_FILES=8, _KEPT_FILES=4):
+        with mock.patch.multiple("vua.weights.fingerprint", _MAX_FILES=8, _KEPT_FILES=4):
             for n in range(20):
                 remember(str(n), {})
             self.assertLessEqual(len([*self.memos.iterdir()]), 8)

@@ -1,0 +1,187 @@
+"""Small files that are there as a whole or not at all.
+
+Opens the files that a cache believes, and makes directories, step by step in Python.
+
+Which files a cache believes: regular ones of a user who is trusted, with one name.
+
+This process's own files may have more names: a snapshot by hard links (`cp -al`) is read. Another
+user cannot say with such a link what this user has written: the header says which entry it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeAlias
+
+from vua.errors import UntrustedError
+from vua.io import posix
+from vua.io.posix import FileStatus
+
+__all__ = [
+    "Directory",
+    "Uids",
+    "atomic_write",
+    "close_plain",
+    "is_plain",
+    "make_directory",
+    "open_plain",
+    "see_to_mode",
+]
+
+Uids: TypeAlias = "ctypes.Array[ctypes.c_uint32]"
+"""Users, in a form that C takes as well: ``(ctypes.c_uint32 * 2)(0, 1000)``."""
+
+
+class Directory(NamedTuple):
+    """A directory that files are opened below, and what is known of it."""
+
+    fd: int
+    uids: Uids | None = None
+    """Whose files are believed; None: anybody's."""
+    local: bool = True
+    """Whether the kernel alone is asked, see :func:`vua.io.posix.is_local`: what is cached may be
+    opened and read without releasing the GIL."""
+
+
+def is_plain(status: FileStatus, uids: Uids | None) -> bool:
+    """Whether it is a regular file of one of these users, with one name unless it is our own."""
+    whose = uids is None or status.uid in uids
+    alone = status.links <= 1 or status.uid == os.geteuid()
+    return stat.S_ISREG(status.mode) and alone and whose
+
+
+_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def atomic_write(
+    path: str | os.PathLike[str],
+    data: bytes,
+    *,
+    dir_fd: int | None = None,
+    mode: int = 0o600,
+    keep: Callable[[], bool] | None = None,
+) -> None:
+    """Write a file under a temporary name beside ``path``, then give it its name.
+
+    Whoever looks sees the old file or the new one, also after a crash of this process (nothing is
+    synced: not after a power cut). Safe for any number of writers at once.
+
+    Args:
+        path: of the file.
+        data: its bytes.
+        dir_fd: a descriptor of the directory that ``path`` is relative to.
+        mode: its permissions, whatever the umask.
+        keep: asked when a file of that name may be there already; True leaves it. Without it the
+            new file takes its place. Of several that write at once with ``keep`` the first one's
+            file stays, where the file system has hard links.
+
+    Raises OSError.
+    """
+    folder = os.path.dirname(path)  # noqa: PTH120
+    temporary = os.path.join(folder, f".tmp-{secrets.token_hex(8)}")  # noqa: PTH118
+    try:
+        with open(os.open(temporary, _FLAGS, mode, dir_fd=dir_fd), "wb") as stream:  # noqa: PTH123
+            see_to_mode(stream.fileno(), mode)
+            stream.write(data)
+        if keep is not None:
+            with contextlib.suppress(OSError):  # it is there, or the file system has no hard links
+                os.link(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+                return
+            if keep():
+                return
+        os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=dir_fd)
+
+
+def see_to_mode(
+    place: str | os.PathLike[str] | int, mode: int, *, dir_fd: int | None = None
+) -> None:
+    """Give what was just made its mode, whatever the umask, where it has another one.
+
+    Some mounts refuse every `chmod`, also to the mode that a file has. The set-group-id bit, which
+    a directory takes over from the one above it, stays. Raises OSError.
+    """
+    if isinstance(place, int):
+        status = os.fstat(place)
+    else:
+        status = os.stat(place, dir_fd=dir_fd, follow_symlinks=False)
+    if stat.S_IMODE(status.st_mode) in (mode, mode | stat.S_ISGID):
+        return
+    if isinstance(place, int):
+        os.fchmod(place, mode)
+    else:
+        os.chmod(place, mode, dir_fd=dir_fd)
+
+
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_plain(directory: Directory, path: str) -> tuple[int, FileStatus]:
+    """Open a file below a directory for reading; no symbolic link is followed on the way.
+
+    ``..`` and absolute paths are refused.
+
+    Returns its descriptor, for :func:`close_plain`, and what the kernel knows of it. Raises
+    OSError (FileNotFoundError, EINVAL where it is not a regular file), UntrustedError where it has
+    other names too or belongs to somebody else.
+    """
+    fd = posix.open_beneath(directory.fd, path, local=directory.local)
+    try:
+        status = posix.status_cached(fd)
+        _check_plain(status, directory.uids)
+    except BaseException:
+        close_plain(fd, local=directory.local)
+        raise
+    return fd, status
+
+
+def _check_plain(status: FileStatus, uids: Uids | None) -> None:
+    if is_plain(status, uids):
+        return
+    if not stat.S_ISREG(status.mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    msg = (
+        f"file of user {status.uid} with {status.links} names, expected one name and "
+        f"{'any user' if uids is None else f'one of the users {sorted(uids)}'}; set "
+        "trusted_uids if that user is to be believed"
+    )
+    raise UntrustedError(msg)
+
+
+def close_plain(fd: int, *, local: bool) -> None:
+    """Close a file that was only read; what a server says to that is of no interest."""
+    if local:
+        posix.close_cached(fd)
+    else:
+        posix.close_quietly(fd)
+
+
+def make_directory(parent: int, name: str, mode: int) -> int:
+    """Open a directory below the descriptor ``parent``, making it where it is missing.
+
+    Args:
+        parent: descriptor of the directory above.
+        name: of the directory; a link is not followed.
+        mode: what a new one gets, whatever the umask.
+
+    Raises OSError.
+    """
+    try:
+        return os.open(name, _DIRECTORY, dir_fd=parent)
+    except FileNotFoundError:
+        pass
+    try:
+        os.mkdir(name, 0o700, dir_fd=parent)
+    except FileExistsError:
+        pass
+    else:
+        see_to_mode(name, mode, dir_fd=parent)
+    return os.open(name, _DIRECTORY, dir_fd=parent)
