@@ -12,7 +12,7 @@ weights elsewhere) answers questions about two documents, on the CPU, in four pr
 
 Prints tokens loaded, time to first token cold and warm, and whether the tokens are identical; ends
 with `vua ls` of the directory. Exits with 1 when a token differs or nothing was loaded. The model
-is kept for the next time.
+and the cache of the last run stay in demo-output/, so that the suggested commands work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import random
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -34,6 +33,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = "demo result: "
 NEW_TOKENS = 24
+AFTER = """
+The cache stays in {kv} until the next demo. Look into it:
+  {vua} ls {kv} --long | head     # its chunks
+  {vua} verify {kv}               # reads and checks every byte
+  {vua} ui {kv}                   # the same in a browser
+  {vua} rm {kv} --all             # deletes it"""
 QUIET_S = 15.0
 """Without a terminal, how often a phase says that it goes on."""
 ENVIRONMENT = {
@@ -272,6 +277,24 @@ def choose_model(output: Path, *, quick: bool) -> tuple[Path, Any]:
     return make_demo_model(output / "model"), None
 
 
+def empty_cache(kv: Path) -> Path:
+    """Make the demo's cache directory anew; that of an earlier demo goes."""
+    if (kv / "vua.json").is_file():
+        shutil.rmtree(kv)
+    elif kv.exists() and any(kv.iterdir()):
+        sys.exit(f"{kv} is not the demo's: it has no vua.json. Name another --output, or move it.")
+    kv.mkdir(mode=0o700, exist_ok=True)
+    return kv
+
+
+def vua_command() -> str:
+    """How `vua` is called from this shell."""
+    script = Path(sys.executable).with_name("vua")
+    if shutil.which("vua"):
+        return "vua"
+    return os.path.relpath(script) if script.is_file() else f"{sys.executable} -m vua.cli"
+
+
 def main() -> int:
     """Run the four processes and show what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -291,28 +314,27 @@ def main() -> int:
         first, sharing = random_prompts(length, 4096)
     else:
         first, sharing = real_prompts(tokenizer, length)
-    kv_path = tempfile.mkdtemp(prefix="kv-", dir=arguments.output)
+    kv_path = str(empty_cache(arguments.output / "demo-kv"))
     job: dict[str, object] = {
         "model": str(model),
         "max_tokens": max(map(len, (first | sharing).values())) + 64,
         "ignore_eos": tokenizer is None,
     }
     run = functools.partial(Progress().run, job=job)
-    try:
-        cold = run("process 1: vLLM, empty directory", path=kv_path, prompts=first)
-        title = "process 2: vLLM restarted, same directory"
-        warm = run(title, path=kv_path, prompts=first | sharing)
-        plain = run("process 3: vLLM without VUA, to compare", path="", prompts=sharing)
-        title = "process 4: transformers, same directory"
-        other = run(title, path=kv_path, prompts=first, phase="transformers")
-        failed = compare(cold, warm, plain, first | sharing)
-        if tokenizer is not None:
-            show_answers(tokenizer, warm)
-        failed = compare_engines(other, warm, first) or failed
-        print("$ vua ls " + os.path.relpath(kv_path))
-        listed = subprocess.run([sys.executable, "-m", "vua.cli", "ls", kv_path], check=False)
-    finally:
-        shutil.rmtree(kv_path, ignore_errors=True)
+    cold = run("process 1: vLLM, empty directory", path=kv_path, prompts=first)
+    title = "process 2: vLLM restarted, same directory"
+    warm = run(title, path=kv_path, prompts=first | sharing)
+    plain = run("process 3: vLLM without VUA, to compare", path="", prompts=sharing)
+    title = "process 4: transformers, same directory"
+    other = run(title, path=kv_path, prompts=first, phase="transformers")
+    failed = compare(cold, warm, plain, first | sharing)
+    if tokenizer is not None:
+        show_answers(tokenizer, warm)
+    failed = compare_engines(other, warm, first) or failed
+    shown = os.path.relpath(kv_path)
+    print(f"$ vua ls {shown}", flush=True)
+    listed = subprocess.run([sys.executable, "-m", "vua.cli", "ls", kv_path], check=False)
+    print(AFTER.format(vua=vua_command(), kv=shown))
     return failed or listed.returncode
 
 

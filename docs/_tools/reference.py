@@ -1,4 +1,4 @@
-"""Writes those tables of the documentation that the code knows best.
+"""Writes those parts of the documentation that the code knows best: tables, and install lines.
 
     python docs/_tools/reference.py        # or `python3 dev.py docs`, which also builds the site
 
@@ -30,6 +30,18 @@ from vua.format.layout import ITEMSIZE
 from vua.security.settings import Security
 
 DOCS = Path(__file__).resolve().parent.parent
+SOURCE = "."
+"""What pip is given in all pages: a checkout. Change it to "vua" when an index has the package."""
+INSTALL = {
+    ".": """
+Linux, Python 3.10 to 3.13. VUA is not on a package index yet. Install it from a checkout, as below, or from a release's wheel:
+`'./vua-0.1.0-....whl[vllm]'` in the place of `'.[vllm]'`.
+""",
+    "vua": "\nLinux, Python 3.10 to 3.13.\n",
+}
+INSTALLED = re.compile(
+    r"(pip install )(?:'(?:\.|vua)(\[[\w,-]+\])'|(?:\.|vua)(?=[\s`;]|$))", re.MULTILINE
+)
 OPEN, CLOSE = "<!-- generated: {} -->", "<!-- /generated -->"
 REGION = re.compile(r"<!-- generated: ([\w-]+) -->\n(.*?)<!-- /generated -->", re.DOTALL)
 UNITS = {
@@ -228,7 +240,13 @@ def ignored_config() -> str:
     return "".join(f"  {line}\n" for line in lines)
 
 
+def install() -> str:
+    """What comes before the lines that install VUA."""
+    return INSTALL[SOURCE][1:]
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "install": install,
     "connector-settings": connector_settings,
     "library-settings": library_settings,
     "directory-limits": directory_limits,
@@ -243,18 +261,24 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """A page with its tables as the code has them now."""
+    """A page with its tables and install lines as they should be now."""
 
     def made(found: re.Match[str]) -> str:
         name = found[1]
         return f"{OPEN.format(name)}\n{TABLES[name]()}{CLOSE}"
 
-    return REGION.sub(made, text)
+    def line(found: re.Match[str]) -> str:
+        return f"{found[1]}'{SOURCE}{found[2]}'" if found[2] else f"{found[1]}{SOURCE}"
+
+    return INSTALLED.sub(line, REGION.sub(made, text))
 
 
 def pages() -> list[Path]:
-    """The pages that hold a table made here."""
-    return [one for one in sorted(DOCS.glob("*.md")) if REGION.search(one.read_text("utf-8"))]
+    """The pages that hold something made here."""
+    root = DOCS.parent
+    found = [root / "README.md", *DOCS.glob("*.md"), *root.glob("examples/**/*.md")]
+    made = re.compile(f"{REGION.pattern}|{INSTALLED.pattern}", re.DOTALL | re.MULTILINE)
+    return [page for page in sorted(found) if made.search(page.read_text("utf-8"))]
 
 
 def main() -> None:

@@ -95,6 +95,7 @@ class JsonTest(CliTest):
             "bench path": [["bench", "path", root, "--tiny", "--model", "Llama-3.1-8B",
                             "--prefill", "1000"]],
             "completion": [["completion", "bash"]],
+            "args": [["args", "vllm", "/kv"]],
             "rm": [["pin", root, chunk], ["ttl", root], ["adopt", root], ["key", beside / "key"],
                    ["rm", root, chunk, "--pinned"]],
         }  # fmt: skip
@@ -174,7 +175,15 @@ class CommonTest(JsonTest):
             with self.subTest(words):
                 self.assertEqual([], list(differences(*reports)))
             tried.add(words[0])
-        others = {"advise", "completion", "events", "key", "ui", "warm"}  # of one kind, or of none
+        others = {
+            "advise",
+            "args",
+            "completion",
+            "events",
+            "key",
+            "ui",
+            "warm",
+        }  # of one kind, or of none
         self.assertEqual(verbs(), tried | others)
 
 

@@ -41,6 +41,19 @@ class ReferenceTest(unittest.TestCase):
         self.assertEqual(set(VUAConfig._FIELDS) - settings, set())
         self.assertEqual(set(METRICS), names("metrics.md"))
 
+    def test_installed_from_one_place(self) -> None:
+        """One constant says where pip finds VUA: all pages and the README follow it."""
+        self.assertIn(reference.DOCS.parent / "README.md", reference.pages())
+        with mock.patch.object(reference, "SOURCE", "vua"):
+            changed = [page for page in reference.pages()
+                       if reference.filled(text := page.read_text("utf-8")) != text]  # fmt: skip
+            self.assertLess(5, len(changed))
+            for page in changed:
+                new = reference.filled(page.read_text("utf-8"))
+                self.assertNotRegex(new, r"pip install '?\.[\['\s]")
+        self.assertEqual("pip install '.[vllm]' x", reference.filled("pip install 'vua[vllm]' x"))
+        self.assertEqual("pip install vllm", reference.filled("pip install vllm"))
+
     def test_new_metric(self) -> None:
         """What the code says anew is noticed."""
         page = reference.DOCS / "metrics.md"

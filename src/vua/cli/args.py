@@ -1,0 +1,131 @@
+"""`vua args`: the arguments that make an engine use a cache directory, ready for its command line.
+
+Each argument is one word of a shell, so that `engine $(vua args sglang /mnt/kv)` works: what a
+shell would split or expand is escaped in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Final
+
+import click
+
+from vua.cli.command import argument, command
+from vua.cli.output import Report
+from vua.errors import ConfigError
+from vua.sglang.settings import engine_arguments
+from vua.storage.urls import is_url
+from vua.vllm.serve import with_connector
+
+__all__ = ["ENGINES", "Arguments", "arguments_of"]
+
+ENGINES: Final = ("vllm", "sglang", "lmcache", "docker")
+_UNSAFE: Final = re.compile(r"[\s*?\[\]~\\]")
+"""What a shell splits or expands in the result of `$(...)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments(Report):
+    """What to add to an engine's command line."""
+
+    engine: str
+    words: tuple[str, ...]
+
+    def describe(self) -> object:
+        """Return plain values for programs."""
+        return {"engine": self.engine, "arguments": list(self.words)}
+
+    def show(self) -> None:
+        """Print them in one line."""
+        print(" ".join(self.words))
+
+
+def _json(values: dict[str, object]) -> str:
+    """Return JSON that a shell leaves in one word; `[` and `]` of lists would be patterns."""
+    text = json.dumps(values, separators=(",", ":"))
+
+    def escaped(found: re.Match[str]) -> str:
+        return re.sub(r"[ *?\[\]~]", lambda one: f"\\u{ord(one[0]):04x}", found[0])
+
+    return re.sub(r'"(?:[^"\\]|\\.)*"', escaped, text)
+
+
+def _word(path: str) -> str:
+    """Return a path as it is. Raises ConfigError where a shell would split or expand it."""
+    if _UNSAFE.search(path):
+        raise ConfigError(
+            f"{path!r} has spaces or characters that a shell expands: docker's arguments cannot "
+            "be printed for it; use a directory without them, or write the arguments by hand"
+        )
+    return path
+
+
+def _vllm(path: str) -> tuple[str, ...]:
+    option, config = with_connector(["serve", "--vua-path", path])[1:]
+    return (option, _json(json.loads(config)))
+
+
+def _sglang(path: str) -> tuple[str, ...]:
+    words = ["--enable-cache-report"]
+    for name, value in engine_arguments(path).items():
+        words.append("--" + name.replace("_", "-"))
+        if name.endswith("extra_config"):
+            words.append(_json(json.loads(value)))
+        elif value is not True:
+            words.append(str(value))
+    return tuple(words)
+
+
+def _lmcache(path: str, *, plain_engines: bool) -> tuple[str, ...]:
+    if not plain_engines:
+        raise ConfigError(
+            "LMCache names K and V by the model's name and the tokens alone; say by "
+            "--plain-engines that no engine has LoRA adapters, --hf-overrides, quantisation "
+            "that the model's files do not have, or weights updated in place. Engines that do: "
+            "use VUA's own connector (`vua args vllm`)"
+        )
+    adapter = {
+        "type": "plugin",
+        "module_path": "vua.lmcache.l2_adapter",
+        "class_name": "VUAL2Adapter",
+        "adapter_params": {"path": path, "plain_engines": True},
+    }
+    return ("--l2-adapter", _json(adapter))
+
+
+def _docker(path: str) -> tuple[str, ...]:
+    """Run as the directory's owner: VUA works in no other user's directory."""
+    if is_url(path):
+        return ("--gpus", "all", "--ipc=host", "-p", "8000:8000", "-e", f"VUA_PATH={_word(path)}")
+    if not Path(path).is_dir():  # docker would make it as root's
+        raise ConfigError(
+            f"{path}: no such directory; make it first: mkdir -p -m 700 {quote(path)}"
+        )
+    owner = Path(path).stat()
+    state = Path("~/.cache/vua-docker").expanduser()
+    return (
+        *("--gpus", "all", "--ipc=host", "-p", "8000:8000"),
+        *("--user", f"{owner.st_uid}:{owner.st_gid}"),
+        *("-e", "HOME=/state", "-e", "USER=vua", "-e", "VUA_PATH=/kv"),
+        *("-v", f"{_word(path)}:/kv", "-v", f"{_word(str(state))}:/state"),
+    )
+
+
+@command("args", "print an engine's arguments for a cache directory", takes_directory=False)
+@argument("engine", "vllm, sglang, lmcache or docker", metavar="ENGINE", type=click.Choice(ENGINES))
+@argument("path", "directory of the cache, or URL", metavar="PATH")
+@click.option(
+    "--plain-engines", is_flag=True, help="lmcache: your word that engines only run their files"
+)
+def arguments_of(engine: str, path: str, *, plain_engines: bool = False) -> Arguments:
+    """Return the arguments. Raises ConfigError where they cannot be given."""
+    where = path if is_url(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
+    if engine == "lmcache":
+        return Arguments(engine, _lmcache(where, plain_engines=plain_engines))
+    return Arguments(engine, {"vllm": _vllm, "sglang": _sglang, "docker": _docker}[engine](where))
