@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lab.plots import page, plots_of
+from lab.plots import page, picture, plots_of
 from lab.plots import read as read_measurements
 from lab.policies import POLICIES, compare
 from lab.replay import block_file_nbytes, read, replay
@@ -54,6 +54,9 @@ def make_parser() -> argparse.ArgumentParser:
         "files", nargs="+", type=Path, metavar="FILE", help="JSON files of measurements"
     )
     one.add_argument("--out", type=Path, required=True, metavar="PAGE", help="the page, HTML")
+    one.add_argument(
+        "--pictures", type=Path, metavar="DIR", help="also write each plot there as SVG"
+    )
     return parser
 
 
@@ -74,6 +77,8 @@ def _plots(options: argparse.Namespace) -> int:
         for plot in plots_of(read_measurements(path), str(path))
     ]
     options.out.write_text(page(found), encoding="utf-8")
+    for plot, _ in found if options.pictures else ():
+        (options.pictures / f"{plot.name}.svg").write_text(picture(plot), encoding="utf-8")
     print(f"{options.out}: {len(found)} plots")
     return 0
 

@@ -1,8 +1,8 @@
 """What was measured, as plots on one page that needs nothing else.
 
 Each file says by its fields what it is: `vua bench path --model ... --out FILE` (loading against
-computing), `dev.py replay --out FILE` (hits against room), or `benchmarks/connector.py --json
-FILE` (time to the first token of an engine).
+computing), `dev.py replay --out FILE` (hits against room), `benchmarks/connector.py --json FILE`
+(time to the first token of an engine), or docs/measurements/gpu.json (the same on a GPU).
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, NamedTuple
 
 from vua.errors import InputError
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 380, 64, 48, 16, 150
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 720, 380, 64, 48, 40, 190
 _COLOURS: Final = ("#2f6fb0", "#c0603a", "#3c8d5a", "#8a5fb0", "#a08a2c", "#5a8fa0", "#b0487a",
                    "#777777")  # fmt: skip
 _LABEL_STEP: Final = 15
@@ -27,6 +28,13 @@ body { color: var(--ink); background: var(--paper); font: 16px/1.5 system-ui, sa
   max-width: 760px; margin: 2em auto; padding: 0 1em; }
 svg { width: 100%; height: auto; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 .grid { stroke: var(--grid); } .from { opacity: .7; font-size: .85em; overflow-wrap: anywhere; }
+"""
+
+_PICTURE_STYLE: Final = """
+text { fill: #222; font: 12px system-ui, sans-serif; }
+.paper { fill: #fff; } .grid { stroke: #ddd; }
+@media (prefers-color-scheme: dark) { text { fill: #ddd; } .paper { fill: #181a1d; }
+  .grid { stroke: #3a3d42; } }
 """
 
 Points = Sequence[tuple[float, float]]
@@ -44,6 +52,8 @@ class Plot(NamedTuple):
     lines: Mapping[str, Points]
     """(x, y) by name."""
     log_up: bool = False
+    name: str = ""
+    """Of its picture's file."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -60,8 +70,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def plots_of(report: Mapping[str, Any], name: str) -> list[Plot]:
-    """Return the plots of one report. Raises InputError where it is none of the three kinds."""
+    """Return the plots of one report. Raises InputError where it has none of the known kinds."""
     try:
+        if "phases" in report:
+            return [_first_token_on_gpu(report)]
         if "time to first token" in report:
             return [_first_token(report)]
         if "bounded" in report:
@@ -91,6 +103,17 @@ def page(plots: Sequence[tuple[Plot, str]]) -> str:
     return "\n".join(parts) + "\n</html>\n"
 
 
+def picture(plot: Plot) -> str:
+    """Return a plot as an SVG file of its own, which follows the reader's light or dark scheme."""
+    body = _drawn(plot).removeprefix("<svg ").removesuffix("</svg>")
+    head, _, rest = body.partition(">")
+    paper = f'<rect class="paper" width="{_WIDTH}" height="{_HEIGHT}"/>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {head}>\n<style>{_PICTURE_STYLE}</style>\n'
+        f"{paper}{rest}</svg>\n"
+    )
+
+
 # -- what a report says ---------------------------------------------------------------------------
 
 
@@ -102,6 +125,7 @@ def _first_token(report: Mapping[str, Any]) -> Plot:
             name = {"loaded": "loaded by VUA", "own hit": "in the engine's own cache"}
             arm = what.removesuffix(", s")
             lines.setdefault(name.get(arm, arm), []).append((int(length), one["median"]))
+    lines = dict(sorted(lines.items(), key=lambda one: one[0] != "computed"))  # as on a GPU
     longest = max(x for x, _ in lines["computed"])
     times = {name: dict(points)[longest] for name, points in lines.items()}
     ratio = times["computed"] / times["loaded by VUA"]
@@ -109,7 +133,24 @@ def _first_token(report: Mapping[str, Any]) -> Plot:
         f"With a prefix of {longest:,} tokens: {times['computed']:.2f} s computed, "
         f"{times['loaded by VUA']:.3f} s loaded, {ratio:.0f} times faster."
     )
-    return _seconds("Time to the first token", text, lines)
+    return _seconds("Time to the first token", text, lines, "first-token")
+
+
+def _first_token_on_gpu(report: Mapping[str, Any]) -> Plot:
+    phases = (
+        ("computed", "plain", "miss {}"),
+        ("loaded after a restart", "warm", "restart {}"),
+        ("in the engine's own cache", "plain", "own {} just after"),
+    )
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for name, phase, what in phases:
+        for length in (1024, 8192, 32768):
+            times = [one["first_ms"] / 1e3 for one in report["phases"][phase]
+                     if one["what"] == what.format(length)]  # fmt: skip
+            lines.setdefault(name, []).append((length, median(times)))
+    text = f"{report['card']}; vLLM {report['vllm']}; {report['model']}."
+    title = "Time to the first token on a GPU"
+    return _seconds(title, text, lines, "first-token-gpu")
 
 
 def _worth(report: Mapping[str, Any]) -> Plot:
@@ -127,12 +168,12 @@ def _worth(report: Mapping[str, Any]) -> Plot:
         f"{model['name']} at {model['prefill_tokens_s']:g} tokens/s: loading pays above "
         f"{worth['break_even_gb_s']:.3f} GB/s. Measured: {'; '.join(told)}."
     )
-    return _seconds("Load or compute", text, lines)
+    return _seconds("Load or compute", text, lines, "load-or-compute")
 
 
-def _seconds(title: str, text: str, lines: Mapping[str, Points]) -> Plot:
+def _seconds(title: str, text: str, lines: Mapping[str, Points], name: str) -> Plot:
     """Seconds by the length of a prefix."""
-    return Plot(title, text, "tokens of the prefix", "s", lines, log_up=True)
+    return Plot(title, text, "tokens of the prefix", "seconds", lines, log_up=True, name=name)
 
 
 def _hits(report: Mapping[str, Any]) -> Plot:
@@ -145,7 +186,7 @@ def _hits(report: Mapping[str, Any]) -> Plot:
         "Hits against room",
         f"The trace {report['trace']}: blocks found of those asked for, by what decides which "
         "chunk goes. Belady's policy knows the future.",
-        "room in blocks", "hit ratio", lines,
+        "room in blocks", "hit ratio", lines, name="hits",
     )  # fmt: skip
 
 
@@ -178,7 +219,7 @@ def _drawn(plot: Plot) -> str:
     body += _names(ends)
     foot = (_LEFT + _WIDTH - _RIGHT) / 2
     body.append(_text(foot, _HEIGHT - 8, plot.across, "middle"))
-    body.append(_text(_LEFT - 8, _TOP - 4, plot.up, "end"))
+    body.append(_text(8, 16, plot.up, "start"))
     label = escape(plot.title, quote=True)
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
     return f'<svg {size} role="img" aria-label="{label}">{"".join(body)}</svg>'

@@ -134,11 +134,19 @@ class ReportTest(DirectoryTest):
     def test_committed(self) -> None:
         """The measurements in the repository give the page in the documentation."""
         folder = ROOT / "docs" / "measurements"
-        files = [folder / f"{name}.json" for name in ("first-token", "path", "replay")]
+        files = [folder / f"{name}.json" for name in ("gpu", "first-token", "path", "replay")]
         out = self.root / "page.html"
-        self.assertEqual(f"{out}: 3 plots\n", lab("plots", *files, "--out", out)[1])
-        made = "docs/measurements/plots.html is not what its files give: see README.md there"
+        words = ("--out", out, "--pictures", self.root)
+        self.assertEqual(f"{out}: 4 plots\n", lab("plots", *files, *words)[1])
+        made = "is not what its files give: see docs/measurements/README.md"
         self.assertTrue(out.read_text("utf-8") == (folder / "plots.html").read_text("utf-8"), made)
+        pictures = sorted(self.root.glob("*.svg"))
+        self.assertEqual(4, len(pictures))
+        for one in pictures:
+            text = one.read_text("utf-8")
+            self.assertEqual([], elements(text).open)
+            shown = (ROOT / "docs" / "images" / one.name).read_text("utf-8")
+            self.assertTrue(text == shown, f"docs/images/{one.name} {made}")
 
 
 if __name__ == "__main__":
