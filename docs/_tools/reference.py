@@ -33,8 +33,8 @@ DOCS = Path(__file__).resolve().parent.parent
 SOURCE = "."
 """What pip is given in all pages: a checkout. Change it to "vua" when an index has the package."""
 INSTALL = {
-    ".": "Linux, Python 3.10 to 3.13. VUA is not on a package index yet. Install it from a checkout, "
-    "as below, or from a release's wheel:\n"
+    ".": "Linux, Python 3.10 to 3.13. VUA is not on a package index yet. Install it from a "
+    "checkout, as below, or from a release's wheel:\n"
     "`'./vua-0.1.0-....whl[vllm]'` in the place of `'.[vllm]'`.\n",
     "vua": "Linux, Python 3.10 to 3.13.\n",
 }

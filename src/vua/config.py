@@ -43,7 +43,7 @@ class VUAConfig:
     split_factor: int = 64
     """Tokens per chunk, 1..65536: the granularity of reuse."""
     model: str = "default"
-    """Label of whatever the K/V depend on: caches of different models must not share one."""
+    """Name of the weights and settings that K and V depend on: give each its own."""
     epoch: str = ""
     """Change it to leave everything stored so far unused, e.g. after new weights."""
     durable: bool = False
@@ -51,7 +51,7 @@ class VUAConfig:
     threads: int = min(4, os.cpu_count() or 1)
     """Sequences of a batch that are worked on at the same time."""
     buffer_bytes: int = 1 << 30
-    """Memory of answers that were dropped, kept for the next ones; 0 keeps none."""
+    """Bytes of freed result buffers to keep for reuse. 0 disables reuse."""
 
     max_bytes: int | str | None = None
     """Size of the whole directory: bytes, ``"500G"`` or ``"80%"`` of the file system."""
@@ -60,13 +60,13 @@ class VUAConfig:
     ttl_s: float | None = None
     """Seconds without use after which a chunk is deleted; by default none."""
     upload_mib_s: float | None = None
-    """Of a directory with places behind it: bandwidth for what travels on to them."""
+    """Upload limit, from the local directory to the slower tiers."""
     write_back: str = "always"
-    """What is written back to that directory: `"always"`: what was read from behind it;
-    `"second_use"`: what the same process has read from behind before."""
+    """When a chunk that was read from a slower tier is also copied into the local directory:
+    `"always"`, or `"second_use"`: only when the same process reads it for the second time."""
     codec: str = "off"
-    """Whether chunks are compressed in buckets, without loss: `"auto"`: where that makes reads
-    faster; `"planes-zstd"`: always; `"off"`: compressed ones are not found either."""
+    """Lossless compression of chunks in buckets. `"auto"` compresses when that makes reads faster,
+    `"planes-zstd"` always. With `"off"` compressed chunks of other processes count as missing."""
     security: Security = Security()
     """Whose files are read, who may read what is stored, and the keys."""
 

@@ -300,7 +300,7 @@ class Advice(Report):
     as_owner_of=True,
 )
 @click.option(
-    "--max-bytes", metavar="SIZE", help="as engines are told, if the directory has more room"
+    "--max-bytes", metavar="SIZE", help="the engines' limit, if the directory has more room"
 )
 def advise(directory: str, *, max_bytes: str | None = None) -> Advice:
     """Tell what stores of several sizes would have found; ``max_bytes`` is as engines are told.

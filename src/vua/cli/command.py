@@ -184,9 +184,13 @@ def argument(name: str, text: str, **more: Any) -> Callable[[F], F]:
 def _key_options() -> list[click.Parameter]:
     """The keys, as the engines are told them; see :func:`_security`."""
     return [
-        click.Option(["--key-file"], metavar="FILE", help="the directory's own key, as of engines"),
-        click.Option(["--tenant-keys"], metavar="DIR", help="keys of cache salts, likewise"),
-        click.Option(["--encrypt"], is_flag=True, help="what is --key-file's is encrypted"),
+        click.Option(
+            ["--key-file"], metavar="FILE", help="the directory's own key: the same as the engines'"
+        ),
+        click.Option(
+            ["--tenant-keys"], metavar="DIR", help="keys of cache salts: the same as the engines'"
+        ),
+        click.Option(["--encrypt"], is_flag=True, help="chunks of --key-file are encrypted"),
     ]
 
 

@@ -56,7 +56,7 @@ class Diagnosis(Report):
 
 @command("doctor", "test what VUA relies on")
 @click.option(
-    "--trusted-uids", metavar="UIDS", default="", help='as engines are told: "any", or 1000,1001'
+    "--trusted-uids", metavar="UIDS", default="", help='the engines\' setting: "any", or 1000,1001'
 )
 def doctor(directory: str, *, trusted_uids: str = "") -> Diagnosis:
     """Try out what VUA needs; exit status 1 when something is bad.

@@ -289,7 +289,7 @@ class Seen:
 
 
 @command("events", "tell routers which chunks a cache holds")
-@click.option("--follow", is_flag=True, help="go on with what is stored and removed")
+@click.option("--follow", is_flag=True, help="then print changes, until Ctrl-C")
 @click.option(
     "--interval",
     "interval_s",

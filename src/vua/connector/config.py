@@ -56,21 +56,20 @@ OLD_NAMES: Final[Mapping[str, str | None]] = {
     "direct_writes": None,
     "load_in_step_mib": None,
 }
-"""Names of earlier versions, which go on working: where each setting is now; None: no effect."""
+"""Names of earlier versions, which still work: where each setting is now; None: no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long the storage is waited for. Raise them for slow storage, lower them for latency."""
+    """How long VUA waits for the storage. Raise them for slow storage, lower them for latency."""
 
     lookup_s: float = 1.0
     """After this long without an answer from the storage a request counts as a miss."""
     io_s: float = 10.0
     """A load or save that makes no progress for so long is given up; its tokens are recomputed."""
     drain_s: float = 20.0
-    """How long the end of an engine waits for chunks that are still to be stored; the log tells how
-    many are left then. Keep it below the time after which the engine is killed (Kubernetes: 30 s).
-    """
+    """Seconds that an engine's end waits for chunks that are still to be stored. The log says how
+    many are left then. Keep it below the time after which the engine is killed (Kubernetes: 30)."""
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type or out of range. Raises ConfigError."""
@@ -85,19 +84,19 @@ class WorkerResources:
     """Requests of one worker that are loaded at the same time. Raise it for storage with many
     disks or servers."""
     max_pending_save_mib: int = 0
-    """Memory for chunks waiting to be written, in MiB; what does not fit is tried again while its
-    request runs. 0: what two full steps of the engine compute (`max_num_batched_tokens`), at least
-    512 MiB or 256 chunks, at most an eighth of the machine's memory for all workers. Raise it where
-    the share "no" of `vua_prompt_chunk_tokens_total` grows."""
+    """MiB of memory for chunks that wait to be written. Chunks that do not fit are tried again
+    while their request runs. 0 chooses by itself: two full steps of the engine
+    (`max_num_batched_tokens`), at least 512 MiB or 256 chunks, at most an eighth of the machine's
+    memory for all workers. Raise it if the share "no" of `vua_prompt_chunk_tokens_total` grows."""
     upload_mib_s: int = 1000
-    """Bandwidth for what travels on from a directory to the places behind it, in MiB per second."""
+    """Upload limit, from the local directory to the slower tiers (bucket or shared directory)."""
     write_back: str = "always"
-    """What is written back to a directory with places behind it: `"always"`: what was read from
-    behind; `"second_use"`: what the same worker has read from behind before."""
+    """When a chunk that was read from a slower tier is also copied into the local directory:
+    `"always"`, or `"second_use"`: only when the same worker reads it for the second time."""
     codec: str = "off"
-    """Whether chunks are compressed in buckets, without loss: `"auto"`: where that makes reads
-    faster; `"planes-zstd"`: always; `"off"`: compressed ones are not found either. All hosts of a
-    bucket take the same."""
+    """Lossless compression of chunks in buckets. `"auto"` compresses when that makes reads faster,
+    `"planes-zstd"` always. With `"off"` compressed chunks of other processes count as missing. All
+    hosts of a bucket need the same value."""
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type or out of range. Raises ConfigError."""
@@ -114,8 +113,8 @@ class ConnectorConfig:
     """The connector's settings; every one has a safe default except the directory."""
 
     shared_storage_path: str | tuple[str, ...]
-    """Directory of the cache, a bucket (`"s3://bucket/prefix"`), or a list: a directory and what
-    lies behind it. The environment's `VUA_PATH` is used when it is not set."""
+    """Directory of the cache, a bucket (`"s3://bucket/prefix"`), or a list: a local
+    directory and then slower tiers. The environment's `VUA_PATH` is used when it is not set."""
     chunk_tokens: int = 64
     """Tokens per chunk, the granularity of reuse. Engines that share chunks use the same."""
     epoch: str = ""
@@ -128,15 +127,15 @@ class ConnectorConfig:
     window_every_tokens: int = 8192
     """Models with sliding windows: the window is stored at the end of each prompt, at every
     multiple of this many tokens, and where a later prompt diverged. Models with states (Mamba,
-    gated delta nets): likewise the state, at the next step that ends with a block."""
+    gated delta nets): the state at these points, at the next step that ends with a block."""
     load_policy: str | float = "faster"
-    """`"faster"`: what is stored is loaded where that is predicted to be faster than computing it.
-    `"always"`: whenever it is stored. A number: skip a load that is predicted to take more than
+    """`"faster"`: load a stored prefix if that is predicted to be faster than computing it.
+    `"always"`: load each stored prefix. A number: skip a load that is predicted to take more than
     this many times the compute time (`"faster"` is 1.5: computing delays all requests, a load only
     its own). Lower it for the time to the first token, raise it for throughput."""
     witness_every: int = 1000
-    """Of what others have stored, a prompt is computed and compared before anything of the same
-    writer is loaded, and then, of what is drawn at random, at one of so many loads. 0: never."""
+    """Before the first load of another process's chunks, compute one prompt and compare it with
+    them. Repeat for one random load in this many. 0 disables the comparison."""
     gds_mode: str = "disabled"
     """Whether files are read straight into GPU memory (GPUDirect Storage): `"auto"` where a trial
     at start works, `"required"`, or `"disabled"`."""
@@ -145,16 +144,16 @@ class ConnectorConfig:
     security: Security = field(default_factory=Security)
     """Whose files are read, who may read what is stored, and the keys."""
     timeouts: Timeouts = field(default_factory=Timeouts)
-    """How long the storage is waited for."""
+    """How long VUA waits for the storage."""
     worker: WorkerResources = field(default_factory=WorkerResources)
     """What each worker process may take from its host."""
     allow: tuple[str, ...] = ()
-    """A list of what is refused by default. `"pins"`: clients may pin what is stored for their
-    requests; all pins together hold half of `limits.max_bytes` at most. `"untested_vllm"`: go on
-    with a vLLM that is newer than those this version was checked against. `"untested_rocm"`:
-    cache on AMD GPUs, where nothing of VUA was ever run.
+    """Things that are refused by default. `"pins"`: clients may pin the chunks of their requests;
+    all pins together hold half of `limits.max_bytes` at most. `"untested_vllm"`: start with a vLLM
+    that is newer than those this version was checked against. `"untested_rocm"`: cache on AMD
+    GPUs, where VUA was never run.
     `"inexact_continuation"`: cache also with an attention backend that itself, without any cache,
-    computes other values behind a prefix than for a prompt as a whole (MLA on CPUs)."""
+    computes other values after a cached prefix than for a whole prompt (MLA on CPUs)."""
     strict: bool = False
     """Let errors of the connector stop the engine instead of costing hits: for tests."""
 
@@ -170,7 +169,7 @@ class ConnectorConfig:
 
     @property
     def directory(self) -> Path | None:
-        """The directory of the cache, where it is that alone: no bucket, nothing behind it."""
+        """The directory of the cache, if it is a directory alone: no bucket, no tiers."""
         path = self.shared_storage_path
         return Path(path) if is_directory_name(path) else None
 

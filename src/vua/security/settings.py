@@ -1,6 +1,6 @@
 """Whose files a process believes, who may read what it stores, and where its keys lie: settings.
 
-By default a cache is private (files 0600, directories 0700 whatever the umask), and only files that
+By default a cache is private (files 0600, directories 0700 with any umask), and only files that
 this user or root wrote are read. `docs/threat-model.md` says what that defends against.
 """
 
@@ -32,20 +32,20 @@ class Security:
     """
 
     trusted_uids: Sequence[int] | Literal["any"] = ()
-    """Users whose files are read beside those of this process's own user and of root (who may do
-    anything anyway); ``"any"`` believes whoever can write to the directory."""
+    """User ids whose files are read, besides this process's own user and root. ``"any"`` believes
+    every user who can write to the directory."""
     group_read: bool = False
-    """Let the directory's group read what is stored: files 0640, directories 2750. Readers of that
+    """Let the directory's group read the cache: files 0640, directories 2750. Readers of that
     group name the writer in their ``trusted_uids``."""
     key_file: str | None = None
     """A file with a secret (`vua key FILE` makes one). Only files written with it are read, and
-    names of chunks tell nothing to those who do not have it."""
+    the names of chunks reveal nothing without it."""
     tenant_keys: str | None = None
     """A directory of keys, one per cache salt (`vua key DIR --salt S`). Requests with a salt are
-    encrypted with its key, or not cached where there is none. Deleting a key makes everything
+    encrypted with its key. Without a key they are not cached. Deleting a key makes everything
     stored with it unreadable."""
     encrypt: bool = False
-    """Encrypt with the key of ``key_file``, too."""
+    """Also encrypt with the key of ``key_file``."""
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type, and encryption without a key. Raises ConfigError."""
