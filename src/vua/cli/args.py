@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -46,7 +47,7 @@ class Arguments(Report):
         print(" ".join(self.words))
 
 
-def _json(values: dict[str, object]) -> str:
+def _json(values: Mapping[str, object]) -> str:
     """Return JSON that a shell leaves in one word; `[` and `]` of lists would be patterns."""
     text = json.dumps(values, separators=(",", ":"))
 
