@@ -20,9 +20,7 @@ import click
 from vua.cli.command import argument, command
 from vua.cli.output import Report
 from vua.errors import ConfigError
-from vua.sglang.settings import engine_arguments
-from vua.storage.urls import is_url
-from vua.vllm.serve import with_connector
+from vua.storage.location import is_url
 
 __all__ = ["ENGINES", "Arguments", "arguments_of"]
 
@@ -68,19 +66,34 @@ def _word(path: str) -> str:
 
 
 def _vllm(path: str) -> tuple[str, ...]:
-    option, config = with_connector(["serve", "--vua-path", path])[1:]
-    return (option, _json(json.loads(config)))
+    config = {
+        "kv_connector": "VUAStorageConnector_V1",
+        "kv_connector_module_path": "vua.vllm.kv_connector_v1",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"shared_storage_path": path},
+    }
+    return ("--kv-transfer-config", _json(config))
 
 
 def _sglang(path: str) -> tuple[str, ...]:
-    words = ["--enable-cache-report"]
-    for name, value in engine_arguments(path).items():
-        words.append("--" + name.replace("_", "-"))
-        if name.endswith("extra_config"):
-            words.append(_json(json.loads(value)))
-        elif value is not True:
-            words.append(str(value))
-    return tuple(words)
+    extra = {
+        "backend_name": "vua",
+        "module_path": "vua.sglang.storage",
+        "class_name": "VUAHiCacheStorage",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+        "shared_storage_path": path,
+    }
+    return (
+        "--enable-cache-report",
+        "--enable-hierarchical-cache",
+        *("--page-size", "64"),
+        *("--hicache-write-policy", "write_through"),
+        *("--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--hicache-storage-backend", "dynamic"),
+        *("--hicache-storage-backend-extra-config", _json(extra)),
+    )
 
 
 def _lmcache(path: str, *, plain_engines: bool) -> tuple[str, ...]:

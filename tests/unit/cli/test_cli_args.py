@@ -9,7 +9,7 @@ from typing import Any
 
 from commands import run
 from vua.connector.config import ConnectorConfig
-from vua.sglang.settings import settings_of
+from vua.vllm.serve import with_connector
 
 ODD = "/mnt/a b[1]*?~ \\n'\"$HOME`id`;&|<>(){}/é"
 SHELLS = ("bash", "sh")
@@ -45,7 +45,10 @@ class ArgsTest(unittest.TestCase):
     def test_vllm(self) -> None:
         """The connector's settings hold the path, however it is written."""
         for path in ("/mnt/kv", ODD, "s3://bucket/pre fix"):
-            given = values(self.words("vllm", path), "--kv-transfer-config")
+            words = self.words("vllm", path)
+            given = values(words, "--kv-transfer-config")
+            by_wrapper = with_connector(["serve", "--vua-path", path])[1:]
+            self.assertEqual(values(by_wrapper, "--kv-transfer-config"), given)
             config = ConnectorConfig.from_extra_config(given["kv_connector_extra_config"])
             self.assertEqual(path, config.shared_storage_path)
             self.assertEqual("recompute", given["kv_load_failure_policy"])
@@ -54,8 +57,10 @@ class ArgsTest(unittest.TestCase):
         """VUA takes the extra configuration; the page is a chunk."""
         words = self.words("sglang", ODD)
         extra = values(words, "--hicache-storage-backend-extra-config")
-        extra.pop("hicache_storage_pass_prefix_keys")
-        self.assertEqual(ODD, settings_of(extra).shared_storage_path)
+        for name in ("backend_name", "module_path", "class_name", "interface_v1"):
+            self.assertTrue(extra.pop(name))
+        self.assertTrue(extra.pop("hicache_storage_pass_prefix_keys"))
+        self.assertEqual(ODD, ConnectorConfig.from_extra_config(extra).shared_storage_path)
         self.assertEqual("64", words[words.index("--page-size") + 1])
         self.assertIn("--enable-hierarchical-cache", words)
         self.assertNotIn("True", words)
