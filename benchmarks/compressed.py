@@ -30,7 +30,7 @@ from buckets import seaweedfs, speaking_to
 from vua import VUA, VUAConfig
 from vua.format.compressed import CODEC, compress, decompressed
 from vua.storage.bucket import Bucket
-from vua.storage.object import is_compressed, plain_path
+from vua.storage.names import is_compressed, plain_path
 from vua.testing.proxy import FaultyProxy
 from vua.testing.real_model import real_model
 

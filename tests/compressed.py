@@ -15,7 +15,7 @@ from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout
 from vua.format.parse import encode_header
 from vua.storage.bucket import Bucket
-from vua.storage.object import is_compressed
+from vua.storage.names import is_compressed
 
 LAYOUT = KVLayout(layers=2, kv_heads=4, k_dim=64, v_dim=64, dtype="BF16", chunk_tokens=64)
 TOKENS = torch.arange(128)

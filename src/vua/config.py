@@ -13,7 +13,7 @@ from vua.capacity.limits import Limits, nbytes_of
 from vua.errors import ConfigError
 from vua.security.settings import Security
 from vua.storage.location import Location, nearest
-from vua.storage.tiered import TierRules
+from vua.store.tier_rules import TierRules
 
 __all__ = ["VUAConfig"]
 

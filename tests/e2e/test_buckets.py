@@ -21,7 +21,7 @@ from vua.format.entry import ENCRYPTED
 from vua.format.parse import parse_entry
 from vua.security.keyring import tenant_of, write_key
 from vua.storage.bucket import Bucket
-from vua.storage.object import is_compressed
+from vua.storage.names import is_compressed
 from vua.testing.proxy import HARMS, FaultyProxy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]

@@ -32,7 +32,7 @@ from vua.storage.bucket import Bucket
 from vua.storage.local import chunk_path
 from vua.storage.location import BucketPath
 from vua.storage.mark import LIMITS_FILE
-from vua.storage.object import entry_at
+from vua.storage.names import entry_at
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -25,7 +25,7 @@ from vua.capacity.scan import (
 from vua.io.posix import close_quietly
 from vua.storage.description import DESCRIPTION, is_described, is_later, is_namespace_name
 from vua.storage.local import QUARANTINE
-from vua.storage.object import QUARANTINED, chunk_file_kind, is_temporary
+from vua.storage.names import QUARANTINED, chunk_file_kind, is_temporary
 
 __all__ = [
     "QUARANTINED",

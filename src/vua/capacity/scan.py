@@ -22,7 +22,7 @@ import numpy.typing as npt
 from vua.io.posix import close_quietly, open_beneath
 from vua.native import LATEST_NS, list_chunks
 from vua.storage.local import SUFFIX, chunk_path
-from vua.storage.object import AFTER, PIN, SENT, TTL_FOLDER
+from vua.storage.names import AFTER, PIN, SENT, TTL_FOLDER
 
 __all__ = [
     "AFTER",

@@ -70,15 +70,15 @@ from vua.storage.description import DESCRIPTION, Description
 from vua.storage.local import QUARANTINE
 from vua.storage.location import BucketPath
 from vua.storage.mark import MARK
-from vua.storage.object import (
+from vua.storage.names import (
     COMPRESSED_SUFFIX,
-    ObjectStorage,
     entry_at,
     is_compressed,
     is_renewing,
     kind_at,
     plain_path,
 )
+from vua.storage.object import ObjectStorage
 from vua.store.far import at
 from vua.store.place import locate
 

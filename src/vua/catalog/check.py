@@ -40,8 +40,8 @@ from vua.storage.bucket import Bucket
 from vua.storage.description import DESCRIPTION, Description
 from vua.storage.local import SUFFIX, version_of
 from vua.storage.location import BucketPath, is_url
-from vua.storage.object import Kind as NamedKind
-from vua.storage.object import is_compressed, plain_path
+from vua.storage.names import Kind as NamedKind
+from vua.storage.names import is_compressed, plain_path
 from vua.store.entry_reader import check_parts
 from vua.store.evidence import fits, settled
 from vua.store.far import description_at

@@ -20,7 +20,7 @@ from vua.connector.log import logger
 from vua.errors import ConfigError
 from vua.security.settings import Security
 from vua.storage.location import is_directory_name
-from vua.storage.tiered import TierRules
+from vua.store.tier_rules import TierRules
 
 __all__ = ["ConnectorConfig", "Timeouts", "WorkerResources", "defaults", "warn_once"]
 

@@ -1,24 +1,16 @@
 """What SGLang's interface of a storage has beside pages that are moved in place.
 
 SGLang calls none of it with ``"interface_v1": 1``.
-
-Which SGLang this backend works with, and whether it names pages as VUA names chunks.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
-import sglang
 import torch
-from packaging.version import InvalidVersion, Version
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
-from sglang.srt.mem_cache.utils import get_hash_str
 
-from vua.errors import ConfigError
-from vua.format.keys import KeyChain, token_ids
-
-__all__ = ["PagesInPlace", "check_version"]
+__all__ = ["PagesInPlace"]
 
 
 class PagesInPlace(HiCacheStorage):
@@ -59,35 +51,3 @@ class PagesInPlace(HiCacheStorage):
     ) -> bool:
         """Return False, likewise."""
         return False
-
-
-OLDEST: Final = Version("0.5.23")
-NEWEST: Final = Version("0.5.23")
-"""The backend is tested with these. What it relies on beside the documented interface: who calls it
-on which thread, how pages are named, the forms of the host pools, who updates weights."""
-
-
-def check_version() -> None:
-    """Refuse an SGLang with which this backend was never run.
-
-    Raises:
-        ConfigError: with the version found, the range, and what to do; or its pages have other
-            names than VUA's chunks.
-    """
-    try:
-        found = Version(sglang.__version__)
-    except InvalidVersion:  # somebody's own build: they know
-        found = OLDEST
-    release = Version(".".join(map(str, found.release)))
-    if not OLDEST <= release <= NEWEST:
-        raise ConfigError(
-            f"SGLang {sglang.__version__} is not supported: this version of VUA works with "
-            f"{OLDEST} to {NEWEST}. Install one of these, or look for another version of VUA"
-        )
-    chain, ids = KeyChain(token_ids(range(24)), 8), list(range(24))
-    expected = [chain[at].name for at in range(3)]
-    if [*get_hash_str(ids[:16], None, 8), *get_hash_str(ids[16:], expected[1], 8)] != expected:
-        raise ConfigError(
-            f"SGLang {sglang.__version__} names pages otherwise than VUA names chunks, so nothing "
-            "could be shared with other engines; look for another version of VUA"
-        )

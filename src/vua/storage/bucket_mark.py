@@ -33,7 +33,7 @@ from vua.storage.mark import (
     judge_mark,
     mark_text,
 )
-from vua.storage.object import kind_at
+from vua.storage.names import kind_at
 
 __all__ = [
     "adopted_bucket",

@@ -10,131 +10,27 @@ above this module nobody sees that. Where both are there, which two writers at t
 bring about, each is whole, and either is read.
 
 Whether the entries of one place are compressed: by its setting, or by how fast its link is.
-
-What VUA calls what it stores, and from paths back to that: of files, and of objects.
-
-:func:`kind_at` is the one grammar of a namespace. Whatever deletes asks it, in a directory
-(:mod:`vua.capacity.owned`, which also looks at the kinds of files) and in a bucket.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Final, Literal
+from typing import Final
 
 from vua.errors import CorruptEntryError, NotWritableError, StorageError
 from vua.format.compressed import PACKAGE, Compressed, compress, decompressed, is_available
 from vua.format.entry import AUTO, MAX_HEADER_NBYTES, OFF
-from vua.format.layout import Shard
 from vua.format.parse import later_form
 from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Capabilities, Entry, Filled, Written
 from vua.storage.bucket import Meta
-from vua.storage.description import DESCRIPTION, is_namespace_name
-from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, chunk_path, entry_path
+from vua.storage.local import SUFFIX, chunk_path, entry_path
 from vua.storage.location import BucketPath
+from vua.storage.names import COMPRESSED_SUFFIX, entry_at, is_compressed
 
-__all__ = [
-    "AFTER",
-    "COMPRESSED_SUFFIX",
-    "PIN",
-    "QUARANTINED",
-    "SENT",
-    "TTL_FOLDER",
-    "Compression",
-    "Kind",
-    "ObjectStorage",
-    "chunk_file_kind",
-    "entry_at",
-    "is_compressed",
-    "is_renewing",
-    "is_temporary",
-    "kind_at",
-    "plain_path",
-]
-
-Kind = Literal["description", "entry", "mark", "ttl", "quarantined", "temporary", "stray"]
-"""What lies in a namespace; a stray is not of VUA, and is never changed."""
-
-COMPRESSED_SUFFIX: Final = ".compressed.safetensors"
-"""Of an entry in the form of `vua.format.compressed`, which only buckets hold."""
-PIN: Final = "pin-"
-"""Prefix of the name of an empty file that keeps the chunk in whose directory it lies."""
-AFTER: Final = "after-"
-"""Prefix of the name of an empty file that names the chunk before. Needed where extras changed the
-header's `parent`."""
-SENT: Final = "sent-"
-"""Prefix of the name of an empty file that notes that a file of this chunk has arrived in the
-places behind a tiered cache's directory; see :mod:`vua.store.travel`."""
-TTL_FOLDER: Final = "ttl"
-"""The folder of chunks' own times to live, in a namespace; see :mod:`vua.capacity.ttl`."""
-QUARANTINED: Final = re.compile(r"[0-9a-f]{64}\.(.+)\.[0-9a-f]{6}")
-_WRITING: Final = re.compile(r"\.tmp-.+-[0-9a-f]{8}-\d+-\d+(?:-\d+)?")
-"""A chunk's file until it is whole: host, process, number."""
-_RENEWING: Final = re.compile(rf"{re.escape(TEMPORARY)}[0-9a-f]{{16}}")
-"""A copy of an object beside it, while :meth:`vua.storage.bucket.Bucket.renew` is at work."""
-
-
-def kind_at(path: str) -> Kind:
-    """Return what lies at ``path`` below a namespace, by its name.
-
-    Two kinds have names that anybody may give, and are of VUA only by what is in them: a
-    description (:func:`vua.storage.description.judged`), and what a renewal left behind in a
-    bucket, ``.tmp-`` with 16 hex digits, which holds an entry.
-    """
-    if path == DESCRIPTION:
-        return "description"
-    folder, _, name = plain_path(path).rpartition("/")
-    fan, _, chunk = folder.partition("/")
-    if is_namespace_name(chunk) and chunk.startswith(fan) and len(fan) == 2:
-        return "temporary" if _RENEWING.fullmatch(name) else chunk_file_kind(name)
-    if folder == TTL_FOLDER and is_namespace_name(name):
-        return "ttl"
-    return "quarantined" if folder == QUARANTINE and QUARANTINED.fullmatch(name) else "stray"
-
-
-def chunk_file_kind(name: str) -> Kind:
-    """Return what a file in a chunk's directory is, by its name."""
-    if name.endswith(SUFFIX) and Shard.parse(name.removesuffix(SUFFIX)) is not None:
-        return "entry"
-    mark = name.removeprefix(PIN).removeprefix(AFTER).removeprefix(SENT)
-    if mark != name and is_namespace_name(mark):
-        return "mark"
-    return "temporary" if is_temporary(name) else "stray"
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a chunk's file has such a name until it is whole."""
-    return _WRITING.fullmatch(name) is not None
-
-
-def is_renewing(path: str) -> bool:
-    """Whether an object has the name of a copy that a renewal makes beside an entry."""
-    return kind_at(path) == "temporary" and _RENEWING.fullmatch(path.rpartition("/")[2]) is not None
-
-
-def entry_at(path: str) -> str:
-    """Return the name of the entry whose file, or object of either form, lies at ``path``.
-
-    Nothing where it is none; ``path`` is relative to the namespace.
-    """
-    path = plain_path(path)
-    name = path[3:].removesuffix(SUFFIX)
-    return name if kind_at(path) == "entry" and entry_path(name) == path else ""
-
-
-def is_compressed(path: str) -> bool:
-    """Whether an object is a compressed entry, by its name."""
-    return path.endswith(COMPRESSED_SUFFIX)
-
-
-def plain_path(path: str) -> str:
-    """Return the path of the plain form of what lies at ``path``."""
-    return path.removesuffix(COMPRESSED_SUFFIX) + SUFFIX if is_compressed(path) else path
-
+__all__ = ["Compression", "ObjectStorage"]
 
 log = logging.getLogger(__name__)
 

@@ -4,24 +4,18 @@ A directory on a local disk is fast and small, a bucket or a shared file system 
 large. A write is complete in the directory. What then travels on to the others, and what is written
 back to the directory when it was read from behind it, is told to :attr:`TieredStorage.travels`
 (:mod:`vua.store.travel`), which does it in the background.
-
-What may be copied between the places of a tiered cache: the user's rules.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, fields
-from typing import Final, Protocol
+from typing import Protocol
 
-from vua.errors import ConfigError
-from vua.format.entry import OFF, check_codec
 from vua.storage.base import WRITTEN, Batch, Capabilities, Entry, Filled, Storage, Written
 from vua.storage.local import LocalStorage
 
-__all__ = ["TierRules", "TieredStorage", "Travels"]
+__all__ = ["TieredStorage", "Travels"]
 
 
 class Travels(Protocol):
@@ -199,43 +193,3 @@ def _take(batch: Batch, first: int, part: Batch, count: int) -> None:
     batch.digests[rows] = part.digests[:count]
     if batch.into.discard is not None and part.into.discard is not None:
         batch.into.discard[rows] = part.into.discard[:count]
-
-
-_ALWAYS: Final = "always"
-_SECOND_USE: Final = "second_use"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierRules:
-    """Settings of buckets, and of a directory with places behind it."""
-
-    upload_mib_s: float | None = None
-    """Bandwidth for what travels on, in MiB per second; None: what there is."""
-    write_back: str = _ALWAYS
-    """What is written back to the directory: ``"always"``: what was read from behind;
-    ``"second_use"``: what the same process has read from behind before."""
-    codec: str = OFF
-    """Whether entries are compressed in buckets: "off", "auto" (where that makes reads faster), or
-    the name of a codec; see :mod:`vua.storage.object`."""
-
-    def __post_init__(self) -> None:
-        """Refuse what is no rule. Raises ConfigError."""
-        if self.write_back not in (_ALWAYS, _SECOND_USE):
-            msg = f'write_back must be "{_ALWAYS}" or "{_SECOND_USE}", found {self.write_back!r}'
-            raise ConfigError(msg)
-        check_codec(self.codec)
-        value = self.upload_mib_s
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and 0 < value < math.inf):
-            msg = f"upload_mib_s must be a positive number, found {value!r}"
-            raise ConfigError(msg)
-
-    @classmethod
-    def of(cls, settings: object) -> TierRules:
-        """Return the rules among other settings, by their names. Raises ConfigError."""
-        return cls(**{one.name: getattr(settings, one.name) for one in fields(cls)})
-
-    @property
-    def at_second_use(self) -> bool:
-        """Whether what is read from behind for the first time is not written back."""
-        return self.write_back == _SECOND_USE

@@ -30,7 +30,7 @@ from vua.storage.local import LocalStorage
 from vua.storage.location import BucketPath, Tiers, is_url, names_of
 from vua.storage.mark import MARK
 from vua.storage.object import ObjectStorage
-from vua.storage.tiered import TieredStorage, TierRules
+from vua.storage.tiered import TieredStorage
 from vua.store.evidence import settled
 from vua.store.namespace import (
     Namespace,
@@ -41,6 +41,7 @@ from vua.store.namespace import (
     is_kept,
     make_namespace,
 )
+from vua.store.tier_rules import TierRules
 from vua.store.travel import Travel
 
 __all__ = ["at", "create_far", "description_at", "locate_bucket", "locate_far", "open_far"]

@@ -36,8 +36,8 @@ from vua.io.threads import Call, Threads
 from vua.native import Transfer
 from vua.storage.base import FAILED, Batch, Storage
 from vua.storage.local import LocalStorage, chunk_path
-from vua.storage.tiered import TierRules
 from vua.store.entry_reader import verified
+from vua.store.tier_rules import TierRules
 
 __all__ = ["Bounds", "Travel", "WriteBack", "whole_batch"]
 

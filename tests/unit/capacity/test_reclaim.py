@@ -214,9 +214,7 @@ class TestReclaim(DirectoryTest):
         self.assertEqual(
             1, (source / "capacity" / "lru.py").read_text("utf-8").count("time.time_ns(")
         )
-        deciding.remove(
-            source / "capacity" / "renewal.py"
-        )  # buckets refuse hosts with wrong clocks
+        deciding.remove(source / "capacity" / "bucket.py")  # buckets refuse hosts with wrong clocks
         self.assertGreater(len(deciding), 10)
         for path in deciding:
             text = path.read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from commands import run, run_json
 from helpers import DirectoryTest, caches_of
 from vua.core import VUA, VUAConfig
 from vua.storage.bucket import Bucket
-from vua.storage.object import kind_at
+from vua.storage.names import kind_at
 
 pytest.importorskip("obstore")
 

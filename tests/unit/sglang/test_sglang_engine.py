@@ -25,7 +25,7 @@ from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.sglang.host_pages import HostPages
-from vua.sglang.storage import chunk_keys, engine_arguments, settings_of
+from vua.sglang.settings import chunk_keys, engine_arguments, settings_of
 from vua.sglang.transfers import Transfers
 from vua.store.namespace import Namespace
 

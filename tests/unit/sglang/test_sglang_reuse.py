@@ -12,8 +12,8 @@ from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.sglang.pools import Reuse
-from vua.sglang.storage import settings_of
+from vua.sglang.reuse import Reuse
+from vua.sglang.settings import settings_of
 
 CHUNK = 64
 LAYOUT = KVLayout(layers=2, kv_heads=2, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=CHUNK)

@@ -22,7 +22,8 @@ from vua.format.compressed import CODEC
 from vua.format.entry import AUTO, OFF
 from vua.format.layout import KVLayout, Shard
 from vua.storage.location import BucketPath
-from vua.storage.object import Compression, ObjectStorage, is_compressed
+from vua.storage.names import is_compressed
+from vua.storage.object import Compression, ObjectStorage
 from vua.store.store import Store
 
 pytest.importorskip("obstore")

@@ -27,9 +27,9 @@ from vua.errors import StorageError
 from vua.format.compressed import decompressed, is_available
 from vua.storage.bucket import Bucket
 from vua.storage.local import LocalStorage
-from vua.storage.object import is_compressed
-from vua.storage.tiered import TierRules
+from vua.storage.names import is_compressed
 from vua.store.place import open_namespace
+from vua.store.tier_rules import TierRules
 from vua.store.travel import WriteBack
 
 pytest.importorskip("obstore")

@@ -1,0 +1,86 @@
+"""Whether to load stored pages or to compute them, for an engine that does not show its steps.
+
+The rule is `vua.connector.load_policy`'s. How fast the engine computes is seen from outside: the
+pages that a lookup did not find come back to be stored once they are computed. That took from the
+lookup, or from the moment the pages before them came back where that is later.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from vua.connector.cache_spec import Model
+from vua.connector.config import ConnectorConfig
+from vua.connector.load_policy import LoadPolicy
+from vua.connector.metrics import Recorder
+from vua.format.keys import ChunkKey
+
+__all__ = ["Reuse"]
+
+_AWAITED: Final = 1024
+"""Lookups whose pages may still come back; only a bound on memory."""
+
+
+class Reuse:
+    """Decides for one rank. Safe for threads; each call takes microseconds."""
+
+    def __init__(
+        self,
+        model: Model,
+        config: ConnectorConfig,
+        stats: Recorder,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Decide for ``model`` by the settings; count decisions in ``stats``."""
+        self._policy = LoadPolicy(model, config, clock=clock)
+        self._stats, self._clock, self._lock = stats, clock, threading.Lock()
+        self._chunk_tokens = model.chunk_tokens
+        self._awaited: OrderedDict[str, float] = OrderedDict()
+        """By the first page that was not loaded: when it was looked up."""
+        self._last_end_s = 0.0
+
+    def decide(self, keys: Sequence[ChunkKey], found: int) -> int:
+        """Return how many of the ``found`` leading chunks of a lookup are to be loaded."""
+        with self._lock:
+            chunks = 0
+            if found:
+                decision = self._policy.decide(keys[0].start, keys[found - 1].stop)
+                chunks = decision.tokens // self._chunk_tokens
+                self._stats.add("vua_load_decisions_total", label=decision.reason)
+            if chunks < len(keys):
+                self._awaited[keys[chunks].name] = self._clock()
+                while len(self._awaited) > _AWAITED:
+                    self._awaited.popitem(last=False)
+            return chunks
+
+    def loading(self, keys: Sequence[ChunkKey]) -> Callable[[int], None]:
+        """Note that a load begins; returns what to call with the chunks that it brought."""
+        name, start, stop = keys[0].name, keys[0].start, keys[-1].stop
+        with self._lock:
+            began = self._clock()
+            self._policy.ordered(name, start, stop)
+
+        def ended(chunks: int) -> None:
+            with self._lock:
+                if chunks == len(keys):
+                    self._policy.measured({name: self._clock() - began})
+                self._policy.ended(name)
+
+        return ended
+
+    def computed(self, keys: Sequence[ChunkKey]) -> None:
+        """Note that pages come to be stored, so are computed."""
+        with self._lock:
+            now = self._clock()
+            asked_s = self._awaited.pop(keys[0].name, None)
+            if asked_s is not None:
+                tokens = keys[-1].stop - keys[0].start
+                seconds = now - max(asked_s, self._last_end_s)
+                attended = tokens * (keys[0].start + tokens / 2)
+                self._policy.prefill.measured(tokens, attended, seconds)
+            self._last_end_s = now

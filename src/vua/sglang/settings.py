@@ -1,0 +1,93 @@
+"""The backend's settings: what stands in SGLang's extra configuration beside SGLang's own keys.
+
+Names: SGLang's page hashes are VUA's chunk names.
+
+SGLang hands a backend the hashes of some pages and of all pages before them, never tokens. A
+request's cache salt, ``extra_key`` and LoRA adapter are in the hash of its first page, as a seed
+that stands where other first pages have no parent. So such pages have names of SGLang's own: they
+meet no other salt, and no other engine's. An adapter is named there by SGLang's id; its content is
+in the identity (`vua.sglang.identity`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from vua.connector.config import ConnectorConfig
+from vua.errors import ConfigError
+from vua.format.keys import ChunkKey
+
+__all__ = ["chunk_keys", "engine_arguments", "settings_of"]
+
+_OPTION: Final = "--hicache-storage-backend-extra-config"
+_OF_SGLANG: Final = ("backend_name", "module_path", "class_name", "interface_v1")
+
+
+def settings_of(extra: Mapping[str, object]) -> ConnectorConfig:
+    """Read SGLang's free-form mapping.
+
+    Raises ConfigError: a setting is unknown or unusable, or cannot be kept with SGLang.
+    """
+    if not extra.get("interface_v1"):
+        raise ConfigError(f'VUA needs "interface_v1": 1 in {_OPTION}')
+    ours = {name: value for name, value in extra.items() if name not in _OF_SGLANG}
+    try:
+        config = ConnectorConfig.from_extra_config(ours)
+    except ConfigError as problem:
+        raise ConfigError(str(problem).replace("kv_connector_extra_config", _OPTION)) from problem
+    security = config.security
+    if security.key_file or security.tenant_keys or security.encrypt:
+        raise ConfigError(
+            f"{_OPTION}: keys cannot be used with SGLang, which names pages by hashes of their own "
+            "that are not secret; keep the directory on encrypted storage instead"
+        )
+    if config.gds_mode == "required":
+        raise ConfigError(f'{_OPTION}: gds_mode "required": SGLang loads through host memory')
+    return config
+
+
+def engine_arguments(path: str, **settings: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return the arguments of an ``sglang.Engine`` that keeps its pages in a directory or bucket.
+
+    Args:
+        path: the directory, or a bucket's URL.
+        settings: further ones of VUA's, or of SGLang's extra configuration.
+    """
+    extra = {
+        "backend_name": "vua",
+        "module_path": "vua.sglang.storage",
+        "class_name": "VUAHiCacheStorage",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+        "shared_storage_path": path,
+        **settings,
+    }
+    return {
+        "enable_hierarchical_cache": True,
+        "page_size": 64,
+        "hicache_write_policy": "write_through",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+    }
+
+
+def chunk_keys(before: Sequence[str], pages: Sequence[str], chunk_tokens: int) -> list[ChunkKey]:
+    """Return the keys of a prompt's first pages, those ``before`` included.
+
+    Args:
+        before: hashes (64 hex) of all pages in front of ``pages``.
+        pages: hashes of pages that follow each other.
+        chunk_tokens: tokens per page.
+
+    >>> [key.start for key in chunk_keys(["00" * 32], ["11" * 32], 64)]
+    [0, 64]
+    """
+    keys, parent = [], b""
+    for at, name in enumerate((*before, *pages)):
+        digest = bytes.fromhex(name)
+        keys.append(ChunkKey(digest, parent, at * chunk_tokens, (at + 1) * chunk_tokens))
+        parent = digest
+    return keys
