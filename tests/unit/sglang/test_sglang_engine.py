@@ -288,20 +288,20 @@ class NamesTest(unittest.TestCase):
         """Another SGLang is refused with its version, and one whose pages have other names."""
         import sglang
 
-        from vua.sglang import interface
+        from vua.sglang import versions
 
-        interface.check_version()
+        versions.check_version()
         for version in ("0.5.22", "0.5.24", "0.6.0"):
             with (
                 mock.patch.object(sglang, "__version__", version),
                 self.assertRaisesRegex(ConfigError, f"{version} is not supported"),
             ):
-                interface.check_version()
+                versions.check_version()
         with (
-            mock.patch.object(interface, "get_hash_str", return_value=["00" * 32]),
+            mock.patch.object(versions, "get_hash_str", return_value=["00" * 32]),
             self.assertRaisesRegex(ConfigError, "names pages otherwise"),
         ):
-            interface.check_version()
+            versions.check_version()
 
 
 class Scheduler:
