@@ -56,11 +56,14 @@ _NEEDS_TORCH = {
     "bytes_to_tensor": "vua.serdes",
     "tensor_to_bytes": "vua.serdes",
 }
+_MODULES = ("core", "llama_cpp", "lmcache", "serdes", "testing", "transformers")
 
 
 def __getattr__(name: str) -> object:
-    """Import one of the names that need torch."""
+    """Import one of the names that need torch, or a module that users name by its path."""
     if name in _NEEDS_TORCH:
         return getattr(import_module(_NEEDS_TORCH[name]), name)
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     msg = f"module 'vua' has no attribute {name!r}"
     raise AttributeError(msg)

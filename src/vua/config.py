@@ -30,6 +30,17 @@ class _OnClassOrInstance:
         return lambda tokens: self._function(target, tokens)
 
 
+_OFTEN = {
+    "chunk_tokens": "split_factor",
+    "chunk_size": "split_factor",
+    "key_file": "security",
+    "tenant_keys": "security",
+    "trusted_uids": "security",
+    "capacity_bytes": "max_bytes",
+}
+"""What users write for a setting, as engines or other programs call it."""
+
+
 class VUAConfig:
     """Settings of a :class:`vua.core.VUA`; pass the class for the defaults, or an instance.
 
@@ -80,9 +91,10 @@ class VUAConfig:
         """Set fields by name. Raises ConfigError for an unknown one, naming the nearest."""
         for name, value in settings.items():
             if name not in self._FIELDS:
-                near = difflib.get_close_matches(name, self._FIELDS, n=1, cutoff=0.0)[0]
-                msg = f"VUAConfig has no setting {name!r}; the nearest is {near!r}"
-                raise ConfigError(msg)
+                near = difflib.get_close_matches(name, self._FIELDS, n=1, cutoff=0.6)
+                meant = _OFTEN.get(name) or (near[0] if near else None)
+                hint = f"the nearest is {meant!r}" if meant else f"it has {', '.join(self._FIELDS)}"
+                raise ConfigError(f"VUAConfig has no setting {name!r}; {hint}")
             setattr(self, name, value)
         for name in ("split_factor", "threads"):
             value = getattr(self, name)

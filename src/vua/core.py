@@ -17,7 +17,7 @@ from typing import NamedTuple, overload
 import torch
 
 from vua.config import VUAConfig
-from vua.errors import ConfigError, LayoutError
+from vua.errors import ConfigError, InputError, LayoutError
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain
@@ -55,6 +55,21 @@ class ClosestKV(NamedTuple):
     def __bool__(self) -> bool:
         """Whether anything was found."""
         return self.num_tokens > 0
+
+
+def _device(wanted: str | torch.device) -> torch.device:
+    """Return torch's device. Raises InputError where torch does not know it, or has no GPU."""
+    try:
+        device = torch.device(wanted)
+    except (RuntimeError, TypeError) as problem:
+        msg = f"device: torch has no {wanted!r}; give 'cpu', 'cuda' or 'cuda:1'"
+        raise InputError(msg) from problem
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            f"device {str(device)!r}: torch {torch.__version__} finds no GPU; give "
+            "device='cpu', or install torch for CUDA (https://pytorch.org) and look at `nvidia-smi`"
+        )
+    return device
 
 
 class VUA:
@@ -257,13 +272,14 @@ class VUA:
             later answer when all of them, and all views of them, are gone.
 
         Raises:
-            InputError: the tokens are unusable. Never for the state of the directory.
+            InputError: the tokens are unusable, or torch has no such device here. Never for the
+                state of the directory.
         """
-        batch = sequences(tokens)
+        batch, place = sequences(tokens), _device(device)
         namespace = self.namespace()
         answers = map_on(
             self._threads,
-            lambda _, pair: self._get(namespace, pair[0], pair[1], torch.device(device)),
+            lambda _, pair: self._get(namespace, pair[0], pair[1], place),
             zip(batch.ids, batch.rows, strict=True),
         )
         return answers if batch.listed else answers[0]

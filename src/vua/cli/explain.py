@@ -29,7 +29,7 @@ from vua.catalog.prefix import (
 )
 from vua.cli.command import command
 from vua.cli.output import DAMAGED, SHORT, SOUND, Report, facts, progress
-from vua.cli.prompt import prompt_ids, prompt_keys, read_ids
+from vua.cli.prompt import model_directory, prompt_ids, prompt_keys, read_ids
 from vua.errors import ConfigError
 from vua.format.layout import KVLayout
 from vua.security.keyring import NoKeyError
@@ -210,7 +210,9 @@ class Explanation(Report):
 @command("explain", "say why a prompt hits or misses")
 @click.option("--tokens", metavar="FILE", help="token ids: a JSON list, or integers; - stdin")
 @click.option("--prompt", metavar="FILE", help="text for --model's tokenizer.json; - stdin")
-@click.option("--model", metavar="MODELDIR", help="the model's directory")
+@click.option(
+    "--model", metavar="MODELDIR", help="the model's directory, or its name in the hub's cache"
+)
 @click.option("--namespace", metavar="NS", default="", help="first digits of a namespace")
 @click.option("--chunk-tokens", metavar="N", type=int, help="tokens per chunk")
 @click.option(
@@ -228,6 +230,8 @@ def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Ex
         raise click.UsageError("one of the arguments --tokens --prompt is required")
     if asked["tokens"] is not None and asked["prompt"] is not None:
         raise click.UsageError("argument --prompt: not allowed with argument --tokens")
+    if asked["model"] is not None:
+        asked["model"] = str(model_directory(asked["model"]))
     question = Question(security=security, **asked)
     if question.block_tokens is not None and question.block_tokens < 1:
         text = f"--block-tokens must be a positive number, found {question.block_tokens}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +24,16 @@ from vua.store.namespace import Namespace
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
 
-__all__ = ["Key", "key", "parse_ids", "prompt_ids", "prompt_keys", "read_ids", "tokenizer"]
+__all__ = [
+    "Key",
+    "key",
+    "model_directory",
+    "parse_ids",
+    "prompt_ids",
+    "prompt_keys",
+    "read_ids",
+    "tokenizer",
+]
 
 
 def _text(file: str) -> str:
@@ -68,12 +79,35 @@ def prompt_ids(file: str, model: str | None) -> bytes:
     return tokenize(_text(file))
 
 
+def model_directory(model: str) -> Path:
+    """Return the directory of a model: as given, or that of a name in the hub's cache.
+
+    Raises ConfigError where there is neither.
+    """
+    if Path(model).is_dir():
+        return Path(model)
+    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    place = cache / f"models--{model.replace('/', '--')}"
+    revisions = sorted(place.glob("snapshots/*"))
+    with suppress(OSError):
+        main = place / "snapshots" / (place / "refs" / "main").read_text("ascii").strip()
+        revisions = [main] if main.is_dir() else revisions
+    if len(revisions) == 1:
+        return revisions[0]
+    found = f"{len(revisions)} revisions of it are" if revisions else "it is not"
+    raise ConfigError(
+        f"{model}: not a directory, and {found} in the hub's cache ({cache}); give the model's "
+        "directory, for example what `hf download` prints"
+    )
+
+
 def tokenizer(model: str | None) -> Callable[[str], bytes]:
     """Return what makes token ids (as `read_ids` does) of texts. Raises ConfigError."""
     if model is None:
         msg = "a prompt needs its tokenizer: give --model MODELDIR, or the token ids with --tokens"
         raise ConfigError(msg)
-    path = Path(model, "tokenizer.json")
+    path = model_directory(model) / "tokenizer.json"
     if not path.is_file():
         msg = f"{path}: no such file; give the model's directory, or the token ids with --tokens"
         raise ConfigError(msg)

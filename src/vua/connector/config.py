@@ -195,8 +195,9 @@ class ConnectorConfig:
         if "shared_storage_path" not in values:
             if not os.environ.get("VUA_PATH"):
                 msg = (
-                    f"no directory for the KV cache: set {_WHERE}="
-                    '{"shared_storage_path": "/path"} or the environment variable VUA_PATH'
+                    "no directory for the KV cache: give `vua-vllm serve` --vua-path DIRECTORY, or "
+                    f'set {_WHERE}={{"shared_storage_path": "/path"}}, or the environment variable '
+                    "VUA_PATH"
                 )
                 raise ConfigError(msg)
             values["shared_storage_path"] = os.environ["VUA_PATH"]
@@ -209,6 +210,17 @@ _GROUPS: Final[Mapping[str, type]] = {
     "timeouts": Timeouts,
     "worker": WorkerResources,
 }
+_OFTEN: Final = {
+    "chunk_size": "chunk_tokens",
+    "block_size": "chunk_tokens",
+    "capacity_bytes": "limits.max_bytes",
+    "max_size": "limits.max_bytes",
+    "dir": "shared_storage_path",
+    "directory": "shared_storage_path",
+    "storage_path": "shared_storage_path",
+    "vua_path": "shared_storage_path",
+}
+"""What users write for a setting, as other programs call it."""
 _NOT_HERE: Final = frozenset({"max_bytes_per_salt", "min_free_inodes"})
 """Limits that `vua gc` alone keeps."""
 
@@ -282,11 +294,22 @@ def _group(name: str, kind: type, given: object) -> object:
 
 
 def _known(name: str, names: list[str], group: str = "") -> None:
-    """Refuse a name that does not exist, with the nearest one that does."""
+    """Refuse a name that does not exist, with the nearest of all settings, in any group."""
     if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-        msg = f"{_WHERE} has no key {group + name!r}; the nearest is {group + near!r}"
-        raise ConfigError(msg)
+        hint = _nearest(name, [*defaults(), *_GROUPS, "shared_storage_path"])
+        raise ConfigError(f"{_WHERE} has no key {group + name!r}; {hint}")
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    """Say which of the settings (`group.name` within a group) is meant by an unknown name.
+
+    >>> _nearest("max_byte", ["durable", "limits.max_bytes"])
+    "the nearest is 'limits.max_bytes'"
+    """
+    by_leaf = {one.rpartition(".")[2]: one for one in reversed(names)}
+    near = difflib.get_close_matches(name.lower(), by_leaf, n=1, cutoff=0.6)
+    meant = _OFTEN.get(name.lower()) or (by_leaf[near[0]] if near else None)
+    return f"the nearest is {meant!r}" if meant else f"expected one of {', '.join(names)}"
 
 
 def _refused(name: str, expected: str, found: object) -> ConfigError:

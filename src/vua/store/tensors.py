@@ -101,7 +101,7 @@ class Cache:
         if k.shape[:2] != v.shape[:2] or k.dtype != v.dtype:
             msg = (
                 f"K {tuple(k.shape)} {k.dtype} and V {tuple(v.shape)} {v.dtype} differ in heads, "
-                "tokens or dtype"
+                "tokens or dtype; expected [K, V] of one layer of one prompt"
             )
             raise InputError(msg)
         self.length: int = k.shape[1]
@@ -161,7 +161,7 @@ def sequences_with_caches(
         length = len(ids) // 4
         if length % chunk_tokens:
             msg = (
-                f"{length} tokens are no multiple of split_factor {chunk_tokens}; use "
+                f"{length} tokens are not a multiple of split_factor {chunk_tokens}; use "
                 "VUAConfig.trim_to_split_factor() and cut the KV cache to the same length"
             )
             raise InputError(msg)

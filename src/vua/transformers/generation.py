@@ -21,7 +21,7 @@ import torch
 from transformers import DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
 
-from vua.errors import InputError, VUAError
+from vua.errors import ConfigError, InputError, VUAError
 from vua.transformers.cache import PrefixCache
 
 __all__ = ["reuse_prefixes"]
@@ -69,6 +69,11 @@ def reuse_prefixes(
     Raises:
         ConfigError, StorageError: as `PrefixCache`. A call of `generate` raises nothing of VUA's.
     """
+    if isinstance(model, str | os.PathLike):
+        raise ConfigError(
+            f"reuse_prefixes(model, path): expected a model, found {str(model)!r}; load it first: "
+            f"AutoModelForCausalLM.from_pretrained({str(model)!r})"
+        )
     with PrefixCache(model, path, **settings) as prefixes:
         outer = model.__dict__.get("generate")
         ours = model.generate = _Generate(prefixes, model)

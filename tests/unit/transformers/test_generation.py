@@ -113,7 +113,7 @@ class GenerationTest(unittest.TestCase):
         text = (ROOT / "README.md").read_text("utf-8")
         (block,) = re.findall(r"```python\n([^`]*reuse_prefixes[^`]*)```", text)
         inputs = {**GREEDY, "input_ids": PROMPT}
-        code = block.replace("/mnt/shared/kv", str(self.store))
+        code = block.replace("/mnt/kv", str(self.store))
         self.assertNotEqual(block, code)
         exec(code, {"model": self.model, "inputs": inputs})
         with self.reusing() as prefixes:

@@ -1,0 +1,251 @@
+"""Thirty mistakes that users make: each message says what was found, what is expected, what to do.
+
+Nothing of an engine is imported before its configuration is known to be usable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import unittest
+from collections.abc import Callable
+from importlib.util import find_spec
+from unittest import mock
+
+import torch
+
+import vua
+from commands import CliTest, run
+from helpers import caches_of
+from vua.core import VUA, VUAConfig
+from vua.errors import VUAError
+from vua.security.settings import Security
+from vua.vllm import serve
+
+TOKENS = torch.arange(128)
+ANY_USER = 65534
+
+
+def said(work: Callable[[], object]) -> str:
+    """What the caller reads when the library refuses."""
+    try:
+        got = work()
+    except (VUAError, ImportError, AttributeError) as problem:
+        return str(problem)
+    raise AssertionError(f"nothing was said, and {got!r} returned")
+
+
+def kv(tokens: int = 128, dtype: torch.dtype = torch.float16) -> list[list[torch.Tensor]]:
+    """K and V of one layer."""
+    return caches_of(layers=1, heads=2, tokens=tokens, dim=16, dtype=dtype)
+
+
+class MistakesTest(CliTest):
+    def setUp(self) -> None:
+        """Some directories that are not right."""
+        super().setUp()
+        self.beside = self.root.parent / f"{self.root.name}-beside"
+        self.beside.mkdir()
+        self.addCleanup(shutil.rmtree, self.beside)
+        self.foreign, self.open = self.beside / "foreign", self.beside / "open"
+        self.foreign.mkdir()
+        (self.foreign / "notes.txt").write_text("a")
+        self.open.mkdir()
+        self.open.chmod(0o777)
+        environment = mock.patch.dict(os.environ)
+        environment.start()
+        self.addCleanup(environment.stop)
+        os.environ.pop("VUA_PATH", None)
+
+    def shows(self, text: str, *words: str) -> None:
+        """All words are there, in what a user reads as one line or a few."""
+        for word in words:
+            self.assertIn(word, text)
+
+    def serve(self, *arguments: object, **extra: object) -> str:
+        """What `vua-vllm serve` says instead of starting; vLLM itself is not imported for it."""
+        words = ["serve", "m", *map(str, arguments)]
+        if extra:
+            words += ["--kv-transfer-config", json.dumps({"kv_connector_extra_config": extra})]
+        out, loaded = io.StringIO(), "vllm" in sys.modules
+        with (
+            contextlib.redirect_stderr(out),
+            mock.patch("importlib.util.find_spec", return_value=True),
+        ):
+            self.assertEqual(2, serve.main(words))
+        self.assertEqual(loaded, "vllm" in sys.modules, "the engine's modules are not loaded")
+        return out.getvalue()
+
+    def test_vllm_directory(self) -> None:
+        """The directory that an engine is given."""
+        missing = self.beside / "no" / "kv"
+        self.shows(self.serve(), "no directory", "--vua-path", "VUA_PATH")
+        text = self.serve("--vua-path", missing)
+        self.shows(text, f"{missing}: no such directory", f"{missing.parent}", "mount")
+        self.shows(self.serve("--vua-dir", "x"), "--vua-dir", "did you mean --vua-path")
+        text = self.serve("--vua-path", self.foreign)
+        self.shows(text, "not empty (it holds 'notes.txt')", "vua-cache", "vua adopt")
+        text = self.serve("--vua-path", self.open)
+        self.shows(text, "mode 777", "every user", str(self.open / "vua"))
+
+    @unittest.skipIf(os.geteuid(), "root alone gives directories away")
+    def test_of_another_user(self) -> None:
+        """Whose directory it is, who this is, and what to set."""
+        theirs = self.beside / "theirs"
+        theirs.mkdir(mode=0o755)
+        os.chown(theirs, ANY_USER, ANY_USER)
+        text = self.serve("--vua-path", theirs)
+        self.shows(text, f"user {ANY_USER}", "user 0", "chown", "trusted_uids")
+        code, out, _ = run("doctor", theirs)
+        self.assertEqual(1, code)
+        self.shows(out, "bad", "does not start here", "trusted_uids")
+
+    def test_doctor(self) -> None:
+        """It does not say of a directory that engines refuse that they start there."""
+        code, out, _ = run("doctor", self.foreign)
+        self.assertEqual(1, code)
+        self.shows(out, "bad", "notes.txt", "vua-cache")
+
+    def test_vllm_settings(self) -> None:
+        """Names, types and sizes, before the engine starts."""
+        kv_path = str(self.root)
+        text = self.serve("--kv-transfer-config", "{a")
+        self.shows(text, "--kv-transfer-config is not JSON", "line 1 column 2", "{a")
+        text = self.serve(shared_storage_path=kv_path, max_byte=1)
+        self.shows(text, "no key 'max_byte'", "'limits.max_bytes'")
+        text = self.serve(shared_storage_path=kv_path, chunk_size=64)
+        self.shows(text, "no key 'chunk_size'", "'chunk_tokens'")
+        text = self.serve(shared_storage_path=kv_path, zzzzzz=1)
+        self.shows(text, "no key 'zzzzzz'", "expected one of", "limits.max_bytes")
+        text = self.serve(shared_storage_path=kv_path, chunk_tokens="64")
+        self.shows(text, "chunk_tokens must be int", "'64'")
+        text = self.serve(shared_storage_path=kv_path, limits={"max_bytes": "5Q"})
+        self.shows(text, "'5Q'", "'500G'", "'80%'")
+
+    def test_vllm_keys_and_extras(self) -> None:
+        """A key file, and packages that a setting needs, are looked for before the engine."""
+        kv_path, key = str(self.root), self.beside / "key"
+        text = self.serve(shared_storage_path=kv_path, security={"key_file": str(key)})
+        self.shows(text, f"{key}: No such file", "`vua key FILE`")
+        key.write_text("abc")
+        key.chmod(0o600)
+        text = self.serve(shared_storage_path=kv_path, security={"key_file": str(key)})
+        self.shows(text, str(key), "64 hex digits", "`vua key FILE`")
+        key.write_text("ab" * 32)
+        key.chmod(0o644)
+        text = self.serve(shared_storage_path=kv_path, security={"key_file": str(key)})
+        self.shows(text, "mode 644", "600", "chmod")
+        key.chmod(0o600)
+        with mock.patch.dict(sys.modules, {"cryptography": None}):
+            for name in [
+                one for one in sys.modules if one.startswith(("cryptography.", "vua.security.seal"))
+            ]:
+                sys.modules.pop(name)
+            text = self.serve(shared_storage_path=kv_path, security={"key_file": str(key)})
+        self.shows(text, "cryptography", "pip install cryptography")
+
+    def test_library(self) -> None:
+        """The library's settings and path."""
+        missing = self.beside / "no" / "kv"
+        self.shows(said(lambda: VUA(VUAConfig, missing)), f"{missing}: no such directory", "mount")
+        self.assertFalse(missing.parent.exists(), "nothing is made in the place of a mount")
+        self.shows(said(lambda: VUA(VUAConfig, self.foreign)), "notes.txt", "vua-cache")
+        self.shows(said(lambda: VUAConfig(chunk_tokens=3)), "'chunk_tokens'", "'split_factor'")
+        self.shows(said(lambda: VUAConfig(max_byte=3)), "'max_byte'", "'max_bytes'")
+        self.shows(said(lambda: VUAConfig(max_bytes="5Q")), "'5Q'", "'500G'")
+        key = Security(key_file=str(self.beside / "nokey"))
+        text = said(lambda: VUA(VUAConfig(security=key), self.root))
+        self.shows(text, "nokey: No such file", "`vua key FILE`")
+
+    def test_tensors(self) -> None:
+        """Tokens, K and V, and devices."""
+        with VUA(VUAConfig(model="x"), self.root) as cache:
+            text = said(lambda: cache.put(torch.arange(100), kv(100)))
+            self.shows(text, "100 tokens", "split_factor 64", "trim_to_split_factor()")
+            mixed = kv()
+            mixed[0][1] = mixed[0][1].float()
+            text = said(lambda: cache.put(TOKENS, mixed))
+            self.shows(text, "torch.float16", "torch.float32", "expected [K, V]")
+            cache.put(TOKENS, kv())
+            text = said(lambda: cache.put(TOKENS + 5, kv(dtype=torch.float32)))
+            self.shows(text, "F32", "stored: F16", "Nothing was written", "VUAConfig.model")
+            text = said(lambda: cache.put(TOKENS.float(), kv()))
+            self.shows(text, "integers", "float32", ".long()")
+            text = said(lambda: cache.get_closest(TOKENS, device="gpu"))
+            self.shows(text, "'gpu'", "'cuda'")
+            with mock.patch("torch.cuda.is_available", return_value=False):
+                text = said(lambda: cache.get_closest(TOKENS, device="cuda"))
+            self.shows(text, "'cuda'", "no GPU", "device='cpu'")
+            self.assertEqual(128, cache.get_closest(TOKENS).num_tokens)  # control: it is stored
+
+    @unittest.skipUnless(find_spec("transformers"), "transformers is not installed")
+    def test_transformers(self) -> None:
+        """A name in the place of a model; and `import vua` is enough for its modules."""
+        from vua.transformers import reuse_prefixes
+
+        self.assertIs(reuse_prefixes, vua.transformers.reuse_prefixes)
+
+        def named() -> None:
+            with reuse_prefixes("gpt2", str(self.root)):
+                pass
+
+        self.shows(said(named), "expected a model", "'gpt2'", "AutoModelForCausalLM")
+
+    def test_gc_in_a_pipe(self) -> None:
+        """A forgotten % deletes nothing."""
+        before = run("ls", self.root)[1]
+        code, _, problem = run("gc", self.root, "--max-bytes", "80")
+        self.assertEqual(2, code)
+        self.shows(problem, "'80'", "'80%'", "'80G'", "'80B'")
+        self.assertEqual(before, run("ls", self.root)[1])
+        self.shows(run("gc", self.root, "--max-bytes", "5Q")[2], "'5Q'", "'500G'")
+
+    def test_explain(self) -> None:
+        """A text as token ids; a model by its name in the hub."""
+        text = self.beside / "p.txt"
+        text.write_text("hello there")
+        problem = run("explain", self.root, "--tokens", text)[2]
+        self.shows(problem, str(text), "expected a JSON list of token ids", "'hello'")
+        os.environ["HF_HUB_CACHE"] = str(self.beside)
+        problem = run("explain", self.root, "--prompt", text, "--model", "Qwen/Qwen3-8B")[2]
+        self.shows(problem, "Qwen/Qwen3-8B", "not a directory", str(self.beside), "hf download")
+        folder = self.beside / "models--Qwen--Qwen3-8B" / "snapshots" / "abc"
+        folder.mkdir(parents=True)
+        problem = run("explain", self.root, "--prompt", text, "--model", "Qwen/Qwen3-8B")[2]
+        self.shows(problem, f"{folder}/tokenizer.json: no such file", "--tokens")
+
+    @unittest.skipUnless(find_spec("obstore"), "obstore is not installed")
+    def test_bucket(self) -> None:
+        """Where it is asked, what was answered, and what to set."""
+        for name in [one for one in os.environ if one.startswith("AWS_")]:
+            os.environ.pop(name)
+        server = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ALLOW_HTTP": "true"}
+        os.environ |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", **server}
+        problem = run("ls", "s3://bucket/prefix")[2]
+        self.shows(problem, "s3://bucket/prefix", "http://127.0.0.1:9", "no server listens")
+        os.environ["AWS_ENDPOINT_URL"] = "127.0.0.1:9"
+        self.shows(run("ls", "s3://bucket2/prefix")[2], "127.0.0.1:9", "http://")
+        os.environ["AWS_ACCESS_KEY_ID"] = ""
+        self.shows(run("ls", "s3://bucket3/prefix")[2], "AWS_ACCESS_KEY_ID", "set it")
+
+    def test_without_obstore(self) -> None:
+        """A bucket needs a package: said before vLLM starts. In a process that has none of it."""
+        code = (
+            "import sys; sys.modules['obstore'] = None; \n"
+            "from vua.vllm import serve; import importlib.util; importlib.util.find_spec = bool\n"
+            "sys.exit(serve.main(['serve', 'm', '--vua-path', 's3://bucket/prefix']))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        self.assertEqual(2, done.returncode, done.stderr)
+        self.shows(done.stderr, "obstore", "pip install obstore")
+
+
+if __name__ == "__main__":
+    unittest.main()
