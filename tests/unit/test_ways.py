@@ -139,7 +139,7 @@ class WaysTest(DirectoryTest):
                 cache.request([number])
             stored = self.files()
             way = tracer.follow(
-                "ReclaimThread._run",
+                "Reclaimer._run",
                 lambda: not all(path.exists() for path in stored),
                 lambda: [cache.request([number]) for number in range(8, 12)],
             )

@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Final
 from vua.capacity.limits import MAX_BOUNDS_NBYTES, Limits, bounds_text, parse_bounds
 from vua.capacity.lru import Recent, Touches
 from vua.capacity.reservation import Unlimited
-from vua.capacity.scan import PIN
 from vua.errors import ConfigError
 from vua.format.keys import ChunkKey, Keys
 from vua.storage.bucket import Bucket
 from vua.storage.local import chunk_path
 from vua.storage.location import BucketPath
 from vua.storage.mark import LIMITS_FILE
-from vua.storage.names import entry_at
+from vua.storage.names import PIN, entry_at
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -21,9 +21,10 @@ from typing import Final
 
 import numpy as np
 
-from vua.capacity import ttl
+from vua.capacity import marks
 from vua.capacity.lru import MTIME_STEP_NS, is_unchanged, mtime_ns_of, set_mtime
-from vua.capacity.policy import LRU
+from vua.capacity.marks import is_unsent
+from vua.capacity.policy import BY_MTIME, LRU, Policy, Ranks
 from vua.capacity.prefix_tree import ancestors
 from vua.capacity.removal import (
     GRACE_S,
@@ -34,16 +35,7 @@ from vua.capacity.removal import (
     evict_chunk,
     told_immovable,
 )
-from vua.capacity.scan import (
-    Candidate,
-    Rank,
-    Space,
-    by_mtime,
-    chunk_nbytes,
-    is_unsent,
-    lowest,
-    spaces,
-)
+from vua.capacity.scan import HIGHEST, LOWEST, Candidate, Space, chunk_nbytes, lowest, spaces
 from vua.io.posix import close_quietly
 from vua.storage.description import is_surely_later
 from vua.storage.local import chunk_path
@@ -101,7 +93,7 @@ class Evictor:
         self,
         root: str | os.PathLike[str],
         rehearse: Callable[..., int | None] | None = None,
-        policy: LRU | None = None,
+        policy: Policy | None = None,
     ) -> None:
         """Prepare for ``root``; reads nothing yet.
 
@@ -109,15 +101,15 @@ class Evictor:
         ``policy`` ranks chunks; by default the least recently used ones are the lowest.
         """
         self._policy = policy or LRU()
-        self._rank: Rank | None = None
-        """Of the run under way; None: by mtime."""
+        self._ranks = BY_MTIME
+        """Of the run under way."""
         self._ranked_until_s = 0.0
         """Until when victims of a pass by rank are used, by the monotonic clock."""
         self._root, self._evict_chunk = os.fspath(root), rehearse or evict_chunk
         self._is_real = rehearse is None
-        self._floor_rank: int | None = None
-        """Rank of the first chunk that the last run left; None until a run has ended since the last
-        pass."""
+        self._floor_rank = LOWEST
+        """Rank of the first chunk that the last run left; LOWEST until a run has ended since the
+        last pass."""
         self._pool: list[Candidate] = []
         """The lowest chunks at the last pass, lowest last."""
         self._seen_ns = 0
@@ -153,13 +145,13 @@ class Evictor:
         return len(self._pool)
 
     @property
-    def floor_rank(self) -> int | None:
+    def floor_rank(self) -> int:
         """Below this rank a chunk would be among the first to go.
 
-        None where ranks are mtimes, where no run has ended since the last pass, and once the
+        LOWEST where ranks are mtimes, where no run has ended since the last pass, and once the
         victims of that pass are too old to be used.
         """
-        return self._floor_rank if time.monotonic() < self._ranked_until_s else None
+        return self._floor_rank if time.monotonic() < self._ranked_until_s else LOWEST
 
     def prepare(self, now_ns: int, pulse: Callable[[], None]) -> None:
         """Look for victims ahead of need.
@@ -170,9 +162,9 @@ class Evictor:
 
         Raises OSError where the directory cannot be listed.
         """
-        began_s, self._rank = time.monotonic(), self._policy.rank(now_ns)
+        began_s, self._ranks = time.monotonic(), self._policy.rank(now_ns)
         with spaces(self._root) as found:
-            fresh = lowest(ours(found), _VICTIMS, pulse, rank=self._rank or by_mtime).lowest
+            fresh = lowest(ours(found), _VICTIMS, pulse, rank=self._ranks.of).lowest
         self._fill(fresh, began_s, now_ns)
 
     def evict(
@@ -181,7 +173,7 @@ class Evictor:
         now_ns: int,
         *,
         before_ns: int | None = None,
-        most_rank: int | None = None,
+        most_rank: int = HIGHEST,
         expired_ns: int = 0,
         own_ttls: bool = False,
         pins_nbytes: int | None = None,
@@ -198,8 +190,8 @@ class Evictor:
             before_ns: chunks with this mtime or a younger one stay.
             most_rank: chunks of a higher rank stay, where ranks are not mtimes.
             expired_ns: delete all chunks with mtimes before this, whatever ``nbytes``.
-            own_ttls: delete likewise the chunks whose own time to live (:mod:`vua.capacity.ttl`) is
-                over.
+            own_ttls: delete also the chunks whose own time to live (:mod:`vua.capacity.marks`)
+                is over.
             pins_nbytes: pinned chunks stay up to so many bytes, those used last; None: all.
             pulse: called every few chunks, and while it searches, with what is freed so far.
 
@@ -208,9 +200,8 @@ class Evictor:
         freed = self._expire(now_ns, pulse) if own_ttls else NOTHING
         if nbytes <= 0 and not expired_ns:
             return freed  # without a pass over all mtimes
-        self._rank_anew(None if expired_ns else self._policy.rank(now_ns))
-        if self._rank is None:
-            most_rank = None if before_ns is None else before_ns - 1
+        self._rank_anew(BY_MTIME if expired_ns else self._policy.rank(now_ns))
+        most_rank = min(most_rank, self._ranks.most(before_ns))
         run = _Run(nbytes, now_ns, before_ns, most_rank, expired_ns, pins_nbytes, pulse)
         self._has_unsent = False
         freed += self._run(run)
@@ -221,16 +212,19 @@ class Evictor:
         self._taken = []
         return freed
 
-    def _rank_anew(self, rank: Rank | None) -> None:
+    def _rank_anew(self, ranks: Ranks) -> None:
         """Order the victims that are known by their ranks of now; forget them after some time."""
-        was_ranked, self._rank = self._rank is not None, rank
-        if rank is not None and was_ranked and time.monotonic() < self._ranked_until_s:
+        before, self._ranks = self._ranks, ranks
+        if before.is_lasting and ranks.is_lasting:
+            return
+        is_same = before.is_lasting == ranks.is_lasting
+        if is_same and time.monotonic() < self._ranked_until_s:
             known = [*self._pool, *self._spared]
             mtimes_ns = np.array([one.mtime_ns for one in known], dtype=np.int64)
-            ranks = rank([one.chunk for one in known], mtimes_ns).tolist()
-            pool = [Candidate(first, *one[1:]) for first, one in zip(ranks, known, strict=True)]
+            now = ranks.of([one.chunk for one in known], mtimes_ns).tolist()
+            pool = [Candidate(rank, *one[1:]) for rank, one in zip(now, known, strict=True)]
             self._pool, self._spared = sorted(pool, reverse=True), []
-        elif rank is not None or was_ranked:
+        else:
             self._pool, self._spared = [], []
 
     def _expire(self, now_ns: int, pulse: Callable[[Freed], None]) -> Freed:
@@ -239,7 +233,7 @@ class Evictor:
         with spaces(self._root) as found:
             by_name = {space.name: space for space in found}
             latest_ns = now_ns + _FUTURE_NS
-            over, ahead = ttl.expired(ours(found), now_ns, latest_ns, tidies=self._is_real)
+            over, ahead = marks.expired(ours(found), now_ns, latest_ns, tidies=self._is_real)
             if self._is_real:
                 move_future_mtimes(ahead, by_name, now_ns, latest_ns)
             for victim in over:
@@ -268,7 +262,7 @@ class Evictor:
                         return freed
                 victim = self._pool[-1]
                 if run.ends_at(victim, freed):
-                    self._floor_rank = None if self._rank is None else victim.rank
+                    self._floor_rank = LOWEST if self._ranks.is_lasting else victim.rank
                     return freed
                 self._pool.pop()
                 self._taken.append(victim.chunk)
@@ -300,7 +294,7 @@ class Evictor:
         began_s, latest_ns = time.monotonic(), run.now_ns + _FUTURE_NS
         seen_ns = run.now_ns
         pulse = partial(run.pulse, freed)
-        rank = self._rank or by_mtime
+        rank = self._ranks.of
         found = ours(found)
         seen = lowest(found, room, pulse, latest_ns=latest_ns, rank=rank)
         if seen.ahead and self._is_real:
@@ -310,7 +304,7 @@ class Evictor:
                 log.warning("the clock of %s was set back; its chunks' times follow", self._root)
                 if run.before_ns is not None and run.before_ns > latest_ns:
                     run.before_ns = first_ns  # it was such a time, too: the prompt's own
-                    run.most_rank = first_ns - 1 if self._rank is None else run.most_rank
+                    run.most_rank = min(run.most_rank, self._ranks.most(first_ns))
                 seen, seen_ns = lowest(found, room, pulse, rank=rank), _LATEST_NS
         self._drop(seen.empty, run.now_ns)
         self._fill(seen.lowest, began_s, seen_ns)
@@ -325,7 +319,7 @@ class Evictor:
             self._immovable_until_s = now_s + _IMMOVABLE_S
         if self.immovable:
             victims = [one for one in victims if (one.space, one.chunk) not in self.immovable]
-        self._pool, self._spared, self._floor_rank = victims[::-1], [], None
+        self._pool, self._spared, self._floor_rank = victims[::-1], [], LOWEST
         self._kept.clear()
         self._held.clear()
         self._held_nbytes = 0
@@ -424,7 +418,7 @@ class _Run:
     nbytes: int
     now_ns: int
     before_ns: int | None
-    most_rank: int | None
+    most_rank: int
     expired_ns: int
     pins_nbytes: int | None
     pulse: Callable[[Freed], None]
@@ -439,4 +433,4 @@ class _Run:
         """Whether this victim stays, and with it all of higher rank."""
         if freed.nbytes >= self.nbytes and victim.mtime_ns >= self.expired_ns:
             return True
-        return self.most_rank is not None and victim.rank > self.most_rank
+        return victim.rank > self.most_rank

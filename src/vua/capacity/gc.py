@@ -28,7 +28,7 @@ from typing import Final
 
 import numpy as np
 
-from vua.capacity import ttl
+from vua.capacity import marks
 from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits
@@ -443,7 +443,7 @@ def _drop_empty(root: str | os.PathLike[str], now_ns: int, remover: Remover) -> 
     try:
         with spaces(root) as found:
             if not remover.rehearse:
-                ttl.remove_empty_folders(found)
+                marks.remove_empty_ttl_folders(found)
             names = [space.name for space in found]
         return sum(remover.namespace(fd, name, now_ns) for name in names)
     finally:

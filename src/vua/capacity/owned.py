@@ -13,19 +13,11 @@ import stat
 from collections.abc import Iterator
 from typing import Final
 
-from vua.capacity.scan import (
-    TRASH,
-    TTL_FOLDER,
-    Space,
-    chunks_of,
-    fans_of,
-    is_fan,
-    listed,
-)
+from vua.capacity.scan import TRASH, Space, chunks_of, fans_of, is_fan, listed
 from vua.io.posix import close_quietly
 from vua.storage.description import DESCRIPTION, is_described, is_later, is_namespace_name
 from vua.storage.local import QUARANTINE
-from vua.storage.names import QUARANTINED, chunk_file_kind, is_temporary
+from vua.storage.names import QUARANTINED, TTL_FOLDER, chunk_file_kind, is_temporary
 
 __all__ = [
     "QUARANTINED",

@@ -13,17 +13,17 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from itertools import repeat
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from vua.capacity.hit_density import HitDensity, Request
 from vua.capacity.lru import ORPHAN_MTIME_NS, touch
-from vua.capacity.scan import Column, Rank
+from vua.capacity.scan import HIGHEST, Column, Rank, by_mtime
 from vua.capacity.use_log import UseLog, short_names
 from vua.io.forks import watch
 
-__all__ = ["LRU", "LeastHitDensity"]
+__all__ = ["BY_MTIME", "LRU", "LeastHitDensity", "Policy", "Ranks"]
 
 _READ_S: Final = 0.25
 """Between two looks at what others have logged."""
@@ -43,11 +43,59 @@ _UNKNOWN: Final = -(1 << 62)
 """Added to the mtimes of chunks that nobody knows: these go first, the oldest one first."""
 
 
-class LRU:
-    """Evicts what was not used for longest. Other policies derive from it. Safe for threads.
+class Ranks(NamedTuple):
+    """How chunks rank for some time."""
+
+    of: Rank
+    is_lasting: bool
+    """Whether a chunk keeps its rank until it is used, and that is its mtime."""
+
+    def most(self, before_ns: int | None) -> int:
+        """Return the highest rank that a chunk with an older mtime than ``before_ns`` may have."""
+        return before_ns - 1 if self.is_lasting and before_ns is not None else HIGHEST
+
+
+BY_MTIME: Final = Ranks(by_mtime, is_lasting=True)
+
+
+class Policy(Protocol):
+    """What goes first. Safe for threads.
 
     Every process that uses a directory has its own say, so all of them are to follow the same one.
+    :class:`LRU` is one, and a base for others.
     """
+
+    def used(self, directory: int, chunks: Sequence[str]) -> int:
+        """Note the use of a prefix that is stored; see :meth:`LRU.used`."""
+        ...
+
+    def asked(self, chunks: Sequence[str]) -> None:
+        """Note that a prompt was asked for, whatever of it is stored; never raises."""
+        ...
+
+    def rank(self, now_ns: int) -> Ranks:
+        """Return how chunks rank at this time (the server's, ns since 1970)."""
+        ...
+
+    def taken(self, chunks: Sequence[str]) -> None:
+        """Note that these have gone, or were used since they were ranked."""
+        ...
+
+    def rank_of_new(self, first: str, last: str, before: str) -> int:
+        """Return the rank that chunks of a prompt just asked for will have: that of the last one.
+
+        ``before``: the chunk before the first one; "" at a prompt's start. HIGHEST: that is not
+        known, or they are to be stored whatever it is.
+        """
+        ...
+
+    def refused(self, chunk: str) -> None:
+        """Note that a new chunk was not stored because of its rank."""
+        ...
+
+
+class LRU:
+    """Evicts what was not used for longest."""
 
     def used(self, directory: int, chunks: Sequence[str]) -> int:
         """Note the use of a prefix that is stored: set its mtimes to now.
@@ -64,27 +112,23 @@ class LRU:
         return touch(directory, chunks)
 
     def asked(self, chunks: Sequence[str]) -> None:
-        """Note that a prompt was asked for, whatever of it is stored; never raises."""
+        """Note nothing."""
 
-    def rank(self, now_ns: int) -> Rank | None:
-        """Return how chunks rank at this time (the server's); None: by their mtimes."""
+    def rank(self, now_ns: int) -> Ranks:
+        """Rank chunks by their mtimes."""
         del now_ns
-        return None
+        return BY_MTIME
 
     def taken(self, chunks: Sequence[str]) -> None:
-        """Note that these have gone, or were used since they were ranked."""
+        """Note nothing."""
 
-    def rank_of_new(self, first: str, last: str, before: str) -> int | None:
-        """Return the rank that chunks of a prompt just asked for will have: that of the last one.
-
-        ``before``: the chunk before the first one; "" at a prompt's start. None: that is not known,
-        or no reason not to store them.
-        """
+    def rank_of_new(self, first: str, last: str, before: str) -> int:
+        """Store everything."""
         del first, last, before
-        return None
+        return HIGHEST
 
     def refused(self, chunk: str) -> None:
-        """Note that a new chunk was not stored because of its rank."""
+        """Note nothing."""
 
 
 class LeastHitDensity(LRU):
@@ -128,7 +172,7 @@ class LeastHitDensity(LRU):
                 self._meet_mine()
             self._read_s = -_READ_S
 
-    def rank(self, now_ns: int) -> Rank | None:
+    def rank(self, now_ns: int) -> Ranks:
         """Rank by hit density; what nobody knows goes before what somebody does.
 
         The log is read after ``now_ns``. What is used or stored from then on may not be in it, and
@@ -139,7 +183,7 @@ class LeastHitDensity(LRU):
             self._learn()
             density = self._density
             if not density.is_learned:
-                return None
+                return BY_MTIME
             worths, rows = density.worths(now_ns / 1e9), dict(density.known())
             floor = self._floor = _Floor(self.own)
         ranks = (worths * _PER_UNIT).astype(np.int64)
@@ -151,7 +195,7 @@ class LeastHitDensity(LRU):
             is_known = (found >= 0) & (mtimes_ns > ORPHAN_MTIME_NS)
             return np.where(is_known, ranks[found], mtimes_ns + _UNKNOWN)
 
-        return rank
+        return Ranks(rank, is_lasting=False)
 
     def taken(self, chunks: Sequence[str]) -> None:
         """Leave out of comparisons what has gone."""
@@ -159,10 +203,10 @@ class LeastHitDensity(LRU):
         with self._lock:
             self._floor.drop(numbers)
 
-    def rank_of_new(self, first: str, last: str, before: str) -> int | None:
+    def rank_of_new(self, first: str, last: str, before: str) -> int:
         """Return the rank of new chunks.
 
-        None if few requests or none for them are logged. And where only the log speaks against
+        HIGHEST if few requests or none for them are logged. And where only the log speaks against
         them: until this process has been asked itself for enough chunks again, and for what was
         refused before.
         """
@@ -171,11 +215,11 @@ class LeastHitDensity(LRU):
             self._learn()
             row, own = self._density.known().get(number), self.own.known().get(number)
             if row is None or not self._density.is_learned or self.own.returned < _OWN_LEAST:
-                return None
+                return HIGHEST
             objects = own is not None and self.own.worth_at(own, 0.0) < self._floor.worth
             if not objects and (first in self._refused or before in self._insisted):
                 _keep(self._insisted, last)
-                return None
+                return HIGHEST
             return int(self._density.worth_at(row, 0.0) * _PER_UNIT)
 
     def refused(self, chunk: str) -> None:

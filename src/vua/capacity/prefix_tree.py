@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -18,22 +18,19 @@ from typing import Final, NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from vua.capacity.lru import mtime_ns_of, set_mtime
+from vua.capacity.lru import mtime_ns_of
 from vua.capacity.scan import (
-    AFTER,
-    PIN,
     Show,
     Space,
     chunks_of,
     fans_of,
     listed,
-    mark,
     silent,
-    unmark,
 )
 from vua.format.entry import FORMAT, SEALED, SEALED_V1
 from vua.io.posix import close_quietly
 from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
+from vua.storage.names import AFTER, PIN
 
 __all__ = [
     "ChunkNode",
@@ -42,12 +39,8 @@ __all__ = [
     "Spread",
     "ancestors",
     "in_turn",
-    "pin",
-    "pin_prefix",
     "read_node",
     "read_prefix_tree",
-    "unpin",
-    "unpin_prefix",
 ]
 
 R = TypeVar("R")
@@ -207,52 +200,6 @@ def ancestors(space: Space, chunk: str) -> Iterator[str]:
         yield chunk
         seen.add(chunk)
         chunk = read_node(space, chunk).before
-
-
-def pin(space: Space, chunk: str) -> list[str]:
-    """Keep a chunk and its prefix from eviction, expiry and quotas, until it is unpinned.
-
-    Leaves an empty file ``pin-<chunk>`` in each one's directory: it survives restarts, and costs
-    readers and writers nothing. Returns the chunks that are held.
-    """
-    return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, mark)]
-
-
-def unpin(space: Space, chunk: str) -> list[str]:
-    """Undo :func:`pin`; what other pins hold stays held. Returns the chunks that were released."""
-    return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, unmark)]
-
-
-def pin_prefix(space: Space, names: Sequence[str]) -> int:
-    """Pin a prompt's stored chunks, given front to back; return how many are held."""
-    return len(pin(space, names[-1])) if names else 0
-
-
-def unpin_prefix(space: Space, names: Sequence[str]) -> int:
-    """Undo the pins of a prompt and of prefixes of it; return how many chunks that releases."""
-    own = [name for name in names if _is_pin(space, name)]
-    return max((len(unpin(space, name)) for name in own[::-1]), default=0)
-
-
-def _is_pin(space: Space, chunk: str) -> bool:
-    """Whether a chunk itself was pinned, not only as a part of a longer prefix."""
-    try:
-        os.stat(f"{chunk_path(chunk)}/{PIN}{chunk}", dir_fd=space.fd, follow_symlinks=False)
-    except OSError:
-        return False
-    return True
-
-
-def _quietly(
-    space: Space, chunk: str, pinned: str, change: Callable[[int, str, str], bool]
-) -> bool:
-    """Change something in a chunk's directory without making it look used."""
-    mtime_ns = mtime_ns_of(space.fd, chunk)
-    done = change(space.fd, chunk, PIN + pinned)
-    if mtime_ns is not None:
-        with contextlib.suppress(OSError):
-            set_mtime(space.fd, chunk, mtime_ns)
-    return done
 
 
 class ChunkNodes(NamedTuple):

@@ -1,14 +1,9 @@
-"""What is evicted when: on demand for a writer that waits, and ahead of need.
+"""Evicts from one cache directory, in time for the writers of one process.
 
-Near the limit victims are looked for, and evicted, before anybody has to wait for that. Nothing
-here starts a thread or waits for one: :mod:`vua.capacity.reclaim` calls it.
-
-The thread that evicts, and the queue of writers that wait for it.
-
-A writer asks :meth:`ReclaimThread.reserve` before it writes. While there is space it is told so at
-once. Searching and deleting are done by a thread of this module, which begins before the limit is
-reached. Only when it is behind a writer waits, for some seconds at most, and is refused then:
-nothing is written beyond the limit. An idle cache has no thread.
+A writer asks :meth:`Reclaimer.reserve` before it writes. While there is space it is told so at
+once. Near the limit a thread looks for victims, and evicts, before anybody has to wait for that.
+Only when it is behind a writer waits, for some seconds at most, and is refused then: nothing is
+written beyond the limit. An idle cache has no thread.
 """
 
 from __future__ import annotations
@@ -25,21 +20,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-from vua.capacity import ttl
+from vua.capacity import marks
 from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.lease import Lease, lease, upkeep_directory
 from vua.capacity.limits import Limits
 from vua.capacity.lru import next_tick_ns
-from vua.capacity.policy import LRU
+from vua.capacity.policy import LRU, Policy
 from vua.capacity.removal import NOTHING, Freed
-from vua.capacity.scan import Candidate, spaces
+from vua.capacity.scan import HIGHEST, Candidate, spaces
 from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
 from vua.io.forks import watch
 from vua.io.posix import close_quietly
 from vua.storage.mark import MARK, is_marked
 
-__all__ = ["ANYTHING", "Below", "Held", "Reclaim", "ReclaimThread", "StoppedError"]
+__all__ = ["ANYTHING", "Below", "Held", "Reclaimer", "StoppedError"]
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +52,16 @@ _FEW_VICTIMS: Final = 4096
 _AHEAD_AGE_NS: Final = 10**9
 """Eviction ahead of need takes only chunks at least 1 s older than those being written, so a prompt
 never evicts its own prefix."""
-_NO_PARENT_NS: Final = 1 << 62
+_NO_PARENT_NS: Final = HIGHEST
 _TTL_INTERVAL_S: Final = 60.0
-"""How often chunks are looked for whose own time to live (:mod:`vua.capacity.ttl`) is over."""
+"""How often chunks are looked for whose own time to live (:mod:`vua.capacity.marks`) is over."""
 _COSTLY_S: Final = 0.25
 """A search for space that took longer, in vain, is not repeated for ten times as long."""
+_WAIT_S: Final = 4.0
+"""A writer waits no longer: vLLM's connector gives a write up after `timeouts.io_s`, 10 s."""
+_CLOSE_WAIT_S: Final = 5.0
+_PAUSES_S: Final = (1.0, 300.0)
+"""How long nothing is written after the disk stayed full: first, doubled each time, at most."""
 _MEASUREMENTS: Final = 3
 """Times that a directory is measured which others replace at the same time."""
 _NO_SPACE: Final = (
@@ -81,8 +81,8 @@ class Below(NamedTuple):
 
     mtime_ns: int | None
     """What has an older mtime than the chunk before it, or will have; None: whatever its mtime."""
-    rank: int | None = None
-    """Of that, what has no higher rank than the new chunk will have; None: that is not known."""
+    rank: int = HIGHEST
+    """Of that, what has no higher rank than the new chunk will have."""
 
 
 ANYTHING: Final = Below(None)
@@ -100,14 +100,29 @@ class Held(Protocol):
 
 
 class StoppedError(Exception):
-    """The eviction under way is to end: see :attr:`Reclaim.stopped`."""
+    """The eviction under way is to end: its process ends."""
 
 
-class Reclaim:
-    """Evicts from one cache directory within its limits. All state is guarded by :attr:`lock`.
+@dataclass(slots=True, eq=False)
+class _Request:
+    """Space that a writer waits for."""
 
-    What reads or changes the directory (:meth:`make_space`, :meth:`work_ahead`) is for one thread
-    at a time, which does not hold the lock. Everything else is arithmetic, for who holds it.
+    nbytes: int
+    below: Below
+    files: int = 1
+    full: bool = False
+    """Whether the disk was found full, whatever is estimated."""
+    granted: bool = False
+    answered: bool = False
+    given_up: bool = False
+
+
+class Reclaimer:
+    """Reserves space for the writers of one process, and evicts for them. Safe for threads.
+
+    All state is guarded by one lock. What reads or changes the directory (:meth:`make_space`,
+    :meth:`work_ahead`, :meth:`measure`) is for one thread at a time, which does not hold the lock:
+    that of this class, or a test's. Everything else is arithmetic.
     """
 
     def __init__(
@@ -115,13 +130,13 @@ class Reclaim:
         root: str | os.PathLike[str],
         bounds: Limits,
         counts: Counter[str],
-        policy: LRU | None = None,
+        policy: Policy | None = None,
         held: Held | None = None,
     ) -> None:
-        """Prepare for ``root``; add events to ``counts``. Reads nothing yet.
+        """Prepare for ``root``; add events to ``counts``. Reads and starts nothing until needed.
 
-        What is written to ``held`` is measured where its path leads: so both are looked at
-        together.
+        ``held`` is what is written to, a directory of ``root``. It is measured where its path
+        leads: so both are looked at together.
         """
         self._root, self._bounds, self._counts = Path(root), bounds, counts
         self._held, self._moves = held, 0 if held is None else held.moves
@@ -129,24 +144,38 @@ class Reclaim:
         self._warned: set[str] = set()
         self._on_evicted: Callable[[Candidate], None] = lambda _: None
         self._spares_unsent = False
-        self.reset()
+        self._reset()
+        watch(self)
 
-    def reset(self) -> None:
-        """Know nothing, with a free lock: at first, and after a fork."""
-        self.lock = threading.RLock()
-        self.estimate = UsageEstimate(self._root, self._bounds, self.lock)
+    def after_fork(self) -> None:
+        """Know nothing, with a free lock and no thread; see :mod:`vua.io.forks`."""
+        atexit.unregister(self.close)  # of the thread, which only the parent has
+        self._reset()
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition(threading.RLock())
+        self._estimate = UsageEstimate(self._root, self._bounds, self._changed)
         self._evictor = Evictor(self._root, policy=self._policy)
         self._evictor.evicted = self._on_evicted
         self._evictor.spares_unsent, self._evictor.counts = self._spares_unsent, self._counts
-        self.stopped = False
-        """Set to end an eviction or a search that is under way."""
-        self.paused_until_s = 0.0
-        """Nothing is to be written before this, by the monotonic clock."""
+        self._paused_until_s = 0.0  # nothing is to be written before this, by the monotonic clock
+        self._pause_s = _PAUSES_S[0]
         self._largest_bytes = 0  # of the files asked for
+        # mtime of the oldest parent of what was written since the last eviction; of the latest
         self._writing_ns = self._latest_ns = _NO_PARENT_NS
-        """mtime of the oldest parent of what was written since the last eviction; the latest."""
         self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
         self._someone_evicts = False
+        self._requests: deque[_Request] = deque()
+        self._has_work = False  # something is to be done before anybody has to wait for it
+        self._thread_running = False
+        self._too_slow = False  # a writer waited in vain: until a request is answered none waits
+        self._closed = False  # also ends an eviction or a search that is under way
+
+    def close(self) -> None:
+        """End the thread, waiting for a few seconds at most. A second call does nothing."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._thread_running, _CLOSE_WAIT_S)
 
     def on_evicted(self, tell: Callable[[Candidate], None]) -> None:
         """Call ``tell`` with each chunk that is evicted here, on the thread that evicts."""
@@ -162,9 +191,74 @@ class Reclaim:
             self._warned.add(cause)
             log.warning("%s", text)
 
+    # -- for writers ---------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int, below: Below = ANYTHING, files: int = 1) -> bool:
+        """Reserve space for files; False: there is none, do not write them.
+
+        Args:
+            nbytes: size of all of them.
+            below: what may be evicted for them.
+            files: how many they are.
+
+        Returns at once where there is space, after ``_WAIT_S`` at the latest where there is none.
+        """
+        with self._changed:
+            if self._has_moved():
+                self._pause_s = _PAUSES_S[0]
+            if time.monotonic() < self._paused_until_s:
+                return False
+            self.note_request(nbytes, below.mtime_ns, files)
+            if self._is_worth_less(below):
+                return False
+            if self._estimate.is_stale or self._estimate.missing(nbytes) > 0:
+                return self._ask(_Request(nbytes, below, files))
+            self._estimate.reserve(nbytes, files)
+            if self._is_due:
+                self._has_work = True
+                self._wake()
+            return True
+
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether something has to go soon, as far as this process knows."""
+        with self._changed:
+            return self._estimate.missing(2 * self._burst_bytes()) > 0
+
+    def settle(self, reserved_bytes: int, written_bytes: int, files: int = 1) -> None:
+        """Note how much of what was reserved is written; once for each :meth:`reserve`."""
+        with self._changed:
+            self._estimate.settle(reserved_bytes, written_bytes, files)
+            if written_bytes:
+                self._pause_s = _PAUSES_S[0]  # the disk takes files: the next pause is short again
+
+    def relieve_full_disk(self, nbytes: int, below: Below) -> None:
+        """Evict because the disk was found full, whatever is estimated; waits as `reserve` does."""
+        with self._changed:
+            self._counts["full"] += 1
+            self._ask(_Request(nbytes, below, full=True))
+
+    def pause(self, why: str) -> None:
+        """Reserve nothing for a while, longer each time: the disk stays full."""
+        with self._changed:
+            self._paused_until_s = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _PAUSES_S[1])
+        self.warn_once("full", f"{why}; storing is paused, for 1 s to 5 min each time")
+
+    @property
+    def max_bytes(self) -> int:
+        """The limit in bytes, as far as this process knows it; 0 before the first measurement."""
+        limits = self._estimate.limits
+        return 0 if limits is None else limits.max_bytes
+
+    @property
+    def pause_left_s(self) -> float:
+        """How long nothing is to be written since the disk stayed full, or a search was costly."""
+        return max(0.0, self._paused_until_s - time.monotonic())
+
     # -- arithmetic, for who holds the lock ---------------------------------------------------
 
-    def has_moved(self) -> bool:
+    def _has_moved(self) -> bool:
         """Whether what is written to became another directory: then nothing is known of its size.
 
         Writing goes on at once, even if the one before was full.
@@ -172,55 +266,47 @@ class Reclaim:
         if self._held is None or self._held.moves == self._moves:
             return False
         self._moves = self._held.moves
-        self.estimate.forget()
-        self.paused_until_s = self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
+        self._estimate.forget()
+        self._paused_until_s = self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
         return True
 
     def note_request(self, nbytes: int, before_ns: int | None, files: int) -> None:
         """Note what is to be written: ``files`` of ``nbytes`` in all, parent's mtime if any."""
-        self.estimate.count_request(nbytes, files)
+        self._estimate.count_request(nbytes, files)
         self._largest_bytes = max(self._largest_bytes, nbytes // files)
         self._latest_ns = _NO_PARENT_NS if before_ns is None else before_ns
         self._writing_ns = min(self._writing_ns, self._latest_ns)
 
     @property
-    def is_due(self) -> bool:
+    def _is_due(self) -> bool:
         """Whether :meth:`work_ahead` has something to do."""
         now_s = time.monotonic()
-        if now_s >= self._expire_from_s or self.estimate.is_ageing:
+        if now_s >= self._expire_from_s or self._estimate.is_ageing:
             return True
-        is_low = self.estimate.missing(self._burst_bytes() // 2) > 0
+        is_low = self._estimate.missing(self._burst_bytes() // 2) > 0
         return (is_low and now_s >= self._ahead_from_s) or self._is_search_due(now_s)
 
-    def is_worth_less(self, below: Below) -> bool:
+    def _is_worth_less(self, below: Below) -> bool:
         """Whether a new chunk would be among the first to go, so that it need not be written.
 
         Only where little room is left, and victims were looked for lately.
         """
-        floor = self._evictor.floor_rank
-        if below.rank is None or floor is None:
-            return False
-        return below.rank < floor and self.is_nearly_full
+        return below.rank < self._evictor.floor_rank and self.is_nearly_full
 
     @property
-    def is_nearly_full(self) -> bool:
-        """Whether something has to go soon: until then everything is stored."""
-        return self.estimate.missing(2 * self._burst_bytes()) > 0
-
-    @property
-    def knows_victims(self) -> bool:
+    def _knows_victims(self) -> bool:
         """Whether something can be evicted without a search."""
         return bool(self._evictor.left)
 
     def _is_search_due(self, now_s: float) -> bool:
-        limits = self.estimate.limits
+        limits = self._estimate.limits
         if limits is None or self._evictor.left >= _FEW_VICTIMS or now_s < self._search_from_s:
             return False
-        return self.estimate.missing(int(limits.max_bytes * (1 - _SEARCH_SHARE))) > 0
+        return self._estimate.missing(int(limits.max_bytes * (1 - _SEARCH_SHARE))) > 0
 
     def _burst_bytes(self) -> int:
         """Bytes to free beside what is needed."""
-        limits, (few, most) = self.estimate.limits, _BURST_FILES
+        limits, (few, most) = self._estimate.limits, _BURST_FILES
         if limits is None:
             return most * self._largest_bytes
         files = limits.max_bytes // max(1, self._largest_bytes)
@@ -237,7 +323,7 @@ class Reclaim:
             full: the disk was found full, whatever is estimated. The answer is then True also when
                 nothing could be evicted: another process may have.
         """
-        began_s, estimate = time.monotonic(), self.estimate
+        began_s, estimate = time.monotonic(), self._estimate
         if estimate.is_stale or estimate.missing(nbytes) > 0:
             self._follow()
         if estimate.is_stale:
@@ -265,29 +351,28 @@ class Reclaim:
         cause = _NO_INODES if estimate.lacks_inodes else _NO_SPACE
         self.warn_once("refused", f"{self._root}: no room for a chunk: {cause}")
         cost_s = time.monotonic() - began_s
-        if cost_s > _COSTLY_S and below.rank is None:  # else only what ranks low is refused
-            self.paused_until_s = began_s + 10 * cost_s
+        if cost_s > _COSTLY_S and below.rank == HIGHEST:  # else only what ranks low is refused
+            self._paused_until_s = began_s + 10 * cost_s
         return False
 
-    def work_ahead(self, between: Callable[[], None]) -> None:
+    def work_ahead(self) -> None:
         """Measure, look for victims and evict before anybody has to wait for that.
 
-        ``between`` is called between two steps of the search, some hundred times; it may call
-        :meth:`make_space` where that needs no search.
+        Some hundred times during the search it serves the writers that need no search.
         """
-        if self.estimate.is_ageing:
+        if self._estimate.is_ageing:
             self._measure()
         self._expire()
         if self._is_search_due(time.monotonic()):
-            self._search(between)
-        began_s, need = time.monotonic(), self.estimate.missing(self._burst_bytes() // 2)
+            self._search()
+        began_s, need = time.monotonic(), self._estimate.missing(self._burst_bytes() // 2)
         if need > 0 and began_s >= self._ahead_from_s:
             wanted = need + self._burst_bytes() // 2
             if self._evict(wanted, ahead=True).nbytes < need:  # do not try all the time
                 cost_s = time.monotonic() - began_s
                 self._ahead_from_s = began_s + max(0.1, 11 * cost_s)
 
-    def _search(self, between: Callable[[], None]) -> None:
+    def _search(self) -> None:
         began_s = time.monotonic()
         if not self._may_delete():
             self._search_from_s = began_s + _TTL_INTERVAL_S
@@ -298,7 +383,7 @@ class Reclaim:
                 now_ns = next_tick_ns(directory)
             finally:
                 close_quietly(directory)
-            self._evictor.prepare(now_ns, between)
+            self._evictor.prepare(now_ns, self._between)
         except OSError as problem:
             self._cannot_evict(problem)
         self._search_from_s = began_s + max(1.0, 21 * (time.monotonic() - began_s))
@@ -308,14 +393,14 @@ class Reclaim:
         if self._held is not None:
             with contextlib.suppress(OSError):
                 self._held.follow(doubt=True)
-        with self.lock:
-            return self.has_moved()
+        with self._changed:
+            return self._has_moved()
 
     def measure(self) -> None:
         """Measure what is written to: again where that became another directory meanwhile."""
         for _ in range(_MEASUREMENTS):
             self._follow()
-            self.estimate.measure(self.warn_once)
+            self._estimate.measure(self.warn_once)
             if not self._follow():
                 break
 
@@ -325,7 +410,7 @@ class Reclaim:
 
     def _expire(self) -> None:
         """Delete what was not used for its time to live: every eighth of that, or each minute."""
-        limits, now_s = self.estimate.limits, time.monotonic()
+        limits, now_s = self._estimate.limits, time.monotonic()
         if limits is None or now_s < self._expire_from_s:
             return
         ttl_s = limits.ttl_s
@@ -337,7 +422,7 @@ class Reclaim:
     def _has_own_ttls(self) -> bool:
         try:
             with spaces(self._root) as found:
-                return self._may_delete() and ttl.remove_empty_folders(found)
+                return self._may_delete() and marks.remove_empty_ttl_folders(found)
         except OSError:
             return False
 
@@ -369,7 +454,7 @@ class Reclaim:
         self._someone_evicts = False
         if not self._may_delete():
             return NOTHING
-        limits = self.estimate.limits
+        limits = self._estimate.limits
         try:
             directory = upkeep_directory(self._root)
             try:
@@ -397,8 +482,8 @@ class Reclaim:
         except OSError as problem:
             self._cannot_evict(problem)
             return NOTHING
-        with self.lock:
-            self.estimate.freed(freed.nbytes, freed.chunks)
+        with self._changed:
+            self._estimate.freed(freed.nbytes, freed.chunks)
             self._counts["chunks_evicted"] += freed.chunks
             self._counts["bytes_evicted"] += freed.nbytes
         return freed
@@ -408,7 +493,7 @@ class Reclaim:
 
         Asked when the lease is held: writes go on while this process waits for it.
         """
-        with self.lock:
+        with self._changed:
             before_ns = min(self._writing_ns, now_ns) - _AHEAD_AGE_NS
             self._writing_ns = self._latest_ns
         return before_ns
@@ -418,154 +503,42 @@ class Reclaim:
 
     def _pulse(self, held: Lease) -> None:
         held.renew()
-        if self.stopped:
+        if self._closed:
             raise StoppedError
 
-
-_WAIT_S: Final = 4.0
-"""A writer waits no longer: vLLM's connector gives a write up after `timeouts.io_s`, 10 s."""
-_CLOSE_WAIT_S: Final = 5.0
-_PAUSES_S: Final = (1.0, 300.0)
-"""How long nothing is written after the disk stayed full: first, doubled each time, at most."""
-
-
-@dataclass(slots=True, eq=False)
-class _Request:
-    """Space that a writer waits for."""
-
-    nbytes: int
-    below: Below
-    files: int = 1
-    full: bool = False
-    """Whether the disk was found full, whatever is estimated."""
-    granted: bool = False
-    answered: bool = False
-    given_up: bool = False
-
-
-class ReclaimThread:
-    """Reserves space for the writers of one process. Safe for threads."""
-
-    def __init__(
-        self,
-        root: str | os.PathLike[str],
-        bounds: Limits,
-        counts: Counter[str],
-        policy: LRU | None = None,
-        held: Held | None = None,
-    ) -> None:
-        """Reserve space in ``root``; add events to ``counts``. Starts nothing until needed.
-
-        ``held`` is what is written to, a directory of ``root``.
-        """
-        self._root, self._counts = Path(root), counts
-        self.reclaim = Reclaim(root, bounds, counts, policy, held)
-        self._reset()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """Know nothing, with no thread; see :mod:`vua.io.forks`."""
-        atexit.unregister(self.close)  # of the thread, which only the parent has
-        self.reclaim.reset()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._changed = threading.Condition(self.reclaim.lock)
-        self._pause_s = _PAUSES_S[0]
-        self._requests: deque[_Request] = deque()
-        self._ahead = self._running = self._behind = self._closed = False
-        """Whether there is something to do ahead of need; a thread; it is slow; all has ended."""
-
-    def close(self) -> None:
-        """End the thread, waiting for a few seconds at most. A second call does nothing."""
-        with self._changed:
-            self._closed = self.reclaim.stopped = True
-            self._changed.wait_for(lambda: not self._running, _CLOSE_WAIT_S)
-
-    def reserve(self, nbytes: int, below: Below = ANYTHING, files: int = 1) -> bool:
-        """Reserve space for files; False: there is none, do not write them.
-
-        Args:
-            nbytes: size of all of them.
-            below: what may be evicted for them.
-            files: how many they are.
-
-        Returns at once where there is space, after ``_WAIT_S`` at the latest where there is none.
-        """
-        reclaim = self.reclaim
-        with self._changed:
-            if reclaim.has_moved():
-                self._pause_s = _PAUSES_S[0]
-            if time.monotonic() < reclaim.paused_until_s:
-                return False
-            reclaim.note_request(nbytes, below.mtime_ns, files)
-            if reclaim.is_worth_less(below):
-                return False
-            if reclaim.estimate.is_stale or reclaim.estimate.missing(nbytes) > 0:
-                return self._ask(_Request(nbytes, below, files))
-            reclaim.estimate.reserve(nbytes, files)
-            if reclaim.is_due:
-                self._ahead = True
-                self._wake()
-            return True
-
-    @property
-    def is_nearly_full(self) -> bool:
-        """Whether something has to go soon, as far as this process knows."""
-        with self._changed:
-            return self.reclaim.is_nearly_full
-
-    def settle(self, reserved_bytes: int, written_bytes: int, files: int = 1) -> None:
-        """Note how much of what was reserved is written; once for each :meth:`reserve`."""
-        with self._changed:
-            self.reclaim.estimate.settle(reserved_bytes, written_bytes, files)
-            if written_bytes:
-                self._pause_s = _PAUSES_S[0]  # the disk takes files: the next pause is short again
-
-    def relieve_full_disk(self, nbytes: int, below: Below) -> None:
-        """Evict because the disk was found full, whatever is estimated; waits as `reserve` does."""
-        with self._changed:
-            self._counts["full"] += 1
-            self._ask(_Request(nbytes, below, full=True))
-
-    def pause(self, why: str) -> None:
-        """Reserve nothing for a while, longer each time: the disk stays full."""
-        with self._changed:
-            self.reclaim.paused_until_s = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, _PAUSES_S[1])
-        self.reclaim.warn_once("full", f"{why}; storing is paused, for 1 s to 5 min each time")
+    # -- the thread ----------------------------------------------------------------------------
 
     def _ask(self, request: _Request) -> bool:
         """Let the thread answer a request, and wait for that, but not behind one that hangs."""
-        if self._behind or self._closed:
+        if self._too_slow or self._closed:
             return False
         self._requests.append(request)
         self._wake()
         self._changed.wait_for(lambda: request.answered, _WAIT_S)
         if not request.answered:
-            request.given_up = self._behind = True
+            request.given_up = self._too_slow = True
             text = f"{self._root}: eviction is slow, meanwhile nothing is stored"
-            self.reclaim.warn_once("behind", text)
+            self.warn_once("behind", text)
         return request.granted
 
     def _wake(self) -> None:
         """Start the thread where there is none. Called with the lock held."""
-        if self._running or self._closed:
+        if self._thread_running or self._closed:
             return
-        self._running = True
+        self._thread_running = True
         try:
             threading.Thread(target=self._run, name="vua-reclaim", daemon=True).start()
         except RuntimeError as problem:  # the system has no more threads
             self._end()
-            self.reclaim.warn_once("thread", f"{self._root}: nothing can be evicted: {problem}")
+            self.warn_once("thread", f"{self._root}: nothing can be evicted: {problem}")
 
     def _run(self) -> None:
         atexit.register(self.close)  # a burst under way comes to its end
         try:
             while self._is_needed():
                 if not self._serve():
-                    self._ahead = False
-                    self.reclaim.work_ahead(self._between)
+                    self._has_work = False
+                    self.work_ahead()
         except StoppedError:
             self._end()
         except Exception:  # who waits for space is answered, whatever breaks
@@ -577,14 +550,14 @@ class ReclaimThread:
     def _is_needed(self) -> bool:
         """Whether there is anything to do; if not, the thread has ended with this answer."""
         with self._changed:
-            if (self._requests or self._ahead) and not self._closed:
+            if (self._requests or self._has_work) and not self._closed:
                 return True
             self._end()
             return False
 
     def _end(self) -> None:
         with self._changed:
-            self._running = self._behind = False
+            self._thread_running = self._too_slow = False
             while self._requests:
                 self._requests.popleft().answered = True
             self._changed.notify_all()
@@ -593,17 +566,17 @@ class ReclaimThread:
         """Answer the first writer that waits; False when none does."""
         with self._changed:
             if not self._requests:
-                self._behind = False
+                self._too_slow = False
                 return False
             request = self._requests[0]
-        granted = not request.given_up and self.reclaim.make_space(
+        granted = not request.given_up and self.make_space(
             request.nbytes, request.below, full=request.full
         )
         with self._changed:
             self._requests.popleft()
             request.granted, request.answered = granted and not request.given_up, True
             if request.granted and not request.full:
-                self.reclaim.estimate.reserve(request.nbytes, request.files)
+                self._estimate.reserve(request.nbytes, request.files)
             self._changed.notify_all()
         return True
 
@@ -611,10 +584,10 @@ class ReclaimThread:
         """Between two steps of a search: stop at the end, serve who can be served without one."""
         if self._closed:
             raise StoppedError
-        reclaim, estimate = self.reclaim, self.reclaim.estimate
+        estimate = self._estimate
         if self._requests and estimate.is_stale:
-            reclaim.measure()
+            self.measure()
         while self._requests and (
-            reclaim.knows_victims or estimate.missing(self._requests[0].nbytes) <= 0
+            self._knows_victims or estimate.missing(self._requests[0].nbytes) <= 0
         ):
             self._serve()

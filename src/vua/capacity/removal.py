@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
-from vua.capacity import ttl
+from vua.capacity import marks
 from vua.capacity.lru import got_child, mtime_ns_of, server_now_ns
 from vua.capacity.owned import (
     QUARANTINED,
@@ -28,10 +28,11 @@ from vua.capacity.owned import (
     is_temporary,
     is_trash,
 )
-from vua.capacity.scan import PIN, TRASH, TTL_FOLDER, Space, chunk_nbytes, is_fan, listed
+from vua.capacity.scan import TRASH, Space, chunk_nbytes, is_fan, listed
 from vua.io.posix import close_quietly
 from vua.storage.description import DESCRIPTION, is_described
 from vua.storage.local import QUARANTINE, SUFFIX, chunk_path
+from vua.storage.names import PIN, TTL_FOLDER
 
 __all__ = [
     "GRACE_S",
@@ -86,7 +87,7 @@ def evict_chunk(
     if foreign:
         nbytes = strip_chunk(space.fd, path)
         if nbytes:
-            ttl.remove_ttl(space, chunk)
+            marks.remove_ttl(space, chunk)
         return nbytes or None
     try:
         os.rename(path, trash, src_dir_fd=space.fd, dst_dir_fd=space.fd)
@@ -102,7 +103,7 @@ def evict_chunk(
         with contextlib.suppress(OSError):
             os.rename(trash, path, src_dir_fd=space.fd, dst_dir_fd=space.fd)
             return None
-    ttl.remove_ttl(space, chunk)
+    marks.remove_ttl(space, chunk)
     nbytes = delete_chunk(space.fd, trash)
     if _holds_entries(space, trash):
         with contextlib.suppress(OSError):
@@ -123,7 +124,7 @@ def _delete_in_place(
     if _holds_entries(space, path):
         why = problem.strerror or "it cannot be moved"
         raise ImmovableError(problem.errno, why, _where(space, chunk)) from problem
-    ttl.remove_ttl(space, chunk)
+    marks.remove_ttl(space, chunk)
     return nbytes
 
 

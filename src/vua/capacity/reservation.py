@@ -30,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, NamedTuple
 
-from vua.capacity import prefix_tree, ttl
+from vua.capacity import marks
 from vua.capacity.limits import Limits
 from vua.capacity.lru import (
     INTERVAL_S,
@@ -42,15 +42,17 @@ from vua.capacity.lru import (
     mtime_ns_of,
     set_mtime,
 )
-from vua.capacity.policy import LRU, LeastHitDensity
-from vua.capacity.reclaim import Below, ReclaimThread
+from vua.capacity.marks import mark
+from vua.capacity.policy import LeastHitDensity, Policy
+from vua.capacity.reclaim import Below, Reclaimer
 from vua.capacity.removal import evict_chunk
-from vua.capacity.scan import AFTER, Candidate, Space, mark
+from vua.capacity.scan import HIGHEST, Candidate, Space
 from vua.errors import StorageFullError
 from vua.format.keys import ChunkKey, Keys
 from vua.io.forks import watch
 from vua.native import WRITTEN
 from vua.storage.local import LocalStorage
+from vua.storage.names import AFTER
 
 __all__ = ["Capacity", "Pending", "Reservation", "Unlimited"]
 
@@ -131,7 +133,7 @@ class Capacity:
         root: str | os.PathLike[str],
         storage: LocalStorage,
         bounds: Limits | None = None,
-        policy: LRU | None = None,
+        policy: Policy | None = None,
     ) -> None:
         """Watch over ``storage``, a namespace of ``root``. Starts nothing until it is needed.
 
@@ -144,9 +146,9 @@ class Capacity:
         self._root, self.storage = Path(root), storage
         self.counts: Counter[str] = Counter()
         """Events so far: chunks_evicted, bytes_evicted, chunks_refused, orphans, full."""
-        self.policy = policy or LeastHitDensity(root)
+        self.policy: Policy = policy or LeastHitDensity(root)
         limits = Limits() if bounds is None else bounds
-        self.reclaiming = ReclaimThread(root, limits, self.counts, self.policy, storage)
+        self.reclaimer = Reclaimer(root, limits, self.counts, self.policy, storage)
         self.pending = Pending(_ADOPT_WAIT_S)
         self.touches: Touches[_Use] = Touches(self._note)
         self._requests, self._stores = Recent(INTERVAL_S), Recent(INTERVAL_S)
@@ -161,7 +163,7 @@ class Capacity:
         """Finish what is to be touched, and release the threads. A second call does nothing."""
         self.touches.close()
         self._adopt(time.monotonic() + _ADOPT_WAIT_S)
-        self.reclaiming.close()
+        self.reclaimer.close()
 
     @property
     def space(self) -> Space:
@@ -181,15 +183,14 @@ class Capacity:
         Args:
             keys: the chunks, in order.
             nbytes: size of each one's file.
-            ttl_s: they may be deleted when not used for so long, see :mod:`vua.capacity.ttl`.
+            ttl_s: they may be deleted when not used for so long, see :mod:`vua.capacity.marks`.
         """
         return Reservation(self, keys, nbytes, ttl_s)
 
     @property
     def batch_bytes(self) -> int:
         """How many bytes one reservation should have at most; what is larger goes alone."""
-        limits = self.reclaiming.reclaim.estimate.limits
-        return 0 if limits is None else int(limits.max_bytes * _BATCH_SHARE)
+        return int(self.reclaimer.max_bytes * _BATCH_SHARE)
 
     def add_orphan(self, chunk: str, parent: str) -> None:
         """Note a new chunk whose parent is not there, or is an orphan itself: it may come soon."""
@@ -268,10 +269,10 @@ class Capacity:
         Reads one header per chunk of the prefix; never raises for the state of the storage.
         """
         try:
-            return bool(prefix_tree.pin(self.space, chunk))
+            return bool(marks.pin(self.space, chunk))
         except OSError as problem:
             text = f"{self._root}: nothing can be pinned: {problem}"
-            self.reclaiming.reclaim.warn_once("pin", text)
+            self.reclaimer.warn_once("pin", text)
             return False
 
     def pin_prefix(self, chunks: Sequence[str]) -> int:
@@ -279,15 +280,19 @@ class Capacity:
 
         Raises OSError only where this process has no more descriptors.
         """
-        return prefix_tree.pin_prefix(self.space, chunks)
+        return marks.pin_prefix(self.space, chunks)
 
     def unpin_prefix(self, chunks: Sequence[str]) -> int:
         """Undo :meth:`pin_prefix` of these chunks and of prefixes of them; how many that frees."""
-        return prefix_tree.unpin_prefix(self.space, chunks)
+        return marks.unpin_prefix(self.space, chunks)
 
     def raise_ttls(self, chunk: str, ttl_s: float) -> None:
         """Raise the times to live of a chunk and its prefix; never raises for the storage."""
-        ttl.raise_ttls(self.space, chunk, ttl_s)
+        marks.raise_ttls(self.space, chunk, ttl_s)
+
+    def spare_unsent(self) -> None:
+        """Evict what was not copied to slower tiers yet only where nothing else can go."""
+        self.reclaimer.spare_unsent()
 
     def share_reads(self) -> None:
         """Expect other processes of this host to read the same entries at the same time."""
@@ -300,7 +305,7 @@ class Capacity:
             if victim.space == self.space.name:
                 tell(victim.chunk)
 
-        self.reclaiming.reclaim.on_evicted(evicted)
+        self.reclaimer.on_evicted(evicted)
 
 
 class Unlimited:
@@ -351,15 +356,11 @@ class Reservation:
             if self._before_ns is not None and len(keys) == 1:  # of more, some may be there already
                 capacity.pending.expect(keys[0].name, self._before_ns - MTIME_STEP_NS)
             whole = self._nbytes * len(keys)
-            is_full = capacity.reclaiming.is_nearly_full
-            before = keys[0].before.hex()
-            rank = (
-                capacity.policy.rank_of_new(keys[0].name, keys[-1].name, before)
-                if is_full
-                else None
-            )
+            rank, before = HIGHEST, keys[0].before.hex()
+            if capacity.reclaimer.is_nearly_full:
+                rank = capacity.policy.rank_of_new(keys[0].name, keys[-1].name, before)
             self._below = Below(self._before_ns, rank)
-            self.granted = capacity.reclaiming.reserve(whole, self._below, len(keys))
+            self.granted = capacity.reclaimer.reserve(whole, self._below, len(keys))
         except BaseException:
             capacity.pending.leave(self._pending)
             raise
@@ -367,7 +368,7 @@ class Reservation:
             self._reserved_bytes = whole
         elif len(keys) == 1:  # several are then asked for one by one
             capacity.counts["chunks_refused"] += 1
-            if self._below.rank is not None:
+            if self._below.rank < HIGHEST:
                 capacity.policy.refused(keys[0].name)
         return self
 
@@ -381,12 +382,12 @@ class Reservation:
         self._settle(0)
         self._capacity.pending.leave(self._pending)
         if isinstance(problem, StorageFullError):
-            self._capacity.reclaiming.pause(str(problem))
+            self._capacity.reclaimer.pause(str(problem))
 
     def relieve_full_disk(self) -> None:
         """Evict because the disk was found full, whatever is estimated; then write once more."""
         nbytes = max(1, self._reserved_bytes)
-        self._capacity.reclaiming.relieve_full_disk(nbytes, self._below)
+        self._capacity.reclaimer.relieve_full_disk(nbytes, self._below)
 
     def commit(self, statuses: Sequence[int]) -> None:
         """Note what became of each chunk: those WRITTEN get their mtimes and their time to live.
@@ -396,16 +397,16 @@ class Reservation:
         capacity = self._capacity
         self._settle(self._nbytes * list(statuses).count(WRITTEN))
         self._set_mtimes(statuses)
-        if self._ttl_s is not None or ttl.has_ttls(capacity.space):
+        if self._ttl_s is not None or marks.has_ttls(capacity.space):
             for key, status in zip(self._keys, statuses, strict=False):
                 if status == WRITTEN:
-                    ttl.settle(capacity.space, key.name, key.before.hex(), self._ttl_s)
+                    marks.settle_ttl(capacity.space, key.name, key.before.hex(), self._ttl_s)
         capacity.adopt_orphans()
 
     def _settle(self, written_bytes: int) -> None:
         reserved, self._reserved_bytes = self._reserved_bytes, 0
         if reserved:
-            self._capacity.reclaiming.settle(reserved, written_bytes, len(self._keys))
+            self._capacity.reclaimer.settle(reserved, written_bytes, len(self._keys))
 
     def _mtime_before_ns(self) -> int | None:
         """The mtime that the first chunk's parent has, or will have; what is older may go for it.

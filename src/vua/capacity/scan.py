@@ -19,19 +19,15 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vua.io.posix import close_quietly, open_beneath
+from vua.io.posix import close_quietly
 from vua.native import LATEST_NS, list_chunks
-from vua.storage.local import SUFFIX, chunk_path
-from vua.storage.names import AFTER, PIN, SENT, TTL_FOLDER
 
 __all__ = [
-    "AFTER",
     "EXHAUSTED",
     "GONE",
-    "PIN",
-    "SENT",
+    "HIGHEST",
+    "LOWEST",
     "TRASH",
-    "TTL_FOLDER",
     "Candidate",
     "Column",
     "Rank",
@@ -45,14 +41,11 @@ __all__ = [
     "fans_of",
     "files_nbytes",
     "is_fan",
-    "is_unsent",
     "listed",
     "lowest",
-    "mark",
     "opened",
     "silent",
     "spaces",
-    "unmark",
 ]
 
 
@@ -85,8 +78,10 @@ GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE}
 """Errors that mean: there is no such directory (any more)."""
 
 _SAMPLED_FANS: Final = 16
-_ALL: Final = (1 << 63) - 1
+HIGHEST: Final = (1 << 63) - 1
 """No rank is higher."""
+LOWEST: Final = -(1 << 63)
+"""No rank is lower."""
 
 
 Column: TypeAlias = npt.NDArray[np.int64]
@@ -259,14 +254,6 @@ def chunk_nbytes(space: Space, path: str) -> int:
         return files_nbytes(entries)
 
 
-def is_unsent(space: Space, chunk: str) -> bool:
-    """Whether a chunk has files that are not noted as sent."""
-    with listed(space.fd, chunk_path(chunk)) as entries:
-        names = [entry.name for entry in entries]
-    files = sum(name.endswith(SUFFIX) for name in names)
-    return files > sum(name.startswith(SENT) for name in names)
-
-
 def files_nbytes(entries: Iterable[os.DirEntry[str]]) -> int:
     """Return the bytes of the regular files among ``entries``; what vanishes has none."""
     total = 0
@@ -275,30 +262,6 @@ def files_nbytes(entries: Iterable[os.DirEntry[str]]) -> int:
             status = entry.stat(follow_symlinks=False)
             total += status.st_size if stat.S_ISREG(status.st_mode) else 0
     return total
-
-
-def mark(directory: int, chunk: str, name: str) -> bool:
-    """Put an empty file into a chunk's directory; False when that is not there (any more)."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    return _inside(directory, chunk, lambda fd: os.close(os.open(name, flags, 0o600, dir_fd=fd)))
-
-
-def unmark(directory: int, chunk: str, name: str) -> bool:
-    """Undo `mark`; False when there was nothing to undo."""
-    return _inside(directory, chunk, lambda fd: os.unlink(name, dir_fd=fd))
-
-
-def _inside(directory: int, chunk: str, work: Callable[[int], None]) -> bool:
-    """Do something with a chunk's directory, given open; whether that went well."""
-    try:
-        fd = open_beneath(directory, chunk_path(chunk))
-        try:
-            work(fd)
-        finally:
-            close_quietly(fd)
-    except OSError:
-        return False
-    return True
 
 
 class Scan(NamedTuple):
@@ -367,7 +330,7 @@ def lowest(
 
 
 def _quantile(found: Sequence[Space], room: int, pulse: Callable[[], None], rank: Rank) -> int:
-    """The rank that about ``room`` chunks are not above; `_ALL` where these are no more."""
+    """The rank that about ``room`` chunks are not above; `HIGHEST` where these are no more."""
     sampled, stand_for = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
     for space in found:
         fans = fans_of(space)
@@ -380,4 +343,4 @@ def _quantile(found: Sequence[Space], room: int, pulse: Callable[[], None], rank
     order = np.argsort(ranks)
     chunks = np.cumsum(np.concatenate(stand_for)[order])
     at = int(np.searchsorted(chunks, room))
-    return _ALL if at >= len(chunks) or chunks[-1] <= room else int(ranks[order[at]])
+    return HIGHEST if at >= len(chunks) or chunks[-1] <= room else int(ranks[order[at]])

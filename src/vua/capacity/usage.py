@@ -187,7 +187,9 @@ class UsageEstimate:
     Everything else is arithmetic, for callers that hold ``lock``.
     """
 
-    def __init__(self, root: str | os.PathLike[str], bounds: Limits, lock: threading.RLock) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], bounds: Limits, lock: threading.Condition
+    ) -> None:
         """Know nothing yet of ``root``."""
         self._root, self._bounds, self._lock = root, bounds, lock
         self.limits: ResolvedLimits | None = None

@@ -35,7 +35,7 @@ from vua.capacity.bucket import (
 )
 from vua.capacity.limits import Limits
 from vua.capacity.removal import Freed
-from vua.capacity.scan import AFTER, TTL_FOLDER, Show, is_fan
+from vua.capacity.scan import Show, is_fan
 from vua.catalog.base import (
     MAX_FILE_NBYTES,
     SHORT,
@@ -71,7 +71,9 @@ from vua.storage.local import QUARANTINE
 from vua.storage.location import BucketPath
 from vua.storage.mark import MARK
 from vua.storage.names import (
+    AFTER,
     COMPRESSED_SUFFIX,
+    TTL_FOLDER,
     entry_at,
     is_compressed,
     is_renewing,

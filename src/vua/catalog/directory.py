@@ -28,20 +28,11 @@ from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
 from vua.capacity.lru import mtime_ns_of
+from vua.capacity.marks import count_ttls, pin, unpin
 from vua.capacity.owned import is_all_ours, is_ours, is_trash, trash_in
-from vua.capacity.prefix_tree import (
-    PrefixTree,
-    ancestors,
-    pin,
-    read_node,
-    read_prefix_tree,
-    unpin,
-)
+from vua.capacity.prefix_tree import PrefixTree, ancestors, read_node, read_prefix_tree
 from vua.capacity.removal import NOTHING, Freed, Remover, delete_namespace
 from vua.capacity.scan import (
-    AFTER,
-    PIN,
-    SENT,
     TRASH,
     Show,
     Space,
@@ -52,7 +43,6 @@ from vua.capacity.scan import (
     listed,
     spaces,
 )
-from vua.capacity.ttl import count
 from vua.capacity.usage import Usage, measure, sample_prefix_tree
 from vua.capacity.use_log import UseLog
 from vua.catalog.base import (
@@ -97,6 +87,7 @@ from vua.storage.description import (
 )
 from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, LocalStorage, chunk_path
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, claim, is_marked, make_mark, strangers
+from vua.storage.names import AFTER, PIN, SENT
 from vua.store.evidence import layouts_by, settled
 from vua.store.namespace import check_root, make_namespace
 
@@ -412,7 +403,7 @@ class DirectoryCatalog(Catalog):
     def own_ttls(self) -> int:
         """Count the marks."""
         with spaces(self.root) as found:
-            return count(found)
+            return count_ttls(found)
 
     def collect(
         self, said: Limits, *, keep: bool = False, quick: bool = False,

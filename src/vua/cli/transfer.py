@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, Final, cast
 import click
 import numpy as np
 
-from vua.capacity.scan import AFTER, Show
+from vua.capacity.scan import Show
 from vua.catalog.archive import Member, Reader, Writer, file_sizes
 from vua.catalog.base import NO_KEYS, NamespaceCatalog, OpenFile, resolve
 from vua.catalog.check import Checker, Place, check_open
@@ -58,6 +58,7 @@ from vua.storage.base import Batch, entry_name, explained
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.location import Location
+from vua.storage.names import AFTER
 from vua.store.place import create_namespace, open_namespace
 from vua.store.store import Store
 from vua.store.writer import EntryWriter

@@ -36,7 +36,7 @@ class SaveHints:
 
     ttl_s: float | None = None
     """Seconds without use after which the chunks may be deleted, if the directory's own time to
-    live does not end before; None: that alone. See :mod:`vua.capacity.ttl`."""
+    live does not end before; None: that alone. See :mod:`vua.capacity.marks`."""
     pin: bool = False
     """Whether they should stay however long they are not used; where the operator allows that."""
 

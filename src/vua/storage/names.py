@@ -44,7 +44,7 @@ SENT: Final = "sent-"
 """Prefix of the name of an empty file that notes that a file of this chunk has arrived in the
 places behind a tiered cache's directory; see :mod:`vua.store.travel`."""
 TTL_FOLDER: Final = "ttl"
-"""The folder of chunks' own times to live, in a namespace; see :mod:`vua.capacity.ttl`."""
+"""The folder of chunks' own times to live, in a namespace; see :mod:`vua.capacity.marks`."""
 QUARANTINED: Final = re.compile(r"[0-9a-f]{64}\.(.+)\.[0-9a-f]{6}")
 _WRITING: Final = re.compile(r"\.tmp-.+-[0-9a-f]{8}-\d+-\d+(?:-\d+)?")
 """A chunk's file until it is whole: host, process, number."""

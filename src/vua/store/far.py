@@ -79,7 +79,7 @@ class TieredCapacity(Capacity):
         """Watch over a namespace; what is not sent yet is not evicted."""
         near = storage.near
         super().__init__(near.directory.parent, near, bounds)
-        self.reclaiming.reclaim.spare_unsent()
+        self.spare_unsent()
         where = storage.where
         self.travel = Travel(near, storage.far, name, self, where=where, rules=rules)
         storage.travels, seen = self.travel, self.travel.seen_behind

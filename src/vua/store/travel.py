@@ -26,8 +26,8 @@ from typing import Final, Protocol
 import numpy as np
 
 from vua.capacity.lru import Recent, mtime_ns_of, set_mtime
+from vua.capacity.marks import mark
 from vua.capacity.reservation import Reservation
-from vua.capacity.scan import SENT, mark
 from vua.errors import EntryError, StorageError
 from vua.format.keys import ChunkKey
 from vua.io.forks import watch
@@ -36,6 +36,7 @@ from vua.io.threads import Call, Threads
 from vua.native import Transfer
 from vua.storage.base import FAILED, Batch, Storage
 from vua.storage.local import LocalStorage, chunk_path
+from vua.storage.names import SENT
 from vua.store.entry_reader import verified
 from vua.store.tier_rules import TierRules
 

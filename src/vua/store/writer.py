@@ -221,7 +221,7 @@ class EntryWriter:
         self.refused = False
         """Whether the last one was not written for want of space, or of a key."""
         self.ttl_s: float | None = None
-        """A hint for what is written from now on, see :mod:`vua.capacity.ttl`."""
+        """A hint for what is written from now on, see :mod:`vua.capacity.marks`."""
         self.wanted: Callable[[], bool] = lambda: True
         """Asked now and then by :meth:`save_all`, which ends early when it says no."""
         self._memory, self._room = memory, memory.chunks(store.layout)

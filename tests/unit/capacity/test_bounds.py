@@ -296,7 +296,7 @@ class TestCapacity(DirectoryTest):
         full[4] = 0  # f_bavail
         cache = Cache(self.root)
         with mock.patch("os.statvfs", return_value=os.statvfs_result(full)):
-            cache.capacity.reclaiming.reclaim.estimate.measure(print)
+            cache.capacity.reclaimer.measure()
         cache.request([99])
         self.assertEqual(1, cache.store.lookup(KeyChain(token_ids([99]), 1)))
         self.assertEqual(0, cache.capacity.counts["chunks_evicted"])
@@ -338,7 +338,7 @@ class TestCapacity(DirectoryTest):
                 for number in range(3):
                     with self.assertRaises(StorageFullError):
                         cache.request([70 + number])
-                    pauses.append(cache.capacity.reclaiming.reclaim.paused_until_s - now[0])
+                    pauses.append(cache.capacity.reclaimer.pause_left_s)
                     cache.request([80 + number])  # refused at once, without an error
                     now[0] += pauses[-1]
             cache.request([90])

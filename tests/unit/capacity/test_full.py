@@ -90,7 +90,7 @@ class FullTest(DirectoryTest):
             vua.put(of(prompt), CACHE)
         namespace = vua.namespace()
         assert namespace is not None
-        reclaim = namespace.capacity.reclaiming.reclaim
+        reclaim = namespace.capacity.reclaimer
         with nothing_can_be_made():
             self.assertTrue(reclaim.make_space(4 * NBYTES, full=True))
         self.assertGreaterEqual(namespace.capacity.counts["chunks_evicted"], 4)

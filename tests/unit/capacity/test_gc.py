@@ -23,9 +23,9 @@ from helpers import SOON_S, DirectoryTest, Memory, caches_of, flip, model_arrays
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
 from vua.capacity.lru import server_now_ns, set_mtime
-from vua.capacity.prefix_tree import ancestors, pin, read_prefix_tree, unpin
+from vua.capacity.marks import pin, settle_ttl, unpin
+from vua.capacity.prefix_tree import ancestors, read_prefix_tree
 from vua.capacity.scan import Space, spaces
-from vua.capacity.ttl import settle
 from vua.capacity.usage import measure
 from vua.cli.upkeep import rm
 from vua.core import VUA, VUAConfig
@@ -318,7 +318,7 @@ class TestCommands(GcTest):
         self.assertEqual((0, 60.0), self.ttl())
         self.assertEqual((0, None), self.ttl("--off"))
         self.assertEqual(2, run("ttl", self.root, "-1")[0])
-        settle(self.opened, names_of(self.trunk)[2], "", 60)
+        settle_ttl(self.opened, names_of(self.trunk)[2], "", 60)
         self.assertEqual(1, run_json("ttl", self.root)[1]["chunks_with_their_own"])
         self.assertIn("1 chunks have", run("ttl", self.root)[1])
 

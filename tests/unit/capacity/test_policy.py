@@ -17,6 +17,7 @@ from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
 from vua.capacity.policy import LRU, LeastHitDensity
 from vua.capacity.reservation import Capacity
+from vua.capacity.scan import LOWEST
 from vua.capacity.use_log import short_names
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
@@ -200,16 +201,16 @@ class TestLeastHitDensity(DirectoryTest):
         self.store([*self.loved[:20], *self.once[:20]], 300)
         victims = Evictor(self.root, policy=LeastHitDensity(self.root))
         with mock.patch.object(evictor, "_PASSES_SHARE", 1e-6):  # used for long
-            self.assertIsNone(victims.floor_rank)
+            self.assertEqual(LOWEST, victims.floor_rank)
             victims.evict(NBYTES, next_tick_ns(self.fd))
-            self.assertIsNotNone(victims.floor_rank)
+            self.assertNotEqual(LOWEST, victims.floor_rank)
             victims.prepare(next_tick_ns(self.fd), lambda: None)
-            self.assertIsNone(victims.floor_rank)
+            self.assertEqual(LOWEST, victims.floor_rank)
         with mock.patch.object(evictor, "_PASSES_SHARE", 1e6):  # for no time at all
             victims.evict(NBYTES, next_tick_ns(self.fd))
             victims.prepare(next_tick_ns(self.fd), lambda: None)
             victims.evict(NBYTES, next_tick_ns(self.fd))
-            self.assertIsNone(victims.floor_rank)
+            self.assertEqual(LOWEST, victims.floor_rank)
 
     def capacity(self, seen: Sequence[tuple[float, Sequence[str]]]) -> Capacity:
         """Room for 850 chunks, in a process that was asked for this itself."""
@@ -247,7 +248,7 @@ class TestLeastHitDensity(DirectoryTest):
         new = [self.prompt(7000 + number, *range(9)) for number in range(5)]
         written = [ask(keys) for keys in new]
         self.assertLess(sum(written), 25, written)  # ten chunks each; there was room for one
-        reclaim = capacity.reclaiming.reclaim
+        reclaim = capacity.reclaimer
         with mock.patch.object(reclaim, "make_space", wraps=reclaim.make_space) as searches:
             others = [ask(self.prompt(7100 + number, *range(9))) for number in range(40)]
         self.assertLess(sum(others), 40, others)  # of 400
@@ -292,10 +293,8 @@ class TestLeastHitDensity(DirectoryTest):
         keys, other = self.prompt(8000, 8001), LeastHitDensity(self.root)
         names, now_ns = self.names(keys), self.now_ns + SECOND_NS
         times = np.array([now_ns, now_ns])
-        before, after = other.rank(now_ns), None
+        before = other.rank(now_ns).of
         one.used(keys, 0, wait=True)
-        after = other.rank(now_ns)
-        assert before is not None
-        assert after is not None
+        after = other.rank(now_ns).of
         self.assertLess(before(names, times).max(), 0)
         self.assertGreater(after(names, times).min(), 0)

@@ -13,12 +13,13 @@ from replay import LAYOUT, NBYTES, Cache
 from vua.capacity.evictor import Evictor
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
-from vua.capacity.reclaim import Reclaim
+from vua.capacity.reclaim import Reclaimer
 from vua.capacity.removal import evict_chunk
-from vua.capacity.scan import PIN, Scan, lowest
+from vua.capacity.scan import Scan, lowest
 from vua.capacity.usage import UsageEstimate, measure
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import WRITTEN
+from vua.storage.names import PIN
 
 SECOND_NS = 10**9
 
@@ -52,15 +53,17 @@ class RacesTest(DirectoryTest):
     def test_own_prompt(self) -> None:
         """Ahead of need nothing goes that a prompt, of those being written now, may begin with."""
         for oldest, stays in ((3600, 10), (3594, 9)):  # seconds ago
-            reclaim = Reclaim(self.root, Limits(max_bytes=9 * NBYTES, min_free_bytes=0), Counter())
+            reclaim = Reclaimer(
+                self.root, Limits(max_bytes=9 * NBYTES, min_free_bytes=0), Counter()
+            )
             for ago_s in (oldest, 5):  # the prompt that began last is not the one to look at
                 reclaim.note_request(NBYTES, self.now_ns - ago_s * SECOND_NS, 1)
-            reclaim.work_ahead(lambda: None)
+            reclaim.work_ahead()
             self.assertEqual(stays, len(self.stored()))
 
     def test_written_while_measured(self) -> None:
         """What is written while the directory is looked at counts, seen or not."""
-        lock = threading.RLock()
+        lock = threading.Condition(threading.RLock())
         limits = Limits(max_bytes=100 * NBYTES, min_free_bytes=0)
         estimate = UsageEstimate(self.root, limits, lock)
 

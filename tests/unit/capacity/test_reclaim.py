@@ -1,4 +1,4 @@
-"""Mirrors `reclaim`, `reclaim_thread` and `estimate`: eviction ahead of need."""
+"""Mirrors `vua.capacity.reclaim`: eviction ahead of need, and who waits for it."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ from contextlib import closing
 from pathlib import Path
 
 from helpers import DirectoryTest, noise
-from vua.capacity import ttl
+from vua.capacity import marks
 from vua.capacity.evictor import Evictor
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import next_tick_ns, server_now_ns, set_mtime, touch
-from vua.capacity.prefix_tree import pin
+from vua.capacity.marks import pin
 from vua.capacity.reservation import Capacity
 from vua.capacity.scan import Space
 from vua.device.buffers import StagingBuffer
@@ -56,7 +56,7 @@ class HintsTest(DirectoryTest):
 
     def marks(self, names: list[str]) -> list[int | None]:
         """What is said about chunks."""
-        return [ttl.ttl_s_of(self.space, name) for name in names]
+        return [marks.ttl_s_of(self.space, name) for name in names]
 
     def stored(self, prompt: list[int]) -> int:
         """Leading chunks that are stored."""
@@ -103,7 +103,7 @@ class HintsTest(DirectoryTest):
         self.assertEqual([1000, 1000, 100, 1000], self.marks([*names, more[2]]))
         self.put([1, 2, 8], 50)
         self.assertEqual([1000, 1000, 100], self.marks(names))
-        ttl.raise_ttls(self.space, names[2], 200.5)
+        marks.raise_ttls(self.space, names[2], 200.5)
         self.assertEqual([1000, 1000, 201], self.marks(names))
 
     def test_none_is_the_longest(self) -> None:
@@ -124,9 +124,9 @@ class HintsTest(DirectoryTest):
         self.age(one, 250)
         self.age(two[2:], 251)
         now = server_now_ns(self.space.fd)
-        order = [one.chunk for one in ttl.expired([self.space], now)[0]]
+        order = [one.chunk for one in marks.expired([self.space], now)[0]]
         self.assertEqual([one[3], one[2]], order)
-        later = [each.chunk for each in ttl.expired([self.space], now + 100 * SECOND_NS)[0]]
+        later = [each.chunk for each in marks.expired([self.space], now + 100 * SECOND_NS)[0]]
         self.assertEqual(sorted(later, key=later.index), later)
         for first, then in ((two[3], two[2]), (two[2], two[1]), (two[1], two[0])):
             self.assertLess(later.index(first), later.index(then))
@@ -149,9 +149,9 @@ class HintsTest(DirectoryTest):
         path = Path(self.root, self.space.name, "ttl", "f" * 64)
         path.write_text("0000000001")
         path.with_name("strange").touch()
-        self.assertEqual(2, ttl.count([self.space]))
+        self.assertEqual(2, marks.count_ttls([self.space]))
         collect(self.root, self.limits())
-        self.assertEqual(1, ttl.count([self.space]))
+        self.assertEqual(1, marks.count_ttls([self.space]))
 
     def test_unusable_marks(self) -> None:
         """Half a mark, a link or a folder in its place says nothing and breaks nothing."""
@@ -163,5 +163,5 @@ class HintsTest(DirectoryTest):
         (folder / names[2]).symlink_to(folder / names[0])
         (folder / names[1]).unlink()
         (folder / names[1]).mkdir()
-        ttl.settle(self.space, names[1], "", 5)
+        marks.settle_ttl(self.space, names[1], "", 5)
         self.assertEqual([1, None, None, None], self.marks(names))

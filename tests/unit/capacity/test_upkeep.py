@@ -21,19 +21,20 @@ from upkeep import TOKENS, USER, config, put, store_as_user
 from commands import run, run_json
 from helpers import DirectoryTest
 from vua.capacity import evictor as eviction
-from vua.capacity import ttl
+from vua.capacity import marks
 from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.gc import collect
 from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
 from vua.capacity.lru import server_now_ns
 from vua.capacity.prefix_tree import read_prefix_tree
-from vua.capacity.scan import AFTER, Space, spaces
+from vua.capacity.scan import Space, spaces
 from vua.capacity.usage import measure
 from vua.core import VUA
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.storage.mark import is_marked
+from vua.storage.names import AFTER
 
 HOUR_NS = 3600 * 10**9
 
@@ -311,7 +312,7 @@ class TestClocks(UpkeepTest):
         with spaces(self.root) as found:
             (one,) = found
             chunk = eviction.lowest([one], 1 << 16).lowest[0].chunk
-        ttl.settle(space, chunk, "", 60)
+        marks.settle_ttl(space, chunk, "", 60)
         stamp = time.time_ns() + HOUR_NS
         path = self.root / space.name / chunk[:2] / chunk
         os.utime(path, ns=(stamp, stamp))
@@ -394,23 +395,23 @@ class TestNumbers(UpkeepTest):
     def test_hints(self) -> None:
         """An infinite hint is as long as can be."""
         space = self.space()
-        ttl.settle(space, "a" * 64, "", float("inf"))
-        self.assertEqual(9_999_999_999, ttl.ttl_s_of(space, "a" * 64))
+        marks.settle_ttl(space, "a" * 64, "", float("inf"))
+        self.assertEqual(9_999_999_999, marks.ttl_s_of(space, "a" * 64))
 
     def test_batches_come_back(self) -> None:
         """When the last hint is gone, saves go by batches again."""
         with VUA(config("1G"), self.root) as vua:
             space = self.space()
-            ttl.settle(space, "a" * 64, "", 1.0)
-            self.assertTrue(ttl.has_ttls(space))
+            marks.settle_ttl(space, "a" * 64, "", 1.0)
+            self.assertTrue(marks.has_ttls(space))
             collect(self.root, ResolvedLimits.of(self.root, Limits(min_free_bytes=0)))
-            self.assertFalse(ttl.has_ttls(space))
-            ttl.settle(space, "b" * 64, "", 1.0)
-            ttl.remove_ttl(space, "b" * 64)
-        self.assertTrue(ttl.has_ttls(space))
+            self.assertFalse(marks.has_ttls(space))
+            marks.settle_ttl(space, "b" * 64, "", 1.0)
+            marks.remove_ttl(space, "b" * 64)
+        self.assertTrue(marks.has_ttls(space))
         with VUA(config("1G"), self.root) as vua:
             put(vua, 7)
-            self.assertFalse(ttl.has_ttls(space))
+            self.assertFalse(marks.has_ttls(space))
 
 
 class TestCircles(UpkeepTest):

@@ -15,7 +15,7 @@ import pytest
 
 from helpers import keys_of, save_chunk, until
 from scheduling import LAYOUT, answer, bare_connector, request_of, step
-from vua.capacity.ttl import settle, ttl_s_of
+from vua.capacity.marks import settle_ttl, ttl_s_of
 from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep, WorkerOutput
 from vua.device.buffers import StagingBuffer
@@ -322,7 +322,7 @@ class SchedulerTest(unittest.TestCase):
         store(side, 0, 3)
         space = side.namespace.stores[0].capacity.space
         names = [key.name for key in keys_of(range(64), 16)[:3]]
-        settle(space, names[2], "", 10)
+        settle_ttl(space, names[2], "", 10)
         root = side.namespace.stores[0].storage.directory
 
         answer(side, asking("not", store=False, ttl_s=60, pin=True))

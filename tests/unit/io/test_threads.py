@@ -198,7 +198,7 @@ class TestForks(DirectoryTest):
             *(store.storage._lock, store.storage.first_reads._lock, capacity.touches._lock),
             # race: the fork comes while another thread holds those of the capacity
             *(capacity.pending._changed, capacity.touches._recent._lock),
-            capacity.reclaiming._changed,  # race: and of the thread that evicts
+            capacity.reclaimer._changed,  # race: and of the thread that evicts
         ]
         held, free = threading.Event(), threading.Event()
 

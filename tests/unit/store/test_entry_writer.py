@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 
 from helpers import DirectoryTest, Memory, keys_of, model_arrays, native_code, rectangle
-from vua.capacity import ttl
+from vua.capacity import marks
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of
 from vua.errors import InputError, StorageError
@@ -221,11 +221,11 @@ class WriterTest(DirectoryTest):
         self.assertEqual(5, saver.save_all(keys[:5]))
         assert store.capacity is not None
         space = store.capacity.space
-        self.assertEqual(100, ttl.ttl_s_of(space, keys[4].name))
+        self.assertEqual(100, marks.ttl_s_of(space, keys[4].name))
         saver.ttl_s = None
         self.assertEqual(CHUNKS - 5, saver.save_all(keys))
-        self.assertIsNone(ttl.ttl_s_of(space, keys[4].name))
-        self.assertIsNone(ttl.ttl_s_of(space, keys[0].name))
+        self.assertIsNone(marks.ttl_s_of(space, keys[4].name))
+        self.assertIsNone(marks.ttl_s_of(space, keys[0].name))
 
     def test_durable(self) -> None:
         """Each file is synced before it has its name, and then the directories that lead to it."""

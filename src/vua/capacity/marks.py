@@ -1,11 +1,15 @@
-"""Times to live of single chunks, as whoever stored them asked for.
+"""Marks of chunks: empty or tiny files that say something about a chunk, and are no entry.
+
+``after-<chunk>`` in a chunk's directory names the chunk before it, where extras hide that.
+``sent-<entry>`` says that an entry was copied to the slower tiers. ``pin-<chunk>`` keeps a chunk
+from eviction, expiry and quotas: pinning leaves one in the directory of each chunk of the prefix,
+so it survives restarts and costs readers and writers nothing.
 
 ``<namespace>/ttl/<chunk>`` holds seconds: the chunk may be deleted when it was not used for so
 long. For other chunks only the directory's time to live holds, which a chunk's own cannot lengthen.
-The files lie beside the chunks and not in them, so that one listing finds all there are.
-
-Of several times for a chunk the longest holds. A chunk never has a shorter one than what follows
-it (none counts as the longest). So prefixes go last, as with mtimes (`vua.capacity.lru`).
+These files lie beside the chunks and not in them, so that one listing finds all there are. Of
+several times for a chunk the longest holds. A chunk never has a shorter one than what follows it
+(none counts as the longest). So prefixes go last, as with mtimes (`vua.capacity.lru`).
 """
 
 from __future__ import annotations
@@ -14,24 +18,33 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from vua.capacity.lru import mtime_ns_of
+from vua.capacity.lru import mtime_ns_of, set_mtime
 from vua.capacity.owned import is_ours
-from vua.capacity.prefix_tree import read_node
-from vua.capacity.scan import TTL_FOLDER, Candidate, Space, listed
-from vua.io.posix import close_quietly
+from vua.capacity.prefix_tree import ancestors, read_node
+from vua.capacity.scan import Candidate, Space, listed
+from vua.io.posix import close_quietly, open_beneath
+from vua.storage.local import SUFFIX, chunk_path
+from vua.storage.names import PIN, SENT, TTL_FOLDER
 
 __all__ = [
-    "count",
+    "count_ttls",
     "expired",
     "has_ttls",
+    "is_unsent",
+    "mark",
+    "pin",
+    "pin_prefix",
     "raise_ttls",
-    "remove_empty_folders",
+    "remove_empty_ttl_folders",
     "remove_ttl",
-    "settle",
+    "settle_ttl",
     "ttl_s_of",
+    "unmark",
+    "unpin",
+    "unpin_prefix",
 ]
 
 _DIGITS: Final = 10
@@ -42,7 +55,85 @@ _NAME: Final = re.compile(r"[0-9a-f]{64}")
 _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-def settle(space: Space, chunk: str, before: str, ttl_s: float | None) -> None:
+def mark(directory: int, chunk: str, name: str) -> bool:
+    """Put an empty file into a chunk's directory; False when that is not there (any more)."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    return _inside(directory, chunk, lambda fd: os.close(os.open(name, flags, 0o600, dir_fd=fd)))
+
+
+def unmark(directory: int, chunk: str, name: str) -> bool:
+    """Undo `mark`; False when there was nothing to undo."""
+    return _inside(directory, chunk, lambda fd: os.unlink(name, dir_fd=fd))
+
+
+def _inside(directory: int, chunk: str, work: Callable[[int], None]) -> bool:
+    """Do something with a chunk's directory, given open; whether that went well."""
+    try:
+        fd = open_beneath(directory, chunk_path(chunk))
+        try:
+            work(fd)
+        finally:
+            close_quietly(fd)
+    except OSError:
+        return False
+    return True
+
+
+def is_unsent(space: Space, chunk: str) -> bool:
+    """Whether a chunk has files that are not noted as sent."""
+    with listed(space.fd, chunk_path(chunk)) as entries:
+        names = [entry.name for entry in entries]
+    files = sum(name.endswith(SUFFIX) for name in names)
+    return files > sum(name.startswith(SENT) for name in names)
+
+
+def pin(space: Space, chunk: str) -> list[str]:
+    """Keep a chunk and its prefix from eviction, expiry and quotas, until it is unpinned.
+
+    Leaves an empty file ``pin-<chunk>`` in each one's directory: it survives restarts, and costs
+    readers and writers nothing. Returns the chunks that are held.
+    """
+    return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, mark)]
+
+
+def unpin(space: Space, chunk: str) -> list[str]:
+    """Undo :func:`pin`; what other pins hold stays held. Returns the chunks that were released."""
+    return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, unmark)]
+
+
+def pin_prefix(space: Space, names: Sequence[str]) -> int:
+    """Pin a prompt's stored chunks, given front to back; return how many are held."""
+    return len(pin(space, names[-1])) if names else 0
+
+
+def unpin_prefix(space: Space, names: Sequence[str]) -> int:
+    """Undo the pins of a prompt and of prefixes of it; return how many chunks that releases."""
+    own = [name for name in names if _is_pin(space, name)]
+    return max((len(unpin(space, name)) for name in own[::-1]), default=0)
+
+
+def _is_pin(space: Space, chunk: str) -> bool:
+    """Whether a chunk itself was pinned, not only as a part of a longer prefix."""
+    try:
+        os.stat(f"{chunk_path(chunk)}/{PIN}{chunk}", dir_fd=space.fd, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
+
+
+def _quietly(
+    space: Space, chunk: str, pinned: str, change: Callable[[int, str, str], bool]
+) -> bool:
+    """Change something in a chunk's directory without making it look used."""
+    mtime_ns = mtime_ns_of(space.fd, chunk)
+    done = change(space.fd, chunk, PIN + pinned)
+    if mtime_ns is not None:
+        with contextlib.suppress(OSError):
+            set_mtime(space.fd, chunk, mtime_ns)
+    return done
+
+
+def settle_ttl(space: Space, chunk: str, before: str, ttl_s: float | None) -> None:
     """Set the time to live of a chunk that was just stored, and raise those of its prefix.
 
     Args:
@@ -135,12 +226,12 @@ def has_ttls(space: Space) -> bool:
     return True
 
 
-def count(found: Sequence[Space]) -> int:
+def count_ttls(found: Sequence[Space]) -> int:
     """Return how many chunks of these namespaces have a time to live of their own."""
     return sum(1 for space in found for _ in _marked(space))
 
 
-def remove_empty_folders(found: Sequence[Space]) -> bool:
+def remove_empty_ttl_folders(found: Sequence[Space]) -> bool:
     """Remove the folders that are empty; whether any chunk still has a time of its own."""
     left = False
     for space in found:
