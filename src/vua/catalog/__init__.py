@@ -1,1 +1,1 @@
-"""Caches as operators see them, wherever they are: see `base`."""
+"""Caches as operators see them, in a directory, a bucket or any other storage: see `base`."""

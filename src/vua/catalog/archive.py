@@ -1,16 +1,16 @@
-"""The file that `vua export` writes and `vua import` reads: an uncompressed tar, as a stream.
+"""The archive that `vua export` writes and `vua import` reads: an uncompressed tar stream.
 
 ::
 
     vua-export.json                                  {"format": "vua.export.v1"}
     <namespace>/namespace.json                       before the first file of its namespace
-    <namespace>/<hh>/<chunk>/after-<chunk>           empty, where the directory has it
+    <namespace>/<hh>/<chunk>/after-<chunk>           empty, if the directory has it
     <namespace>/<hh>/<chunk>/<shard>.safetensors     parents before children, byte for byte
     vua-export.end.json                              {"members": ..., "sha256": ...} of all before
 
-`sha256` is over each member's name, a NUL, its size in decimal, a NUL and its bytes. It tells that
-the archive is whole. What a file is, it says and proves by itself. Any tar unpacks it; only plain
-files in the ustar form are read: no links, no devices, no extended headers, nothing compressed.
+`sha256` covers each member's name, a NUL, its size in decimal, a NUL and its bytes. It shows that
+the archive is whole; each file proves its own content. Any tar program unpacks it. Only plain files
+in the ustar form are read: no links, no devices, no extended headers, no compression.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ _KINDS: Final = ("", AUTHENTIC, ENCRYPTED)
 
 
 class Writer:
-    """Writes members one after the other; :meth:`close` makes the archive whole."""
+    """Writes members one after the other; :meth:`close` completes the archive."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        """Begin an archive. Raises OSError, like all that follows."""
+        """Begin an archive. Raises OSError, like all methods."""
         self._stream, self._digest, self._members = stream, hashlib.sha256(), 0
         self.add(_START, json.dumps({"format": FORMAT}).encode() + b"\n")
 
     def add(self, name: str, data: bytes) -> None:
-        """Append a file of that name, at most 100 characters behind its directory's 155."""
+        """Append a file; its name has at most 100 characters after a directory of at most 155."""
         self._digest.update(b"%s\0%d\0" % (name.encode(), len(data)))
         self._digest.update(data)
         self._members += 1
         self._put(name, data)
 
     def add_file(self, name: str, source: BinaryIO) -> int:
-        """Append what ``source`` holds from its start on, block by block; return its bytes.
+        """Append the content of ``source`` from its start, block by block; return its bytes.
 
-        Raises OSError, also where it becomes shorter meanwhile: the archive is of no use then.
+        Raises OSError, also if it becomes shorter meanwhile: the archive is unusable then.
         """
         left = nbytes = source.seek(0, os.SEEK_END)
         source.seek(0)
@@ -85,7 +85,7 @@ class Writer:
         self._stream.write(info.tobuf(tarfile.USTAR_FORMAT, "ascii", "strict"))
 
     def close(self) -> None:
-        """Write what proves that nothing is missing."""
+        """Write the end, which proves completeness."""
         end = {"members": self._members, "sha256": self._digest.hexdigest()}
         self._put(_END, json.dumps(end).encode() + b"\n")
         self._stream.write(bytes(2 * _BLOCK))
@@ -93,40 +93,40 @@ class Writer:
 
 
 class Member(NamedTuple):
-    """What stands before a file in an archive."""
+    """A file's header in an archive."""
 
     name: str
     nbytes: int
 
 
 class _PlainFile(tarfile.TarInfo):
-    """A member's header; refuses whatever is not a plain file before anything is done with it."""
+    """A member's header; anything but a plain file is refused before further use."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _PlainFile:
-        """Read a header. Raises InputError, and what `tarfile` raises for what is none."""
+        """Read a header. Raises InputError, and `tarfile`'s exceptions for an invalid one."""
         info = super().frombuf(buf, encoding, errors)
         if info.type != tarfile.REGTYPE or info.size < 0:
-            msg = f"{info.name!r:.100} in the archive is no plain file"
+            msg = f"{info.name!r:.100} in the archive is not a plain file"
             raise InputError(msg)
         return info
 
 
 class Reader:
-    """Reads an archive from front to back, trusting nothing in it."""
+    """Reads an archive from front to back, without trusting it."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        """Read the first member. Raises InputError unless it is one of ours, OSError."""
+        """Read the first member. Raises InputError unless it is VUA's, OSError."""
         self._digest, self._members, self._left = hashlib.sha256(), 0, 0
         self._file: IO[bytes] | None = None
-        with _damage_told("no archive of `vua export`"):
+        with _damage_told("not an archive of `vua export`"):
             self._tar = tarfile.open(  # noqa: SIM115 - it has nothing to close
                 fileobj=stream, mode="r|", tarinfo=_PlainFile, encoding="ascii", errors="strict",
                 bufsize=_COPIED_NBYTES,
             )  # fmt: skip
         first = self._next()
         if first is None or first.name != _START or first.nbytes > _MAX_END_NBYTES:
-            msg = f"no archive of `vua export`: it does not begin with {_START}"
+            msg = f"not an archive of `vua export`: it does not begin with {_START}"
             raise InputError(msg)
         said = _fields(self.read())
         if said.get("format") != FORMAT:
@@ -134,9 +134,9 @@ class Reader:
             raise InputError(msg)
 
     def members(self) -> Iterator[Member]:
-        """Yield what comes next; :meth:`read` it or not. Ends after the proof that all is there.
+        """Yield the next member, which the caller may :meth:`read`. Ends after checking the end.
 
-        Raises InputError where the archive is cut short, damaged or of another form.
+        Raises InputError if the archive is cut short, damaged or of another form.
         """
         while (member := self._next()) is not None:
             if member.name == _END:
@@ -161,12 +161,12 @@ class Reader:
         return Member(info.name, info.size)
 
     def read(self) -> bytearray:
-        """Return the bytes of the member that came last, as many as it says: look at that before.
+        """Return the last member's bytes, as many as its header says: check that before.
 
-        Raises InputError where the archive ends before.
+        Raises InputError if the archive ends earlier.
         """
         data = bytearray()
-        for block in self._blocks():  # allocates what is really there, not what is claimed
+        for block in self._blocks():  # allocates what is there, not what the header claims
             data += block
         return data
 
@@ -189,7 +189,7 @@ class Reader:
 
 @contextlib.contextmanager
 def _damage_told(what: str) -> Iterator[None]:
-    """Turn what `tarfile` raises for damage into InputError."""
+    """Turn `tarfile`'s exceptions for damage into InputError."""
     try:
         yield
     except (tarfile.TarError, UnicodeDecodeError) as problem:
@@ -206,7 +206,7 @@ def _fields(data: bytearray) -> dict[str, object]:
 
 
 def file_sizes(codec: EntryCodec) -> list[int]:
-    """Return the bytes that a file of that shard may have: plain or sealed, and not too many."""
+    """Return the lengths that a file of that shard may have, plain or sealed, up to a bound."""
     shard, layout = codec.shard, codec.layout
     codecs = (EntryCodec(codec.namespace, layout, shard, kind) for kind in _KINDS)
     return sorted({one.file_nbytes for one in codecs if one.file_nbytes <= MAX_FILE_NBYTES})

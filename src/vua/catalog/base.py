@@ -1,9 +1,9 @@
-"""A cache as its operator sees it: what lies in it, what that takes, and what may be done to it.
+"""A cache as its operator sees it: its content, its size, and what may be done to it.
 
-Every command of `vua` speaks to a :class:`Catalog` and knows no kind of place. There is one of
-directories (:mod:`vua.catalog.directory`), one of buckets (:mod:`vua.catalog.bucket`), and one of
-anything that can list its entries (:mod:`vua.catalog.listed`): a new kind of place derives from
-that one and is made known with :func:`vua.catalog.opening.register`.
+Every command of `vua` uses a :class:`Catalog` and does not know where the cache is. There is one
+for directories (:mod:`vua.catalog.directory`), one for buckets (:mod:`vua.catalog.bucket`), and one
+for any storage that can list its entries (:mod:`vua.catalog.listed`). A new kind of storage derives
+from the last one and is registered by :func:`vua.catalog.opening.register`.
 
 Engines may write and delete meanwhile: a file that vanishes is skipped.
 """
@@ -64,34 +64,34 @@ __all__ = [
 ]
 
 SHORT: Final = 12
-"""Hex digits that are shown of a digest."""
+"""Hex digits shown of a digest."""
 MAX_FILE_NBYTES: Final = 4 << 30
-"""No chunk's file is larger; one that claims to be is not read."""
+"""Largest file of a chunk; one that claims to be larger is not read."""
 DELETED: Final = ("lost_keys", "evicted", "expired", "over_quota", "orphans", "leftovers")
-"""Why `vua gc` deletes."""
+"""Reasons for which `vua gc` deletes."""
 NO_LIMITS: Final = Limits()
 _NAME: Final = re.compile(r"[0-9a-f]{6,64}")
 
 Level: TypeAlias = Literal["ok", "note", "bad"]
 Ask: TypeAlias = Callable[[str], None]
-"""Asks the operator whether to go on. Raises ConfigError where the answer is no."""
+"""Asks the operator whether to continue. Raises ConfigError if the answer is no."""
 
 
 class Counted(NamedTuple):
-    """What a part of a namespace holds, counted where it was listed: it may be another process."""
+    """The content of a part of a namespace, possibly counted in another process."""
 
     chunks: int
     files: int
     nbytes: int
     newest_s: float | None
     entries: list[Item]
-    """Each entry, where they are to be listed."""
+    """Each entry, if they are to be listed."""
     strays: list[str]
-    """Paths of what is not of VUA."""
+    """Paths of files that are not VUA's."""
 
     @classmethod
     def of(cls, items: Iterable[Item], *, long: bool) -> Counted:
-        """Count items that hold all of their chunks."""
+        """Count items that include all files of their chunks."""
         items = list(items)
         entries = [one for one in items if one.kind == "entry" and one.regular]
         return cls(
@@ -106,22 +106,21 @@ class Counted(NamedTuple):
 
 @dataclass(slots=True)
 class Content:
-    """What a namespace holds."""
+    """The content of a namespace."""
 
     description: Description
     state: str
-    """What ``namespace.json`` is: ``ok``, ``missing``, ``damaged`` or ``later``."""
+    """State of ``namespace.json``: ``ok``, ``missing``, ``damaged`` or ``later``."""
     chunks: int = 0
     files: int = 0
     nbytes: int = 0
     newest_s: float | None = None
     entries: list[Item] = field(default_factory=list)
-    """Each entry, where they are to be listed."""
+    """Each entry, if they are to be listed."""
     strays: list[str] = field(default_factory=list)
-    """Paths of what is not of VUA."""
+    """Paths of files that are not VUA's."""
 
     def add(self, part: Counted) -> None:
-        """Add a part of the namespace."""
         self.chunks += part.chunks
         self.files += part.files
         self.nbytes += part.nbytes
@@ -131,66 +130,65 @@ class Content:
 
     @property
     def model(self) -> str:
-        """The model's name, empty where it is not known."""
+        """The model's name, empty if unknown."""
         identity = self.description.identity
         return "" if identity is None else identity.name or identity.model
 
 
 @dataclass(frozen=True, slots=True)
 class NamespaceUse:
-    """What a namespace takes."""
+    """The space that a namespace takes."""
 
     namespace: str
     chunks: int
     nbytes: int
-    """Bytes of its entries; in a directory also those of marks and quarantine."""
+    """Bytes of its entries; in a directory also of marks and quarantine."""
     pinned: int
-    """Chunks that pins hold."""
+    """Chunks held by pins."""
     quarantine: int
-    """Bytes of damaged files that were put aside."""
+    """Bytes of damaged files in quarantine."""
     leftovers: int
-    """Bytes that a crash left."""
+    """Bytes left by a crash."""
     oldest_ns: int | None
-    """When the least recently used chunk was used (in a bucket: written or renewed)."""
+    """Last use of the least recently used chunk (in a bucket: its last write or renewal)."""
     newest_ns: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a cache takes, and what it may take."""
+    """The space that a cache takes, and its limits."""
 
     chunks: int
     nbytes: int
     exact: bool
-    """Whether all was counted, not estimated from a sample."""
+    """Whether everything was counted, not estimated from a sample."""
     namespaces: Sequence[NamespaceUse]
     bounds: Limits
-    """What ``bounds.json`` says."""
+    """The content of ``bounds.json``."""
     limits: Mapping[str, float | None]
-    """The limits that hold now, in bytes and seconds, as `ResolvedLimits` names them."""
+    """The limits in force, in bytes and seconds, named as in `ResolvedLimits`."""
     free_nbytes: int | None
-    """None where nothing bounds the place but money."""
+    """None if only money limits the space."""
     strays: Sequence[str]
 
 
 @dataclass(slots=True)
 class Collection:
-    """What `vua gc` did."""
+    """The result of `vua gc`."""
 
     chunks: int
-    """That are left."""
+    """Chunks that are left."""
     nbytes: int
     exact: bool
     within: bool
-    """Whether the cache is within its limits now."""
     limits: Mapping[str, float | None]
     deleted: dict[str, Freed] = field(default_factory=lambda: dict.fromkeys(DELETED, NOTHING))
     free_nbytes: int | None = None
     free_inodes: int | None = None
     emptied: int = 0
-    """Namespaces without a chunk that were deleted."""
+    """Deleted namespaces without a chunk."""
     pinned_nbytes: int | None = None
-    """None where it was not looked at."""
+    """None if it was not determined."""
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
     strays: Sequence[str] = ()
@@ -198,48 +196,48 @@ class Collection:
 
 @dataclass(slots=True)
 class Removal:
-    """What `vua rm` did."""
+    """The result of `vua rm`."""
 
     chunks: int = 0
     nbytes: int = 0
     objects: int | None = None
-    """Objects that went; None of a directory, where they are not counted."""
+    """Deleted objects; None for a directory, where they are not counted."""
     kept: int = 0
     """Pinned chunks that stay."""
     left: str = ""
-    """What is to say of chunks that can be neither moved nor deleted."""
+    """A message about chunks that can be neither moved nor deleted."""
     strays: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """What a place holds that is to become a cache of VUA, or is one."""
+    """The content of a directory or prefix that becomes, or is, a cache."""
 
     was_marked: bool
     namespaces: Sequence[str]
-    """Names of those that are of VUA."""
+    """Names of VUA's namespaces."""
     others: Sequence[str]
-    """Names of what is not, and stays as it is."""
+    """Names of everything else, which stays unchanged."""
     chunks: int | None
-    """None of a bucket: counting costs requests."""
+    """None for a bucket: counting costs requests."""
     nbytes: int | None
     exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one probe found."""
+    """The result of one probe."""
 
     name: str
     level: Level
-    """``note``: VUA works, with less speed or fewer hits. ``bad``: a promise does not hold here."""
+    """``note``: VUA works, with less speed or fewer hits. ``bad``: a guarantee does not hold."""
     text: str
-    """What it means, and what to do."""
+    """The meaning, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Lifecycle rules for a bucket that delete what was not used for so long."""
+    """Lifecycle rules for a bucket that delete objects unused for so long."""
 
     days: int
     rules: Mapping[str, object]
@@ -252,24 +250,24 @@ class Look:
     name: str
     model: str
     mtimes_ns: Mapping[bytes, int]
-    """When each chunk was last used, by its digest, ns by the server's clock."""
+    """Last use of each chunk, by its digest, in ns by the server's clock."""
     chunk_nbytes: float
     """Mean size of a chunk."""
     salts: Mapping[str, int]
-    """First chunks by the first digits of their salt's digest, where that is cheap to know."""
+    """First chunks per prefix of their salt's digest, if that is cheap to know."""
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Which chunk follows which."""
+    """The order of chunks."""
 
     order: Sequence[str]
-    """The chunks that have their whole prefix, parents before children."""
+    """The chunks whose whole prefix is stored, parents before children."""
     befores: Mapping[str, str | None]
-    """By chunk the one before it: "" for a first one, None where that cannot be read."""
+    """By chunk the preceding one: "" for a first chunk, None if unreadable."""
     mtimes_ns: Mapping[str, int]
     tree: PrefixTree | None = None
-    """None where shards are known from the listing."""
+    """None if shards are known from the listing."""
 
 
 class NamespaceCatalog(ABC):
@@ -280,26 +278,26 @@ class NamespaceCatalog(ABC):
     @property
     @abstractmethod
     def description(self) -> Description:
-        """What it says of itself."""
+        """The namespace's description."""
 
     @property
     @abstractmethod
     def layouts(self) -> tuple[KVLayout, ...]:
-        """One per group of layers, as its entries' headers bear them out; () if not known."""
+        """One per group of layers, as its entries' headers confirm them; () if unknown."""
 
     # -- reading ----------------------------------------------------------------------------------
 
     @abstractmethod
     def matching(self, digits: str) -> list[str]:
-        """Return the chunks whose names begin so, in order."""
+        """Return the chunks whose names begin with ``digits``, sorted."""
 
     @abstractmethod
     def holds(self, chunk: str) -> bool:
-        """Whether a chunk is there."""
+        """Whether a chunk is stored."""
 
     @abstractmethod
     def header(self, chunk: str) -> EntryInfo | None:
-        """Return what an entry of a chunk says; None where none is there or it cannot be read."""
+        """Return the header of one of a chunk's entries; None if there is no readable one."""
 
     @abstractmethod
     def shards(self, chunk: str) -> list[Shard | None]:
@@ -307,7 +305,7 @@ class NamespaceCatalog(ABC):
 
     @abstractmethod
     def listed(self, chunk: str) -> list[str]:
-        """Return the names of what lies in a chunk's folder, in order."""
+        """Return the names in a chunk's folder, sorted."""
 
     @abstractmethod
     def opened(self, path: str) -> contextlib.AbstractContextManager[OpenFile]:
@@ -315,17 +313,17 @@ class NamespaceCatalog(ABC):
 
     @abstractmethod
     def look(self) -> Look:
-        """Return what names and times tell now."""
+        """Return the current names and times."""
 
     # -- who follows whom -------------------------------------------------------------------------
 
     @abstractmethod
     def links(self, show: Show, past: Links | None = None) -> Links:
-        """Return who follows whom; with what was found before only what is new is read."""
+        """Return the order of chunks; given the ``past`` result, only new chunks are read."""
 
     @abstractmethod
     def ancestors(self, chunk: str) -> Iterator[str]:
-        """Yield a chunk and what comes before it, up to the first one or a gap."""
+        """Yield a chunk and those before it, up to the first one or a gap."""
 
     @abstractmethod
     def descendants(self, chunk: str, show: Show) -> list[str]:
@@ -333,13 +331,13 @@ class NamespaceCatalog(ABC):
 
     @abstractmethod
     def in_order(self, show: Show) -> list[str]:
-        """Return all chunks that have their whole prefix, parents before children."""
+        """Return all chunks whose whole prefix is stored, parents before children."""
 
     # -- pins -------------------------------------------------------------------------------------
 
     @abstractmethod
     def pin(self, chunk: str) -> int:
-        """Keep a chunk and its prefix until it is unpinned; return how many chunks are held."""
+        """Pin a chunk and its prefix; return how many chunks are held."""
 
     @abstractmethod
     def unpin(self, chunk: str) -> int:
@@ -347,12 +345,12 @@ class NamespaceCatalog(ABC):
 
     @abstractmethod
     def pins(self) -> dict[str, int]:
-        """Return the chunks that are pinned, each with the number of chunks that it holds."""
+        """Return the pinned chunks, each with the number of chunks that its pin holds."""
 
     def pinned_nbytes(self, chunks: Sequence[str] | None = None) -> int:
-        """Return the bytes that pins hold: all of them, or those of ``chunks`` and prefixes.
+        """Return the bytes held by pins: all of them, or those of ``chunks`` and their prefixes.
 
-        0 where no limit makes pinned chunks go.
+        0 if no limit ever evicts pinned chunks.
         """
         del chunks
         return 0
@@ -362,77 +360,80 @@ class Catalog(ABC):
     """A cache. Opened by :func:`vua.catalog.opening.open_catalog`."""
 
     look_s: float | None = None
-    """Least seconds between two looks, where a look costs money."""
+    """Least seconds between two looks, if a look costs money."""
     keeps_own_ttls = True
-    """Whether a chunk's own time to live is kept to."""
+    """Whether per-chunk times to live are applied."""
 
     def __init__(self, where: str, place: Location) -> None:
-        """Take the place, which the operator calls ``where``."""
+        """Use ``place``, which the operator calls ``where``."""
         self.where, self.place = where, place
 
     # -- what it is -------------------------------------------------------------------------------
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Requests that this process sent there, by kind; none to a directory."""
+        """Requests that this process sent, by kind; empty for a directory."""
         return {}
 
     def monthly_dollars(self, nbytes: int) -> float | None:
-        """Return what so many bytes cost in a month; None where nothing bills them."""
+        """Return the cost of so many bytes per month; None if they are free."""
         del nbytes
         return None
 
     @abstractmethod
     def is_local(self) -> bool:
-        """Whether what is stored there is this machine's alone; False when in doubt."""
+        """Whether only this machine reaches the cache; False when in doubt."""
 
     # -- what lies in it --------------------------------------------------------------------------
 
     @abstractmethod
     def contents(self) -> tuple[list[Description], list[str]]:
-        """Return what namespaces say of themselves, and the names of what else lies there."""
+        """Return the namespaces' descriptions, and the names of everything else."""
 
     def is_foreign(self) -> bool:
-        """Whether a place without a namespace shows that it is none of VUA's."""
+        """Whether a directory or prefix without a namespace is clearly not VUA's."""
         return False
 
     @abstractmethod
     def state(self, description: Description) -> str:
-        """Return what ``namespace.json`` is: ``ok``, ``missing``, ``damaged`` or ``later``."""
+        """Return the state of ``namespace.json``: ``ok``, ``missing``, ``damaged`` or ``later``."""
 
     @abstractmethod
     def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
-        """Count what lies in a namespace. Raises OSError."""
+        """Count the content of a namespace. Raises OSError."""
 
     @abstractmethod
     def namespaces(
         self, show: Show
     ) -> contextlib.AbstractContextManager[tuple[Sequence[NamespaceCatalog], Sequence[str]]]:
-        """Give the namespaces of VUA, and the names of what is not of VUA. Raises OSError."""
+        """Return a context with VUA's namespaces, and the names of everything else.
+
+        Raises OSError.
+        """
 
     def tree(
         self, description: Description, show: Show, known: PrefixTree | None = None
     ) -> PrefixTree | None:
-        """Return who follows whom in a namespace; None where that costs a request a chunk."""
+        """Return a namespace's prefix tree; None if that costs one request per chunk."""
         del description, show, known
         return None
 
     def sampled_tree(
         self, description: Description
     ) -> tuple[PrefixTree, npt.NDArray[np.float64]] | None:
-        """Return what random chunks of a large namespace say, and for how many each stands.
+        """Return a tree of random chunks of a large namespace, and how many each stands for.
 
-        None where all can be read as fast, or where that costs a request a chunk.
+        None if reading all is as fast, or costs one request per chunk.
         """
         del description
         return None
 
     @abstractmethod
     def use(self, show: Show) -> Use:
-        """Count what is occupied. Raises OSError, ConfigError."""
+        """Count the space that is taken. Raises OSError, ConfigError."""
 
     def quick_use(self, said: Limits = NO_LIMITS) -> Use | None:
-        """Estimate it, by limits that are ``said``, too; None where counting costs no more.
+        """Estimate it, also by the given limits; None if counting costs no more.
 
         Raises OSError, ConfigError.
         """
@@ -440,7 +441,7 @@ class Catalog(ABC):
         return None
 
     def use_log(self) -> UseLog:
-        """Return the log of requests. Raises ConfigError where none is kept."""
+        """Return the log of requests. Raises ConfigError if there is none."""
         msg = f"{self.where}: requests are logged in directories; name the one before the bucket"
         raise ConfigError(msg)
 
@@ -448,22 +449,22 @@ class Catalog(ABC):
 
     @abstractmethod
     def claim(self) -> None:
-        """See that the place may be changed: it has the mark, or is empty and gets it.
+        """Check that the cache may be changed: it has the mark, or is empty and gets it.
 
-        Raises ConfigError where it is something else, StorageError.
+        Raises ConfigError if it holds something else, StorageError.
         """
 
     @abstractmethod
     def adopt(self, ask: Callable[[Adoption], None]) -> Adoption:
-        """Mark it as a cache, unless it is marked; ``ask`` is told what is there before that."""
+        """Mark it as a cache, unless it is marked; ``ask`` learns the content before that."""
 
     @abstractmethod
     def bounds(self) -> Limits:
-        """Return what ``bounds.json`` says. Raises ConfigError for an unusable one."""
+        """Return the content of ``bounds.json``. Raises ConfigError for an unusable one."""
 
     @abstractmethod
     def limits(self) -> Mapping[str, float | None]:
-        """Return the limits that hold now, as :attr:`Use.limits`."""
+        """Return the limits in force, as :attr:`Use.limits`."""
 
     @abstractmethod
     def keep(self, news: Mapping[str, object]) -> None:
@@ -471,7 +472,7 @@ class Catalog(ABC):
 
     @abstractmethod
     def own_ttls(self) -> int:
-        """Return how many chunks have a time to live of their own."""
+        """Return how many chunks have their own time to live."""
 
     @abstractmethod
     def collect(
@@ -479,16 +480,17 @@ class Catalog(ABC):
         lost: Callable[[], frozenset[str]] | None = None, dry_run: bool = False,
         ask: Ask, show: Show,
     ) -> Collection:  # fmt: skip
-        """Bring it within its limits and sweep it.
+        """Bring the cache within its limits and sweep it.
 
         Args:
             said: limits beside those of ``bounds.json``; with ``keep`` they are written there.
             keep: see ``said``.
-            quick: leave out what needs a header of each chunk.
-            lost: returns the ids of all keys that are not lost; what another one seals goes.
-            dry_run: change nothing, and tell what would go.
-            ask: is asked before much goes.
-            show: is told how far it is.
+            quick: skip what needs a header of each chunk.
+            lost: returns the ids of all keys that are not lost; chunks sealed with other keys are
+                deleted.
+            dry_run: change nothing, and report what would be deleted.
+            ask: asks before much is deleted.
+            show: reports progress.
         """
 
     @abstractmethod
@@ -496,19 +498,19 @@ class Catalog(ABC):
         self, names: Sequence[str], *, everything: bool, force: bool, dry_run: bool, ask: Ask,
         show: Show,
     ) -> Removal:  # fmt: skip
-        """Delete chunks with all that follows them, or namespaces.
+        """Delete chunks with all that follow them, or namespaces.
 
         Args:
             names: first digits of names.
-            everything: all namespaces, in place of ``names``.
-            force: pinned chunks, too.
-            dry_run: change nothing, and tell what would go.
-            ask: is asked before much goes.
-            show: is told how far it is.
+            everything: all namespaces, instead of ``names``.
+            force: also pinned chunks.
+            dry_run: change nothing, and report what would be deleted.
+            ask: asks before much is deleted.
+            show: reports progress.
         """
 
     def pins_may_hold(self) -> int | None:
-        """Return how many bytes of pinned chunks stay when room is needed; None for all."""
+        """Return how many bytes of pinned chunks stay when space is needed; None for all."""
         return None
 
     # -- whether it is sound ----------------------------------------------------------------------
@@ -517,22 +519,22 @@ class Catalog(ABC):
     def verify(
         self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
     ) -> Verification:
-        """Read a ``share`` of a namespace's entries, chosen at random, and check them.
+        """Read and check a random ``share`` of a namespace's entries.
 
-        With ``repair`` what is damaged is taken out of sight.
+        With ``repair`` damaged ones are quarantined.
         """
 
     def findings(self, security: Security) -> Iterator[Finding]:
-        """Try out what VUA needs of the place. Changes nothing that lasts."""
+        """Probe what VUA needs of the storage. Leaves no lasting change."""
         yield from self.findings_at_rest(security)
 
     def findings_at_rest(self, security: Security) -> list[Finding]:
-        """Return what is found where nothing is written."""
+        """Return the findings that need no writing."""
         del security
         return []
 
     def rules(self) -> tuple[Rules | None, list[Finding]]:
-        """Return lifecycle rules for the place, where it takes any, and what is to say of them."""
+        """Return lifecycle rules for the cache, if it can have any, and findings about them."""
         return None, []
 
 
@@ -542,7 +544,7 @@ N = TypeVar("N", bound=NamespaceCatalog)
 def resolve(found: Sequence[N], digits: str) -> tuple[N, str]:
     """Return the one namespace (with "") or chunk whose name begins so. Raises ConfigError."""
     if not _NAME.fullmatch(digits):
-        msg = f"{digits!r} is no name; give 6 or more hex digits of a chunk's or a namespace's name"
+        msg = f"{digits!r} is not a name; give at least 6 hex digits of a chunk or a namespace"
         raise ConfigError(msg)
     hits = [(one, "") for one in found if one.name.startswith(digits)]
     hits += [(one, chunk) for one in found for chunk in one.matching(digits)]
@@ -567,10 +569,10 @@ def size(nbytes: float) -> str:
 
 
 def key_ids(security: Security) -> frozenset[str]:
-    """Return the ids of all keys, read now; never none, which would make every key a lost one.
+    """Return the ids of all keys, read now; never none, as then every key would count as lost.
 
-    Raises ConfigError where nothing is given, where a file of it is no usable key, or where a
-    directory of keys holds none.
+    Raises ConfigError if no key is given, if a file is not a usable key, or if a directory of keys
+    holds none.
     """
     if security.key_file is None and security.tenant_keys is None:
         msg = "--lost-keys needs the keys that are not lost: --key-file, --tenant-keys, or both"

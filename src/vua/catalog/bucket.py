@@ -1,11 +1,7 @@
 """The catalog of a bucket. Every request costs money: listings name 1,000 objects, headers one.
 
-What a bucket does by itself is its lifecycle rule; see docs/object-stores.md.
-
-What VUA relies on of a bucket's server, and the lifecycle rule that fits a cache.
-
-The rules that are there are asked for with `boto3` where that is installed; the package that VUA
-itself speaks to buckets with cannot ask for them.
+A bucket deletes by itself by its lifecycle rule; see docs/object-stores.md. Existing rules are read
+with `boto3` if it is installed: `obstore` cannot read them.
 """
 
 from __future__ import annotations
@@ -97,11 +93,11 @@ __all__ = [
 ]
 
 _HEADER_NBYTES: Final = 32 << 10
-"""What is read of an object first to find its parent: most headers are shorter."""
+"""First bytes read of an object to find its parent: most headers are shorter."""
 _AT_ONCE: Final = 256
-"""Headers that are read at a time."""
+"""Headers read between two progress reports."""
 _HELD: Final = 64
-"""Objects that are held in memory at a time at most."""
+"""Most objects in memory at a time."""
 _LEFTOVER_S: Final = 3600.0
 _LOOK_S: Final = 60.0
 _GB: Final = 10**9
@@ -114,16 +110,15 @@ class BucketNamespace(ListedNamespace):
     """A namespace in a bucket."""
 
     def __init__(self, description: Description, place: BucketPath, show: Show) -> None:
-        """List what is there. Raises StorageError."""
+        """List the namespace. Raises StorageError."""
         super().__init__(description)
         self.place = place
         self.leftovers: list[str] = []
-        """Paths of copies that a renewal left when it was killed, by their names and times; see
-        :meth:`of_ours`."""
+        """Paths of copies left by a killed renewal, by name and time; see :meth:`of_ours`."""
         self.beside: list[str] = []
-        """Paths of what else is of VUA, by their names: marks, times to live, what was copied."""
+        """Paths of VUA's other files, by name: marks, times to live, copied ones."""
         self.strays: list[str] = []
-        """Paths of what is not."""
+        """Paths of files that are not VUA's."""
         marked: dict[str, ListedChunk] = {}
         for number, item in enumerate(walk(place)):
             if item.kind == "entry":
@@ -149,7 +144,7 @@ class BucketNamespace(ListedNamespace):
                 self.beside += beside.marks
 
     def _note(self, item: Item) -> None:
-        """Note what is of VUA and neither a chunk's entry nor its mark."""
+        """Note a file of VUA that is neither a chunk's entry nor its mark."""
         self.beside.append(item.path)
         if item.kind == "temporary" and item.modified_s < time.time() - _LEFTOVER_S:
             self.leftovers.append(item.path)
@@ -158,12 +153,12 @@ class BucketNamespace(ListedNamespace):
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is a namespace of VUA: it says so, or chunks are in it, as in a directory."""
+        """Whether this is a namespace of VUA: by its description, or by chunks in it."""
         said = self.description
         return said.identity is not None or bool(said.later) or bool(self.chunks)
 
     def read_header(self, chunk: ListedChunk, path: str) -> EntryInfo | None:
-        """Send a request, or two where the header is long."""
+        """Read a header by one request, or two if it is long."""
         del chunk
         key, bucket = (self.place / path).key, self.place.bucket
         with contextlib.suppress(OSError, CorruptEntryError):
@@ -175,15 +170,12 @@ class BucketNamespace(ListedNamespace):
         return None
 
     def each(self, work: Callable[[ListedChunk], None], chunks: Sequence[ListedChunk]) -> None:
-        """Send some requests at a time."""
         Bucket.each(work, chunks)
 
     def write_pin(self, chunk: str, held: Sequence[str]) -> None:
-        """Write an empty object beside each."""
         pin_in_bucket(self.place, chunk, held)
 
     def remove_pin(self, chunk: str, held: Sequence[str]) -> None:
-        """Delete these."""
         unpin_in_bucket(self.place, chunk, held)
 
     def listed(self, chunk: str) -> list[str]:
@@ -194,7 +186,6 @@ class BucketNamespace(ListedNamespace):
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenFile]:
-        """Read it into memory, in its plain form."""
         chunk = self.chunks.get(path[3:].partition("/")[0])
         paths = [] if chunk is None else sorted(chunk.paths)
         found = next((one for one in paths if plain_path(one) == path), path)
@@ -206,11 +197,10 @@ class BucketNamespace(ListedNamespace):
         yield OpenFile(io.BytesIO(plain))
 
     def keys(self, paths: Sequence[str]) -> list[str]:
-        """Return the keys of objects, by their paths."""
         return [(self.place / path).key for path in paths]
 
     def of_ours(self, paths: Sequence[str]) -> list[str]:
-        """Return the keys of those of these paths that are of VUA, also by what is in them."""
+        """Return the keys of those paths that are VUA's, also by their content."""
         return [
             key
             for path, key in zip(paths, self.keys(paths), strict=True)
@@ -218,9 +208,9 @@ class BucketNamespace(ListedNamespace):
         ]
 
     def every_key(self) -> list[str]:
-        """Return the keys of all that is of VUA, the description last.
+        """Return the keys of all files of VUA, the description last.
 
-        That stays with what is not of VUA, as in a directory.
+        The description stays if other files stay, as in a directory.
         """
         beside = self.of_ours(self.beside)
         chunks = self.chunks.values()
@@ -233,7 +223,7 @@ class BucketNamespace(ListedNamespace):
         key = (self.place / DESCRIPTION).key
         if self.description.identity is not None:
             return [key]
-        with contextlib.suppress(OSError):  # a damaged one of VUA begins as a sound one
+        with contextlib.suppress(OSError):  # a damaged description of VUA begins like a sound one
             if bytes(self.place.bucket.get(key, 0, len(_OURS))[1]) == _OURS:
                 return [key]
         return []
@@ -245,7 +235,6 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     look_s = _LOOK_S
 
     def __init__(self, where: str, place: BucketPath) -> None:
-        """Take a place; nothing is sent."""
         super().__init__(where, place)
         self.root = place
         self._is_asked = False
@@ -258,21 +247,19 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Count all requests of this process to the bucket."""
         return self.root.bucket.counts
 
     def monthly_dollars(self, nbytes: int) -> float:
-        """Return S3's list price."""
         return round(nbytes / _GB * DOLLARS_PER_GB_MONTH, 6)
 
     # -- what lies in it --------------------------------------------------------------------------
 
     def contents(self) -> tuple[list[Description], list[str]]:
-        """Send a listing, and a request for each namespace."""
+        """Send a listing, and one request per namespace."""
         return bucket_contents(self.root)
 
     def state(self, description: Description) -> str:
-        """Ask for the object where nothing sound was read."""
+        """Request the object if nothing sound was read."""
         if description.layout is not None:
             return "ok"
         if description.later:
@@ -283,14 +270,13 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         return self.root / description.name
 
     def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
-        """List it."""
         del show
         content = Content(description, self.state(description))
         content.add(Counted.of(walk(self._path(description)), long=long))
         return content
 
     def list_namespaces(self, show: Show) -> tuple[Sequence[BucketNamespace], Sequence[str]]:
-        """List all objects, once the place has shown that it is a cache."""
+        """List all objects, after checking that the prefix is a cache."""
         if not self._is_asked:
             locate(self.where, create=False)
             self._is_asked = True
@@ -304,25 +290,22 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     # -- what may be done to it -------------------------------------------------------------------
 
     def claim(self) -> None:
-        """Ask for the mark."""
         claim_bucket(self.root, tool=True)
 
     def adopt(self, ask: Callable[[Adoption], None]) -> Adoption:
-        """Make the mark without a question: listing what is there costs money."""
+        """Make the mark without a question: listing the content costs money."""
         del ask
         there, mine, others = adopted_bucket(self.root)
         return Adoption(there, mine, others, None, None)
 
     def bounds(self) -> Limits:
-        """Read the object."""
         return read_bucket_bounds(self.root)
 
     def write_bounds(self, bounds: Limits) -> None:
-        """Write the object."""
         write_bucket_bounds(self.root, bounds)
 
     def own_ttls(self) -> int:
-        """List them; nothing keeps to them here."""
+        """Count them; they are not applied in buckets."""
         return sum(
             kind_at(each.key.removeprefix(f"{place.key}/")) == "ttl"
             for one in bucket_descriptions(self.root)
@@ -337,7 +320,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         *,
         dry_run: bool = False,
     ) -> int:
-        """Delete objects, those of a chunk with its entries first."""
+        """Delete objects; those of a chunk with its entries first."""
         keys: dict[str, None] = {}
         for space in whole:
             keys.update(dict.fromkeys(space.every_key()))
@@ -348,7 +331,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         return len(keys)
 
     def sweep(self, namespaces: Sequence[BucketNamespace], *, dry_run: bool) -> Freed:
-        """Delete copies that renewals have left."""
+        """Delete copies left by renewals."""
         if dry_run:
             return Freed(0, 0)
         left = [key for space in namespaces for key in space.of_ours(space.leftovers)]
@@ -356,7 +339,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         return Freed(0, sum(space.leftover_nbytes for space in namespaces) if left else 0)
 
     def renew(self, chunks: Sequence[tuple[BucketNamespace, ListedChunk]]) -> None:
-        """Copy objects at the server: a lifecycle rule goes by their times."""
+        """Copy objects at the server: a lifecycle rule uses their times."""
         keys = [key for space, chunk in chunks for key in space.keys(chunk.paths)]
         if keys:
             Bucket.each(self.root.bucket.try_renew, keys)
@@ -364,7 +347,6 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def find_key_ids(
         self, chunks: Sequence[tuple[BucketNamespace, ListedChunk]], show: Show
     ) -> list[set[str]]:
-        """Read a header of each entry, some at a time."""
         found: list[set[str]] = []
         for first in range(0, len(chunks), _AT_ONCE):
             show("reading headers", first, len(chunks))
@@ -376,7 +358,6 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def verify(
         self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
     ) -> Verification:
-        """Check the objects of a namespace, some at a time."""
         result, checker = Verification.of(description, self.state(description)), Checker(keys)
         place = self._path(description)
         storage = ObjectStorage(place, codec=AUTO)
@@ -412,19 +393,18 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         return result
 
     def findings(self, security: Security) -> Iterator[Finding]:
-        """Try the server out with an object."""
         del security
         return tried(self.root)
 
     def rules(self) -> tuple[Rules | None, list[Finding]]:
-        """Make rules from `vua ttl` for what is of VUA alone."""
+        """Make rules from `vua ttl` for VUA's objects alone."""
         with contextlib.suppress(OSError, ConfigError):
             return rules_at(self.root)
         return None, []
 
 
 def walk(place: BucketPath) -> Iterator[Item]:
-    """Yield what lies in a namespace, but its description. Raises StorageError."""
+    """Yield the objects of a namespace, except its description. Raises StorageError."""
     for meta in place.bucket.walk(place.key):
         path = meta.key.removeprefix(f"{place.key}/")
         entry, kind, chunk, shard = entry_at(path), kind_at(path), "", None
@@ -435,7 +415,7 @@ def walk(place: BucketPath) -> Iterator[Item]:
 
 
 def _holds_entry(bucket: Bucket, key: str) -> bool:
-    """Whether an object holds an entry, plain or compressed. Its name is not looked at."""
+    """Whether an object holds an entry, plain or compressed, by its content."""
     with contextlib.suppress(OSError):
         data = bucket.get(key, 0, _HEADER_NBYTES)[1]
         for name in ("", COMPRESSED_SUFFIX):
@@ -446,7 +426,7 @@ def _holds_entry(bucket: Bucket, key: str) -> bool:
 
 
 def _parsed(path: str, data: memoryview) -> EntryInfo:
-    """Read the header of an object of either form. Raises CorruptEntryError."""
+    """Parse the header of an object of either form. Raises CorruptEntryError."""
     return parse_entry(Compressed.parse(data).header if is_compressed(path) else bytes(data))
 
 
@@ -454,7 +434,7 @@ _NBYTES: Final = 2 << 20
 _HEADS: Final = 8
 _DAYS: Final = 30
 _DESCRIPTION_NBYTES: Final = 16384
-"""Descriptions and marks are smaller, and are to stay; entries are larger."""
+"""Descriptions and marks are smaller, and must stay; entries are larger."""
 _DAY_S: Final = 86400
 
 
@@ -565,9 +545,9 @@ def _deletion(bucket: Bucket, key: str) -> Finding:
 
 
 def rules_at(place: BucketPath) -> tuple[Rules | None, list[Finding]]:
-    """Return rules that fit `vua ttl`, or 30 days, for what of a place is of VUA alone.
+    """Return rules for `vua ttl`, or 30 days, for the parts of a prefix that only VUA uses.
 
-    None for a store that takes no such rules. Raises StorageError, ConfigError.
+    None for a store without such rules. Raises StorageError, ConfigError.
     """
     if place.bucket.scheme not in ("s3", "memory"):
         return None, []
@@ -575,7 +555,7 @@ def rules_at(place: BucketPath) -> tuple[Rules | None, list[Finding]]:
     places = places_of(place)
     found = []
     if places != [place]:
-        text = "what is not of VUA lies there: rules of the whole place would delete it"
+        text = "objects that are not VUA's are there: rules for the whole prefix would delete them"
         found.append(Finding("lifecycle", "note", text))
     return Rules(days, rules_for(places, days)) if places else None, found
 
@@ -586,17 +566,17 @@ def days_of(ttl_s: float | None) -> int | None:
 
 
 def prefix_of(place: BucketPath) -> str:
-    """Return what the keys of a cache's objects begin with in its bucket."""
+    """Return the key prefix of a cache's objects in its bucket."""
     path = urlsplit(str(place)).path.strip("/")
     return f"{path}/" if path else ""
 
 
 def places_of(place: BucketPath) -> list[BucketPath]:
-    """Return the places that rules may cover, for all in them is of VUA.
+    """Return the prefixes that rules may cover: only VUA's objects are below them.
 
-    The cache's own one, or where something else lies in it the namespaces that hold nothing else.
-    It looks as far as the folders of chunks, by a request or two for each namespace. Raises
-    StorageError.
+    That is the cache's own prefix, or, if it also holds other objects, the namespaces that hold
+    nothing else. Looks as far as the folders of chunks, by one or two requests per namespace.
+    Raises StorageError.
     """
     found, others = bucket_contents(place)
     known = [place / one.name for one in found if one.identity is not None]
@@ -605,7 +585,7 @@ def places_of(place: BucketPath) -> list[BucketPath]:
 
 
 def _is_clean(place: BucketPath) -> bool:
-    """Whether only VUA's folders and objects lie at the top of a namespace. Raises StorageError."""
+    """Whether a namespace's top level holds only VUA's objects. Raises StorageError."""
     folders, objects = place.bucket.folders(place.key)
     names = [one.removeprefix(f"{place.key}/") for one in folders]
     known = (TTL_FOLDER, QUARANTINE)
@@ -615,10 +595,10 @@ def _is_clean(place: BucketPath) -> bool:
 
 
 def rules_for(places: Sequence[BucketPath], days: int) -> dict[str, object]:
-    """Return rules for `aws s3api put-bucket-lifecycle-configuration`, one for each place.
+    """Return rules for `aws s3api put-bucket-lifecycle-configuration`, one per prefix.
 
-    They leave out the descriptions (``namespace.json``, ``vua.json``) by their size. Where a bucket
-    keeps versions, those of before go after a day.
+    They leave out the descriptions (``namespace.json``, ``vua.json``) by their size. If a bucket
+    keeps versions, earlier ones are deleted after a day.
     """
     rules = [
         {
@@ -640,7 +620,7 @@ def rules_for(places: Sequence[BucketPath], days: int) -> dict[str, object]:
 
 
 def rules_of(bucket: Bucket) -> Sequence[Mapping[str, Any]]:
-    """Ask for a bucket's rules; none where it has none.
+    """Read a bucket's rules; empty if it has none.
 
     Raises ConfigError without boto3, StorageError for any other answer, without secrets.
     """
@@ -665,7 +645,7 @@ def rules_of(bucket: Bucket) -> Sequence[Mapping[str, Any]]:
 
 
 def judged(rules: Sequence[Mapping[str, Any]], prefix: str, ttl_s: float | None) -> Finding:
-    """Say whether a bucket's rules fit a cache below ``prefix`` whose objects live so long."""
+    """Say whether a bucket's rules suit a cache below ``prefix`` with this time to live."""
     wanted = days_of(ttl_s)
     found = [
         days
@@ -674,7 +654,7 @@ def judged(rules: Sequence[Mapping[str, Any]], prefix: str, ttl_s: float | None)
         if isinstance(days := rule.get("Expiration", {}).get("Days"), int)
     ]
     if not found:
-        text = "no rule deletes what nobody uses: the cache grows until `vua gc`"
+        text = "no rule deletes unused objects: the cache grows until `vua gc`"
         return Finding("lifecycle", "note", text)
     days = min(found)
     if wanted is None:
@@ -691,7 +671,7 @@ def judged(rules: Sequence[Mapping[str, Any]], prefix: str, ttl_s: float | None)
 
 
 def _prefix(rule: Mapping[str, Any]) -> str:
-    """Return the prefix of a rule, in any of the forms that it may stand in."""
+    """Return the prefix of a rule, in any form that rules have."""
     chosen = rule.get("Filter") or {}
     for one in (rule, chosen, chosen.get("And") or {}):
         if one.get("Prefix"):

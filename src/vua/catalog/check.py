@@ -1,7 +1,4 @@
-"""Whether files are what they say, what they say fits where they lie, and what was found so.
-
-One file or object by itself: what it says, and whether that fits where it lies.
-"""
+"""Checks files: whether each is what it says, and whether that fits its path; counts results."""
 
 from __future__ import annotations
 
@@ -64,14 +61,13 @@ __all__ = [
 ]
 
 NO_KEYS: Final = Security()
-"""The settings where no keys are given."""
+"""The settings without keys."""
 OUTCOMES: Final = ("sound", "corrupt", "foreign", "error")
 """Outcomes that a report counts."""
 
 Kind: TypeAlias = NamedKind | Literal["unreadable"]
 Outcome = Literal["sound", "corrupt", "foreign", "error", "later"]
-"""The words of the store's own counters. ``error``: it could not be read; ``later``: of a later
-version of VUA, which is left as it is."""
+"""As the store's counters. ``error``: unreadable; ``later``: from a later VUA, left unchanged."""
 
 _BUFFER_NBYTES: Final = MAX_HEADER_NBYTES  # so that the first block holds any header
 
@@ -89,24 +85,24 @@ class Item:
     regular: bool = True
     """Whether it is a regular file, or an object."""
     chunk: str = ""
-    """The chunk that an entry's folder names; "" for anything else."""
+    """The chunk of an entry's folder; "" for other files."""
     shard: Shard | None = None
-    """The shard that an entry's name says; None for anything else."""
+    """The shard in an entry's name; None for other files."""
     problem: str = ""
     """Why it is unreadable."""
 
 
 class OpenFile:
-    """A file that is open, or an object that was read."""
+    """An open file, or an object that was read."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        """Take what was opened; the opener closes it."""
+        """Use ``stream``; the opener closes it."""
         self.stream = stream
         self.nbytes = stream.seek(0, os.SEEK_END)
         stream.seek(0)
 
     def state(self) -> object:
-        """Return a value that changes when the file is written to. No writer of VUA does that."""
+        """Return a value that changes when the file is written to, which VUA never does."""
         if isinstance(self.stream, io.BytesIO):
             return self.nbytes
         status = os.fstat(self.stream.fileno())
@@ -115,13 +111,13 @@ class OpenFile:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a file lies: what it therefore has to be. None where that does not follow."""
+    """What a file must be, by its path; a None is not checked."""
 
     namespace: str | None = None
     chunk: str | None = None
     shard: Shard | None = None
     layout: KVLayout | None = None
-    """What ``namespace.json`` says."""
+    """By ``namespace.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,23 +130,23 @@ class Check:
     nbytes: int
     """Size of the file."""
     info: EntryInfo | None = None
-    """What the file says about itself, where it says anything."""
+    """The file's header, if readable."""
     authentic: bool = False
     """Whether the seal proves that the key's owner wrote its bytes."""
     codec: str = ""
-    """What it was compressed by, where it is."""
+    """The codec, if it was compressed."""
 
 
 class Checker:
-    """Checks files one after the other with one buffer. Not for several threads at once."""
+    """Checks files one after the other with one buffer. Not thread-safe."""
 
     def __init__(self, keys: KnownKeys | None = None) -> None:
-        """Prove of files that are sealed with one of ``keys`` who wrote them, too."""
+        """Also check the seals of files sealed with one of ``keys``."""
         self._keys = keys or KnownKeys(NO_KEYS)
         self._buffer = memoryview(bytearray(_BUFFER_NBYTES))
 
     def check(self, fd: int, place: Place) -> Check:
-        """Read all of the file ``fd``, from its start, and say whether it is what it has to be."""
+        """Read all of the file ``fd``, from its start, and judge it."""
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
@@ -161,9 +157,9 @@ class Checker:
             return Check("error", (problem.strerror or str(problem),), 0)
 
     def check_bytes(self, data: memoryview, place: Place, *, compressed: bool = False) -> Check:
-        """Say whether ``data``, all of a file or object, is what it has to be.
+        """Judge ``data``, all of a file or object.
 
-        What is encrypted stays so. ``compressed``: the object's name says that it is.
+        Encrypted data stays encrypted. ``compressed``: by the object's name.
         """
         nbytes = len(data)
         if compressed and (unknown := later_form(bytes(data[:_BUFFER_NBYTES]))):
@@ -199,7 +195,7 @@ class Checker:
         return Check(outcome, misplaced, nbytes, info, openings is not None)
 
     def _openings(self, info: EntryInfo, header: bytes) -> Iterator[Digest] | None:
-        """What tells of each block if its tag is right; None: plain, or the key is not here."""
+        """Return the digests that check blocks' tags; None for plain files, or without the key."""
         if not info.kind:
             return None
         encrypt = info.kind == ENCRYPTED
@@ -221,7 +217,7 @@ class Checker:
 
 
 def _differences(info: EntryInfo, place: Place) -> Iterator[str]:
-    """What a file says that does not fit where it lies."""
+    """Yield the parts of a header that do not fit the file's path."""
     if place.namespace not in (None, info.namespace):
         yield f"its header says namespace {info.namespace}, it lies in {place.namespace}"
     if place.chunk not in (None, info.prefix_hash):
@@ -233,7 +229,7 @@ def _differences(info: EntryInfo, place: Place) -> Iterator[str]:
 
 
 def check_open(file: OpenFile, place: Place) -> Check:
-    """Say whether a file that is open, or an object that was read, is what it has to be."""
+    """Judge an open file, or an object that was read."""
     try:
         return Checker().check(file.stream.fileno(), place)
     except OSError:  # in memory
@@ -241,7 +237,7 @@ def check_open(file: OpenFile, place: Place) -> Check:
 
 
 def read_plain(fd: int, checker: Checker, place: Place) -> tuple[Check, bytes | None]:
-    """Check an open file, and return its version; None where no reader would take it."""
+    """Check an open file, and return its version; None if no reader would accept it."""
     try:
         check = checker.check(fd, place)
     except VUAError as problem:
@@ -257,55 +253,54 @@ def read_plain(fd: int, checker: Checker, place: Place) -> tuple[Check, bytes | 
 
 
 def sampled(fans: Sequence[str], share: float) -> list[str]:
-    """Return that share of the fan-out directories, one at least: chunks are uniform over them."""
+    """Return that share of the fan-out directories, at least one; chunks are uniform over them."""
     count = min(len(fans), max(1, round(share * len(fans))))
     return sorted(random.sample(fans, count))
 
 
 @dataclass(slots=True)
 class Verification:
-    """What `vua verify` found out about one namespace, or a part of it."""
+    """The result of `vua verify` for one namespace, or a part of it."""
 
     namespace: Description
     state: str
-    """What ``namespace.json`` is."""
+    """State of ``namespace.json``."""
     counts: Counter[str] = field(default_factory=Counter)
     nbytes: int = 0
     sealed: Counter[str] = field(default_factory=Counter)
-    """Files per key that they are sealed with, by its 16 hex."""
+    """Files per sealing key's id, 16 hex digits."""
     authentic: Counter[str] = field(default_factory=Counter)
     """Sound files per key that was proved to have written them."""
     removed: int = 0
-    """Damaged and foreign files that were moved to quarantine or deleted."""
+    """Damaged and foreign files that were quarantined or deleted."""
     problems: list[tuple[str, str, str]] = field(default_factory=list)
-    """(path, outcome, reason) of what is not sound."""
+    """(path, outcome, reason) of unsound files."""
     later: list[tuple[str, str]] = field(default_factory=list)
-    """(path, reason) of what is of a later version of VUA, and stays as it is."""
+    """(path, reason) of files from a later version of VUA, which stay unchanged."""
     layouts: dict[str, Counter[KVLayout]] = field(default_factory=dict)
-    """What sound entries say of each group of layers."""
+    """Layouts in sound entries' headers, by group of layers."""
     plain: int = 0
-    """Files that say that they are not sealed."""
+    """Unsealed files, by their headers."""
     others: dict[str, list[Item]] = field(default_factory=dict)
     """Items that are not entries, by kind."""
 
     @classmethod
     def of(cls, namespace: Description, state: str) -> Verification:
-        """Begin; what a later version of VUA described is noted."""
-        later = f"{namespace.later}: it is left as it is"
+        """Start; notes a description from a later version of VUA."""
+        later = f"{namespace.later}: it is left unchanged"
         return cls(namespace, state, later=[(DESCRIPTION, later)] if state == "later" else [])
 
     @property
     def damaged(self) -> bool:
-        """Whether something is not sound, and still there."""
+        """Whether something unsound is still there."""
         return len(self.problems) > self.removed
 
     @property
     def stated(self) -> dict[str, KVLayout]:
-        """What most sound entries say of each group of layers."""
+        """The layout in most sound entries' headers, by group of layers."""
         return {group: some.most_common(1)[0][0] for group, some in self.layouts.items()}
 
     def add(self, path: str, check: Check) -> None:
-        """Note what was found out about one file."""
         self.counts[check.outcome] += 1
         self.nbytes += check.nbytes
         if check.info is not None and not check.info.kind:
@@ -323,11 +318,10 @@ class Verification:
             self.problems.append((path, check.outcome, "; ".join(check.reasons)))
 
     def add_other(self, item: Item) -> None:
-        """Note what is no entry."""
+        """Note an item that is not an entry."""
         self.others.setdefault(item.kind, []).append(item)
 
     def join(self, part: Verification) -> None:
-        """Add a part."""
         self.counts.update(part.counts)
         self.nbytes += part.nbytes
         self.removed += part.removed
@@ -342,7 +336,7 @@ class Verification:
             self.others.setdefault(kind, []).extend(found)
 
     def wrong_description(self) -> str:
-        """Return why ``namespace.json`` is to be written anew, by its entries' headers, or ""."""
+        """Return why ``namespace.json`` must be rewritten, by its entries' headers, or ""."""
         if self.state == "damaged":
             return "it does not describe this namespace"
         if self.state == "ok" and not fits(self.stated, self.namespace.layouts):
@@ -357,8 +351,8 @@ _DIGEST_DIGITS: Final = 64
 def check_at(where: str, checker: Checker) -> tuple[Check, Description | None, Place]:
     """Check the file or the object at a path or URL.
 
-    Returns also what its namespace says of itself, where it lies in one, and what follows from its
-    path: of a file that was copied elsewhere only what its name says.
+    Also returns its namespace's description, if it is in one, and what follows from its path. For a
+    file copied elsewhere only its name counts.
     """
     if is_url(where):
         at = _object_at(where)
@@ -370,7 +364,7 @@ def check_at(where: str, checker: Checker) -> tuple[Check, Description | None, P
 
 
 def _object_at(url: str) -> BucketPath:
-    """Return the place of an object: below that of its cache, where it has one."""
+    """Return an object's location: below its cache's, if it has one."""
     parts = url.split("/")
     depth = 4 if len(parts) > 7 and _is_digest(parts[-4]) else 1
     cache = BucketPath(Bucket.at("/".join(parts[:-depth])))

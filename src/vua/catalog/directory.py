@@ -1,8 +1,8 @@
-"""The catalog of a directory: from names, times and sizes, and headers where these are needed.
+"""The catalog of a directory: from names, times and sizes, and headers where needed.
 
-Symbolic links are not followed. Looking at a million chunks is a million small reads: on a disk
-they take turns unless several are asked for at once, in memory they are bound by one interpreter.
-So large namespaces are looked at by several processes.
+Symbolic links are not followed. Looking at a million chunks is a million small reads. On a disk
+they take turns unless several are requested at once; in memory one interpreter limits them. So
+large namespaces are read by several processes.
 """
 
 from __future__ import annotations
@@ -108,46 +108,42 @@ _PROCESSES: Final = 8
 """More than most machines have free cores: on a cold disk each waits for its own reads."""
 _LARGE: Final = 20_000
 _SALTS_FROM: Final = 4096
-"""Namespaces with more chunks than these are not asked for salts: it needs a header per chunk."""
+"""Larger namespaces are not searched for salts: that needs a header per chunk."""
 _SAMPLED: Final = 64
-"""Chunks that are weighed for the mean."""
+"""Chunks sampled for the mean size."""
 _ANYBODY: Final = Security(trusted_uids="any")
-"""Whose files are looked at: an owner does not make bytes right or wrong."""
+"""Files of all owners are checked: an owner does not make bytes right or wrong."""
 
 
 class DirectoryNamespace(NamespaceCatalog):
     """A namespace in a directory."""
 
     def __init__(self, root: Path, space: Space) -> None:
-        """Look at ``space``."""
         self._root, self.space = root, space
         self.name = space.name
         self._description: Description | None = None
 
     @property
     def description(self) -> Description:
-        """Read when it is asked for, with some headers that bear it out."""
+        """Its description, read at first use, with some headers that confirm it."""
         if self._description is None:
             self._description = settled(read_description(self._root / self.name))
         return self._description
 
     @property
     def layouts(self) -> tuple[KVLayout, ...]:
-        """Those of the description."""
         return self.description.layouts
 
     def matching(self, digits: str) -> list[str]:
-        """Look into one fan-out directory."""
         with listed(self.space.fd, digits[:2]) as entries:
             names = sorted(one.name for one in entries if one.name.startswith(digits))
         return [one for one in names if len(one) == 64]
 
     def holds(self, chunk: str) -> bool:
-        """Look for its directory."""
         return mtime_ns_of(self.space.fd, chunk) is not None
 
     def header(self, chunk: str) -> EntryInfo | None:
-        """Read the first file that is sound."""
+        """Read the first sound file."""
         with contextlib.suppress(OSError, CorruptEntryError):
             for name in self.listed(chunk):
                 if name.endswith(SUFFIX):
@@ -156,18 +152,16 @@ class DirectoryNamespace(NamespaceCatalog):
         return None
 
     def shards(self, chunk: str) -> list[Shard | None]:
-        """List its directory."""
         found = walk_chunk(self.space, chunk)
         return [one.shard for one in found if one.kind == "entry" and one.regular]
 
     def listed(self, chunk: str) -> list[str]:
-        """List its directory."""
         with listed(self.space.fd, chunk_path(chunk)) as entries:
             return sorted(entry.name for entry in entries)
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenFile]:
-        """Open it below the namespace, without following links."""
+        """Open a file below the namespace, without following links."""
         fd = posix.open_beneath(self.space.fd, path)
         if not stat.S_ISREG(os.fstat(fd).st_mode):  # a FIFO does not hang it
             close_quietly(fd)
@@ -193,7 +187,7 @@ class DirectoryNamespace(NamespaceCatalog):
         return Look(self.name, model, mtimes_ns, mean, salts)
 
     def links(self, show: Show, past: Links | None = None) -> Links:
-        """Read the headers of all chunks, or of those that have another mtime than before."""
+        """Read the headers of all chunks, or only of chunks with a new mtime."""
         if past is None:
             tree = read_prefix_tree(self.space, show, over_fans)
         else:
@@ -208,7 +202,6 @@ class DirectoryNamespace(NamespaceCatalog):
         return Links(tree.in_order(), befores, mtimes_ns, tree)
 
     def ancestors(self, chunk: str) -> Iterator[str]:
-        """Read a header for each."""
         return ancestors(self.space, chunk)
 
     def descendants(self, chunk: str, show: Show) -> list[str]:
@@ -220,11 +213,9 @@ class DirectoryNamespace(NamespaceCatalog):
         return read_prefix_tree(self.space, show, over_fans).in_order()
 
     def pin(self, chunk: str) -> int:
-        """Leave a mark in each one's directory."""
         return len(pin(self.space, chunk))
 
     def unpin(self, chunk: str) -> int:
-        """Remove the marks."""
         return len(unpin(self.space, chunk))
 
     def pins(self) -> dict[str, int]:
@@ -238,7 +229,7 @@ class DirectoryNamespace(NamespaceCatalog):
         return dict(sorted(held.items()))
 
     def pinned_nbytes(self, chunks: Sequence[str] | None = None) -> int:
-        """Weigh what is pinned: all that there is, or these prefixes."""
+        """Weigh all pinned chunks, or those of these prefixes."""
         space = self.space
         if chunks is None:
             nodes = (
@@ -255,7 +246,6 @@ class DirectoryCatalog(Catalog):
     """A cache in a directory."""
 
     def __init__(self, where: str, root: Path) -> None:
-        """Take an existing directory."""
         super().__init__(where, root)
         self.root = root
 
@@ -265,7 +255,7 @@ class DirectoryCatalog(Catalog):
         return cls(where, check_root(where, create=create))
 
     def is_local(self) -> bool:
-        """Ask the file system of which kind it is."""
+        """Decide by the type of the file system."""
         fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             return posix.is_local(fd)
@@ -275,7 +265,6 @@ class DirectoryCatalog(Catalog):
     # -- what lies in it --------------------------------------------------------------------------
 
     def contents(self) -> tuple[list[Description], list[str]]:
-        """List the directory. Raises StorageError."""
         with explaining(self.where):
             found = list(descriptions(self.root))
             return found, self._others({namespace.name for namespace in found})
@@ -289,11 +278,9 @@ class DirectoryCatalog(Catalog):
             return self._others({space.name for space in found})
 
     def is_foreign(self) -> bool:
-        """Look for the mark."""
         return not is_marked(self.root)
 
     def state(self, description: Description) -> str:
-        """Look for the file."""
         if description.layout is not None:
             return "ok"
         if description.later:
@@ -301,7 +288,7 @@ class DirectoryCatalog(Catalog):
         return "damaged" if os.path.lexists(description.directory / DESCRIPTION) else "missing"
 
     def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
-        """Walk through it, a large one with several processes."""
+        """Walk through the namespace; a large one with several processes."""
         content = Content(description, self.state(description))
         with _opened(description) as space:
             names = fans_of(space)
@@ -316,7 +303,7 @@ class DirectoryCatalog(Catalog):
     def namespaces(
         self, show: Show
     ) -> Iterator[tuple[Sequence[DirectoryNamespace], Sequence[str]]]:
-        """List the directory; namespaces are opened when they are used, some at a time."""
+        """List the directory; namespaces are opened when they are used, a few at a time."""
         del show
         with explaining(self.where), spaces(self.root) as found:
             others = self._others({space.name for space in found})
@@ -325,7 +312,7 @@ class DirectoryCatalog(Catalog):
     def tree(
         self, description: Description, show: Show, known: PrefixTree | None = None
     ) -> PrefixTree | None:
-        """Read the headers of all chunks, or of what is new."""
+        """Read the headers of all chunks, or of new ones."""
         with _opened(description) as space:
             if known is not None:
                 return read_prefix_tree(space, known=known)
@@ -361,13 +348,11 @@ class DirectoryCatalog(Catalog):
         )
 
     def use_log(self) -> UseLog:
-        """Return the log beside the namespaces."""
         return UseLog(self.root)
 
     # -- what may be done to it -------------------------------------------------------------------
 
     def claim(self) -> None:
-        """Look for the mark."""
         with explaining(self.where):
             claim(self.root, tool=True)
 
@@ -387,21 +372,19 @@ class DirectoryCatalog(Catalog):
         return found_
 
     def bounds(self) -> Limits:
-        """Read the file."""
         return read_bounds(self.root)
 
     def limits(self) -> Mapping[str, float | None]:
-        """Ask the file system, too: of shares."""
+        """Return them; the file system resolves shares."""
         return asdict(ResolvedLimits.of(self.root, Limits()))
 
     def keep(self, news: Mapping[str, object]) -> None:
-        """Replace the file, but for what in it is unusable."""
+        """Rewrite the file, without its unusable parts."""
         with explaining(self.where):
             known = read_bounds(self.root, lambda _: None)
             write_bounds(self.root, replace(known, **news))  # type: ignore[arg-type]
 
     def own_ttls(self) -> int:
-        """Count the marks."""
         with spaces(self.root) as found:
             return count_ttls(found)
 
@@ -410,7 +393,7 @@ class DirectoryCatalog(Catalog):
         lost: Callable[[], frozenset[str]] | None = None, dry_run: bool = False,
         ask: Ask, show: Show,
     ) -> Collection:  # fmt: skip
-        """Make the full pass of :mod:`vua.capacity.gc`."""
+        """Run the full pass of :mod:`vua.capacity.gc`."""
         with explaining(self.where):
             limits = ResolvedLimits.of(self.root, said)
             if said.max_bytes is not None and not dry_run:
@@ -443,7 +426,7 @@ class DirectoryCatalog(Catalog):
         self, names: Sequence[str], *, everything: bool, force: bool, dry_run: bool, ask: Ask,
         show: Show,
     ) -> Removal:  # fmt: skip
-        """Delete chunk by chunk, leaves first, and a namespace by one rename where that can be."""
+        """Delete chunk by chunk, leaves first; a namespace by one rename if possible."""
         done, remover = Removal(), Remover(rehearse=dry_run)
         with explaining(self.where), self.namespaces(show) as (found, strays):
             picked = [resolve(found, text) for text in names]
@@ -464,16 +447,16 @@ class DirectoryCatalog(Catalog):
     def _remove(
         self, space: Space, chunk: str, show: Show, remover: Remover, *, force: bool
     ) -> tuple[Freed, int]:
-        """Delete a namespace, or a chunk with what follows it; return also how many pins kept."""
+        """Delete a namespace, or a chunk with its descendants; also return how many pins kept."""
         freed, kept = NOTHING, 0
         if not chunk and not is_ours(space):
-            msg = f"{space.name} is no namespace of VUA, it stays untouched"
+            msg = f"{space.name} is not a namespace of VUA, it stays unchanged"
             raise ConfigError(msg)
         tree = read_prefix_tree(space, show, over_fans)
         whole = not chunk and (force or not tree.pinned.any())
         if whole and not remover.rehearse and is_all_ours(space):
             trash = f"{TRASH}{secrets.token_hex(8)}"
-            with contextlib.suppress(OSError):  # a full file system may refuse it: one by one, then
+            with contextlib.suppress(OSError):  # a full file system may refuse it: then one by one
                 (self.root / space.name).rename(self.root / trash)
                 freed = Freed(len(tree.names), self._delete(trash))
                 if (self.root / trash).exists():
@@ -501,7 +484,6 @@ class DirectoryCatalog(Catalog):
             close_quietly(fd)
 
     def pins_may_hold(self) -> int | None:
-        """Return how many bytes of pinned chunks stay when room is needed."""
         limits = ResolvedLimits.of(self.root, Limits(), refused=lambda _: None)
         return int(limits.max_bytes * PINNED_SHARE)
 
@@ -510,7 +492,7 @@ class DirectoryCatalog(Catalog):
     def verify(
         self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
     ) -> Verification:
-        """Read files, a large namespace's with several processes."""
+        """Read files; a large namespace's with several processes."""
         result = Verification.of(description, self.state(description))
         try:
             with _opened(description) as space:
@@ -536,7 +518,7 @@ class DirectoryCatalog(Catalog):
         return result
 
     def findings(self, security: Security) -> Iterator[Finding]:
-        """Try the file system out in a directory made for it."""
+        """Probe the file system in a temporary directory."""
         from vua.catalog.probes import at_rest, tried  # noqa: PLC0415 - of `vua doctor` alone
 
         owner, *others = at_rest(self.root, security)
@@ -545,7 +527,7 @@ class DirectoryCatalog(Catalog):
         yield from others
 
     def findings_at_rest(self, security: Security) -> list[Finding]:
-        """Look at owner, space, witness and host."""
+        """Check owner, space, witness and host."""
         from vua.catalog.probes import at_rest  # noqa: PLC0415 - likewise
 
         return at_rest(self.root, security)
@@ -564,7 +546,7 @@ def _opened(description: Description) -> Iterator[Space]:
 
 
 def is_large(space: Space) -> bool:
-    """Whether a namespace has some ten thousands of chunks or more, judged by two of its parts."""
+    """Whether a namespace has some ten thousand chunks or more, judged by two of its parts."""
     names = 0
     for fan in ("00", "80"):
         with listed(space.fd, fan) as entries:
@@ -573,10 +555,10 @@ def is_large(space: Space) -> bool:
 
 
 def spread(work: Callable[[T], R], items: Sequence[T], *, large: bool) -> Iterator[R]:
-    """Yield ``work`` of each item in order; with ``large`` several at a time in processes.
+    """Yield ``work`` of each item in order; with ``large`` in several processes.
 
-    Then both, and ``work`` too, are to be picklable; descriptors that are open stay valid. What
-    ``work`` raises is raised here.
+    Then items, ``work`` and results must be picklable; open descriptors stay valid. An exception of
+    ``work`` is raised here.
     """
     if not large:
         yield from map(work, items)
@@ -600,7 +582,7 @@ def _count_fan(space: Space, fan: str, *, long: bool) -> Counted:
 
 
 def walk(space: Space, fan: str) -> Iterator[Item]:
-    """Yield what lies in one fan-out directory, in order of name; for "" what lies beside them."""
+    """Yield the items of one fan-out directory, sorted by name; for "" the items beside them."""
     for item in _entries(space, fan):
         if isinstance(item, Item):
             yield item
@@ -620,7 +602,7 @@ def walk(space: Space, fan: str) -> Iterator[Item]:
 
 
 def walk_chunk(space: Space, chunk: str) -> Iterator[Item]:
-    """Yield what lies in one chunk's directory, in order of name."""
+    """Yield the items of one chunk's directory, sorted by name."""
     return _all(space, chunk_path(chunk), "stray", chunk=chunk)
 
 
@@ -633,7 +615,7 @@ def _all(space: Space, below: str, kind: Kind, chunk: str = "") -> Iterator[Item
 
 
 def _entries(space: Space, below: str) -> Iterator[os.DirEntry[str] | Item]:
-    """What a directory holds; nothing when it vanished, the problem when it cannot be read."""
+    """List a directory; empty if it vanished, the problem if it cannot be read."""
     problems: list[OSError] = []
     with listed(space.fd, below or ".", problems.append) as entries:
         yield from sorted(entries, key=lambda entry: entry.name)
@@ -702,7 +684,7 @@ def _size_of(space: Space, name: str) -> int:
 
 
 def _use_of_fan(space: Space, fan: str) -> tuple[int, int, int, list[int]]:
-    """One fan-out directory: chunks, bytes, pinned chunks, and the oldest and newest mtime."""
+    """Weigh a fan-out directory: chunks, bytes, pinned chunks, oldest and newest mtime."""
     chunks = nbytes = pinned = 0
     mtimes_ns = []
     for chunk, mtime_ns in chunks_of(space, fan):
@@ -720,7 +702,7 @@ def _use_of_fan(space: Space, fan: str) -> tuple[int, int, int, list[int]]:
 
 
 def _verify_fan(namespace: Description, keys: KnownKeys, fan: str, *, repair: bool) -> Verification:
-    """Check one fan-out directory, or (for "") what lies beside them."""
+    """Check one fan-out directory, or (for "") the items beside them."""
     result, checker = Verification(namespace, ""), Checker(keys)
     try:
         storage = LocalStorage(namespace.directory, security=_ANYBODY)
@@ -745,7 +727,7 @@ def _verify_fan(namespace: Description, keys: KnownKeys, fan: str, *, repair: bo
 def _check_file(
     storage: LocalStorage, item: Item, checker: Checker, namespace: Description, *, repair: bool
 ) -> tuple[Check | None, bool]:
-    """Check one entry, None when it vanished meanwhile; and whether it was taken out of sight."""
+    """Check one entry (None if it vanished meanwhile); also whether it was quarantined."""
     version = None
     try:
         fd = posix.open_beneath(storage.fileno(), item.path)
@@ -763,12 +745,15 @@ def _check_file(
     if not repair or check.outcome in ("sound", "later") or item.shard is None:
         return check, False
     if version is None and item.regular:
-        return check, False  # it cannot be opened, or has further names: somebody else decides
+        return (
+            check,
+            False,
+        )  # it cannot be opened, or has further names (hard links): left for its owner
     return check, storage.delete(entry_name(item.chunk, item.shard), version)
 
 
 def _describe_anew(result: Verification) -> bool:
-    """Write a description from what entries' headers say, where its identity is sound."""
+    """Rewrite a description from its entries' headers, if its identity is sound."""
     namespace, stated = result.namespace, result.stated
     if namespace.identity is None or "" not in stated:
         return False

@@ -1,13 +1,12 @@
-"""A catalog of what can be listed, and tells no more of a chunk than names, sizes and times.
+"""Catalogs of storages that can be listed, with only names, sizes and times of chunks.
 
-The chunks are held in memory. Which chunk follows which costs a header per chunk, which is read
-where a command needs it. What is here works for any kind of place; what is left to it is to list
-its chunks, to read a header, to delete, and to keep marks.
+The chunks are held in memory. Their order costs a header per chunk, read only where a command needs
+it. :class:`ListedCatalog` works for any kind of storage; a subclass lists its chunks, reads a
+header, deletes, and keeps marks.
 
-The catalog of any :class:`vua.storage.base.Storage`: what lists and deletes entries is enough.
-
-A new storage gets `vua ls`, `du`, `gc`, `rm`, `ttl`, `top`, `verify` and `explain`'s names by it,
-and `vua pin` where it is a :class:`PinnedStorage`, too::
+:class:`StorageCatalog` serves any :class:`vua.storage.base.Storage`. A new storage gets `vua ls`,
+`du`, `gc`, `rm`, `ttl`, `top`, `verify` and `explain` by it, and `vua pin` if it is a
+:class:`PinnedStorage`, too::
 
     def opened(where: str, *, create: bool) -> Catalog:
         storages = {"<64 hex>": MyStorage(where)}  # by namespace
@@ -75,12 +74,12 @@ __all__ = [
 
 _SHORT: Final = 12
 _AT_ONCE: Final = 256
-"""Chunks whose headers are read between two words on how far it is."""
+"""Chunks whose headers are read between two progress reports."""
 
 
 @dataclass(slots=True)
 class ListedChunk:
-    """A chunk, as it was listed."""
+    """A chunk, as listed."""
 
     name: str
     nbytes: int = 0
@@ -89,18 +88,17 @@ class ListedChunk:
     paths: list[str] = field(default_factory=list)
     """Its entries, relative to the namespace."""
     shards: list[Shard | None] = field(default_factory=list)
-    """Theirs."""
+    """The entries' shards."""
     marks: list[str] = field(default_factory=list)
     """Paths of empty objects beside them."""
     pins: list[str] = field(default_factory=list)
     """The chunks whose pins hold this one."""
     before: str | None = None
-    """The chunk before it: "" for a first one or where it cannot be read, None if not known yet."""
+    """The preceding chunk: "" for a first or unreadable one, None if not known yet."""
     needed_s: float = 0.0
-    """The youngest :attr:`used_s` of it and of all that follows it."""
+    """The youngest :attr:`used_s` of it and its descendants."""
 
     def add(self, path: str, nbytes: int, used_s: float, shard: Shard | None) -> None:
-        """Note an entry."""
         self.nbytes += nbytes
         self.used_s = max(self.used_s, used_s)
         self.paths.append(path)
@@ -111,62 +109,55 @@ class ListedNamespace(NamespaceCatalog):
     """A namespace whose chunks were listed."""
 
     def __init__(self, description: Description) -> None:
-        """Begin with no chunks."""
         self._description, self.name = description, description.name
         self.chunks: dict[str, ListedChunk] = {}
-        """By name: all that have an entry."""
+        """All chunks that have an entry, by name."""
         self.quarantine_nbytes = self.leftover_nbytes = 0
 
     @property
     def description(self) -> Description:
-        """Return it as it was listed; headers are not read."""
+        """Its description as listed; headers are not read."""
         return self._description
 
     @property
     def layouts(self) -> tuple[KVLayout, ...]:
-        """Read some headers."""
         return settled(self._description).layouts
 
     # -- what a kind of place does ----------------------------------------------------------------
 
     @abstractmethod
     def read_header(self, chunk: ListedChunk, path: str) -> EntryInfo | None:
-        """Read what an entry's header says; None where it cannot be read or is not sound."""
+        """Read an entry's header; None if it is unreadable or unsound."""
 
     @abstractmethod
     def write_pin(self, chunk: str, held: Sequence[str]) -> None:
-        """Leave the mark of a chunk's pin at each chunk that it holds. Raises StorageError."""
+        """Write a pin's mark at each chunk that it holds. Raises StorageError."""
 
     @abstractmethod
     def remove_pin(self, chunk: str, held: Sequence[str]) -> None:
         """Remove these marks. Raises StorageError."""
 
     def each(self, work: Callable[[ListedChunk], None], chunks: Sequence[ListedChunk]) -> None:
-        """Do something with each chunk, several at a time where a place answers slowly."""
+        """Call ``work`` for each chunk; concurrently if the storage answers slowly."""
         for one in chunks:
             work(one)
 
     # -- what follows from it ---------------------------------------------------------------------
 
     def matching(self, digits: str) -> list[str]:
-        """Look through the list."""
         return sorted(name for name in self.chunks if name.startswith(digits))
 
     def holds(self, chunk: str) -> bool:
-        """Look into the list."""
         return chunk in self.chunks
 
     def header(self, chunk: str) -> EntryInfo | None:
-        """Read the first one."""
         one = self.chunks.get(chunk)
         return None if one is None else self.read_header(one, one.paths[0])
 
     def shards(self, chunk: str) -> list[Shard | None]:
-        """Look into the list."""
         return list(self.chunks[chunk].shards)
 
     def look(self) -> Look:
-        """Return what was listed."""
         chunks, identity = self.chunks.values(), self._description.identity
         mtimes_ns = {bytes.fromhex(one.name): int(one.used_s * 1e9) for one in chunks}
         mean = sum(one.nbytes for one in chunks) / max(1, len(chunks))
@@ -174,7 +165,7 @@ class ListedNamespace(NamespaceCatalog):
         return Look(self.name, model, mtimes_ns, mean, {})
 
     def links(self, show: Show, past: Links | None = None) -> Links:
-        """Read the headers of chunks that are new."""
+        """Read the headers of new chunks."""
         for name, chunk in self.chunks.items():
             if past is not None and chunk.before is None:
                 chunk.before = past.befores.get(name)
@@ -184,7 +175,7 @@ class ListedNamespace(NamespaceCatalog):
         return Links(order, befores, mtimes_ns)
 
     def find_befores(self, show: Show) -> None:
-        """Find out which chunk follows which, and until when each is needed."""
+        """Find each chunk's predecessor, and until when each is needed."""
         every = [one for one in self.chunks.values() if one.before is None]
         for first in range(0, len(every), _AT_ONCE):
             show(f"{self.name[:_SHORT]}: reading headers", first, len(every))
@@ -213,11 +204,9 @@ class ListedNamespace(NamespaceCatalog):
             chunk = one.before or ""
 
     def descendants(self, chunk: str, show: Show) -> list[str]:
-        """Read all headers."""
         return self._following([chunk], show)
 
     def in_order(self, show: Show) -> list[str]:
-        """Read all headers."""
         self.find_befores(show)
         return self._following([one.name for one in self.chunks.values() if not one.before], show)
 
@@ -227,29 +216,25 @@ class ListedNamespace(NamespaceCatalog):
         for one in self.chunks.values():
             if one.before:
                 children.setdefault(one.before, []).append(one.name)
-        for name in found:  # grows meanwhile, not for ever where it leads in a circle
+        for name in found:  # grows meanwhile, but ends even if the chain is a circle
             found += children.pop(name, [])
         return list(dict.fromkeys(found))
 
     def pin(self, chunk: str) -> int:
-        """Mark a chunk and all before it."""
         held = list(self.ancestors(chunk))
         self.write_pin(chunk, held)
         return len(held)
 
     def unpin(self, chunk: str) -> int:
-        """Remove the marks."""
         held = list(self.ancestors(chunk))
         self.remove_pin(chunk, held)
         return len(held)
 
     def pins(self) -> dict[str, int]:
-        """Count the marks that were listed."""
         held = Counter(pin for one in self.chunks.values() for pin in one.pins)
         return dict(sorted(held.items()))
 
     def use(self) -> NamespaceUse:
-        """Add up what was listed."""
         chunks = self.chunks.values()
         times_ns = [int(one.used_s * 1e9) for one in chunks]
         return NamespaceUse(
@@ -276,7 +261,7 @@ class ListedCatalog(Catalog, Generic[N]):
 
     @abstractmethod
     def list_namespaces(self, show: Show) -> tuple[Sequence[N], Sequence[str]]:
-        """List the namespaces of VUA, and name what is not of VUA. Raises StorageError."""
+        """List VUA's namespaces, and the names of everything else. Raises StorageError."""
 
     @abstractmethod
     def delete(
@@ -286,9 +271,9 @@ class ListedCatalog(Catalog, Generic[N]):
         *,
         dry_run: bool = False,
     ) -> int:
-        """Delete chunks, in this order, and whole namespaces with all of VUA in them.
+        """Delete chunks, in this order, and whole namespaces with all of VUA's files.
 
-        Returns how many objects those are.
+        Returns the number of objects.
         """
 
     @abstractmethod
@@ -296,15 +281,15 @@ class ListedCatalog(Catalog, Generic[N]):
         """Replace ``bounds.json``. Raises StorageError."""
 
     def sweep(self, namespaces: Sequence[N], *, dry_run: bool) -> Freed:
-        """Delete what a crash left."""
+        """Delete remains of a crash."""
         del namespaces, dry_run
         return Freed(0, 0)
 
     def renew(self, chunks: Sequence[tuple[N, ListedChunk]]) -> None:
-        """Give chunks that stay the time of now, where something else deletes by times."""
+        """Set the time of chunks to now, if something else deletes by times."""
 
     def find_key_ids(self, chunks: Sequence[tuple[N, ListedChunk]], show: Show) -> list[set[str]]:
-        """Return by which keys each chunk's entries are sealed: "" where one is not sealed."""
+        """Return the ids of the keys that seal each chunk's entries: "" for an unsealed one."""
         found = []
         for number, (space, chunk) in enumerate(chunks):
             show("reading headers", number, len(chunks))
@@ -315,15 +300,12 @@ class ListedCatalog(Catalog, Generic[N]):
 
     @contextlib.contextmanager
     def namespaces(self, show: Show) -> Iterator[tuple[Sequence[N], Sequence[str]]]:
-        """List them."""
         yield self.list_namespaces(show)
 
     def is_local(self) -> bool:
-        """Assume that other hosts reach it."""
         return False
 
     def use(self, show: Show) -> Use:
-        """Add up what is listed."""
         found, strays = self.list_namespaces(show)
         rows, bounds = [one.use() for one in found], self.bounds()
         return Use(
@@ -338,21 +320,19 @@ class ListedCatalog(Catalog, Generic[N]):
         )
 
     def _limits(self, limits: Limits) -> Mapping[str, float | None]:
-        """Limits in bytes and seconds; the limits of a disk are None."""
+        """Return limits in bytes and seconds; the limits of a disk are None."""
         most = None if limits.max_bytes is None else nbytes_of(limits.max_bytes, 0)
         return {"max_bytes": most, "min_free_bytes": None, "ttl_s": limits.ttl_s,
                 "max_bytes_per_salt": None, "min_free_inodes": None}  # fmt: skip
 
     def limits(self) -> Mapping[str, float | None]:
-        """Return those that are kept with the cache."""
         return self._limits(self.bounds())
 
     def own_ttls(self) -> int:
-        """Count none: chunks have no times to live of their own here."""
+        """Return 0: chunks have no own times to live here."""
         return 0
 
     def keep(self, news: Mapping[str, object]) -> None:
-        """Replace the file."""
         self.write_bounds(replace(self.bounds(), **news))  # type: ignore[arg-type] # checked there
 
     def collect(
@@ -360,17 +340,16 @@ class ListedCatalog(Catalog, Generic[N]):
         lost: Callable[[], frozenset[str]] | None = None, dry_run: bool = False,
         ask: Ask, show: Show,
     ) -> Collection:  # fmt: skip
-        """Delete what was not used for longest; a chunk stays as long as one that follows it.
+        """Delete the least recently used; a chunk stays as long as one that follows it.
 
-        Pinned ones stay. They are renewed where half of their life has passed, so that no rule of
-        the place deletes them.
+        Pinned chunks stay. They are renewed after half of their life, so that no lifecycle rule
+        deletes them.
         """
         del quick
         began_s = time.monotonic()
         if said.min_free_bytes is not None or said.max_bytes_per_salt is not None:
             raise ConfigError(
-                "a bucket has no free space, and nobody counts salts there: give --max-bytes or "
-                "--ttl"
+                "--min-free and --max-per-salt do not apply to buckets; use --max-bytes or --ttl"
             )
         limits = self._stricter(said)
         found, strays = self.list_namespaces(show)
@@ -412,7 +391,7 @@ class ListedCatalog(Catalog, Generic[N]):
         return done
 
     def _stricter(self, said: Limits) -> Limits:
-        """Return the stricter of what is said and of what ``bounds.json`` says."""
+        """Return the stricter of the given limits and those of ``bounds.json``."""
         both = (said, self.bounds())
         sizes = [nbytes_of(one.max_bytes, 0) for one in both if one.max_bytes is not None]
         times = [one.ttl_s for one in both if one.ttl_s is not None]
@@ -424,7 +403,7 @@ class ListedCatalog(Catalog, Generic[N]):
         lost: Callable[[], frozenset[str]],
         show: Show,
     ) -> list[tuple[N, ListedChunk]]:
-        """Return what is sealed with none of the keys that are left; also made meanwhile."""
+        """Return chunks sealed with none of the existing keys; includes keys made meanwhile."""
         found = self.find_key_ids(every, show)
         known = {"", *lost()}
         return [one for one, ids in zip(every, found, strict=True)
@@ -467,7 +446,7 @@ def _sum(chunks: Sequence[tuple[N, ListedChunk]]) -> Freed:
 def _doomed(
     every: Sequence[tuple[N, ListedChunk]], excess: int, before_s: float
 ) -> tuple[list[tuple[N, ListedChunk]], list[tuple[N, ListedChunk]]]:
-    """Return what is older than ``before_s``, and what else goes until ``excess`` bytes go."""
+    """Return chunks older than ``before_s``, and further ones until ``excess`` bytes are freed."""
     order = sorted(every, key=lambda one: (one[1].needed_s, -one[1].used_s))
     free = [one for one in order if not one[1].pins]
     expired = [one for one in free if one[1].needed_s < before_s]
@@ -481,30 +460,28 @@ def _doomed(
 
 
 def seals(space: ListedNamespace, chunk: ListedChunk) -> set[str]:
-    """Read by which keys a chunk's entries are sealed: "" where one is not, or cannot be read."""
+    """Return the ids of the keys that seal a chunk's entries: "" if unsealed or unreadable."""
     infos = [space.read_header(chunk, path) for path in chunk.paths]
     return {one.seal_info.key_id if one is not None and one.kind else "" for one in infos}
 
 
 @runtime_checkable
 class PinnedStorage(Protocol):
-    """A storage that keeps pins: pairs of a chunk that is held and of the chunk that was pinned."""
+    """A storage that keeps pins: pairs of a held chunk and the pinned chunk."""
 
-    def pins(self) -> Sequence[tuple[str, str]]:
-        """Return all of them."""
-        ...
+    def pins(self) -> Sequence[tuple[str, str]]: ...
 
     def add_pins(self, pins: Sequence[tuple[str, str]]) -> None:
-        """Keep some. Raises OSError."""
+        """Keep pins. Raises OSError."""
         ...
 
     def remove_pins(self, pins: Sequence[tuple[str, str]]) -> None:
-        """Forget some, where they are there. Raises OSError."""
+        """Forget pins, if present. Raises OSError."""
         ...
 
 
 class LimitStore(Protocol):
-    """Keeps what ``bounds.json`` says in a directory."""
+    """Keeps limits, as ``bounds.json`` does in a directory."""
 
     def read(self) -> Limits:
         """Return the limits. Raises OSError."""
@@ -516,10 +493,9 @@ class LimitStore(Protocol):
 
 
 class StorageNamespace(ListedNamespace):
-    """The entries of one storage. A path is an entry's name here, with the suffix of files."""
+    """The entries of one storage. A path here is an entry's name, with the suffix of files."""
 
     def __init__(self, description: Description, storage: Storage) -> None:
-        """List them."""
         super().__init__(description)
         self.storage = storage
         self._nbytes: dict[str, int] = {}
@@ -545,30 +521,27 @@ class StorageNamespace(ListedNamespace):
         return bytes(batch.headers[0]), filled.version(0)
 
     def read_header(self, chunk: ListedChunk, path: str) -> EntryInfo | None:
-        """Read as many bytes as a header may have."""
         del chunk
         with contextlib.suppress(OSError, EntryError):
             return parse_entry(self.read(path, MAX_HEADER_NBYTES)[0])
         return None
 
     def listed(self, chunk: str) -> list[str]:
-        """Name its entries as files of a directory."""
         return sorted(f"{path.partition('/')[2]}{SUFFIX}" for path in self.chunks[chunk].paths)
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenFile]:
-        """Read an entry, by the path that its file would have."""
         name = path[3:].removesuffix(SUFFIX)
         if name not in self._nbytes:
             raise FileNotFoundError(path)
         yield OpenFile(io.BytesIO(self.read(name)[0]))
 
     def write_pin(self, chunk: str, held: Sequence[str]) -> None:
-        """Tell the storage. Raises ConfigError for one that keeps no pins."""
+        """As in the base class. Raises ConfigError if the storage keeps no pins."""
         self._pinned_storage().add_pins([(one, chunk) for one in held])
 
     def remove_pin(self, chunk: str, held: Sequence[str]) -> None:
-        """Tell the storage. Raises ConfigError for one that keeps no pins."""
+        """As in the base class. Raises ConfigError if the storage keeps no pins."""
         self._pinned_storage().remove_pins([(one, chunk) for one in held])
 
     def _pinned_storage(self) -> PinnedStorage:
@@ -587,33 +560,29 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
         describe: Callable[[str], Description],
         limits: LimitStore | None = None,
     ) -> None:
-        """Take what is open.
+        """Use open storages.
 
         Args:
-            where: what the operator calls the cache.
+            where: the operator's name of the cache.
             storages: by namespace, 64 hex.
-            describe: returns what a namespace says of itself.
-            limits: keeps limits; by default they are told to each `vua gc`.
+            describe: returns a namespace's description.
+            limits: keeps limits; by default each `vua gc` is given them.
         """
         super().__init__(where, Path(where.partition("://")[2] or where))
         self._storages, self._describe, self._limit_store = storages, describe, limits
 
     def contents(self) -> tuple[list[Description], list[str]]:
-        """Describe each."""
         return [self._describe(name) for name in sorted(self._storages)], []
 
     def state(self, description: Description) -> str:
-        """Go by what was described."""
         return "ok" if description.layout is not None else "missing"
 
     def list_namespaces(self, show: Show) -> tuple[Sequence[StorageNamespace], Sequence[str]]:
-        """List the entries of each."""
         del show
         found, others = self.contents()
         return [StorageNamespace(one, self._storages[one.name]) for one in found], others
 
     def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
-        """List the entries."""
         del show
         content = Content(description, self.state(description))
         items = []
@@ -627,20 +596,19 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
         return content
 
     def claim(self) -> None:
-        """Nothing else lies in a storage."""
+        """Do nothing: a storage holds nothing else."""
 
     def adopt(self, ask: Callable[[Adoption], None]) -> Adoption:
-        """Nothing else lies in a storage."""
+        """Mark nothing: a storage holds nothing else."""
         del ask
         return Adoption(was_marked=True, namespaces=sorted(self._storages), others=(), chunks=None,
                         nbytes=None)  # fmt: skip
 
     def bounds(self) -> Limits:
-        """Ask the store of limits."""
         return Limits() if self._limit_store is None else self._limit_store.read()
 
     def write_bounds(self, bounds: Limits) -> None:
-        """Tell the store of limits. Raises ConfigError without one."""
+        """Store the limits. Raises ConfigError without a store of limits."""
         if self._limit_store is None:
             raise ConfigError(f"{self.where} keeps no limits; give them to each `vua gc`")
         self._limit_store.write(bounds)
@@ -652,7 +620,6 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
         *,
         dry_run: bool = False,
     ) -> int:
-        """Delete entries, and what is pinned with them."""
         every = [*chunks, *((space, one) for space in whole for one in space.chunks.values())]
         objects = 0
         for space, chunk in every:
@@ -666,7 +633,6 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
     def verify(
         self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
     ) -> Verification:
-        """Read entries one after the other."""
         space = StorageNamespace(description, self._storages[description.name])
         result, checker = Verification.of(description, self.state(description)), Checker(keys)
         names = sorted(space.chunks)

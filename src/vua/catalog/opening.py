@@ -1,8 +1,10 @@
-"""From what an operator names to a catalog: by the URL's scheme, or of a directory.
+"""From an operator's path or URL to a catalog, by the URL's scheme.
 
-from vua.catalog.opening import open_catalog, register
+::
 
-register("sqlite", open_mine)  # then `vua gc sqlite:///path` works, and every other command
+    from vua.catalog.opening import open_catalog, register
+
+    register("sqlite", open_mine)  # then `vua gc sqlite:///path` works, and every other command
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ __all__ = ["Opener", "is_missing", "open_catalog", "openers", "register"]
 
 
 class Opener(Protocol):
-    """Opens a catalog; with ``create`` of a place that may be missing and is to be written to."""
+    """Opens a catalog; with ``create`` of a cache that may be missing and will be written to."""
 
     def __call__(self, where: str, *, create: bool) -> Catalog:
-        """Raise ConfigError or StorageError where the place does not exist."""
+        """Raise ConfigError or StorageError if the cache does not exist."""
         ...
 
 
 openers: Final[dict[str, Opener]] = {}
-"""By scheme: those that were registered."""
+"""Registered openers by scheme."""
 
 
 def register(scheme: str, opener: Opener) -> None:
@@ -37,8 +39,8 @@ def register(scheme: str, opener: Opener) -> None:
 def open_catalog(where: str, *, create: bool = False) -> Catalog:
     """Return the catalog of a directory or a URL.
 
-    A place in a bucket is asked whether it is there. With ``create`` a directory that alone is
-    missing is made, and what is empty gets the mark. Raises ConfigError, StorageError.
+    A bucket is asked whether it exists. With ``create`` a missing directory is made if its parent
+    exists, and an empty one gets the mark. Raises ConfigError, StorageError.
     """
     return _opener(where)(where, create=create)
 
@@ -57,5 +59,5 @@ def _opener(where: str) -> Callable[..., Catalog]:
 
 
 def is_missing(where: str) -> bool:
-    """Whether a directory does not exist; False for a URL, which is not asked."""
+    """Whether a directory does not exist; False for a URL, which is not checked."""
     return not is_url(where) and not os.path.exists(where)

@@ -1,13 +1,12 @@
-"""How far a prompt's chunks are stored in one namespace, and why no further. Reads headers only.
+"""How far a prompt's chunks are stored in one namespace, and why no further, by headers only.
 
-Nothing is changed, nothing counts as used, and what others write or delete meanwhile is seen or
-not. K and V are not read: `vua inspect` and `vua verify` do.
+Changes nothing, and is not a use. Concurrent writes and deletions may or may not be seen. K and V
+are not read: `vua inspect` and `vua verify` do that.
 
-Which namespace a model directory leads to, as far as its files tell, and which one is near it.
-
-Engines take the digest of a config that they have completed (defaults of the installed version,
-overrides, marks of their own), which `config.json` alone does not give. So a differing ``model`` is
-never proof of another model; everything else is compared as the adapters fill it in.
+:func:`expect` finds the namespace of a model directory, as far as its files tell. Engines digest a
+config that they have completed (defaults of the installed version, overrides, marks of their own),
+which `config.json` alone does not give. So a different ``model`` never proves another model; all
+other fields are compared as the adapters fill them in.
 """
 
 from __future__ import annotations
@@ -52,8 +51,10 @@ __all__ = [
 ]
 
 State = Literal["stored", "absent", "partial", "damaged"]
-"""``stored``: files that cover the group, sound by size and header. ``partial``: sound files that
-do not cover it. ``damaged``: at least one file is not what it has to be."""
+"""``stored``: sound files cover the group. ``partial``: they do not. ``damaged``: one is unsound.
+
+Soundness is judged by size and header.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class ChunkState:
     key: ChunkKey
     state: State
     files: tuple[str, ...] = ()
-    """Shards that are there."""
+    """Shards that exist."""
     reasons: tuple[str, ...] = ()
     """Why it is not stored."""
 
@@ -75,28 +76,28 @@ class GroupState:
 
     layout: KVLayout
     galloping: int
-    """Leading chunks as a lookup sees them: by names, in O(log n) probes."""
+    """Leading chunks by a lookup: by names, in O(log n) probes."""
     chunks: tuple[ChunkState, ...]
 
     @property
     def leading(self) -> int:
-        """Leading chunks that are stored, counted one by one."""
+        """Leading stored chunks, counted one by one."""
         gap = self.first_missing
         return len(self.chunks) if gap is None else gap.index
 
     @property
     def first_missing(self) -> ChunkState | None:
-        """The first chunk that is not stored, None where all are."""
+        """The first chunk that is not stored, None if all are."""
         return next((chunk for chunk in self.chunks if chunk.state != "stored"), None)
 
     @property
     def damaged(self) -> list[ChunkState]:
-        """The chunks with files that are not what they have to be."""
+        """The chunks with unsound files."""
         return [chunk for chunk in self.chunks if chunk.state == "damaged"]
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """The stored chunks as half-open ranges; more than one: there are holes."""
+        """The stored chunks as half-open ranges; more than one if there are holes."""
         found: list[tuple[int, int]] = []
         for chunk in self.chunks:
             if chunk.state != "stored":
@@ -109,7 +110,7 @@ class GroupState:
 
 
 def look(store: Store, keys: KeyChain, seal: Seal | None) -> GroupState:
-    """Look at every chunk of a prompt for one group of layers: one listing, one header per file."""
+    """Check every chunk of a prompt for one group of layers: one listing, one header per file."""
     states = tuple(_state(store, seal, index, keys[index]) for index in range(len(keys)))
     return GroupState(store.layout, store.lookup(keys), states)
 
@@ -132,7 +133,7 @@ def _state(store: Store, seal: Seal | None, index: int, key: ChunkKey) -> ChunkS
 
 
 def _problem(store: Store, seal: Seal | None, key: ChunkKey, shard: Shard) -> str | None:
-    """Why a file is not the one it is named as; "" if it is, None if it vanished meanwhile."""
+    """Return why a file does not match its name; "" if it does, None if it vanished meanwhile."""
     if not store.layout.full.contains(shard):
         return f"lies outside the layout's {store.layout.full.name}"
     codec = store.codec(shard, "" if seal is None else seal.kind)
@@ -186,16 +187,16 @@ def _longest(groups: Sequence[GroupState], most: int, block_tokens: int, align: 
 
 @dataclass(frozen=True, slots=True)
 class Continuations:
-    """Stored chunks that follow the last common chunk in place of the missing one."""
+    """Stored chunks that follow the last common chunk instead of the missing one."""
 
     others: int
-    """Other chunks that directly follow it (or are first chunks, where none is common)."""
+    """Other chunks that directly follow it (or first chunks, if none is common)."""
     with_extras: int
     """How many of these first chunks have extras: a salt, a LoRA adapter, an image."""
 
 
 def continuations(tree: PrefixTree, gap: ChunkKey, before: str) -> Continuations:
-    """Return what follows chunk ``before`` ("": what begins prompts) in place of ``gap``."""
+    """Return what follows chunk ``before`` ("": what begins prompts) instead of ``gap``."""
     count = len(tree.names)
     own = np.arange(count)
     if before:
@@ -214,7 +215,7 @@ _SHORT: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The identity that follows from a model's files."""
+    """The identity by a model's files."""
 
     identity: Identity
     unknown: tuple[str, ...]
@@ -231,10 +232,9 @@ class Difference:
     stored: str | int
     expected: str | int
     certain: bool
-    """Whether an engine that is given these files must see it too."""
+    """Whether an engine with these files must see it, too."""
 
     def __str__(self) -> str:
-        """The difference in words."""
         text = f"{self.field} {_shown(self.stored)} instead of {_shown(self.expected)}"
         return text if self.certain else f"{text} (config.json alone does not tell)"
 
@@ -251,10 +251,10 @@ def expect(
     epoch: str,
     progress: Callable[[int, int], None] | None = None,
 ) -> Expected:
-    """Return the identity that the files in directory ``model`` give.
+    """Return the identity of the files in directory ``model``.
 
-    What the weights' files hold is remembered, as by engines; ``progress`` is told the bytes read
-    and to read. Raises ConfigError where there is no usable ``config.json``, OSError.
+    Digests of weights are remembered, as by engines; ``progress`` receives the bytes read and to
+    read. Raises ConfigError without a usable ``config.json``, OSError.
     """
     root = Path(model)
     config = _read_config(root)
@@ -313,7 +313,7 @@ def _read_config(root: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as problem:
-        msg = f"{path} is no JSON: {problem}"
+        msg = f"{path} is not JSON: {problem}"
         raise ConfigError(msg) from problem
     if not isinstance(config, Mapping):
         msg = f"{path} is a JSON {type(config).__name__}, expected an object"
@@ -322,7 +322,7 @@ def _read_config(root: Path) -> Mapping[str, Any]:
 
 
 def compare(expected: Expected, stored: Identity) -> list[Difference]:
-    """Return in which fields ``stored`` differs; certain ones first."""
+    """Return the fields in which ``stored`` differs; certain ones first."""
     found = []
     for field in fields(Identity):
         if field.name == "name" or field.name in expected.unknown:
@@ -338,7 +338,7 @@ def nearest(
 ) -> list[tuple[Description, list[Difference]]]:
     """Return described namespaces with their differences, nearest first.
 
-    The same weights count most, then the number of fields that differ for certain.
+    Equal weights count most, then the number of fields that certainly differ.
     """
     pairs = [(one, compare(expected, one.identity)) for one in found if one.identity is not None]
 

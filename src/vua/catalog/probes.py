@@ -1,7 +1,7 @@
-"""What VUA relies on of a file system and a host, tried out in a directory made for it.
+"""Probes of a file system and a host: whether what VUA relies on holds there.
 
-Each probe does what VUA does, looks at what came of it, and returns one finding. None of them tells
-what another host sees; where that matters the finding says so.
+Each probe does what VUA does in a temporary directory, checks the result, and returns one finding.
+None of them tells what another host sees; if that matters the finding says so.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ _VOLATILE: Final = ("tmpfs", "ramfs", "overlay")
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """The mount that a directory lies on."""
+    """The mount that a directory is on."""
 
     kind: str
-    """Type of the file system, such as ``ext4`` or ``nfs4``; "" where it is not known."""
+    """Type of the file system, such as ``ext4`` or ``nfs4``; "" if unknown."""
     options: tuple[str, ...] = ()
 
     @property
@@ -75,22 +75,22 @@ class Mount:
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """Where probes work."""
+    """The directory in which probes work."""
 
     path: str
-    """A directory of their own in the cache's directory."""
+    """A temporary directory in the cache's directory."""
     fd: int
     """The same, open."""
     mount: Mount
 
     def create(self, name: str, content: bytes = b"x") -> None:
-        """Make a file as VUA makes it. Raises OSError."""
+        """Make a file as VUA does. Raises OSError."""
         with open(os.open(name, _FLAGS, 0o600, dir_fd=self.fd), "wb") as stream:
             stream.write(content)
 
 
 def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
-    """Return the mount that ``path`` lies on, from the kernel's ``table`` (proc(5))."""
+    """Return the mount that ``path`` is on, from the kernel's ``table`` (proc(5))."""
     where, best, found = os.path.realpath(path), "", Mount("")
     try:
         with open(table, encoding="utf-8", errors="surrogateescape") as stream:
@@ -157,7 +157,7 @@ def symlinks(ground: Ground) -> Finding:
         if problem.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
         return Finding(name, "ok", "none is followed below the cache's directory")
-    return Finding(name, "bad", "they are followed: who may write here can point VUA elsewhere")
+    return Finding(name, "bad", "they are followed: a user who may write here can redirect VUA")
 
 
 def cached_open(ground: Ground) -> Finding:
@@ -217,7 +217,7 @@ def cold(ground: Ground) -> Finding:
     if not pages:
         text = "not here (Linux 6.5): files that are not cached are read through the page cache"
         return Finding(name, "note", text)
-    return Finding(name, "ok", "files that are not cached are told, and read past the page cache")
+    return Finding(name, "ok", "uncached files are recognised, and read past the page cache")
 
 
 def modes(ground: Ground) -> Finding:
@@ -240,7 +240,9 @@ def modes(ground: Ground) -> Finding:
         if stat.S_IMODE(status.st_mode) & 0o777 != mode
     ]
     if wide:
-        text = f"{', '.join(wide)}: others may read what is stored; look at ACLs and mount options"
+        text = (
+            f"{', '.join(wide)}: other users may read what is stored; check ACLs and mount options"
+        )
         return Finding(name, "bad", text)
     if file.st_uid != os.geteuid():
         text = f"files belong to uid {file.st_uid}, not {os.geteuid()}: the server maps users"
@@ -268,16 +270,16 @@ def clock(ground: Ground) -> Finding:
     skew_s = (server - after if server > after else min(0, server - before)) / 1e9
     text = f"the file system's is {skew_s:+.3f} s from this host's"
     if abs(skew_s) > _SKEW_S:
-        text += "; VUA goes by the file system's alone, people are misled: set the clocks (NTP)"
+        text += "; VUA uses only the file system's, but shown ages are wrong: set the clocks (NTP)"
         return Finding("clock", "note", text)
     return Finding("clock", "ok", text)
 
 
 def visible(ground: Ground) -> Finding:
-    """Whether a name that was absent a moment ago is seen when another process has made it."""
+    """Whether a name that was just missing is seen once another process has made it."""
     name, path = "visibility", f"{ground.path}/published"
     if os.path.exists(path):
-        return Finding(name, "bad", "a file that nobody made is there")
+        return Finding(name, "bad", "a file that was not made is there")
     script = "import os, sys; os.close(os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY, 0o600))"
     subprocess.run(  # noqa: S603 - our own interpreter, our own words
         [sys.executable, "-I", "-S", "-c", script, path], check=True, timeout=60
@@ -324,16 +326,16 @@ PROBES: Final[tuple[Callable[[Ground], Finding], ...]] = (
     visible,
     hard_links,
 )
-"""In the order in which they are reported. Each may raise OSError or SubprocessError."""
+"""In the order of the report. Each may raise OSError or SubprocessError."""
 
 
 def at_rest(root: Path, security: Security) -> list[Finding]:
-    """Return what is found where nothing is written."""
+    """Return the findings that need no writing."""
     return [_owner(root, security), _space(root), _witness(root), _native(), _gds()]
 
 
 def _owner(root: Path, security: Security) -> Finding:
-    """What an engine of this user would say to the directory: it does not start in every one."""
+    """Whether an engine of this user would start with this directory."""
     name = "owner"
     try:
         check_owner(root, security)
@@ -351,7 +353,7 @@ def tried(root: Path) -> Iterator[Finding]:
         path = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
     except OSError as problem:
         text = f"{problem.strerror}: nothing can be stored; check owner, mode, mount, free space"
-        yield Finding("write", "bad", f"{text} (a process that only reads can do without)")
+        yield Finding("write", "bad", f"{text} (a process that only reads does not need this)")
         return
     try:
         os.chmod(path, 0o700)  # an unusual umask
@@ -382,7 +384,7 @@ def _guarded(probe: Callable[[Ground], Finding], ground: Ground) -> Finding:
 
 
 def _speed(ground: Ground) -> Finding:
-    """A few MiB written, read again, and read after the page cache has dropped them."""
+    """Write a few MiB, read them, and read them after the page cache has dropped them."""
     content = np.random.default_rng(0).bytes(_FILE_NBYTES)
     names = [f"speed-{number}" for number in range(_FILES)]
     small = [f"small-{number}" for number in range(_SMALL_FILES)]
@@ -403,7 +405,7 @@ def _speed(ground: Ground) -> Finding:
 def _rate(
     work: Callable[..., None], ground: Ground, names: Sequence[str], *arguments: bytes
 ) -> float:
-    """Bytes a second."""
+    """Bytes per second."""
     return len(names) * _FILE_NBYTES / sum(_timed(work, ground, one, *arguments) for one in names)
 
 
@@ -440,7 +442,7 @@ def _drop(ground: Ground, name: str) -> None:
 
 
 def _is_cached(ground: Ground, name: str) -> bool:
-    """Whether the page in a file's middle is in the page cache, as far as the kernel says."""
+    """Whether the page in a file's middle is in the page cache, according to the kernel."""
     page = np.empty(4096, dtype=np.uint8)
     where = np.array([[page.ctypes.data, page.nbytes]], dtype=np.uint64)
     with _opened(ground, name) as fd:
@@ -461,7 +463,7 @@ def _opened(ground: Ground, name: str) -> Iterator[int]:
 
 
 def _space(root: Path) -> Finding:
-    """Free space against the bounds."""
+    """Compare free space with the bounds."""
     name = "space"
     try:
         said, limits = read_bounds(root), ResolvedLimits.of(root)
@@ -478,18 +480,18 @@ def _space(root: Path) -> Finding:
     level: Level = "ok"
     if free + usage.nbytes < limits.min_free_bytes:
         level = "bad"
-        text += ": nothing can be stored, whatever is evicted; make room or set other bounds"
+        text += ": nothing can be stored, even after eviction; free space or set other bounds"
     elif status.f_files and status.f_favail < _FEW_INODES:
         level, text = "bad", f"{text}: only {status.f_favail} inodes are left; delete small files"
     elif free < limits.min_free_bytes:
-        level, text = "note", f"{text}: others fill the disk, the cache gives way"
+        level, text = "note", f"{text}: other files fill the disk, the cache shrinks"
     elif said.max_bytes is not None and limits.max_bytes - usage.nbytes > free:
         level, text = "note", f"{text}: the disk is full before the cache is"
     return Finding(name, level, text)
 
 
 def _witness(root: Path) -> Finding:
-    """What the engines of this user on this host have found of the chunks they drew at random."""
+    """What this user's engines on this host have found by comparing random chunks."""
     name, found = "witness", dict[str, Sampled]()
     with contextlib.suppress(OSError):
         for path in root.iterdir():
@@ -508,7 +510,7 @@ def _witness(root: Path) -> Finding:
 
 
 def _native() -> Finding:
-    """Whether the loops in C do the work."""
+    """Whether the C loops are used."""
     found = native.status()
     level: Level = "bad" if found.refused else "ok" if found.library else "note"
     return Finding("native loop", level, found.text)

@@ -1,14 +1,15 @@
-"""An entry's file in fewer bytes, without loss: the form for places behind slow links.
+"""The compressed form of an entry's file: lossless, for buckets and slow links.
 
 ::
 
     [u64 header length][JSON, space padded to 1 KiB][lengths][header][segments]
 
-``header`` is that of the plain file, byte for byte. K and V are cut into segments of 256 KiB, each
-compressed by itself: so a part of an entry needs a part of this file. The high bytes of a segment's
-numbers (sign and exponent) go through zstd; the others, which are as good as random, follow as they
-are. Whoever decompresses has the plain file again, and verifies that as ever: nothing here proves
-anything. `docs/format.md` is the specification. Pure functions over buffers; no I/O here.
+``header`` is the plain file's header, byte for byte. K and V are cut into segments of 256 KiB, and
+each is compressed alone, so a part of an entry needs only a part of this file. The high bytes of a
+segment's numbers (sign and exponent) are compressed with zstd. The low bytes are close to random
+and follow uncompressed. Decompression yields the plain file, which is then verified as usual:
+nothing here proves anything. `docs/format.md` is the specification. Pure functions over buffers; no
+I/O here.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ __all__ = [
 
 COMPRESSED: Final = "vua.compressed.v1"
 PACKAGE: Final = "zstandard"
-"""What compresses; the extra ``object`` brings it."""
+"""The package that compresses; installed by the extra ``object``."""
 _START_NBYTES: Final = 1 << 10
 _SEGMENT_NBYTES: Final = 256 << 10
 _LEVEL: Final = 1
-"""Of zstd. Higher ones are slower and save no more of such bytes."""
+"""zstd level. Higher levels are slower and save no more on such bytes."""
 _MOST: Final = 0.9
-"""Of the plain file: what saves less is not worth the work."""
+"""Largest compressed share of the plain file that is worth the work."""
 _MOST_TIMES: Final = 64
-"""A segment holds at most so many times its own bytes: what a file claims must not fill memory."""
+"""A segment expands to at most 64 times its size: a file's claims must not fill memory."""
 
 
 @functools.cache
 def is_available() -> bool:
-    """Whether the package is installed that compresses."""
+    """Whether zstandard is installed."""
     try:
         _library()
     except ImportError:
@@ -69,33 +70,32 @@ def _library() -> Any:  # noqa: ANN401 - imported late, since few caches need it
 
 @dataclass(frozen=True, slots=True)
 class Compressed:
-    """What the beginning of a compressed file says; :meth:`parse` has checked that it fits."""
+    """The parsed and checked beginning of a compressed file."""
 
     width: int
-    """Bytes of one number of K and V: the last one of each is compressed."""
+    """Bytes per number of K and V. Only the last byte of each number is compressed."""
     header: bytes
-    """Of the plain file."""
+    """The plain file's header."""
     payload_nbytes: int
-    """K and V in the plain file."""
+    """Bytes of K and V in the plain file."""
     edges: npt.NDArray[np.int64]
-    """Where in this file each segment begins, and where the last ends, ``[segments + 1]``."""
+    """Offsets in this file of each segment's beginning, and of the end, ``[segments + 1]``."""
 
     @staticmethod
     def head_nbytes(header_nbytes: int, plain_nbytes: int) -> int:
         """Return how many bytes of a compressed file :meth:`parse` needs.
 
         Args:
-            header_nbytes: of the plain file.
-            plain_nbytes: of all of the plain file.
+            header_nbytes: the plain file's header.
+            plain_nbytes: the whole plain file.
         """
         return _START_NBYTES + 4 * _segments(plain_nbytes - header_nbytes) + header_nbytes
 
     @classmethod
     def parse(cls, data: bytes | memoryview) -> Compressed:
-        """Read the beginning of a file. Raises CorruptEntryError where it is no compressed entry.
+        """Parse the beginning of a file, at least :meth:`head_nbytes` bytes.
 
-        Args:
-            data: at least as much as :meth:`head_nbytes` says.
+        Raises CorruptEntryError if it is not a compressed entry.
         """
         start = bytes(data[:_START_NBYTES])
         fields, _ = json_header(start)
@@ -127,12 +127,10 @@ class Compressed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole compressed file."""
         return int(self.edges[-1])
 
     @property
     def plain_nbytes(self) -> int:
-        """Bytes of the plain file."""
         return len(self.header) + self.payload_nbytes
 
     def segments(self, offset: int, nbytes: int) -> tuple[int, int]:
@@ -141,19 +139,20 @@ class Compressed:
         return begin // _SEGMENT_NBYTES, -(-end // _SEGMENT_NBYTES)
 
     def span(self, first: int, stop: int) -> tuple[int, int]:
-        """Return where in this file these segments lie: (offset, nbytes)."""
+        """Return where these segments lie in this file: (offset, nbytes)."""
         return int(self.edges[first]), int(self.edges[stop] - self.edges[first])
 
     def plain(self, data: memoryview, offset: int, nbytes: int, memory: memoryview) -> memoryview:
         """Return a part of the plain file.
 
         Args:
-            data: the segments that hold it, as :meth:`span` says.
-            offset: where in the plain file the part begins.
-            nbytes: of the part.
-            memory: for the plain file; only that part of it, rounded up to segments, is used.
+            data: the segments that hold the part, see :meth:`span`.
+            offset: where the part begins in the plain file.
+            nbytes: its length.
+            memory: memory for the whole plain file; only this part of it, rounded up to segments,
+                is used.
 
-        Raises CorruptEntryError where they cannot be decompressed; ImportError.
+        Raises CorruptEntryError if it cannot be decompressed; ImportError without the package.
         """
         first, stop = self.segments(offset, nbytes)
         header_nbytes, start = len(self.header), int(self.edges[first])
@@ -172,11 +171,12 @@ class Compressed:
         stored: memoryview,
         into: npt.NDArray[np.uint8],
     ) -> None:
-        """Decompress one segment. Raises CorruptEntryError."""
         numbers = into.reshape(-1, self.width)
         count, high_nbytes = len(numbers), len(stored) - len(numbers) * (self.width - 1)
         high = stored[: max(0, high_nbytes)]
-        if high_nbytes != count:  # else it could not be compressed
+        if (
+            high_nbytes != count
+        ):  # compress() refuses longer ratios, so a writer never makes such a segment
             library = _library()
             try:
                 if high_nbytes > count or library.frame_content_size(high) != count:
@@ -193,10 +193,10 @@ class Compressed:
 
 
 def compress(data: bytes | memoryview) -> bytes | None:
-    """Return an entry's file in compressed form; None where that saves less than a tenth.
+    """Return an entry's file in compressed form; None if that saves less than 10 %.
 
-    Also None for what is encrypted, and for bytes that are all but the same. Raises
-    CorruptEntryError where it is no entry; ImportError.
+    Also None for encrypted entries, and for payloads of nearly equal bytes. Raises
+    CorruptEntryError if it is not an entry; ImportError without the package.
     """
     info = parse_entry(bytes(data[:MAX_HEADER_NBYTES]))
     info.check_length(len(data))
@@ -217,7 +217,7 @@ def compress(data: bytes | memoryview) -> bytes | None:
 
 
 def _shrink(compressor: Any, numbers: npt.NDArray[np.uint8]) -> bytes:  # noqa: ANN401
-    """Return the bytes of one segment, given its numbers ``[count, width]``."""
+    """Return the compressed bytes of one segment of numbers ``[count, width]``."""
     high = numbers[:, -1].tobytes()
     frame: bytes = compressor.compress(high)
     rest = (numbers[:, place].tobytes() for place in range(numbers.shape[1] - 1))
@@ -227,7 +227,7 @@ def _shrink(compressor: Any, numbers: npt.NDArray[np.uint8]) -> bytes:  # noqa: 
 def decompressed(data: memoryview) -> memoryview:
     """Return the plain form of a compressed file.
 
-    Raises CorruptEntryError; ImportError where the package is not installed.
+    Raises CorruptEntryError; ImportError without the package.
     """
     found = Compressed.parse(data)
     if found.nbytes != len(data):
@@ -242,7 +242,10 @@ def _segments(payload_nbytes: int) -> int:
 
 
 def _start(width: int, header_nbytes: int, payload_nbytes: int, stored_nbytes: int) -> bytes:
-    """Return the first KiB of a compressed file. Raises ValueError for absurd numbers."""
+    """Return the first KiB of a compressed file.
+
+    Raises ValueError if the numbers do not fit in it.
+    """
     lengths = 4 * _segments(payload_nbytes)
     header_at, segments_at = lengths, lengths + header_nbytes
     fields: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""The bytes of one file: one shard of one chunk, as a safetensors file that proves what it is.
+"""The bytes of an entry: one shard of one chunk as a safetensors file that proves what it is.
 
 ::
 
@@ -6,19 +6,16 @@
                                                              ^ 4 KiB boundary
 
 The header is *canonical*: for a given namespace, layout, shard and chunk every byte is known in
-advance except four fixed-width fields (creation time, writer, self-check) and the checksums. A
+advance, except four fixed-width fields (creation time, writer, self-check) and the checksums. A
 reader compares bytes instead of trusting a parser, so a file can never make it believe or allocate
-anything. :mod:`vua.format.parse` is the other way in, for who does not know what to expect.
+anything. :mod:`vua.format.parse` reads headers of unknown files.
 
-A *sealed* file (:mod:`vua.security.seal`) has tags of a secret key behind its checksums, and three
-more fields. Its K and V may be encrypted, which changes neither their length nor their place.
-`docs/format.md` is the specification. Pure functions over buffers; no I/O here.
+A *sealed* file (:mod:`vua.security.seal`) has tags of a secret key after its checksums, and three
+more header fields. Its K and V may be encrypted, which changes neither their length nor their
+offset.
 
-Words and sizes that stand in headers, for those who write them and those who read them.
-
-Names of ways to keep entries in a bucket; :mod:`vua.format.compressed` is one of them.
-
-From coordinates to tables: which bytes of an entry file a rectangle of a chunk is.
+:func:`entry_plan` maps a rectangle of a chunk to byte ranges of its file. `docs/format.md` is the
+specification. Pure functions over buffers; no I/O here.
 """
 
 from __future__ import annotations
@@ -61,27 +58,27 @@ __all__ = [
 FORMAT: Final = "vua.entry.v1"
 SEALED: Final = "vua.sealed.v2"
 SEALED_V1: Final = "vua.sealed.v1"
-"""Still read, and not written any more: a file's key is derived from its nonce alone."""
+"""Still read, no longer written: a file's key is derived from its nonce alone."""
 AUTHENTIC: Final = "gmac"
-"""A kind of seal: whoever has the key can tell who wrote the file; K and V are in clear."""
+"""Seal without encryption: proves that a holder of the key wrote the file."""
 ENCRYPTED: Final = "aes-256-gcm"
-"""The other kind: and K and V are encrypted."""
+"""Seal that also encrypts K and V."""
 TAG_NBYTES: Final = 16
 NO_HASH: Final = "-" * 64
-"""Stands for the parent of a chunk that has none."""
+"""The parent of a first chunk."""
 MAX_HEADER_NBYTES: Final = 1 << 20
 """Larger than any real header: 1 MiB of checksums are 131,072 blocks."""
 
 
 class SealInfo(NamedTuple):
-    """What a sealed file says about its seal; of a plain file both are empty."""
+    """What a sealed file says about its seal; both fields are empty for a plain file."""
 
     key_id: str = ""
-    """Which key, 16 hex; tells nothing about it."""
+    """Names the key, 16 hex digits; reveals nothing about it."""
     nonce: str = ""
-    """Of this file alone, 32 hex."""
+    """Unique per file, 32 hex digits."""
     format: str = SEALED
-    """Of a sealed file: :data:`SEALED` or :data:`SEALED_V1`."""
+    """:data:`SEALED` or :data:`SEALED_V1`."""
 
 
 PLAIN: Final = SealInfo()
@@ -101,7 +98,7 @@ _UNNAMED: Final = re.compile("[^A-Za-z0-9 ./_+:-]")
 
 
 def written_name(writer: str) -> str:
-    """Return a writer's name as it stands in a header: 48 characters."""
+    """Return a writer's name as headers hold it: 48 characters."""
     return f"{_UNNAMED.sub('_', writer)[:_WRITER_WIDTH]:<{_WRITER_WIDTH}}"
 
 
@@ -109,9 +106,9 @@ class EntryCodec:
     """Writes and checks headers of one namespace's files of one shard. Immutable, thread-safe."""
 
     def __init__(self, namespace: str, layout: KVLayout, shard: Shard, kind: str = "") -> None:
-        """Prepare for files of ``shard`` below the directory named ``namespace`` (64 hex).
+        """Prepare for files of ``shard`` in the namespace with this name (64 hex digits).
 
-        ``kind`` is the seal's: AUTHENTIC, ENCRYPTED, or nothing for plain files.
+        ``kind`` is the seal: AUTHENTIC, ENCRYPTED, or empty for plain files.
         """
         if kind not in ("", AUTHENTIC, ENCRYPTED):
             msg = f"seal {kind!r:.40}: expected {AUTHENTIC!r} or {ENCRYPTED!r}"
@@ -121,7 +118,7 @@ class EntryCodec:
             raise LayoutError(msg)
         self.namespace, self.layout, self.shard, self.kind = namespace, layout, shard, kind
         self.blocks: int = len(layout.dims) * shard.heads * shard.checksum_blocks(layout)
-        """Checksum blocks of a file: the number of its checksums."""
+        """Checksum blocks per file."""
         self._table_nbytes = (8 + TAG_NBYTES * bool(kind)) * self.blocks
         opening = f'{SEALED}","seal":"{kind}","dtype":"{layout.dtype}' if kind else FORMAT
         self._head = (
@@ -144,12 +141,12 @@ class EntryCodec:
         self._start_v1 = self._start.replace(SEALED.encode(), SEALED_V1.encode(), 1)
         self._end = self._tail.encode() + b" " * padding
         self.table_offset: int = 8 + json_nbytes
-        """Where in the file the checksums begin; the tags of a sealed one follow them."""
+        """Offset of the checksums in the file; a sealed file's tags follow them."""
         self.writer_offset: int = text_nbytes + 8 - len(self._tail)
         self.writer_offset -= len(self._variable(0, "", seal_info.nonce)) - len(_BEFORE_WRITER)
-        """Where in the file the name of its writer stands, 48 characters."""
+        """Offset of the writer's name, 48 characters."""
         self.check_offset: int = 8 + text_nbytes - len(self._tail) - _CHECK_WIDTH
-        """Where in the file its header's check of itself stands, 16 hexadecimal digits."""
+        """Offset of the header's self-check, 16 hexadecimal digits."""
         if self.header_nbytes > MAX_HEADER_NBYTES:
             nbytes = self.header_nbytes
             msg = f"{self.blocks} checksums need a header of {nbytes} bytes; limit 1 MiB"
@@ -183,7 +180,7 @@ class EntryCodec:
 
     @staticmethod
     def _middle(key: ChunkKey, key_id: str) -> str:
-        """The chunk's own part of the header, always of the same width."""
+        """The header's part that depends on the chunk, always of the same width."""
         sealed = f',"key":"{key_id}"' if key_id else ""
         return (
             f'{key.prefix_hash.hex() or NO_HASH}","parent":"{key.parent.hex() or NO_HASH}",'
@@ -191,7 +188,7 @@ class EntryCodec:
         )
 
     def expected(self, key: ChunkKey, key_id: str = "", sealed: str = SEALED) -> bytes:
-        """Return what a file of ``key`` begins with: all that it is, before what varies.
+        """Return the canonical beginning of a file of ``key``, up to the header's variable fields.
 
         ``sealed`` is the version of a sealed file's format.
         """
@@ -200,7 +197,7 @@ class EntryCodec:
 
     @staticmethod
     def _variable(created: int, writer: str, nonce: str = "") -> str:
-        """The part that a reader does not compare, always of the same width."""
+        """The header's part that a reader does not compare, always of the same width."""
         return (
             f',"created":"{created:0{_CREATED_WIDTH}d}",'
             f'"writer":"{written_name(writer)}",'
@@ -217,10 +214,10 @@ class EntryCodec:
         tags: bytes = b"",
         created: int | None = None,
     ) -> bytes:
-        """Return a header of ``key`` with zeros for all checksums and the check.
+        """Return a header of ``key`` with zeros for all checksums and the self-check.
 
-        Who writes fills in the checksums at :attr:`table_offset`, and then the xxh3-64 of it all at
-        :attr:`check_offset`. The arguments: :func:`vua.format.parse.encode_header`.
+        The writer fills in the checksums at :attr:`table_offset`, then the xxh3-64 of the whole
+        header at :attr:`check_offset`. Arguments as for :func:`vua.format.parse.encode_header`.
         """
         created = int(time.time()) if created is None else created
         variable = self._variable(created, writer, seal_info.nonce).encode()
@@ -234,12 +231,12 @@ class EntryCodec:
     def table_of(
         self, header: memoryview, key: ChunkKey, key_id: str = ""
     ) -> npt.NDArray[np.uint64] | None:
-        """Return the checksums of a file that is, byte for byte, the entry of ``key``, else None.
+        """Return a file's checksums if its header is, byte for byte, the one of ``key``; else None.
 
         Args:
             header: the first ``header_nbytes`` bytes of the file.
             key: the chunk that was asked for.
-            key_id: with which key a sealed file has to be sealed.
+            key_id: the key that a sealed file must be sealed with.
         """
         expected = self.expected(key, key_id, self.format_of(header))
         stop = self.table_offset
@@ -254,7 +251,7 @@ class EntryCodec:
         return None
 
     def format_of(self, header: memoryview) -> str:
-        """Return which version of the sealed format a header claims; means nothing of a plain one.
+        """Return which version of the sealed format a header claims; meaningless for a plain one.
 
         >>> layout = KVLayout(1, 1, 8, 8, "BF16", 4)
         >>> EntryCodec("ab" * 32, layout, layout.full).format_of(memoryview(b""))
@@ -264,13 +261,13 @@ class EntryCodec:
         return SEALED_V1 if is_first else SEALED
 
     def writer_of(self, header: memoryview) -> bytes:
-        """Return the writer's name, 48 bytes, of a header that :meth:`table_of` takes."""
+        """Return the writer's name, 48 bytes, from a header that :meth:`table_of` accepted."""
         return bytes(header[self.writer_offset : self.writer_offset + _WRITER_WIDTH])
 
     def seal_of(self, header: memoryview) -> tuple[str, npt.NDArray[np.uint8]]:
-        """Return nonce and tags ``[blocks, 16]`` of a sealed file; :meth:`table_of` comes first.
+        """Return nonce and tags ``[blocks, 16]`` of a sealed file that :meth:`table_of` accepted.
 
-        Raises CorruptEntryError when there is no nonce.
+        Raises CorruptEntryError if there is no nonce.
         """
         stop = self.table_offset - len(self._end)
         found = _VARIABLE.search(header[len(self._start) : stop])
@@ -282,7 +279,7 @@ class EntryCodec:
 
 
 def _self_check(header: memoryview, end: int) -> bool:
-    """Whether the self-check, whose digits end at ``end``, is that of the header around it."""
+    """Whether the self-check that ends at ``end`` matches the header around it."""
     start = end - _CHECK_WIDTH
     digest = xxhash.xxh3_64(header[:start])
     digest.update(_BLANK_CHECK)
@@ -293,18 +290,18 @@ def _self_check(header: memoryview, end: int) -> bool:
 OFF: Final = "off"
 AUTO: Final = "auto"
 CODEC: Final = "planes-zstd"
-"""High bytes through zstd, the others as they are: the one codec so far."""
+"""The only codec so far: high bytes through zstd, low bytes unchanged."""
 
 
 def check_codec(codec: object) -> None:
-    """Refuse what is no setting. Raises ConfigError."""
+    """Raise ConfigError if ``codec`` is not a valid setting."""
     if codec not in (OFF, AUTO, CODEC):
         msg = f'codec must be "{OFF}", "{AUTO}" or "{CODEC}", found {codec!r:.60}'
         raise ConfigError(msg)
 
 
 _READ_NBYTES: Final = 256 << 10
-"""Bytes read before they are hashed: they are still in cache then, see docs/performance.md."""
+"""Bytes per read before they are hashed, so they are still in cache; see docs/performance.md."""
 _SMALL_NBYTES: Final = 512 << 10
 """Files up to this size are read by one call."""
 
@@ -312,14 +309,14 @@ _SMALL_NBYTES: Final = 512 << 10
 def entry_plan(codec: EntryCodec, taken: Shard, target: Shard, segment_tokens: int) -> EntryPlan:
     """Plan how a rectangle moves between files of ``codec`` and memory.
 
-    Where the rectangle cuts through checksum blocks it is widened to whole ones, and the extents
-    outside of it go to the discard buffer: they are read only to be verified.
+    If the rectangle cuts through checksum blocks, it is widened to whole blocks. The extents
+    outside of it go to the discard buffer and are read only to be verified.
 
     Args:
         codec: of the files; their shard contains ``taken``.
         taken: the rectangle.
         target: the rectangle that the memory holds; it contains ``taken``.
-        segment_tokens: tokens that lie together in memory; divides the chunk length.
+        segment_tokens: consecutive tokens per memory segment; divides the chunk length.
     """
     layout, stored = codec.layout, codec.shard
     step, arrays = layout.checksum_block_layers, len(layout.dims)
@@ -391,7 +388,7 @@ def _reads(
             at = header_nbytes + int(block_offset[block])
             reads.append((extents[block], extents[stop], 0, nbytes, at, block, stop))
     extent, extent_stop, _, nbytes, at, block, stop = reads[0]
-    if at == header_nbytes:  # the header rides along with the first read
+    if at == header_nbytes:  # the first read includes the header
         reads[0] = (extent, extent_stop, 1, nbytes + header_nbytes, 0, block, stop)
     else:
         reads.insert(0, (0, 0, 1, header_nbytes, 0, 0, 0))

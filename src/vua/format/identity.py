@@ -1,18 +1,17 @@
 """What makes two KV caches the same.
 
-An `Identity` names everything outside the token ids that K and V depend on; its `namespace` is
-the directory in which they are stored, so that caches of different identities never meet. It is
-the same in every process, on every host and for every engine. Does not promise that an engine
-computes what its config says. Adapters fill it in; the store only compares namespaces.
+An `Identity` names everything that K and V depend on besides the token ids. Its `namespace` is the
+directory that they are stored in, so caches of different identities never mix. It is the same in
+every process, on every host and for every engine. It does not promise that an engine computes what
+its config says. The engine's adapter fills it in; the store only compares namespaces.
 
-The digest of a model's config: part of the identity of what it computes.
+:func:`config_digest` digests a model's config, a part of the identity.
 
-In which order a model's rotary embedding pairs the elements of a stored K row.
-
-K is stored after rotation, so two engines that pair elements differently store different bytes for
-the same tokens. Promises that every engine VUA knows stores K of a listed model type in the order
-listed. Of any other type nothing is known; caches of such a model must not cross engines. Those of
-a listed type may, as far as `vua.format.shared_config` knows the rest of its config.
+:func:`rope_order` says in which order a model's rotary embedding pairs the elements of a stored K
+row. K is stored after rotation, so two engines that pair elements differently store different bytes
+for the same tokens. Every engine that VUA knows stores K of a listed model type in the listed
+order. Caches of other model types must not be shared between engines; those of listed types may be,
+as far as `vua.format.shared_config` knows the rest of the config.
 """
 
 from __future__ import annotations
@@ -46,21 +45,21 @@ _ROPE_ORDERS = ("", "neox", "interleaved")
 class Identity:
     """Everything but the tokens that a KV cache depends on.
 
-    Holds nothing of how an engine runs (name, version, TP size, rank, block size, paged layout).
+    Holds nothing about how an engine runs (name, version, TP size, rank, block size, paged layout).
 
     >>> llama = Identity(model="a label", kv_dtype="bfloat16", rope="neox")
     >>> llama.namespace == Identity(model="a label", kv_dtype="float16", rope="neox").namespace
     False
 
     Args:
-        model: digest of the text config (:mod:`vua.format.identity`), or a label that the
-            caller answers for.
+        model: digest of the text config (:func:`config_digest`), or the caller's own label, which
+            must be unique per model.
         weights: :func:`vua.weights.weights_fingerprint` or a hub commit.
         adapter: fingerprint of the LoRA applied to every request; "" for none.
         kv_dtype: dtype of the stored values, such as "bfloat16" or "fp8_e4m3".
         kv_scales: digest of the scales of a quantised cache; "" for none.
-        rope: rotated dimensions as "neox" halves, "interleaved" pairs, or "" where unknown.
-        epoch: bumped by an operator to leave behind everything stored before.
+        rope: rotated dimensions as "neox" halves, "interleaved" pairs, or "" if unknown.
+        epoch: raised by an operator to abandon everything stored before.
         chunk_tokens: tokens per chunk, 1 to 65536.
         name: for humans; not part of the namespace.
 
@@ -90,7 +89,7 @@ class Identity:
             raise ConfigError(f"identity.chunk_tokens={self.chunk_tokens} is not in 1..65536")
 
     def encode(self) -> bytes:
-        """Return the canonical bytes of the identity; different identities never share them."""
+        """Return the canonical bytes of the identity; different identities have different bytes."""
         parts = [VERSION]
         for field in fields(self):
             if field.name != "name":
@@ -103,7 +102,7 @@ class Identity:
         return hashlib.sha256(self.encode()).hexdigest()
 
     def describe(self) -> dict[str, str | int]:
-        """Return the identity in clear, as `namespace.json` holds it."""
+        """Return the identity as plain values, as `namespace.json` holds it."""
         described: dict[str, str | int] = {"version": VERSION, "namespace": self.namespace}
         return described | {field.name: getattr(self, field.name) for field in fields(self)}
 
@@ -131,7 +130,7 @@ class Identity:
         claims = {"version": VERSION, "namespace": identity.namespace}
         if any(description[key] != expected for key, expected in claims.items()):
             raise ConfigError(
-                f"the fields of a described identity give {claims}, which it does not claim to be; "
+                f"the fields of a described identity give {claims}, but it claims another name; "
                 "it is damaged, or another version of VUA wrote it"
             )
         return identity
@@ -151,7 +150,7 @@ IGNORED_CONFIG_KEYS = frozenset(
     "use_cache return_dict output_attentions output_hidden_states attn_implementation "
     "_output_attentions _attn_implementation _attn_implementation_internal "
     "_attn_implementation_autoset _experts_implementation _experts_implementation_internal "
-    # The head behind the last layer; vLLM unties it where the checkpoint holds one.
+    # The head after the last layer; vLLM unties it if the checkpoint holds one.
     "tie_word_embeddings id2label label2id num_labels problem_type "
     # How tokens are chosen; the tokens themselves are in the key.
     "bos_token_id eos_token_id pad_token_id generation_config do_sample temperature top_k top_p "
@@ -160,7 +159,7 @@ IGNORED_CONFIG_KEYS = frozenset(
 
 
 def config_digest(config: Mapping[str, object]) -> str:
-    """Return 64 hex digits that stand for a Hugging Face text config.
+    """Return 64 hex digits that identify a Hugging Face text config.
 
     Pass `to_dict()` of the config object that the engine runs with: unlike `config.json` it holds
     defaults and overrides. Every key counts except a few that cannot change K or V.
@@ -169,7 +168,7 @@ def config_digest(config: Mapping[str, object]) -> str:
     True
 
     Raises:
-        ConfigError: a value is nothing that JSON knows, so it has no digest that lasts.
+        ConfigError: a value is not a JSON value, so it has no lasting digest.
     """
     counting = {key: value for key, value in config.items() if key not in IGNORED_CONFIG_KEYS}
     if counting.get("sliding_window") == 0:  # some write 0 for no window, and vLLM makes it None
@@ -179,7 +178,7 @@ def config_digest(config: Mapping[str, object]) -> str:
 
 
 def _canonical(value: object, where: str) -> object:
-    """Return `value` in the one form that all equal values share."""
+    """Return the one form that all equal values share."""
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):
@@ -202,7 +201,7 @@ def _canonical(value: object, where: str) -> object:
 # TransformersForCausalLM, which runs transformers' own rotation. All were also compared by number
 # (`tests/shared_configs.json`); mellum with SGLang's model (0.5.23), too.
 # Left out on purpose: the DeepSeek family (transformers regroups the pairs, vLLM does not) and
-# whatever rotates by sections (the "mrope" of vision models).
+# models that rotate by sections (the "mrope" of vision models).
 NEOX: Final = frozenset(
     "llama mistral mixtral qwen2 qwen2_moe qwen3 qwen3_moe gemma gemma2 gemma3_text "  # noqa: SIM905 - one word each
     "phi phi3 olmo olmo2 olmo3 olmoe granite granitemoe starcoder2 stablelm smollm3 seed_oss "
@@ -217,7 +216,7 @@ _BY_LENGTH: Final = ("dynamic", "longrope")
 
 
 def rope_order(model_type: str) -> str:
-    """Return "neox" (halves), "interleaved" (neighbours), or "" where it is not known.
+    """Return "neox" (halves), "interleaved" (neighbours), or "" if unknown.
 
     Args:
         model_type: of the text config, such as "llama" or "gemma3_text".
@@ -231,9 +230,9 @@ def rope_order(model_type: str) -> str:
 
 
 def varies_with_length(config: Mapping[str, object]) -> bool:
-    """Return whether K of a token may change with the length of the prompt it stands in.
+    """Whether a token's K may depend on the length of its whole prompt.
 
-    Then a prefix computed for one prompt is not the prefix of another one.
+    If so, a prefix computed for one prompt cannot be used for another.
 
     Args:
         config: a text config as `to_dict()` gives it.

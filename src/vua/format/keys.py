@@ -1,23 +1,18 @@
 """Names of prefixes: a chain of SHA-256 digests over token ids, one per chunk.
 
-``h(i) = SHA-256(h(i-1) || tokens of chunk i as little-endian u32)``, the first chunk without a
-parent. So the name of a chunk stands for *all* tokens up to its end. Equal names mean equal
-prefixes (to the strength of SHA-256), and the longest stored prefix is found by comparing names
-alone. Without extras this is the page hash of SGLang's HiCache (sha256 over parent digest and
-uint32 token ids), so engines that hand a store hashes instead of tokens find the same chunks.
-
-Neither PYTHONHASHSEED, nor the dtype or container of the tokens, nor the engine changes a name.
-What belongs to one request and changes its K/V without being a token, and secret names:
-:mod:`vua.format.keys`.
-
-What names of prefixes depend on beside the tokens: extras, and a secret.
+``h(i) = SHA-256(h(i-1) || tokens of chunk i as little-endian u32)``; the first chunk has no parent.
+A chunk's name stands for *all* tokens up to its end. Equal names mean equal prefixes (to the
+strength of SHA-256), and comparing names finds the longest stored prefix. Without extras this is
+the page hash of SGLang's HiCache (sha256 over parent digest and uint32 token ids), so engines that
+pass hashes instead of tokens find the same chunks. PYTHONHASHSEED, the engine, and the dtype or
+container of the tokens do not change a name.
 
 What belongs to one request and changes its K/V without being a token (cache salt, LoRA adapter,
-image content) enters as *extras*, at the chunk where it first matters. There a digest over a tag,
-the parent and the length-prefixed extras replaces the parent.
+image content) enters as *extras*, at the first chunk where it matters. There the parent is replaced
+by a digest over a tag, the parent and the length-prefixed extras.
 
-With a secret (:class:`Naming`) HMAC-SHA256 stands in place of SHA-256 throughout, and names tell
-nothing to whom does not have it: neither what was asked nor whether two know the same prompt.
+With a secret (:class:`Naming`) HMAC-SHA256 replaces SHA-256 throughout. Names then tell nothing to
+a reader without the secret: neither what was asked, nor whether two requests share a prompt.
 """
 
 from __future__ import annotations
@@ -52,25 +47,24 @@ _EXTRAS_TAG: Final = b"vua.extras.v1"
 
 
 class Naming(NamedTuple):
-    """What names are made with where they are to be secret."""
+    """Makes names secret."""
 
     tenant: str
-    """Whose key it is, see :class:`vua.security.keyring.Keyring`; empty for the directory's own."""
+    """Owner of the key (:class:`vua.security.keyring.Keyring`); empty for the directory's own."""
     secret: bytes
-    """Of one namespace, 32 bytes."""
+    """The namespace's secret, 32 bytes."""
 
     def __repr__(self) -> str:
-        """Return the name without the secret."""
         return f"Naming({self.tenant!r})"
 
 
 def extras_parent(
     parent: bytes, extras: Sequence[tuple[str, bytes]], naming: Naming | None = None
 ) -> bytes:
-    """Digest that stands in for ``parent`` where ``extras`` (tag, value) first matter.
+    """Return the digest that replaces ``parent`` where ``extras`` (tag, value) first matter.
 
-    Tags and values are length-prefixed and their number is counted, so that no two lists of
-    extras, and no extras and no plain parent, can be confused.
+    Tags and values are length-prefixed and counted, so different lists of extras never give the
+    same digest, and none gives that of a plain parent.
     """
     digest: hashlib._Hash | hmac.HMAC = hashlib.sha256(_EXTRAS_TAG)
     if naming is not None:
@@ -84,7 +78,7 @@ def extras_parent(
 
 
 def secret_chain(secret: bytes, parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
-    """As :func:`vua.native.hash_chain`, by an HMAC with ``secret``."""
+    """Like :func:`vua.native.hash_chain`, but an HMAC with ``secret``."""
     digests = bytearray()
     for start in range(0, len(ids), chunk_nbytes):
         text = parent + ids[start : start + chunk_nbytes]
@@ -98,7 +92,7 @@ _HASH_NBYTES: Final = 32
 
 
 class ChunkKey(NamedTuple):
-    """Names one chunk: its prefix hash, its parent's, and where its tokens stand in the prompt."""
+    """Names one chunk: its prefix hash, its parent's, and its token range in the prompt."""
 
     prefix_hash: bytes
     """SHA-256 of parent and tokens, 32 bytes."""
@@ -109,13 +103,13 @@ class ChunkKey(NamedTuple):
     stop: int
     """One past the index of its last token."""
     previous: bytes = b""
-    """The chunk before it, where extras hide that in ``parent``; else empty."""
+    """The preceding chunk's hash if extras hide it in ``parent``; else empty."""
     tenant: str = ""
-    """With whose key its file is sealed, see :mod:`vua.format.keys`."""
+    """Tenant whose key seals the file."""
 
     @property
     def before(self) -> bytes:
-        """The prefix hash of the chunk before it, empty for a first chunk."""
+        """The preceding chunk's prefix hash, empty for a first chunk."""
         return self.previous or (self.parent if self.start else b"")
 
     @property
@@ -125,7 +119,7 @@ class ChunkKey(NamedTuple):
 
 
 def token_ids(tokens: torch.Tensor | npt.NDArray[np.generic] | Sequence[int]) -> bytes:
-    """Return one sequence of token ids as little-endian u32 bytes, whatever it came in.
+    """Return one sequence of token ids as little-endian u32 bytes.
 
     Args:
         tokens: integer tensor or array of shape (T,) or (1, T) on any device, or a sequence of int.
@@ -176,17 +170,13 @@ def _as_array(tokens: torch.Tensor | npt.NDArray[Any] | Sequence[int]) -> npt.ND
 class Keys(Protocol):
     """A prompt's chunk keys: a list of them, a :class:`KeyChain` or a :class:`KeyRun`."""
 
-    def __len__(self) -> int:
-        """Return the number of chunks."""
-        ...
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> ChunkKey:
-        """Return the key of chunk ``index``."""
-        ...
+    def __getitem__(self, index: int, /) -> ChunkKey: ...
 
 
 class KeyRun(Sequence[ChunkKey]):
-    """Keys of chunks that follow each other, a few bytes each: cheap to slice and pickle.
+    """Keys of consecutive chunks in 32 bytes each: cheap to slice and pickle.
 
     >>> run = KeyChain(token_ids(range(256)), 64).run(1, 4)
     >>> len(run), run[0].start, run[1].parent == run[0].prefix_hash, len(run[1:])
@@ -203,14 +193,14 @@ class KeyRun(Sequence[ChunkKey]):
         parents: Mapping[int, tuple[bytes, bytes]],
         tenant: str = "",
     ) -> None:
-        """Take over what :class:`KeyChain` has put together.
+        """Use what :class:`KeyChain` computed.
 
         Args:
             first: index of the first chunk in its prompt.
             chunk_tokens: tokens per chunk.
             digests: prefix hashes, 32 bytes each.
-            parents: chunk index -> parent and ``previous`` of its key, for the first chunk and
-                wherever the parent is not the prefix hash before it.
+            parents: chunk index -> its key's parent and ``previous``, for the first chunk and for
+                every chunk whose parent is not the prefix hash before it.
             tenant: of all its keys.
         """
         self._tenant = tenant
@@ -218,7 +208,6 @@ class KeyRun(Sequence[ChunkKey]):
         self._digests, self._parents = digests, parents
 
     def __len__(self) -> int:
-        """Return the number of chunks."""
         return len(self._digests) // _HASH_NBYTES
 
     @overload
@@ -243,7 +232,7 @@ class KeyRun(Sequence[ChunkKey]):
 
     @property
     def prefix_hashes(self) -> list[bytes]:
-        """The prefix hashes of all keys, without a key for each."""
+        """The prefix hashes of all keys, without building the keys."""
         digests = self._digests
         return [
             bytes(digests[at : at + _HASH_NBYTES]) for at in range(0, len(digests), _HASH_NBYTES)
@@ -266,9 +255,9 @@ class KeyRun(Sequence[ChunkKey]):
 
 
 class KeyChain:
-    """The chunk keys of one prompt, hashed no further than they are asked for.
+    """The chunk keys of one prompt, hashed only as far as they are asked for.
 
-    A total miss costs one hash, not one per chunk. Not safe for use by several threads at once.
+    A total miss costs one hash, not one per chunk. Not thread-safe.
 
     >>> chain = KeyChain(token_ids(range(130)), 64)
     >>> len(chain), chain[1].start, chain[1].parent == chain[0].prefix_hash
@@ -286,8 +275,8 @@ class KeyChain:
 
         Args:
             ids: token ids as :func:`token_ids` returns them.
-            chunk_tokens: tokens per chunk; what is left over at the end has no name.
-            extras: chunk index -> (tag, value) pairs that the K/V from that chunk on depend on.
+            chunk_tokens: tokens per chunk; an incomplete last chunk has no name.
+            extras: chunk index -> (tag, value) pairs that K/V depend on from that chunk on.
             naming: makes the names secret.
         """
         self._naming = naming
@@ -302,7 +291,6 @@ class KeyChain:
         self._hashed = KeyRun(0, self._chunk_tokens, digests, parents, self.tenant)
 
     def __len__(self) -> int:
-        """Return the number of whole chunks."""
         return self._length
 
     def __getitem__(self, index: int) -> ChunkKey:
@@ -316,31 +304,28 @@ class KeyChain:
 
     @property
     def tenant(self) -> str:
-        """Whose key makes the names secret; see :class:`vua.format.keys.Naming`."""
+        """Owner of the key that makes the names secret; see :class:`Naming`."""
         return self._naming.tenant if self._naming else ""
 
     def first(self, count: int) -> list[ChunkKey]:
-        """Return the keys of the first ``count`` chunks."""
         return list(self.run(0, min(count, self._length)))
 
     def run(self, first: int, stop: int) -> KeyRun:
-        """Return the keys of chunks ``first`` to ``stop`` in a form that is cheap to hand on."""
+        """Return the keys of chunks ``first`` to ``stop``, cheap to copy and send."""
         self._extend(stop)
         return self._hashed[first:stop]
 
     def longer(self, ids: bytes) -> KeyChain:
-        """Return the chain of a prompt that begins with this one and goes on.
+        """Return the chain of a longer prompt that begins with this one; hashes are reused.
 
-        Args:
-            ids: the token ids of the longer prompt, as :func:`token_ids` returns them; what this
-                chain has hashed is not hashed again.
+        ``ids`` are all token ids of the longer prompt.
         """
         other = KeyChain(ids, self._chunk_tokens, self._extras, self._naming)
         other._adopt(self._digests[:], dict(self._parents))
         return other
 
     def _extend(self, count: int) -> None:
-        """Hash the chunks up to ``count``, by one call from each chunk with extras to the next."""
+        """Hash the chunks up to ``count``, with one call per stretch between chunks with extras."""
         done, nbytes = len(self._digests) // _HASH_NBYTES, 4 * self._chunk_tokens
         if done >= count:
             return

@@ -1,22 +1,19 @@
 """Coordinates: which rectangle of a model's KV cache a file holds, and where its extents lie.
 
-The canonical payload of a chunk is two arrays, ``k`` and ``v``, each
-``[KV heads, layers, tokens, head_dim]``. Heads stand outermost, so the heads of one tensor-parallel
-rank are one contiguous byte range per array. A *shard* is a rectangle ``layers a..b, heads c..d``
-(half-open, in the model's global numbering, never a rank); one file holds one shard of one chunk.
-An *extent* is one head of one layer of K or V, ``tokens * head_dim`` elements. A *checksum block*
-is what one checksum covers: the extents of ``checksum_block_layers`` consecutive layers of one
-head, some 64 KiB.
+The canonical payload of a chunk is two arrays, ``k`` and ``v``, each ``[KV heads, layers, tokens,
+head_dim]``. Heads come first, so the heads of one TP rank are one contiguous byte range per array.
+A *shard* is a rectangle ``layers a..b, heads c..d`` (half-open, in the model's global numbering,
+never a rank); one file holds one shard of one chunk. An *extent* is one head of one layer of K or
+V, ``tokens * head_dim`` elements. A *checksum block* is what one checksum covers: the extents of
+``checksum_block_layers`` consecutive layers of one head, some 64 KiB. Nothing here touches a file
+or copies a byte.
 
-Nothing here touches a file or copies a byte.
-
-Layers that keep one state instead of K and V of each token (Mamba, gated delta nets...).
-
-A state sums up all tokens before it, so it is valid behind exactly one of them. A chunk's file in a
-group ``s<n>`` holds, for each layer, the state of n bytes as it is behind the chunk's last token;
-few chunks have such a file. Its array ``k`` has the form of any other group's, so that whatever
-reads, checks or deletes files needs to know nothing of states. It holds the state's bytes, filled
-up with zeros and cut into one row for each of the chunk's tokens.
+Some layers keep one state instead of K and V per token (Mamba, gated delta nets). A state sums up
+all tokens before it, so it is valid after exactly one token. In a group ``s<n>``, a chunk's file
+holds each layer's state of n bytes as it is after the chunk's last token; few chunks have such a
+file. Its array ``k`` has the same form as in other groups, so code that reads, checks or deletes
+files need not know about states. The array holds the state's bytes, padded with zeros and cut into
+one row per token.
 """
 
 from __future__ import annotations
@@ -51,24 +48,24 @@ ITEMSIZE: Final[Mapping[str, int]] = {
 """Bytes per element by safetensors dtype name."""
 
 _CHECKSUM_BLOCK_NBYTES: Final = 128 << 10
-"""What a checksum covers at most (or one extent): xxhash keeps the GIL for inputs of this size."""
+"""Most bytes per checksum (or one extent): xxhash keeps the GIL for inputs of this size."""
 
 _MAX_CELLS: Final = 1 << 20
-"""Layers times KV heads, far beyond any model: what somebody claims must not fill the memory."""
+"""Layers times KV heads, far beyond any model: a description's claims must not fill memory."""
 
 _MAX_COUNT: Final = 99_999
 """Layers, and KV heads: five digits in the names of shards."""
 
 _MAX_CHUNK_TOKENS: Final = 1 << 16
 _MAX_DIM: Final = 1 << 24
-"""Elements of one head's row, likewise."""
+"""Elements of one head's row, far beyond any model."""
 
 _SHARD_NAME = re.compile(r"(?:([dsw]\d{1,9})\.)?l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d{1,5})")
 _GROUP = re.compile(r"([dsw][1-9]\d{0,8})?")
 
 
 def is_group(name: str) -> bool:
-    """Whether a group of layers can be called so; ``""`` for those without a group.
+    """Whether ``name`` can name a group of layers; ``""`` is the default group.
 
     >>> is_group("w1024"), is_group(""), is_group("x5")
     (True, True, False)
@@ -83,20 +80,21 @@ class KVLayout:
     layers: int
     kv_heads: int
     k_dim: int
-    """Elements of one head's K row (MLA: of the whole latent)."""
+    """Elements of one head's K row (MLA: the whole latent)."""
     v_dim: int
-    """Elements of one head's V row; 0 where K and V are one latent (MLA)."""
+    """Elements of one head's V row; 0 if K and V are one latent (MLA)."""
     dtype: str
     """Element type by its safetensors name, e.g. ``BF16``."""
     chunk_tokens: int
     group: str = ""
-    """Which of the model's layers: empty for those that attend to the whole prefix (and for models
-    with one kind of layer), ``w1024`` for those with a sliding window of 1024 tokens, ``s4096`` for
-    those with a state (see :mod:`vua.format.layout`), ``d1`` for those of a draft model, which
-    attend to the whole prefix, too. ``layers`` counts within the group."""
+    """The group of layers; ``layers`` counts within it.
+
+    Empty for layers that attend to the whole prefix (and for models with one kind of layer),
+    ``w1024`` for a sliding window of 1024 tokens, ``s4096`` for layers with a state of 4096 bytes,
+    ``d1`` for a draft model's layers, which also attend to the whole prefix.
+    """
 
     def __post_init__(self) -> None:
-        """Refuse a layout that could not describe any KV cache."""
         for name in ("layers", "kv_heads", "k_dim", "chunk_tokens"):
             if getattr(self, name) < 1:
                 msg = f"{name} must be at least 1, found {getattr(self, name)}"
@@ -122,42 +120,42 @@ class KVLayout:
 
     @property
     def window(self) -> int | None:
-        """Tokens that a layer attends to, its own included (a state: 2); None for the prefix."""
+        """Tokens that a layer attends to, its own included (a state: 2); None: the whole prefix."""
         kind = self.group[:1]
         return int(self.group[1:]) if kind == "w" else 2 if kind == "s" else None
 
     @property
     def drafts(self) -> bool:
-        """Whether these are the layers of a draft model, which only proposes tokens."""
+        """Whether these layers belong to a draft model, which only proposes tokens."""
         return self.group.startswith("d")
 
     @property
     def keeps_state(self) -> bool:
-        """Whether these are layers with one state instead of K and V of each token."""
+        """Whether these layers keep one state instead of K and V per token."""
         return self.group.startswith("s")
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Row lengths of the arrays a chunk holds: (k_dim, v_dim), or (k_dim,) without V."""
+        """Row lengths of a chunk's arrays: (k_dim, v_dim), or (k_dim,) without V."""
         return (self.k_dim, self.v_dim) if self.v_dim else (self.k_dim,)
 
     @property
     def extent_nbytes(self) -> tuple[int, ...]:
-        """Bytes of one extent of K, and of V where there is one."""
+        """Bytes of one extent of K, and of V if there is one."""
         return tuple(self.chunk_tokens * dim * ITEMSIZE[self.dtype] for dim in self.dims)
 
     @property
     def checksum_block_layers(self) -> int:
-        """Consecutive layers of one head that share a checksum, counted from a file's first."""
+        """Consecutive layers of one head that share a checksum, from a file's first layer on."""
         return max(1, _CHECKSUM_BLOCK_NBYTES // max(self.extent_nbytes))
 
     @property
     def full(self) -> Shard:
-        """The shard that is the whole model."""
+        """The shard of the whole model."""
         return Shard(0, self.layers, 0, self.kv_heads, self.group)
 
     def describe(self) -> dict[str, int | str]:
-        """Return the fields as plain values, for ``namespace.json``; without an empty group."""
+        """Return the fields as plain values for ``namespace.json``; an empty group is left out."""
         names = self.__slots__ if self.group else self.__slots__[:-1]
         return {name: getattr(self, name) for name in names}
 
@@ -182,7 +180,7 @@ class Shard:
     head_start: int
     head_stop: int
     group: str = ""
-    """Of which group of layers, see :class:`KVLayout`; layers count within the group."""
+    """The group of layers, see :class:`KVLayout`; layers count within the group."""
 
     @property
     def name(self) -> str:
@@ -192,7 +190,7 @@ class Shard:
 
     @classmethod
     def parse(cls, name: str) -> Shard | None:
-        """Return the shard that ``name`` stands for, or None when it is not a shard's name."""
+        """Return the shard that ``name`` stands for, or None if it is not a shard's name."""
         match = _SHARD_NAME.fullmatch(name)
         if match is None:
             return None
@@ -203,12 +201,10 @@ class Shard:
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return self.layer_stop - self.layer_start
 
     @property
     def heads(self) -> int:
-        """Number of KV heads."""
         return self.head_stop - self.head_start
 
     def contains(self, other: Shard) -> bool:
@@ -222,7 +218,7 @@ class Shard:
         )
 
     def intersection(self, other: Shard) -> Shard | None:
-        """Return the rectangle both hold, or None when they do not meet."""
+        """Return the rectangle that both hold, or None if they do not overlap."""
         both = Shard(
             max(self.layer_start, other.layer_start),
             min(self.layer_stop, other.layer_stop),
@@ -234,7 +230,7 @@ class Shard:
         return both if meets else None
 
     def checksum_blocks(self, layout: KVLayout) -> int:
-        """Checksums per head and array that a file of this shard has."""
+        """Checksums per head and array in a file of this shard."""
         return -(-self.layers // layout.checksum_block_layers)
 
     def payload_nbytes(self, layout: KVLayout) -> int:
@@ -246,8 +242,8 @@ def cover(needed: Shard, available: Iterable[Shard]) -> list[tuple[Shard, Shard]
     """Choose stored shards that together hold ``needed``.
 
     Returns:
-        (stored shard, rectangle to take from it) pairs whose rectangles tile ``needed`` (an
-        overlap is possible where the stored shards overlap), or None when something is missing.
+        (stored shard, rectangle to take from it) pairs whose rectangles tile ``needed``, or None if
+            something is missing. Rectangles may overlap where stored shards do.
     """
     stored = sorted(available, key=lambda shard: (-shard.layers * shard.heads, shard))
     for shard in stored:
@@ -273,13 +269,13 @@ def cover(needed: Shard, available: Iterable[Shard]) -> list[tuple[Shard, Shard]
 class MemoryMap:
     """Where the tokens of one shard lie in memory, as segments of whole tokens.
 
-    Token ``t`` of head ``h`` of layer ``l`` of array ``a`` (0: K, 1: V) lies at ``base[a][l] +
-    h * head_stride[a] + segment_offset[a][t // segment_tokens]`` plus its place inside the segment,
-    in which tokens follow each other without gaps. A dense tensor is one segment per chunk, a paged
+    Token ``t`` of head ``h`` of layer ``l`` of array ``a`` (0: K, 1: V) lies at ``base[a][l] + h *
+    head_stride[a] + segment_offset[a][t // segment_tokens]`` plus its offset inside the segment,
+    where tokens follow each other without gaps. A dense tensor is one segment per chunk, a paged
     cache one segment per cache block. Layers and heads count from the start of the shard.
 
-    With ``spread`` a token is no row: it says how far elements lie from each other. Such a map is
-    only loaded into, and a segment that is not wanted has the offset :data:`vua.native.NOWHERE`.
+    With ``spread`` a token's elements are not contiguous: it gives the distance between them. Such
+    a map can only be loaded into; an unwanted segment has the offset :data:`vua.native.NOWHERE`.
     """
 
     base: tuple[npt.NDArray[np.uint64], ...]
@@ -291,11 +287,11 @@ class MemoryMap:
     segment_tokens: int
     """Tokens per segment; divides the chunk length."""
     owner: object
-    """Whatever keeps the memory alive."""
+    """Keeps the memory alive."""
     spread: Spread | None = None
 
     def chunks(self, layout: KVLayout) -> int:
-        """Return how many whole chunks the map has room for."""
+        """Return how many whole chunks the map has space for."""
         return len(self.segment_offset[0]) * self.segment_tokens // layout.chunk_tokens
 
 
@@ -306,9 +302,9 @@ def payload_map(
 
     Args:
         layout: of the chunks.
-        shard: which part of each is there.
-        address: of the first one's payload.
-        owner: whatever keeps the memory alive.
+        shard: the part of each chunk that is there.
+        address: of the first chunk's payload.
+        owner: keeps the memory alive.
         chunks: how many there are.
     """
     payload = shard.payload_nbytes(layout)
@@ -335,9 +331,8 @@ def state_layout(*, layers: int, parts: int, nbytes: int, chunk_tokens: int) -> 
 
     Args:
         layers: how many there are.
-        parts: into how many parts a model's state is cut (one for each tensor-parallel rank); they
-            take the place of KV heads.
-        nbytes: bytes of one layer's state, of one part of it.
+        parts: parts of a model's state, one per TP rank; they take the place of KV heads.
+        nbytes: bytes of one part of one layer's state.
         chunk_tokens: tokens per chunk.
 
     Raises LayoutError: no state has so many bytes.
@@ -354,9 +349,9 @@ def state_layout(*, layers: int, parts: int, nbytes: int, chunk_tokens: int) -> 
 
 
 def state_nbytes(layout: KVLayout) -> int | None:
-    """Return the bytes of one layer's state, of one part; None for a group that keeps K and V.
+    """Return the bytes of one part of one layer's state; None for a group that keeps K and V.
 
-    Raises LayoutError: the layout says that it is one of states, and cannot be.
+    Raises LayoutError: the layout claims to be a state's, and cannot be.
     """
     if not layout.keeps_state:
         return None

@@ -1,13 +1,11 @@
-"""Whole headers, for whoever has one and does not know what to expect: tools, and explanations.
+"""Headers of unknown files: for tools, and to explain why an entry was refused.
 
-What a file says about itself is taken apart before any of it is believed. No length, number or name
-is used before it is checked; then the header is built anew from what was found, and compared. Pure
-functions over bytes. Who knows the chunk compares by :meth:`vua.format.entry.EntryCodec.table_of`.
+No length, number or name in a header is used before it is checked. Then the header is built anew
+from what was found, and compared. Pure functions over bytes. A reader that knows the chunk uses
+:meth:`vua.format.entry.EntryCodec.table_of` instead.
 
-What is the matter with an entry that is not the one asked for, or not what its header says.
-
-For all who read one. :meth:`vua.format.entry.EntryCodec.table_of` tells whether it is the one asked
-for; where the chunk is not known, :func:`vua.format.parse.parse_entry` judges the header.
+:func:`mismatch` and :func:`check_payload` make the errors for an entry that is another one, or
+whose bytes do not match its header.
 """
 
 from __future__ import annotations
@@ -63,13 +61,13 @@ _MEMBERS: Final = frozenset(
 _SEALED_MEMBERS: Final = _MEMBERS | {"seal", "dtype", "key", "nonce"}
 _ARRAYS: Final = frozenset({"__metadata__", "checksums", "k", "v", "tags"})
 _BLANK: Final = b"0" * 16
-LATER_FORM: Final = "a later version of VUA may know it: it is missed, and left as it is"
-"""The fate of an unknown form; see "Versions" in docs/format.md."""
+LATER_FORM: Final = "a later version of VUA may know it: it counts as a miss and stays unchanged"
+"""What happens to an unknown form; see "Versions" in docs/format.md."""
 _SEAL_INFO: Final = re.compile(r"[0-9a-f]{16} [0-9a-f]{32}| ")
 
 
 class LaterEntryError(CorruptEntryError):
-    """An entry has a form that only a later version of VUA can have written: a miss, and stays."""
+    """An entry's form is unknown and can only come from a later VUA: a miss; the file stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +89,11 @@ class EntryInfo:
     file_nbytes: int
     checksums: npt.NDArray[np.uint64]
     kind: str = ""
-    """Of a sealed file the kind of its seal."""
+    """A sealed file's kind of seal."""
     seal_info: SealInfo = PLAIN
 
     def check_length(self, nbytes: int) -> None:
-        """Raise CorruptEntryError where the file is not as long as it says."""
+        """Raise CorruptEntryError if the file has another length than its header says."""
         if nbytes != self.file_nbytes:
             msg = f"{nbytes} bytes long, expected {self.file_nbytes}"
             raise CorruptEntryError(msg)
@@ -109,14 +107,14 @@ class EntryInfo:
 
 
 def parse_entry(data: bytes) -> EntryInfo:
-    """Read a file's header without knowing the chunk: for tools, and to explain a mismatch.
+    """Read a file's header without knowing the chunk.
 
     Args:
-        data: at least the whole header; more is ignored. Nothing is allocated by its claims.
+        data: at least the whole header; more is ignored. Its claims allocate nothing.
 
     Raises:
-        CorruptEntryError: anything but a header that :func:`encode_header` wrote, with
-            what was found and expected.
+        CorruptEntryError: anything but a header that :func:`encode_header` wrote, with what was
+            found and expected.
         LaterEntryError: a form that only a later version of VUA can have written.
     """
     header, payload_at = json_header(data)
@@ -167,7 +165,7 @@ def parse_entry(data: bytes) -> EntryInfo:
 
 
 def later_form(data: bytes) -> str:
-    """Return what in a file's header only a later version of VUA can have written; else nothing.
+    """Return what in a file's header only a later version of VUA can have written; "" for none.
 
     Args:
         data: the beginning of a file of any form, with its whole header.
@@ -180,7 +178,7 @@ def later_form(data: bytes) -> str:
 
 
 def _unknown(data: bytes, header: Mapping[str, Any]) -> str:
-    """What of a header is not of a version known here, in words; nothing for what is damaged."""
+    """Describe what in a header no known version writes; "" if the header is damaged."""
     metadata = header.get("__metadata__")
     form = metadata.get("format") if isinstance(metadata, dict) else None
     if not isinstance(metadata, dict) or not isinstance(form, str):
@@ -193,7 +191,7 @@ def _unknown(data: bytes, header: Mapping[str, Any]) -> str:
 
 
 def _unknown_part(data: bytes, header: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
-    """What is not known in a header of a known format; nothing where something else is missing."""
+    """Describe what is unknown in a header of a known format; "" if it lacks something else."""
     members = _MEMBERS if metadata["format"] == FORMAT else _SEALED_MEMBERS
     if members < metadata.keys():
         return f"members {sorted(metadata.keys() - members)!r:.80} in the header"
@@ -207,9 +205,9 @@ def _unknown_part(data: bytes, header: Mapping[str, Any], metadata: Mapping[str,
 
 
 def _is_flipped(data: bytes, form: str) -> bool:
-    """Whether one damaged bit has made ``form`` of a known format: the rest of the header is sound.
+    """Whether one damaged bit turned a known format into ``form``: the rest of the header is sound.
 
-    Versions are numbered so that none is one bit away from another.
+    Version numbers are chosen so that none is one bit away from another.
     """
     for known in _FORMATS[:3]:
         if _bits_apart(form.encode(), known.encode()) == 1:
@@ -222,14 +220,14 @@ def _is_flipped(data: bytes, form: str) -> bool:
 
 
 def _bits_apart(one: bytes, other: bytes) -> int:
-    """In how many bits two strings differ; many where they have not one length."""
+    """Number of differing bits; a large number for strings of different lengths."""
     if len(one) != len(other):
         return 8 * max(len(one), len(other))
     return (int.from_bytes(one, "big") ^ int.from_bytes(other, "big")).bit_count()
 
 
 def _is_checked(data: bytes, header: Mapping[str, Any]) -> bool:
-    """Whether the check of a header is right, whatever else it says."""
+    """Whether a header's self-check is right, for any content."""
     try:
         check: bytes = header["__metadata__"]["check"].encode()
         stop = 8 + struct.unpack_from("<Q", data)[0] + int(header["k"]["data_offsets"][0])
@@ -243,13 +241,13 @@ def _is_checked(data: bytes, header: Mapping[str, Any]) -> bool:
 
 
 def codec_of(info: EntryInfo) -> EntryCodec:
-    """Return the codec of the file that says this about itself."""
+    """Return the codec of the file that ``info`` describes."""
     return _codec(info.namespace, info.layout, info.shard, info.kind)
 
 
 @functools.lru_cache(maxsize=16)
 def _codec(namespace: str, layout: KVLayout, shard: Shard, kind: str) -> EntryCodec:
-    """A codec for tools, which look at many files of one kind in a row."""
+    """A cached codec: tools look at many files of one kind in a row."""
     return EntryCodec(namespace, layout, shard, kind)
 
 
@@ -263,18 +261,18 @@ def encode_header(
     tags: bytes = b"",
     created: int | None = None,
 ) -> bytes:
-    """Return the ``header_nbytes`` bytes that stand before the payload of ``key``'s file.
+    """Return the ``header_nbytes`` bytes that precede the payload of ``key``'s file.
 
     Args:
         codec: of the file.
         key: the chunk.
         checksums: xxh3-64 of each checksum block, ``[blocks]`` in file order.
-        writer: who writes, see `vua.store.writer`; cut at 48 characters.
-        seal_info: of a sealed file, which key, and what this file's own key is made with.
-        tags: of a sealed file, 16 bytes for each checksum block in file order.
+        writer: name of the writer, see `vua.store.writer`; cut at 48 characters.
+        seal_info: a sealed file's key and nonce.
+        tags: a sealed file's tags, 16 bytes per checksum block in file order.
         created: seconds since 1970; by default now.
 
-    Raises LayoutError: checksums or tags are too few or too many.
+    Raises LayoutError: the number of checksums or tags is wrong.
     """
     if len(checksums) != codec.blocks:
         msg = f"expected {codec.blocks} checksums, found {len(checksums)}"
@@ -288,9 +286,9 @@ def encode_header(
 
 
 def json_header(data: bytes) -> tuple[Mapping[str, Any], int]:
-    """Return the JSON object at the start of a safetensors file, and where its data begin.
+    """Return the JSON object at the start of a safetensors file, and the offset of its data.
 
-    Raises CorruptEntryError when ``data`` does not begin with a whole header of at most 1 MiB.
+    Raises CorruptEntryError if ``data`` does not begin with a whole header of at most 1 MiB.
     """
     if len(data) < 8:
         msg = f"{len(data)} bytes are no safetensors header: the file was cut short"
@@ -358,10 +356,10 @@ def coordinates_of(
 
 
 def mismatch(codec: EntryCodec, header: memoryview, key: ChunkKey, key_id: str = "") -> EntryError:
-    """Return why :meth:`EntryCodec.table_of`, which takes the same, does not take a header.
+    """Return why :meth:`EntryCodec.table_of` refused a header, given the same arguments.
 
-    A CorruptEntryError where it is damaged, a ForeignEntryError where it is sound, but of another
-    chunk, shard, layout or namespace.
+    A CorruptEntryError if the header is damaged; a ForeignEntryError if it is sound but belongs to
+    another chunk, shard, layout or namespace.
     """
     try:
         found = parse_entry(bytes(header))
@@ -388,15 +386,15 @@ def check_payload(
     *,
     what: str = "checksums",
 ) -> None:
-    """Compare what the header says of blocks with what was found.
+    """Compare the header's checksums (or tags) with those of the bytes.
 
     Args:
         layout: of the entry.
         shard: of the entry.
-        expected: what the header says of each block.
-        found: what its bytes gave.
-        blocks: which blocks of the entry these are; by default all, in order.
-        what: what is compared.
+        expected: the header's value of each block.
+        found: the value computed from the block's bytes.
+        blocks: indices of these blocks in the entry; by default all, in order.
+        what: names what is compared.
 
     Raises CorruptEntryError, which names the first block that differs.
     """
@@ -409,7 +407,7 @@ def check_payload(
 
 
 def _block_name(layout: KVLayout, shard: Shard, block: int) -> str:
-    """Which part of the model's KV cache a checksum stands for."""
+    """Say which part of the model's KV cache a checksum covers."""
     step = layout.checksum_block_layers
     row, column = divmod(block, shard.checksum_blocks(layout))
     array, head = divmod(row, shard.heads)

@@ -1,25 +1,26 @@
-"""What VUA has in C: eight things, all but the second with a fallback in Python that does the same.
+"""What VUA has in C: eight functions.
+
+All but :class:`EntryStream` have an equal fallback in Python.
 
 =================== ======================== =====================================================
 :func:`read_entries` ``load.c``, ``direct.c`` reads and hashes a batch of entry files by one call
 :class:`EntryStream` ``load.c``, ``direct.c`` the same ahead of use; without it batches are read
-:func:`write_entries` ``save.c``             hashes and writes a batch
-:func:`fill_entry`   ``rows.c``              takes an entry from memory instead, as buckets have it
-:func:`gather_entry` ``rows.c``              the reverse
-:func:`hash_chain`   ``chain.c``             hashes the chunks of a prompt
-:func:`list_chunks`  ``list.c``              the chunks in a directory, and their mtimes
-:func:`copy_strided` ``move.c``              copies between chunks and an engine's pages
+:func:`write_entries` ``save.c``             hashes and writes a batch :func:`fill_entry`
+``rows.c``              takes an entry from memory instead, as buckets have it :func:`gather_entry`
+``rows.c``              the reverse :func:`hash_chain`   ``chain.c``             hashes the chunks
+of a prompt :func:`list_chunks`  ``list.c``              lists the chunks in a directory, and their
+mtimes :func:`copy_strided` ``move.c``              copies between chunks and an engine's pages
 =================== ======================== =====================================================
 
-Each decides by itself whether the library does the work or :mod:`vua.native.fallback`; nobody else
-asks. docs/decisions/0006-native-loops.md says why, and what it brings, and
-docs/decisions/0023-batches-of-entries.md how what they read is judged.
+Each function itself chooses between the library and :mod:`vua.native.fallback`; callers never ask.
+docs/decisions/0006-native-loops.md gives the reasons and the gain;
+docs/decisions/0023-batches-of-entries.md says how the bytes they read are judged.
 
-They are one shared library without anything of Python's, `_vua_native.linux-MACHINE.so` in this
-folder, which `hatch_build.py` compiles when a wheel is built (`dev.py build`: in a checkout).
-At run time nothing is compiled; docs/decisions/0020-native-with-the-wheel.md says what is checked
-then. The environment variable ``VUA_NATIVE`` says whether the library is used: ``auto`` (the
-default), ``off``, or ``require`` (fail without it). :func:`status` says whether it is.
+They are one shared library that does not use Python, `_vua_native.linux-MACHINE.so` in this folder.
+`hatch_build.py` compiles it when a wheel is built (in a checkout: `dev.py build`). Nothing is
+compiled at run time; docs/decisions/0020-native-with-the-wheel.md says what is checked then. The
+environment variable ``VUA_NATIVE`` decides whether the library is used: ``auto`` (the default),
+``off``, or ``require`` (fail without it). :func:`status` reports the choice.
 """
 
 from vua.native.bindings import Status, library, status

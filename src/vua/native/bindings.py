@@ -1,4 +1,4 @@
-"""Finds and loads the library, and the hashes that it is given; see :mod:`vua.native`."""
+"""Finds and loads the C library, and gives it the hash functions that it calls."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _REMEDY: Final = "install vua again (in a checkout: `python3 dev.py build`)"
 
 
 def _find_xxh3() -> tuple[int, int, int] | None:
-    """Addresses of XXH3's streaming functions in the xxhash module, checked against the module.
+    """Return addresses of XXH3's streaming functions in the xxhash module, checked against it.
 
-    The name with ``_dispatch`` takes AVX2 and AVX-512 where the CPU has them.
+    The name with ``_dispatch`` uses AVX2 and AVX-512 if the CPU has them.
     """
     try:
         module = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
@@ -68,7 +68,7 @@ def _find_xxh3() -> tuple[int, int, int] | None:
 
 
 def _find_sha256() -> ctypes.Array[ctypes.c_void_p] | None:
-    """Addresses of the SHA-256 functions of hashlib's own OpenSSL, checked against hashlib."""
+    """Return addresses of SHA-256 functions in hashlib's own OpenSSL, checked against hashlib."""
     try:
         module = ctypes.CDLL(importlib.import_module("_hashlib").__file__)
         init, update, final = module.SHA256_Init, module.SHA256_Update, module.SHA256_Final
@@ -111,10 +111,9 @@ _MOVE: Final = (_POINTER, _U64, _U64, ctypes.c_int)
 
 
 class Library:
-    """The loaded library: its functions with the GIL released, and held."""
+    """The loaded library: its functions with the GIL released, and with the GIL held."""
 
     def __init__(self, path: Path) -> None:
-        """Load it. Raises OSError."""
         releasing, holding = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         self.load: Any = _bind(releasing.vua_load, _LOAD, _U64)
         self.load_held: Any = _bind(holding.vua_load, _LOAD, _U64)
@@ -138,13 +137,13 @@ def _bind(function: Any, arguments: Sequence[type], result: type | None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Whether the library does the work, or Python."""
+    """Whether the library or Python does the work."""
 
     library: Library | None
     text: str
-    """The same in a sentence: the library's path, or why it is not used and what to do."""
+    """One sentence: the library's path, or why it is not used and what to do."""
     refused: bool = False
-    """Whether it is to be mended: the library is unusable, or ``VUA_NATIVE`` is not met."""
+    """Whether this needs repair: the library is unusable, or ``VUA_NATIVE`` cannot be met."""
 
 
 def find() -> Status:
@@ -170,16 +169,15 @@ log = logging.getLogger(__name__)
 
 
 class Choice:
-    """What came of looking for the library. One per process."""
+    """The outcome of looking for the library; one per process."""
 
     def __init__(self) -> None:
         self.status: Status | None = None
-        """None before it was looked for, or where ``VUA_NATIVE`` cannot be met."""
+        """None until it was looked for, or if ``VUA_NATIVE`` cannot be met."""
         self.after_fork()
         watch(self)
 
     def after_fork(self) -> None:
-        """Begin with a free lock; see :mod:`vua.io.forks`."""
         self.lock = threading.Lock()
 
 
@@ -187,17 +185,17 @@ choice: Final = Choice()
 
 
 def library() -> Library | None:
-    """Return the library, or None where Python does its work.
+    """Return the library, or None if Python does its work.
 
-    The first call decides, which takes about a millisecond, and logs the outcome: INFO, or
-    WARNING where a library is there that cannot be used. Safe for threads. Raises ConfigError when
-    ``VUA_NATIVE`` is an unknown word, or is ``require`` and cannot be met.
+    The first call decides, which takes about a millisecond, and logs the outcome: INFO, or WARNING
+    if there is a library that cannot be used. Thread-safe. Raises ConfigError if ``VUA_NATIVE`` is
+    an unknown word, or is ``require`` and cannot be met.
     """
     return (choice.status or _choose()).library
 
 
 def status() -> Status:
-    """Say whether the library does the work; raises nothing."""
+    """Return whether the library does the work; raises nothing."""
     try:
         return choice.status or _choose()
     except ConfigError as problem:

@@ -1,9 +1,4 @@
-"""Reads, hashes and writes many entry files by one call of C; or reads them in a stream.
-
-The chunks in a directory and their mtimes: by `list.c`, or in Python.
-
-Copies between memories of different strides, by `move.c`.
-"""
+"""Calls into C, or its fallback: read, hash, write and list many entry files; copy boxes."""
 
 from __future__ import annotations
 
@@ -45,21 +40,23 @@ __all__ = [
 
 _NOWAIT, _DIRECT, _UNHASHED = 1, 2, 4
 _HELD_NBYTES: Final = 2 << 20
-"""A batch up to this size keeps the GIL while the page cache answers, some 300 us: beside a busy
-Python thread winning it back takes up to 5 ms."""
+"""A batch up to this size keeps the GIL while the page cache answers, some 300 us.
+
+Beside a busy Python thread, taking the GIL back takes up to 5 ms.
+"""
 _THREAD_NBYTES: Final = 2 << 20
-"""A thread for so many bytes: starting one takes as long as reading a tenth of that."""
+"""Bytes per thread: starting one takes as long as reading a tenth of that."""
 _BOUNCES: Final = 16
 """Requests for cold files that one call has in flight: load.h's COLD_THREADS."""
 _BOUNCE_NBYTES: Final = 1 << 20
 """Bytes of each of them."""
 CORES: Final = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 THREADS: Final = max(min(2, CORES), min(8, CORES // 2))
-"""Threads of one call, if it is a large one."""
+"""Most threads of one call."""
 
 
 class Crew:
-    """The threads of this process that are in the loops now. Safe for threads."""
+    """Counts this process's threads inside the C loops. Thread-safe."""
 
     def __init__(self) -> None:
         self._processes = 1
@@ -68,17 +65,16 @@ class Crew:
         watch(self)
 
     def after_fork(self) -> None:
-        """Begin with nobody; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
         self._working = 0
 
     def share(self, processes: int) -> None:
-        """Leave this machine's cores to so many processes that load and save at the same time."""
+        """Share this machine's cores with ``processes`` that load and save at the same time."""
         self._processes = max(1, processes)
 
     @contextmanager
     def fixed(self, threads: int) -> Iterator[None]:
-        """Give each large call ``threads`` threads meanwhile, whatever the machine: to measure."""
+        """Give each large call ``threads`` threads meanwhile, on any machine: for measurements."""
         before, self._fixed = self._fixed, threads
         try:
             yield
@@ -89,11 +85,11 @@ class Crew:
     def joined(
         self, nbytes: int, thread_nbytes: int = _THREAD_NBYTES, *, urgent: bool = True
     ) -> Iterator[int]:
-        """Count a call that moves ``nbytes``, and yield how many threads it is to have.
+        """Count a call that moves ``nbytes``, and yield how many threads it may use.
 
-        One for each ``thread_nbytes``, as long as the others leave it a core: a thread that had to
-        share one with another call would bring nothing, and take from whoever else wants it. Calls
-        that are not ``urgent`` leave half of the cores to the engine, all of them together.
+        One per ``thread_nbytes``, while a core is free: threads that share a core bring nothing and
+        slow the engine. Calls that are not ``urgent`` together leave half of the cores to the
+        engine.
         """
         share = max(min(2, CORES), CORES // 2 // self._processes)
         most, cores = min(THREADS, share), CORES if urgent else share
@@ -126,21 +122,21 @@ def read_entries(
 
     Args:
         transfer: how, and into which memory.
-        directory: the one that the paths start from; no symbolic link is followed. Small batches
-            keep the GIL there while the page cache answers, if it is local.
+        directory: the paths start there; symbolic links are not followed. If it is local, small
+            batches keep the GIL while the page cache answers.
         paths: files, names of equal length.
-        place: the chunk place in memory that ``paths[0]`` goes to.
-        into: memory for headers and digests, a row for each path.
-        first: the path to begin with.
-        stop: the path to end before; by default behind the last.
-        direct: whether files of which the page cache has nothing are read past it.
+        place: index of the chunk slot in memory that ``paths[0]`` goes to.
+        into: memory for headers and digests, one row per path.
+        first: index of the first path to read.
+        stop: index to end before; by default all.
+        direct: read files that are not in the page cache past it.
 
-    Into spread memory go only blocks that have the checksums of their file's header, and only of
-    files that a local page cache has: nothing is waited for, and without C nothing is read.
+    Spread memory receives only blocks whose checksums match their file's header, and only from
+    files that a local page cache holds: nothing waits, and without C nothing is read.
 
-    Returns up to which path all were read: ``stop`` if all goes well. Nothing is verified: whether
-    a file is the one asked for, and sound, is for the caller to see in its header and digests.
-    What lies behind the files read is undefined.
+    Returns the index up to which all were read, ``stop`` on success. Nothing is verified: the
+    caller judges by header and digests whether a file is the right one and sound. Memory after the
+    last file read is undefined.
     """
     bound, stop = library(), len(paths) if stop is None else stop
     spread = transfer.spread is not None
@@ -170,10 +166,10 @@ def read_entries(
 
 
 class EntryStream:
-    """Files that are read in order, by threads of their own, while those that came are used.
+    """Files that are read in order by own threads while the caller uses those that arrived.
 
-    File ``f`` goes to chunk place ``places[f % len(places)]``, and to that row of the headers, once
-    :meth:`wait` was told that they may be used again. One thread at a time.
+    File ``f`` goes to chunk slot ``places[f % len(places)]`` and to that row of the headers, once
+    :meth:`wait` was told that the slot may be reused. Not thread-safe.
     """
 
     def __init__(
@@ -187,19 +183,18 @@ class EntryStream:
         direct: bool = False,
         hashed: bool = True,
     ) -> None:
-        """Begin to read. The arguments are those of :func:`read_entries`, but for these.
+        """Start reading. Other arguments as for :func:`read_entries`.
 
         Args:
             transfer: how, and into which memory; not spread.
-            directory: the one that the paths start from; a descriptor of the stream's own is kept.
-            paths: files, names of equal length; one at least.
-            places: which chunk places, and rows of ``into``, are taken in turn.
-            into: memory for headers and digests, a row for each chunk place in memory.
-            direct: whether files of which the page cache has nothing are read past it.
+            directory: the paths start there; the stream keeps its own descriptor.
+            paths: files, names of equal length; at least one.
+            places: the chunk slots, and rows of ``into``, that are used in turn.
+            into: memory for headers and digests, one row per chunk slot in memory.
+            direct: read files that are not in the page cache past it.
             hashed: whether blocks are hashed into ``into.digests``.
 
-        Raises OSError where there is no library, no descriptor or no thread for it: then
-        :func:`read_entries` does.
+        Raises OSError without library, descriptor or thread: use :func:`read_entries` then.
         """
         bound = library()
         if bound is None or transfer.spread is not None:
@@ -225,15 +220,15 @@ class EntryStream:
             raise OSError("no thread could be started to read files")
 
     def wait(self, done: int, upto: int) -> int:
-        """Wait for the first ``upto`` files; return how many came: fewer behind a bad one.
+        """Wait for the first ``upto`` files; return how many arrived: fewer after a bad one.
 
-        The first ``done`` are done with: their places may be written again. Gives up the GIL.
-        Nothing is verified, as with :func:`read_entries`.
+        Slots of the first ``done`` files may be overwritten. Releases the GIL. Nothing is verified,
+        as with :func:`read_entries`.
         """
         return int(self._bound.stream_wait(self._stream, done, upto))
 
     def close(self) -> None:
-        """End it: when this returns nothing is written to memory any more. Gives up the GIL."""
+        """Stop; after this returns, nothing writes to the memory. Releases the GIL."""
         if self._closed:
             return
         self._closed = True
@@ -246,7 +241,7 @@ class EntryStream:
 
 
 def _joined(paths: Sequence[str]) -> bytes:
-    """Return paths as C takes them: each with a final 0."""
+    """Return paths as C takes them: each with a final NUL."""
     return "\0".join(paths).encode() + b"\0"
 
 
@@ -254,7 +249,7 @@ spare_bounces: Final[list[npt.NDArray[np.uint8]]] = []
 
 
 def _bounce() -> npt.NDArray[np.uint8]:
-    """Return memory for direct reads; kept, since fresh memory costs more than the copy from it."""
+    """Return memory for direct reads; kept, as fresh memory costs more than the copy from it."""
     try:
         return spare_bounces.pop()
     except IndexError:
@@ -269,20 +264,20 @@ def write_entries(
     headers: npt.NDArray[np.uint8],
     options: WriteOptions,
 ) -> list[int]:
-    """Write the files of chunks in memory unless they are there, by several threads if that pays.
+    """Write the files of chunks in memory unless they exist, by several threads if that pays.
 
     Args:
-        transfer: how each chunk lies in memory; of a plan for whole files.
-        dir_fd: the directory that the paths start from; no symbolic link is followed.
-        paths: the chunks' directories, ``hh/name``, of equal length; made where they are missing.
-        place: the chunk place of the first one.
-        headers: ``[files, header_nbytes]``, rows without gaps. Where the options have a
-            ``check_offset`` the checksums and the check are filled in there.
+        transfer: how each chunk lies in memory; its plan covers whole files.
+        dir_fd: the paths start there; symbolic links are not followed.
+        paths: the chunks' directories, ``hh/name``, of equal length; made if missing.
+        place: index of the first chunk's slot.
+        headers: ``[files, header_nbytes]``, rows without gaps. With a ``check_offset`` in the
+            options, checksums and self-check are filled in there.
         options: how they are written.
 
-    Gives up the GIL once. Returns for each file PRESENT (one of that length is there), WRITTEN, or
-    a negative errno where that failed; 0 for those behind it that were not tried. A file appears
-    under its name complete or not at all.
+    Releases the GIL once. Returns for each file PRESENT (a file of that length exists), WRITTEN, or
+    a negative errno; 0 for later files that were not tried. A file appears under its name complete
+    or not at all.
     """
     bound = library()
     if bound is None or options.durable:  # fsync takes longer than all that C could save
@@ -304,12 +299,12 @@ def write_entries(
 def gather_entry(transfer: Transfer, place: int, to: memoryview) -> npt.NDArray[np.uint64]:
     """Copy a chunk to where its K and V lie in an entry; return the xxh3-64 of each block.
 
-    Of a plan without a discard buffer. Gives up the GIL.
+    For plans without a discard buffer. Releases the GIL.
 
     Args:
         transfer: how an entry lies in memory.
-        place: the chunk place in memory.
-        to: the entry, ``[file_nbytes]``; its header is left alone.
+        place: index of the chunk slot in memory.
+        to: the entry, ``[file_nbytes]``; its header is left unchanged.
     """
     digests = np.empty(transfer.plan.blocks, dtype=np.uint64)
     target = np.frombuffer(to, dtype=np.uint8).ctypes.data
@@ -323,16 +318,16 @@ def gather_entry(transfer: Transfer, place: int, to: memoryview) -> npt.NDArray[
 def fill_entry(
     transfer: Transfer, place: int, into: Headers, file: int, data: memoryview, offset: int
 ) -> None:
-    """Put bytes of an entry, which some storage has in memory, where they belong, and hash them.
+    """Copy an entry's bytes, which a storage has in memory, to their place, and hash them.
 
-    Gives up the GIL.
+    Releases the GIL.
 
     Args:
         transfer: how an entry lies in memory.
-        place: the chunk place in memory.
+        place: index of the chunk slot in memory.
         into: memory for the header and the digests.
-        file: the row of them.
-        data: the entry's bytes from ``offset`` on. Reads that lie within as a whole are taken.
+        file: their row.
+        data: the entry's bytes from ``offset`` on. Only reads that lie wholly inside are taken.
         offset: where in the entry they begin.
     """
     bound = library()
@@ -346,16 +341,16 @@ def fill_entry(
 
 _NAME_NBYTES: Final = 64
 _ROOM: Final = 4096
-"""Chunks that are expected, a 256th of a million; with more it looks again."""
+"""Expected chunks, a 256th of a million; with more it lists again."""
 
 
 def list_chunks(directory: int) -> tuple[list[str], npt.NDArray[np.int64]]:
     """Return the names (64 hex) of chunks in a directory, and their mtimes in ns since 1970.
 
-    Chunks are directories with such names; whatever else lies there is passed over, and so is what
-    vanishes meanwhile. No mtime is later than :data:`vua.native.LATEST_NS`. The GIL is released.
-    One thread lists by a descriptor at a time; it begins, and ends, at the front. Raises OSError
-    where the directory, an open descriptor, cannot be read.
+    Chunks are directories with such names; everything else is skipped, as is what vanishes
+    meanwhile. No mtime is later than :data:`vua.native.LATEST_NS`. Releases the GIL. Only one
+    thread at a time may list by a descriptor; its position begins and ends at the front. Raises
+    OSError if the directory, an open descriptor, cannot be read.
     """
     bound = library()
     if bound is None:
@@ -376,9 +371,9 @@ def list_chunks(directory: int) -> tuple[list[str], npt.NDArray[np.int64]]:
 ITEMS: Final = (1, 2, 4, 8)
 """Bytes per element that `move.c` knows."""
 _MOVE_THREAD_NBYTES: Final = 1 << 19
-"""A thread for so many bytes."""
+"""Bytes per thread."""
 _STREAMED_NBYTES: Final = 8 << 20
-"""Copies from this size on go past the caches, in which they would not stay anyway."""
+"""Copies from this size on bypass the CPU caches, where they would not stay anyway."""
 
 
 class StridedCopy(ctypes.Structure):
@@ -405,18 +400,18 @@ class StridedCopy(ctypes.Structure):
         source: npt.NDArray[np.int64],
         tokens: npt.NDArray[np.int64],
     ) -> None:
-        """Describe them.
+        """Describe the copies.
 
         Args:
-            shape: heads, dims, and bytes of an element (one of :data:`ITEMS`).
+            shape: heads, dims, and bytes per element (one of :data:`ITEMS`).
             to: bytes from one head, token and dim to the next in the target; not negative.
             from_: the same in the source.
             target: addresses of each box's first element in the target.
-            source: the same in the source; as many, of any shape.
+            source: the same in the source; equally many, of any shape.
             tokens: of each box.
 
-        The caller answers for the memory: all of it is there, aligned to the elements, and no
-        element of a target is named twice.
+        The caller guarantees the memory: it exists, it is aligned to the elements, and no target
+        element is named twice.
         """
         tables = [np.ascontiguousarray(table).view(np.uint64) for table in (target, source, tokens)]
         self.keep = tables
@@ -425,17 +420,16 @@ class StridedCopy(ctypes.Structure):
         super().__init__(tables[2].size, *shape, *sides, *addresses)
 
     def plain(self) -> fallback.Strided:
-        """Return the same for Python."""
+        """Return the same for the Python fallback."""
         return (self.heads, self.dims, self.item), self.to, self.from_, self.keep
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are copied."""
         return int(self.keep[2].sum() * self.heads * self.dims * self.item)
 
 
 def copy_strided(copies: Sequence[StridedCopy]) -> None:
-    """Copy all boxes. In C the GIL is released, and threads share what is large."""
+    """Copy all boxes. In C the GIL is released, and threads share large copies."""
     bound = library()
     nbytes = sum(one.nbytes for one in copies)
     stream = nbytes >= _STREAMED_NBYTES

@@ -1,6 +1,6 @@
-"""In Python what the C functions do: the same signatures, the same results, and errors explained.
+"""The C functions in Python: the same signatures and results, but with errors explained.
 
-What C does not find in order it only stops at. :func:`read_entry` then says what is the matter.
+C only stops at a file that is not in order; :func:`read_entry` says what is wrong with it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHUNK: Final = re.compile(r"[0-9a-f]{64}")
 LATEST_NS: Final = (1 << 63) - 1
-"""A later mtime, after the year 2261, counts as this."""
+"""Latest mtime, in the year 2262; a later one counts as this."""
 _syncing: Final = Threads(16, "vua-sync")
 """For durable writes, which wait for the storage and not for a core."""
 
@@ -76,9 +76,9 @@ def read_entries(
 def read_entry(
     transfer: Transfer, directory: Directory, path: str, place: int, into: Headers, file: int
 ) -> None:
-    """Read a file into memory, to chunk place ``place + file``, or say why not.
+    """Read a file into memory, to chunk slot ``place + file``, or raise the reason.
 
-    Its header and digests go into that row of ``into``. The other arguments are those of
+    Header and digests go to that row of ``into``. Other arguments as for
     :func:`vua.native.entries.read_entries`. Raises OSError (FileNotFoundError...), UntrustedError,
     CorruptEntryError for a wrong length.
     """
@@ -104,7 +104,7 @@ def read_entry(
 def _read(fd: int, read: Read, *, cached: bool) -> tuple[int, bool]:
     """Fill memory; return the bytes read, and whether the page cache had them all.
 
-    Keeps the GIL for as long as it has: once a read needs I/O the rest releases it.
+    Keeps the GIL while the page cache answers; once a read needs I/O the rest releases it.
     """
     many = len(read.rows)
     if cached and many <= vectors.IOV_MAX:
@@ -162,7 +162,7 @@ def write_entries(
 ) -> list[int]:
     """Write files one after the other; see :func:`vua.native.entries.write_entries`.
 
-    What is to be durable is written by several threads: file systems sync for all who wait at once.
+    Durable files are written by several threads: file systems sync for all waiters at once.
     """
     if options.durable:
         return _write_durably(transfer, dir_fd, paths, place, headers, options)
@@ -186,7 +186,7 @@ def _write_durably(
     headers: npt.NDArray[np.uint8],
     options: WriteOptions,
 ) -> list[int]:
-    """Write and sync files, then the directories that lead to them, each of these once."""
+    """Write and sync files, then the directories that lead to them, each directory once."""
 
     def write(_: Call[int], file: int) -> int:
         try:
@@ -264,11 +264,11 @@ def _write_bytes(
     header: npt.NDArray[np.uint8],
     options: WriteOptions,
 ) -> None:
-    """Hash and write a chunk piece by piece, and what begins with the header last.
+    """Hash and write a chunk piece by piece; the piece with the header comes last.
 
-    For one large call the system takes large pieces of memory (folios of 2 MiB and more), and these
-    are what it gives back to a host when they are free; to have them again took ten times as long
-    as the write (docs/decisions/0013-native-saves.md).
+    For one large call the system takes large pieces of memory (folios of 2 MiB and more), and gives
+    exactly these back to a VM's host once free. Getting them again took ten times as long as the
+    write (docs/decisions/0013-native-saves.md).
     """
     plan, rows, check_offset = transfer.plan, rows_of(transfer, place), options.check_offset
     if plan.file_nbytes >= options.allocate_nbytes:
@@ -291,8 +291,7 @@ def _write_bytes(
 
 
 Strided = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[npt.NDArray[np.uint64]]]
-"""Heads, dims and bytes of an element; the strides of target and source; for each box the addresses
-of its first elements there, and its tokens."""
+"""Heads, dims, bytes per element; strides of target and source; per box addresses and tokens."""
 
 
 def copy_strided(copies: Sequence[Strided]) -> None:

@@ -1,4 +1,4 @@
-"""The xxh3-64 of blocks and of headers, in Python: for what C does not do."""
+"""Hashes in Python and C: the xxh3-64 of blocks and headers, the SHA-256 chain of prompts."""
 
 from __future__ import annotations
 
@@ -20,15 +20,11 @@ _CHECK_DIGITS: Final = 16
 
 
 class Digest(Protocol):
-    """What the bytes of one block are fed to: a hash, or one block's seal."""
+    """Consumes the bytes of one block: a hash, or one block's seal."""
 
-    def update(self, view: memoryview, /) -> object:
-        """Take the next bytes."""
-        ...
+    def update(self, view: memoryview, /) -> object: ...
 
-    def intdigest(self) -> int:
-        """Return the result as a number."""
-        ...
+    def intdigest(self) -> int: ...
 
 
 def digests_of(blocks: Iterable[Iterable[memoryview]]) -> list[int]:
@@ -43,7 +39,7 @@ def digests_of(blocks: Iterable[Iterable[memoryview]]) -> list[int]:
 
 
 def fill_check(header: npt.NDArray[np.uint8], check_offset: int) -> None:
-    """Complete a header by its check of itself: taken with zeros for the check's own digits."""
+    """Fill in a header's self-check, computed with zeros for its own digits."""
     check = header[check_offset : check_offset + _CHECK_DIGITS]
     check[:] = ord("0")
     digits = xxhash.xxh3_64_hexdigest(header.data).encode()
@@ -60,30 +56,30 @@ _address_of.argtypes, _address_of.restype = [ctypes.py_object], ctypes.c_void_p
 
 
 def narrow(ids: npt.NDArray[np.generic]) -> bytes | None:
-    """Return integers of 4 or 8 bytes as little-endian u32 bytes; None where some do not fit.
+    """Return integers of 4 or 8 bytes as little-endian u32 bytes; None if some do not fit.
 
-    Or where it cannot do that: what the matter is is for the caller to find out. Keeps the GIL, up
-    to some half a million of them, where numpy would give it up for each look at all.
+    Also None if it cannot tell; the caller finds out why. Keeps the GIL for up to half a million
+    ids, where numpy would release it at each step.
     """
     bound, kind = library(), ids.dtype
     known = kind.kind in "iu" and kind.itemsize in (4, 8) and kind.isnative
     if bound is None or not known or sys.byteorder != "little" or 4 * ids.size > _HELD_NBYTES:
         return None
     ids = np.ascontiguousarray(ids)
-    found = _new_bytes(None, 4 * ids.size)  # filled before anybody else has it: no copy
+    found = _new_bytes(None, 4 * ids.size)  # filled before other code sees it: no copy
     given = ids.ctypes.data, kind.itemsize, kind.kind == "i", ids.size
     return found if bound.ids_held(*given, _address_of(found)) else None
 
 
 def hash_chain(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
-    """Return the digests of chunks that follow each other, 32 bytes each.
+    """Return the digests of consecutive chunks, 32 bytes each.
 
     Args:
-        parent: what is hashed before the first chunk's ids: a digest, or nothing.
+        parent: hashed before the first chunk's ids: a digest, or empty.
         ids: token ids of whole chunks, contiguous bytes.
         chunk_nbytes: bytes of a chunk's ids.
 
-    Each is the SHA-256 of the one before it and its chunk's ids; see :mod:`vua.format.keys`.
+    Each is the SHA-256 of the previous digest and its chunk's ids; see :mod:`vua.format.keys`.
     """
     chunks = len(ids) // chunk_nbytes
     bound = library()
@@ -97,7 +93,7 @@ def hash_chain(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
 
 
 def chain_in_python(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
-    digests, fresh = bytearray(), hashlib.sha256().copy  # cheaper than to make each anew
+    digests, fresh = bytearray(), hashlib.sha256().copy  # cheaper than making each anew
     for start in range(0, len(ids), chunk_nbytes):
         digest = fresh()
         digest.update(parent)

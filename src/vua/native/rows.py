@@ -1,4 +1,4 @@
-"""Where the bytes of a chunk lie, worked out in Python as `rows.c` does: for what C does not do."""
+"""Where the bytes of a chunk lie, computed in Python as `rows.c` does: for the fallback."""
 
 from __future__ import annotations
 
@@ -17,46 +17,50 @@ from vua.native.transfer import Headers, Transfer
 __all__ = ["Read", "blocks_of", "reads_of", "rows_of"]
 
 _ROWS_AT_ONCE: Final = 1 << 16
-"""Rows worked out together, for chunks that follow each other: a mebibyte. One by one that takes
-as long as to read small chunks."""
+"""Rows computed together for consecutive chunks: 1 MiB.
+
+One by one, that takes as long as reading small chunks.
+"""
 
 
 class Read(NamedTuple):
-    """What one system call reads of a file."""
+    """One system call's part of a file."""
 
     rows: Iovecs
     """Where the bytes go, ``[n, 2]``."""
     address: int
-    """Of these rows; numpy takes a microsecond to say it."""
+    """Address of these rows; numpy takes a microsecond to return it."""
     nbytes: int
     offset: int
-    """Of the first of them in the file."""
+    """File offset of the first byte."""
     blocks: Iterator[list[memoryview]]
-    """The checksum blocks that they are, in parts, to be used up before the next read; the header
-    before them is none."""
+    """The checksum blocks among them, in parts, to be consumed before the next read.
+
+    The header before them is not a block.
+    """
 
 
 class _Cuts(NamedTuple):
-    """Which bytes of memory the extents are, but for the offsets of segments."""
+    """The memory ranges of the extents, relative to segment offsets."""
 
     starts: npt.NDArray[np.uint64]
     """The address of each extent, ``[extents]``."""
     low: npt.NDArray[np.uint64]
     """The first address of K's, V's and discarded extents."""
     reach: list[int]
-    """Bytes from there to the end of the last one; 0: there are none."""
+    """Bytes from there to the end of the last one; 0 if there are none."""
     blocks: list[list[tuple[int, slice]]]
-    """Of each checksum block: K, V or discarded (0, 1, 2), and which bytes from ``low`` on."""
+    """Per checksum block: K, V or discarded (0, 1, 2), and which bytes from ``low`` on."""
 
 
 class _Places(NamedTuple):
-    """Where the chunks of some places lie."""
+    """Where the chunks of some slots lie."""
 
     places: range
     rows: npt.NDArray[np.uint64]
-    """:func:`rows_of` each, behind an empty row for a header."""
+    """:func:`rows_of` each, after an empty row for a header."""
     windows: list[list[list[int]]]
-    """To what address :class:`_Cuts` are relative, by place, K, V or discarded, and segment."""
+    """Base addresses of :class:`_Cuts`, by slot, K, V or discarded, and segment."""
 
 
 def rows_of(transfer: Transfer, place: int, discard: int = 0) -> Iovecs:
@@ -64,7 +68,7 @@ def rows_of(transfer: Transfer, place: int, discard: int = 0) -> Iovecs:
 
     Args:
         transfer: how entries lie in memory.
-        place: the chunk place in memory.
+        place: index of the chunk slot in memory.
         discard: address of the discard buffer.
 
     Raises LayoutError for spread memory: it has no such rows.
@@ -73,9 +77,9 @@ def rows_of(transfer: Transfer, place: int, discard: int = 0) -> Iovecs:
 
 
 def _at(transfer: Transfer, place: int, discard: int) -> tuple[Iovecs, list[list[int]]]:
-    """Return a place's rows and windows; they are kept, but where those of files differ.
+    """Return a slot's rows and windows; cached, unless those of files differ.
 
-    Who reads headers alone has no memory for K and V.
+    A reader of headers alone has no memory for K and V.
     """
     plan, known = transfer.plan, transfer.memo.get("places")
     if plan.discard_nbytes or not transfer.offsets:
@@ -133,7 +137,7 @@ def _cut(transfer: Transfer) -> _Cuts:
 
 
 def _joined(extents: Sequence[tuple[int, int, int]], segments: int) -> list[tuple[int, slice]]:
-    """Return a block's extents, as one those that follow each other in memory."""
+    """Return a block's extents; those adjacent in memory become one."""
     joined: list[tuple[int, slice]] = []
     for array, start, stop in extents:
         begin = start
@@ -144,13 +148,13 @@ def _joined(extents: Sequence[tuple[int, int, int]], segments: int) -> list[tupl
 
 
 def reads_of(transfer: Transfer, place: int, into: Headers, file: int) -> Iterator[Read]:
-    """Yield what is to be read of a file; for one thread at a time.
+    """Yield the reads of a file. Not thread-safe.
 
     Args:
         transfer: how entries lie in memory.
-        place: the chunk place in memory.
-        into: memory for the header, and for what is discarded.
-        file: the row of it.
+        place: index of the chunk slot in memory.
+        into: memory for the header, and for discarded extents.
+        file: their row.
     """
     plan = transfer.plan
     discard = (
@@ -168,7 +172,7 @@ def reads_of(transfer: Transfer, place: int, into: Headers, file: int) -> Iterat
 def blocks_of(transfer: Transfer, place: int, discard: int = 0) -> Iterator[list[memoryview]]:
     """Yield the bytes of each checksum block of a chunk, in parts, to be read or written.
 
-    The arguments and errors are those of :func:`rows_of`.
+    Arguments and errors are those of :func:`rows_of`.
     """
     return _blocks(_cuts(transfer), _at(transfer, place, discard)[1])
 

@@ -1,11 +1,12 @@
-"""Where the library lies, and the line at the end of its file that says what it was built from.
+"""The library's path, and the line at the end of its file that says what it was built from.
 
-The line is read before the library is loaded: a file that is cut short or has lost pages would end
-the process with SIGBUS or SIGSEGV, and one of other C sources would be called with wrong arguments.
-ELF files may be followed by other bytes, so the file and what vouches for it are one, and are
-replaced together. It guards against damage and mix-ups, not against whoever may write the file.
+The line is read before the library is loaded: a truncated file would end the process with SIGBUS or
+SIGSEGV, and one of other C sources would be called with wrong arguments. ELF files may be followed
+by other bytes, so the file and its stamp are one, and are replaced together. It guards against
+damage and mix-ups, not against an attacker with write access.
 
-`hatch_build.py`, which builds the library, loads this module by its path: it needs nothing else.
+`hatch_build.py`, which builds the library, loads this module by its path, so it imports nothing of
+VUA.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ NBYTES: Final = len(_LINE) + 2 * (_DIGITS - len(b"%s"))
 
 
 def library_path(folder: Path, machine: str) -> Path:
-    """Return the library's place in ``vua/native``, for a machine as `platform.machine()` says."""
+    """Return the library's path in ``vua/native`` for a `platform.machine()`."""
     return folder / f"_vua_native.linux-{machine}.so"
 
 
@@ -33,7 +34,7 @@ def sources(folder: Path) -> list[Path]:
 
 
 def sources_digest(folder: Path) -> bytes:
-    """Return what changes with any of :func:`sources`: 64 hexadecimal digits. Raises OSError."""
+    """Return a digest of all :func:`sources`: 64 hexadecimal digits. Raises OSError."""
     digest = hashlib.sha256()
     for path in sources(folder):
         text = path.read_bytes()
@@ -43,17 +44,17 @@ def sources_digest(folder: Path) -> bytes:
 
 
 def stamp(compiled: bytes, built_from: bytes) -> bytes:
-    """Return the line to put behind a library that was compiled from sources of this digest."""
+    """Return the line to append to a library compiled from sources of this digest."""
     said = hashlib.sha256(compiled + built_from).hexdigest().encode()
     return _LINE % (built_from, said)
 
 
 def fault_of(library: bytes, built_from: bytes) -> str | None:
-    """Return what is wrong with a library's file, in words; None if it may be loaded.
+    """Say what is wrong with a library's file; None if it may be loaded.
 
     Args:
         library: all bytes of the file.
-        built_from: :func:`sources_digest` of the sources that it has to be built from.
+        built_from: :func:`sources_digest` of the sources that it must be built from.
     """
     compiled, line = library[:-NBYTES], library[-NBYTES:]
     begin = _LINE.index(b"%s")

@@ -1,4 +1,4 @@
-"""A plan and the memory it is for, as C wants them."""
+"""A plan and its memory, as the C functions take them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = [
 ]
 
 NOWHERE: Final = (1 << 64) - 1
-"""Of spread memory the offset of a segment that is not wanted: it is hashed, and not copied."""
+"""Offset of an unwanted segment of spread memory: it is hashed, but not copied."""
 FAILED, PRESENT, WRITTEN = 0, 1, 2
-"""What became of a file: it could not be written, or not be tried; was there before; is there."""
+"""Outcome per file: not written or not tried; existed before; written now."""
 
 
 class Headers(ctypes.Structure):
-    """Memory for what is read of files beside their K and V: a row for each of up to some files.
+    """Memory for what is read of files beside K and V: one row per file.
 
     The fields are `load.h`'s ``struct tables``.
     """
@@ -52,9 +52,9 @@ class Headers(ctypes.Structure):
         keep_discarded: bool = False,
         headers: npt.NDArray[np.uint8] | None = None,
     ) -> None:
-        """Take memory for ``files`` files, with ``keep_discarded`` for what is discarded, too.
+        """Allocate memory for ``files`` files; with ``keep_discarded`` also for discarded extents.
 
-        ``headers``: page aligned memory for them, ``[files * header_nbytes]``; None: it is made.
+        ``headers``: page aligned memory, ``[files * header_nbytes]``; by default it is allocated.
         """
         nbytes = plan.header_nbytes
         headers = page_aligned(files * nbytes) if headers is None else headers
@@ -65,27 +65,27 @@ class Headers(ctypes.Structure):
         self.inodes = np.zeros((files, 2), dtype=np.uint64)
         """Device and inode, ``[files, 2]``; zeros until a file is open."""
         self.discard: npt.NDArray[np.uint8] | None = None
-        """What is read only to be verified, ``[files, discard_nbytes]``; None: nobody looks."""
+        """What is read only to be verified, ``[files, discard_nbytes]``; None if not wanted."""
         if keep_discarded:
             self.discard = np.empty((files, plan.discard_nbytes), dtype=np.uint8)
         tables = (self.headers, self.digests, self.inodes, self.discard)
         super().__init__(*(None if table is None else table.ctypes.data for table in tables))
 
     def clear(self, files: int) -> None:
-        """Forget what was found of the first files, so that nothing of it can pass for new."""
+        """Zero the first rows, so that no earlier result can pass for a new one."""
         self.digests[:files] = 0
         self.inodes[:files] = 0
 
     def version(self, file: int) -> bytes | None:
-        """Return what tells an opened file from any other that ever has its name, else None."""
+        """Return bytes that tell an opened file from any other of its name; None if unknown."""
         inode = self.inodes[file]
         return inode.tobytes() if inode[1] else None
 
 
 class Spread(ctypes.Structure):
-    """How elements lie in memory whose tokens are no rows without gaps: an engine's own pages.
+    """How elements lie in memory whose tokens are not contiguous rows: an engine's own pages.
 
-    Such memory is only read into, by :func:`vua.native.read_entries`. Immutable.
+    Such memory can only be read into, by :func:`vua.native.read_entries`. Immutable.
     """
 
     _fields_ = (
@@ -98,7 +98,7 @@ class Spread(ctypes.Structure):
     def __init__(self, item: int, arrays: Sequence[tuple[int, int, int]]) -> None:
         """Describe elements of ``item`` bytes (1, 2, 4 or 8).
 
-        ``arrays``: for K, and V, elements of a token, and bytes from one token and one element to
+        ``arrays``: for K, and V, elements per token, and bytes from one token and one element to
         the next.
         """
         super().__init__(item)
@@ -107,11 +107,11 @@ class Spread(ctypes.Structure):
 
 
 class Transfer(ctypes.Structure):
-    """Between files of one plan and one memory, for any number of chunks. Immutable.
+    """Moves between files of one plan and one memory, for any number of chunks. Immutable.
 
     Token ``t`` of head ``h`` of layer ``l`` of array ``a`` lies at ``base[a][l] + h *
-    head_stride[a] + segment_offset[a][s]``, where ``s`` is the segment that ``t`` is in, plus its
-    place inside the segment. The first fields are `load.h`'s ``struct batch``.
+    head_stride[a] + segment_offset[a][s]``, where ``s`` is ``t``'s segment, plus its offset inside
+    the segment. The first fields are `load.h`'s ``struct batch``.
     """
 
     _fields_ = (
@@ -150,9 +150,9 @@ class Transfer(ctypes.Structure):
             plan: made for segments of this length.
             base: per array, addresses of head 0 of each layer, ``[layers]``.
             head_stride: per array, bytes from one head to the next.
-            segment_offset: per array, ``[segments of all chunk places]``, in bytes.
-            owner: whatever keeps the memory alive.
-            spread: how elements lie apart; None: tokens are rows without gaps.
+            segment_offset: per array, ``[segments of all chunk slots]``, in bytes.
+            owner: keeps the memory alive.
+            spread: strides of elements; None: tokens are rows without gaps.
         """
         u64 = np.uint64
         self.plan, self.owner, self.spread = plan, owner, spread
@@ -160,7 +160,7 @@ class Transfer(ctypes.Structure):
         self.strides = list(head_stride)
         self.offsets = [np.ascontiguousarray(array, dtype=u64) for array in segment_offset]
         self.memo: dict[int | str, Any] = {}
-        """What `vua.native.rows` works out of this once."""
+        """Results that `vua.native.rows` computes once per transfer."""
         super().__init__(*(xxh3 or (0, 0, 0)), *plan.tables)
         memory = zip(self.bases, self.strides, self.offsets, strict=True)
         for array, (first, stride, offset) in enumerate(memory):
@@ -196,16 +196,16 @@ class WriteOptions(ctypes.Structure):
         uids: Uids | None,
         durable: bool = False,
     ) -> None:
-        """Describe it.
+        """Describe the writes.
 
         Args:
-            file_name: of a file in its chunk's directory.
-            temporary: what its name begins with until it is complete; no other call uses it.
-            check_offset: where in the header its check of itself stands; 0: headers are complete.
-            allocate_nbytes: files of so many bytes and more get their room on the disk first.
+            file_name: name of each file in its chunk's directory.
+            temporary: prefix of the name until the file is complete; unique to this call.
+            check_offset: offset of the header's self-check; 0: headers are complete.
+            allocate_nbytes: files of this size and more get their disk space first.
             directory_mode: of directories that are made.
             file_mode: of files.
-            uids: whose files count as present; None: anybody's.
+            uids: owners whose files count as present; None: all.
             durable: fsync each file, and the directories that lead to it.
         """
         self.uids, self.durable = uids, durable

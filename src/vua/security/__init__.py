@@ -1,1 +1,1 @@
-"""Whose files are believed, and keys that keep what is stored secret."""
+"""Whose files are trusted, and the keys that keep stored data secret."""

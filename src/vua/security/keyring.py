@@ -1,11 +1,11 @@
 """Keys in files: the directory's own, and one per tenant.
 
-A key file holds 64 hex digits and belongs to this process's user or to root. Its group may read it
-(as Kubernetes mounts Secrets for a pod's ``fsGroup``), and nobody else; its owner alone may write
-it. ``key_file`` is the directory's own; in ``tenant_keys`` lies one file per cache salt, under a
-name that is made of the salt (:func:`tenant_of`) so that no salt is ever a path. Each use looks at
-the file again: where it was deleted, what was sealed with it is missing from that moment on, here
-and in every other process.
+A key file holds 64 hex digits and belongs to this process's user or to root. Only the owner may
+write it; its group may read it (Kubernetes mounts Secrets like that for a pod's ``fsGroup``); all
+other access is refused. ``key_file`` is the directory's own key. ``tenant_keys`` is a directory
+with one file per cache salt, under a name derived from the salt (:func:`tenant_of`), so a salt
+never becomes a path. Each use checks the file again: once it is deleted, everything sealed with it
+is a miss at once, here and in every other process.
 """
 
 from __future__ import annotations
@@ -48,26 +48,28 @@ _KEY_NBYTES: Final = 32
 _TENANT_TAG: Final = b"vua.tenant.v1"
 _REMEDY: Final = "`vua key FILE` makes a new one"
 _FORBIDDEN: Final = 0o037
-"""Who else may read, and that a group may write or run it."""
+"""Mode bits a key file must not have: any access for others, write or run for the group."""
 _FAULT_S: Final = 60.0
 _FAULTS: Final = 10
-"""Lines a minute about keys of one kind of fault: clients may invent salts."""
+"""Log lines per minute and kind of fault: clients may invent salts."""
 
 Fault = Literal["missing", "gone", "unreadable", "wrong"]
 
 
 class NoKeyError(ConfigError):
-    """A key is not there, or is not to be used: what it seals is neither read nor written."""
+    """A key is missing or unusable: what it seals is neither read nor written."""
 
     fault: Fault = "wrong"
-    """``missing``: there is no such file. ``gone``: there was, a while ago. ``unreadable``: the
-    system does not let it be read. ``wrong``: others may read or change it, or it holds no key."""
+    """``missing``, ``gone`` (it existed earlier), ``unreadable`` or ``wrong``.
+
+    ``unreadable``: the system refuses to read it. ``wrong``: other users may read or change it, or
+    it does not hold a key.
+    """
     key: str = ""
     """Path of its file."""
 
     @classmethod
     def of(cls, fault: Fault, path: Path, text: str) -> NoKeyError:
-        """Return the error of a key file."""
         error = cls(f"{path}{text}")
         error.fault, error.key = fault, str(path)
         return error
@@ -75,30 +77,28 @@ class NoKeyError(ConfigError):
 
 @dataclass(slots=True)
 class _Minute:
-    """What was said of one kind of fault since it began."""
+    """What was logged about one kind of fault since the minute began."""
 
     began_s: float
     said: set[str] = field(default_factory=set)
     left: int = 0
-    """Faults of keys that there was no line for."""
+    """Faults that got no line."""
 
 
 class KeyFaults:
-    """Logs faults of keys: each key's once a minute, and some keys' a minute for each kind.
+    """Logs faults of keys: each key once a minute, and some keys a minute per kind of fault.
 
-    So a client that invents salts silences nothing else: neither a key of another kind of fault,
-    nor its own kind for longer than a minute. Safe for threads.
+    A client that invents salts cannot silence other kinds of faults, nor its own kind for longer
+    than a minute. Thread-safe.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Have said nothing; ``clock`` gives seconds."""
         self._clock = clock
         self._minutes: dict[str, _Minute] = {}
         self.after_fork()
         watch(self)
 
     def after_fork(self) -> None:
-        """Begin with a free lock; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
 
     def tell(self, problem: NoKeyError, what: str, to: logging.Logger = log) -> None:
@@ -121,7 +121,7 @@ class KeyFaults:
 
 
 def tenant_of(salt: bytes) -> str:
-    """Return the name, 32 hex, that stands for a cache salt in a directory of keys.
+    """Return the file name, 32 hex digits, for a cache salt in a directory of keys.
 
     >>> tenant_of(b"customer 7")
     '732c2107f43cd5d6b0538627fe4d8fc3'
@@ -138,12 +138,12 @@ def write_key(path: Path) -> None:
 
 
 def read_key(path: Path) -> bytes:
-    """Return the 32 bytes of a key file. Raises NoKeyError, saying what is wrong with it."""
+    """Return the 32 bytes of a key file. Raises NoKeyError with the reason."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:  # noqa: PTH123
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise NoKeyError.of("wrong", path, f" is no regular file; {_REMEDY}")
+                raise NoKeyError.of("wrong", path, f" is not a regular file; {_REMEDY}")
             if status.st_mode & _FORBIDDEN or status.st_uid not in (os.geteuid(), 0):
                 user = f"user {os.geteuid()}" + " or root" * bool(os.geteuid())
                 text = (
@@ -171,17 +171,16 @@ def _absent(path: Path, problem: OSError) -> NoKeyError:
 
 
 def _check_directory(directory: Path, security: Security) -> None:
-    """Refuse a directory of keys in which others could replace them, as a cache's would be.
+    """Refuse a directory of keys in which other users could replace them.
 
-    Whom ``trusted_uids`` names may own it; that all are believed holds for caches alone. Raises
-    ConfigError, OSError.
+    ``trusted_uids`` may own it; "any" applies to caches alone. Raises ConfigError, OSError.
     """
     uids = () if security.trusted_uids == "any" else security.trusted_uids
     check_owner(directory, Security(trusted_uids=uids), "directory of keys")
 
 
 def check_keys(security: Security) -> None:
-    """Refuse settings whose keys cannot be used, so that a mistake is seen at once.
+    """Refuse settings whose keys cannot be used, so that a mistake shows at once.
 
     Raises ConfigError (NoKeyError for the key file); a tenant's key may be missing.
     """
@@ -192,7 +191,7 @@ def check_keys(security: Security) -> None:
     if security.tenant_keys is not None:
         directory = Path(security.tenant_keys)
         if not directory.is_dir():
-            msg = f"tenant_keys: {security.tenant_keys} is no directory; `vua key DIR --salt S`"
+            msg = f"tenant_keys: {security.tenant_keys} is not a directory; `vua key DIR --salt S`"
             raise ConfigError(msg)
         _check_directory(directory, security)
         _seal(bytes(_KEY_NBYTES), "", encrypt=True)  # the package is there
@@ -202,28 +201,28 @@ class Keyring:
     """The keys of one namespace. Safe for threads."""
 
     def __init__(self, namespace: str, security: Security) -> None:
-        """Use the keys that ``security`` names in ``namespace``; read when they are needed."""
+        """Use the keys that ``security`` names in ``namespace``; they are read when needed."""
         self._namespace, self._security = namespace, security
         self._seals: dict[str, tuple[object, Seal]] = {}
         self._gone: set[Path] = set()
         self.faults = KeyFaults()
-        """What logs faults of these keys."""
+        """Logs faults of these keys."""
 
     def naming(self, salt: bytes = b"") -> Naming | None:
-        """Return what names of a request with this salt are made with; None: nothing secret.
+        """Return what makes chunk names of a request with this salt secret; None for plain names.
 
-        Raises NoKeyError where its key is not to be had: then it is not to be cached.
+        Raises NoKeyError if its key is unavailable: such a request must not be cached.
         """
         tenant = tenant_of(salt) if salt and self._security.tenant_keys is not None else ""
         seal = self.seal(tenant)
         return None if seal is None else Naming(tenant, seal.naming)
 
     def seals(self, tenant: str = "") -> bool:
-        """Whether files of a tenant, or the directory's own, have to be sealed."""
+        """Whether files of a tenant (default: the directory) are sealed."""
         return self._path(tenant) is not None
 
     def seal(self, tenant: str = "") -> Seal | None:
-        """Return the seal of a tenant's files, or of the directory's own; None: plain files.
+        """Return the seal of a tenant's files, or of the directory's own; None for plain files.
 
         Raises NoKeyError.
         """
@@ -256,7 +255,7 @@ class Keyring:
         return known[1]
 
     def _check_directory(self, path: Path) -> None:
-        """See that a tenant's key lies where others cannot replace it. Raises NoKeyError."""
+        """Check that other users cannot replace a tenant's key. Raises NoKeyError."""
         try:
             _check_directory(path.parent, self._security)
         except (ConfigError, OSError) as problem:
@@ -273,16 +272,16 @@ class Keyring:
 
 
 class KnownKeys:
-    """All the keys that settings name, by their ids: they tell whose a file is. Immutable."""
+    """All keys that the settings name, by their ids, to find the key of a file. Immutable."""
 
     def __init__(self, security: Security) -> None:
         """Read the key file and every tenant's key now.
 
-        Raises NoKeyError where one of them is not to be used, ConfigError.
+        Raises NoKeyError if one of them is unusable, ConfigError.
         """
         own, directory = security.key_file, security.tenant_keys
         self.tenants = 0
-        """How many keys of tenants there are."""
+        """Number of tenants' keys."""
         paths = [] if own is None else [Path(own)]
         if directory is not None:
             tenants = _tenant_files(Path(directory))
@@ -294,11 +293,11 @@ class KnownKeys:
 
     @property
     def ids(self) -> frozenset[str]:
-        """What headers call these keys, 16 hex each, in whatever namespace."""
+        """The ids of these keys in headers, 16 hex digits each, the same in every namespace."""
         return frozenset(self._keys)
 
     def seal(self, namespace: str, key_id: str, *, encrypt: bool) -> Seal | None:
-        """Return the seal of files of that key and kind; None: the key is none of these."""
+        """Return the seal of files of that key and kind; None for an unknown key."""
         key = self._keys.get(key_id)
         return None if key is None else _seal(key, namespace, encrypt=encrypt)
 

@@ -1,16 +1,16 @@
-"""Seals: what only somebody with the key could have written, and if wanted only they can read.
+"""Seals: tags that only a holder of the key can make, and optional encryption.
 
-A sealed file is a plain one with a tag per checksum block, of AES-256-GCM through `cryptography`.
-The nonce is the block's number. The key is made for this file alone, from a random nonce in the
-header and from the header up to there: namespace, layout, shard, chunk, parent, position, kind of
-seal and key. So a machine whose random numbers come twice (a cloned VM) does not encrypt two chunks
-with one key. The tag is bound (as associated data) to the same part of the header. Tags of kind
-``gmac`` cover a block in clear, those of kind ``aes-256-gcm`` its ciphertext, which has the same
-length. NIST SP 800-38D is the specification; keys are derived as in RFC 5869 (HKDF-Expand with
-SHA-256, the key file being uniformly random).
+A sealed file is a plain one with an AES-256-GCM tag per checksum block, by `cryptography`. The
+nonce is the block's number. The key is unique to this file: derived from a random nonce in the
+header and from the header up to there (namespace, layout, shard, chunk, parent, position, kind of
+seal and key). So a machine that repeats its random numbers (a cloned VM) still does not encrypt two
+chunks with one key. The tag is bound (as associated data) to the same part of the header. Tags of
+kind ``gmac`` cover a block in clear, those of kind ``aes-256-gcm`` its ciphertext, which has the
+same length. NIST SP 800-38D is the specification; keys are derived as in RFC 5869 (HKDF-Expand with
+SHA-256; the key file is uniformly random).
 
-The checksums of a sealed file are of the bytes that are stored, so who has no key still finds
-damage. Measured against keyed BLAKE2b and BLAKE3 in docs/decisions/0008-keyed-and-encrypted.md.
+The checksums of a sealed file cover the stored bytes, so a reader without the key still finds
+damage. docs/decisions/0008-keyed-and-encrypted.md compares it with keyed BLAKE2b and BLAKE3.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ Block: TypeAlias = Iterable[memoryview]
 
 
 class Sealed(NamedTuple):
-    """What a new file is to say."""
+    """Nonce and tags of a new file."""
 
     seal_info: SealInfo
     tags: bytes
 
 
 def new_nonce() -> str:
-    """Return 32 random hex digits: no two files are sealed with the same key of their own."""
+    """Return 32 random hex digits, so that each file has a key of its own."""
     return secrets.token_hex(16)
 
 
 def derived(key: bytes, label: str, *context: str) -> bytes:
-    """Return 32 bytes that ``key`` gives for ``label`` and ``context``: HKDF-Expand, RFC 5869."""
+    """Return 32 bytes derived from ``key`` for ``label`` and ``context``: HKDF-Expand, RFC 5869."""
     parts = [part.encode() for part in (label, *context)]
     info = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
     return hmac.digest(key, info + b"\x01", "sha256")
@@ -62,22 +62,22 @@ def derived(key: bytes, label: str, *context: str) -> bytes:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Seal:
-    """One key as it is used in one namespace. Immutable, thread-safe; its repr shows no secret."""
+    """One key as used in one namespace. Immutable, thread-safe; its repr shows no secret."""
 
     kind: str
     key_id: str
-    """16 hex that name the key in headers."""
+    """16 hex digits that name the key in headers."""
     naming: bytes
     """For :class:`vua.format.keys.Naming`."""
     _files: bytes
     _files_v1: bytes
-    """For files of the first version."""
+    """For files of format version 1."""
 
     @classmethod
     def of(cls, key: bytes, namespace: str, *, encrypt: bool) -> Seal:
-        """Derive what is used in ``namespace`` from a ``key`` of 32 random bytes.
+        """Derive what ``namespace`` uses from a ``key`` of 32 random bytes.
 
-        The kinds have different names of chunks, so that neither stands in the other's way.
+        Signed and encrypted chunks have different names, so neither blocks the other.
         """
         kind = ENCRYPTED if encrypt else AUTHENTIC
         return cls(
@@ -89,7 +89,6 @@ class Seal:
         )
 
     def __repr__(self) -> str:
-        """Return what may be known."""
         return f"Seal({self.kind!r}, {self.key_id!r})"
 
     def close(
@@ -99,13 +98,13 @@ class Seal:
         blocks: Iterable[Block],
         into: npt.NDArray[np.uint8] | None = None,
     ) -> Sealed:
-        """Seal a chunk that lies in memory, which is left as it is.
+        """Seal a chunk in memory, which stays unchanged.
 
         Args:
             codec: of its file, of this kind of seal.
             key: the chunk.
             blocks: the bytes of each of its checksum blocks, in parts.
-            into: memory for the encrypted payload, where the kind is ENCRYPTED.
+            into: memory for the encrypted payload, if the kind is ENCRYPTED.
         """
         seal_info = SealInfo(self.key_id, new_nonce())
         room = None if into is None else memoryview(into.data)
@@ -120,35 +119,35 @@ class Seal:
         blocks: Iterable[Block],
         places: Sequence[int],
     ) -> None:
-        """See that a chunk in memory was sealed with this key, and decrypt it where it lies.
+        """Check that a chunk in memory was sealed with this key, and decrypt it in place.
 
         Args:
             codec: of its file; it has checked the header.
             key: the chunk.
             header: of its file.
             blocks: the bytes of its checksum blocks, in parts.
-            places: which of the file's blocks these are.
+            places: the indices of these blocks in the file.
 
-        Raises CorruptEntryError; what lies in memory is then not to be used.
+        Raises CorruptEntryError; the memory must not be used then.
         """
         if not all(_fed(blocks, self.openings(codec, key, header, places))):
-            msg = "a tag does not match: sealed by somebody without the key, or changed since"
+            msg = "a tag does not match: sealed without this key, or changed since"
             raise CorruptEntryError(msg)
 
     def openings(
         self, codec: EntryCodec, key: ChunkKey, header: memoryview, places: Sequence[int]
     ) -> Iterator[Digest]:
-        """Return what each block of a file is to be fed to: its number is 1 where its tag is right.
+        """Yield a digest per block; its number is 1 if the block's tag is right.
 
-        What is encrypted is decrypted where it lies while it is fed.
+        Encrypted blocks are decrypted in place while they are fed to it.
 
         Args:
             codec: of the file; it has checked the header.
             key: the chunk.
             header: of the file; must not change meanwhile.
-            places: which of the file's checksum blocks.
+            places: the indices of these checksum blocks in the file.
 
-        Raises CorruptEntryError when there is no nonce.
+        Raises CorruptEntryError if there is no nonce.
         """
         nonce, tags = codec.seal_of(header)
         seal_info = SealInfo(self.key_id, nonce, codec.format_of(header))
@@ -162,7 +161,7 @@ class Seal:
         return map(opening, places)
 
     def _context(self, codec: EntryCodec, key: ChunkKey, seal_info: SealInfo) -> tuple[AES, bytes]:
-        """The cipher of one file, and what each of its blocks is bound to."""
+        """The cipher of one file, and the data that each of its blocks is bound to."""
         bound = codec.expected(key, self.key_id, seal_info.format)
         nonce = bytes.fromhex(seal_info.nonce)
         if seal_info.format == SEALED_V1:
@@ -184,7 +183,7 @@ class Seal:
 
 
 def _fed(blocks: Iterable[Block], digests: Iterator[Digest]) -> list[int]:
-    """What each block's digest makes of its bytes; a digest is asked for when its turn comes."""
+    """Feed each block to its digest and return the numbers; digests are made one at a time."""
     found = []
     for block in blocks:
         digest = next(digests)

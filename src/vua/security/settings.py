@@ -1,4 +1,4 @@
-"""Whose files a process believes, who may read what it stores, and where its keys lie: settings.
+"""Settings: whose files a process trusts, who may read what it stores, and its keys.
 
 By default a cache is private (files 0600, directories 0700 with any umask), and only files that
 this user or root wrote are read. `docs/threat-model.md` says what that defends against.
@@ -74,7 +74,7 @@ class Security:
 
     @property
     def uids(self) -> frozenset[int] | None:
-        """The users whose files are read; None: anybody's."""
+        """The users whose files are read; None: all."""
         if self.trusted_uids == "any":
             return None
         return frozenset((os.geteuid(), _ROOT, *(int(uid) for uid in self.trusted_uids)))
@@ -86,25 +86,23 @@ class Security:
 
     @property
     def file_mode(self) -> int:
-        """Mode of files."""
         return 0o640 if self.group_read else 0o600
 
     @property
     def directory_mode(self) -> int:
-        """Mode of directories."""
         return 0o2750 if self.group_read else 0o700
 
 
 def check_owner(directory: Path, security: Security, what: str = "") -> None:
-    """Refuse a directory in which somebody who is not trusted could replace what lies there.
+    """Refuse a directory in which an untrusted user could replace files.
 
-    ``what`` names it where it is not a cache. Raises ConfigError (it belongs to somebody else, or
-    all may write to it and it has no sticky bit), OSError.
+    ``what`` names it if it is not a cache. Raises ConfigError (it belongs to an untrusted user, or
+    is writable by all without a sticky bit), OSError.
     """
     if security.uids is None:
         return
     status = directory.stat()
-    remedy = 'chown and chmod it, or set trusted_uids ("any" believes everybody)'
+    remedy = 'chown and chmod it, or set trusted_uids ("any" trusts all users)'
     if not security.trusts(status.st_uid):
         msg = (
             f"{directory} belongs to user {status.st_uid}, this process runs as user "
@@ -128,9 +126,9 @@ def check_owner(directory: Path, security: Security, what: str = "") -> None:
 
 
 def open_directory(path: Path, security: Security) -> int:
-    """Open a directory that others cannot replace things in; a link is not followed.
+    """Open a directory in which other users cannot replace things; a link is not followed.
 
-    Raises OSError; StorageError when it belongs to a user who is not trusted.
+    Raises OSError; StorageError if it belongs to an untrusted user.
     """
     fd = os.open(path, _DIRECTORY)
     uid = os.fstat(fd).st_uid
@@ -139,6 +137,6 @@ def open_directory(path: Path, security: Security) -> int:
     close_quietly(fd)
     msg = (
         f"{path} belongs to user {uid}, who could replace what lies in it; delete it, or set "
-        "trusted_uids if that user is to be believed"
+        "trusted_uids if that user is to be trusted"
     )
     raise StorageError(errno.EPERM, msg)

@@ -1,1 +1,1 @@
-"""Where files are kept: a few verbs, each with its guarantee."""
+"""Where entries are kept: a few operations, each with its guarantee."""

@@ -1,16 +1,16 @@
-"""The contract of a storage: a few verbs over batches of entries, each with its guarantee.
+"""The contract of a storage: a few operations over batches of entries, each with its guarantee.
 
-A storage keeps entries: a name and bytes. It knows nothing about tokens or tensors, and integrity
-does not live here: :class:`vua.store.entry_reader.EntryReader` verifies whatever a storage hands
-out, so a new storage cannot forget to. A name is ``<chunk>/<shard>``, of at most 200 characters of
+A storage keeps entries: a name and bytes. It knows nothing about tokens or tensors, and it does not
+verify: :class:`vua.store.entry_reader.EntryReader` verifies everything that any storage returns, so
+a new storage cannot forget to. A name is ``<chunk>/<shard>``, at most 200 characters of
 ``a-z0-9.-`` and that one ``/``; the chunk is 64 hexadecimal digits.
 
-Whoever asks for bytes names the memory that they are to be in. How a file's bytes lie there is a
-:class:`vua.native.Transfer`; a storage that is not made of files in a directory needs to know only
-:meth:`Batch.fill` (reading), :meth:`Batch.entry` (writing) and :attr:`Batch.nbytes`.
-`vua.testing.conformance` tests a storage through this contract alone.
+The caller names the memory that bytes are read into. How a file's bytes lie there is a
+:class:`vua.native.Transfer`; a storage that is not made of files needs only :meth:`Batch.fill`
+(reading), :meth:`Batch.entry` (writing) and :attr:`Batch.nbytes`. `vua.testing.conformance` tests a
+storage through this contract alone.
 
-What a failed call to the file system tells whoever runs the machine.
+:func:`explained` turns a failed system call into an error for the operator.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def entry_name(chunk: str, shard: Shard) -> str:
 
 
 def parse_name(name: str) -> tuple[str, Shard | None]:
-    """Return the chunk and the shard that a name says; None where it is no shard's name."""
+    """Return the chunk and the shard in a name; None if it has no shard's name."""
     chunk, _, shard = name.partition("/")
     return chunk, Shard.parse(shard)
 
@@ -66,14 +66,16 @@ class Batch:
     transfer: Transfer
     """How the bytes of an entry lie in memory."""
     place: int
-    """The chunk place in memory of the first entry; the others follow it."""
+    """Chunk slot in memory of the first entry; the next entries follow it."""
     into: Headers
-    """Memory for what is read beside K and V, with a row for each of the names, or more."""
+    """Memory for what is read beside K and V, at least one row per name."""
     check_offset: int | None = None
-    """Where in a header that is to be written the digits of its check of itself stand."""
+    """Offset of the self-check's digits in a header that is to be written."""
     offer: Callable[[int, memoryview], None] | None = None
-    """Takes whole entries, by their index, from a storage that has them in memory of its own and
-    is done with them. Called from any thread; raises nothing."""
+    """Takes whole entries, by index, that the storage has in its own memory and no longer needs.
+
+    Called from any thread; raises nothing.
+    """
 
     @classmethod
     def of(
@@ -85,7 +87,7 @@ class Batch:
         keep_discarded: bool = False,
         check_offset: int | None = None,
     ) -> Batch:
-        """Return a batch with memory for headers and digests; of what is discarded if wanted."""
+        """Return a batch with new memory for headers and digests, and for discards if asked."""
         into = Headers(transfer.plan, len(names), keep_discarded=keep_discarded)
         return cls(names, transfer, place, into, check_offset)
 
@@ -93,43 +95,43 @@ class Batch:
     def headers(self) -> npt.NDArray[np.uint8]:
         """The headers, ``[names or more, header_nbytes]``, rows without gaps.
 
-        To be written they are complete, but for the checksums and the check where
+        Headers to be written are complete, except for the checksums and the self-check if
         :attr:`check_offset` is given.
         """
         return self.into.headers
 
     @property
     def digests(self) -> npt.NDArray[np.uint64]:
-        """What was read hashes to: xxh3-64, ``[names or more, blocks]``. Zeros before."""
+        """The xxh3-64 of each block read, ``[names or more, blocks]``; zeros before."""
         return self.into.digests
 
     @property
     def nbytes(self) -> int:
-        """Bytes of each entry, header included. One of another length is damaged."""
+        """Bytes of each entry, header included. An entry of another length is damaged."""
         return self.transfer.plan.file_nbytes
 
     @property
     def ranges(self) -> Sequence[tuple[int, int]]:
-        """What of each entry is wanted: (offset, nbytes)."""
+        """The wanted parts of each entry: (offset, nbytes)."""
         return self.transfer.plan.ranges
 
     def blocks(self, index: int) -> Iterator[list[memoryview]]:
         """Yield the bytes in memory of each checksum block of an entry, in parts.
 
-        With a plan that discards extents this needs ``into.discard``.
+        A plan that discards extents needs ``into.discard`` for this.
         """
         discard = 0 if self.into.discard is None else self.into.discard[index].ctypes.data
         return native.blocks_of(self.transfer, self.place + index, discard)
 
     def fill(self, index: int, data: bytes | memoryview, offset: int = 0) -> None:
-        """Put bytes that were read where they belong, and hash them.
+        """Copy bytes that were read to their place in memory, and hash them.
 
         Args:
-            index: of which entry.
+            index: of the entry.
             data: its bytes from ``offset`` on: all of it, or one of :attr:`ranges`.
             offset: where in the entry they begin.
 
-        Raises CorruptEntryError where an entry of another length is given as a whole.
+        Raises CorruptEntryError if a whole entry has another length.
         """
         view = memoryview(data)
         if (offset, len(view)) != (0, self.nbytes) and (offset, len(view)) not in self.ranges:
@@ -141,7 +143,7 @@ class Batch:
         """Complete an entry's header, and return the entry in one piece.
 
         Args:
-            index: of which entry.
+            index: of the entry.
             into: memory for it, ``[nbytes]``; by default new memory.
         """
         plan, header = self.transfer.plan, self.headers[index]
@@ -157,70 +159,77 @@ class Batch:
 
 @dataclass(slots=True)
 class Filled:
-    """What became of a read."""
+    """The result of a read."""
 
     count: int
-    """How many entries, from the first on, are in memory with their headers and digests."""
+    """Number of leading entries that are in memory with their headers and digests."""
     problem: Exception | None
-    """Why the one behind them is not, None where all are: FileNotFoundError, another OSError,
-    UntrustedError for an entry of somebody who is not trusted, CorruptEntryError for one of
-    another length."""
+    """Why the next entry is not; None if all are.
+
+    FileNotFoundError, another OSError, UntrustedError for an untrusted owner, CorruptEntryError for
+    a wrong length.
+    """
     version: Callable[[int], bytes | None]
-    """Of an entry, by its index: what tells it from any other that ever has its name. For those
-    that are in memory, and for the one behind them if it is damaged."""
+    """By index: bytes that distinguish this entry from any other that ever has its name.
+
+    For entries in memory, and for the next one if it is damaged.
+    """
 
 
 @dataclass(slots=True)
 class Written:
-    """What became of a write."""
+    """The result of a write."""
 
     statuses: Sequence[int]
-    """Of each entry: WRITTEN, PRESENT (it was there before, as long as it has to be; nothing was
-    done) or FAILED. Behind the first that failed all may have."""
+    """Per entry: WRITTEN, PRESENT (it existed with the right length; unchanged) or FAILED.
+
+    After the first failure all may be FAILED.
+    """
     problem: StorageError | None = None
-    """Why the first that failed has."""
+    """Why the first failed entry did."""
 
 
 class Entry(NamedTuple):
-    """One stored entry, as it is listed."""
+    """One stored entry, as listed."""
 
     name: str
     nbytes: int
-    """Bytes that it takes: fewer than are read of it where it is compressed."""
+    """Bytes stored: fewer than its length if it is compressed."""
     last_used_s: float
-    """Seconds since 1970, of the last write, or of a use where a storage notes these."""
+    """Seconds since 1970 of the last write, or of the last use if the storage notes uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a storage can do beside what every storage does."""
+    """What a storage can do beyond the contract."""
 
     device_reads: bool = False
-    """Entries are files of this system, which a GPU may read by itself; see `vua.device.gds`."""
+    """Entries are files of this system, which a GPU may read itself; see `vua.device.gds`."""
     probes: int = 1
-    """Of how many entries it is best asked at a time whether they are there: more where an answer
-    takes long, and several take no longer."""
+    """Best number of names per :meth:`Storage.exists`: more if an answer takes long."""
     batch_nbytes: int = 64 << 20
-    """How much it is best given by one call. So long a writer holds its space, and new chunks wait
-    for their mtimes."""
+    """Best amount per write.
+
+    For its duration a writer holds its space, and new chunks' mtimes wait.
+    """
 
 
 class Storage(Protocol):
-    """Keeps the entries of one namespace. All methods are safe for threads, processes and hosts.
+    """Keeps the entries of one namespace. Safe for threads, processes and hosts.
 
-    None of them waits for ever, and none leaves an entry half written: a reader finds an entry as
-    it was written, or none, whatever happens to other processes or to the machine meanwhile.
-    (After a power cut it may find one that is damaged; verification finds that out.)
+    No method waits for ever, and none leaves an entry half written: a reader finds an entry as it
+    was written, or none, whatever happens to other processes or to the machine meanwhile. (After a
+    power cut it may find a damaged entry; verification finds that out.)
     """
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do; always the same."""
+        """What the storage can do; constant."""
         ...
 
     @property
     def gone(self) -> bool:
-        """Whether the place itself was deleted since it was opened."""
+        """Whether the storage itself was deleted since it was opened."""
         ...
 
     # -- reading ------------------------------------------------------------------------------
@@ -228,42 +237,42 @@ class Storage(Protocol):
     def read(self, batch: Batch) -> Filled:
         """Read leading entries into the batch's memory, and hash them into its digests.
 
-        Up to the first that is not to be had; what lies behind it in memory is undefined. Entries
-        are read whole or not at all, but nothing is verified: that is the caller's part. Raises
-        nothing for the state of the storage: that is in the answer.
+        Stops at the first that cannot be read; memory after it is undefined. Entries are read whole
+        or not at all, and nothing is verified: that is the caller's part. Raises nothing for the
+        state of the storage: the result says it.
         """
         ...
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
-        """Whether each entry is there now, and of that size: a hint, not a promise to be readable.
+        """Whether each entry exists now, with that size: a hint, not a promise.
 
-        Raises nothing; what cannot be found out is not there.
+        Raises nothing; an entry that cannot be checked counts as missing.
         """
         ...
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Yield the entries whose names begin with ``prefix``, in no order, while others may write.
+        """Yield the entries whose names begin with ``prefix``, in any order, beside writers.
 
-        ``prefix`` is nothing, or a chunk and ``/``. What is no entry is not listed. Raises nothing:
-        what cannot be read is left out.
+        ``prefix`` is empty, or a chunk and ``/``. Only entries are listed. Raises nothing:
+        unreadable parts are left out.
         """
         ...
 
     # -- writing ------------------------------------------------------------------------------
 
     def write(self, batch: Batch) -> Written:
-        """Write entries that are not there, each all or nothing, in order.
+        """Write missing entries, each all or nothing, in order.
 
-        An entry of the same name and length counts as there, one of another length is replaced. A
-        crash leaves each entry as it was or new as a whole. Raises nothing for the state of the
-        storage: that is in the answer.
+        An entry of the same name and length counts as present, one of another length is replaced. A
+        crash leaves each entry unchanged or new as a whole. Raises nothing for the state of the
+        storage: the result says it.
         """
         ...
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
-        """Take an entry out of sight; with ``if_version`` only if it is still that very one.
+        """Remove an entry from sight; with ``if_version`` only that very one.
 
-        Returns whether it is gone (or was, or is another one by now). Raises nothing.
+        Returns whether it is gone (now or before, or replaced by another). Raises nothing.
         """
         ...
 
@@ -293,7 +302,7 @@ def explained(problem: OSError, where: str) -> StorageError:
 
 @contextlib.contextmanager
 def explaining(where: str) -> Iterator[None]:
-    """Raise :func:`explained` in place of an OSError that is no StorageError and no closed pipe."""
+    """Replace an OSError, other than StorageError and BrokenPipeError, by :func:`explained`'s."""
     try:
         yield
     except (StorageError, BrokenPipeError):

@@ -1,14 +1,12 @@
-"""A bucket, or a part of one, as a place for a cache: S3, GCS, Azure and what speaks like them.
+"""Requests to a bucket: S3, GCS, Azure and compatible stores.
 
-Everything that goes to an object store goes through :class:`Bucket`. It counts requests, bounds
-what is under way, repeats what failed for some seconds with random pauses, and leaves a store alone
-that goes on failing. What fails is an OSError here, as with files, and says no secret.
+Everything that goes to an object store goes through :class:`Bucket`. It counts requests, bounds the
+bytes in flight, retries failures for some seconds with random pauses, and stops asking a store that
+keeps failing. A failure is an OSError, as with files, and never contains a secret.
 
-Credentials, regions and endpoints are found as the providers' own tools find them: environment,
-web identity, instance metadata. Plain http is refused unless the environment asks for it
+Credentials, regions and endpoints are found as the providers' own tools find them: environment, web
+identity, instance metadata. Plain http is refused unless the environment allows it
 (``AWS_ALLOW_HTTP=true``). The package `obstore` (extra ``object``) speaks to the servers.
-
-A bound on bytes that are under way at the same time.
 """
 
 from __future__ import annotations
@@ -50,16 +48,15 @@ __all__ = ["SCHEMES", "Bucket", "ByteGate", "Meta"]
 
 
 class ByteGate:
-    """Lets work begin while its bytes fit. Safe for threads; a forked child begins with none."""
+    """Bounds the bytes in flight. Thread-safe; a forked child starts with none."""
 
     def __init__(self, limit_nbytes: int) -> None:
-        """Allow ``limit_nbytes`` at a time; what is larger goes alone."""
+        """Allow ``limit_nbytes`` at a time; anything larger goes alone."""
         self._limit_nbytes = limit_nbytes
         self.after_fork()
         watch(self)
 
     def after_fork(self) -> None:
-        """Begin with a free lock; see :mod:`vua.io.forks`."""
         self._changed = threading.Condition()
         self._held_nbytes = 0
 
@@ -81,76 +78,81 @@ class ByteGate:
 
 
 SCHEMES: Final = ("s3", "gs", "az", "file", "memory")
-"""What a URL of a cache may begin with. ``memory`` is of this process alone, for tests."""
+"""Schemes of a cache's URL. ``memory`` is private to this process, for tests."""
 
 _SMALL_REQUESTS: Final = 64
-"""Requests under way at a time that carry no body; `REQUESTS_AT_ONCE` of the others."""
+"""Concurrent requests without a body; with a body there are `REQUESTS_AT_ONCE`."""
 _IN_FLIGHT_NBYTES: Final = 160 << 20
-"""Bytes of bodies under way at a time, of all buckets of this process; a larger one goes alone.
-Room for 16 entries of 8 MiB with their headers, in buffers that are somewhat larger."""
+"""Bytes of bodies in flight, over all buckets of this process; a larger body goes alone.
+
+Enough for 16 entries of 8 MiB with headers, in somewhat larger buffers.
+"""
 _KEPT_NBYTES: Final = _IN_FLIGHT_NBYTES
-"""Memory of bodies that is kept to be used again: fresh memory costs as much as to receive them."""
+"""Memory of bodies kept for reuse: fresh memory costs as much as receiving them."""
 _SMALL_NBYTES: Final = 16 << 20
-"""A body up to this size is taken in one piece, which costs a copy less: its memory is used again
-by the allocator."""
+"""A body up to this size is received in one piece, which saves a copy; malloc reuses its memory."""
 _PIECE_NBYTES: Final = 256 << 10
-"""Of a body, at least: what came is copied so often, and stays in the processor's cache."""
+"""Smallest piece of a body: it is copied while it is in the CPU cache."""
 _TRIED: Final = 16
-"""Deletions one by one that may all be refused before the others are not tried."""
+"""Give up deleting one by one when all of the first 16 were refused."""
 _ASIDE: Final = ".tmp-"
-"""Name of an object that is being renewed, as of files that are being written."""
+"""Name prefix of an object that is being renewed; also of files that are being written."""
 
 T = TypeVar("T")
 A = TypeVar("A")
 
 
 class Bucket:
-    """The objects below one URL. Safe for threads.
+    """The objects below one URL. Thread-safe.
 
-    A forked child may not use the connections of its parent: there every request fails at once,
-    where the parent has sent any.
+    A forked child may not use its parent's connections: if the parent has sent any request, every
+    request of the child fails at once.
     """
 
     _open: Final[dict[str, Bucket]] = {}
     _opening: Final = threading.Lock()
 
     def __init__(self, url: str) -> None:
-        """Prepare to speak to a server, and send nothing; :meth:`at` shares what is open."""
+        """Prepare to speak to a server, and send nothing; :meth:`at` shares open buckets."""
         self.url = url
-        """Without a secret: one that holds any is refused."""
+        """Contains no secret: a URL with one is refused."""
         self.scheme = url.partition(":")[0]
         self.counts: Counter[str] = Counter()
-        """So far: requests by kind (get, head, put, list, copy, delete), those that failed,
-        ``read_nbytes`` and ``written_nbytes``."""
+        """So far: requests by kind (get, head, put, list, copy, delete), failures, bytes.
+
+        Bytes are ``read_nbytes`` and ``written_nbytes``.
+        """
         self.marked: set[str] = set()
-        """Places in it that had VUA's mark when this process looked, see `bucket_mark`."""
+        """Prefixes in it that had VUA's mark when this process looked, see `bucket_mark`."""
         self.stuck: set[str] = set()
-        """Keys of damaged objects that may not be deleted (an object lock): to be written over."""
+        """Keys of damaged objects that must not be deleted (object lock): they are overwritten."""
         self.breaker = Breaker()
         self._library = library()
         self._client = client = make_client(url)
         self._reads, self._writes = client.reads, client.writes
         self._last = ""
-        """What the last request that failed says."""
+        """The last failed request's error."""
         self._refused: set[str] = set()
-        """What this server does not take: "condition" (of a PUT), "bulk" (deletion), "bare" (PUTs
-        without a checksum in a header)."""
+        """What this server refuses: "condition" (of a PUT), "bulk" (deletion), "bare" (see below).
+
+        "bare": PUTs without a checksum in a header.
+        """
         self._signed: SignedReads | None = None
-        if self.scheme == "s3":  # others ask their server for each signature
+        if self.scheme == "s3":  # other stores ask their server for each signature
             sign = functools.partial(self._library.sign, self._reads, "GET")
             self._signed = SignedReads(sign, self.memory, bundle(), allow_http=allows_http())
 
     @classmethod
     def at(cls, url: str) -> Bucket:
-        """Return the bucket of a URL, one for all who use it in this process.
+        """Return the bucket of a URL; one per URL and process.
 
-        Raises ConfigError for a URL that is none of a bucket, or that holds a secret; and without
-        the package that speaks to servers.
+        Raises ConfigError for a URL that is not a bucket's, or that contains a secret; and if the
+        package `obstore` is missing.
         """
         try:
             parts = urlsplit(url)
         except ValueError as problem:
-            msg = f"{url}: no URL of a cache ({problem})"
+            msg = f"{url}: not a URL of a cache ({problem})"
             raise ConfigError(msg) from None
         if parts.username or parts.password or parts.query or parts.fragment:
             msg = (
@@ -171,7 +173,6 @@ class Bucket:
             return cls._open[url]
 
     def __repr__(self) -> str:
-        """Return the place, and no credentials."""
         return f"Bucket({self.url!r})"
 
     # -- requests -----------------------------------------------------------------------------
@@ -179,7 +180,7 @@ class Bucket:
     def get(self, key: str, offset: int = 0, nbytes: int | None = None) -> tuple[Meta, memoryview]:
         """Return an object's description, and its bytes or ``nbytes`` of them from ``offset`` on.
 
-        Of a shorter object what there is. The bytes are the caller's for as long as it holds them.
+        Returns fewer bytes at the end of the object. The caller owns the bytes while it holds them.
         Raises FileNotFoundError, StorageError.
         """
         part = None if nbytes is None else (offset, offset + nbytes)
@@ -213,7 +214,7 @@ class Bucket:
     def put(self, key: str, data: bytes | memoryview, *, create: bool = False) -> None:
         """Write an object: visible as a whole, or not at all.
 
-        With ``create`` only where there is none. Raises FileExistsError (a server may ignore the
+        With ``create`` only if there is none. Raises FileExistsError (some servers ignore the
         condition, and overwrite), StorageError.
         """
         with self._request("put", key):
@@ -229,7 +230,7 @@ class Bucket:
         self._count("written_nbytes", len(data))
 
     def _put(self, key: str, data: bytes | memoryview, *, create: bool) -> None:
-        """Write an object in the way that this server takes. Raises what the clients raise."""
+        """Write an object in a way that this server accepts. Raises the client's exceptions."""
         if create and "condition" in self._refused:
             with suppress(FileNotFoundError):
                 self._count("head")
@@ -243,7 +244,7 @@ class Bucket:
         self._library.put(self._writes, key, data, mode=mode, use_multipart=False)
 
     def _goes_round(self, problem: Exception, *, create: bool) -> bool:
-        """Whether a refused PUT may be taken in another way, which is tried from now on."""
+        """Whether to retry a refused PUT in another way, which is used from now on."""
         text = str(problem)
         if self.scheme == "s3" and wants_checksum(text) and "bare" not in self._refused:
             self._refused.add("bare")
@@ -256,8 +257,8 @@ class Bucket:
     def walk(self, prefix: str = "") -> Iterator[Meta]:
         """Yield all objects whose key begins with the folder ``prefix``. Raises StorageError.
 
-        Others may have put keys there that are no paths, as ``a//b``. They are told as they are,
-        and cannot be asked for.
+        Other tools may have written keys that are not paths, such as ``a//b``. They are listed, but
+        cannot be requested.
         """
         if self.scheme == "file":
             yield from self._walk_files(prefix)
@@ -284,13 +285,13 @@ class Bucket:
             yield from map(_meta, batch)
 
     def _odd(self, problem: Exception) -> bool:
-        """Whether to list otherwise, after a listing with an odd key. Raises ``problem``."""
-        if self.scheme != "s3":  # which alone can be asked otherwise
+        """Whether to list in another way, after a listing met an odd key. Raises ``problem``."""
+        if self.scheme != "s3":  # only S3 can be asked in another way
             raise problem
         return True
 
     def _walk_odd(self, prefix: str, after: str) -> Iterator[Meta]:
-        """Yield what follows the key ``after``, whatever it is called. Raises StorageError."""
+        """Yield what follows the key ``after``, including odd keys. Raises StorageError."""
         pages, counted = self._requests().pages(prefix, after), True
         while True:
             with self._request("list", prefix, counted=counted):  # pages count what they send
@@ -301,7 +302,7 @@ class Bucket:
             yield from (one for one in page[1] if one.key.rstrip("/") != after or not after)
 
     def _walk_files(self, prefix: str) -> Iterator[Meta]:
-        """Yield the files below a folder, whatever they are called."""
+        """Yield the files below a folder, with any name."""
         root = urlsplit(self.url).path
         for folder, _, names in os.walk(os.path.join(root, prefix)):
             for name in names:
@@ -313,9 +314,9 @@ class Bucket:
                         yield Meta(key, status.st_size, status.st_mtime, b"")
 
     def folders(self, prefix: str = "") -> tuple[Sequence[str], Sequence[Meta]]:
-        """Return the folders right below a folder, and the objects. Raises StorageError.
+        """Return the folders directly below a folder, and the objects. Raises StorageError.
 
-        Odd keys are told as :meth:`walk` does it.
+        Odd keys are listed as by :meth:`walk`.
         """
         if self.scheme == "file":
             return self._folders_of_files(prefix)
@@ -348,7 +349,7 @@ class Bucket:
         return sorted(folders), sorted(metas)
 
     def _requests(self) -> SignedRequests:
-        """Return the way to send what obstore does not."""
+        """Return the client for requests that obstore cannot send."""
 
         def sign_at(endpoint: str, method: str, valid: timedelta) -> str:
             store = self._client.remade(at=endpoint)
@@ -360,7 +361,7 @@ class Bucket:
         return SignedRequests(sign, sign_at, prefix, bundle(), lambda: self._count("list"))
 
     def renew(self, key: str) -> None:
-        """Give an object the time of now: it is copied aside and back, at the server.
+        """Set an object's time to now: the server copies it aside and back.
 
         Raises FileNotFoundError, StorageError.
         """
@@ -384,9 +385,9 @@ class Bucket:
         return False
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Delete objects, where they are there.
+        """Delete objects that exist.
 
-        Raises StorageError where some stay, after all were tried.
+        Raises StorageError if some stay, after all were tried.
         """
         problems: list[tuple[str, Exception]] = []
         for first in range(0, len(keys), 1000):
@@ -401,7 +402,7 @@ class Bucket:
             raise error
 
     def _delete(self, keys: list[str]) -> list[tuple[str, Exception]]:
-        """Delete objects by one request where that works; return which stay, and why."""
+        """Delete objects by one request if possible; return the remaining ones with reasons."""
         if "bulk" not in self._refused:
             try:
                 self._library.delete(self._writes, keys)
@@ -420,9 +421,9 @@ class Bucket:
         return self._delete_singly(keys)
 
     def _delete_singly(self, keys: list[str]) -> list[tuple[str, Exception]]:
-        """Delete objects by a request for each; return which stay, and why.
+        """Delete objects by one request each; return the remaining ones with reasons.
 
-        Raises what the client raises where none of the first can be deleted.
+        Raises the client's exception if none of the first can be deleted.
         """
         more = {"disable_bulk_delete": True} if self.scheme == "s3" else {}
         store = self._client.remade(**more)
@@ -446,14 +447,14 @@ class Bucket:
 
     @contextmanager
     def _request(self, kind: str, key: str, *, counted: bool = True) -> Iterator[None]:
-        """Count a request, and make an OSError of whatever it raises."""
+        """Count a request, and turn any exception into an OSError."""
         where = f"{self.url}/{key}".rstrip("/")
         if _runtime.is_forked:
             msg = f"{where}: this process was forked from one that had used a bucket; start it anew"
             raise StorageError(errno.ECHILD, msg)
         if not self.breaker.allows():
             last = f" ({self._last})" if self._last else ""
-            msg = f"{self.url} did not answer, and is left alone for a while{last}"
+            msg = f"{self.url} did not answer, so it is not asked again for a while{last}"
             raise StorageError(errno.EHOSTDOWN, msg)
         _runtime.is_used = True
         errors = self._library.exceptions
@@ -478,12 +479,12 @@ class Bucket:
         self.breaker.succeeded()
 
     def _failed(self, problem: BaseException, kind: str, where: str) -> StorageError:
-        """Count a failure, tell the breaker, and return what it means."""
+        """Count a failure, tell the breaker, and return the explained error."""
         self._count("failed")
         error = self._error(problem, kind, where)
         self._last = str(error.strerror)
         if isinstance(error, NotWritableError):
-            self.breaker.succeeded()  # it answers: who may only read goes on reading
+            self.breaker.succeeded()  # it answers: a process that may only read continues to read
         else:
             self.breaker.failed()
         return error
@@ -499,7 +500,7 @@ class Bucket:
 
     @staticmethod
     def each(work: Callable[[A], T], items: Sequence[A], *, small: bool = False) -> list[T]:
-        """Return ``[work(item) for item in items]``, some at a time; ``small``: more of them.
+        """Return ``[work(item) for item in items]``, several at a time; ``small`` allows more.
 
         ``work`` raises nothing.
         """
@@ -510,17 +511,17 @@ class Bucket:
 
     @staticmethod
     def memory(nbytes: int) -> memoryview:
-        """Return memory like that of bodies, which is used again when nobody holds it."""
+        """Return memory as for bodies; it is reused once it is free."""
         return _runtime.buffers.take(nbytes).data
 
     @staticmethod
     def in_flight(nbytes: int) -> AbstractContextManager[None]:
-        """Return what to enter while a body of ``nbytes`` is under way: it waits for room."""
+        """Return a context for a body of ``nbytes`` in flight; entering waits until it fits."""
         return _runtime.gate.hold(nbytes)
 
 
 class _Runtime:
-    """What all buckets of a process share: threads, and whether connections were inherited."""
+    """Shared by all buckets of a process: threads, and whether connections were inherited."""
 
     def __init__(self) -> None:
         self.threads = Threads(REQUESTS_AT_ONCE, "vua-bucket")
@@ -531,7 +532,6 @@ class _Runtime:
         watch(self)
 
     def after_fork(self) -> None:
-        """Refuse connections that the parent has made; see :mod:`vua.io.forks`."""
         self.is_forked = self.is_used
 
 

@@ -1,16 +1,14 @@
-"""The clients that speak to an object store, and what they are made with.
+"""Clients of object stores: made from the environment, with every failure explained.
 
 Endpoint, region, credentials and certificates come from where the providers' own tools look. They
-are judged before a client is made: the package `obstore` takes some of them without a word and then
-fails at each request, or panics. Nothing here repeats a secret.
+are checked before a client is made: `obstore` accepts some wrong values silently and then fails at
+each request, or panics. Nothing here repeats a secret.
 
-obstore reads AWS's variables, web identity, containers and instance roles by itself. Profiles, SSO,
-roles to assume and `credential_process` are read by botocore, where that is installed.
+obstore itself reads AWS's variables, web identity, containers and instance roles. botocore, if
+installed, reads profiles, SSO, roles to assume and `credential_process`.
 
-What a failed request to a bucket tells whoever runs the machine, without a secret.
-
-A sentence names the object, the endpoint, whose credentials were used, what was answered, and the
-setting to look at.
+An error names the object, the endpoint, the credentials' source, the answer, and the setting to
+check.
 """
 
 from __future__ import annotations
@@ -46,21 +44,21 @@ __all__ = [
 ]
 
 _CODE: Final = re.compile(r"(?:<Code>|\(code: )(\w{1,60})[<)]")
-"""In an answer; in what the library says of one among many deletions."""
+"""In an answer, and in obstore's message about one of many deletions."""
 _STATUS: Final = re.compile(r"\b([345]\d\d) [A-Z][A-Za-z ]{2,40}")
 _REGION: Final = re.compile(r"<Region>([a-z0-9-]{1,40})</Region>")
 _LENT_TEXT: Final = re.compile(
     r"External \w+ credential provider: \w+: (?:\[Errno \d+\] )?([^\n]{1,500})"
 )
-"""What our own provider of credentials raised, see :mod:`vua.storage.bucket_client`."""
+"""The message of an exception that our own provider of credentials raised."""
 _METADATA: Final = re.compile(
     r"169\.254\.\d+\.\d+|fd00:ec2::|metadata\.google|latest/api/token|/latest/meta-data"
     r"|AssumeRoleWithWebIdentity|WebIdentity|TokenRequest|token request|container credential"
 )
-"""In what the library says where it asked for credentials and got none."""
+"""obstore's message if it asked an instance for credentials and got none."""
 _DENIED: Final = "AccessDenied"
 _CHANGES: Final = ("put", "copy", "delete")
-"""Kinds of requests that are refused to those who may only read."""
+"""Kinds of requests that need the right to write."""
 _READ: Final = "s3:GetObject; where there is no such object, s3:ListBucket"
 _RIGHTS: Final = {
     "get": _READ,
@@ -70,7 +68,7 @@ _RIGHTS: Final = {
     "copy": "s3:GetObject and s3:PutObject",
     "delete": "s3:DeleteObject; an object lock refuses it, too",
 }
-"""What the policies of S3 call the right to each kind of request."""
+"""S3's policy names for the right to each kind of request."""
 _KEYS: Final = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role"
 _REFUSALS: Final = (
     ("InvalidAccessKeyId", "the server does not know this access key: check AWS_ACCESS_KEY_ID"),
@@ -89,7 +87,7 @@ _REFUSALS: Final = (
     ("Skewed", "the clock of this machine is wrong: set it"),
     ("Unauthorized|Authorization|Authentication|InvalidSecurity", "check the credentials"),
 )
-"""What of an answer to look for, and what it means."""
+"""Text in an answer, and what it means."""
 _CONNECTION: Final = (
     ("ConnectionRefused", "connection refused: no server listens there"),
     ("dns error", "the host's name is not known"),
@@ -99,22 +97,22 @@ _CONNECTION: Final = (
         "its certificate is not trusted: AWS_CA_BUNDLE names certificates to trust",
     ),
     ("ConnectionReset|BrokenPipe", "the connection was cut"),
-    ("NetworkUnreachable|HostUnreachable", "no way leads there"),
+    ("NetworkUnreachable|HostUnreachable", "no route to the host"),
 )
-"""What a connection failed with."""
+"""Causes of a failed connection."""
 _OTHERS: Final = (
     ("NoSuchBucket", errno.ENOENT, "no such bucket ({text}); check the bucket and the endpoint"),
     ("507|Quota|Insufficient ?Storage", errno.ENOSPC, "no room ({text})"),
     (
         "^404|^error decoding",
         errno.EIO,
-        "{text}; this is no answer of an object store: check the endpoint",
+        "{text}; this is not an answer of an object store: check the endpoint",
     ),
 )
-"""What else an answer may be."""
+"""Further answers."""
 _PANICS: Final = (
     ("InvalidHeaderValue", "a credential or the region holds a character that no header may have"),
-    ("InvalidPort|InvalidUri|RelativeUrl|Invalid.*Url", "AWS_ENDPOINT_URL is no http(s)://HOST"),
+    ("InvalidPort|InvalidUri|RelativeUrl|Invalid.*Url", "AWS_ENDPOINT_URL is not http(s)://HOST"),
 )
 _UNSUPPORTED: Final = frozenset(
     [
@@ -128,11 +126,11 @@ _UNSUPPORTED: Final = frozenset(
 def explained(
     problem: BaseException, kind: str, where: str, endpoint: str = "", identity: str = ""
 ) -> StorageError:
-    """Return the error that tells an operator what a failed request of some kind means.
+    """Return the error that tells an operator what a failed request means.
 
-    ``endpoint`` and ``identity`` say where the server is and where the credentials come from. A
-    NotWritableError only where these credentials lack the right to change something: what they may
-    read goes on being read.
+    ``endpoint`` and ``identity`` say where the server is and where the credentials come from. It is
+    a NotWritableError only if these credentials lack the right to change something: reading
+    continues then.
     """
     text, at = told(problem), f" at {endpoint}" if endpoint else ""
     if _DENIED in text:
@@ -146,7 +144,7 @@ def explained(
 
 
 def _meaning(problem: BaseException, text: str, identity: str) -> tuple[int, str]:
-    """Return the number of an error, and what it means and what to do."""
+    """Return an errno, and the cause with the remedy."""
     said, advice = str(problem), ""
     if lent := _LENT_TEXT.search(said):
         return errno.EACCES, f"no credentials: {lent[1]}"
@@ -159,7 +157,7 @@ def _meaning(problem: BaseException, text: str, identity: str) -> tuple[int, str
         if re.search(pattern, text):
             return code, meaning.format(text=text)
     if type(problem).__name__ == "PanicException":
-        text, advice = "the client broke off", _found(_PANICS, said) or "check its settings"
+        text, advice = "the client panicked", _found(_PANICS, said) or "check its settings"
     elif text == "error sending request":
         advice = _found(_CONNECTION, said) or "check AWS_ENDPOINT_URL and the network"
     return errno.EIO, f"{text}; {advice}" if advice else text
@@ -170,18 +168,18 @@ def _found(known: Sequence[tuple[str, str]], said: str) -> str:
 
 
 def _refusal(text: str, said: str, name: str) -> str:
-    """Return what to do where the credentials or what they were sent with are refused."""
+    """Return the remedy if the credentials, or what they were sent with, are refused."""
     for pattern, advice in _REFUSALS:
         if re.search(pattern, text):
             region = _REGION.search(said)
             return advice.format(region=f" ({region[1]})" if region else "")
     if name in ("PermissionDeniedError", "UnauthenticatedError") or "403" in text:
-        return f"it says no reason: check these credentials and their rights, or {_KEYS}"
+        return f"it gives no reason: check these credentials and their rights, or {_KEYS}"
     return ""
 
 
 def told(problem: BaseException) -> str:
-    """Say in a few words what a request failed with: an answer may hold keys and signatures."""
+    """Summarise a request's failure in a few words, without the keys and signatures it may hold."""
     text = str(problem)
     if type(problem).__name__ == "InvalidPathError":
         path = re.search(r'Path "(.{1,200}?)"', text, re.DOTALL)
@@ -207,19 +205,19 @@ def told(problem: BaseException) -> str:
 
 
 def is_unsupported(problem: BaseException) -> bool:
-    """Whether a server refused a request as one that it does not know."""
+    """Whether a server refused a request as unknown to it."""
     words = told(problem).split()
     named = type(problem).__name__ in ("NotSupportedError", "NotImplementedError")
     return named or bool(_UNSUPPORTED.intersection(words)) or words in (["501"], ["405"], ["400"])
 
 
 def is_denied(problem: BaseException) -> bool:
-    """Whether it refused one for want of rights, or for an object lock."""
+    """Whether it refused a request for lack of rights, or because of an object lock."""
     return _DENIED in told(problem) or type(problem).__name__ == "PermissionDeniedError"
 
 
 def wants_checksum(text: str) -> bool:
-    """Whether what a server said is that a write needs a checksum, as with object lock."""
+    """Whether a server asks for a checksum with a write, as with object lock."""
     return "Content-MD5" in text or "ObjectLockHeaders" in text
 
 
@@ -232,11 +230,11 @@ _RETRY: Final = {
         "base": 2,
     },
 }
-"""A request is begun anew (jittered) for 4 s at most: engines give storage up after 10 s."""
+"""Requests are retried (jittered) for 4 s at most: engines give up a storage after 10 s."""
 _READ_TIMEOUTS: Final = {"connect_timeout": "2s", "read_timeout": "3s", "timeout": "60s"}
-"""Of requests that answer with bytes: a connection on which nothing comes for 3 s is dead."""
+"""For requests that answer with bytes: a connection with nothing received for 3 s is dead."""
 _WRITE_TIMEOUTS: Final = {"connect_timeout": "2s", "timeout": "30s"}
-"""Of those that send: nothing comes back for as long as a body is on its way."""
+"""For requests that send: nothing comes back while a body is in flight."""
 
 _ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _REGIONS: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
@@ -255,32 +253,36 @@ _FILES: Final = (
     ("AWS_CONFIG_FILE", "~/.aws/config"),
 )
 _LENT: Final = timedelta(minutes=10)
-"""How long credentials of botocore are taken for good: it renews them that long before they end.
-obstore asks again when half of it has passed."""
+"""How long botocore's credentials count as valid: it renews them that long before they expire.
+
+obstore asks again at half of it.
+"""
 _GCS_KINDS: Final = ("service_account", "authorized_user")
 _SEGMENT: Final = re.compile(r"[^\x00-\x1f\x7f]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """How one place in a bucket is spoken to."""
+    """The clients of one prefix in a bucket."""
 
     reads: Any
     """A store of obstore for requests that answer with bytes."""
     writes: Any
-    """One for those that send."""
+    """One for requests that send."""
     remade: Callable[..., Any]
-    """Makes another one like :attr:`writes`, with further settings of obstore's; of S3 with
-    ``at``, an address, for what lies there and not for the place."""
+    """Makes another one like :attr:`writes`, with further settings of obstore's.
+
+    For S3, ``at`` is an address to use instead of the prefix.
+    """
     endpoint: str
-    """Where the server is, for errors."""
+    """The server's address, for errors."""
     identity: str
-    """Where its credentials come from, for errors."""
+    """The credentials' source, for errors."""
 
 
 @functools.cache
 def library() -> Any:  # noqa: ANN401 - imported late, since most caches are directories
-    """Return the package `obstore`. Raises ConfigError where it is not installed."""
+    """Return the package `obstore`. Raises ConfigError if it is not installed."""
     try:
         for part in ("exceptions", "store"):
             importlib.import_module(f"obstore.{part}")
@@ -291,9 +293,9 @@ def library() -> Any:  # noqa: ANN401 - imported late, since most caches are dir
 
 
 def make_client(url: str) -> Client:
-    """Return the clients for a place, and send nothing.
+    """Return the clients for a URL, and send nothing.
 
-    Raises ConfigError where a setting is unusable; it names the setting and not its value.
+    Raises ConfigError if a setting is unusable; it names the setting and not its value.
     """
     parts = urlsplit(url)
     from_url = library().store.from_url
@@ -317,7 +319,7 @@ def make_client(url: str) -> Client:
             if not at:
                 return from_url(url, **said)
             if (host := at.partition("?")[0]).endswith(f"/{parts.netloc}"):
-                # obstore puts a bucket behind whichever endpoint it has chosen
+                # obstore appends a bucket to the endpoint that it has chosen
                 return library().store.S3Store(at[len(host) - len(parts.netloc) :], **said)
             said |= {"endpoint": at, "virtual_hosted_style_request": True}
             return library().store.S3Store(parts.netloc, **said)
@@ -333,13 +335,13 @@ def make_client(url: str) -> Client:
 
 
 def is_panic(problem: BaseException) -> bool:
-    """Whether obstore broke off: such an exception is none of Exception's."""
+    """Whether obstore panicked: its exception is not derived from Exception."""
     return type(problem).__name__ == "PanicException"
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What obstore is given beside the environment, and what errors say."""
+    """obstore's settings beside the environment, and what errors report."""
 
     options: Mapping[str, Any]
     endpoint: str
@@ -384,7 +386,7 @@ def _judge_secret(url: str, name: str) -> None:
 
 
 def _s3(url: str) -> _Settings:
-    """Return the settings of S3 and what speaks like it. Raises ConfigError."""
+    """Return the settings of S3 and compatible stores. Raises ConfigError."""
     keys = [name for name in _SECRETS[:2] if name in os.environ]
     if len(keys) == 1:
         (missing,) = set(_SECRETS[:2]) - set(keys)
@@ -429,12 +431,12 @@ def _own_identity() -> str:
 
 def _judge_region(url: str, name: str, region: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9_-]+", region):
-        msg = f"{url}: {name} is {region!r}, which is no region; take one like us-east-1"
+        msg = f"{url}: {name} is {region!r}, which is not a region; use one like us-east-1"
         raise ConfigError(msg)
 
 
 def _judge_endpoint(url: str, name: str, endpoint: str) -> None:
-    """Refuse what is no address of a server. Raises ConfigError."""
+    """Raise ConfigError if an endpoint is not a server's address."""
     wanted = "expected http://HOST:PORT or https://HOST"
     if re.search(r"[\s\x00-\x1f\x7f]", endpoint):
         msg = f"{url}: {name} holds a space or a line break; {wanted}"
@@ -454,9 +456,9 @@ def _judge_endpoint(url: str, name: str, endpoint: str) -> None:
 
 
 def _session(url: str) -> Any | None:  # noqa: ANN401 - of a package that may not be there
-    """Return botocore's session where there is a profile or a file of AWS's tools.
+    """Return botocore's session if there is a profile or a file of AWS's tools.
 
-    None where obstore knows all there is. Raises ConfigError for a profile without botocore.
+    None if obstore finds everything itself. Raises ConfigError for a profile without botocore.
     """
     profile = _named(_PROFILES)
     files = [Path(os.environ.get(name, path)).expanduser() for name, path in _FILES]
@@ -475,7 +477,7 @@ def _session(url: str) -> Any | None:  # noqa: ANN401 - of a package that may no
 
 
 def _from_session(url: str, session: Any, identity: str) -> tuple[str, dict[str, Any]]:  # noqa: ANN401
-    """Return where credentials come from, and what obstore is given. Raises ConfigError."""
+    """Return the credentials' source, and obstore's settings. Raises ConfigError."""
     errors = importlib.import_module("botocore.exceptions")
     providers = importlib.import_module("botocore.configprovider")
     options: dict[str, Any] = {}
@@ -506,7 +508,7 @@ def _from_session(url: str, session: Any, identity: str) -> tuple[str, dict[str,
 
 
 def _lend(credentials: Any, url: str, where: str) -> dict[str, Any]:  # noqa: ANN401
-    """Return credentials as obstore takes them. Raises StorageError, which obstore passes on."""
+    """Return credentials in obstore's form. Raises StorageError, which obstore passes on."""
     try:
         frozen = credentials.get_frozen_credentials()
     except Exception as problem:  # noqa: BLE001 - of many packages, as an SSO that has ended
@@ -543,7 +545,7 @@ def _gs(url: str) -> _Settings:
         try:
             kind = json.loads(Path(found[1]).read_text()).get("type")
         except (OSError, ValueError, AttributeError) as problem:
-            msg = f"{url}: {found[0]} names no file of credentials: {type(problem).__name__}"
+            msg = f"{url}: {found[0]} is not a file of credentials: {type(problem).__name__}"
             raise ConfigError(msg) from None
         if kind not in _GCS_KINDS:
             msg = (
@@ -556,7 +558,6 @@ def _gs(url: str) -> _Settings:
 
 
 def _az(url: str) -> _Settings:
-    """Return the settings of Azure. Raises ConfigError."""
     endpoint = _named(("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"))
     if endpoint:
         _judge_endpoint(url, *endpoint)
@@ -574,14 +575,13 @@ def _az(url: str) -> _Settings:
 
 
 def allows_http() -> bool:
-    """Whether plain http may be spoken."""
     return os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
 
 
 def _signing(scheme: str) -> dict[str, object]:
-    """Leave bodies out of S3's signatures: to hash them takes half of a save's processor time.
+    """Leave bodies out of S3's signatures: hashing them takes half of a save's CPU time.
 
-    Readers verify them. ``AWS_UNSIGNED_PAYLOAD`` decides where it is set.
+    Readers verify them. ``AWS_UNSIGNED_PAYLOAD`` overrides this.
     """
     if scheme != "s3" or "AWS_UNSIGNED_PAYLOAD" in os.environ:
         return {}
@@ -589,7 +589,7 @@ def _signing(scheme: str) -> dict[str, object]:
 
 
 def bundle() -> str | None:
-    """Return the file of certificates to trust that the environment names, where there is one."""
+    """Return the environment's file of certificates to trust, if any."""
     named = os.environ.get("AWS_CA_BUNDLE")
     return named if named and os.path.isfile(named) else None
 

@@ -1,6 +1,6 @@
-"""What requests to a bucket cost, at list prices: other providers, regions and contracts differ.
+"""The cost of requests to buckets, at list prices: other providers and contracts differ.
 
-What this process asks of buckets: here, so that who looks at it need not import them.
+This module counts the process's requests, so that readers of the counts need not import clients.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _DOLLARS: Final[Mapping[str, float]] = {
     "copy": 5e-6,
     "delete": 0.0,
 }
-"""Of one request to AWS S3 Standard in us-east-1. A request for many deletions counts once."""
+"""Per request to AWS S3 Standard in us-east-1. A bulk deletion counts as one request."""
 KINDS: Final = tuple(_DOLLARS)
 """Kinds of requests, as :attr:`vua.storage.bucket.Bucket.counts` has them."""
 DOLLARS_PER_GB_MONTH: Final = 0.023
-"""Of what is stored there, per 10^9 bytes."""
+"""Per 10^9 bytes stored."""
 
 
 def cost_dollars(counts: Mapping[str, int]) -> float:
-    """Return what requests cost, by how many there were of each kind.
+    """Return the cost of requests, given the number of each kind.
 
     >>> cost_dollars({"put": 1000, "get": 1000, "delete": 7, "failed": 3})
     0.0054
@@ -36,8 +36,7 @@ def cost_dollars(counts: Mapping[str, int]) -> float:
 
 
 REQUESTS_AT_ONCE: Final = 16
-"""Requests under way at a time, of all buckets of this process."""
+"""Concurrent requests, over all buckets of this process."""
 
 requests: Final[Counter[str]] = Counter()
-"""The sum of :attr:`vua.storage.bucket.Bucket.counts` over all buckets of this process; empty where
-it has sent nothing."""
+"""Sum of :attr:`vua.storage.bucket.Bucket.counts` over all buckets of this process."""

@@ -1,9 +1,9 @@
 """The mark of a cache in a bucket: the object ``vua.json``, as in a directory.
 
-Whatever deletes does nothing in a place without it. A place gets it by itself while it is empty,
-and again from a process that has seen it there: somebody may have deleted everything meanwhile. One
-with caches that some tool copied there without it is read and written, and `vua adopt` marks it.
-See :mod:`vua.storage.mark`.
+Without it, nothing is deleted. An empty prefix gets it automatically, and so does one where this
+process has seen it before: everything may have been deleted meanwhile. A prefix into which a tool
+copied caches without the mark is read and written, and `vua adopt` marks it. See
+:mod:`vua.storage.mark`.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ __all__ = [
 ]
 
 _PASSING: Final = re.compile(r"\.tmp-[0-9a-f]{16}|\.(?:doctor|bench)-[0-9a-f]{12}")
-"""What VUA tries a place out with."""
+"""Temporary objects of VUA's own probes."""
 _ASKED: Final = 64
-"""Namespaces of a place without the mark that are asked what they are."""
+"""Most folders that are checked for a namespace in a prefix without the mark."""
 _LOOKED: Final = 1000
-"""Objects of one without a description that are looked at: one request."""
+"""Most objects looked at in a folder without a description: one request."""
 
 
 def is_marked_bucket(place: BucketPath) -> bool:
-    """Whether a place has the mark. Raises StorageError; ConfigError for a newer VUA's.
+    """Whether a prefix has the mark. Raises StorageError; ConfigError for a newer VUA's mark.
 
-    What is not the mark is read once more: an answer may have been harmed on its way.
+    Content that is not the mark is read once more: the answer may have been damaged in transit.
     """
     for is_last in (False, True):
         try:
@@ -72,13 +72,12 @@ def is_marked_bucket(place: BucketPath) -> bool:
 
 
 def claim_bucket(place: BucketPath, *, tool: bool = False) -> bool:
-    """See to the mark of a place before anything is written there: an empty one gets it.
+    """Check a prefix's mark before the first write there; an empty prefix gets it.
 
-    As :func:`vua.storage.mark.claim` does with a directory. One in which this process has seen it
-    before gets it again: its own entries may lie there already. A bucket that is not there counts
-    as empty: some servers make it with the first write. Sends a request or two. Raises
-    StorageError; ConfigError for a place that holds something else, and with ``tool`` for any
-    without the mark.
+    As :func:`vua.storage.mark.claim` for a directory. A prefix where this process has seen the mark
+    gets it again: its own entries may already be there. A missing bucket counts as empty: some
+    servers create it at the first write. Sends one or two requests. Raises StorageError;
+    ConfigError for a prefix that holds something else, and with ``tool`` for any without the mark.
     """
     if is_marked_bucket(place):
         return True
@@ -95,12 +94,12 @@ def claim_bucket(place: BucketPath, *, tool: bool = False) -> bool:
         _make_mark(place)
         place.bucket.marked.add(place.key)
         return True
-    if not others:  # a folder of such a name may be anybody's, as Docker's
+    if not others:  # other programs use such names, too (Docker)
         others = [name for name in names[:_ASKED] if not _is_namespace(place / name)]
     if others:
         shown = ", ".join(repr(name)[:60] for name in sorted(others)[:3])
         msg = (
-            f"{place} is no cache of VUA and not empty (it holds {shown}): nothing in it is "
+            f"{place} is not a cache of VUA and not empty (it holds {shown}): nothing in it is "
             f"changed. Name a place of its own, for example {place / 'vua-cache'}"
         )
         raise ConfigError(msg)
@@ -114,7 +113,7 @@ def claim_bucket(place: BucketPath, *, tool: bool = False) -> bool:
 
 
 def _is_namespace(place: BucketPath) -> bool:
-    """Whether a folder is a namespace of VUA: it says so, or chunks are in it, as in a directory.
+    """Whether a folder is a namespace of VUA: by its description, or by chunks in it.
 
     Raises StorageError.
     """
@@ -132,13 +131,13 @@ def _make_mark(place: BucketPath) -> None:
         place.bucket.put(key, mark_text(), create=True)
     except FileExistsError:
         try:
-            place.bucket.head(key)  # somebody was faster; or this server refuses all conditions
+            place.bucket.head(key)  # another process was faster, or this server refuses conditions
         except FileNotFoundError:
             place.bucket.put(key, mark_text())
 
 
 def _sorted(folders: Sequence[str], objects: Sequence[Meta]) -> tuple[list[str], list[str]]:
-    """Return which folders have names of namespaces, and what else VUA does not put there."""
+    """Return which folders have names of namespaces, and what else is there that is not VUA's."""
     names = [path.rpartition("/")[2] for path in folders]
     others = [path for path, name in zip(folders, names, strict=True) if not _is_known(name)]
     others += [one.key for one in objects if not _is_known(one.key.rpartition("/")[2])]
@@ -146,17 +145,16 @@ def _sorted(folders: Sequence[str], objects: Sequence[Meta]) -> tuple[list[str],
 
 
 def _is_known(name: str) -> bool:
-    """Whether VUA gives such a name beside namespaces, or to them; "": the folder's own marker."""
+    """Whether VUA uses this name beside or for namespaces; "" is the folder's own marker."""
     furniture = name in ("", LIMITS_FILE, UPKEEP) or _PASSING.fullmatch(name) is not None
     return furniture or is_namespace_name(name)
 
 
 def adopted_bucket(root: BucketPath) -> tuple[bool, list[str], list[str]]:
-    """Give a place with namespaces of VUA the mark.
+    """Give a prefix with namespaces of VUA the mark.
 
-    Returns whether it had it, the names of the namespaces, and what else lies there.
-
-    Raises StorageError; ConfigError where there is none, and for another object called as the mark.
+    Returns whether it had it, the names of the namespaces, and what else is there. Raises
+    StorageError; ConfigError without namespaces, and if another object has the mark's name.
     """
     names, others = _sorted(*root.bucket.folders(root.key))
     mine = [name for name in names if _is_namespace(root / name)]
@@ -165,7 +163,9 @@ def adopted_bucket(root: BucketPath) -> tuple[bool, list[str], list[str]]:
         raise ConfigError(msg)
     there = is_marked_bucket(root)
     if not there and (root / MARK).key in others:
-        msg = f"{root / MARK} is there and no mark of VUA: it stays; move it, or take another place"
+        msg = (
+            f"{root / MARK} exists and is not VUA's mark: it stays; move it, or use another prefix"
+        )
         raise ConfigError(msg)
     if not there:
         _make_mark(root)
@@ -174,9 +174,9 @@ def adopted_bucket(root: BucketPath) -> tuple[bool, list[str], list[str]]:
 
 
 def bucket_contents(root: BucketPath) -> tuple[list[Description], list[str]]:
-    """Return what each namespace of a cache says about itself, and what lies there beside them.
+    """Return each namespace's description, and what else is in the cache's prefix.
 
-    A folder with the name of a namespace is described as one, whosever it is. Raises StorageError.
+    A folder with a namespace's name is described as one. Raises StorageError.
     """
     names, others = _sorted(*root.bucket.folders(root.key))
     mark = (root / MARK).key
@@ -186,7 +186,7 @@ def bucket_contents(root: BucketPath) -> tuple[list[Description], list[str]]:
 
 
 def bucket_descriptions(root: BucketPath) -> list[Description]:
-    """Return what each namespace of a cache says about itself. Raises StorageError."""
+    """Return each namespace's description. Raises StorageError."""
     return bucket_contents(root)[0]
 
 
@@ -202,13 +202,13 @@ def describe_in_bucket(
     *,
     anew: bool = False,
 ) -> None:
-    """Describe a namespace where nothing sound does yet. Raises StorageError.
+    """Describe a namespace that has no sound description yet. Raises StorageError.
 
     Args:
         place: of the namespace.
         text: its description.
-        kept: whether one that is there stays, given ``anew``.
-        anew: whether a sound one of other layouts is replaced, too.
+        kept: whether an existing one stays, given ``anew``.
+        anew: whether to replace even a sound one of other layouts.
     """
     try:
         claim_bucket(place.parent)
@@ -220,4 +220,4 @@ def describe_in_bucket(
     except FileExistsError:
         found, _ = parse_description(text)
         if found.namespace == place.name and not kept(read_bucket_description(place), anew):
-            place.bucket.put(key, text)  # instead of one that is damaged
+            place.bucket.put(key, text)  # replaces a damaged one

@@ -1,9 +1,9 @@
-"""What a namespace says about itself, in ``<root>/<namespace>/namespace.json``.
+"""A namespace's description of itself, ``<root>/<namespace>/namespace.json``.
 
-Such a file proves whose the directory is: the identity in it has the directory's name for digest.
-Nothing protects the layouts in it: what entries' headers say counts more
-(:mod:`vua.store.evidence`). What only a later version of VUA can have written is told apart from
-damage: it is left as it is.
+The file proves which identity the directory belongs to: the identity's digest is the directory's
+name. Nothing protects the layouts in it: the headers of entries count more
+(:mod:`vua.store.evidence`). A description that only a later version of VUA can have written is told
+apart from a damaged one: it is left unchanged.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ DESCRIPTION: Final = "namespace.json"
 FORMAT: Final = "vua.namespace.v1"
 _NAME: Final = re.compile(r"[0-9a-f]{64}")
 MAX_DESCRIPTION_NBYTES: Final = 1 << 20
-"""A longer file is none of ours, and not read."""
+"""A longer file is not VUA's, and not read."""
 _MAX_GROUPS: Final = 64
-"""Kinds of layers in one model. What is described takes memory wherever it is looked up."""
+"""Most groups of layers in a description, which bounds the memory of lookups."""
 
 
 def is_namespace_name(name: str) -> bool:
-    """Whether a namespace could have this name: 64 hex digits."""
+    """Whether a name can be a namespace's: 64 hex digits."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -61,32 +61,32 @@ _MEMBERS: Final = frozenset({"format", "identity", "layout"})
 _LAYOUT: Final = frozenset({"layers", "kv_heads", "k_dim", "v_dim", "dtype", "chunk_tokens"})
 _VERSION: Final = re.compile(r"vua\.(?:namespace|identity)\.v[1-9]\d{0,3}")
 _FLIPPED_NBYTES: Final = 4096
-"""Of a longer description that is not understood no bit is turned to see if that makes it sound."""
+"""Longest unsound description that is tried with each of its bits flipped."""
 
 
 class LaterDescriptionError(ConfigError):
-    """A description has something that only a later version of VUA can have written."""
+    """A description contains something that only a later version of VUA can have written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a namespace on disk says about itself."""
+    """The content of a namespace's description."""
 
     path: Path | BucketPath
     identity: Identity | None
-    """None where the description is missing, or not even this part of it is sound."""
+    """None if the description is missing, or its identity is not sound."""
     layouts: tuple[KVLayout, ...] = ()
-    """One per group of layers; empty where they are not known."""
+    """One per group of layers; empty if unknown."""
     later: str = ""
-    """What in it only a later version of VUA can have written: then nothing is written there."""
+    """What only a later version of VUA can have written; if not empty, nothing is written there."""
     flipped: tuple[tuple[KVLayout, ...], ...] = ()
-    """Of one that looks later: the layouts that it would have with one of its bits turned."""
+    """For one that looks later: the layouts that it has with any one bit flipped."""
 
     def stands(self, layouts: tuple[KVLayout, ...]) -> bool:
-        """Whether a writer of these layouts leaves it as it is.
+        """Whether a writer of these layouts leaves it unchanged.
 
-        It says just that, or a later version of VUA wrote it. A version's number that one turned
-        bit makes of ours stays, too, whatever it is.
+        It has just these layouts, or a later version of VUA wrote it. A version number one flipped
+        bit away from ours stays, too.
         """
         if self.later:
             return self.later.startswith(("format ", "identity ")) or layouts not in self.flipped
@@ -94,7 +94,7 @@ class Description:
 
     @property
     def directory(self) -> Path:
-        """Its path, where it is a directory. Raises ConfigError for a place in a bucket."""
+        """The directory's path. Raises ConfigError for a bucket."""
         if not isinstance(self.path, Path):
             msg = f"{self.path} is a bucket: this needs a directory"
             raise ConfigError(msg)
@@ -106,30 +106,29 @@ class Description:
         return self.layouts[0] if self.layouts else None
 
     def layout_of(self, shard: Shard | None) -> KVLayout | None:
-        """The layout of the group that ``shard`` belongs to, where it is known."""
+        """The layout of the group that ``shard`` belongs to, if known."""
         group = None if shard is None else shard.group
         return next((layout for layout in self.layouts if layout.group == group), None)
 
     @property
     def name(self) -> str:
-        """The directory's name: the identity's digest."""
         return self.path.name
 
 
 def descriptions(root: str | os.PathLike[str]) -> Iterator[Description]:
-    """Yield what each namespace below ``root`` says about itself, in order of name."""
+    """Yield the description of each namespace below ``root``, in order of name."""
     for path in sorted(Path(root).iterdir()):
         if is_namespace_name(path.name) and path.is_dir() and not path.is_symlink():
             yield read_description(path)
 
 
 def read_description(path: Path) -> Description:
-    """Read a namespace's description; never raises for what the file says."""
+    """Read a namespace's description; never raises for the file's content."""
     return judged(path, lambda: _read(os.fspath(path / DESCRIPTION)))
 
 
 def judged(path: Path | BucketPath, read: Callable[[], bytes]) -> Description:
-    """Return what the namespace at ``path`` says about itself in the bytes that ``read`` returns.
+    """Return the description of the namespace at ``path`` from the bytes that ``read`` returns.
 
     ``read`` may raise OSError and ConfigError.
     """
@@ -138,16 +137,16 @@ def judged(path: Path | BucketPath, read: Callable[[], bytes]) -> Description:
     except FileNotFoundError:
         return Description(path, None)
     except (OSError, ConfigError) as problem:
-        log.warning("%s is unusable and will be written anew: %s", path / DESCRIPTION, problem)
+        log.warning("%s is unusable and will be rewritten: %s", path / DESCRIPTION, problem)
         return Description(path, None)
     identity = _identity(data, path.name)
     try:
         described, layouts = parse_description(data)
     except LaterDescriptionError as problem:
-        log.warning("%s is left as it is: %s", path / DESCRIPTION, problem)
+        log.warning("%s is left unchanged: %s", path / DESCRIPTION, problem)
         return Description(path, identity, later=str(problem), flipped=_flipped(data, path.name))
     except ConfigError as problem:
-        log.warning("%s is unusable and will be written anew: %s", path / DESCRIPTION, problem)
+        log.warning("%s is unusable and will be rewritten: %s", path / DESCRIPTION, problem)
         return Description(path, identity)
     if described.namespace != path.name:
         log.warning("%s describes another namespace, ignored", path / DESCRIPTION)
@@ -156,7 +155,7 @@ def judged(path: Path | BucketPath, read: Callable[[], bytes]) -> Description:
 
 
 def _identity(data: bytes, name: str) -> Identity | None:
-    """The identity of a description whose other parts may be damaged; None if that is not sound."""
+    """The identity of a description whose other parts may be damaged; None if it is not sound."""
     try:
         found = Identity.from_description(json.loads(data)["identity"])
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -166,7 +165,7 @@ def _identity(data: bytes, name: str) -> Identity | None:
 
 @functools.lru_cache(maxsize=64)
 def _flipped(data: bytes, name: str) -> tuple[tuple[KVLayout, ...], ...]:
-    """What sound descriptions of the namespace one turned bit makes of this one."""
+    """The layouts of each sound description that is one flipped bit away from this one."""
     found, changed = [], bytearray(data)
     for bit in range(8 * len(data) if len(data) <= _FLIPPED_NBYTES else 0):
         changed[bit // 8] ^= 1 << bit % 8
@@ -181,7 +180,7 @@ def _flipped(data: bytes, name: str) -> tuple[tuple[KVLayout, ...], ...]:
 
 
 def is_described(directory: int, name: str) -> bool:
-    """Whether ``directory`` (a descriptor) says soundly that it is the namespace ``name``."""
+    """Whether the namespace ``name`` is soundly described in ``directory`` (a descriptor)."""
     try:
         identity, _ = parse_description(_read(DESCRIPTION, directory))
     except (OSError, ConfigError):
@@ -190,7 +189,7 @@ def is_described(directory: int, name: str) -> bool:
 
 
 def is_later(directory: int) -> bool:
-    """Whether what ``directory`` (a descriptor) says was written by a later version of VUA."""
+    """Whether a later version of VUA wrote the description in ``directory`` (a descriptor)."""
     try:
         data = _read(DESCRIPTION, directory)
     except (OSError, ConfigError):
@@ -199,7 +198,7 @@ def is_later(directory: int) -> bool:
 
 
 def is_surely_later(directory: int, name: str) -> bool:
-    """Whether it was, and no turned bit explains why it looks so. ``name``: of the namespace."""
+    """As :func:`is_later`, and no flipped bit explains it. ``name``: of the namespace."""
     try:
         data = _read(DESCRIPTION, directory)
     except (OSError, ConfigError):
@@ -218,7 +217,7 @@ def _is_later(data: bytes) -> bool:
 
 
 def _read(path: str, directory: int | None = None) -> bytes:
-    """Return a description's bytes. Raises OSError; ConfigError for what is no such file."""
+    """Return a description's bytes. Raises OSError; ConfigError for a file that cannot be one."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO cannot hang it
     with open(os.open(path, flags, dir_fd=directory), "rb") as stream:
         status = os.fstat(stream.fileno())
@@ -229,10 +228,10 @@ def _read(path: str, directory: int | None = None) -> bytes:
 
 
 def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
-    """Return what a ``namespace.json`` says: the identity, and a layout per group of layers.
+    """Return the identity and the layouts, one per group of layers, of a ``namespace.json``.
 
-    Raises LaterDescriptionError for what a later version of VUA has written, ConfigError for
-    anything else.
+    Raises LaterDescriptionError if a later version of VUA has written it, ConfigError for anything
+    else.
     """
     try:
         described = json.loads(data.decode())  # of bytes, json guesses at UTF-16 and marks
@@ -247,7 +246,7 @@ def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
     except LaterDescriptionError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-        msg = f"no description of a namespace: {problem!r:.200}"
+        msg = f"not a description of a namespace: {problem!r:.200}"
         raise ConfigError(msg) from problem
     if found != FORMAT:
         msg = f"format {found!r:.40}, expected {FORMAT!r}"
@@ -256,7 +255,7 @@ def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
 
 
 def _check_known(described: Any) -> None:  # noqa: ANN401 - any JSON
-    """Raise LaterDescriptionError where a description has something that is not known here."""
+    """Raise LaterDescriptionError if a description has an unknown part."""
     unknown = _unknown(described) if isinstance(described, dict) else ""
     if unknown:
         msg = f"{unknown}; a later version of VUA may know it"
@@ -264,7 +263,7 @@ def _check_known(described: Any) -> None:  # noqa: ANN401 - any JSON
 
 
 def _unknown(described: Mapping[str, Any]) -> str:
-    """What of a description is not of this version; nothing where something else is missing."""
+    """Name what in a description is not of this version; "" if it lacks something else."""
     found, identity = described.get("format"), described.get("identity")
     if found != FORMAT:
         later = isinstance(found, str) and _VERSION.fullmatch(found)

@@ -2,17 +2,17 @@
 
 ``<namespace>/<hh>/<prefix hash>/<shard>.safetensors``. A file appears under its name by
 ``os.replace`` and only when it is complete, is never changed afterwards, and is opened without
-following a symbolic link at any step. No locks, no fsync unless asked for: after a power cut a file
-may be damaged, which readers notice by its checksums. Directories are 0700, files 0600, and other
-users' files count as absent, unless :class:`vua.security.settings.Security` says otherwise.
+following a symbolic link at any step. No locks, and no fsync unless asked for: after a power cut a
+file may be damaged, which readers notice by its checksums. Directories are 0700, files 0600, and
+other users' files count as absent, unless :class:`vua.security.settings.Security` says otherwise.
 
-A storage holds its directory open, and follows its path: once a second it asks whether that names
-the same directory still (:meth:`LocalStorage.follow`). A directory that was deleted, moved away,
-unmounted or mounted over is left, and the one that the path names by then is used.
+A storage holds its directory open, and follows its path: once a second it checks whether the path
+still names that directory (:meth:`LocalStorage.follow`). It leaves a directory that was deleted,
+moved away, unmounted or mounted over, and uses the one that the path then names.
 
-Which reads go past the page cache; see docs/decisions/0012-direct-reads.md.
-
-Takes damaged files out of sight: into ``quarantine/`` for a look, a few of them.
+Cold files are first read past the page cache (:class:`FirstReads`,
+docs/decisions/0012-direct-reads.md). A few damaged files are kept in ``quarantine/`` for
+inspection.
 """
 
 from __future__ import annotations
@@ -74,28 +74,28 @@ __all__ = [
 
 QUARANTINE: Final = "quarantine"
 MAX_QUARANTINED: Final = 16
-"""Damaged files kept per namespace for a look; further ones are deleted."""
+"""Damaged files kept per namespace for inspection; further ones are deleted."""
 
 
 def version_of(status: FileStatus) -> bytes:
-    """Return what tells a file from any other that ever has its name."""
+    """Return bytes that distinguish a file from any other that ever has its name."""
     return b"".join(number.to_bytes(8, sys.byteorder) for number in status.inode)
 
 
 def set_aside(
     namespace: int, path: str, file: str, name: str, mode: int, if_version: bytes | None
 ) -> bool:
-    """Move a file to ``quarantine/``, or delete it where enough are kept there.
+    """Move a file to ``quarantine/``, or delete it if that is full.
 
     Args:
         namespace: descriptor of the namespace's directory.
         path: the file's directory below it.
         file: its name.
-        name: what it is called in quarantine, before some random digits.
-        mode: of that directory, where it is made.
-        if_version: :func:`version_of` the one that is meant; None: whichever is there.
+        name: its name in quarantine, before some random digits.
+        mode: of that directory, if it is made.
+        if_version: :func:`version_of` the file that is meant; None: any.
 
-    Returns whether it is gone, or was, or is another one by now. Raises nothing.
+    Returns whether it is gone (now or before, or replaced by another). Raises nothing.
     """
     try:
         with contextlib.ExitStack() as stack:
@@ -104,7 +104,7 @@ def set_aside(
             if if_version is not None:
                 found = os.stat(file, dir_fd=directory, follow_symlinks=False)
                 if version_of(FileStatus.of(found)) != if_version:
-                    return True  # already replaced by somebody who wrote it anew
+                    return True  # another process has already replaced it
             aside = make_directory(namespace, QUARANTINE, mode)
             stack.callback(close_quietly, aside)
             full = len(os.listdir(aside)) >= MAX_QUARANTINED
@@ -119,7 +119,7 @@ def set_aside(
 
 
 def _deleted(name: str, directory: int) -> bool:
-    """Delete a file, or an empty directory in a file's place; False for one with something in it.
+    """Delete a file, or an empty directory in a file's place; False if the directory is not empty.
 
     Raises OSError.
     """
@@ -137,21 +137,19 @@ _REMEMBERED_FILES: Final = 1 << 16
 
 
 class FirstReads:
-    """Remembers which files this process has read before. Safe for threads.
+    """Remembers which files this process has read. Thread-safe.
 
-    The first read of a cold file goes past the page cache, so that what is read once displaces
-    nothing. A file that is wanted again may be wanted a third time: it is read through the page
-    cache, like the ghost entries of the 2Q and ARC caches.
+    The first read of a cold file bypasses the page cache, so a file that is read once displaces
+    nothing. A file that is read twice may be read a third time: it goes through the page cache,
+    like the ghost entries of the 2Q and ARC caches.
     """
 
     def __init__(self) -> None:
-        """Know no file."""
         self._seen: dict[int, None] = {}
         self.after_fork()
         watch(self)
 
     def after_fork(self) -> None:
-        """Begin with free locks; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
 
     def known(self, paths: Sequence[str]) -> int:
@@ -168,18 +166,18 @@ class FirstReads:
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
-"""Between two questions whether the path names the directory that is held."""
+"""Seconds between two checks whether the path names the held directory."""
 
 SUFFIX: Final = ".safetensors"
 TEMPORARY: Final = ".tmp-"
 
 _ALLOCATED_NBYTES: Final = 1 << 20
-"""On ext4 files of this size and more get their room on the disk before their bytes."""
+"""From this size on, files on ext4 get their disk space before their bytes."""
 _NEVER: Final = (1 << 64) - 1
 _REPAIRS: Final = 2
-"""Times that the way of one file is cleared: another process may remove its directory again."""
+"""Repairs of one file's path: another process may remove its directory again."""
 _DEAD: Final = frozenset({errno.ESTALE, errno.ENOTCONN})
-"""What calls in a directory say whose server or mount has died, whatever its path says."""
+"""Errors of calls in a directory whose server or mount has died."""
 _GONE: Final = _DEAD | {errno.ENOENT, errno.ENOTDIR}
 
 
@@ -198,8 +196,10 @@ class LocalStorage:
 
     capabilities = Capabilities(device_reads=True)
     shares_reads = False
-    """Whether other processes of this host read the same files at the same time. Then none of them
-    reads past the page cache, so that the device is read once."""
+    """Whether other processes of this host read the same files at the same time.
+
+    If so, none of them bypasses the page cache, and the device is read once.
+    """
 
     def __init__(
         self,
@@ -217,32 +217,32 @@ class LocalStorage:
             directory: the namespace directory.
             durable: fsync each file and its directory before it counts as stored. Without it a
                 power cut may damage recent files, which are then misses.
-            renew: makes the directory where the path names none, before something is written.
-                Without it nothing is followed: see :attr:`gone`.
-            security: whose files are read, and the modes of what is written.
-            check: raises OSError or VUAError where a directory that the path names by now is not to
-                be used.
+            renew: makes the directory before a write, if the path names none. Without it the path
+                is not followed: see :attr:`gone`.
+            security: whose files are read, and the modes of new files.
+            check: raises OSError or VUAError if a directory that the path now names must not be
+                used.
             clock: gives seconds.
 
-        Raises OSError; StorageError when the directory belongs to a user who is not trusted.
+        Raises OSError; StorageError if the directory belongs to an untrusted user.
         """
         self.directory = Path(os.path.abspath(directory))
         self._durable, self._renew, self._check = durable, renew, check
         self.clock = clock
-        """Gives seconds: it says when to ask again what the path names."""
+        """Gives seconds: for the next check of the path."""
         self.moves = 0
-        """How often the directory was left, or another one was taken."""
+        """How often the directory was left or replaced by another."""
         self._security = security or Security()
         uids = self._security.uids
         self._uids = None if uids is None else (ctypes.c_uint32 * len(uids))(*uids)
         self._fd = open_directory(self.directory, self._security)
         self._release = weakref.finalize(self, close_quietly, self._fd)
         self._held: tuple[int, int] | None = None
-        """Device and inode of the directory; None while the path names none that can be used."""
+        """Device and inode of the directory; None while the path names no usable one."""
         self._unmade = False
-        """Whether it is to be seen to, before something is written, that it is described."""
+        """Whether its description must be checked before the next write."""
         self._dead = False
-        """Whether a call said that the server or the mount has died."""
+        """Whether a call reported that the server or the mount has died."""
         self._said = ""
         self._look_s = clock() + LOOK_S
         self._learn()
@@ -252,7 +252,6 @@ class LocalStorage:
         watch(self)
 
     def after_fork(self) -> None:
-        """Begin with free locks; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -260,9 +259,9 @@ class LocalStorage:
         self._release()
 
     def fileno(self) -> int:
-        """Return the descriptor of the directory: the same one for as long as this is open.
+        """Return the descriptor of the directory: constant while this is open.
 
-        While the path names no directory it is one in which nothing lies.
+        While the path names no directory, it is an empty directory.
         """
         return self._fd
 
@@ -272,8 +271,8 @@ class LocalStorage:
     def gone(self) -> bool:
         """Whether the path names no directory, or one that this storage does not use.
 
-        Looks as :meth:`follow` does. A storage without ``renew`` that has been left stays so: who
-        holds it opens what lies there by then.
+        Checks as :meth:`follow` does. A storage without ``renew`` stays gone: its holder opens a
+        new one.
         """
         try:
             deleted = os.fstat(self._fd).st_nlink == 0
@@ -284,16 +283,16 @@ class LocalStorage:
     def follow(self, *, doubt: bool = False, make: bool = False) -> bool:
         """Hold the directory that the path names; return whether there is one.
 
-        Looks by one `stat` when the last look was a second ago or more. Another directory takes the
-        place of the one held, under the threads that use it: they find what lies there from their
-        next call on. Each change is logged once. Threads do not wait for one that looks already,
-        unless they have a reason to look now.
+        Checks by one `stat` if the last check was a second ago or more. A new directory replaces
+        the held one under the threads that use it: they find its content from their next call on.
+        Each change is logged once. A thread does not wait for another thread's check unless it has
+        a reason to check now.
 
         Args:
-            doubt: look now: a call has failed as in a directory that is gone.
-            make: look now, and make the directory where there is none.
+            doubt: check now: a call has failed as in a directory that is gone.
+            make: check now, and make the directory if there is none.
 
-        Raises OSError, VUAError with ``make`` where it cannot be made, or is not to be used.
+        Raises OSError, VUAError with ``make`` if it cannot be made, or must not be used.
         """
         now_s, wait = self.clock(), doubt or make
         if not wait and now_s < self._look_s:
@@ -307,19 +306,19 @@ class LocalStorage:
             self._lock.release()
 
     def _look(self, *, make: bool) -> bool:
-        """Compare what is held with what the path names; called with the lock."""
+        """Compare the held directory with the one the path names; called with the lock."""
         if not self._release.alive:
-            return False  # its number may be another file's by now
+            return False  # the number may belong to another file by now
         try:
             named, why = self._named()
         except OSError:
-            return self._held is not None  # it cannot be told
+            return self._held is not None  # unknown
         same = why is None and named == self._held
         if same and not (make and self._unmade):
             return True
         try:
             if self._renew is None:
-                raise why or FileNotFoundError  # who holds this opens what is there
+                raise why or FileNotFoundError  # the holder opens the new directory
             if make:
                 self._renew()
             elif named is None and why is not None:
@@ -335,13 +334,13 @@ class LocalStorage:
         return True
 
     def _named(self) -> tuple[tuple[int, int] | None, OSError | None]:
-        """Return the directory that the path names, if any, and why the one held is of no use."""
+        """Return the directory that the path names, if any, and why the held one is unusable."""
         dead, self._dead = self._dead, False
         named: tuple[int, int] | None = None
         try:
             named = _inode(os.stat(self.directory, follow_symlinks=False))
             if dead:
-                os.fstat(self._fd)  # the same numbers, of a server that forgot what is held
+                os.fstat(self._fd)  # same numbers, but the server forgot the held directory
         except OSError as problem:
             if problem.errno not in _GONE:
                 raise
@@ -349,14 +348,14 @@ class LocalStorage:
         return named, None
 
     def _learn(self) -> None:
-        """Note what is to be known of the directory that is held now."""
+        """Note the properties of the directory that is held now."""
         self._held = _inode(os.fstat(self._fd))
         self._local = posix.is_local(self._fd)
         self._allocated_nbytes = _ALLOCATED_NBYTES if posix.is_ext4(self._fd) else _NEVER
         self.first_reads = FirstReads()
 
     def _take(self, named: tuple[int, int] | None, why: Exception | None) -> None:
-        """Hold the directory that lies there now, and say so. Raises OSError, VUAError."""
+        """Hold the directory that the path names now, and log it. Raises OSError, VUAError."""
         if self._check is not None:
             self._check()
         before, fresh = self._held, open_directory(self.directory, self._security)
@@ -371,10 +370,10 @@ class LocalStorage:
         found = "is another directory than the one that was open here; that one is left"
         if named is None:
             found = f"was deleted or unmounted ({why}); it was made anew"
-        log.warning("%s %s, and what lies there is used", self.directory, found)
+        log.warning("%s %s, and its content is used", self.directory, found)
 
     def _leave(self, named: tuple[int, int] | None, why: Exception | None) -> None:
-        """Hold nothing, so that nothing is written where the path does not lead; say why."""
+        """Hold nothing, so that nothing is written outside the path; log why."""
         if self._held is not None:
             with contextlib.suppress(OSError):
                 nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -396,18 +395,18 @@ class LocalStorage:
     # -- reading ------------------------------------------------------------------------------
 
     def read(self, batch: Batch) -> Filled:
-        """Read and hash files by few calls; one that C stops at is read, or judged, in Python."""
+        """Read and hash files by few calls; a file at which C stops is read or judged in Python."""
         paths, transfer, into = list(map(entry_path, batch.names)), batch.transfer, batch.into
         if not self.follow():
             return Filled(0, FileNotFoundError(errno.ENOENT, "no directory"), into.version)
         past_cache = self._local and not self.shares_reads
-        cached = transfer.spread is not None  # or nothing: it is asked for again where it is not
+        cached = transfer.spread is not None  # or nothing: then the rest is asked for again
         asked = [] if cached else paths
         known = self.first_reads.known(asked) if past_cache else len(paths)
         directory = Directory(self._fd, self._uids, self._local)
         done = 0
         while done < len(paths):
-            direct = done >= known  # nobody here has read it: it may not be in the page cache
+            direct = done >= known  # this process has not read it: it may not be in the page cache
             stop = len(paths) if direct else known
             done = native.read_entries(
                 transfer, directory, paths, batch.place, into, done, stop, direct=direct
@@ -416,7 +415,7 @@ class LocalStorage:
                 self.first_reads.known(paths[:done])
             if done < stop:
                 if cached:
-                    left = BlockingIOError(errno.EAGAIN, "not to be had at once")
+                    left = BlockingIOError(errno.EAGAIN, "busy")
                     return Filled(done, left, into.version)
                 try:
                     native.read_entry(transfer, directory, paths[done], batch.place, into, done)
@@ -435,9 +434,9 @@ class LocalStorage:
         *,
         hashed: bool,
     ) -> EntryStream:
-        """Begin to read entries ahead of their use; see :class:`vua.native.EntryStream`.
+        """Start reading entries ahead of their use; see :class:`vua.native.EntryStream`.
 
-        What it does not read, :meth:`read` reads or judges. Raises OSError where it cannot begin.
+        :meth:`read` reads or judges those that it does not read. Raises OSError if it cannot start.
         """
         if not self.follow():
             raise FileNotFoundError(errno.ENOENT, "no directory")
@@ -450,7 +449,7 @@ class LocalStorage:
         )
 
     def open_file(self, name: str) -> tuple[int, FileStatus]:
-        """Open an entry's file for ways to read of one's own; see :mod:`vua.io.files`.
+        """Open an entry's file for callers with their own way of reading; see :mod:`vua.io.files`.
 
         Raises OSError, UntrustedError.
         """
@@ -465,7 +464,7 @@ class LocalStorage:
             close_quietly(fd)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
-        """Whether files are there, to be read and of that size."""
+        """Whether files exist, are readable, and have that size."""
         self.follow()
         return [self._exists(name, nbytes) for name in names]
 
@@ -519,7 +518,7 @@ class LocalStorage:
     # -- writing ------------------------------------------------------------------------------
 
     def write(self, batch: Batch) -> Written:
-        """Write files that are not there, each under a unique temporary name first."""
+        """Write missing files, each under a unique temporary name first."""
         paths = [chunk_path(name.partition("/")[0]) for name in batch.names]
         statuses, first, tries = [FAILED] * len(paths), 0, 0
         try:
@@ -530,7 +529,7 @@ class LocalStorage:
         later = [at for at, name in enumerate(batch.names) if self._is_later(name, batch.nbytes)]
         while first < len(paths):
             stop = next((at for at in later if at >= first), len(paths))
-            if stop == first:  # not ours to replace
+            if stop == first:  # a later version's: do not replace it
                 statuses[first], first = PRESENT, first + 1
                 continue
             options = native.WriteOptions(
@@ -574,7 +573,7 @@ class LocalStorage:
         return StorageError(errno.EPERM, str(problem))
 
     def _is_later(self, name: str, nbytes: int) -> bool:
-        """Whether a later version of VUA wrote what lies there, of another length than ours."""
+        """Whether a later version of VUA wrote the existing file of another length."""
         try:
             status = os.stat(entry_path(name), dir_fd=self._fd, follow_symlinks=False)
             return status.st_size != nbytes and bool(later_form(self.head(name)))
@@ -582,9 +581,9 @@ class LocalStorage:
             return False
 
     def _repaired(self, code: int, name: str) -> bool:
-        """Clear the way: the namespace was deleted, its mount has died, or a directory is there.
+        """Repair the path: the namespace was deleted, its mount died, or a directory is in the way.
 
-        Raises OSError, VUAError where the directory cannot be made.
+        Raises OSError, VUAError if the directory cannot be made.
         """
         if code == errno.EISDIR:
             return self.delete(name)
@@ -594,7 +593,7 @@ class LocalStorage:
         return self.follow(doubt=True, make=True)
 
     def _doubt(self, problem: Exception) -> None:
-        """Look what the path names when a call says that the server or the mount has died."""
+        """Check the path if a call reports that the server or the mount has died."""
         if isinstance(problem, OSError) and problem.errno in _DEAD and self._held is not None:
             self._dead = True
             self.follow(doubt=True)

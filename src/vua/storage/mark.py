@@ -1,11 +1,9 @@
 """The mark of a cache directory: ``vua.json``, made when VUA makes the directory.
 
-Whatever deletes (eviction, `vua gc`, `vua rm`, repairs) does nothing in a directory without it, so
-a mistyped path costs nobody a file. A directory gets the mark by itself only while it is empty; one
-with caches of a version that made no marks goes on being read and written, and gets it by `vua
-adopt`. See docs/decisions/0019-ours-or-not-touched.md.
-
-Gives a directory the mark of a cache when it is first used; see `vua.storage.mark`.
+Without it, nothing in a directory is deleted (by eviction, `vua gc`, `vua rm` or repairs), so a
+mistyped path costs no file. A directory gets the mark automatically only while it is empty. One
+with caches of a version without marks is still read and written, and gets it by `vua adopt`. See
+docs/decisions/0019-ours-or-not-touched.md.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ LIMITS_FILE: Final = "bounds.json"
 UPKEEP: Final = ".upkeep"
 """The directory of the lease, see :mod:`vua.capacity.lease`."""
 USES: Final = "uses"
-"""A directory in it, see :mod:`vua.capacity.use_log`."""
+"""A directory in :data:`UPKEEP`, see :mod:`vua.capacity.use_log`."""
 
 _FORMAT: Final = "vua.root.v1"
 _FORMATS: Final = "vua.root."
@@ -52,14 +50,14 @@ _TEXT: Final = (
     "A cache of VUA. In a directory with this file, VUA deletes what it has written itself."
 )
 MAX_MARK_NBYTES: Final = 4096
-"""What is read of a mark at most."""
+"""Most bytes read of a mark."""
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def is_marked(root: str | os.PathLike[str]) -> bool:
-    """Whether ``root`` has the mark, or a file in its place that this user may not read.
+    """Whether ``root`` has the mark, or a file of its name that this user may not read.
 
-    Raises OSError; ConfigError where a newer VUA made it.
+    Raises OSError; ConfigError if a newer VUA made it.
     """
     try:
         fd = os.open(Path(root) / MARK, _FLAGS)
@@ -79,7 +77,7 @@ def is_marked(root: str | os.PathLike[str]) -> bool:
 
 
 def judge_mark(data: bytes, where: str) -> bool:
-    """Whether these bytes are the mark. Raises ConfigError where a newer VUA made them."""
+    """Whether these bytes are the mark. Raises ConfigError if a newer VUA made them."""
     try:
         said = json.loads(data)
     except (ValueError, RecursionError):
@@ -92,27 +90,26 @@ def judge_mark(data: bytes, where: str) -> bool:
 
 
 def mark_text() -> bytes:
-    """Return what stands in the mark."""
     return json.dumps({"format": _FORMAT, "about": _TEXT}, indent=1).encode() + b"\n"
 
 
 _NO_CONTENT: Final = re.compile(
-    r"lost\+found|\.snapshots?|\.zfs|\.nfs[0-9a-f]+"  # what file systems put there
-    r"|\.tmp-[0-9a-f]{16}|\.doctor-\w+"  # what others of ours are just writing or trying out
+    r"lost\+found|\.snapshots?|\.zfs|\.nfs[0-9a-f]+"  # made by file systems
+    r"|\.tmp-[0-9a-f]{16}|\.doctor-\w+"  # other VUA processes' temporary files and probes
 )
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def claim(root: str | os.PathLike[str], *, tool: bool = False, mode: int = 0o600) -> bool:
-    """See to the mark of ``root`` before anything is written there: an empty directory gets it.
+    """Check ``root``'s mark before the first write there; an empty directory gets it.
 
     Args:
         root: an existing directory.
-        tool: whether without the mark nothing is to be done, as tools that delete want it.
-        mode: of the mark, where it is made.
+        tool: require the mark, for tools that delete.
+        mode: of the mark, if it is made.
 
-    Returns whether it has the mark; not where sound namespaces of a version without marks are
-    there. Safe for any number of processes at once. Raises OSError, also where it is empty and this
+    Returns whether it has the mark; False if it holds sound namespaces of a version without marks.
+    Safe for any number of concurrent processes. Raises OSError, also if it is empty and this
     process may not write to it; ConfigError for a directory that holds something else, and with
     ``tool`` for any without the mark.
     """
@@ -125,7 +122,7 @@ def claim(root: str | os.PathLike[str], *, tool: bool = False, mode: int = 0o600
 def claimable(
     root: str | os.PathLike[str], *, tool: bool = False
 ) -> Literal["marked", "empty", "unmarked"]:
-    """Return what :func:`claim` finds, and write nothing; raises what it raises."""
+    """Return what :func:`claim` would find, without writing; raises the same."""
     if is_marked(root):
         return "marked"
     others, described = strangers(root)
@@ -143,22 +140,22 @@ def claimable(
     more = f" and {len(others) - 3} more" if len(others) > 3 else ""
     msg = (
         f"{Path(root).absolute()} is not a cache directory of VUA and not empty (it holds "
-        f"{shown}{more}): nothing in it is changed. Name a directory of its own, for example "
-        f"{Path(root).absolute() / 'vua-cache'}; `vua adopt {root}` takes this one all the same"
+        f"{shown}{more}): nothing in it is changed. Use a directory of its own, for example "
+        f"{Path(root).absolute() / 'vua-cache'}; `vua adopt {root}` makes this one a cache anyway"
     )
     raise ConfigError(msg)
 
 
 def make_mark(root: str | os.PathLike[str], mode: int = 0o600) -> None:
-    """Write the mark, whole or not at all; where it is already nothing happens. Raises OSError."""
+    """Write the mark, whole or not at all; an existing one stays. Raises OSError."""
     atomic_write(Path(root) / MARK, mark_text(), mode=mode, keep=lambda: is_marked(root))
 
 
 def strangers(root: str | os.PathLike[str]) -> tuple[list[str], bool]:
-    """Return what lies in ``root`` and is no namespace, and whether any sound namespace is there.
+    """Return what in ``root`` is not a namespace, and whether a sound namespace is there.
 
-    What VUA keeps beside the namespaces, and what file systems put into every directory, is left
-    out. Raises OSError.
+    Files that VUA keeps beside the namespaces, and those that file systems put into every
+    directory, are left out. Raises OSError.
     """
     found, described = [], False
     with os.scandir(root) as entries:

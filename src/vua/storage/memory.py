@@ -1,6 +1,6 @@
-"""A storage in this process's memory: what the contract means, in its simplest form.
+"""A storage in this process's memory: the contract in its simplest form.
 
-The tests hold other storages against it. Nothing bounds it, and nothing outlives the process.
+Tests compare other storages with it. It is unbounded, and ends with the process.
 """
 
 from __future__ import annotations
@@ -24,18 +24,15 @@ class MemoryStorage:
     gone = False
 
     def __init__(self) -> None:
-        """Begin with no entries."""
         self._entries: dict[str, tuple[bytes, bytes, float]] = {}  # bytes, version, last used
         self._serial = itertools.count()
         self.after_fork()
         watch(self)
 
     def after_fork(self) -> None:
-        """Begin with a free lock; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
 
     def read(self, batch: Batch) -> Filled:
-        """Copy entries into the batch's memory."""
         versions: list[bytes] = []
         problem: Exception | None = None
         for index, name in enumerate(batch.names):
@@ -53,19 +50,16 @@ class MemoryStorage:
         return Filled(done, problem, dict(enumerate(versions)).get)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
-        """Look them up."""
         found = [self._entries.get(name) for name in names]
         return [one is not None and nbytes in (None, len(one[0])) for one in found]
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Yield what is there at this moment."""
         with self._lock:
             found = [item for item in self._entries.items() if item[0].startswith(prefix)]
         for name, (data, _, used_s) in found:
             yield Entry(name, len(data), used_s)
 
     def write(self, batch: Batch) -> Written:
-        """Copy entries out of the batch's memory."""
         statuses = []
         for index, name in enumerate(batch.names):
             if self.exists([name], batch.nbytes)[0]:
@@ -78,7 +72,6 @@ class MemoryStorage:
         return Written(statuses)
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
-        """Forget an entry."""
         with self._lock:
             found = self._entries.get(name)
             if found is not None and if_version in (None, found[1]):

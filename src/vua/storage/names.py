@@ -1,7 +1,7 @@
-"""What VUA calls what it stores, and from paths back to that: of files, and of objects.
+"""Names of files and objects in a namespace, and from a path back to its kind.
 
-:func:`kind_at` is the one grammar of a namespace. Whatever deletes asks it, in a directory
-(:mod:`vua.capacity.owned`, which also looks at the kinds of files) and in a bucket.
+:func:`kind_at` is the one grammar of a namespace's file names. Code that deletes asks it, in a
+directory (:mod:`vua.capacity.owned`, which also checks file types) and in a bucket.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ __all__ = [
 ]
 
 Kind = Literal["description", "entry", "mark", "ttl", "quarantined", "temporary", "stray"]
-"""What lies in a namespace; a stray is not of VUA, and is never changed."""
+"""Kinds of files in a namespace. A stray is not VUA's and is never changed."""
 
 COMPRESSED_SUFFIX: Final = ".compressed.safetensors"
-"""Of an entry in the form of `vua.format.compressed`, which only buckets hold."""
+"""Suffix of an entry in the form of `vua.format.compressed`, only in buckets."""
 PIN: Final = "pin-"
-"""Prefix of the name of an empty file that keeps the chunk in whose directory it lies."""
+"""Name prefix of an empty file that pins the chunk whose directory it is in."""
 AFTER: Final = "after-"
-"""Prefix of the name of an empty file that names the chunk before. Needed where extras changed the
+"""Name prefix of an empty file that names the preceding chunk. Needed where extras changed the
 header's `parent`."""
 SENT: Final = "sent-"
-"""Prefix of the name of an empty file that notes that a file of this chunk has arrived in the
-places behind a tiered cache's directory; see :mod:`vua.store.travel`."""
+"""Name prefix of an empty file: one of the chunk's files has reached all slower tiers. See
+:mod:`vua.store.travel`."""
 TTL_FOLDER: Final = "ttl"
-"""The folder of chunks' own times to live, in a namespace; see :mod:`vua.capacity.marks`."""
+"""A namespace's folder of per-chunk times to live; see :mod:`vua.capacity.ttl`."""
 QUARANTINED: Final = re.compile(r"[0-9a-f]{64}\.(.+)\.[0-9a-f]{6}")
 _WRITING: Final = re.compile(r"\.tmp-.+-[0-9a-f]{8}-\d+-\d+(?:-\d+)?")
-"""A chunk's file until it is whole: host, process, number."""
+"""A chunk's file until it is complete: host, process, number."""
 _RENEWING: Final = re.compile(rf"{re.escape(TEMPORARY)}[0-9a-f]{{16}}")
-"""A copy of an object beside it, while :meth:`vua.storage.bucket.Bucket.renew` is at work."""
+"""A copy of an object beside it, during :meth:`vua.storage.bucket.Bucket.renew`."""
 
 
 def kind_at(path: str) -> Kind:
-    """Return what lies at ``path`` below a namespace, by its name.
+    """Return the kind of the file at ``path`` below a namespace, by its name.
 
-    Two kinds have names that anybody may give, and are of VUA only by what is in them: a
-    description (:func:`vua.storage.description.judged`), and what a renewal left behind in a
-    bucket, ``.tmp-`` with 16 hex digits, which holds an entry.
+    Two kinds have names that other programs may use, and are VUA's only by their content: a
+    description (:func:`vua.storage.description.judged`), and the remains of a renewal in a bucket,
+    ``.tmp-`` with 16 hex digits, which hold an entry.
     """
     if path == DESCRIPTION:
         return "description"
@@ -71,7 +71,7 @@ def kind_at(path: str) -> Kind:
 
 
 def chunk_file_kind(name: str) -> Kind:
-    """Return what a file in a chunk's directory is, by its name."""
+    """Return the kind of a file in a chunk's directory, by its name."""
     if name.endswith(SUFFIX) and Shard.parse(name.removesuffix(SUFFIX)) is not None:
         return "entry"
     mark = name.removeprefix(PIN).removeprefix(AFTER).removeprefix(SENT)
@@ -81,19 +81,19 @@ def chunk_file_kind(name: str) -> Kind:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a chunk's file has such a name until it is whole."""
+    """Whether a name is that of a chunk's incomplete file."""
     return _WRITING.fullmatch(name) is not None
 
 
 def is_renewing(path: str) -> bool:
-    """Whether an object has the name of a copy that a renewal makes beside an entry."""
+    """Whether a name is that of a copy that a renewal makes beside an entry."""
     return kind_at(path) == "temporary" and _RENEWING.fullmatch(path.rpartition("/")[2]) is not None
 
 
 def entry_at(path: str) -> str:
-    """Return the name of the entry whose file, or object of either form, lies at ``path``.
+    """Return the name of the entry whose file, or object of either form, is at ``path``.
 
-    Nothing where it is none; ``path`` is relative to the namespace.
+    Empty if it is not an entry; ``path`` is relative to the namespace.
     """
     path = plain_path(path)
     name = path[3:].removesuffix(SUFFIX)
@@ -106,5 +106,5 @@ def is_compressed(path: str) -> bool:
 
 
 def plain_path(path: str) -> str:
-    """Return the path of the plain form of what lies at ``path``."""
+    """Return the path of the plain form of the object at ``path``."""
     return path.removesuffix(COMPRESSED_SUFFIX) + SUFFIX if is_compressed(path) else path

@@ -1,15 +1,14 @@
-"""Entries as objects of a bucket: S3, GCS, Azure, and whatever speaks like one of them.
+"""Entries as objects of a bucket: S3, GCS, Azure, and compatible stores.
 
 An object's key is the path that the entry has in a directory, so a directory that any tool copies
-into a bucket is a cache there, and the reverse. An object is seen as a whole or not at all, and
-several writers of one name write the same. Nothing here trusts a server: what comes back is
-verified like a file (:class:`vua.store.entry_reader.EntryReader`).
+into a bucket is a cache there, and the reverse. An object is visible as a whole or not at all, and
+concurrent writers of one name write the same. No server is trusted: what comes back is verified
+like a file (:class:`vua.store.entry_reader.EntryReader`).
 
-An entry may have an object of another form instead, by another name (:mod:`vua.format.compressed`):
-above this module nobody sees that. Where both are there, which two writers at the same time may
-bring about, each is whole, and either is read.
-
-Whether the entries of one place are compressed: by its setting, or by how fast its link is.
+An entry may instead have an object of compressed form under another name
+(:mod:`vua.format.compressed`); only this module knows about it. If both exist, which two concurrent
+writers can cause, each is whole, and either is read. :class:`Compression` decides by the setting,
+or by the speed of the link.
 """
 
 from __future__ import annotations
@@ -35,44 +34,43 @@ __all__ = ["Compression", "ObjectStorage"]
 log = logging.getLogger(__name__)
 
 _LEAST_NBYTES: Final = 256 << 10
-"""Shorter transfers say more of a server's latency than of its link."""
+"""Shorter transfers measure the server's latency rather than its link."""
 _NEWEST: Final = 0.2
 """Weight of the newest measurement in each mean."""
 _LEAST_GAIN: Final = 0.9
-"""Of the time of a plain read: what saves less is not worth the work."""
+"""Compress only if reading then takes less than this share of a plain read's time."""
 
 
 class Compression:
-    """Compresses and decompresses the entries of one place, and measures both. Safe for threads.
+    """Compresses and decompresses the entries of one prefix, and measures both. Thread-safe.
 
-    With `auto` an entry is compressed where a thread then reads it in less time: by the mean speed
-    of what it has sent and received, and by what it takes to decompress. Nothing is compressed
-    before something was sent or received.
+    With `auto` an entry is compressed if a thread then reads it in less time: by the mean speed of
+    past transfers, and by the time to decompress. Nothing is compressed before the first transfer.
     """
 
     _warned: Final[set[str]] = set()
-    """Places of which this process has said that it cannot read all of them."""
+    """Prefixes about which this process has warned that it cannot read all entries."""
 
     def __init__(self, codec: str, where: str) -> None:
-        """Begin without measurements.
+        """Start without measurements.
 
         Args:
-            codec: `auto`, or the name of a codec: then everything is compressed that gains by it.
-            where: names the place, for the log.
+            codec: `auto`, or a codec's name: then everything that shrinks is compressed.
+            where: names the prefix, for the log.
         """
         self._codec, self._where = codec, where
         self._link_s = self._work_s = self._share = 0.0
         self.found_first = is_available()
-        """Whether what was read last was compressed: then that form is asked for first."""
+        """Whether the last entry read was compressed: then that form is tried first."""
         self._told = False
 
     @property
     def looks(self) -> bool:
-        """Whether compressed entries are looked for: they can be read, or nobody was warned yet."""
+        """Whether to look for compressed entries: they can be read, or it was not warned yet."""
         return is_available() or self._where not in self._warned
 
     def unreadable(self) -> None:
-        """Warn, once, that there are compressed entries which cannot be read here."""
+        """Warn, once, about compressed entries that cannot be read here."""
         if self._where not in self._warned:
             self._warned.add(self._where)
             log.warning(
@@ -81,12 +79,12 @@ class Compression:
             )
 
     def moved(self, nbytes: int, took_s: float) -> None:
-        """Note how long one transfer of so many bytes took."""
+        """Note the duration of one transfer."""
         if nbytes >= _LEAST_NBYTES:
             self._link_s = _mean(self._link_s, took_s / nbytes)
 
     def packed(self, data: bytes | memoryview) -> bytes | None:
-        """Return an entry's file in compressed form where it is to be sent so, else None."""
+        """Return an entry's file in compressed form if it is to be sent so, else None."""
         if not is_available() or (self._codec == AUTO and not self._link_s):
             return None
         if self._share and not self._gains():
@@ -114,7 +112,7 @@ class Compression:
         return plain
 
     def _worked(self, nbytes: int, began_s: float) -> None:
-        """Note what it took to decompress; of the processor's time, for others may use it, too."""
+        """Note the CPU time of a decompression; other work may share the CPU."""
         if nbytes:
             self._work_s = _mean(self._work_s, (time.thread_time() - began_s) / nbytes)
 
@@ -139,20 +137,20 @@ def _mean(mean: float, newest: float) -> float:
 
 
 _GAP_NBYTES: Final = 512 << 10
-"""Ranges of an object that lie closer together are asked for by one request: it costs more time
-than these bytes."""
+"""Ranges of an object closer together than this are read by one request: it costs less."""
 _RENEW_S: Final = 60.0
 _MAX_STUCK: Final = 4096
 _PROBES: Final = 16
-"""Entries that are asked for at the same time."""
+"""Names per :meth:`ObjectStorage.exists`."""
 _BATCH_NBYTES: Final = 256 << 20
-"""At the end of each call most connections wait for the slowest: some rounds of 16 times 8 MiB."""
+"""Some rounds of 16 times 8 MiB: at the end of a call most connections wait for the slowest."""
 
 
 class ObjectStorage:
     """One namespace in a bucket; see :class:`vua.storage.base.Storage` for its promises.
 
-    Entries are read and written some at a time: one may be seen before the one before it.
+    Entries are read and written several at a time: a later one may be visible before an earlier
+    one.
     """
 
     capabilities = Capabilities(probes=_PROBES, batch_nbytes=_BATCH_NBYTES)
@@ -163,11 +161,11 @@ class ObjectStorage:
     ) -> None:
         """Use the objects below ``place``; sends nothing.
 
-        ``renew`` marks the cache and describes the namespace, where that is missing. It has to
-        succeed before the first write, for objects without a mark around them would never be
-        deleted. It is called again once a minute of writing: somebody may have deleted everything
-        under a running process. It raises StorageError. ``codec`` says whether entries are
-        compressed; with "off" those that are do not exist.
+        ``renew`` marks the cache and describes the namespace if either is missing; it raises
+        StorageError. It must succeed before the first write, as objects without a mark would never
+        be deleted. It is called again once a minute while writing: everything may have been deleted
+        under a running process. ``codec`` says whether entries are compressed; with "off"
+        compressed entries are ignored.
         """
         self.directory = place
         self._bucket = place.bucket
@@ -182,14 +180,14 @@ class ObjectStorage:
         return f"{self.directory.key}/{entry_path(name, suffix)}"
 
     def _keys(self, name: str) -> list[str]:
-        """Return the keys of all forms of an entry that are looked for, the plain one first."""
+        """Return the keys to look for, one per form of an entry, the plain one first."""
         looks = self._compression is not None and self._compression.looks
         return [self._key(name, suffix) for suffix in (SUFFIX, COMPRESSED_SUFFIX)[: 1 + looks]]
 
     # -- reading ------------------------------------------------------------------------------
 
     def read(self, batch: Batch) -> Filled:
-        """Get objects, or ranges of them, some at a time."""
+        """Get objects, or ranges of them, several at a time."""
         parts = list(_joined(batch.ranges, batch.nbytes))
         problems: dict[int, Exception] = {}
         tags: dict[int, bytes] = {}
@@ -209,7 +207,7 @@ class ObjectStorage:
     def _get(
         self, batch: Batch, index: int, offset: int, nbytes: int, tags: dict[int, bytes]
     ) -> None:
-        """Put one part of an entry where it belongs. Raises OSError, CorruptEntryError."""
+        """Copy one part of an entry to its place in memory. Raises OSError, CorruptEntryError."""
         name, whole = batch.names[index], nbytes == batch.nbytes
 
         def note(meta: Meta) -> None:
@@ -228,7 +226,7 @@ class ObjectStorage:
     def _found(
         self, batch: Batch, name: str, offset: int, nbytes: int, note: Callable[[Meta], None]
     ) -> memoryview:
-        """Return a part of an entry, from the object of whichever form is there.
+        """Return a part of an entry, from the object of the form that exists.
 
         Raises OSError, CorruptEntryError.
         """
@@ -260,7 +258,7 @@ class ObjectStorage:
         nbytes: int,
         note: Callable[[Meta], None],
     ) -> memoryview:
-        """Return a part of an entry, of whose compressed object as much is read as that needs."""
+        """Return a part of an entry from its compressed object, reading only what that needs."""
         key, plain_nbytes = self._key(name, COMPRESSED_SUFFIX), batch.nbytes
         if nbytes == plain_nbytes:
             meta, data = self._timed(key)
@@ -284,7 +282,7 @@ class ObjectStorage:
     def _part(
         self, key: str, offset: int, nbytes: int, of_nbytes: int, note: Callable[[Meta], None]
     ) -> memoryview:
-        """Get a part of an object that has so many bytes. Raises OSError, CorruptEntryError."""
+        """Get a part of an object of ``of_nbytes`` bytes. Raises OSError, CorruptEntryError."""
         whole = nbytes == of_nbytes
         try:
             meta, data = self._timed(key, *(() if whole else (offset, nbytes)))
@@ -294,7 +292,7 @@ class ObjectStorage:
             if whole:
                 raise
             meta, data = self._bucket.head(key), memoryview(b"")
-            if meta.nbytes == of_nbytes:  # or it ends before the range begins
+            if meta.nbytes == of_nbytes:  # or the object ends before the range begins
                 raise
         note(meta)
         if meta.nbytes != of_nbytes or len(data) != nbytes:
@@ -303,7 +301,7 @@ class ObjectStorage:
         return data
 
     def _timed(self, key: str, *part: int) -> tuple[Meta, memoryview]:
-        """Get an object or a part of it, and note how long that took. Raises OSError."""
+        """Get an object or a part of it, and note the duration. Raises OSError."""
         began_s = time.monotonic()
         meta, data = self._bucket.get(key, *part)
         if self._compression is not None:
@@ -311,14 +309,14 @@ class ObjectStorage:
         return meta, data
 
     def head(self, name: str) -> bytes:
-        """Return an entry's first MiB, of whichever form is there. Raises OSError."""
+        """Return an entry's first MiB, from either form. Raises OSError."""
         for key in self._keys(name):
             with suppress(FileNotFoundError):
                 return bytes(self._bucket.get(key, 0, MAX_HEADER_NBYTES)[1])
         raise FileNotFoundError(name)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
-        """Ask for the objects' descriptions, of each form, some at a time."""
+        """Ask for the objects' descriptions, of each form, several at a time."""
 
         def head(key: str) -> int | None:
             with suppress(OSError):
@@ -332,7 +330,7 @@ class ObjectStorage:
         return [self._is_there([next(sizes) for _ in some], nbytes) for some in keys]
 
     def _is_there(self, sizes: Sequence[int | None], nbytes: int | None) -> bool:
-        """Whether an entry is there, given the sizes of its forms' objects."""
+        """Whether an entry exists, given the sizes of its forms' objects."""
         plain, *others = sizes
         if plain is not None and nbytes in (None, plain):
             return True
@@ -340,13 +338,12 @@ class ObjectStorage:
         return found and self._can_expand()
 
     def _can_expand(self) -> bool:
-        """Whether compressed objects can be read; if they are only looked for, that is said."""
+        """Whether compressed objects can be read; if not, warns."""
         if self._compression is not None and not is_available():
             self._compression.unreadable()
         return self._compression is not None and is_available()
 
     def _is_read(self, key: str, name: str) -> bool:
-        """Whether this object of an entry is of a form that is read here."""
         return key == self._key(name) or self._can_expand()
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
@@ -362,7 +359,7 @@ class ObjectStorage:
     # -- writing ------------------------------------------------------------------------------
 
     def write(self, batch: Batch) -> Written:
-        """Put objects that are not there, some at a time, each by one conditional request."""
+        """Put missing objects, several at a time, each by one conditional request."""
         statuses = [FAILED] * len(batch.names)
         try:
             self._describe()
@@ -382,9 +379,9 @@ class ObjectStorage:
         return Written(statuses, problems.get(min(problems, default=0)))
 
     def _describe(self) -> None:
-        """See to the mark and the description, from time to time.
+        """Check mark and description, at most once a minute.
 
-        Raises StorageError where that never succeeded.
+        Raises StorageError if that never succeeded.
         """
         before_s, now_s = self._renewed_s, time.monotonic()
         if self._renew is None or (before_s is not None and now_s - before_s <= _RENEW_S):
@@ -398,7 +395,7 @@ class ObjectStorage:
             self._renewed_s = now_s
 
     def _is_other(self, name: str, nbytes: int, *, compressed: bool) -> bool:
-        """Whether an entry is there in the form that is not about to be written."""
+        """Whether an entry exists in the form that is not about to be written."""
         sizes: list[int | None] = [None, None]
         with suppress(OSError):
             key = self._key(name, COMPRESSED_SUFFIX if compressed else SUFFIX)
@@ -406,7 +403,7 @@ class ObjectStorage:
         return self._is_there(sizes, nbytes)
 
     def _put(self, batch: Batch, index: int) -> int:
-        """Write one object; return what became of it. Raises OSError."""
+        """Write one object; return its status. Raises OSError."""
         name = batch.names[index]
         with self._bucket.in_flight(batch.nbytes):
             data: bytes | memoryview = batch.entry(index, self._bucket.memory(batch.nbytes))
@@ -433,9 +430,9 @@ class ObjectStorage:
         return WRITTEN
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
-        """Delete an object; with ``if_version`` after a look whether it is still that one.
+        """Delete an object; with ``if_version`` after checking that it is still that one.
 
-        Somebody who replaces it between the look and the deletion loses the new one: a miss.
+        If another process replaces it between check and deletion, the new one is lost: a miss.
         """
         gone = [self._delete(key, if_version) for key in self._keys(name)]
         return all(gone)

@@ -1,16 +1,15 @@
-"""Bodies of S3's objects, received straight into memory that is used again.
+"""Requests to S3 by signed URLs: bodies read straight into reused memory, and odd requests.
 
-The package that speaks to all stores collects bodies in memory of its own, which takes twice the
-time on the processor. Here it only signs an address, which is then asked for over a plain
-connection. Only the usual answer is taken from there. Everything else is None, and the caller asks
-as ever, by the client that repeats, waits and knows errors.
+:class:`SignedReads`: obstore collects bodies in its own memory, which takes twice the CPU time.
+Here it only signs a URL, which is then read over a plain connection. Only the usual answer is
+accepted. For anything else the result is None, and the caller uses the other client, which retries,
+waits and knows errors.
 
-Requests to S3 that the package `obstore` signs and cannot send.
-
-A listing in which keys are encoded, so that any key comes through: obstore gives a whole listing up
-for one that is no path of its own (``kv//x``, ``..``, a control character). And a write with a
-checksum in a header, which buckets with object lock ask for. An address is signed for
-one object; with a question mark at the end of the endpoint it is signed with a query.
+:class:`SignedRequests`: requests that obstore signs but cannot send. One is a listing with encoded
+keys, so that any key comes through: obstore gives up a listing with a key that is not a path
+(``kv//x``, ``..``, a control character). The other is a write with a checksum in a header, which
+buckets with object lock require. A URL is signed for one object; with a question mark at the end of
+the endpoint it is signed with a query.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ __all__ = ["Meta", "RefusedError", "SignedReads", "SignedRequests", "trust"]
 log = logging.getLogger(__name__)
 
 _VALID: Final = timedelta(minutes=15)
-"""How long an address is good for: as wrong as a clock may be for other requests."""
+"""Validity of a signed URL: as wrong as a clock may be for other requests."""
 _CONNECT_S: Final = 2.0
 _READ_S: Final = 3.0
-"""A connection on which nothing comes for so long is dead."""
+"""A connection with nothing received for so long is dead."""
 _TOTAL_S: Final = 60.0
 _IDLE_S: Final = 20.0
-"""A connection that has waited longer is not used again: what lies between may have dropped it."""
+"""A connection idle for longer is not reused: a middlebox may have dropped it."""
 _PAUSE_S: Final = 5.0
-"""After anything unusual requests go the other way for so long, which copes with it."""
+"""After anything unusual, requests use the other client for so long."""
 _HEAD_NBYTES: Final = 64 << 10
 _HEAD_STEP_NBYTES: Final = 4 << 10
 _HEAD_ENDS: Final = b"\r\n\r\n"
@@ -55,19 +54,19 @@ _OK, _PART, _NOT_FOUND = "200", "206", "404"
 
 
 class Meta(NamedTuple):
-    """An object as a server describes it."""
+    """An object as its server describes it."""
 
     key: str
     """Relative to the bucket's URL."""
     nbytes: int
     modified_s: float
-    """Seconds since 1970, of the last write; some servers say whole seconds."""
+    """Seconds since 1970 of the last write; some servers return whole seconds."""
     tag: bytes
-    """What tells these bytes from any others that ever have this name (an ETag)."""
+    """Distinguishes these bytes from any others that ever have this name (an ETag)."""
 
 
 class SignedReads:
-    """Reads objects of one bucket by signed addresses. Safe for threads; not across a fork."""
+    """Reads objects of one bucket by signed URLs. Thread-safe; not usable across a fork."""
 
     def __init__(
         self,
@@ -77,9 +76,9 @@ class SignedReads:
         *,
         allow_http: bool,
     ) -> None:
-        """Send nothing. ``sign`` makes an object's address from its key, good for some time.
+        """Send nothing. ``sign`` makes an object's URL from its key, valid for some time.
 
-        ``memory`` lends bytes for a body. ``bundle`` is a file of certificates that are trusted
+        ``memory`` allocates a body's memory. ``bundle`` is a file of certificates that are trusted
         beside the system's.
         """
         self._sign, self._memory, self._bundle = sign, memory, bundle
@@ -88,7 +87,7 @@ class SignedReads:
         self._resume_s = 0.0
 
     def get(self, key: str, part: tuple[int, int] | None) -> tuple[Meta, memoryview] | None:
-        """Return an object, or its bytes from ``part[0]`` up to ``part[1]``; None: ask otherwise.
+        """Return an object, or its bytes ``part[0]`` to ``part[1]``; None: use the other client.
 
         Raises FileNotFoundError.
         """
@@ -106,7 +105,7 @@ class SignedReads:
         return found
 
     def _get(self, key: str, part: tuple[int, int] | None) -> tuple[Meta, memoryview]:
-        """Raise FileNotFoundError; anything else where the answer is not the usual one."""
+        """As :meth:`get`; raises FileNotFoundError, and other exceptions for an unusual answer."""
         scheme, _, rest = self._sign(key, _VALID).partition("://")
         host, _, path = rest.partition("/")
         origin = f"{scheme}://{host}"
@@ -130,7 +129,7 @@ class SignedReads:
         return Meta(key, nbytes, modified_s, headers.get("etag", "").encode()), data
 
     def _connection(self, origin: str) -> _Connection:
-        """Return a connection that was used before, or a new one. Raises OSError, ValueError."""
+        """Return a reused or a new connection. Raises OSError, ValueError."""
         while self._idle:
             try:
                 since_s, its_origin, connection = self._idle.pop()
@@ -159,24 +158,22 @@ class _Connection:
     """One connection to a server; HTTP/1.1, one request at a time."""
 
     def __init__(self, connected: socket.socket, host: str) -> None:
-        """Own a socket, on which each wait has a limit of its own."""
+        """Own a socket whose every wait has a time limit."""
         self._socket, self._host = connected, host
         self._flags = 0 if isinstance(connected, ssl.SSLSocket) else socket.MSG_WAITALL
         self._body = b""
-        """What of a body came with its head."""
+        """The part of a body that arrived with its head."""
 
     def close(self) -> None:
-        """End it."""
         self._socket.close()
 
     def __del__(self) -> None:
-        """End it when the last idle one is dropped."""
         self.close()
 
     def ask(self, path: str, part: tuple[int, int] | None) -> tuple[str, dict[str, str]]:
-        """Ask for an object or a part of it; return the status and the headers of the answer.
+        """Request an object or a part of it; return the answer's status and headers.
 
-        Headers' names are in lower case. Raises OSError, ValueError.
+        Header names are in lower case. Raises OSError, ValueError.
         """
         wanted = "" if part is None else f"Range: bytes={part[0]}-{part[1] - 1}\r\n"
         self._socket.sendall(f"GET {path} HTTP/1.1\r\nHost: {self._host}\r\n{wanted}\r\n".encode())
@@ -200,7 +197,7 @@ class _Connection:
         return head[:stop]
 
     def read_into(self, data: memoryview) -> None:
-        """Receive a body. Raises OSError, and ValueError where less comes or too slowly."""
+        """Receive a body. Raises OSError; ValueError if it is short or too slow."""
         until_s, place = time.monotonic() + _TOTAL_S, len(self._body)
         data[:place], self._body = self._body, b""  # ValueError where that is more
         while place < len(data):
@@ -211,9 +208,9 @@ class _Connection:
 
 
 def _lengths(status: str, headers: dict[str, str], part: tuple[int, int] | None) -> tuple[int, int]:
-    """Return how long the object is, and what is sent of it.
+    """Return the object's length, and the number of bytes sent.
 
-    Raises ValueError or KeyError where that is not what was asked for.
+    Raises ValueError or KeyError if that was not requested.
     """
     nbytes = total = int(headers["content-length"])
     if status == _PART and part is not None:
@@ -228,20 +225,20 @@ def _lengths(status: str, headers: dict[str, str], part: tuple[int, int] | None)
     return total, nbytes
 
 
-@functools.lru_cache(16)  # what was written together is read together
+@functools.lru_cache(16)  # head and body may arrive in one packet
 def _seconds(date: str) -> float:
     return email.utils.parsedate_to_datetime(date).timestamp()
 
 
 def _has_proxy(scheme: str, host: str) -> bool:
-    """Whether requests go through a proxy of the environment, which the other client knows."""
+    """Whether the environment names a proxy, which only the other client supports."""
     proxies = urllib.request.getproxies()
     return bool(proxies.keys() & {scheme, "all"}) and not urllib.request.proxy_bypass(host)
 
 
 @functools.cache
 def trust(bundle: str | None) -> ssl.SSLContext:
-    """Return whose certificates are believed: the system's, and those of a file."""
+    """Return the trusted certificates: the system's, and those of a file."""
     context = ssl.create_default_context()
     if bundle is not None:
         context.load_verify_locations(bundle)
@@ -255,11 +252,11 @@ _MAX_PAGE_NBYTES: Final = 32 << 20
 
 
 class RefusedError(Exception):
-    """What a server answered, as status and body: obstore words it so, too."""
+    """A server's answer, as status and body, in obstore's wording."""
 
 
 class SignedRequests:
-    """Requests to one place in a bucket. Safe for threads."""
+    """Requests to one prefix in a bucket. Thread-safe."""
 
     def __init__(
         self,
@@ -271,9 +268,9 @@ class SignedRequests:
     ) -> None:
         """Send nothing.
 
-        ``sign`` makes the address of an object in the place from a method and its key. ``sign_at``
-        makes one of an endpoint instead. ``prefix`` is the place's key in the bucket, ``bundle`` a
-        file of certificates that are trusted, too. ``sent`` is called before each further page.
+        ``sign`` makes the URL of an object from a method and its key. ``sign_at`` makes one of an
+        endpoint. ``prefix`` is the key prefix in the bucket, ``bundle`` a file of additionally
+        trusted certificates. ``sent`` is called before each further page.
         """
         self._sign, self._sign_at, self._prefix = sign, sign_at, prefix
         self._bundle, self._sent = bundle, sent
@@ -281,7 +278,7 @@ class SignedRequests:
     def put(self, key: str, data: bytes | memoryview, *, create: bool) -> None:
         """Write an object with a checksum in a header. Raises RefusedError, OSError.
 
-        With ``create`` FileExistsError where there is one.
+        With ``create``, FileExistsError if there is one.
         """
         digest = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
         headers = {"Content-MD5": digest, "Content-Type": "application/octet-stream"}
@@ -297,10 +294,10 @@ class SignedRequests:
     def pages(
         self, folder: str, after: str = "", delimiter: str = ""
     ) -> Iterator[tuple[list[str], list[Meta]]]:
-        """Yield folders (with a ``delimiter``) and objects below ``folder``, a request at a time.
+        """Yield folders (with a ``delimiter``) and objects below ``folder``, one request at a time.
 
-        Keys are relative to the place, folders end with the delimiter. Only what follows the key
-        ``after``. Raises RefusedError, OSError.
+        Keys are relative to the prefix, folders end with the delimiter. Only keys after ``after``.
+        Raises RefusedError, OSError.
         """
         whole = "/".join(part for part in (self._prefix, folder) if part)
         query = {
@@ -333,7 +330,7 @@ class SignedRequests:
             self._sent()
 
     def _origin(self) -> str:
-        """Return the address of the bucket: that of an object, less its key."""
+        """Return the bucket's address: an object's, without its key."""
         address = self._sign("GET", "x", _VALID).partition("?")[0]
         return address[: -len("/x") - (len(quote(self._prefix)) + 1 if self._prefix else 0)]
 
@@ -341,7 +338,7 @@ class SignedRequests:
         return key.removeprefix(f"{self._prefix}/") if self._prefix else key
 
     def _ask(self, method: str, url: str, data: bytes | None, headers: Mapping[str, str]) -> bytes:
-        """Send a request, again where the server has trouble. Raises RefusedError, OSError."""
+        """Send a request; retry if the server has trouble. Raises RefusedError, OSError."""
         context = trust(self._bundle) if url.startswith("https:") else None
         for left in reversed(range(_TRIES)):
             asked = urllib.request.Request(  # noqa: S310 - an address of ours
@@ -376,7 +373,7 @@ def _parsed(body: bytes) -> ET.Element:
 
 
 def _meta(one: ET.Element, decode: Callable[[str], str]) -> Meta:
-    """Raise OSError for what is no object's description."""
+    """Parse an object's description. Raises OSError if it is not one."""
     try:
         time_text = (one.findtext("{*}LastModified") or "").replace("Z", "+00:00")
         modified_s = datetime.fromisoformat(time_text).timestamp()

@@ -1,9 +1,9 @@
-"""Entries in several places: read from the nearest that has them, written to the nearest.
+"""Entries in several tiers: read from the nearest that has them, written to the nearest.
 
-A directory on a local disk is fast and small, a bucket or a shared file system behind it slow and
-large. A write is complete in the directory. What then travels on to the others, and what is written
-back to the directory when it was read from behind it, is told to :attr:`TieredStorage.travels`
-(:mod:`vua.store.travel`), which does it in the background.
+A directory on a local disk is fast and small; a bucket or a shared file system is slow and large. A
+write is complete once it is in the directory. :attr:`TieredStorage.travels`
+(:mod:`vua.store.travel`) uploads new entries to the slower tiers, and copies entries read from
+there into the directory, in the background.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["TieredStorage", "Travels"]
 
 
 class Travels(Protocol):
-    """Is told what could be copied. Returns at once and raises nothing."""
+    """Learns which entries could be copied. Returns at once and raises nothing."""
 
     def wrote(self, names: Sequence[str]) -> None:
-        """Note that entries were written to the nearest place."""
+        """Note that entries were written to the nearest tier."""
         ...
 
     def close(self) -> None:
@@ -30,26 +30,26 @@ class Travels(Protocol):
         ...
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return what is entered while entries are read: copies wait meanwhile."""
+        """Return a context for reading entries: copies wait meanwhile."""
         ...
 
     def came(self, name: str, data: memoryview | int, before: str) -> None:
-        """Note that an entry was read from behind.
+        """Note that an entry was read from a slower tier.
 
-        ``data`` are its bytes, which nobody has verified, or only their number where not all of
-        it was read; ``before`` is the chunk that came before it, where that is known.
+        ``data`` are its unverified bytes, or only their number if not all of it was read;
+        ``before`` is the preceding chunk, if known.
         """
         ...
 
 
 class TieredStorage:
-    """One namespace in several places; see :class:`vua.storage.base.Storage` for its promises.
+    """One namespace in several tiers; see :class:`vua.storage.base.Storage` for its promises.
 
-    Times are those of the nearest place.
+    Times are those of the nearest tier.
     """
 
     def __init__(self, near: LocalStorage, far: Sequence[Storage], where: str) -> None:
-        """Put ``near`` before ``far``, of which the first is nearest; ``where`` names those."""
+        """Read from ``near`` before ``far``, whose first is nearest; ``where`` names those."""
         self.near, self.far, self.where = near, tuple(far), where
         self.travels: Travels | None = None
         probes = max(tier.capabilities.probes for tier in self.tiers)
@@ -57,22 +57,20 @@ class TieredStorage:
 
     @property
     def tiers(self) -> tuple[Storage, ...]:
-        """All of them, the nearest first."""
+        """All tiers, the nearest first."""
         return (self.near, *self.far)
 
     @property
     def gone(self) -> bool:
-        """Whether the nearest directory was deleted."""
         return self.near.gone
 
     def close(self) -> None:
-        """Release the directory."""
         self.near.close()
 
     # -- reading ------------------------------------------------------------------------------
 
     def read(self, batch: Batch) -> Filled:
-        """Read each run of entries from the nearest place that has its first."""
+        """Read each run of entries from the nearest tier that has its first."""
         with nullcontext() if self.travels is None else self.travels.reading():
             return self._read(batch)
 
@@ -105,7 +103,7 @@ class TieredStorage:
         return Filled(done, problem, versions.get)
 
     def _take_offers(self, batch: Batch, first: int, part: Batch) -> set[int]:
-        """Have whole entries of ``part`` told of as they come; return the set of those."""
+        """Report whole entries of ``part`` as they arrive; return the set of their indices."""
         offered: set[int] = set()
         travels = self.travels
 
@@ -118,7 +116,7 @@ class TieredStorage:
         return offered
 
     def _came(self, batch: Batch, indices: Sequence[int]) -> None:
-        """Tell of entries that came from behind, and that nobody offered."""
+        """Report entries that came from a slower tier and were not offered."""
         if self.travels is None:
             return
         plan = batch.transfer.plan
@@ -128,7 +126,7 @@ class TieredStorage:
             self.travels.came(batch.names[index], data, _before(batch, index))
 
     def head(self, name: str) -> bytes:
-        """Return an entry's first MiB from the nearest place that can show it. Raises OSError."""
+        """Return an entry's first MiB from the nearest tier that can read it. Raises OSError."""
         for tier in self.tiers:
             head = getattr(tier, "head", None)
             with suppress(FileNotFoundError):
@@ -137,7 +135,7 @@ class TieredStorage:
         raise FileNotFoundError(name)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
-        """Ask each place for what the nearer ones do not have."""
+        """Ask each tier for the entries that the nearer ones lack."""
         found = [False] * len(names)
         for tier in self.tiers:
             left = [index for index, there in enumerate(found) if not there]
@@ -149,7 +147,7 @@ class TieredStorage:
         return found
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        """List what lies anywhere, each entry once, as the nearest place has it."""
+        """List all tiers' entries, each entry once, as the nearest tier has it."""
         seen: set[str] = set()
         for tier in self.tiers:
             for entry in tier.list(prefix):
@@ -160,7 +158,6 @@ class TieredStorage:
     # -- writing ------------------------------------------------------------------------------
 
     def write(self, batch: Batch) -> Written:
-        """Write to the nearest place."""
         written = self.near.write(batch)
         if self.travels is not None:
             pairs = zip(batch.names, written.statuses, strict=True)
@@ -168,7 +165,7 @@ class TieredStorage:
         return written
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
-        """Delete an entry where the version says that it was read, or everywhere."""
+        """Delete an entry in the tier that it was read from, by its version, or everywhere."""
         if if_version is not None:
             return self.tiers[if_version[0]].delete(name, if_version[1:])
         gone = [tier.delete(name) for tier in self.tiers]
@@ -176,18 +173,18 @@ class TieredStorage:
 
 
 def _part(batch: Batch, first: int) -> Batch:
-    """Return a batch of its own memory for headers, of the entries from ``first`` on."""
+    """Return a batch of the entries from ``first`` on, with its own memory for headers."""
     keep, place = batch.into.discard is not None, batch.place + first
     return Batch.of(batch.names[first:], batch.transfer, place, keep_discarded=keep)
 
 
 def _before(batch: Batch, index: int) -> str:
-    """Return the chunk before an entry, nothing where that is not known."""
+    """Return the chunk before an entry, empty if unknown."""
     return batch.names[index - 1].partition("/")[0] if index else ""
 
 
 def _take(batch: Batch, first: int, part: Batch, count: int) -> None:
-    """Take over what a part brought beside K and V, which lie where they belong already."""
+    """Copy what a part read beside K and V, which are already in place."""
     rows = slice(first, first + count)
     batch.headers[rows] = part.headers[:count]
     batch.digests[rows] = part.digests[:count]

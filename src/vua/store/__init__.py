@@ -1,1 +1,1 @@
-"""Chunks of one namespace: found, read and verified, written, kept apart when damaged."""
+"""Chunks of one namespace: found, read and verified, written, quarantined when damaged."""

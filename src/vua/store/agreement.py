@@ -1,23 +1,20 @@
-"""Whether two computations of one chunk's K and V agree, as far as arithmetic lets them.
+"""Whether two computations of one chunk's K and V agree, as far as arithmetic allows.
 
-Two engines never compute the very same numbers: another size of tensor parallelism, kernel or batch
-adds in another order and rounds in other places. What they then differ by is a few roundings of the
-dtype, more in deeper layers, where it has been amplified. Another checkpoint, adapter, rotary
-embedding or image differs by more, mostly in the first layers already, where arithmetic differs
-least. So the tolerance grows with the layer.
+Two engines never compute exactly the same numbers: another TP size, kernel or batch adds in another
+order and rounds in other places. The difference is a few roundings of the dtype, more in deeper
+layers, which amplify it. Another checkpoint, adapter, rotary embedding or image differs by more,
+mostly already in the first layers, where arithmetic differs least. So the tolerance grows with the
+layer.
 
-The distance of a layer is, for K and for V by themselves, the median over the chunk's tokens of
-``|computed - stored| / |stored|`` (Euclidean, over all heads and elements of the token). A median,
-since a few tokens may differ by much without a fault: those that a mixture of experts sends to
-another expert for a rounding, and those on which attention piles up huge values.
+A layer's distance is, for K and for V separately, the median over the chunk's tokens of ``|computed
+- stored| / |stored|`` (Euclidean, over all heads and elements of the token). It is a median, since
+a few tokens may differ by much without a fault: those that a mixture of experts sends to another
+expert because of a rounding, and those on which attention piles up huge values. docs/vllm.md shows
+measurements by ``benchmarks/witness.py``.
 
-docs/vllm.md shows both sides as measured by ``benchmarks/witness.py``.
-
-A label instead of an identity: what can be told, by looking, of the model behind it.
-
-The library's user says by `VUAConfig.model` whose caches are put; nothing shows whether that is
-true. A directory knows, though, what was put into it: when tokens are put that are stored already,
-the tensors given must be those stored, but for rounding.
+:class:`Label` applies this to the library, whose user names the model by `VUAConfig.model`,
+unchecked. If tokens are put that are already stored, the given tensors must be the stored ones,
+except for rounding.
 """
 
 from __future__ import annotations
@@ -50,23 +47,29 @@ _ROUNDING: Final = {
     "F8_E5M2": 2**-5,
     "F8_E5M2FNUZ": 2**-5,
 }
-"""What one rounding amounts to, by dtype of the K and V. Those of F32 (and F64) may be products of
-TF32, which has 10 bits. Of F8 only elements on the border between two values differ, so the
-distance of a token is well below one rounding of an element."""
+"""Size of one rounding, by dtype of K and V.
+
+F32 (and F64) may be products of TF32, which has 10 bits. With F8 only elements on the border
+between two values differ, so a token's distance is well below one rounding of an element.
+"""
 
 QUANTISED_ROUNDING: Final = 2**-6
-"""At least this, where a model computes with quantised numbers: these are scaled by what else is in
-the same part, which depends on the size of tensor parallelism."""
+"""At least this if a model computes with quantised numbers.
+
+Their scale depends on the other numbers in the same part, hence on the TP size.
+"""
 
 _FIRST: Final = 2.0
 _DEEPER: Final = 8.0
-"""Roundings that the first layer may differ by, and those by which it grows with the square root of
-the layer's number, as a random walk does. Trained models stay far below, deeper layers included;
-small ones with random weights amplify a rounding more than twofold per layer, and decide this."""
+"""Roundings allowed in the first layer; they grow with the square root of the layer's number.
+
+That is how a random walk grows. Trained models stay far below, deeper layers included. Small models
+with random weights amplify a rounding more than twofold per layer; they set this value.
+"""
 
 
 def tolerance(dtype: str, layer: int, *, quantised: bool = False) -> float:
-    """Return the distance up to which a layer agrees; 0 for whole numbers, which are not rounded.
+    """Return the distance up to which a layer agrees; 0 for integers, which are not rounded.
 
     Args:
         dtype: of K and V, a safetensors name.
@@ -83,10 +86,10 @@ def tolerance(dtype: str, layer: int, *, quantised: bool = False) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far two computations of a chunk lie apart, where that is most against the tolerance."""
+    """How far two computations of a chunk differ, at the worst layer relative to its tolerance."""
 
     distance: float
-    """See the module; infinite where one of them is not a number."""
+    """See the module; infinite if one of them is not a number."""
     tolerance: float
     layer: int
     """Its number in the model."""
@@ -95,18 +98,16 @@ class Agreement:
 
     @property
     def ratio(self) -> float:
-        """The distance in tolerances: they agree up to 1."""
+        """Distance divided by tolerance: they agree up to 1."""
         if not self.tolerance:
             return math.inf if self.distance else 0.0
         return self.distance / self.tolerance
 
     @property
     def holds(self) -> bool:
-        """Whether they agree."""
         return self.ratio <= 1.0
 
     def __str__(self) -> str:
-        """Say it in one phrase."""
         return (
             f"{self.part} of layer {self.layer} differs by {self.distance:.2g} of its size, "
             f"{self.ratio:.2g} times the {self.tolerance:.2g} that arithmetic explains"
@@ -121,18 +122,16 @@ def compare(
     *,
     quantised: bool = False,
 ) -> Agreement:
-    """Compare two computations of one chunk.
+    """Compare two computations of one chunk; return the worst layer.
 
-    Reads both once; needs memory for some float64 copies of one layer. Safe for threads.
+    Reads both once; needs memory for some float64 copies of one layer. Thread-safe.
 
     Args:
-        computed: K, and V where there is one: ``[heads, layers, tokens, dim]`` each.
-        stored: likewise.
+        computed: K, and V if there is one: ``[heads, layers, tokens, dim]`` each.
+        stored: the same.
         dtype: of both, a safetensors name.
         layers: the numbers of these layers in the model.
         quantised: see :func:`tolerance`.
-
-    Returns where they differ most.
     """
     worst: Agreement | None = None
     for part, ours, theirs in zip("KV", computed, stored, strict=False):
@@ -148,7 +147,7 @@ def compare(
 
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
-    """Median over the tokens of the relative distance; ``[heads, tokens, dim]`` each."""
+    """Median over the tokens of the relative distance; inputs are ``[heads, tokens, dim]``."""
     one, other = ours.double(), theirs.double()  # float32 overflows in a square
     apart = _norms(one - other)
     apart = torch.where(_norms(one).isfinite() | _norms(other).isfinite(), apart, 0.0)
@@ -158,31 +157,33 @@ def _distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """Euclidean size of each token."""
     return rows.square().sum(dim=(0, 2)).sqrt()
 
 
 log = logging.getLogger(__name__)
 
 _WHOLE_NUMBERS: Final = 0.4
-"""Distance up to which caches of integers can be of one model. They were rounded before they came
-here, nobody knows how coarsely; those of unrelated models have about 1.4, the square root of 2."""
+"""Distance up to which caches of integers can come from one model.
+
+They were rounded earlier, by an unknown step. Caches of unrelated models differ by about 1.4, the
+square root of 2.
+"""
 
 
 class Label:
-    """What one user of a directory has seen of a label's model. Safe for threads."""
+    """What one user of a directory has learned about a label's model. Thread-safe."""
 
     def __init__(self, path: Location, name: str, *, default: bool) -> None:
-        """Know nothing yet of what ``path`` holds under ``name``; ``default``: nobody chose it."""
+        """Know nothing about ``path`` yet; ``default``: the user did not choose ``name``."""
         self._path, self._name, self._default = path, name, default
         self._why = ""
         self._put = self._said = False
 
     def compare(self, store: Store, key: ChunkKey | None, cache: Cache) -> None:
-        """Compare a stored chunk, if any of ``cache`` is stored, with what is given for it.
+        """Compare one stored chunk of ``cache``, if there is one, with the given tensors.
 
-        Looks at one head of the last layer, which depends on everything below it. Raises
-        ConfigError when they cannot be of one model, and from then on at every call.
+        Looks at one head of the last layer, which depends on all layers below it. Raises
+        ConfigError if they cannot come from one model, and from then on at every call.
         """
         if key is not None and not self._why:
             apart = _difference(store, key, cache)
@@ -197,7 +198,7 @@ class Label:
         self._put = True
 
     def trusted(self) -> bool:
-        """Whether what is stored may be loaded; says once what nobody has made sure of."""
+        """Whether stored chunks may be loaded; warns once if the label is unchecked."""
         if self._why:
             log.warning("all misses: %s", self._why)
         elif self._default and not (self._put or self._said):
@@ -211,7 +212,7 @@ class Label:
 
 
 def _difference(store: Store, key: ChunkKey, cache: Cache) -> str:
-    """Say what two models' caches differ in; "" for one model's, and where nothing can be read."""
+    """Describe how two models' caches differ; "" for one model's, or if nothing can be read."""
     last = Shard(store.layout.layers - 1, store.layout.layers, 0, 1)
     ours = cache.rows(last, range(key.start, key.stop))
     theirs = stored_rows(store, key, last)
@@ -221,7 +222,7 @@ def _difference(store: Store, key: ChunkKey, cache: Cache) -> str:
 
 
 def _apart(ours: list[Tensor], theirs: list[Tensor], dtype: str, layer: int) -> str:
-    """Say how far two models' K and V of a layer are apart; "" for one model's."""
+    """Describe the distance of two models' K and V in a layer; "" for one model's."""
     if all(map(torch.equal, ours, theirs)):
         return ""
     found = compare(ours, theirs, dtype, [layer])

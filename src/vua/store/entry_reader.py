@@ -1,8 +1,6 @@
-"""The verifier: entries come out of a storage through here, or not at all.
+"""The verifier: every entry that leaves a storage passes through :class:`EntryReader`.
 
-All of an entry's bytes against what it says: for who checks or moves entries as they are.
-
-Whoever loads one reads it by :class:`vua.store.entry_reader.EntryReader`.
+:func:`verified` and :func:`check_parts` check whole entries for tools that move or verify them.
 """
 
 from __future__ import annotations
@@ -28,43 +26,44 @@ if TYPE_CHECKING:
 __all__ = ["EntryReader", "ReadAhead", "UnbelievedError", "Verified", "check_parts", "verified"]
 
 _BATCH_ENTRIES: Final = 256
-"""Entries read by one call; bounds what memory headers take."""
+"""Entries read by one call; bounds the memory of headers."""
 _DISCARD_NBYTES: Final = 64 << 20
-"""Memory for what is read of sealed entries only to be verified."""
+"""Memory for parts of sealed entries that are read only to be verified."""
 
 
 class UnbelievedError(Exception):
-    """A sound entry whose writer is not believed."""
+    """A sound entry whose writer is not trusted."""
 
     def __init__(self, writer: bytes) -> None:
-        """Refuse what ``writer``, the name in the header, has written."""
+        """Refuse an entry of ``writer``, the name in the header."""
         super().__init__(writer.decode(errors="replace").strip())
         self.writer = writer
 
 
 @dataclass(slots=True)
 class Verified:
-    """What became of a read."""
+    """The result of a read."""
 
     count: int
-    """How many entries, from the first on, are in memory and proved to be the ones asked for."""
+    """Number of leading entries that are in memory and proved to be the requested ones."""
     problem: Exception | None = None
-    """Why the one behind them is not: EntryError where it is damaged or not the one asked for,
-    UntrustedError, UnbelievedError, FileNotFoundError or another OSError."""
+    """Why the next entry is not: EntryError (damaged or another entry), or as below.
+
+    UntrustedError, UnbelievedError, FileNotFoundError or another OSError.
+    """
     version: bytes | None = None
-    """Of the one behind them, as far as the storage knows; see :meth:`Storage.delete`."""
+    """The next entry's version, if the storage knows it; see :meth:`Storage.delete`."""
 
 
 class EntryReader:
-    """Reads entries of one shard into one memory. One thread at a time.
+    """Reads entries of one shard into one memory. Not thread-safe.
 
-    What it counts as read is, byte for byte, what was stored under its key: the header says so of
-    namespace, layout, shard, chunk and position, the bytes in memory have the header's checksums,
-    and with a seal its tags, too.
+    An entry counts as read only if it is, byte for byte, what was stored under its key: the header
+    names its namespace, layout, shard, chunk and position, and the bytes in memory match the
+    header's checksums and, with a seal, its tags.
     """
 
     def __init__(self, storage: Storage, codec: EntryCodec, transfer: Transfer) -> None:
-        """Read from ``storage`` what ``codec`` describes, as ``transfer`` says."""
         self._storage, self._codec, self._transfer = storage, codec, transfer
         self._suffix = f"/{codec.shard.name}"
         self._room: Batch | None = None
@@ -76,16 +75,15 @@ class EntryReader:
         seal: Seal | None = None,
         believed: Container[bytes] | None = None,
     ) -> Verified:
-        """Read leading entries into the chunk places from ``place`` on, up to a bad one.
+        """Read leading entries into the chunk slots from ``place`` on, up to a bad one.
 
         Args:
-            keys: the chunks; the i-th goes to place ``place + i``.
-            place: of the first.
-            seal: which they have to be sealed with; what was encrypted is clear text then.
-            believed: the writers of which entries count; by default all.
+            keys: the chunks; the i-th goes to slot ``place + i``.
+            place: slot of the first.
+            seal: the seal they must have; encrypted entries are decrypted in memory.
+            believed: names of trusted writers; by default all.
 
-        Raises nothing for the state of the storage. What lies in memory behind the entries that
-        count is undefined.
+        Raises nothing for the state of the storage. Memory after the counted entries is undefined.
         """
         done, at_once = 0, _BATCH_ENTRIES
         keep_discarded = seal is not None and self._transfer.discard_nbytes > 0
@@ -110,17 +108,17 @@ class EntryReader:
         *,
         hashed: bool = True,
     ) -> ReadAhead | None:
-        """Begin to read plain entries ahead of their use.
+        """Start reading plain entries ahead of their use.
 
         Args:
-            keys: the chunks, one at least; the i-th goes to place ``places[i % len(places)]``.
-            places: chunk places of the memory.
-            into: memory for headers, a row for each chunk place.
-            believed: the writers of which entries count; by default all.
-            hashed: whether payloads are hashed here. Without it their checksums are the caller's
-                to compare: headers are in ``into``.
+            keys: the chunks, at least one; the i-th goes to slot ``places[i % len(places)]``.
+            places: chunk slots of the memory.
+            into: memory for headers, one row per chunk slot.
+            believed: names of trusted writers; by default all.
+            hashed: whether payloads are hashed here. Without it the caller must compare their
+                checksums with the headers in ``into``.
 
-        Returns None where the storage, or the machine, reads nothing ahead.
+        Returns None if the storage or the machine cannot read ahead.
         """
         if not isinstance(self._storage, LocalStorage):
             return None
@@ -137,7 +135,7 @@ class EntryReader:
         return ReadAhead(stream, check)
 
     def _batch(self, run: Sequence[ChunkKey], place: int, *, keep_discarded: bool) -> Batch:
-        """Return what to ask for, in memory that is kept between calls."""
+        """Return the batch to read, in memory that is kept between calls."""
         names = [key.name + self._suffix for key in run]
         room = self._room
         if keep_discarded or room is None or len(room.headers) < len(run):
@@ -145,7 +143,7 @@ class EntryReader:
             self._room = room
             return room
         room.names, room.place = names, place
-        room.into.clear(len(run))  # nothing is left that a storage could pass off as its own
+        room.into.clear(len(run))  # so that a storage cannot pass off an earlier result as its own
         return room
 
     def _verify(
@@ -155,7 +153,7 @@ class EntryReader:
         seal: Seal | None,
         believed: Container[bytes] | None,
     ) -> tuple[int, EntryError | UnbelievedError | None]:
-        """Return how many entries are good, and what is the matter with the one behind them."""
+        """Return how many entries are good, and what is wrong with the next one."""
         codec, plan = self._codec, self._transfer.plan
         for index, key in enumerate(keys):
             try:
@@ -177,10 +175,10 @@ class EntryReader:
         *,
         hashed: bool = True,
     ) -> None:
-        """Compare what was read to a row with what an entry of ``key`` has to be.
+        """Compare one row with the entry that ``key`` must have.
 
-        Raises EntryError where it is not that, UnbelievedError where it is another writer's.
-        Without ``hashed`` the payload is left out.
+        Raises EntryError if it is not that, UnbelievedError for an untrusted writer. Without
+        ``hashed`` the payload is not compared.
         """
         codec, plan, key_id = self._codec, self._transfer.plan, "" if seal is None else seal.key_id
         header = memoryview(into.headers[row].data)
@@ -197,22 +195,22 @@ class EntryReader:
 
 
 class ReadAhead:
-    """Entries that are read in order ahead of their use. One thread at a time."""
+    """Entries that are read in order ahead of their use. Not thread-safe."""
 
     def __init__(self, stream: EntryStream, check: Callable[[int], None]) -> None:
-        """Hand on what ``stream`` reads.
+        """Pass on what ``stream`` reads.
 
-        ``check``, given an entry's number, raises EntryError or UnbelievedError where it is wrong.
+        ``check``, given an entry's index, raises EntryError or UnbelievedError if it is wrong.
         """
         self._stream, self._check = stream, check
         self._good = 0
 
     def take(self, done: int, upto: int) -> int:
-        """Wait for the first ``upto`` entries; return how many leading ones came and are right.
+        """Wait for the first ``upto`` entries; return how many leading ones arrived and are right.
 
-        The first ``done`` are done with: their places may be written again.
-        Right are those that :meth:`EntryReader.read` would count, but for payloads that are not
-        hashed here. Gives up the GIL. Once there are fewer, there will not be more.
+        Slots of the first ``done`` entries may be overwritten. An entry is right if
+        :meth:`EntryReader.read` would count it, except for payloads that are not hashed here.
+        Releases the GIL. After a bad entry the result stays the same.
         """
         came = self._stream.wait(done, upto)
         while self._good < came:
@@ -224,12 +222,13 @@ class ReadAhead:
         return self._good
 
     def close(self) -> None:
-        """Wait until nothing is written to memory any more."""
         self._stream.close()
 
 
 def verified(data: bytes | memoryview, namespace: str, name: str) -> EntryInfo:
-    """Return what an entry says, if it is sound and is ``name``. Tags of a seal are not looked at.
+    """Return an entry's header if the entry is sound and is ``name``.
+
+    A seal's tags are not checked.
 
     Raises CorruptEntryError, ForeignEntryError.
     """
@@ -245,9 +244,11 @@ def verified(data: bytes | memoryview, namespace: str, name: str) -> EntryInfo:
 def check_parts(
     info: EntryInfo, payload: Iterator[memoryview], openings: Iterator[Digest] | None = None
 ) -> None:
-    """Compare checksums and tags. Each part of the payload may be gone when the next one comes.
+    """Compare checksums and tags.
 
-    What is encrypted is decrypted where it lies. Raises CorruptEntryError.
+    Each part of the payload may be freed once the next one is yielded.
+
+    Encrypted parts are decrypted in place. Raises CorruptEntryError.
     """
     codec, genuine = codec_of(info), []
     sizes = codec.block_nbytes()
@@ -273,5 +274,5 @@ def check_parts(
         check_payload(info.layout, info.shard, [1] * len(sizes), genuine, what="tags")
     except CorruptEntryError as problem:
         key_id = info.seal_info.key_id
-        msg = f"{problem}: written by somebody without the key {key_id}, or changed since"
+        msg = f"{problem}: written without the key {key_id}, or changed since"
         raise CorruptEntryError(msg) from problem

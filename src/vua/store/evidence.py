@@ -1,9 +1,8 @@
-"""What entries' headers say of a namespace's layouts: more than its description does.
+"""The layouts of a namespace by the headers of its entries: stronger evidence than its description.
 
-Nothing protects the layouts in ``namespace.json``, and one flipped bit there must neither hide what
-is stored nor keep anybody from storing more. Every entry's header states its layout, and checks
-itself. So a few headers are read where a namespace is opened, and where its description and the one
-who opens it differ.
+Nothing protects the layouts in ``namespace.json``. One flipped bit there must neither hide what is
+stored nor prevent storing more. Every entry's header states its layout, and has a self-check. So a
+few headers are read when a namespace is opened, and when its description and its user disagree.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ __all__ = [
 ]
 
 _HEADERS: Final = 8
-"""How many are read, where each is one read of a file."""
+"""Headers read per group, if each is one read of a file."""
 _FAR_HEADERS: Final = 2
-"""And where it is a request."""
+"""The same, if each is a request."""
 _TRIES: Final = 4
-"""For each of them, so many entries are looked at: some may be damaged."""
+"""Entries tried per header: some may be damaged."""
 
 Stated: TypeAlias = Mapping[str, KVLayout]
-"""By group of layers what most of its entries' headers say."""
+"""By group of layers, the layout in most of its entries' headers."""
 
 
 class LaterNamespaceError(ConfigError):
@@ -53,10 +52,10 @@ class LaterNamespaceError(ConfigError):
 
 
 def stated_layouts(storage: Storage, namespace: str) -> Stated:
-    """Return what some sound headers of entries say. Raises nothing for the storage's state.
+    """Return the layouts in some sound headers. Raises nothing for the storage's state.
 
     Args:
-        storage: of the namespace; of files that are not believed nothing is read.
+        storage: of the namespace; untrusted files are not read.
         namespace: its name.
     """
     most = _HEADERS if storage.capabilities.probes == 1 else _FAR_HEADERS
@@ -87,9 +86,9 @@ def _header(storage: Storage, name: str) -> EntryInfo | None:
 
 
 def layouts_by(found: Description, stated: Stated) -> tuple[KVLayout, ...]:
-    """Return a namespace's layouts: as described, where no header says otherwise.
+    """Return a namespace's layouts: as described, unless headers say otherwise.
 
-    None of what a later version of VUA described, unless one turned bit explains why it looks so.
+    Empty if a later version of VUA described it, unless one flipped bit explains that.
     """
     layouts = {layout.group: layout for layout in found.layouts}
     if found.later:
@@ -97,20 +96,22 @@ def layouts_by(found: Description, stated: Stated) -> tuple[KVLayout, ...]:
         if not fitting:
             return ()
         layouts = {layout.group: layout for layout in fitting[0]}
-    if not stated.keys() <= layouts.keys():  # what is described and not stored, is not there
+    if (
+        not stated.keys() <= layouts.keys()
+    ):  # a group that is described but not stored does not count
         layouts = {group: one for group, one in layouts.items() if group in stated}
         layouts |= {group: stated[group] for group in sorted(stated)}
     return tuple((layouts | dict(stated)).values())
 
 
 def fits(stated: Stated, layouts: Sequence[KVLayout]) -> bool:
-    """Whether no header says otherwise than these layouts."""
+    """Whether no header contradicts these layouts."""
     wanted = {layout.group: layout for layout in layouts}
     return all(wanted.get(group) == layout for group, layout in stated.items())
 
 
 def settled(found: Description) -> Description:
-    """Return a namespace's description with the layouts that headers of its entries bear out.
+    """Return a namespace's description with the layouts that its entries' headers confirm.
 
     Raises nothing for the state of the storage.
     """
@@ -118,7 +119,7 @@ def settled(found: Description) -> Description:
 
 
 def stated_at(found: Description) -> Stated:
-    """Return what some sound headers of a namespace say; it is opened for that, by anybody.
+    """Return the layouts in some sound headers of a namespace, opened for that.
 
     Raises nothing for the state of the storage.
     """

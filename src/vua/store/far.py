@@ -1,4 +1,4 @@
-"""Caches in a bucket, or in a directory with places behind it: opened as a directory alone is."""
+"""Caches in a bucket, or in a directory with slower tiers: opened like a directory."""
 
 from __future__ import annotations
 
@@ -50,15 +50,14 @@ log = logging.getLogger(__name__)
 
 
 class RenewingCapacity(BucketCapacity):
-    """That of a bucket, whose objects are kept young while they are used."""
+    """The capacity of a bucket, whose objects are renewed while they are used."""
 
     def __init__(self, place: BucketPath, bounds: Limits | None) -> None:
-        """Watch over the namespace in ``place``."""
         super().__init__(place, bounds)
         self.renewals = [Renewal(place, bounds)]
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
-        """Renew what is old of the first ``chunks``, in the background."""
+        """Renew old objects among the first ``chunks``, in the background."""
         super().used(keys, chunks, wait=wait, storing=storing)
         for one in self.renewals:
             one.used(keys, chunks)
@@ -71,12 +70,12 @@ class RenewingCapacity(BucketCapacity):
 
 
 class TieredCapacity(Capacity):
-    """That of a directory with places behind it: entries travel on, and stay young in buckets."""
+    """The capacity of a tiered directory: entries are uploaded, and stay young in buckets."""
 
     def __init__(
         self, storage: TieredStorage, name: str, bounds: Limits | None, rules: TierRules
     ) -> None:
-        """Watch over a namespace; what is not sent yet is not evicted."""
+        """Bound a namespace; entries that are not uploaded yet are not evicted."""
         near = storage.near
         super().__init__(near.directory.parent, near, bounds)
         self.spare_unsent()
@@ -88,16 +87,16 @@ class TieredCapacity(Capacity):
             for one in storage.far
             if isinstance(one, ObjectStorage)
         ]
-        """What keeps objects young that are used, one for each bucket."""
+        """Renew used objects, one per bucket."""
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
-        """As in a directory; and renew what is old in buckets, in the background."""
+        """As in a directory; also renew old objects in buckets, in the background."""
         super().used(keys, chunks, wait=wait, storing=storing)
         for one in self.renewals:
             one.used(keys, chunks)
 
     def close(self) -> None:
-        """Send what waits, for some seconds at most, and finish what is to be done."""
+        """Upload what waits, for some seconds at most, and finish pending work."""
         self.travel.close()
         for one in self.renewals:
             one.close()
@@ -105,14 +104,14 @@ class TieredCapacity(Capacity):
 
 
 def at(url: str | os.PathLike[str]) -> BucketPath:
-    """Return the place of a URL. Raises ConfigError."""
+    """Return a URL's bucket and prefix. Raises ConfigError."""
     return BucketPath(Bucket.at(str(url)))
 
 
 def locate_far(
     root: str | os.PathLike[str] | Sequence[str], *, create: bool, security: Security | None
 ) -> BucketPath | Tiers:
-    """Return the place of a URL, or several; see :func:`vua.store.place.locate`."""
+    """Return the location of a URL or of tiers; see :func:`vua.store.place.locate`."""
     if is_url(root):
         return locate_bucket(root, create=create)
     near, *far = map(str, names_of(root))
@@ -123,7 +122,7 @@ def locate_far(
 
 
 def _locate_behind(root: str, *, create: bool, security: Security | None) -> Path | BucketPath:
-    """Return a place behind a directory, whether it answers or not. Raises ConfigError."""
+    """Return the location of a slower tier, reachable or not. Raises ConfigError."""
     place: Path | BucketPath
     try:
         if is_url(root):
@@ -140,7 +139,10 @@ def _locate_behind(root: str, *, create: bool, security: Security | None) -> Pat
 
 
 def locate_bucket(root: str | os.PathLike[str], *, create: bool) -> BucketPath:
-    """Return the place of a URL, asked whether it is a cache. Raises ConfigError, StorageError."""
+    """Return a URL's location after checking that it is a cache.
+
+    Raises ConfigError, StorageError.
+    """
     place = at(root)
     marked = claim_bucket(place) if create else is_marked_bucket(place)
     if create and not marked:
@@ -149,14 +151,14 @@ def locate_bucket(root: str | os.PathLike[str], *, create: bool) -> BucketPath:
 
 
 def description_at(path: Path | BucketPath) -> Description:
-    """Read what a namespace says about itself, wherever it is; never raises for what that is."""
+    """Read a namespace's description from any location; never raises for its content."""
     return read_bucket_description(path) if isinstance(path, BucketPath) else read_description(path)
 
 
 def open_far(
     path: BucketPath | Tiers, *, security: Security | None, bounds: Limits | None, rules: object
 ) -> Namespace | None:
-    """Open what is stored in a bucket, or in several places, if it is described somewhere."""
+    """Open a namespace in a bucket or in tiers, if it is described in one of them."""
     rules = TierRules(codec=AUTO) if rules is None else rules
     described = (settled(description_at(place)) for place in path.places)
     found = next((one for one in described if one.layouts), None)
@@ -221,7 +223,7 @@ def _in_bucket(
 def _describing(
     path: BucketPath, identity: Identity, layouts: Sequence[KVLayout]
 ) -> Callable[..., None]:
-    """Return what describes a namespace in a bucket."""
+    """Return a function that describes a namespace in a bucket."""
 
     def kept(found: Description, anew: bool) -> bool:  # noqa: FBT001 - see describe_in_bucket
         return is_kept(found, layouts, anew=anew)
@@ -236,7 +238,7 @@ def _open_behind(
     security: Security,
     rules: TierRules,
 ) -> list[LocalStorage | ObjectStorage]:
-    """Open the places behind a directory; one that is not there is left out, and said."""
+    """Open the slower tiers; an unreachable one is left out, with a warning."""
     found: list[LocalStorage | ObjectStorage] = []
     for root in places:
         path = root / identity.namespace

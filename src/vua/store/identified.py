@@ -1,7 +1,7 @@
-"""What may be opened only once it is known whose it is: a model's store, behind its identification.
+"""Opens a model's store once the model is identified, in the background.
 
-Promises that nothing is opened before every byte of the model's files is identified, that whoever
-asks meanwhile is not kept waiting, and that it is opened once. Safe for threads, and after a fork.
+Nothing is opened before every byte of the model's files is identified, callers do not wait
+meanwhile, and it is opened once. Thread-safe, also after a fork.
 """
 
 from __future__ import annotations
@@ -24,24 +24,22 @@ __all__ = ["Described", "Identified"]
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A model's identity but for its weights, which take longer."""
+    """A model's identity without its weights, which take longer to identify."""
 
     files: Sequence[Path]
-    """Those that hold the weights."""
+    """The files that hold the weights."""
     others: Identity
-    """The other fields."""
+    """The other fields of the identity."""
     check: Callable[[Weights | None, threading.Event], Weights] | None = None
-    """Says what the weights are, given those of the files (None: there are none); the event tells
-    it to stop."""
+    """Returns the final weights, given those of the files (None: no files); the event stops it."""
 
     def find(self, stop: threading.Event) -> Weights:
-        """Find out which weights they are. Raises as `identify_weights` and ``check``."""
+        """Identify the weights. Raises as `identify_weights` and ``check``."""
         if self.check is None:
             return identify_weights(self.files, stop=stop)
         return self.check(identify_weights(self.files, stop=stop) if self.files else None, stop)
 
     def identity(self, weights: Weights) -> Identity:
-        """Return the whole."""
         return replace(self.others, weights=weights.fingerprint)
 
 
@@ -53,17 +51,17 @@ _T = TypeVar("_T", bound=_Open)
 
 
 class Identified(Generic[_T]):
-    """Opens a model's store when it is first wanted after the model has been identified."""
+    """Opens a model's store at first use after the model was identified."""
 
     def __init__(
         self, described: Described, open_: Callable[[Identity], _T], log: logging.Logger
     ) -> None:
-        """Begin to identify the model, on a thread of its own.
+        """Start identifying the model, on its own thread.
 
         Args:
-            described: which model it is, but for its weights.
+            described: the model, without its weights.
             open_: opens the store of an identity. May raise VUAError and OSError.
-            log: gets one line where nothing can be loaded or saved.
+            log: gets one line if nothing can be loaded or saved.
         """
         self._described, self._open, self._log = described, open_, log
         self._opened: _T | None = None
@@ -72,21 +70,22 @@ class Identified(Generic[_T]):
         watch(self)
 
     def after_fork(self) -> None:
-        """Begin with a free lock, and to identify the model unless it is; see `vua.io.forks`."""
+        """Identify the model again unless it is done; see `vua.io.forks`."""
         self._lock = threading.Lock()
         if self._opened is None:
             self._identification = Identification(self._described.find)
 
     @property
     def identity(self) -> Identity:
-        """Whose it is; waits and raises as `ready` without a limit."""
+        """The model's identity; waits and raises as `ready` without a limit."""
         return self._described.identity(self._identification.answer.result())
 
     def ready(self, timeout_s: float | None = None) -> bool:
-        """Wait until the model is identified; return whether it is. None: for as long as it takes.
+        """Wait until the model is identified; return whether it is. None: no limit.
 
         Raises:
-            ConfigError, StorageError, OSError: it cannot be, so nothing is ever loaded or saved.
+            ConfigError, StorageError, OSError: identification failed, so nothing is ever loaded or
+                saved.
         """
         if not self._identification.wait(timeout_s):
             return False
@@ -94,9 +93,9 @@ class Identified(Generic[_T]):
         return True
 
     def usable(self) -> _T | None:
-        """Return what is open; None before it may be, and where that fails: the log says so once.
+        """Return the open store; None before it may be opened, and if that fails: logged once.
 
-        Waits for nothing but the opening itself, the first time.
+        Waits only for the opening itself, at the first call.
         """
         if not self._identification.wait(0):
             return None
@@ -109,7 +108,7 @@ class Identified(Generic[_T]):
             return None
 
     def close(self) -> None:
-        """Let the identification stop, and close what is open."""
+        """Stop the identification, and close an open store."""
         self._identification.close()
         with self._lock:
             if self._opened is not None:

@@ -1,12 +1,9 @@
-"""The caches of one identity in a directory, opened: the one way in, for reading and for writing.
+"""Opens the caches of one identity in a directory, for reading and for writing.
 
-``<root>/<namespace>/namespace.json`` says in clear which identity and which layouts the chunks
-beside it belong to (:mod:`vua.storage.description`). Who stores first writes it; no chunk needs
-it to be verified, since the files say it themselves, and what they say counts more
-(:mod:`vua.store.evidence`). Of other places than a directory:
-:mod:`vua.store.far`.
-
-Makes a namespace's directory, by whoever stores first; and says why one does not fit.
+``<root>/<namespace>/namespace.json`` states the identity and the layouts of the chunks beside it
+(:mod:`vua.storage.description`). The first writer writes it. Verification of a chunk does not need
+it: files state their layout themselves, and count more (:mod:`vua.store.evidence`). Locations other
+than a directory: :mod:`vua.store.far`.
 """
 
 from __future__ import annotations
@@ -71,13 +68,13 @@ def make_namespace(
     *,
     anew: bool = False,
 ) -> None:
-    """Make a namespace's directory and describe it, where that is not done yet.
+    """Make and describe a namespace's directory if that is not done yet.
 
     With ``anew`` a sound description of other layouts is replaced, too; that of a later version of
-    VUA never. Raises OSError; StorageError where its parent holds other things than a cache.
+    VUA never. Raises OSError; StorageError if the parent holds something other than a cache.
     """
     with contextlib.suppress(FileExistsError):
-        path.parent.mkdir(mode=0o700)  # what that lies in may be where a disk is to be mounted
+        path.parent.mkdir(mode=0o700)  # its parent may be the mount point of an unmounted disk
         see_to_mode(path.parent, security.directory_mode)
     try:
         claim(path.parent, mode=security.file_mode)
@@ -86,7 +83,7 @@ def make_namespace(
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
         see_to_mode(path, security.directory_mode)
-    fd = open_directory(path, security)  # it may be a link, or somebody else's
+    fd = open_directory(path, security)  # it may be a link, or belong to another user
     try:
         status, wanted = os.fstat(fd), security.directory_mode
         if stat.S_IMODE(status.st_mode) & wanted != wanted and status.st_uid == os.geteuid():
@@ -103,12 +100,12 @@ def make_namespace(
 
 
 def is_kept(found: Description, layouts: Sequence[KVLayout], *, anew: bool) -> bool:
-    """Whether a description that is there stays, see :func:`make_namespace`."""
+    """Whether an existing description stays, see :func:`make_namespace`."""
     return found.stands(tuple(layouts)) or (not anew and bool(found.layouts))
 
 
 def description_text(identity: Identity, layouts: Sequence[KVLayout]) -> bytes:
-    """Return what stands in a namespace's ``namespace.json``."""
+    """Return the content of ``namespace.json``."""
     described: dict[str, Any] = {
         "format": FORMAT,
         "identity": identity.describe(),
@@ -120,7 +117,7 @@ def description_text(identity: Identity, layouts: Sequence[KVLayout]) -> bytes:
 
 
 def difference(found: Description, given: Sequence[KVLayout]) -> str:
-    """Return in words in which layouts a namespace and its user differ."""
+    """Describe the difference between a namespace's layouts and its user's."""
     stored = found.layouts
     if len(stored) == len(given):
         parts = [
@@ -143,11 +140,11 @@ log = logging.getLogger(__name__)
 class Namespace:
     """A namespace in use: its storage, capacity and keyring, and a store per group of layers.
 
-    Safe for threads, processes, hosts and forks, like all that it consists of.
+    Safe for threads, processes, hosts and forks, like all its parts.
     """
 
     travel: Travel | None = None
-    """What copies entries between the places of a tiered cache."""
+    """Copies entries between the tiers of a tiered cache."""
 
     def __init__(
         self,
@@ -157,7 +154,7 @@ class Namespace:
         capacity: Capacity | BucketCapacity,
         security: Security,
     ) -> None:
-        """Use an open storage; :meth:`open` and :meth:`create` call this."""
+        """Use an open storage; called by :meth:`open` and :meth:`create`."""
         self.name = name
         """The identity's digest, 64 hex."""
         self.storage, self.layouts, self.capacity = storage, tuple(layouts), capacity
@@ -175,11 +172,11 @@ class Namespace:
         security: Security | None = None,
         layouts: Sequence[KVLayout] | None = None,
     ) -> Namespace | None:
-        """Open what is stored in the directory ``path``; None when nothing says what it is.
+        """Open the namespace in the directory ``path``; None if its layouts are unknown.
 
-        Its layouts are what entries' headers say, and what the description says of groups of
-        layers of which nothing is stored; a reader's own ``layouts`` where no header says
-        otherwise. Raises OSError; StorageError where it belongs to a user who is not trusted.
+        Layouts come from entries' headers; for groups without entries from the description, or from
+        the reader's ``layouts`` if no header contradicts them. Raises OSError; StorageError if the
+        directory belongs to an untrusted user.
         """
         found = read_description(path)
         try:
@@ -207,16 +204,16 @@ class Namespace:
         bounds: Limits | None = None,
         security: Security | None = None,
     ) -> Namespace:
-        """Open the namespace of ``identity`` for reading and writing, made where it is missing.
+        """Open the namespace of ``identity`` for reading and writing; it is made if missing.
 
         Args:
             root: directory of the cache.
-            identity: what the K/V depend on.
+            identity: everything that K and V depend on.
             layouts: one per group of the model's layers.
             durable: as for :class:`vua.storage.local.LocalStorage`.
-            bounds: what this process says of the cache's size; ``bounds.json`` and the defaults of
-                :mod:`vua.capacity.limits` hold, too.
-            security: whose files are read, the modes of what is written, and the keys.
+            bounds: this process's limits on the cache's size; ``bounds.json`` and the defaults of
+                :mod:`vua.capacity.limits` apply, too.
+            security: whose files are read, the modes of new files, and the keys.
 
         Raises:
             LayoutError: the namespace holds other layouts; nothing stored is touched.
@@ -233,9 +230,9 @@ class Namespace:
         self.capacity.share_reads()
 
     def close(self) -> None:
-        """Finish what the capacity still has to do; a second call does nothing.
+        """Finish the capacity's pending work; a second call does nothing.
 
-        The directory stays open until nobody holds the storage: a thread may be reading there.
+        The directory stays open while the storage is referenced: a thread may be reading.
         """
         self.capacity.close()
 
@@ -245,15 +242,15 @@ class Namespace:
         extras: Mapping[int, Sequence[tuple[str, bytes]]] | None = None,
         salt: bytes = b"",
     ) -> KeyChain:
-        """Name a prompt's chunks, as everybody has to who wants to find them here.
+        """Name a prompt's chunks, the same for all readers and writers.
 
         Args:
             ids: token ids as :func:`vua.format.keys.token_ids` returns them.
-            extras: chunk index -> (tag, value) pairs that the K/V from that chunk on depend on.
-            salt: the request's cache salt, which decides whose key makes the names secret. It is
-                not an extra by itself.
+            extras: chunk index -> (tag, value) pairs that K/V depend on from that chunk on.
+            salt: the request's cache salt, which chooses the key that makes the names secret. It is
+                not itself an extra.
 
-        Raises NoKeyError where that key is not to be had: then the prompt is not to be cached.
+        Raises NoKeyError if that key is unavailable: then the prompt must not be cached.
         """
         naming = self.keyring.naming(salt)
         return KeyChain(ids, self.layouts[0].chunk_tokens, extras, naming)
@@ -273,10 +270,10 @@ def create_storage(
         try:
             check_owner(root, security)
         except ConfigError:
-            judged = False  # it was opened by settings that do not ask for that
+            judged = False  # it was opened with settings that do not ask for that
 
     def check() -> None:
-        """Hold what the path names by now to what was asked of it at first."""
+        """Apply the first opening's checks to the directory that the path names now."""
         if judged:
             check_owner(root, security)
         found, wanted = read_description(path), tuple(layouts)
@@ -309,19 +306,18 @@ def described(
     make: Callable[..., None],
     open_: Callable[[], S],
 ) -> S:
-    """Open a namespace's storage; what does not say what it is gets made before.
+    """Open a namespace's storage; an undescribed one is described first.
 
-    Where the description says something else, headers of entries decide: it is written anew if
-    none of them says otherwise than ``layouts``.
+    If the description disagrees with ``layouts``, the headers of entries decide: it is rewritten
+    unless one of them disagrees, too.
 
     Args:
-        read: returns what it says about itself.
-        layouts: what it has to hold, one per group of layers.
-        make: describes it, where nothing sound does yet; with ``anew=True`` also where something
-            sound does.
+        read: returns its description.
+        layouts: required layouts, one per group of layers.
+        make: describes it if there is no sound description; with ``anew=True`` in any case.
         open_: opens it then.
 
-    Raises LayoutError where it holds others, LaterNamespaceError, StorageError.
+    Raises LayoutError if it holds other layouts, LaterNamespaceError, StorageError.
     """
     found, wanted = read(), tuple(layouts)
     if found.later and wanted not in found.flipped:
@@ -351,14 +347,14 @@ def _settle(
     make: Callable[..., None],
     stated: Stated,
 ) -> None:
-    """See to it that a namespace is described as it is. Raises LayoutError, StorageError."""
+    """Correct a namespace's description if needed. Raises LayoutError, StorageError."""
     found = read()
     if not fits(stated, wanted):
         raise LayoutError(difference(replace(found, layouts=layouts_by(found, stated)), wanted))
     try:
         if not found.stands(wanted):
             if found.layouts:
-                text = "%s says other layouts than the entries' headers: it is written anew"
+                text = "%s says other layouts than the entries' headers: it is rewritten"
                 log.warning(text, found.path / DESCRIPTION)
             make(anew=True)
             found = read()
@@ -374,23 +370,21 @@ def _settle(
 def check_root(
     root: str | os.PathLike[str], *, create: bool = True, security: Security | None = None
 ) -> Path:
-    """Return ``root`` as an existing directory, creating it (0700) if it alone is not there.
+    """Return ``root`` as an existing directory; only its last part is created (0700).
 
     Args:
         root: the directory.
-        create: whether it is to be written to: it is created where it is missing, but not what it
-            lies in, which may be a disk that is not mounted. An empty one gets the mark (see
-            `vua.storage.mark`).
-        security: who may own it, and its mode; by default it is not looked at.
+        create: whether it will be written to. It is created if missing, but not its parent, which
+            may be a disk that is not mounted. An empty one gets the mark (see `vua.storage.mark`).
+        security: who may own it, and its mode; by default not checked.
 
     Raises:
-        ConfigError: it is a file, or it is missing and ``create`` is False, or what it lies in is
-            missing (a mistyped path, a disk that is not mounted), or others than those whom
-            ``security`` trusts could replace what lies in it; or it is to be written to and holds
-            other things than a cache.
+        ConfigError: it is a file; or it is missing and ``create`` is False; or its parent is
+            missing (a mistyped path, a disk that is not mounted); or untrusted users could replace
+            its files; or it will be written to and holds something other than a cache.
         StorageError: it cannot be created or searched.
 
-    The path that is returned is absolute, and keeps symbolic links.
+    The returned path is absolute, and keeps symbolic links.
     """
     try:
         path = Path(os.path.abspath(root))  # noqa: PTH100 - keeps links
@@ -423,7 +417,7 @@ def check_root(
 
 
 def _missing_above(path: Path) -> str:
-    """Return what is said where ``path`` and the directory above it are missing."""
+    """Return the message for a ``path`` whose parent is missing, too."""
     return (
         f"{path}: no such directory, and {path.parent} is missing too; correct the path, "
         "mount what belongs there, or make that directory"
@@ -431,7 +425,7 @@ def _missing_above(path: Path) -> str:
 
 
 def _see_to_mark(root: Path, mode: int) -> None:
-    """Mark a new directory; one without the mark that cannot be written to is used as it is."""
+    """Mark a new directory; an unmarked one that cannot be written to is used without a mark."""
     can_write = os.access(root, os.W_OK, effective_ids=True)
     try:
         marked = claim(root, mode=mode)

@@ -1,11 +1,8 @@
-"""A cache's directory before an engine starts in it: whether it can be used, and what is there.
+"""From a user's path to a namespace in use: a directory, a bucket, or several tiers.
 
-Loading a model takes minutes; a wrong directory is to be noticed before that, in one line.
-
-From what a user names to a namespace in use: a directory, a bucket, or several places.
-
-A directory alone is opened here; whatever else there is, :mod:`vua.store.far` knows, which is not
-even imported before it is needed.
+:func:`prepare` checks a path before an engine starts: loading a model takes minutes, so a wrong
+directory must show before that, in one line. A directory is opened here; everything else is opened
+by :mod:`vua.store.far`, which is imported only when needed.
 """
 
 from __future__ import annotations
@@ -39,11 +36,11 @@ def locate(
     create: bool = True,
     security: Security | None = None,
 ) -> Location:
-    """Return ``root`` as it can be used: a directory, the URL of a place in a bucket, or several.
+    """Return ``root`` as a usable location: a directory, a URL's prefix in a bucket, or tiers.
 
-    Of a directory as :func:`check_root` says. A bucket is asked whether it is there and holds a
-    cache; with ``create`` an empty place gets the mark. Of several, of which the first is a
-    directory, those behind it need not answer. Raises ConfigError, StorageError.
+    A directory is checked by :func:`check_root`. A bucket is asked whether it exists and holds a
+    cache; with ``create`` an empty prefix gets the mark. Slower tiers need not be reachable. Raises
+    ConfigError, StorageError.
     """
     if is_directory_name(root):
         return check_root(root, create=create, security=security)
@@ -60,13 +57,12 @@ def open_namespace(
     rules: object = None,
     layouts: Sequence[KVLayout] | None = None,
 ) -> Namespace | None:
-    """Open what is stored in ``path``, or return None when nothing says what it is.
+    """Open the namespace at ``path``; None if its layouts are unknown.
 
-    Of several places it is enough that one of them describes it; then the nearest does, too.
-    ``layouts`` are the reader's, of a directory: it is opened with these where no entry says
-    otherwise. Without ``rules`` compressed entries of a bucket are read, too. The rest as for
-    :func:`create_namespace`. Raises OSError; StorageError where it belongs to a user who is not
-    trusted.
+    One described tier is enough; then the nearest is described, too. ``layouts`` are the reader's,
+    for a directory: it is opened with these unless an entry says otherwise. Without ``rules``,
+    compressed entries of a bucket are read, too. Other arguments as for :func:`create_namespace`.
+    Raises OSError; StorageError if it belongs to an untrusted user.
     """
     if isinstance(path, Path):
         return Namespace.open(path, security=security, layouts=layouts)
@@ -87,8 +83,7 @@ def create_namespace(
 ) -> Namespace:
     """Open a namespace for reading and writing: :meth:`Namespace.create`, for any location.
 
-    ``rules`` is whatever has the settings of :class:`vua.storage.tiered.TierRules`: of several
-    places, what is copied between them when; of buckets, the codec.
+    ``rules`` has the attributes of :class:`vua.storage.tiered.TierRules`.
     """
     if isinstance(root, Path):
         return Namespace.create(
@@ -107,17 +102,17 @@ def create_namespace(
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A directory that a cache can be kept in."""
+    """A directory that can hold a cache."""
 
     path: Location
     """Absolute."""
     made: bool
     """Whether it was made just now."""
     usage: Usage | None
-    """None of a bucket: counting costs requests."""
+    """None for a bucket: counting costs requests."""
 
     def __str__(self) -> str:
-        """Where it is, and what is stored there.
+        """Its path, and what is stored there.
 
         >>> str(Place(Path("/kv"), False, Usage(39 << 20, 1204, exact=False)))
         '/kv (about 39 MiB stored in 1,204 chunks)'
@@ -145,16 +140,16 @@ def look_at(root: str | os.PathLike[str] | Sequence[str], *, made: bool = False)
 def prepare(
     root: str | os.PathLike[str] | Sequence[str], security: Security, *, writes: bool = True
 ) -> Place:
-    """Return ``root`` as a directory that an engine can use, made where it alone is missing.
+    """Return ``root`` as a directory that an engine can use; only its last part is created.
 
     Args:
         root: the directory.
-        security: who may own it, and its mode, as an engine is told.
+        security: who may own it, and its mode, as in the engine's settings.
         writes: whether the engine stores, too.
 
     Raises:
-        ConfigError: it is a file, what it lies in is missing (a mistyped path, a disk that is not
-            mounted), or others than those whom ``security`` trusts could replace what lies in it.
+        ConfigError: it is a file, its parent is missing (a mistyped path, a disk that is not
+            mounted), or untrusted users could replace its files.
         StorageError: it cannot be made, searched or, with ``writes``, written to.
     """
     near = names_of(root)[0]
@@ -186,9 +181,9 @@ def _prepare_directory(root: str | os.PathLike[str], security: Security, *, writ
 
 
 def _in_a_child(work: Callable[[], object]) -> None:
-    """Do something with a bucket in a forked child: engines fork from this process later.
+    """Use a bucket in a forked child: engines fork from this process later.
 
-    Those could use no connection that this process has made. Raises what ``work`` raises.
+    They could not use connections that this process has made. Raises what ``work`` raises.
     """
     if requests:
         work()
@@ -219,7 +214,7 @@ def _in_a_child(work: Callable[[], object]) -> None:
 
 
 def _try_bucket(root: str | os.PathLike[str], *, writes: bool) -> None:
-    """Look whether a place can be used; write an object and delete it.
+    """Check that a prefix is usable; write an object and delete it.
 
     Raises ConfigError, StorageError.
     """
@@ -234,7 +229,7 @@ def _try_bucket(root: str | os.PathLike[str], *, writes: bool) -> None:
 
 
 def _try_to_write(path: Path) -> None:
-    """Make a file and delete it: modes alone do not tell what a server lets whom do."""
+    """Make a file and delete it: modes alone do not tell what a file server allows."""
     probe = path / f"{TEMPORARY}{secrets.token_hex(8)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     os.close(os.open(probe, flags, 0o600))

@@ -1,18 +1,15 @@
-"""Chunks of one namespace: look up, load. What saves them: :mod:`vua.store.writer`.
+"""Chunks of one namespace: look up, load. :mod:`vua.store.writer` saves them.
 
-A :class:`Store` joins names (`keys`), coordinates (`layout`), bytes (`entry`) and a place
-(`storage`). It hands out nothing that it has not verified: header, identity, position and every
-block's checksum. Whatever is damaged, foreign or gone is a miss (`quarantine`).
+A :class:`Store` joins names (`keys`), coordinates (`layout`), bytes (`entry`) and a `storage`. It
+returns only what it has verified: header, identity, position and every block's checksum. Damaged,
+foreign or missing entries are misses.
 
-The only place where damage becomes a miss: counted, logged, taken out of sight or not.
+:class:`Quarantine` is the only place where damage becomes a miss: it counts and logs it, and
+removes a file only if it is proven useless to every reader, so that the next save replaces it.
 
-Whatever is damaged, foreign or gone is a miss. A file is removed only when it is proven to be of no
-use to anybody, so that the next save writes it anew.
-
-Which chunks are stored, where an answer takes long: many questions at once, and a memory.
-
-Bisection asks one question after the other. At 15 ms each that is 165 ms for a prompt of 131k
-tokens; 16 questions at a time find its end in three rounds.
+:class:`Search` looks up chunks if an answer takes long. Bisection asks one question after the
+other, at 15 ms each 165 ms for a prompt of 131k tokens; with 16 concurrent questions it takes three
+rounds.
 """
 
 from __future__ import annotations
@@ -47,28 +44,29 @@ if TYPE_CHECKING:
 __all__ = ["Keys", "Loaded", "Loader", "Quarantine", "Search", "Store"]
 
 _PRESENT_S: Final = 600.0
-"""How long an entry that was there counts as there; a load that misses it forgets it at once."""
+"""How long a found entry counts as present; a load that misses it forgets it at once."""
 _ABSENT_S: Final = 2.0
-"""How long one that was not there counts as missing: the next turn of a conversation comes later,
-and other processes store."""
+"""How long a missing entry counts as missing.
+
+A conversation's next turn comes later than this, and other processes store meanwhile.
+"""
 _LISTED_S: Final = 10.0
-"""How often it is looked at in which shards others have stored a chunk: listing is dear."""
+"""Interval of checking in which shards a chunk is stored: listing is expensive."""
 _MOST: Final = 1 << 17
-"""Names that are remembered."""
+"""Most names remembered."""
 
 
 class Search:
-    """Looks for the chunks of one store. Safe for threads; each process has its own memory."""
+    """Looks for the chunks of one store. Thread-safe; each process has its own memory."""
 
     def __init__(
         self, storage: Storage, layout: KVLayout, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Know nothing yet."""
         self._storage, self._layout, self._clock = storage, layout, clock
         self._known: dict[str, tuple[bool, float]] = {}
-        """By name: whether it was there, and until when that counts."""
+        """By name: whether it existed, and until when that counts."""
         self._covers: list[tuple[Shard, ...]] = []
-        """Shards that others store chunks in."""
+        """Shards that other writers store chunks in."""
         self._listed_s = -_LISTED_S
 
     def longest(self, keys: Keys, wanted: Sequence[Shard]) -> int:
@@ -79,7 +77,7 @@ class Search:
         return found
 
     def holds(self, keys: Sequence[ChunkKey], wanted: Sequence[Shard]) -> list[bool]:
-        """Whether each chunk is stored in ``wanted`` or in shards that others use: one round."""
+        """Whether each chunk is stored in ``wanted`` or in other writers' shards: one round."""
         covers = [tuple(wanted), *(one for one in self._covers if one != tuple(wanted))]
         names = [[[entry_name(key.name, shard) for shard in one] for one in covers] for key in keys]
         now_s = self._clock()
@@ -94,15 +92,15 @@ class Search:
 
     @property
     def covers(self) -> tuple[tuple[Shard, ...], ...]:
-        """Shards that others store chunks in, as lookups have come upon them."""
+        """Shards that other writers store chunks in, as lookups have found them."""
         return tuple(self._covers)
 
     def wrote(self, name: str) -> None:
-        """Note that an entry is there now."""
+        """Note that an entry exists now."""
         self._remember([name], [True], self._clock())
 
     def forget(self, name: str) -> None:
-        """Note that an entry was not there after all."""
+        """Note that an entry does not exist after all."""
         self._known.pop(name, None)
 
     def _longest(self, keys: Keys, wanted: Sequence[Shard]) -> int:
@@ -119,14 +117,14 @@ class Search:
         return present
 
     def _between(self, present: int, absent: int, less: int = 0) -> list[int]:
-        """Return the chunk counts to ask for next, evenly between two that are known."""
+        """Return the chunk counts to ask for next, evenly between two known ones."""
         parts = self._storage.capabilities.probes - less + 1
         gap = absent - present
         picked = {present + gap * part // parts for part in range(1, parts)}
         return sorted(picked - {present, absent})
 
     def _discovers(self, key: ChunkKey, wanted: Sequence[Shard]) -> bool:
-        """Whether a look at what lies there of a chunk shows shards that nobody asked for yet."""
+        """Whether listing a chunk shows shards that were not asked for yet."""
         now_s = self._clock()
         if now_s - self._listed_s < _LISTED_S:
             return False
@@ -153,15 +151,14 @@ class Search:
 
 _WARN_INTERVAL_S: Final = 60.0
 _FAILURES: Final = 3
-"""Reads that fail with EIO, none in between that works, until a file is taken out of sight."""
+"""Consecutive reads that fail with EIO until a file is removed."""
 _MAX_FAILED: Final = 1024
 
 
 class Quarantine:
-    """Judges the files of one storage that could not be loaded. Safe for threads."""
+    """Judges the files of one storage that could not be loaded. Thread-safe."""
 
     def __init__(self, storage: Storage) -> None:
-        """Remove from ``storage`` what has to go."""
         self._storage = storage
         self._failed: dict[str, int] = {}
         self._warned_s = -_WARN_INTERVAL_S
@@ -171,18 +168,16 @@ class Quarantine:
         watch(self)
 
     def after_fork(self) -> None:
-        """Begin with free locks; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
 
     def count(self, event: str, by: int = 1) -> None:
-        """Count an event."""
         with self._lock:
             self.counts[event] += by
 
     def reject(
         self, key: ChunkKey, shard: Shard, version: bytes | None, problem: EntryError
     ) -> str:
-        """Log a file that is not what it should be, and remove it if it is damaged.
+        """Log a wrong file, and remove it if it is damaged.
 
         ``version`` is that of the file that was read. Returns ``corrupt`` or ``foreign``.
         """
@@ -200,8 +195,8 @@ class Quarantine:
         return reason
 
     def is_later(self, key: ChunkKey, shard: Shard) -> bool:
-        """Whether the file of an entry is of a form that only a later version can have written."""
-        head = getattr(self._storage, "head", None)  # of a storage that can show it
+        """Whether only a later version can have written an entry's file."""
+        head = getattr(self._storage, "head", None)  # if the storage can show the file
         try:
             return head is not None and bool(later_form(head(entry_name(key.name, shard))))
         except (OSError, EntryError):
@@ -210,10 +205,10 @@ class Quarantine:
     def read_failed(
         self, key: ChunkKey, shard: Shard, version: bytes | None, problem: OSError
     ) -> None:
-        """Log a failed read, and take a file with a bad sector out of sight, to be stored anew.
+        """Log a failed read, and remove a file with a bad sector, so that it is stored anew.
 
-        It is a warning once a minute: a lost mount fails all of them. ``version`` is that of the
-        file, None where it could not even be opened.
+        Warns at most once a minute: a lost mount fails every read. ``version`` is that of the file,
+        None if it could not even be opened.
         """
         if version is not None:
             with self._lock:
@@ -245,19 +240,21 @@ _MOST_REFUSED: Final = 1 << 10
 
 
 class Loaded(NamedTuple):
-    """What a load brought."""
+    """The result of a load."""
 
     chunks: int
-    """Leading chunks that are in memory and verified; what follows them in memory is undefined."""
+    """Leading chunks that are in memory and verified; memory after them is undefined."""
     nbytes: int
     """Payload bytes of those chunks."""
     reason: str | None = None
-    """Why it stopped early: ``missing``, ``corrupt``, ``foreign``, ``locked``, ``error``, or
-    ``writer`` where the next chunk's is not among those who are believed."""
+    """Why it stopped early: missing, corrupt, foreign, locked, error or writer.
+
+    ``writer``: the next chunk's writer is not trusted.
+    """
 
 
 class Store:
-    """Saves, finds and loads the chunks of one namespace. Safe for threads, processes and hosts."""
+    """Finds and loads the chunks of one namespace. Safe for threads, processes and hosts."""
 
     def __init__(
         self,
@@ -269,8 +266,8 @@ class Store:
     ) -> None:
         """Use ``storage`` for chunks of ``layout`` in ``namespace`` (64 hex).
 
-        With the ``capacity`` of that storage the cache stays within its limits; with a
-        ``keyring`` of the namespace files are sealed as it says.
+        With the storage's ``capacity`` the cache stays within its limits; with the namespace's
+        ``keyring`` files are sealed.
         """
         self.storage, self.namespace, self.layout = storage, namespace, layout
         self.capacity = capacity
@@ -279,22 +276,22 @@ class Store:
         self._plans: dict[tuple[Shard, Shard, Shard, int, str], EntryPlan] = {}
         self._last_cover: dict[Shard, list[tuple[Shard, Shard]]] = {}
         self.search = Search(storage, layout) if storage.capabilities.probes > 1 else None
-        """What looks chunks up where an answer takes long."""
+        """Looks up chunks if an answer takes long."""
         self.quarantine = Quarantine(storage)
         self.counts: Counter[str] = self.quarantine.counts
         """Events so far: chunks_loaded, chunks_saved, chunks_present, chunks_refused, missing,
         corrupt, foreign, locked, error, writer."""
         self.refused: dict[bytes, bytes] = {}
-        """By prefix hash the writers of chunks that loads refused, for whom it concerns to take."""
+        """Writers of chunks that loads refused, by prefix hash; the reader removes them."""
 
     @property
     def files(self) -> LocalStorage | None:
-        """The files that are asked first, if any: those that a page cache may have."""
+        """The nearest storage of files, if any: the one that a page cache may hold."""
         first = getattr(self.storage, "near", self.storage)  # of a tiered one
         return first if isinstance(first, LocalStorage) else None
 
     def close(self) -> None:
-        """Finish what is still to be done, within some seconds; a second call does nothing."""
+        """Finish pending work, within some seconds; a second call does nothing."""
         if self.capacity is not None:
             self.capacity.close()
 
@@ -326,12 +323,12 @@ class Store:
     def lookup(self, keys: Keys, shards: Sequence[Shard] | None = None) -> int:
         """Return how many leading chunks of ``keys`` are stored, in O(log n) probes.
 
-        Relies on chunks being stored front to back: a hole is found by the load, not here. A
-        result is a hint; what can be loaded is known only when it is loaded.
+        Assumes that chunks are stored front to back: a hole is found by the load, not here. The
+        result is a hint; only a load tells what can be loaded.
 
         Args:
             keys: the prompt's chunk keys.
-            shards: the files that the asker's own kind writes, probed first; by default the whole
+            shards: the files that this kind of engine writes, probed first; by default the whole
                 model. Chunks stored in other shards that cover the model count as well.
         """
         if self.search is not None:
@@ -361,7 +358,7 @@ class Store:
         return cover(self.layout.full, self.shards(chunk)) is not None
 
     def shards(self, chunk: str) -> Sequence[Shard]:
-        """Return the shards stored of a chunk, none where it is absent."""
+        """Return the stored shards of a chunk, none if it is missing."""
         found = (parse_name(entry.name)[1] for entry in self.storage.list(f"{chunk}/"))
         return [shard for shard in found if shard is not None]
 
@@ -375,15 +372,15 @@ class Store:
     def load(
         self, keys: Keys, memory: MemoryMap, *, target: Shard | None = None, weed: bool = False
     ) -> Loaded:
-        """Read chunks straight into memory once; see :class:`Loader`."""
+        """Read chunks straight into memory, once; see :class:`Loader`."""
         return Loader(self, memory, target=target).load(keys, weed=weed)
 
 
 class Loader:
-    """Loads into one memory map, keeping what it has worked out about it. One thread at a time."""
+    """Loads into one memory map, and keeps its plans for it. Not thread-safe."""
 
     def __init__(self, store: Store, memory: MemoryMap, *, target: Shard | None = None) -> None:
-        """Load into ``memory``, writable, which holds ``target``: by default the whole model."""
+        """Load into writable ``memory``, which holds ``target``: by default the whole model."""
         self._store, self._memory, self._target = store, memory, target or store.layout.full
         self._room = memory.chunks(store.layout)
         self._readers: dict[tuple[Shard, Shard, str], EntryReader] = {}
@@ -393,15 +390,15 @@ class Loader:
     def load(
         self, keys: Keys, believed: Container[bytes] | None = None, *, weed: bool = False
     ) -> Loaded:
-        """Read chunks straight into memory, in order, up to the first that is not to be had.
+        """Read chunks straight into memory, in order, up to the first that cannot be loaded.
 
         Args:
-            keys: the chunks; the i-th goes to chunk place i of the memory map.
-            believed: the writers of whom chunks are taken; by default all.
-            weed: read what follows a bad chunk, too, so that all damage is out of sight before
-                the prompt is stored again: else each request would find, and heal, one chunk.
+            keys: the chunks; the i-th goes to chunk slot i of the memory map.
+            believed: names of trusted writers; by default all.
+            weed: also read what follows a bad chunk, so that all damage is removed before the
+                prompt is stored again. Otherwise each request would find, and repair, one chunk.
 
-        Never raises for the state of the storage: that is in the result's ``reason``.
+        Never raises for the state of the storage: the result's ``reason`` says it.
         """
         if len(keys) > self._room:
             msg = f"{len(keys)} chunks do not fit into memory for {self._room}"
@@ -424,7 +421,7 @@ class Loader:
     def _load(
         self, keys: Keys, first: int, believed: Container[bytes] | None
     ) -> tuple[int, str | None]:
-        """Read from a chunk on; return the first that is not to be had, and why it is not."""
+        """Read from chunk ``first`` on; return the first that cannot be loaded, and the reason."""
         store, chunks = self._store, first
         while chunks < len(keys):
             got, bad = Verified(len(keys) - chunks), self._target
@@ -442,11 +439,10 @@ class Loader:
         return chunks, None
 
     def load_cached(self, keys: Keys, believed: Container[bytes] | None = None) -> int:
-        """Load leading chunks that need no waiting for; return how many. Nothing is judged.
+        """Load leading chunks that need no waiting; return how many. Nothing is judged.
 
-        Into spread memory, from files that the page cache has; the checksums of all bytes are
-        verified before they are copied. Why the chunk behind them was not taken is for
-        :meth:`load`, into other memory, to say.
+        Into spread memory, from files in the page cache; checksums are verified before bytes are
+        copied. To learn why it stopped, call :meth:`load` with other memory.
         """
         store = self._store
         if not len(keys):
@@ -462,7 +458,7 @@ class Loader:
         return chunks
 
     def _unlock(self, tenant: str) -> None:
-        """Take the key that a tenant's files are sealed with. Raises NoKeyError."""
+        """Use the key that seals a tenant's files. Raises NoKeyError."""
         before, self._seal = self._seal, self._store.keyring.seal(tenant)
         if (before and before.kind) != (self._seal and self._seal.kind):
             self._follow(self._cover)
@@ -470,7 +466,7 @@ class Loader:
     def _miss(
         self, key: ChunkKey, shard: Shard, problem: Exception, version: bytes | None
     ) -> str | None:
-        """Return why a chunk is not to be had; None where it may be in other shards."""
+        """Return why a chunk cannot be loaded; None if it may be in other shards."""
         quarantine = self._store.quarantine
         if self._store.search is not None:
             self._store.search.forget(entry_name(key.name, shard))
@@ -490,11 +486,11 @@ class Loader:
         if isinstance(problem, OSError):
             quarantine.read_failed(key, shard, version, problem)
             return "error"
-        log.warning("chunk %s is not believed, a miss: %s", key.name[:12], problem)
+        log.warning("chunk %s has an untrusted writer, a miss: %s", key.name[:12], problem)
         return "foreign"
 
     def _follow(self, cover: list[tuple[Shard, Shard]]) -> None:
-        """Take each chunk from these (stored shard, rectangle) pairs from now on."""
+        """Read every chunk from these (stored shard, rectangle) pairs from now on."""
         store, kind = self._store, self._seal.kind if self._seal else ""
         storage = store.files if self._memory.spread is not None and store.files else store.storage
         for stored, taken in cover:

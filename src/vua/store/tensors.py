@@ -1,4 +1,4 @@
-"""Tokens and KV caches as users hand them over: taken apart, checked, and addressed."""
+"""Users' tokens and KV caches: split into sequences, checked, and mapped to memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Sequences(NamedTuple):
-    """Sequences taken apart: their ids as u32 bytes, and the tensors answers are cut from."""
+    """Single sequences: their ids as u32 bytes, and the tensors that answers are cut from."""
 
     ids: list[bytes]
     rows: list[torch.Tensor]
@@ -43,7 +43,7 @@ class Sequences(NamedTuple):
 
 
 def sequences(tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> Sequences:
-    """Take the tokens of one or several sequences apart. Raises InputError."""
+    """Split the tokens of one or several sequences. Raises InputError."""
     if isinstance(tokens, torch.Tensor):
         if tokens.ndim not in (1, 2):
             msg = f"tokens of shape {tuple(tokens.shape)}; expected (T,), (1, T) or (B, T)"
@@ -70,7 +70,7 @@ def sequences(tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> 
 
 
 class Cache:
-    """One sequence's KV cache as it was given: checked, and addressed."""
+    """One sequence's KV cache as given: checked, and mapped to memory."""
 
     def __init__(self, kvcache: Any, row: int, rows: int) -> None:  # noqa: ANN401
         layers = [list(pair) for pair in kvcache]
@@ -107,7 +107,6 @@ class Cache:
         self.length: int = k.shape[1]
 
     def layout(self, chunk_tokens: int) -> KVLayout:
-        """Return the layout that these tensors have."""
         k, v = self.arrays[0][0], self.arrays[1][0]
         if k.dtype not in _DTYPE_NAMES:
             msg = f"KV caches of {k.dtype} are not supported; expected one of {list(_DTYPE_NAMES)}"
@@ -122,13 +121,13 @@ class Cache:
         )
 
     def rows(self, shard: Shard, tokens: range) -> list[torch.Tensor]:
-        """Return K and V of one layer and head ``[1, 1, tokens, dim]``, without those of no dim."""
+        """Return K and V of one layer and head, ``[1, 1, tokens, dim]``, without empty V."""
         place = (shard.head_start, slice(tokens.start, tokens.stop))
         cut = [array[shard.layer_start][place] for array in self.arrays]
         return [one.cpu()[None, None] for one in cut if one.shape[-1]]
 
     def memory(self, chunk_tokens: int) -> MemoryMap:
-        """Return where the bytes lie: in the tensors themselves where their rows are plain."""
+        """Return where the bytes lie: in the tensors themselves if their rows are contiguous."""
         # resolve_neg: a negative view is a flag on the bytes of another tensor
         arrays = [[t.cpu().resolve_neg() for t in a] for a in self.arrays if a[0].shape[2]]
         for array in arrays:
@@ -144,10 +143,10 @@ def sequences_with_caches(
     kvcache: KVCache | Sequence[KVCache],
     chunk_tokens: int,
 ) -> tuple[list[bytes], list[Cache]]:
-    """Take tokens and their KV caches apart: the ids of each sequence as u32 bytes, and its cache.
+    """Split tokens and their KV caches: each sequence's ids as u32 bytes, and its cache.
 
     A list of sequences has a list of caches, a tensor of tokens one cache of as many rows. Raises
-    InputError, also where a sequence is not whole chunks.
+    InputError, also if a sequence is not whole chunks.
     """
     batch = sequences(tokens)
     if isinstance(tokens, torch.Tensor) or not batch.listed:
@@ -172,14 +171,14 @@ def sequences_with_caches(
 
 
 def stored_rows(store: Store, key: ChunkKey, shard: Shard) -> list[torch.Tensor] | None:
-    """Load what is stored of one layer and head, as :meth:`Cache.rows` returns it.
+    """Load one stored layer and head, as :meth:`Cache.rows` returns it.
 
     Args:
-        store: where the chunk is.
+        store: holds the chunk.
         key: the chunk.
         shard: of one layer and head.
 
-    None where it cannot be loaded, e.g. because it is damaged or was evicted meanwhile.
+    None if it cannot be loaded, e.g. because it is damaged or was evicted meanwhile.
     """
     layout = store.layout
     shape, dtype = (1, layout.chunk_tokens), DTYPES[layout.dtype]
@@ -191,7 +190,7 @@ def stored_rows(store: Store, key: ChunkKey, shard: Shard) -> list[torch.Tensor]
 def allocate(
     layout: KVLayout, chunks: int, buffers: BufferPool, *, pinned: bool
 ) -> list[list[torch.Tensor]]:
-    """Tensors ``[K, V][layer]``, each (heads, tokens, head_dim), of one buffer or pinned memory."""
+    """Return tensors ``[K, V][layer]``, each (heads, tokens, head_dim), of one (pinned) buffer."""
     shape = (layout.layers, layout.kv_heads, chunks * layout.chunk_tokens)
     dtype = DTYPES[layout.dtype]
     if pinned:  # torch pools such memory itself
@@ -207,7 +206,7 @@ def allocate(
 
 
 def memory_map(arrays: list[list[torch.Tensor]], segment_tokens: int) -> MemoryMap:
-    """Describe tensors ``[K, V][layer]``, each (heads, tokens, head_dim) with plain rows."""
+    """Map tensors ``[K, V][layer]``, each (heads, tokens, head_dim) with contiguous rows."""
     tokens = arrays[0][0].shape[1]
     segments = np.arange(max(tokens // max(segment_tokens, 1), 1), dtype=np.uint64)
     return MemoryMap(

@@ -1,4 +1,4 @@
-"""What may be copied between the places of a tiered cache: the user's rules."""
+"""The user's settings for copies between tiers, and for compression in buckets."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ _SECOND_USE: Final = "second_use"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRules:
-    """Settings of buckets, and of a directory with places behind it."""
+    """Settings of buckets and tiers."""
 
     upload_mib_s: float | None = None
-    """Bandwidth for what travels on, in MiB per second; None: what there is."""
+    """Upload limit in MiB/s, from the local directory to the slower tiers; None: unlimited."""
     write_back: str = _ALWAYS
-    """What is written back to the directory: ``"always"``: what was read from behind;
-    ``"second_use"``: what the same process has read from behind before."""
+    """When a chunk read from a slower tier is also copied into the local directory.
+
+    ``"always"``; or ``"second_use"``: only from the second read by the same process on.
+    """
     codec: str = OFF
-    """Whether entries are compressed in buckets: "off", "auto" (where that makes reads faster), or
-    the name of a codec; see :mod:`vua.storage.object`."""
+    """Lossless compression of chunks in buckets: "off", "auto" or a codec's name.
+
+    "auto" compresses if that makes reads faster; see :mod:`vua.storage.object`.
+    """
 
     def __post_init__(self) -> None:
-        """Refuse what is no rule. Raises ConfigError."""
         if self.write_back not in (_ALWAYS, _SECOND_USE):
             msg = f'write_back must be "{_ALWAYS}" or "{_SECOND_USE}", found {self.write_back!r}'
             raise ConfigError(msg)
@@ -47,5 +50,5 @@ class TierRules:
 
     @property
     def at_second_use(self) -> bool:
-        """Whether what is read from behind for the first time is not written back."""
+        """Whether the first read from a slower tier is not copied into the directory."""
         return self.write_back == _SECOND_USE

@@ -1,12 +1,10 @@
-"""Copies entries between the places of a tiered cache, in the background.
+"""Copies entries between the tiers of a tiered cache, in the background.
 
-What is written to the near directory travels on to the places behind it; what was read from behind
-is written back. Every entry is verified before it is copied. An empty file ``sent-<digest>`` in a
-chunk's directory notes that one of its shards has arrived everywhere: so what is not sent is found
-again after a crash or an outage, by whoever opens the directory next, and eviction knows what to
-spare.
-
-Writes entries back to the near directory of a tiered cache that were read from behind it.
+Entries written to the local directory are uploaded to the slower tiers; entries read from there are
+copied into the directory (:class:`WriteBack`). Every entry is verified before it is copied. An
+empty file ``sent-<digest>`` in a chunk's directory notes that one of its shards has reached every
+tier. So after a crash or an outage the next process finds what is not uploaded, and eviction knows
+what to spare.
 """
 
 from __future__ import annotations
@@ -44,26 +42,31 @@ __all__ = ["Bounds", "Travel", "WriteBack", "whole_batch"]
 
 
 _MOST_NBYTES: Final = 128 << 20
-"""Memory for what waits to be written back; what does not fit is read from behind again."""
+"""Memory for entries that wait to be copied into the directory; the rest is read again later."""
 _PAUSE_S: Final = 0.02
-"""Each entry waits until nothing was read for so long, for it must not slow loads: one load often
-follows another at once."""
+"""An entry waits until no read happened for so long: it must not slow loads.
+
+One load often follows another at once.
+"""
 _LONGEST_WAIT_S: Final = 1.0
-"""But no longer than this."""
+"""Longest such wait."""
 
 
 class Bounds(Protocol):
-    """What bounds the near directory."""
+    """Bounds the local directory."""
 
     def reserve(
         self, keys: Sequence[ChunkKey], nbytes: int, ttl_s: float | None = None
     ) -> Reservation:
-        """Return space, to be entered."""
+        """Return reserved space, a context manager."""
         ...
 
 
 class WriteBack:
-    """Writes back what was read from behind, in pauses of reading. Safe for threads and forks."""
+    """Copies entries from slower tiers into the directory, between reads.
+
+    Safe for threads and forks.
+    """
 
     def __init__(
         self,
@@ -76,16 +79,16 @@ class WriteBack:
         counts: Counter[str],
         brought: Callable[[str], None],
     ) -> None:
-        """Have nothing to do; see :class:`vua.store.travel.Travel` for most of the arguments.
+        """Start idle; see :class:`vua.store.travel.Travel` for most of the arguments.
 
         Args:
             near: the directory.
-            far: the places behind it, the nearest first.
+            far: the slower tiers, the nearest first.
             namespace: 64 hex.
             capacity: of the directory.
-            rules: what may be written back when.
-            counts: is given `brought`, `brought_nbytes` and `not_brought`.
-            brought: is told the name of each entry that was written back.
+            rules: the user's settings.
+            counts: receives `brought`, `brought_nbytes` and `not_brought`.
+            brought: called with the name of each entry that was copied.
         """
         self._near, self._far, self._namespace = near, tuple(far), namespace
         self._capacity, self._rules, self._brought = capacity, rules, brought
@@ -97,7 +100,6 @@ class WriteBack:
         watch(self)
 
     def after_fork(self) -> None:
-        """Begin with nothing under way; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)
         self._reads = 0
@@ -105,7 +107,7 @@ class WriteBack:
         self.waiting_nbytes = 0
 
     def close(self, timeout_s: float) -> None:
-        """Drop what waits, and wait for what is under way."""
+        """Drop what waits, and wait for copies in progress."""
         self._closing.set()
         with self._quiet:
             self._quiet.notify_all()
@@ -113,7 +115,7 @@ class WriteBack:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Let what is written back wait until the caller has read."""
+        """Pause copies while the caller reads."""
         with self._lock:
             self._reads += 1
         try:
@@ -125,7 +127,7 @@ class WriteBack:
                 self._quiet.notify_all()
 
     def wait_for_quiet(self) -> bool:
-        """Wait for a pause of reading, not for long; False when the cache is closed meanwhile."""
+        """Wait briefly for a pause of reading; False if the cache is closed meanwhile."""
         stop_s = time.monotonic() + _LONGEST_WAIT_S
         with self._quiet:
             while not self._closing.is_set():
@@ -137,7 +139,7 @@ class WriteBack:
         return False
 
     def came(self, name: str, data: memoryview | int, before: str) -> None:
-        """Write an entry back that was read from behind, soon, if rules and memory allow it."""
+        """Copy an entry that was read from a slower tier, soon, if rules and memory allow it."""
         if self._rules.at_second_use and self._read_before.passes(name):
             return
         nbytes = 0 if isinstance(data, int) else len(data)
@@ -184,7 +186,7 @@ class WriteBack:
         self.counts["brought_nbytes"] += len(data)
 
     def _fetched(self, name: str, nbytes: int) -> bytes:
-        """Read all of an entry from behind. Raises FileNotFoundError."""
+        """Read all of an entry from a slower tier. Raises FileNotFoundError."""
         for tier in self._far:
             batch = whole_batch(name, bytes(nbytes))
             if tier.read(batch).problem is None:
@@ -193,7 +195,7 @@ class WriteBack:
 
 
 def whole_batch(name: str, data: bytes | memoryview) -> Batch:
-    """Return a batch of one entry as it is: all of it counts as a header."""
+    """Return a batch of one entry as it is, in which everything counts as its header."""
     plan = header_plan(len(data), len(data))
     batch = Batch.of([name], Transfer(plan, (), (), ()))
     batch.headers[0] = np.frombuffer(data, dtype=np.uint8)
@@ -203,17 +205,17 @@ def whole_batch(name: str, data: bytes | memoryview) -> Batch:
 log = logging.getLogger(__name__)
 
 _WAITING: Final = 1 << 16
-"""Names that wait to be sent. What does not fit is found by the next look at the directory."""
+"""Most names that wait for upload. The next scan of the directory finds the rest."""
 _RETRY_S: Final = (1.0, 60.0)
 """Pause after a failure, the first and the longest."""
 _CLOSE_S: Final = 5.0
-"""How long the end of a cache waits for what is under way."""
+"""How long closing a cache waits for copies in progress."""
 
 
 class Travel:
     """Moves the entries of one namespace; see :class:`vua.storage.tiered.Travels`.
 
-    Safe for threads. A forked child sends what it writes itself.
+    Thread-safe. A forked child uploads what it writes itself.
     """
 
     def __init__(
@@ -226,15 +228,15 @@ class Travel:
         where: str,
         rules: TierRules | None = None,
     ) -> None:
-        """Begin to look for what was not sent yet.
+        """Start looking for entries that were not uploaded yet.
 
         Args:
             near: the directory.
-            far: where its entries are to be, too.
+            far: the slower tiers.
             namespace: 64 hex.
             capacity: of the directory.
-            where: names the places behind, for the marks: others are sent to anew.
-            rules: what may be copied when; by default everything.
+            where: names the slower tiers, for the marks: new ones get everything again.
+            rules: the user's settings; by default everything is copied.
         """
         self._near, self._far = near, tuple(far)
         self._namespace, self._where = namespace, where
@@ -255,13 +257,12 @@ class Travel:
         self._wake()
 
     def after_fork(self) -> None:
-        """Begin with nothing under way; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._sending = self._failing = False
 
     def close(self) -> None:
-        """Send what waits, for some seconds at most; the rest is found the next time."""
+        """Upload what waits, for some seconds at most; the next process finds the rest."""
         stop_s = time.monotonic() + _CLOSE_S
         with self._idle:
             if not self._closing.is_set():
@@ -272,13 +273,12 @@ class Travel:
 
     @property
     def waiting(self) -> int:
-        """How many entries are known to wait; more may be unknown before the directory is read."""
+        """Number of entries known to wait; there may be more until the directory is scanned."""
         return len(self._waiting) + self._sending
 
     # -- to the places behind -------------------------------------------------------------------
 
     def wrote(self, names: Sequence[str]) -> None:
-        """Send entries, soon."""
         if names:
             room = _WAITING - len(self._waiting)
             self._waiting.extend(names[: max(0, room)])
@@ -286,9 +286,9 @@ class Travel:
             self._wake()
 
     def seen_behind(self, chunk: str, names: Collection[str]) -> None:
-        """Send those entries of a chunk again that have a mark and are not among ``names``.
+        """Upload those marked entries of a chunk again that are not among ``names``.
 
-        ``names`` is what a place behind holds of it now: a lifecycle rule, or somebody, may have
+        ``names`` is what a slower tier holds of the chunk now: a lifecycle rule or a user may have
         deleted the rest.
         """
         gone = [one.name for one in self._near.list(f"{chunk}/") if one.name not in names]
@@ -302,11 +302,11 @@ class Travel:
             if self._sending or self._closing.is_set():
                 return
             self._sending = True
-        with suppress(RuntimeError):  # closed, or no thread is to be had
+        with suppress(RuntimeError):  # closed, or no thread could be started
             self._up.submit(self._send_all)
 
     def _send_all(self, call: Call[None]) -> None:
-        """Send what waits, until nothing does."""
+        """Upload until nothing waits."""
         del call
         pause_s = _RETRY_S[0]
         while not self._closing.is_set():
@@ -339,14 +339,14 @@ class Travel:
                 self._closing.wait(nbytes / 2**20 / self._rules.upload_mib_s - took_s)
 
     def _note(self, *, failing: bool) -> None:
-        """Note whether the places behind take anything: who closes does not wait for them."""
+        """Note whether the slower tiers fail: closing does not wait for them then."""
         with self._lock:
             self._failing = failing
             if failing:
                 self._idle.notify_all()
 
     def _unsent(self) -> list[str]:
-        """Return the entries of the directory without a mark; some, where there are many."""
+        """Return some of the directory's entries without a mark."""
         found = []
         for entry in self._near.list():
             if not self._is_sent(entry.name):
@@ -357,7 +357,7 @@ class Travel:
         return found
 
     def _send(self, name: str) -> int:
-        """Copy one entry to each place behind; return the bytes that were sent.
+        """Copy one entry to each slower tier; return the bytes that were uploaded.
 
         Raises OSError, EntryError.
         """
@@ -401,7 +401,7 @@ class Travel:
         return f"{chunk_path(name.partition('/')[0])}/{self._sent_mark(name)}"
 
     def _change_mark(self, name: str, *, sent: bool) -> None:
-        """Note whether an entry was sent, without making its chunk look used."""
+        """Note whether an entry was uploaded, without making its chunk look used."""
         fd, chunk = self._near.fileno(), name.partition("/")[0]
         mtime_ns = mtime_ns_of(fd, chunk)
         if sent:

@@ -1,11 +1,9 @@
-"""Who wrote an entry: a name of 48 characters in its header, of one process or one engine.
+"""Writes entries of one shard from memory to a storage, sealed if required; names writers.
 
-The name has the kind of engine, a random number that is drawn anew for each process (each engine,
-where one scheduler speaks for several processes) and as much of the host's name as fits. Who reads
-must not believe a name more than the bytes beside it: whoever can write there can write any name.
-:class:`Writers` tells of which writers a prompt's chunks are, and reads few headers for it.
-
-From memory to storage: writes entries of one shard, sealed where they have to be.
+A writer's name of 48 characters in each header has the kind of engine, a random number per process
+(per engine, if one scheduler speaks for several processes) and as much of the host's name as fits.
+A name is no stronger evidence than the bytes beside it: any process that can write there can write
+any name. :class:`Writers` finds the writers of a prompt's chunks by reading few headers.
 """
 
 from __future__ import annotations
@@ -40,13 +38,13 @@ if TYPE_CHECKING:
 __all__ = ["EntryWriter", "Noted", "Run", "Writers", "in_words", "new_writer", "process_writer"]
 
 Run: TypeAlias = "tuple[int, frozenset[bytes]]"
-"""The first chunk of a stretch, and the names in the headers of its entries, as in the file."""
+"""The first chunk of a stretch, and the writers' names in its entries' headers."""
 
 _MOST: Final = 1 << 16
-"""Chunks whose writers are remembered."""
+"""Most chunks whose writers are remembered."""
 _MOST_ODD: Final = 1 << 12
 _MOST_READS: Final = 64
-"""Headers read for one prompt; what is between two that were read counts as the first one's."""
+"""Headers read per prompt; chunks between two that were read count as the first one's."""
 
 
 def new_writer(engine: str) -> str:
@@ -62,7 +60,7 @@ class _Process:
         watch(self)
 
     def after_fork(self) -> None:
-        """Draw another number: a copy of a process is another writer."""
+        """Draw another number: a forked process is another writer."""
         self.number = secrets.token_hex(8)
 
 
@@ -70,17 +68,17 @@ _process: Final = _Process()
 
 
 def process_writer(engine: str) -> str:
-    """Return this process's name as a writer; ``engine`` is the kind of what computes."""
+    """Return this process's name as a writer; ``engine`` is the kind of engine."""
     return f"{engine} {_process.number} {socket.gethostname()}"
 
 
 def in_words(writer: bytes) -> str:
-    """Return a name as people read it."""
+    """Return a name in readable form."""
     return writer.decode(errors="replace").strip() or "a writer without a name"
 
 
 class Noted(set[bytes]):
-    """Believes every writer, and keeps their names."""
+    """Trusts every writer, and collects their names."""
 
     def __contains__(self, writer: object) -> bool:
         self.add(writer)  # type: ignore[arg-type]
@@ -88,7 +86,7 @@ class Noted(set[bytes]):
 
 
 class _Stretches:
-    """Where stretches begin, and whose they are."""
+    """Where stretches begin, and their writers."""
 
     def __init__(self, first: int) -> None:
         self.edges, self.names = {first}, dict[int, frozenset[bytes]]()
@@ -98,7 +96,7 @@ class _Stretches:
         self.names[at] = names
 
     def insert(self, at: int, names: frozenset[bytes], stop: int) -> None:
-        """Let one chunk be of others than the stretch around it."""
+        """Give one chunk other writers than the stretch around it."""
         around = self.names[max(edge for edge in self.edges if edge <= at)]
         if at + 1 < stop and at + 1 not in self.edges:
             self.begin(at + 1, around)
@@ -106,11 +104,11 @@ class _Stretches:
 
 
 class Writers:
-    """Of which writers a store's chunks are. Safe for threads.
+    """The writers of a store's chunks. Thread-safe.
 
-    A prompt's chunks come in stretches of one writer. Headers are read at the ends of what is not
-    known, and between two that differ. So a chunk of another writer in the midst of a stretch is
-    not seen here: the load, which reads all headers, refuses it and tells (:meth:`learn`).
+    A prompt's chunks come in stretches of one writer. Headers are read at the ends of an unknown
+    range, and between two that differ. A single chunk of another writer inside a stretch goes
+    unseen here; the load, which reads all headers, refuses it and reports it (:meth:`learn`).
     """
 
     def __init__(self, store: Store, shards: Sequence[Shard]) -> None:
@@ -118,11 +116,11 @@ class Writers:
         self._store, self._shards = store, tuple(shards)
         self._known: dict[bytes, frozenset[bytes]] = {}
         self._odd: dict[bytes, frozenset[bytes]] = {}
-        """Of chunks that a load refused."""
+        """Writers of chunks that a load refused."""
         self._threads = threading.local()
 
     def runs(self, keys: Keys, first: int, stop: int) -> tuple[Run, ...]:
-        """Return the stretches of chunks ``first`` to ``stop``, of nobody where it cannot be read.
+        """Return the stretches of chunks ``first`` to ``stop``; an unreadable chunk has no writer.
 
         Raises nothing for the state of the storage.
         """
@@ -152,14 +150,14 @@ class Writers:
         return self._read(key) if found is None else found
 
     def learn(self, prefix_hash: bytes, writer: bytes) -> None:
-        """Note of which writer a chunk is that a load refused."""
+        """Note the writer of a chunk that a load refused."""
         self._known.pop(prefix_hash, None)
         if len(self._odd) >= _MOST_ODD:
             self._odd.clear()
         self._odd[prefix_hash] = frozenset((writer,))
 
     def _read(self, key: ChunkKey) -> frozenset[bytes]:
-        """Return the names in a chunk's headers; none where it cannot be read as a whole."""
+        """Return the names in a chunk's headers; none if it cannot be read as a whole."""
         noted = Noted()
         if not all(self._note(key, shard, noted) for shard in self._shards):
             noted.clear()
@@ -180,7 +178,7 @@ class Writers:
         except NoKeyError:
             return False
         codec = store.codec(shard, seal.kind if seal else "")
-        # not by the tiered storage itself: a look is no use, for which an entry is copied
+        # not by the tiered storage itself, which would copy the entry as if it were used
         tiers: Sequence[Storage] = getattr(store.storage, "tiers", (store.storage,))
         for tier in tiers:
             if self._reader(tier, codec).read([key], seal=seal, believed=noted).count:
@@ -202,11 +200,11 @@ class Writers:
 log = logging.getLogger(__name__)
 
 _BATCH_CHUNKS: Final = (4, 512)
-"""What one call writes, at least and at most, whatever the storage says."""
+"""Least and most chunks per call, for any storage."""
 
 
 class EntryWriter:
-    """Writes from one memory map, keeping what it has worked out about it. One thread at a time."""
+    """Writes from one memory map, and keeps its plans for it. Not thread-safe."""
 
     def __init__(
         self, store: Store, memory: MemoryMap, *, shard: Shard | None = None, writer: str = ""
@@ -219,28 +217,28 @@ class EntryWriter:
         self._writer = writer or process_writer("vua")
         self.store, self.shard = store, shard or store.layout.full
         self.refused = False
-        """Whether the last one was not written for want of space, or of a key."""
+        """Whether the last chunk was not written for lack of space, or of a key."""
         self.ttl_s: float | None = None
-        """A hint for what is written from now on, see :mod:`vua.capacity.marks`."""
+        """Time to live of chunks written from now on, see :mod:`vua.capacity.ttl`."""
         self.wanted: Callable[[], bool] = lambda: True
-        """Asked now and then by :meth:`save_all`, which ends early when it says no."""
+        """Polled by :meth:`save_all`, which ends early when it returns False."""
         self._memory, self._room = memory, memory.chunks(store.layout)
         self._transfers: dict[str, Transfer] = {}
 
     def save_all(self, keys: Keys) -> int:
-        """Write chunks, the i-th from place i of the memory map, unless they are stored already.
+        """Write chunks, the i-th from slot i of the memory map, unless they are stored already.
 
-        In order, by several threads where that is worth it, up to the first that is refused: what
-        comes behind it would not be found. Returns how many were written. Raises as
-        :meth:`save` does, after what is being written has come to its end.
+        In order, by several threads if that pays, up to the first that is refused: chunks after it
+        could not be found. Returns how many were written. Raises as :meth:`save` does, after writes
+        in progress have ended.
         """
         return sum(statuses.count(WRITTEN) for statuses in self.save_each(keys))
 
     def save_each(self, keys: Keys, first: int = 0) -> Iterator[list[int]]:
-        """As :meth:`save_all`, from place ``first`` on: yield what became of the next ones.
+        """As :meth:`save_all`, from slot ``first`` on: yield the statuses of the next chunks.
 
-        As :meth:`save` returns it: chunks from the first FAILED on come again. Nothing of one that
-        is refused, and of those behind it.
+        Statuses as :meth:`save` returns them; chunks from the first FAILED on are yielded again.
+        Ends before a refused chunk.
         """
         place, one_by_one = 0, False
         while place < len(keys) and self.wanted():
@@ -255,7 +253,7 @@ class EntryWriter:
             place += statuses.index(FAILED) if FAILED in statuses else len(statuses)
 
     def copy(self, key: ChunkKey, header: npt.NDArray[np.uint8], kind: str) -> bool:
-        """Write an entry that was verified: ``header``, and the payload that lies in memory.
+        """Write an entry that was verified: ``header``, and the payload in memory.
 
         Returns whether it was written. Raises as :meth:`save` does.
         """
@@ -268,13 +266,12 @@ class EntryWriter:
     ) -> list[int]:
         """Write a prompt's next chunks by one call, unless they are stored already.
 
-        A chunk is stored where files are there that together hold this shard, in whatever shards.
-        The i-th lies at ``place + i`` of the memory map; a ``batch`` that is given is written as
-        it is. Returns what became of each: WRITTEN, PRESENT or FAILED. Fewer where leading ones
-        are PRESENT, or where one behind them is: then others may be, too. None where all are
-        refused, see :attr:`refused`. Raises
-        StorageError (NotWritableError, StorageFullError) where nothing could be written;
-        InputError for chunks that the memory map has no room for.
+        A chunk is stored if there are files that together hold this shard. The i-th chunk lies at
+        slot ``place + i`` of the memory map; a given ``batch`` is written as it is. Returns each
+        chunk's status: WRITTEN, PRESENT or FAILED. The list is shorter if leading chunks are
+        PRESENT, or if a later one is: the rest may be, too. It is empty if all are refused, see
+        :attr:`refused`. Raises StorageError (NotWritableError, StorageFullError) if nothing could
+        be written; InputError for chunks outside the memory map.
         """
         if place + len(run) > self._room:
             msg = f"chunks {place} to {place + len(run)} of memory for {self._room}"
@@ -314,10 +311,10 @@ class EntryWriter:
         return statuses
 
     def _covered(self, run: Sequence[ChunkKey], kind: str) -> list[bool]:
-        """Whether files of other shards are there that together hold this one, of each chunk.
+        """Whether files of other shards that together hold this one exist, for each chunk.
 
-        Each is looked at as a reader does it: its owner, kind and length. Where a listing is a
-        request, only those shards are asked for that lookups have come upon.
+        Each file is checked as a reader does: its owner, kind and length. If a listing is a
+        request, only the shards that lookups have found are checked.
         """
         store, search = self.store, self.store.search
         if search is None:
@@ -332,13 +329,13 @@ class EntryWriter:
         return covered
 
     def _cover(self, shards: Sequence[Shard]) -> list[tuple[Shard, Shard]]:
-        """Return which of these shards hold this one; none where they do not."""
+        """Return which of these shards together hold this one; none if they do not."""
         full = self.store.layout.full
         others = [one for one in shards if one != self.shard and full.contains(one)]
         return (cover(self.shard, others) or []) if others else []
 
     def _are_there(self, run: Sequence[ChunkKey], shards: Sequence[Shard], kind: str) -> list[bool]:
-        """Whether all of these shards are there of each chunk, as long as they have to be."""
+        """Whether all of these shards of each chunk exist with the right length."""
         there = [True] * len(run)
         for shard in shards:
             nbytes = self.store.codec(shard, kind).file_nbytes
@@ -358,7 +355,7 @@ class EntryWriter:
                 log.debug("saved chunk %s/%s", key.name[:12], self.shard.name)
 
     def _sealed(self, run: Sequence[ChunkKey], place: int, seal: Seal | None) -> Batch:
-        """Return a batch with the headers of new entries, and their payloads as they are stored."""
+        """Return a batch with new headers, and the payloads in stored form."""
         kind = seal.kind if seal else ""
         codec, transfer = self.store.codec(self.shard, kind), self._transfer(kind)
         headers = []
@@ -390,7 +387,7 @@ class EntryWriter:
         return Batch.of(names, transfer, place, check_offset=check_offset)
 
     def _batch_chunks(self) -> int:
-        """How many chunks to write by one call."""
+        """Chunks to write per call."""
         nbytes, (low, high) = self.store.codec(self.shard).file_nbytes, _BATCH_CHUNKS
         best_nbytes = self.store.storage.capabilities.batch_nbytes
         chunks, capacity = min(max(best_nbytes // nbytes, low), high), self.store.capacity
@@ -402,12 +399,12 @@ class EntryWriter:
 
     def _refuse(self, chunks: int) -> list[int]:
         self.refused = True
-        if chunks == 1:  # several are then asked for one by one
+        if chunks == 1:  # several are then checked one by one
             self.store.quarantine.count("chunks_refused")
         return []
 
     def _transfer(self, kind: str) -> Transfer:
-        """How the shard lies in memory, and in entries with a ``kind`` of seal if any."""
+        """Return how the shard lies in memory, and in entries with a ``kind`` of seal if any."""
         transfer = self._transfers.get(kind)
         if transfer is None:
             shard = self.shard

@@ -1,7 +1,7 @@
 """Which weights a model has: one digest over every byte of every tensor.
 
-`identify_weights` digests files and remembers what they hold, `Identification` does it on a thread
-of its own. docs/decisions/0015-weights-by-content.md says what is trusted and what remains.
+`identify_weights` digests files and remembers the results, `Identification` does it on its own
+thread. docs/decisions/0015-weights-by-content.md says what is trusted and what remains.
 """
 
 from vua.weights.files import checkpoint_files

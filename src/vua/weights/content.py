@@ -1,13 +1,13 @@
-"""What a weight file holds, as digests of all of its bytes.
+"""The content of a weight file, as digests of all of its bytes.
 
-A safetensors file is digested tensor by tensor, so that it does not matter in which file a tensor
-lies; any other file as a whole. The bytes of a tensor or file are cut into pieces of 4 MiB from
-its start. Each piece has its SHA-256, and the digest of the whole is the SHA-256 of those (a hash
-tree of depth two). So many threads work on one large tensor, and nothing is left out.
+A safetensors file is digested tensor by tensor, so it does not matter which file holds a tensor;
+any other file is digested whole. The bytes of a tensor or file are cut into pieces of 4 MiB. Each
+piece has its SHA-256, and the digest of the whole is the SHA-256 of those (a hash tree of depth
+two), so many threads can work on one large tensor.
 
 The safetensors format: an 8-byte length, that many bytes of JSON, then the tensors without gaps
-(https://github.com/huggingface/safetensors). A file that keeps to it in any way but this one is
-digested whole, which notices every change, too.
+(https://github.com/huggingface/safetensors). A file that deviates in any way is digested whole,
+which notices every change, too.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ __all__ = ["METADATA", "Content", "State", "Work", "framed", "read_content", "re
 
 _PIECE_NBYTES: Final = 4 << 20
 _SMALL_NBYTES: Final = 16 << 20
-"""Up to here a file is not worth starting threads for."""
+"""Smaller files are not worth starting threads for."""
 _MAX_THREADS: Final = 8
 _NICENESS: Final = 10
 _MAX_HEADER_NBYTES: Final = 100_000_000  # the safetensors library refuses longer ones too
 METADATA: Final = "__metadata__"
-"""The key in a header that names no tensor."""
+"""The header's one key that is not a tensor's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What changes when a file is written to or exchanged; its times cannot be set back.
+    """Changes whenever a file is written to or exchanged; its times cannot be set back.
 
     (A file's ctime is the kernel's: `utime` sets it to the present.)
     """
@@ -55,13 +55,13 @@ class State:
 
     @classmethod
     def of(cls, file: int | Path) -> State:
-        """Return the state of an open file, or of the one that a path leads to. Raises OSError."""
+        """Return the state of an open file, or of the file at a path. Raises OSError."""
         found = os.stat(file)  # noqa: PTH116 - descriptors, too
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     @property
     def changed_s(self) -> float:
-        """When the file was written or renamed last, or its attributes set."""
+        """When the file was last written or renamed, or its attributes set."""
         return max(self.mtime_ns, self.ctime_ns) / 1e9
 
 
@@ -70,25 +70,27 @@ class Content:
     """The digests (64 hex digits) of one file."""
 
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """By name: of each tensor's name, dtype, shape and bytes. `METADATA` stands for metadata that
-    says what the tensors mean (torchao's)."""
+    """Digests of each tensor's name, dtype, shape and bytes, by name.
+
+    `METADATA` stands for metadata that says what the tensors mean (torchao's).
+    """
     whole: str = ""
-    """Of all bytes, where the file is not taken as tensors; else empty."""
+    """Digest of all bytes if the file is not digested by tensors; else empty."""
 
 
 @dataclass(slots=True)
 class Work:
-    """How to read, and how far it got."""
+    """How to read, and the progress."""
 
     stop: threading.Event | None = None
     """Once set, reading ends with CancelledError."""
     progress: Callable[[int], None] | None = None
-    """Told the bytes read so far after each piece, from any thread."""
+    """Called with the bytes read so far after each piece, from any thread."""
     done_nbytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def did(self, nbytes: int) -> None:
-        """Note bytes that were read. Raises CancelledError."""
+        """Count bytes that were read. Raises CancelledError."""
         with self._lock:
             self.done_nbytes += nbytes
             if self.progress is not None:
@@ -105,11 +107,11 @@ def framed(part: bytes) -> bytes:
 def read_content(file: Path, expected: State, work: Work) -> Content:
     """Read all of a file and return its digests.
 
-    Reads through the page cache, on up to 8 threads of low priority and no more than there are
-    processors. Memory: 4 MiB for each.
+    Reads through the page cache, on up to 8 threads of low priority and at most one per processor.
+    Memory: 4 MiB each.
 
     Args:
-        file: any file; its name's suffix tells whether it holds tensors.
+        file: any file; its suffix tells whether it holds tensors.
         expected: its state; another one before or after reading is an error.
         work: how to read.
 
@@ -140,7 +142,10 @@ def read_content(file: Path, expected: State, work: Work) -> Content:
 
 
 def read_digest(file: Path, expected: State, work: Work) -> str:
-    """Return the SHA-256 of all of a file's bytes, read by the calling thread; else as above."""
+    """Return the SHA-256 of all of a file's bytes, read by the calling thread.
+
+    Arguments and errors are those of :func:`read_content`.
+    """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(_PIECE_NBYTES, expected.nbytes)))
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -160,8 +165,8 @@ def read_digest(file: Path, expected: State, work: Work) -> str:
 def _check(file: Path, expected: State, found: State) -> None:
     if found != expected:
         msg = (
-            f"{file} changed while it was read ({expected} before, {found} now), so nobody can "
-            "tell which weights were loaded; start again when nothing writes to it"
+            f"{file} changed while it was read ({expected} before, {found} now), so it is "
+            "unknown which weights were loaded; start again when nothing writes to it"
         )
         raise ConfigError(msg)
 
@@ -171,7 +176,7 @@ def _check(file: Path, expected: State, found: State) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A range of a file, and the bytes before its own that make its digest one of a kind."""
+    """A range of a file, and a prefix that makes its digest unique."""
 
     head: bytes
     start: int
@@ -194,7 +199,7 @@ class _Tensor:
 def _read_header(fd: int, size: int) -> tuple[int, dict[str, _Tensor], dict[str, str]] | None:
     """Return where the tensors begin, what they are, and a digest of metadata that counts.
 
-    None where the file keeps not to the format, byte for byte.
+    None if the file deviates from the format in any byte.
     """
     try:
         start = 8 + int.from_bytes(_read(fd, min(size, 8), 0), "little")
@@ -218,7 +223,7 @@ def _read_header(fd: int, size: int) -> tuple[int, dict[str, _Tensor], dict[str,
 
 
 def _tensor(described: Any) -> _Tensor:  # noqa: ANN401
-    """Return what a header says of a tensor. Raises ValueError, TypeError, KeyError."""
+    """Return a header's description of a tensor. Raises ValueError, TypeError, KeyError."""
     begin, end = described["data_offsets"]
     numbers = [begin, end, *described["shape"]]
     if any(type(number) is not int or number < 0 for number in numbers) or begin > end:
@@ -242,7 +247,6 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _digests(fd: int, parts: Sequence[_Part], work: Work) -> list[str]:
-    """Return the digest of each part of a file."""
     pieces = [
         (at, min(_PIECE_NBYTES, part.start + part.nbytes - at))
         for part in parts
@@ -285,7 +289,7 @@ def _hash(fd: int, pieces: Sequence[tuple[int, int]], work: Work) -> list[bytes]
             for thread in threads:
                 if thread.ident is not None:
                     thread.join()
-        except BaseException:  # Ctrl-C: the file may be closed only when nobody reads it
+        except BaseException:  # Ctrl-C: close the file only when no thread reads it
             todo.end()
             for thread in threads:
                 thread.join()

@@ -1,14 +1,13 @@
-"""Which files of a directory hold a model's weights, and what is known of a file without reading.
+"""Which files of a directory hold a model's weights, and what is known without reading them.
 
 The rule is that of vLLM's default loader and of transformers, for directories that hold a model in
-one format. Safetensors files come first: those that the index names, where there is one. Else
-torch's files count, without what trainers leave beside them, else GGUF. An engine that knows
-better gives its own list.
+one format. Safetensors files come first: those that the index names, if there is one. Else torch's
+files count, without what trainers leave beside them, else GGUF. An engine that knows better gives
+its own list.
 
-The files of a model's directory that are neither weights nor ``config.json``, by content.
-
-Promises that an edit of a file that counts gives another digest, at the same path too. Read when an
-engine starts: an edit between the engine's own reading and this one goes unseen.
+`code_digest`, `processor_digest` and `quantization_digest` cover the other files that change what a
+model computes. They are read when an engine starts: an edit between the engine's own reading and
+this one goes unseen.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ __all__ = [
 _INDEX: Final = "model.safetensors.index.json"
 _MAX_INDEX_NBYTES: Final = 1 << 28
 _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""The first of these that there is; never two of them together."""
+"""Only files with the first of these suffixes that occurs; never two of them together."""
 _OF_TRAINING: Final = frozenset(
     ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 )
-"""What vLLM's loader passes over (`filter_files_not_needed_for_inference`)."""
+"""Files that vLLM's loader skips (`filter_files_not_needed_for_inference`)."""
 _GGUF_PART: Final = re.compile(r"(.*)-\d{5}-of-\d{5}\.gguf")
 _BLOB: Final = re.compile("[0-9a-f]{64}")
 
@@ -47,8 +46,8 @@ _BLOB: Final = re.compile("[0-9a-f]{64}")
 def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
     """Return the weight files at ``path``, a directory of a model or adapter, or one file.
 
-    Hidden files and those below subdirectories are passed over, as engines do. An adapter's
-    ``adapter_config.json`` is among them.
+    Hidden files and subdirectories are skipped, as engines do. An adapter's ``adapter_config.json``
+    is included.
 
     Raises:
         ConfigError: there are none.
@@ -74,7 +73,7 @@ def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def _indexed(root: Path, found: list[Path]) -> list[Path]:
-    """Return those that the index names; all of them where it names others, or is none."""
+    """Return the files that the index names; all of them if it names missing ones or is invalid."""
     try:
         with (root / _INDEX).open("rb") as stream:
             named = set(json.loads(stream.read(_MAX_INDEX_NBYTES))["weight_map"].values())
@@ -85,7 +84,7 @@ def _indexed(root: Path, found: list[Path]) -> list[Path]:
 
 
 def _gguf_parts(file: Path) -> list[Path]:
-    """Return the file with its other parts; and what vLLM takes images' weights from."""
+    """Return the file with its other parts, and the files that vLLM takes image weights from."""
     if file.suffix != ".gguf":
         return [file]
     parts = _GGUF_PART.fullmatch(file.name)
@@ -100,8 +99,8 @@ def _gguf_parts(file: Path) -> list[Path]:
 def blob_of(file: Path) -> str | None:
     """Return the SHA-256 that names a file of the Hugging Face hub's cache; None for any other.
 
-    That is one that lies at ``models--*/blobs/<64 hex digits>``, mostly behind a link. Files that
-    are no weights have 40 digits there: git's SHA-1, which is not of their content alone.
+    Such a file lies at ``models--*/blobs/<64 hex digits>``, mostly reached by a link. Files that
+    are not weights have 40 digits there: git's SHA-1, which covers more than their content.
     """
     blob = Path(os.path.realpath(file))
     layout = blob.parent.name == "blobs" and blob.parent.parent.name.startswith("models--")
@@ -109,7 +108,7 @@ def blob_of(file: Path) -> str | None:
 
 
 def link_changed_s(file: Path) -> float:
-    """Return when a link on the way to a file was made last; 0.0 where there is none."""
+    """Return when a link on the way to a file was last made; 0.0 without links."""
     links = [part for part in (file, *file.parents) if part.is_symlink()]
     return max((link.lstat().st_ctime for link in links), default=0.0)
 
@@ -125,7 +124,7 @@ _NO_PROCESSORS: Final = frozenset(
 
 
 def code_digest(folder: Path) -> str:
-    """Return 64 hex digits that stand for a directory's Python files, at any depth.
+    """Return 64 hex digits that identify a directory's Python files, at any depth.
 
     Raises:
         ConfigError: there are none, or one is too large.
@@ -138,7 +137,7 @@ def code_digest(folder: Path) -> str:
 
 
 def processor_digest(folder: Path) -> str:
-    """Return 64 hex digits that stand for the files that a processor is made from.
+    """Return 64 hex digits that identify the files that a processor is made from.
 
     Raises OSError, and ConfigError for a file too large.
     """
@@ -155,10 +154,10 @@ def processor_digest(folder: Path) -> str:
 
 
 def quantization_digest(folder: Path) -> str:
-    """Return 64 hex digits that stand for the files that say how weights are quantised.
+    """Return 64 hex digits that identify the files that say how weights are quantised.
 
-    Engines look into these where ``config.json`` does not say it. Raises OSError, and ConfigError
-    for a file too large.
+    Engines look into these if ``config.json`` does not say it. Raises OSError, and ConfigError for
+    a file too large.
     """
     return _digest(folder, [path for path in folder.glob("*quant*.json") if path.is_file()])
 

@@ -1,15 +1,12 @@
-"""One digest of a model's weights, from what each file holds, read or remembered.
+"""One digest of a model's weights, from the content of each file, read or remembered.
 
-Tensors count, not files: the same tensors in other files, with other metadata or with other files
-beside them have the same fingerprint, and any one changed byte another one.
+Tensors count, not files: the same tensors in other files, or with other metadata, have the same
+fingerprint. Any changed byte gives another one.
 
-Finding out a model's weights on a thread of their own, beside whoever wants to know.
-
-Digests of weight files that were read before, in a private directory of this user.
-
-``$XDG_CACHE_HOME/vua/weights`` (``~/.cache/vua/weights``), directories 0700, files 0600. Only what
-this user wrote and nobody else may write is believed; what is damaged is as if it were not there.
-Everything here only saves time: where it does not work, weights are read again.
+Digests of files that were read before are kept in ``$XDG_CACHE_HOME/vua/weights``
+(``~/.cache/vua/weights``), directories 0700, files 0600. Only entries that this user wrote, and
+that no other user may write, are trusted; damaged ones count as missing. This memo only saves time:
+without it, weights are read again.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def recall(key: str) -> dict[str, Any] | None:
-    """Return what was remembered for a key; None where there is nothing, or nothing sound."""
+    """Return what was remembered for a key; None if there is nothing sound."""
     folder = _folder(create=False)
     if folder is None:
         return None
@@ -85,7 +82,7 @@ def recall(key: str) -> dict[str, Any] | None:
 
 
 def remember(key: str, value: dict[str, Any]) -> None:
-    """Remember a JSON object for a key; atomic, and without an error where that fails."""
+    """Remember a JSON object for a key; atomic, and silent on failure."""
     body = json.dumps({"format": _FORMAT, "key": key, "value": value}).encode()
     folder = _folder(create=True)
     if folder is None or len(body) > _MAX_NBYTES - 100:
@@ -98,10 +95,9 @@ def remember(key: str, value: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def locked(key: str, stop: threading.Event | None = None) -> Iterator[None]:
-    """Keep other processes of this user, and threads, from doing the same at the same time.
+    """Keep this user's other processes, and threads, from doing the same work at the same time.
 
-    Waits as long as one of them does it; a process that dies lets go. Where there is no place for
-    the lock nobody waits.
+    Waits until the holder ends or dies. Does not wait if there is no directory for the lock.
 
     Raises:
         CancelledError: ``stop`` was set while waiting.
@@ -144,7 +140,7 @@ def _place(folder: Path, key: str) -> Path:
 
 
 def _folder(*, create: bool) -> Path | None:
-    """Return the private directory; None where there is none that nobody else may write to."""
+    """Return the private directory; None if there is none that only this user may write to."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
     folder = Path(home, "vua", "weights")
     if not folder.is_absolute():
@@ -160,7 +156,7 @@ def _folder(*, create: bool) -> Path | None:
 
 
 def _may_create(folder: Path) -> bool:
-    """Whether a new directory there would be of use to who owns the place: not root's in a home."""
+    """Whether the place's owner could use a new directory there: not root's in a user's home."""
     there = next(part for part in folder.parents if part.exists())
     return os.geteuid() != 0 or there.stat().st_uid == 0
 
@@ -171,7 +167,6 @@ def _is_ours(found: os.stat_result) -> bool:
 
 
 def _delete_oldest(folder: Path) -> None:
-    """Keep the directory from growing for ever."""
     found = [file for file in folder.iterdir() if file.suffix != ".lock"]
     if len(found) <= _MAX_FILES:
         return
@@ -189,32 +184,30 @@ def _mtime_s(file: Path) -> float:
 
 _VERSION: Final = "vua.weights.v2"
 _SETTLED_S: Final = 2.0
-"""File systems' clocks tick coarsely: only so long after a change the next one is sure to show."""
+"""Clocks of file systems tick coarsely: the next change shows for sure only after this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What `identify_weights` found."""
+    """The result of `identify_weights`."""
 
     fingerprint: str
     """64 hex digits."""
     files: tuple[Path, ...]
-    """Those that were asked about."""
+    """The files that were asked about."""
     nbytes: int
-    """Bytes of the files."""
     read_nbytes: int
-    """Of these, those that were read; the others' digests were remembered."""
+    """Bytes of the files that were read; the other files' digests were remembered."""
     seconds: float
-    """How long it took, with any wait for another process that read the same files."""
+    """Duration, including waiting for another process that read the same files."""
     changed_s: float
-    """When one of the files, or a link to it, was changed last (seconds since the epoch; renaming
-    and `chmod` count)."""
+    """When a file, or a link to it, last changed (seconds since 1970; rename and `chmod` count)."""
 
     def changed_since(self, when_s: float, *, stop: threading.Event | None = None) -> bool:
-        """Return whether a file may hold something else than at a time, by its or a link's change.
+        """Whether a file may have changed since ``when_s``, by its own change time or a link's.
 
-        A blob that the hub's cache has fetched since does not count: it is read as a whole, and has
-        the SHA-256 that is its name.
+        A blob that the hub's cache has fetched since does not count: it is read as a whole, and its
+        name is its SHA-256.
 
         Raises:
             ConfigError, OSError, CancelledError: as `identify_weights`.
@@ -228,7 +221,7 @@ class Weights:
         return False
 
     def joined(self, other: Weights) -> Weights:
-        """Return what stands for both, of two models that compute together."""
+        """Return the combination of two models that compute together."""
         both = f"{self.fingerprint} {other.fingerprint}"
         return Weights(
             hashlib.sha256(both.encode()).hexdigest(),
@@ -241,11 +234,11 @@ class Weights:
 
 
 def weights_fingerprint(path: str | os.PathLike[str], *, cache: bool = True) -> str:
-    """Return 64 hex digits that stand for the weights at ``path``; see `identify_weights`.
+    """Return 64 hex digits that identify the weights at ``path``; see `identify_weights`.
 
     Args:
         path: a local directory of a model or adapter, or one weight file.
-        cache: believe and keep what is remembered of the files.
+        cache: use and keep remembered digests.
 
     Raises:
         ConfigError: there are no weights at ``path``, or they change while they are read.
@@ -261,21 +254,21 @@ def identify_weights(
     progress: Callable[[int, int], None] | None = None,
     stop: threading.Event | None = None,
 ) -> Weights:
-    """Digest weight files, or take from a private memo what they hold.
+    """Digest weight files, or take their digests from a private memo.
 
-    The name, dtype, shape and bytes of each tensor of the safetensors files; name and bytes of
-    other files. Where two files hold different tensors of one name, their names count too, for then
-    the order of loading does. Neither place nor times nor sharding count.
+    The digest covers name, dtype, shape and bytes of each safetensors tensor, and name and bytes of
+    other files. If two files hold different tensors of one name, the files' names count too, for
+    then the order of loading matters. Location, times and sharding do not count.
 
-    Remembered is what a file holds by device, inode, size, mtime and ctime; a new copy of a file is
-    read, whatever its name. A file that was changed within the last 2 s is not remembered. Safe for
-    concurrent threads and processes: those of one user read the same files once, the others wait.
-    A crash leaves no half-written memo; the files that had been read are remembered.
+    A digest is remembered by device, inode, size, mtime and ctime; a new copy of a file is read
+    again. A file that changed within the last 2 s is not remembered. Safe for concurrent threads
+    and processes: those of one user read the same files once, the rest wait. After a crash the memo
+    is sound, and the files already read are remembered.
 
     Args:
         files: all of them, in any order.
-        cache: believe and keep what is remembered.
-        progress: told the bytes read so far, and the bytes to read, from any thread.
+        cache: use and keep remembered digests.
+        progress: called with the bytes read so far and the bytes to read, from any thread.
         stop: once set, the call ends with CancelledError.
 
     Raises:
@@ -290,7 +283,7 @@ def identify_weights(
     if len(found) < len(known):
         key = json.dumps([asdict(one.state) for one in known])
         with locked(key, stop):
-            if cache:  # somebody else may have read them meanwhile
+            if cache:  # another process may have read them meanwhile
                 found |= {one.path: got for one in known if (got := one.recall()) is not None}
             unread = [one for one in known if one.path not in found]
             total = sum(one.state.nbytes for one in unread)
@@ -311,7 +304,7 @@ def identify_weights(
 
 @dataclass(frozen=True, slots=True)
 class KnownFile:
-    """A file, as it was when it was first looked at."""
+    """A file, as it was when first looked at."""
 
     path: Path
     state: State
@@ -340,7 +333,7 @@ class KnownFile:
         return content
 
     def is_named_by_content(self, work: Work) -> bool:
-        """Whether it is a blob of the hub's cache that holds what its name says; reads it."""
+        """Whether it is a blob of the hub's cache and its content matches its name; reads it."""
         blob = blob_of(self.path)
         return blob is not None and read_digest(self.path, self.state, work) == blob
 
@@ -352,7 +345,7 @@ def _content(remembered: Mapping[str, Any] | None) -> Content | None:
 
 
 def _combined(found: Mapping[Path, Content]) -> str:
-    """Return one digest of all files' tensors, and of the files that are none."""
+    """Return one digest of all tensors, and of the files that are digested whole."""
     holders: dict[str, dict[str, list[bytes]]] = defaultdict(lambda: defaultdict(list))
     entries: set[bytes] = set()
     for path, content in found.items():
@@ -373,26 +366,23 @@ def _combined(found: Mapping[Path, Content]) -> str:
 
 
 class Identification:
-    """One search for a model's weights; it begins at once and keeps nobody from ending.
-
-    The thread ends with the process.
-    """
+    """One search for a model's weights; it starts at once, and the process may end before it."""
 
     def __init__(self, find: Callable[[threading.Event], Weights]) -> None:
-        """Call ``find`` with the event that tells it to stop; what it raises is the answer too."""
+        """Call ``find`` with the event that stops it; an exception from it becomes the answer."""
         self.answer: Future[Weights] = Future()
-        """Done once it is known, or known that it cannot be."""
+        """Done once the weights are known, or cannot be known."""
         self._find, self._stop = find, threading.Event()
         threading.Thread(target=self._run, name="vua-identify", daemon=True).start()
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Wait for the answer, for ever if None; return whether it is there."""
+        """Wait for the answer, without limit if None; return whether it is there."""
         with contextlib.suppress(TimeoutError, CancelledError):
             self.answer.exception(timeout_s)
         return self.answer.done()
 
     def close(self) -> None:
-        """Let the thread stop; does not wait for it."""
+        """Ask the thread to stop; does not wait for it."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -405,9 +395,9 @@ class Identification:
 
 
 def process_began_s() -> float:
-    """Return when this process was started, in seconds since the epoch.
+    """Return when this process was started, in seconds since 1970.
 
-    What was changed later than that may not be what it has loaded.
+    A file changed later than that may differ from what the process has loaded.
     """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # starttime, proc(5)

@@ -121,7 +121,7 @@ class SettingsTest(DirectoryTest):
                         bucket.folders, lambda: bucket.delete(["x"]),
                     ):  # fmt: skip
                         bucket.breaker.succeeded()
-                        with self.assertRaisesRegex(StorageError, "broke off.*credential"):
+                        with self.assertRaisesRegex(StorageError, "panicked.*credential"):
                             ask()
                     self.assertEqual(3, vua.put(TOKENS, KV))
                     self.assertEqual(12, vua.get_closest(TOKENS).num_tokens)
