@@ -52,9 +52,7 @@ __all__ = [
 
 State = Literal["stored", "absent", "partial", "damaged"]
 """``stored``: sound files cover the group. ``partial``: they do not. ``damaged``: one is unsound.
-
-Soundness is judged by size and header.
-"""
+Soundness is judged by size and header."""
 
 
 @dataclass(frozen=True, slots=True)

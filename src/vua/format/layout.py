@@ -87,12 +87,10 @@ class KVLayout:
     """Element type by its safetensors name, e.g. ``BF16``."""
     chunk_tokens: int
     group: str = ""
-    """The group of layers; ``layers`` counts within it.
-
-    Empty for layers that attend to the whole prefix (and for models with one kind of layer),
-    ``w1024`` for a sliding window of 1024 tokens, ``s4096`` for layers with a state of 4096 bytes,
-    ``d1`` for a draft model's layers, which also attend to the whole prefix.
-    """
+    """The group of layers; ``layers`` counts within it. Empty for layers that attend to the whole
+    prefix (and for models with one kind of layer), ``w1024`` for a sliding window of 1024 tokens,
+    ``s4096`` for layers with a state of 4096 bytes, ``d1`` for a draft model's layers, which also
+    attend to the whole prefix."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "k_dim", "chunk_tokens"):

@@ -40,10 +40,8 @@ __all__ = [
 
 _NOWAIT, _DIRECT, _UNHASHED = 1, 2, 4
 _HELD_NBYTES: Final = 2 << 20
-"""A batch up to this size keeps the GIL while the page cache answers, some 300 us.
-
-Beside a busy Python thread, taking the GIL back takes up to 5 ms.
-"""
+"""A batch up to this size keeps the GIL while the page cache answers, some 300 us. Beside a busy
+Python thread, taking the GIL back takes up to 5 ms."""
 _THREAD_NBYTES: Final = 2 << 20
 """Bytes per thread: starting one takes as long as reading a tenth of that."""
 _BOUNCES: Final = 16

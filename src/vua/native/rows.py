@@ -17,10 +17,8 @@ from vua.native.transfer import Headers, Transfer
 __all__ = ["Read", "blocks_of", "reads_of", "rows_of"]
 
 _ROWS_AT_ONCE: Final = 1 << 16
-"""Rows computed together for consecutive chunks: 1 MiB.
-
-One by one, that takes as long as reading small chunks.
-"""
+"""Rows computed together for consecutive chunks: 1 MiB. One by one, that takes as long as reading
+small chunks."""
 
 
 class Read(NamedTuple):
@@ -34,10 +32,8 @@ class Read(NamedTuple):
     offset: int
     """File offset of the first byte."""
     blocks: Iterator[list[memoryview]]
-    """The checksum blocks among them, in parts, to be consumed before the next read.
-
-    The header before them is not a block.
-    """
+    """The checksum blocks among them, in parts, to be consumed before the next read. The header
+    before them is not a block."""
 
 
 class _Cuts(NamedTuple):

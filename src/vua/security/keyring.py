@@ -60,11 +60,9 @@ class NoKeyError(ConfigError):
     """A key is missing or unusable: what it seals is neither read nor written."""
 
     fault: Fault = "wrong"
-    """``missing``, ``gone`` (it existed earlier), ``unreadable`` or ``wrong``.
-
-    ``unreadable``: the system refuses to read it. ``wrong``: other users may read or change it, or
-    it does not hold a key.
-    """
+    """``missing``, ``gone`` (it existed earlier), ``unreadable`` or ``wrong``. ``unreadable``: the
+    system refuses to read it. ``wrong``: other users may read or change it, or it does not hold a
+    key."""
     key: str = ""
     """Path of its file."""
 

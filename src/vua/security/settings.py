@@ -35,11 +35,11 @@ class Security:
     """User ids whose files are read, besides this process's own user and root. ``"any"`` believes
     every user who can write to the directory."""
     group_read: bool = False
-    """Let the directory's group read the cache: files 0640, directories 2750. Readers of that
-    group name the writer in their ``trusted_uids``."""
+    """Let the directory's group read the cache: files 0640, directories 2750. Readers of that group
+    name the writer in their ``trusted_uids``."""
     key_file: str | None = None
-    """A file with a secret (`vua key FILE` makes one). Only files written with it are read, and
-    the names of chunks reveal nothing without it."""
+    """A file with a secret (`vua key FILE` makes one). Only files written with it are read, and the
+    names of chunks reveal nothing without it."""
     tenant_keys: str | None = None
     """A directory of keys, one per cache salt (`vua key DIR --salt S`). Requests with a salt are
     encrypted with its key. Without a key they are not cached. Deleting a key makes everything

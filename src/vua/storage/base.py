@@ -73,9 +73,7 @@ class Batch:
     """Offset of the self-check's digits in a header that is to be written."""
     offer: Callable[[int, memoryview], None] | None = None
     """Takes whole entries, by index, that the storage has in its own memory and no longer needs.
-
-    Called from any thread; raises nothing.
-    """
+    Called from any thread; raises nothing."""
 
     @classmethod
     def of(
@@ -164,16 +162,11 @@ class Filled:
     count: int
     """Number of leading entries that are in memory with their headers and digests."""
     problem: Exception | None
-    """Why the next entry is not; None if all are.
-
-    FileNotFoundError, another OSError, UntrustedError for an untrusted owner, CorruptEntryError for
-    a wrong length.
-    """
+    """Why the next entry is not; None if all are. FileNotFoundError, another OSError,
+    UntrustedError for an untrusted owner, CorruptEntryError for a wrong length."""
     version: Callable[[int], bytes | None]
-    """By index: bytes that distinguish this entry from any other that ever has its name.
-
-    For entries in memory, and for the next one if it is damaged.
-    """
+    """By index: bytes that distinguish this entry from any other that ever has its name. For
+    entries in memory, and for the next one if it is damaged."""
 
 
 @dataclass(slots=True)
@@ -181,10 +174,8 @@ class Written:
     """The result of a write."""
 
     statuses: Sequence[int]
-    """Per entry: WRITTEN, PRESENT (it existed with the right length; unchanged) or FAILED.
-
-    After the first failure all may be FAILED.
-    """
+    """Per entry: WRITTEN, PRESENT (it existed with the right length; unchanged) or FAILED. After
+    the first failure all may be FAILED."""
     problem: StorageError | None = None
     """Why the first failed entry did."""
 
@@ -208,10 +199,8 @@ class Capabilities:
     probes: int = 1
     """Best number of names per :meth:`Storage.exists`: more if an answer takes long."""
     batch_nbytes: int = 64 << 20
-    """Best amount per write.
-
-    For its duration a writer holds its space, and new chunks' mtimes wait.
-    """
+    """Best amount per write. For its duration a writer holds its space, and new chunks' mtimes
+    wait."""
 
 
 class Storage(Protocol):

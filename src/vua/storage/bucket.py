@@ -83,10 +83,8 @@ SCHEMES: Final = ("s3", "gs", "az", "file", "memory")
 _SMALL_REQUESTS: Final = 64
 """Concurrent requests without a body; with a body there are `REQUESTS_AT_ONCE`."""
 _IN_FLIGHT_NBYTES: Final = 160 << 20
-"""Bytes of bodies in flight, over all buckets of this process; a larger body goes alone.
-
-Enough for 16 entries of 8 MiB with headers, in somewhat larger buffers.
-"""
+"""Bytes of bodies in flight, over all buckets of this process; a larger body goes alone. Enough for
+16 entries of 8 MiB with headers, in somewhat larger buffers."""
 _KEPT_NBYTES: Final = _IN_FLIGHT_NBYTES
 """Memory of bodies kept for reuse: fresh memory costs as much as receiving them."""
 _SMALL_NBYTES: Final = 16 << 20
@@ -118,10 +116,8 @@ class Bucket:
         """Contains no secret: a URL with one is refused."""
         self.scheme = url.partition(":")[0]
         self.counts: Counter[str] = Counter()
-        """So far: requests by kind (get, head, put, list, copy, delete), failures, bytes.
-
-        Bytes are ``read_nbytes`` and ``written_nbytes``.
-        """
+        """So far: requests by kind (get, head, put, list, copy, delete), failures, bytes. Bytes are
+        ``read_nbytes`` and ``written_nbytes``."""
         self.marked: set[str] = set()
         """Prefixes in it that had VUA's mark when this process looked, see `bucket_mark`."""
         self.stuck: set[str] = set()
@@ -134,9 +130,7 @@ class Bucket:
         """The last failed request's error."""
         self._refused: set[str] = set()
         """What this server refuses: "condition" (of a PUT), "bulk" (deletion), "bare" (see below).
-
-        "bare": PUTs without a checksum in a header.
-        """
+        "bare": PUTs without a checksum in a header."""
         self._signed: SignedReads | None = None
         if self.scheme == "s3":  # other stores ask their server for each signature
             sign = functools.partial(self._library.sign, self._reads, "GET")

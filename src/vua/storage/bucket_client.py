@@ -254,9 +254,7 @@ _FILES: Final = (
 )
 _LENT: Final = timedelta(minutes=10)
 """How long botocore's credentials count as valid: it renews them that long before they expire.
-
-obstore asks again at half of it.
-"""
+obstore asks again at half of it."""
 _GCS_KINDS: Final = ("service_account", "authorized_user")
 _SEGMENT: Final = re.compile(r"[^\x00-\x1f\x7f]+")
 
@@ -270,10 +268,8 @@ class Client:
     writes: Any
     """One for requests that send."""
     remade: Callable[..., Any]
-    """Makes another one like :attr:`writes`, with further settings of obstore's.
-
-    For S3, ``at`` is an address to use instead of the prefix.
-    """
+    """Makes another one like :attr:`writes`, with further settings of obstore's. For S3, ``at`` is
+    an address to use instead of the prefix."""
     endpoint: str
     """The server's address, for errors."""
     identity: str

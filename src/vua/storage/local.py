@@ -196,10 +196,8 @@ class LocalStorage:
 
     capabilities = Capabilities(device_reads=True)
     shares_reads = False
-    """Whether other processes of this host read the same files at the same time.
-
-    If so, none of them bypasses the page cache, and the device is read once.
-    """
+    """Whether other processes of this host read the same files at the same time. If so, none of
+    them bypasses the page cache, and the device is read once."""
 
     def __init__(
         self,

@@ -47,25 +47,19 @@ _ROUNDING: Final = {
     "F8_E5M2": 2**-5,
     "F8_E5M2FNUZ": 2**-5,
 }
-"""Size of one rounding, by dtype of K and V.
-
-F32 (and F64) may be products of TF32, which has 10 bits. With F8 only elements on the border
-between two values differ, so a token's distance is well below one rounding of an element.
-"""
+"""Size of one rounding, by dtype of K and V. F32 (and F64) may be products of TF32, which has 10
+bits. With F8 only elements on the border between two values differ, so a token's distance is well
+below one rounding of an element."""
 
 QUANTISED_ROUNDING: Final = 2**-6
-"""At least this if a model computes with quantised numbers.
-
-Their scale depends on the other numbers in the same part, hence on the TP size.
-"""
+"""At least this if a model computes with quantised numbers. Their scale depends on the other
+numbers in the same part, hence on the TP size."""
 
 _FIRST: Final = 2.0
 _DEEPER: Final = 8.0
-"""Roundings allowed in the first layer; they grow with the square root of the layer's number.
-
-That is how a random walk grows. Trained models stay far below, deeper layers included. Small models
-with random weights amplify a rounding more than twofold per layer; they set this value.
-"""
+"""Roundings allowed in the first layer; they grow with the square root of the layer's number. That
+is how a random walk grows. Trained models stay far below, deeper layers included. Small models with
+random weights amplify a rounding more than twofold per layer; they set this value."""
 
 
 def tolerance(dtype: str, layer: int, *, quantised: bool = False) -> float:
@@ -163,11 +157,8 @@ def _norms(rows: Tensor) -> Tensor:
 log = logging.getLogger(__name__)
 
 _WHOLE_NUMBERS: Final = 0.4
-"""Distance up to which caches of integers can come from one model.
-
-They were rounded earlier, by an unknown step. Caches of unrelated models differ by about 1.4, the
-square root of 2.
-"""
+"""Distance up to which caches of integers can come from one model. They were rounded earlier, by an
+unknown step. Caches of unrelated models differ by about 1.4, the square root of 2."""
 
 
 class Label:

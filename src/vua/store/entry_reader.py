@@ -48,9 +48,7 @@ class Verified:
     """Number of leading entries that are in memory and proved to be the requested ones."""
     problem: Exception | None = None
     """Why the next entry is not: EntryError (damaged or another entry), or as below.
-
-    UntrustedError, UnbelievedError, FileNotFoundError or another OSError.
-    """
+    UntrustedError, UnbelievedError, FileNotFoundError or another OSError."""
     version: bytes | None = None
     """The next entry's version, if the storage knows it; see :meth:`Storage.delete`."""
 

@@ -46,10 +46,8 @@ __all__ = ["Keys", "Loaded", "Loader", "Quarantine", "Search", "Store"]
 _PRESENT_S: Final = 600.0
 """How long a found entry counts as present; a load that misses it forgets it at once."""
 _ABSENT_S: Final = 2.0
-"""How long a missing entry counts as missing.
-
-A conversation's next turn comes later than this, and other processes store meanwhile.
-"""
+"""How long a missing entry counts as missing. A conversation's next turn comes later than this, and
+other processes store meanwhile."""
 _LISTED_S: Final = 10.0
 """Interval of checking in which shards a chunk is stored: listing is expensive."""
 _MOST: Final = 1 << 17
@@ -247,10 +245,8 @@ class Loaded(NamedTuple):
     nbytes: int
     """Payload bytes of those chunks."""
     reason: str | None = None
-    """Why it stopped early: missing, corrupt, foreign, locked, error or writer.
-
-    ``writer``: the next chunk's writer is not trusted.
-    """
+    """Why it stopped early: missing, corrupt, foreign, locked, error or writer. ``writer``: the
+    next chunk's writer is not trusted."""
 
 
 class Store:

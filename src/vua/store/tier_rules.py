@@ -22,15 +22,11 @@ class TierRules:
     upload_mib_s: float | None = None
     """Upload limit in MiB/s, from the local directory to the slower tiers; None: unlimited."""
     write_back: str = _ALWAYS
-    """When a chunk read from a slower tier is also copied into the local directory.
-
-    ``"always"``; or ``"second_use"``: only from the second read by the same process on.
-    """
+    """When a chunk read from a slower tier is also copied into the local directory. ``"always"``;
+    or ``"second_use"``: only from the second read by the same process on."""
     codec: str = OFF
-    """Lossless compression of chunks in buckets: "off", "auto" or a codec's name.
-
-    "auto" compresses if that makes reads faster; see :mod:`vua.storage.object`.
-    """
+    """Lossless compression of chunks in buckets: "off", "auto" or a codec's name. "auto" compresses
+    if that makes reads faster; see :mod:`vua.storage.object`."""
 
     def __post_init__(self) -> None:
         if self.write_back not in (_ALWAYS, _SECOND_USE):

@@ -44,10 +44,8 @@ __all__ = ["Bounds", "Travel", "WriteBack", "whole_batch"]
 _MOST_NBYTES: Final = 128 << 20
 """Memory for entries that wait to be copied into the directory; the rest is read again later."""
 _PAUSE_S: Final = 0.02
-"""An entry waits until no read happened for so long: it must not slow loads.
-
-One load often follows another at once.
-"""
+"""An entry waits until no read happened for so long: it must not slow loads. One load often follows
+another at once."""
 _LONGEST_WAIT_S: Final = 1.0
 """Longest such wait."""
 

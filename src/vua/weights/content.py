@@ -70,10 +70,8 @@ class Content:
     """The digests (64 hex digits) of one file."""
 
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """Digests of each tensor's name, dtype, shape and bytes, by name.
-
-    `METADATA` stands for metadata that says what the tensors mean (torchao's).
-    """
+    """Digests of each tensor's name, dtype, shape and bytes, by name. `METADATA` stands for
+    metadata that says what the tensors mean (torchao's)."""
     whole: str = ""
     """Digest of all bytes if the file is not digested by tensors; else empty."""
 
