@@ -1,4 +1,4 @@
-"""Writes `tests/golden`, `golden_sealed`, `golden_sealed_v2` and `golden_compressed`, as they are.
+"""Writes `tests/golden` and `golden_pages`, `_sealed`, `_sealed_v2`, `_compressed`, as they are.
 
 Byte for byte, but for what zstd makes of the last one, which another version of it may change.
 
@@ -29,7 +29,7 @@ from vua.format.compressed import compress, is_available
 from vua.format.entry import EntryCodec, SealInfo
 from vua.format.identity import Identity, config_digest
 from vua.format.keys import KeyChain, token_ids
-from vua.format.layout import KVLayout, MemoryMap, Shard
+from vua.format.layout import KVLayout, MemoryMap, Shard, pages_layout, payload_map
 from vua.format.parse import encode_header, parse_entry
 from vua.security.seal import Seal, derived
 from vua.security.settings import Security
@@ -38,6 +38,7 @@ from vua.store.namespace import Namespace
 from vua.weights import weights_fingerprint
 
 GOLDEN = Path(__file__).parent / "golden"
+PAGES = Path(__file__).parent / "golden_pages"
 SEALED = Path(__file__).parent / "golden_sealed_v2"
 SEALED_V1 = Path(__file__).parent / "golden_sealed"
 COMPRESSED = Path(__file__).parent / "golden_compressed"
@@ -57,6 +58,12 @@ CASES = (
     ("golden split", PLAIN, [Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)], {}),
     ("golden latent", LATENT, [LATENT.full], SALT),
 )
+
+PAGE_NBYTES = 10
+PAGED = pages_layout(caches=2, parts=2, row_nbytes=3, chunk_tokens=CHUNK)
+PAGED_WINDOW = pages_layout(caches=1, parts=2, row_nbytes=3, chunk_tokens=CHUNK, window=4)
+# layout, the chunks that the prompt needs of it
+PAGE_CASES = ((PLAIN, (0, 1)), (PAGED, (0, 1)), (PAGED_WINDOW, (1,)))
 
 
 def element(layout: KVLayout, array: int, shard: Shard) -> np.ndarray:
@@ -99,6 +106,31 @@ def make(root: Path) -> None:
                     save_chunk(
                         store, chain[place], memory_of(layout, shard), shard=shard, place=place
                     )
+
+
+def pages_of(layout: KVLayout, chunk: int) -> bytes:
+    """A chunk's payload: its bytes count up, but for the zeros behind each page of 10 bytes."""
+    total, extent = layout.full.payload_nbytes(layout), layout.extent_nbytes[0]
+    end = PAGE_NBYTES if layout.keeps_pages else extent
+    return bytes((at + 50 * chunk) % 256 if at % extent < end else 0 for at in range(total))
+
+
+def make_pages(root: Path) -> None:
+    """Write a model with pages of an engine beside K and V to ``root``, which must exist."""
+    name = "golden pages"
+    identity = Identity(model=name, kv_dtype=PLAIN.dtype, chunk_tokens=CHUNK, name=name)
+    layouts = [layout for layout, _ in PAGE_CASES]
+    with (
+        mock.patch("vua.format.entry.time.time", return_value=CREATED),
+        mock.patch("vua.store.writer.process_writer", return_value=WRITER),
+    ):
+        stores = Namespace.create(root, identity, layouts).stores
+        chain = KeyChain(token_ids(TOKENS), CHUNK)
+        for store, (layout, chunks) in zip(stores, PAGE_CASES, strict=True):
+            for chunk in chunks:
+                payload = np.frombuffer(pages_of(layout, chunk), dtype=np.uint8)
+                memory = payload_map(layout, layout.full, payload.ctypes.data, payload, 1)
+                save_chunk(store, chain[chunk], memory)
 
 
 def security(key_file: Path, *, encrypt: bool) -> Security:
@@ -303,12 +335,15 @@ if __name__ == "__main__":
     shutil.rmtree(GOLDEN, ignore_errors=True)
     GOLDEN.mkdir()
     make(GOLDEN)
+    shutil.rmtree(PAGES, ignore_errors=True)
+    PAGES.mkdir()
+    make_pages(PAGES)
     for place, version in ((SEALED_V1, entry.SEALED_V1), (SEALED, entry.SEALED)):
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         with tempfile.TemporaryDirectory() as aside:
             make_sealed(place, Path(aside) / "key", version)
-    for place in (GOLDEN, SEALED_V1, SEALED):
+    for place in (GOLDEN, PAGES, SEALED_V1, SEALED):
         (place / MARK).unlink()  # the first of them are older than the mark
     if is_available():
         COMPRESSED.mkdir(exist_ok=True)

@@ -264,7 +264,8 @@ const holds = ({ layers, heads }, head, layer) => heads[0] <= head && head < hea
 export function neededChunks(layout, tokens) {
   const [size, group] = [layout.chunk_tokens, layout.group ?? ""];
   if (group.startsWith("s")) return tokens % size ? null : [tokens / size - 1];
-  const first = group.startsWith("w") ? Math.max(0, tokens - Number(group.slice(1)) + 1) : 0;
+  const window = /w(\d+)$/.exec(group);
+  const first = window ? Math.max(0, tokens - Number(window[1]) + 1) : 0;
   const [start, stop] = [Math.floor(first / size), Math.ceil(tokens / size)];
   return Array.from({ length: stop - start }, (_, i) => start + i);
 }

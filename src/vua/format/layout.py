@@ -36,6 +36,7 @@ __all__ = [
     "Shard",
     "cover",
     "is_group",
+    "pages_layout",
     "state_layout",
     "state_nbytes",
 ]
@@ -60,15 +61,18 @@ _MAX_CHUNK_TOKENS: Final = 1 << 16
 _MAX_DIM: Final = 1 << 24
 """Elements of one head's row, far beyond any model."""
 
-_SHARD_NAME = re.compile(r"(?:([dsw]\d{1,9})\.)?l(\d{1,5})-(\d{1,5})\.h(\d{1,5})-(\d{1,5})")
-_GROUP = re.compile(r"([dsw][1-9]\d{0,8})?")
+_PAGES: Final = r"p[1-9]\d{0,8}(?:w[1-9]\d{0,8})?"
+_SHARD_NAME = re.compile(
+    rf"(?:([dsw]\d{{1,9}}|{_PAGES})\.)?l(\d{{1,5}})-(\d{{1,5}})\.h(\d{{1,5}})-(\d{{1,5}})"
+)
+_GROUP = re.compile(rf"(?:[dsw][1-9]\d{{0,8}}|{_PAGES})?")
 
 
 def is_group(name: str) -> bool:
     """Whether ``name`` can name a group of layers; ``""`` is the default group.
 
-    >>> is_group("w1024"), is_group(""), is_group("x5")
-    (True, True, False)
+    >>> is_group("w1024"), is_group("p132w512"), is_group(""), is_group("x5")
+    (True, True, True, False)
     """
     return _GROUP.fullmatch(name) is not None
 
@@ -90,7 +94,8 @@ class KVLayout:
     """The group of layers; ``layers`` counts within it. Empty for layers that attend to the whole
     prefix (and for models with one kind of layer), ``w1024`` for a sliding window of 1024 tokens,
     ``s4096`` for layers with a state of 4096 bytes, ``d1`` for a draft model's layers, which also
-    attend to the whole prefix."""
+    attend to the whole prefix, ``p132`` and ``p132w512`` for an engine's own pages, without and
+    with a window (see :func:`pages_layout`)."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "kv_heads", "k_dim", "chunk_tokens"):
@@ -113,14 +118,18 @@ class KVLayout:
             msg = f"v_dim {self.v_dim}, dtype {self.dtype}: expected >= 0 and one of {[*ITEMSIZE]}"
             raise LayoutError(msg)
         if not is_group(self.group):
-            msg = f"group {self.group!r:.40}: expected nothing, w, s or d and a number"
+            msg = f"group {self.group!r:.40}: expected nothing, w, s, d or p and a number"
+            raise LayoutError(msg)
+        row = self.group[1:].partition("w")[0]
+        if self.keeps_pages and (str(self.k_dim), self.v_dim, self.dtype) != (row, 0, "U8"):
+            msg = f"pages {self.group}: expected k_dim {row}, v_dim 0 and U8, found {self}"
             raise LayoutError(msg)
 
     @property
     def window(self) -> int | None:
         """Tokens that a layer attends to, its own included (a state: 2); None: the whole prefix."""
-        kind = self.group[:1]
-        return int(self.group[1:]) if kind == "w" else 2 if kind == "s" else None
+        _, limited, tokens = self.group.partition("w")
+        return int(tokens) if limited else 2 if self.keeps_state else None
 
     @property
     def drafts(self) -> bool:
@@ -131,6 +140,11 @@ class KVLayout:
     def keeps_state(self) -> bool:
         """Whether these layers keep one state instead of K and V per token."""
         return self.group.startswith("s")
+
+    @property
+    def keeps_pages(self) -> bool:
+        """Whether these are pages as an engine lays them out, see :func:`pages_layout`."""
+        return self.group.startswith("p")
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -364,3 +378,31 @@ def state_nbytes(layout: KVLayout) -> int | None:
         msg = f"a state of {nbytes} bytes has the layout {expected}, found {layout}"
         raise LayoutError(msg)
     return nbytes
+
+
+def pages_layout(
+    *, caches: int, parts: int, row_nbytes: int, chunk_tokens: int, window: int | None = None
+) -> KVLayout:
+    """Return the layout of caches whose pages are stored as an engine lays them out.
+
+    A chunk holds whole pages, one behind the other, and then zeros.
+
+    >>> pages_layout(caches=3, parts=2, row_nbytes=132, chunk_tokens=64, window=512).group
+    'p132w512'
+
+    Args:
+        caches: how many there are; they take the place of layers.
+        parts: how many ranks have a part of their own; they take the place of KV heads.
+        row_nbytes: bytes of a page for each of its tokens, rounded up.
+        chunk_tokens: tokens per chunk.
+        window: tokens that are attended to; None: the whole prefix.
+    """
+    return KVLayout(
+        layers=caches,
+        kv_heads=parts,
+        k_dim=row_nbytes,
+        v_dim=0,
+        dtype="U8",
+        chunk_tokens=chunk_tokens,
+        group=f"p{row_nbytes}" + (f"w{window}" if window else ""),
+    )

@@ -169,6 +169,42 @@ class TestGolden(DirectoryTest):
                 seen += 1
         self.assertEqual(8, seen)
 
+    def test_pages(self) -> None:
+        """An engine's pages beside K and V: written again the same, and read."""
+        again = self.root / "again"
+        again.mkdir()
+        make_golden.make_pages(again)
+        (again / MARK).unlink()
+        self.assertEqual(contents(make_golden.PAGES), contents(again))
+        for layout, chunks in make_golden.PAGE_CASES:
+            files = sorted(make_golden.PAGES.glob(f"*/*/*/{layout.full.name}.safetensors"))
+            found = {}
+            for path in files:
+                data = path.read_bytes()
+                header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+                first = int(header["__metadata__"]["tokens"][:10])
+                payload = data[len(data) - layout.full.payload_nbytes(layout) :]
+                found[first // layout.chunk_tokens] = payload
+                if layout.keeps_pages:
+                    shape = [layout.kv_heads, layout.layers, layout.chunk_tokens, layout.k_dim]
+                    self.assertEqual(("U8", shape), (header["k"]["dtype"], header["k"]["shape"]))
+                    self.assertNotIn("v", header)
+            expected = {chunk: make_golden.pages_of(layout, chunk) for chunk in chunks}
+            self.assertEqual(expected, found)
+        (space,) = make_golden.PAGES.iterdir()
+        stores = Namespace.open(self.copied(space)).stores
+        self.assertEqual(
+            [layout for layout, _ in make_golden.PAGE_CASES], [one.layout for one in stores]
+        )
+        chain = KeyChain(token_ids(make_golden.TOKENS), 4)
+        for store, (layout, chunks) in zip(stores, make_golden.PAGE_CASES, strict=True):
+            held = [at for at in range(2) if store.holds(chain[at], (layout.full,))]
+            self.assertEqual(list(chunks), held)
+
+    def copied(self, space: Path) -> Path:
+        """A copy of a namespace, so that nothing can happen to it."""
+        return Path(shutil.copytree(space, self.root / "pages" / space.name))
+
     def test_safetensors(self) -> None:
         """The safetensors library opens them and gives the same tensors."""
         for path, layout, shard, arrays, _ in self.cases():

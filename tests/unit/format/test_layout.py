@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import unittest
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from layouts import DEEP, SMALL, cells, shards
 from properties import given
 from vua.errors import LayoutError
-from vua.format.layout import ITEMSIZE, KVLayout, Shard, cover
+from vua.format.layout import ITEMSIZE, KVLayout, Shard, cover, pages_layout
 from vua.serdes import DTYPES
 
 
@@ -107,6 +108,25 @@ class TestGroups(unittest.TestCase):
         self.assertEqual((None, True, False), (draft.window, draft.drafts, SMALL.drafts))
         self.assertEqual("d1.l0-1.h0-4", draft.full.name)
         self.assertEqual(draft.full, Shard.parse(draft.full.name))
+
+    def test_pages(self) -> None:
+        """An engine's own pages: bytes alone, of as many as the name says; a window may follow."""
+        pages = pages_layout(caches=3, parts=2, row_nbytes=132, chunk_tokens=64, window=512)
+        self.assertEqual(("p132w512", 512), (pages.group, pages.window))
+        self.assertEqual(pages, KVLayout.from_description(pages.describe()))
+        self.assertEqual(pages.full, Shard.parse("p132w512.l0-3.h0-2"))
+        whole = replace(pages, group="p132")
+        self.assertEqual((None, True), (whole.window, whole.keeps_pages))
+        self.assertEqual("p132.l0-3.h0-2", whole.full.name)
+        self.assertFalse(self.WINDOWED.keeps_pages or whole.keeps_state or whole.drafts)
+        self.assertFalse(whole.full.contains(pages.full))
+        for change in ({"k_dim": 131}, {"v_dim": 1}, {"dtype": "I8"}, {"group": "p131"}):
+            with self.assertRaisesRegex(LayoutError, "pages p13"):
+                replace(whole, **change)
+        for group in ("p", "p0", "p01", "p1w", "p1w0", "p1s2", "pw1", "p1w1w1", "w1p1"):
+            with self.assertRaisesRegex(LayoutError, "group"):
+                replace(whole, group=group)
+            self.assertIsNone(Shard.parse(f"{group}.l0-3.h0-2"))
 
     def test_shard(self) -> None:
         """A group's shards never stand for another group's."""
