@@ -565,6 +565,22 @@ def replay(*arguments: str) -> int:
     return run("-m", "lab", "replay", *arguments, paths=("src", "benchmarks"))
 
 
+def shares(*arguments: str) -> int:
+    """Measures eviction policies over traces, for docs/performance.md: NAME=PATH,TOKENS ..."""
+    simulators = install_apart("simulators", "libcachesim==0.3.5", "kvcache-simulator==0.1.3")
+    return run("-m", "lab.shares", *arguments, paths=("src", "benchmarks", str(simulators)))
+
+
+def install_apart(name: str, *what: str) -> Path:
+    """Installs packages, without what they need, into a folder of the user's cache, once."""
+    folder = CACHE / "engines" / name
+    if not any(folder.glob("*.dist-info")):
+        uv = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON), "--no-deps"]
+        into = [*uv, *pip_settings_for_uv(), "--target", str(folder), *what]
+        step(f"{', '.join(what)}, by uv", into, needed=False)
+    return folder
+
+
 def plots(*arguments: str) -> int:
     """Plots JSON files of measurements: FILE ... --out PAGE.html."""
     return run("-m", "lab", "plots", *arguments, paths=("src", "benchmarks"))
@@ -671,7 +687,7 @@ TARGETS = {
             llama_cpp,
             lmcache,
         ),
-        *(lint, format_, docs, bench, replay, plots),
+        *(lint, format_, docs, bench, replay, shares, plots),
         *(
             tools,
             azurite,

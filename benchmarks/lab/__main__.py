@@ -18,12 +18,15 @@ from typing import Any
 
 from lab.plots import page, picture, plots_of
 from lab.plots import read as read_measurements
-from lab.policies import POLICIES, compare
-from lab.replay import block_file_nbytes, read, replay
+from lab.policies import POLICIES, compare, learned_from
+from lab.replay import BLOCK_TOKENS, block_file_nbytes, read, replay
 from vua.capacity.limits import nbytes_of
 from vua.capacity.scan import Show
 from vua.cli.output import progress, table
 from vua.errors import InputError, VUAError
+
+_LATE = 0.5
+"""Of a trace: what is learned so late shows in less than half of it."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -36,6 +39,10 @@ def make_parser() -> argparse.ArgumentParser:
     one.add_argument("--out", type=Path, metavar="FILE", help="write the report there as JSON")
     one.add_argument("--dir", type=Path, help="where to keep the store meanwhile")
     one.add_argument("--requests", type=int, help="only the first of them")
+    one.add_argument(
+        "--block-tokens", type=int, default=BLOCK_TOKENS, metavar="N",
+        help="tokens that each of its blocks holds; others are refused (default: %(default)s)",
+    )  # fmt: skip
     one.add_argument("--max-bytes", metavar="SIZE", help="with a bounded store")
     one.add_argument(
         "--simulated", action="store_true", help="only the table of policies, no store"
@@ -97,20 +104,24 @@ def _run_replay(options: argparse.Namespace) -> int:
 
 
 def _replay(options: argparse.Namespace, show: Show) -> dict[str, Any]:
-    requests = read(options.trace, options.requests)
-    report: dict[str, Any] = {"version": 1, "trace": options.trace.name}
+    size = options.block_tokens
+    if size < 1:
+        raise InputError(f"--block-tokens: {size}; expected 1 or more")
+    requests = read(options.trace, options.requests, block_tokens=size)
+    report: dict[str, Any] = {"version": 1, "trace": options.trace.name, "block_tokens": size}
     if not options.simulated:
         with tempfile.TemporaryDirectory(prefix="vua-bench-", dir=options.dir) as name:
             report |= replay(Path(name), requests, show, max_bytes=options.max_bytes).describe()
     distinct = len({block for request in requests for block in request.whole})
     if options.sizes is None and options.max_bytes is not None:
         room = nbytes_of(options.max_bytes, shutil.disk_usage(options.dir or "/").total)
-        sizes = [room // block_file_nbytes()]
+        sizes = [room // block_file_nbytes(size)]
     else:
         words = (options.sizes or "1%,3%,10%,30%").split(",")
         sizes = [_blocks(word, distinct) for word in words]
     names = list(POLICIES) if options.policies == "all" else options.policies.split(",")
     show(f"simulating {len(names)} policies at {len(sizes)} sizes")
+    report["learned_from"] = learned_from(requests)
     return report | {"bounded": [one._asdict() for one in compare(requests, names, sizes)]}
 
 
@@ -135,6 +146,11 @@ def _print_replay(report: dict[str, Any]) -> None:
         for name in dict.fromkeys(one["policy"] for one in report["bounded"])
     ]
     table(["hits, of LRU to Belady, written per hit", *(f" {size:,}" for size in sizes)], rows)
+    learned = report["learned_from"]
+    if learned is None or learned > _LATE:
+        late = "nothing" if learned is None else f"only after {learned:.0%} of the requests"
+        print(f"warning: hit density learns {late}: without learning it is LRU. Too few "
+              "of this trace's blocks are asked for again", file=sys.stderr)  # fmt: skip
 
 
 def _cell(one: dict[str, Any]) -> str:

@@ -320,6 +320,17 @@ def clairvoyant(requests: Iterable[Asked]) -> Make:
     return lambda capacity, _: Clairvoyant(capacity, blocks)
 
 
+def learned_from(requests: Sequence[Asked]) -> float | None:
+    """Return after which part of the requests hit density ranks otherwise than LRU, None: never."""
+    past, now_ns = Past(), 0
+    for number, request in enumerate(requests):
+        now_ns = max(int(request.time_s * 1e9), now_ns + 10**7)  # as the simulator has it
+        past.meet(request.whole, now_ns)
+        if past.density.is_learned:
+            return number / len(requests)
+    return None
+
+
 class Measured(NamedTuple):
     """One policy at one size."""
 

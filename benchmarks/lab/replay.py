@@ -2,7 +2,8 @@
 
 A trace is a file of JSON lines with `hash_ids` (one id per block of the prompt, the id standing for
 the whole prefix up to its block, the last block perhaps partial) and `input_length`: the published
-format of Mooncake's FAST'25 traces. Block ids become blocks of synthetic tokens.
+format of Mooncake's FAST'25 traces. Block ids become blocks of synthetic tokens. A trace is read
+with the size of its blocks in tokens, or refused: with another size parts of it would be cut off.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +35,7 @@ from vua.store.store import Loader
 from vua.store.writer import EntryWriter
 
 BLOCK_TOKENS: Final = 512
-_LAYOUT: Final = KVLayout(1, 1, 1, 0, "U8", BLOCK_TOKENS)
+"""Of Mooncake's traces."""
 _ROOM: Final = 64
 """Chunks that are loaded by one call."""
 
@@ -47,11 +49,12 @@ class Request:
     tokens: int
     time_s: float = 0.0
     """When it came, since the first; 0 where the trace does not say."""
+    block_tokens: int = BLOCK_TOKENS
 
     @property
     def whole(self) -> tuple[int, ...]:
         """The ids of its complete blocks."""
-        return self.blocks[: self.tokens // BLOCK_TOKENS]
+        return self.blocks[: self.tokens // self.block_tokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Replayed:
     ideal_blocks: int
     """What an unbounded store holds at that moment."""
     written_blocks: int
+    block_tokens: int
     written_nbytes: int
     """Bytes of files written, headers included."""
     loaded_nbytes: int
@@ -86,7 +90,7 @@ class Replayed:
     @property
     def token_hit_ratio(self) -> float:
         """Hit tokens over all tokens, those of partial blocks included."""
-        return self.hit_blocks * BLOCK_TOKENS / self.tokens
+        return self.hit_blocks * self.block_tokens / self.tokens
 
     @property
     def ideal_ratio(self) -> float:
@@ -99,9 +103,18 @@ class Replayed:
         return asdict(self) | {name: getattr(self, name) for name in names}
 
 
-def read(path: Path, limit: int | None = None) -> list[Request]:
-    """Read a trace's first ``limit`` requests. Raises InputError, OSError."""
+def read(
+    path: Path, limit: int | None = None, *, block_tokens: int = BLOCK_TOKENS
+) -> list[Request]:
+    """Read a trace's first ``limit`` requests, whose blocks hold ``block_tokens`` tokens each.
+
+    Raises:
+        InputError: a line is no request, has other blocks than its tokens fill, or has a block
+            after another one than before: its id does not stand for its whole prefix.
+        OSError: the file cannot be read.
+    """
     found: list[Request] = []
+    parents: dict[int, int] = {}
     with path.open(encoding="utf-8") as stream:
         for number, line in enumerate(stream, 1):
             if limit is not None and len(found) == limit:
@@ -110,15 +123,35 @@ def read(path: Path, limit: int | None = None) -> list[Request]:
                 one = json.loads(line)
                 blocks = tuple(map(int, one["hash_ids"]))
                 time_s = float(one.get("timestamp", 0)) / 1e3
-                found.append(Request(blocks, int(one["input_length"]), time_s))
+                request = Request(blocks, int(one["input_length"]), time_s, block_tokens)
             except (ValueError, KeyError, TypeError) as problem:
                 raise InputError(
                     f"{path}, line {number}: {problem!r}; expected JSON lines with hash_ids and "
                     "input_length, as in Mooncake's traces"
                 ) from problem
+            if len(blocks) - request.tokens // block_tokens not in (0, 1):
+                raise InputError(f"{path}, line {number}: {_other_blocks(request)}")
+            for before, block in pairwise((-1, *blocks)):
+                if parents.setdefault(block, before) != before:
+                    raise InputError(
+                        f"{path}, line {number}: block {block} follows {before}, and "
+                        f"{parents[block]} in an earlier line; expected ids that stand for the "
+                        "whole prefix up to their block"
+                    )
+            found.append(request)
     if not any(request.whole for request in found):
-        raise InputError(f"{path}: no request has a whole block of {BLOCK_TOKENS} tokens")
+        raise InputError(f"{path}: no request has a whole block of {block_tokens} tokens")
     return found
+
+
+def _other_blocks(request: Request) -> str:
+    has, tokens, size = len(request.blocks), request.tokens, request.block_tokens
+    fills = tokens / size
+    guess = f"about {tokens / has:.0f} tokens" if has else "no tokens"
+    return (
+        f"{has} blocks for {tokens} tokens, which are {fills:.1f} blocks of {size}; the trace's "
+        f"blocks hold {guess}: give their size by --block-tokens"
+    )
 
 
 def replay(
@@ -139,7 +172,8 @@ def replay(
         MeasurementError: a load brought another block, or less than the lookup found for another
             reason than eviction.
     """
-    session = Session(root, max_bytes)
+    block_tokens = requests[0].block_tokens
+    session = Session(root, max_bytes, block_tokens)
     seen: set[int] = set()
     hit = ideal = written = vanished = refused = 0
     lookups, start = [], time.perf_counter()
@@ -157,13 +191,13 @@ def replay(
         seen.update(request.whole)
         show("", number + 1, len(requests), amount=number + 1, unit="requests")
     session.close()
-    file_nbytes = block_file_nbytes()
+    file_nbytes = block_file_nbytes(block_tokens)
     blocks = sum(len(request.whole) for request in requests)
     p50, p90, p99 = (np.percentile(lookups, (50, 90, 99)) * 1e3).tolist()
     return Replayed(
         requests=len(requests), tokens=sum(request.tokens for request in requests), blocks=blocks,
         hit_blocks=hit, vanished_blocks=vanished, refused_blocks=refused, ideal_blocks=ideal,
-        written_blocks=written, written_nbytes=written * file_nbytes,
+        written_blocks=written, block_tokens=block_tokens, written_nbytes=written * file_nbytes,
         loaded_nbytes=hit * file_nbytes, lookup_ms=(p50, p90, p99),
         seconds=time.perf_counter() - start,
     )  # fmt: skip
@@ -172,15 +206,18 @@ def replay(
 class Session:
     """A store of blocks, and the memory that they pass through. For one thread."""
 
-    def __init__(self, root: Path, max_bytes: int | str | None) -> None:
+    def __init__(
+        self, root: Path, max_bytes: int | str | None, block_tokens: int = BLOCK_TOKENS
+    ) -> None:
         """Open, or make, a store below ``root`` of at most ``max_bytes``; None: without a bound."""
         self._bounded = max_bytes is not None
         bounds = Limits(max_bytes=max_bytes if self._bounded else "100%", min_free_bytes=0)
-        identity = Identity(model="replay", chunk_tokens=BLOCK_TOKENS)
-        self.namespace = Namespace.create(root, identity, [_LAYOUT], bounds=bounds)
+        identity = Identity(model="replay", chunk_tokens=block_tokens)
+        self._layout = _layout(block_tokens)
+        self.namespace = Namespace.create(root, identity, [self._layout], bounds=bounds)
         (self.store,) = self.namespace.stores
-        self._id, one = _staged(1)
-        self._ids, many = _staged(_ROOM)
+        self._id, one = _staged(self._layout, 1)
+        self._ids, many = _staged(self._layout, _ROOM)
         self._saver = EntryWriter(self.store, one.memory)
         self._loader = Loader(self.store, many.memory)
 
@@ -218,24 +255,32 @@ class Session:
             self._id[0] = request.whole[place]
             if self._saver.save([chain[place]]) == [WRITTEN]:
                 written += 1
-            elif not self.store.holds(chain[place], [_LAYOUT.full]):
+            elif not self.store.holds(chain[place], [self._layout.full]):
                 return written, len(chain) - place  # what follows would not be found without it
         return written, 0
 
 
-def block_file_nbytes() -> int:
-    """Return the size of a block's file."""
-    return EntryCodec("0" * 64, _LAYOUT, _LAYOUT.full).file_nbytes
+def block_file_nbytes(block_tokens: int = BLOCK_TOKENS) -> int:
+    """Return the size of a block's file. Raises InputError for no multiple of 8 tokens."""
+    layout = _layout(block_tokens)
+    return EntryCodec("0" * 64, layout, layout.full).file_nbytes
 
 
-def _staged(chunks: int) -> tuple[npt.NDArray[np.uint64], StagingBuffer]:
+def _layout(block_tokens: int) -> KVLayout:
+    if block_tokens % 8:  # the bytes of an id
+        raise InputError(f"blocks of {block_tokens} tokens: expected a multiple of 8")
+    return KVLayout(1, 1, 1, 0, "U8", block_tokens)
+
+
+def _staged(layout: KVLayout, chunks: int) -> tuple[npt.NDArray[np.uint64], StagingBuffer]:
     """Return the first word of each chunk's place, ``[chunks]``, and the buffer they lie in."""
-    buffer = StagingBuffer(_LAYOUT, _LAYOUT.full, chunks)
+    buffer = StagingBuffer(layout, layout.full, chunks)
     return buffer.bytes.view(np.uint64).reshape(chunks, -1)[:, 0], buffer
 
 
 def _prompt(request: Request) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
-    """Return synthetic tokens: block id times 512 and up, in 32 bits."""
-    first = np.array(request.blocks, dtype=np.uint32)[:, None] * np.uint32(BLOCK_TOKENS)
-    tokens = first + np.arange(BLOCK_TOKENS, dtype=np.uint32)
+    """Return synthetic tokens: block id times the block's tokens and up, in 32 bits."""
+    size = request.block_tokens
+    first = np.array(request.blocks, dtype=np.uint32)[:, None] * np.uint32(size)
+    tokens = first + np.arange(size, dtype=np.uint32)
     return tokens.reshape(-1)[: request.tokens]

@@ -7,6 +7,7 @@ import io
 import json
 import time
 import unittest
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -106,6 +107,51 @@ class TestReplay(DirectoryTest):
         self.assertEqual([(4,)] * 2, [request.whole for request in read(trace, 2)])
         with self.assertRaisesRegex(InputError, "bad, line 2"):
             read(bad)
+
+    def write(self, name: str, *lines: tuple[list[int], int]) -> str:
+        """A trace of blocks and tokens."""
+        trace = self.root / name
+        text = (json.dumps({"hash_ids": ids, "input_length": tokens}) for ids, tokens in lines)
+        trace.write_text("\n".join(text))
+        return str(trace)
+
+    def test_blocks_of_another_size(self) -> None:
+        """A trace is read with the size of its blocks; with another one nothing is cut: refused."""
+        small = self.write("small", ([1, 2, 3], 130), ([1, 2, 4], 192), ([], 1))
+        found = read(Path(small), block_tokens=64)
+        self.assertEqual([(1, 2), (1, 2, 4), ()], [request.whole for request in found])
+        for size in (512, 128, 32):
+            with self.subTest(size), contextlib.redirect_stderr(io.StringIO()) as err:
+                words = () if size == 512 else ("--block-tokens", str(size))
+                self.assertEqual(2, command("replay", small, "--simulated", *words)[0])
+                self.assertRegex(err.getvalue(), rf"line 1: .*blocks of {size}.*--block-tokens")
+                self.assertIn("hold about 43 tokens", err.getvalue())
+
+    def test_blocks_that_are_no_prefixes(self) -> None:
+        """An id that follows two ids does not stand for a prefix: hits would be counted wrongly."""
+        trace = self.write("trace", ([1, 9], 1024), ([2, 9], 1024))
+        with self.assertRaisesRegex(InputError, "line 2: block 9 follows 2, and 1"):
+            read(Path(trace))
+
+    def test_small_blocks_in_a_store(self) -> None:
+        """Blocks of 64 tokens go through the real store, too."""
+        requests = [Request(one.blocks, 64 * len(one.blocks), 0.0, 64)
+                    for one in multi_round(users=3, rounds=4, blocks=2)]  # fmt: skip
+        done = replay(self.root, requests, silent)
+
+        self.assertEqual(done.ideal_blocks, done.hit_blocks)
+        self.assertEqual(done.hit_blocks * 64 / done.tokens, done.token_hit_ratio)
+        self.assertEqual({block_file_nbytes(64)}, {path.stat().st_size for path in self.files()})
+
+    def test_too_little_to_learn_from(self) -> None:
+        """It is said that the policy has learned nothing, or late: until then it is LRU."""
+        short = self.write("short", *[([1, 2], 1024)] * 20)
+        long = self.write("long", *[([1, 2], 1024)] * 2000)
+        for trace, words in ((short, ("nothing",)), (long, ())):
+            with self.subTest(trace), contextlib.redirect_stderr(io.StringIO()) as err:
+                self.assertEqual(0, command("replay", trace, "--simulated", "--sizes", "1")[0])
+                self.assertEqual(bool(words), "it is LRU" in err.getvalue())
+                self.assertTrue(all(word in err.getvalue() for word in words))
 
     def test_command(self) -> None:
         """The command replays a trace and says what policies would have reached."""
