@@ -301,7 +301,7 @@ def installed_with(version: str, interpreter: str, wheel: Path) -> tuple[Path, b
     )
     with_torch = version in PYTHONS_WITH_TORCH and torch.returncode == 0
     needs = (REQUIREMENTS / "wheel.txt").read_text(encoding="utf-8").splitlines()
-    needs = [line for line in needs if not line.startswith(("#", "torch"))]
+    needs = [line for line in needs if not line.startswith("#")]
     more = [f"{pin}+cpu", "pytest", "hypothesis"] if with_torch else []
     step(f"Python {version}: what VUA needs", [*into, *settings, *needs, *more])
     step(f"Python {version}: VUA", [*into, "--no-deps", "--reinstall", str(wheel)])

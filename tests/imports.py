@@ -34,6 +34,7 @@ FLOORS = (
     ("llama_cpp", "lmcache", "sglang", "transformers", "vllm"),
     ("cli",),
     ("testing",),
+    ("__main__",),
 )
 """From the bottom up: a room, which is a package or one of the public modules, may import those of
 lines before its own."""

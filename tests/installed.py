@@ -87,6 +87,49 @@ class InstalledTest(unittest.TestCase):
         gone = self.run_vua("rm", other, "--all")["chunks"]
         self.assertEqual(sum(one["chunks"] for one in chunks), gone)
 
+    def test_program(self) -> None:
+        """`python -m vua` is the command, and torch is imported by none of it."""
+        code = (
+            "import sys; from vua.cli import main; status = main(sys.argv[1:]); "
+            "sys.exit(status or 'torch' in sys.modules)"
+        )
+        file = next(self.root.rglob("*.safetensors"))
+        for words in (["ls"], ["verify"], ["du"], ["doctor"], ["advise"], ["gc", "--dry-run"],
+                      ["explain", "--tokens", str(self.tokens())], ["inspect"]):  # fmt: skip
+            at = str(file if words[0] == "inspect" else self.root)
+            with self.subTest(words[0]):
+                for how in (["-m", "vua"], ["-c", code]):
+                    command = [sys.executable, *how, words[0], at, *words[1:]]
+                    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+                    self.assertEqual(0, ran.returncode, ran.stdout + ran.stderr)
+
+    def tokens(self) -> Path:
+        """A file with token ids."""
+        path = self.place / "tokens.json"
+        path.write_text(json.dumps(list(range(200))))
+        return path
+
+    @unittest.skipIf(find_spec("torch"), "torch is installed")
+    def test_how_to_get_torch(self) -> None:
+        """What needs torch says how to get it, for CUDA and for CPUs, and is an ImportError."""
+        for code in (
+            "from vua import VUA", "from vua.core import VUA", "import vua; vua.ClosestKV",
+            "import vua.serdes", "from vua.lmcache.gpu_connector import VLLMPagedMemGPUConnectorV2",
+        ):  # fmt: skip
+            with self.subTest(code), self.assertRaises(ImportError) as raised:
+                exec(code, {})
+            self.assertEqual("torch", raised.exception.name)
+            for word in ("No module named 'torch'", "`pip install torch`", "whl/cpu"):
+                self.assertIn(word, str(raised.exception))
+        for code, name in (
+            ("import vua.transformers", "torch"),
+            ("from vua.llama_cpp import VUALlamaCache", "llama"),
+        ):
+            with self.subTest(code), self.assertRaises(ImportError) as raised:
+                exec(code, {})
+            self.assertIn("pip install", str(raised.exception))
+            self.assertIn(name, str(raised.exception))
+
     @unittest.skipUnless(find_spec("torch"), "torch is not installed")
     def test_library(self) -> None:
         """What is stored comes back bit for bit, as far as two sequences agree."""

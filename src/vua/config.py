@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from vua.capacity.limits import Limits, nbytes_of
 from vua.errors import ConfigError
 from vua.security.settings import Security
 from vua.storage.location import Location, nearest
 from vua.store.tier_rules import TierRules
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["VUAConfig"]
 
@@ -47,6 +48,7 @@ class VUAConfig:
     A subclass may set the attributes instead. Caches stored with different ``split_factor``,
     ``model`` or ``epoch`` do not see each other.
 
+    >>> import torch
     >>> VUAConfig(split_factor=16).trim_to_split_factor(torch.arange(40)).shape
     torch.Size([32])
     """

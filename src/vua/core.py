@@ -14,10 +14,14 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple, overload
 
-import torch
+from vua.errors import ConfigError, InputError, LayoutError, how_to_get
+
+try:
+    import torch
+except ModuleNotFoundError as problem:
+    raise how_to_get(problem) from None
 
 from vua.config import VUAConfig
-from vua.errors import ConfigError, InputError, LayoutError
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain

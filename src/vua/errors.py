@@ -77,3 +77,17 @@ class UntrustedError(ForeignEntryError):
     """An entry was put there by a user whose files this process does not believe."""
 
     misplaced = False  # it may be another's, and right: it stays until it is written anew
+
+
+def how_to_get(problem: ModuleNotFoundError) -> ModuleNotFoundError:
+    """Return the error with how to install what is missing: packages that VUA does not bring."""
+    text = _INSTALL.get(problem.name or "")
+    return ModuleNotFoundError(f"{problem}. {text}", name=problem.name) if text else problem
+
+
+_INSTALL = {
+    "torch": "VUA does not bring torch: your engine does, or `pip install torch` (for CUDA), or "
+    "`pip install torch --index-url https://download.pytorch.org/whl/cpu` (without a GPU)",
+    "transformers": "Install it: `pip install transformers`",
+    "llama_cpp": "Install it: `pip install llama-cpp-python`",
+}

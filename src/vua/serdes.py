@@ -12,11 +12,15 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
+from vua.errors import CorruptEntryError, InputError, how_to_get
+
+try:
+    import torch
+except ModuleNotFoundError as problem:
+    raise how_to_get(problem) from None
+
 import safetensors
 import safetensors.torch
-import torch
-
-from vua.errors import CorruptEntryError, InputError
 
 __all__ = ["bytes_to_tensor", "tensor_to_bytes"]
 

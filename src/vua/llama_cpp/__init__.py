@@ -9,6 +9,8 @@ here; see docs/llama-cpp.md.
 from importlib import import_module
 from typing import Any, Final
 
+from vua.errors import how_to_get
+
 __all__ = ["VUALlamaCache", "identity_of"]
 
 _PLACES: Final = {"VUALlamaCache": "vua.llama_cpp.cache", "identity_of": "vua.llama_cpp.cache"}
@@ -18,4 +20,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401
     """Import what needs the engine only when it is asked for: `state` needs none."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+    try:
+        return getattr(import_module(_PLACES[name]), name)
+    except ModuleNotFoundError as problem:
+        raise how_to_get(problem) from None

@@ -17,12 +17,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+from vua.errors import InputError, how_to_get
+
+try:
+    import torch
+    from torch import Tensor
+except ModuleNotFoundError as problem:
+    raise how_to_get(problem) from None
 
 from vua.device.copy import gather, scatter, synchronize
 from vua.device.paged import PagedCache
-from vua.errors import InputError
 from vua.lmcache.interface import (
     GPUConnectorInterface,
     KVBlobConnector,

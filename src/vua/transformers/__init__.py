@@ -6,8 +6,13 @@ same checkpoint in the same dtype is found too, and the other way round. Text on
 `transformers` 5.
 """
 
-from vua.transformers.cache import Prefix, PrefixCache
-from vua.transformers.generation import reuse_prefixes
-from vua.transformers.model import identity_of, layout_of
+from vua.errors import how_to_get
+
+try:
+    from vua.transformers.cache import Prefix, PrefixCache
+    from vua.transformers.generation import reuse_prefixes
+    from vua.transformers.model import identity_of, layout_of
+except ModuleNotFoundError as problem:
+    raise how_to_get(problem) from None
 
 __all__ = ["Prefix", "PrefixCache", "identity_of", "layout_of", "reuse_prefixes"]
