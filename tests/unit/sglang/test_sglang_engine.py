@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
 import unittest
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +19,8 @@ import torch
 from safetensors.torch import save_file
 
 from commands import run_json
-from helpers import DirectoryTest
-from vua.connector.cache_spec import Group, UncachedError
+from helpers import DirectoryTest, contents, until
+from vua.connector.cache_spec import Group, Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.metrics import Recorder
 from vua.errors import ConfigError
@@ -493,6 +496,137 @@ class ArgumentsTest(unittest.TestCase):
         extra = json.loads(given["hicache_storage_backend_extra_config"])
         extra.pop("hicache_storage_pass_prefix_keys")
         self.assertEqual("/mnt/kv", settings_of(extra).shared_storage_path)
+
+
+class Storing(Scheduler):
+    """A scheduler on one rank of several that makes VUA's backend at its start."""
+
+    def __init__(self, folder: Path, root: Path, rank: int, ranks: int) -> None:
+        """Store in ``root``."""
+        from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
+
+        from vua.sglang.identity import shard_of
+        from vua.sglang.pools import Part, Pools
+        from vua.sglang.storage import VUAHiCacheStorage
+
+        super().__init__(folder)
+        hicache_storage_pass_prefix_keys = True  # noqa: F841 - looked for in SGLang's frame
+        extra: dict[str, Any] = {"shared_storage_path": str(root), "chunk_tokens": PAGE}
+        extra |= {"interface_v1": 1, "load_policy": "always", "witness_every": 0}
+        place = HiCacheStorageConfig(
+            tp_rank=rank,
+            tp_size=ranks,
+            pp_rank=0,
+            pp_size=1,
+            attn_cp_rank=0,
+            attn_cp_size=1,
+            is_mla_model=False,
+            enable_storage_metrics=False,
+            is_page_first_layout=True,
+            model_name="m",
+            extra_config=extra,
+        )
+        self.storage = VUAHiCacheStorage(place, {})
+        self.tp_worker.model_runner.weight_updater.vua_engine.loaded_s = time.time()
+        self.pool = mha("page_first", HEADS // ranks)
+        group = plain(KVLayout(LAYERS, HEADS, DIM, DIM, "F32", PAGE))
+        shard, writes = shard_of(group, range(LAYERS), self.pool, rank, ranks)
+        own = replace(group, shards=((shard,),))
+        identity = Identity(model="test", chunk_tokens=PAGE)
+        model = Model(identity, (own,), (PAGE,), identified=False)
+        parts = {PoolName.KV: Part(own, HostPages(self.pool, latent=False), writes)}
+        self.storage.register_mem_pool_host(self.pool)
+        with mock.patch.object(Pools, "of", return_value=Pools(parts, model)):
+            self.storage.on_host_pools_registered()
+
+
+class StorageTest(DirectoryTest):
+    """The backend as SGLang's threads call it."""
+
+    PAGES = 5
+
+    def setUp(self) -> None:
+        """Make a checkpoint, and the hashes of a prompt."""
+        super().setUp()
+        self.cache, self.folder = self.root / "kv", self.root / "model"
+        self.folder.mkdir()
+        save_file({"a": torch.ones(2)}, self.folder / "model.safetensors")
+        chain = KeyChain(token_ids(range(self.PAGES * PAGE)), PAGE)
+        self.hashes = [chain[at].name for at in range(self.PAGES)]
+
+    def ranks(self, count: int) -> list[Storing]:
+        """All ranks of a server."""
+        servers = [Storing(self.folder, self.cache, rank, count) for rank in range(count)]
+        for one in servers:
+            self.addCleanup(one.storage.close)
+        return servers
+
+    def store(self, one: Storing) -> None:
+        """Have a rank store the prompt."""
+        slots = torch.arange(self.PAGES * PAGE)
+        self.assertEqual([True] * self.PAGES, one.storage.batch_set_v1(self.hashes, slots))
+
+    def fill(self, ranks: int) -> None:
+        """Have all ranks of a server store the prompt: as soon as they know their weights."""
+        for number, one in enumerate(self.ranks(ranks), start=1):
+
+            def done(one: Storing = one, files: int = number * self.PAGES) -> bool:
+                self.store(one)
+                return len(self.entries()) == files
+
+            until(done)
+
+    def entries(self) -> dict[str, tuple[int, bytes]]:
+        """All that is stored, with what a new file would change."""
+        return {
+            path.relative_to(self.cache).as_posix(): (path.stat().st_ino, path.read_bytes())
+            for path in self.cache.rglob("*.safetensors")
+        }
+
+    def test_nothing_is_stored_twice(self) -> None:
+        """What the ranks of a server of another size have stored is found, and not written anew."""
+        for first, second in ((1, 2), (2, 1), (4, 2)):
+            with self.subTest(first=first, second=second):
+                shutil.rmtree(self.cache, ignore_errors=True)
+                self.fill(first)
+                stored = self.entries()
+                self.assertEqual(first * self.PAGES, len(stored))
+                for one in self.ranks(second):
+                    until(lambda one=one: one.storage.batch_exists(self.hashes) == self.PAGES)
+                    self.store(one)
+                    self.assertEqual([True] * self.PAGES, self.loaded(one))
+                self.assertEqual(stored, self.entries())
+
+    def loaded(self, one: Storing) -> list[bool]:
+        """Which pages of the prompt a rank loads."""
+        return one.storage.batch_get_v1(self.hashes, torch.arange(self.PAGES * PAGE))
+
+    def test_a_later_version(self) -> None:
+        """What a later version of VUA has described is missed, and left as it is."""
+        self.fill(1)
+        (path,) = self.cache.glob("*/namespace.json")
+        sound = path.read_bytes()
+        for name, after in (
+            ("format", sound.replace(b"vua.namespace.v1", b"vua.namespace.v4")),
+            ("identity", sound.replace(b"vua.identity.v1", b"vua.identity.v4")),
+            ("member", sound.replace(b"{", b'{"planes": 3, ', 1)),
+        ):
+            with self.subTest(name):
+                self.assertNotEqual(sound, after)
+                path.write_bytes(after)
+                before = contents(path.parent)
+                (one,) = self.ranks(1)
+                with self.assertLogs("vua", "WARNING") as logs:
+
+                    def told(one: Storing = one) -> bool:
+                        self.store(one)
+                        return any("later version" in line for line in logs.output)
+
+                    until(told)
+                self.store(one)
+                self.assertEqual(0, one.storage.batch_exists(self.hashes))
+                self.assertEqual([False] * self.PAGES, self.loaded(one))
+                self.assertEqual(before, contents(path.parent))
 
 
 if __name__ == "__main__":

@@ -207,6 +207,49 @@ class TransfersTest(DirectoryTest):
                 self.assertEqual(PAGES, loads.load(self.keys, range(PAGES), always))
                 self.assertTrue(torch.equal(expected, element(quarter, 1, 1, 33, 0)))
 
+    def test_nothing_is_stored_twice(self) -> None:
+        """What ranks of another number have stored as a whole is not stored anew."""
+        for first, second in ((1, 2), (2, 1), (4, 2), (1, 4)):
+            with self.subTest(first=first, second=second):
+                for path in self.files():
+                    path.unlink()
+                self.save(first)
+                stored = sorted(self.files())
+                self.save(second)
+                self.assertEqual(first * PAGES, len(stored))
+                self.assertEqual(stored, sorted(self.files()))
+        self.files_of(PAGES - 1)[0].unlink()
+        self.save(2)
+        self.assertEqual(2, len(self.files_of(PAGES - 1)))
+
+    def save(self, ranks: int) -> None:
+        """Store the prompt by so many ranks."""
+        each = HEADS // ranks
+        for rank in range(ranks):
+            shard = Shard(0, LAYERS, rank * each, (rank + 1) * each)
+            moves = self.transfers(pool("page_first", each), shard)
+            moves.save(self.keys, range(PAGES), always)
+
+    def test_entries_of_a_later_version(self) -> None:
+        """They are missed, and stay, whatever their length."""
+        self.save(1)
+        (path,) = self.files_of(1)
+        sound = path.read_bytes()
+        later = sound.replace(b"vua.entry.v1", b"vua.entry.v2")
+        self.assertNotEqual(sound, later)
+        for data in (later, later + bytes(4096), later[:-16]):
+            with self.subTest(len(data)):
+                path.write_bytes(data)
+                for _ in range(2):
+                    moves = self.transfers(pool("page_first"))
+                    self.assertEqual(1, moves.load(self.keys, range(PAGES), always))
+                    self.save(1)
+                    self.assertEqual(data, path.read_bytes())
+        path.write_bytes(sound)
+        self.assertEqual(
+            PAGES, self.transfers(pool("page_first")).load(self.keys, range(PAGES), always)
+        )
+
     def test_damage(self) -> None:
         """A damaged chunk ends the load before it, and it and what else is damaged goes away."""
         self.transfers(pool("page_first")).save(self.keys, range(PAGES), always)
