@@ -8,7 +8,7 @@ loaded nor stored.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any, Final
@@ -273,6 +273,13 @@ class Lookups:
         found.beside = frozenset(beside)
         kind = kind_of(request, found.stored * size)
         self._remembered.learn(kind, beside.union(*(names for _, names in found.writers)))
+
+    def came(self, stored: Iterable[tuple[int, Sequence[bytes]]]) -> None:
+        """Note what workers may have stored by now: the group, and the chunks' prefix hashes."""
+        for group, chunks in stored:
+            search = self._namespace.stores[group].search
+            if search is not None:
+                search.came(chunk.hex() for chunk in chunks)
 
     def learn(self, refused: Mapping[bytes, bytes]) -> None:
         """Note of which writers chunks are, by prefix hash, that loads refused."""

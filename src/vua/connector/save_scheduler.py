@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -335,8 +335,13 @@ class _Copies:
                     waiting[other] = min(at, waiting.get(other, at))
         return waiting
 
-    def learn(self, ended: Mapping[int, int], workers: int, now_s: float) -> None:
-        """Note how many workers have ended orders."""
+    def learn(
+        self, ended: Mapping[int, int], workers: int, now_s: float
+    ) -> Iterator[tuple[int, list[bytes]]]:
+        """Note how many workers have ended orders; yield what all of them have ended.
+
+        That is the group, and the chunks' prefix hashes.
+        """
         for number, count in ended.items():
             if number not in self._orders:
                 continue
@@ -347,6 +352,7 @@ class _Copies:
             self._has_ended = True
             for copy in self._orders[number]:
                 copy.ended_s = now_s
+                yield copy.group, copy.names
 
     def tidy(self, states: Iterable[RequestState]) -> None:
         """Forget the copies that have ended before any request was looked up that is still here."""
@@ -513,8 +519,10 @@ class SaveScheduler:
         unsaved: Mapping[str, int],
         retry: Collection[str],
         ended: Mapping[int, int],
-    ) -> None:
+    ) -> list[tuple[int, list[bytes]]]:
         """Take what workers say of chunks that they could not store, and of orders that have ended.
+
+        Returns of the orders that all workers have ended the group, and the chunks' prefix hashes.
 
         A chunk behind a missing one would never be found. So nothing more is ordered for these
         requests until there are buffers again (``retry``), and then from the missing chunk on. If
@@ -533,13 +541,14 @@ class SaveScheduler:
                     state.next_save = min(state.next_save, first)
                 else:
                     self._stored_less(other, first)
-        self._copies.learn(ended, self.model.workers, self._clock())
+        came = list(self._copies.learn(ended, self.model.workers, self._clock()))
         for request_id in retry:
             state = states.get(request_id)
             if state is not None and state.unsaved is not None:
                 if state.next_save is not None:
                     state.next_save = min(state.next_save, state.unsaved)
                 state.unsaved = None
+        return came
 
     def _stored_less(self, request_id: str, chunk: int) -> None:
         """Note that a request that ended in this step has a chunk that is not stored."""

@@ -217,8 +217,9 @@ class SchedulerSide:
         for number in self._adapters.learn(notes.adapters):
             for state in self.states.values():
                 state.outdated |= state.adapter is not None and state.adapter.number == number
-        self._saves.learn(self.states, notes.unsaved, notes.retry, notes.ended)
-        if notes.refused and self._open:
+        came = self._saves.learn(self.states, notes.unsaved, notes.retry, notes.ended)
+        if self._open:
+            self.lookups.came(came)
             self.lookups.learn(notes.refused)
         opening = self._opening.identity
         if opening is not None and (count := notes.opened.get(opening.namespace)):
@@ -345,6 +346,7 @@ class SchedulerSide:
             if request.lora_request is not None and (options.load or options.store):
                 adapter, answered = self._adapters.find(request.lora_request)
                 if not answered:
+                    self._patience.pause()
                     return None
             lookup = self._ask(request, options, adapter)
             state = RequestState(request, options, lookup, lookup.asked_s, adapter)

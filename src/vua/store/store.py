@@ -18,8 +18,8 @@ import errno
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vua.capacity.reservation import Capacity
@@ -46,8 +46,7 @@ __all__ = ["Keys", "Loaded", "Loader", "Quarantine", "Search", "Store"]
 _PRESENT_S: Final = 600.0
 """How long a found entry counts as present; a load that misses it forgets it at once."""
 _ABSENT_S: Final = 2.0
-"""How long a missing entry counts as missing. A conversation's next turn comes later than this, and
-other processes store meanwhile."""
+"""How long a missing entry counts as missing: other processes store meanwhile."""
 _LISTED_S: Final = 10.0
 """Interval of checking in which shards a chunk is stored: listing is expensive."""
 _MOST: Final = 1 << 17
@@ -66,6 +65,8 @@ class Search:
         self._covers: list[tuple[Shard, ...]] = []
         """Shards that other writers store chunks in."""
         self._listed_s = -_LISTED_S
+        self._came: deque[str] = deque(maxlen=_MOST)
+        """Chunks that were stored since the latest question."""
 
     def longest(self, keys: Keys, wanted: Sequence[Shard]) -> int:
         """Return how many leading chunks are stored, in O(log n) rounds; see `Store.lookup`."""
@@ -77,6 +78,7 @@ class Search:
     def holds(self, keys: Sequence[ChunkKey], wanted: Sequence[Shard]) -> list[bool]:
         """Whether each chunk is stored in ``wanted`` or in other writers' shards: one round."""
         covers = [tuple(wanted), *(one for one in self._covers if one != tuple(wanted))]
+        self._ask_again(covers)
         names = [[[entry_name(key.name, shard) for shard in one] for one in covers] for key in keys]
         now_s = self._clock()
         every = dict.fromkeys(name for each in names for one in each for name in one)
@@ -93,6 +95,10 @@ class Search:
         """Shards that other writers store chunks in, as lookups have found them."""
         return tuple(self._covers)
 
+    def came(self, chunks: Iterable[str]) -> None:
+        """Note that chunks (64 hex) may have been stored by now; takes no time for each."""
+        self._came.extend(chunks)
+
     def wrote(self, name: str) -> None:
         """Note that an entry exists now."""
         self._remember([name], [True], self._clock())
@@ -100,6 +106,17 @@ class Search:
     def forget(self, name: str) -> None:
         """Note that an entry does not exist after all."""
         self._known.pop(name, None)
+
+    def _ask_again(self, covers: Sequence[Sequence[Shard]]) -> None:
+        """Count what came meanwhile as missing no more."""
+        while self._came:
+            try:
+                chunk = self._came.popleft()
+            except IndexError:  # another thread was faster
+                break
+            for name in (entry_name(chunk, shard) for one in covers for shard in one):
+                if self._known.get(name, (True, 0.0))[0] is False:
+                    self.forget(name)
 
     def _longest(self, keys: Keys, wanted: Sequence[Shard]) -> int:
         present, absent = 0, len(keys) + 1  # chunk counts: known good, known bad

@@ -74,6 +74,23 @@ class SearchTest(unittest.TestCase):
         self.assertEqual(700, self.search().longest(KEYS, HALVES))
         self.assertLessEqual(self.names.rounds, 3)
 
+    def test_what_came_is_asked_for(self) -> None:
+        """What was missing is looked for again once it is said to have come, and only that."""
+        search = self.search()
+        self.assertEqual(0, search.longest(KEYS[:8], HALVES))
+        self.names.store(KEYS[:8], HALVES)
+        self.names.asked = 0
+        self.assertEqual(0, search.longest(KEYS[:8], HALVES))
+        self.assertEqual(0, self.names.asked)
+        search.came(key.name for key in KEYS[:4])
+        self.assertEqual(4, search.longest(KEYS[:8], HALVES))
+        search.came(key.name for key in KEYS[:8])
+        self.assertEqual(8, search.longest(KEYS[:8], HALVES))
+        self.names.asked = 0
+        search.came(key.name for key in KEYS[:8])
+        self.assertEqual(8, search.longest(KEYS[:8], HALVES))
+        self.assertEqual(0, self.names.asked)  # what is there is remembered
+
     def test_what_is_there_is_remembered(self) -> None:
         """The same question costs nothing until its answer is old, or a load has missed it."""
         self.names.store(KEYS)
