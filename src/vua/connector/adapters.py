@@ -12,7 +12,7 @@ import torch
 
 from vua.connector.cache_spec import UncachedError
 
-__all__ = ["Adapter", "AdapterBook", "AdapterNote", "content_digest", "together"]
+__all__ = ["Adapter", "AdapterBook", "AdapterNote", "Content", "content_digest", "together"]
 
 
 class Adapter(NamedTuple):
@@ -49,6 +49,7 @@ def together(one: Mapping[int, AdapterNote], other: Mapping[int, AdapterNote]) -
 class _Question:
     """Asked of the workers."""
 
+    request: Any
     asked_s: float
     sent: bool = False
     refused: bool = False
@@ -69,14 +70,16 @@ class AdapterBook:
         self._clock = clock
         self._workers, self._patience_s = workers, patience_s
         self._known: dict[int, Adapter] = {}
+        self._latest: dict[int, Adapter] = {}
+        """What was known last of each number, also when nobody holds it any more."""
         self._questions: dict[int, _Question] = {}
         self._wanted: dict[int, Any] = {}
 
     def find(self, lora_request: Any) -> tuple[Adapter | None, bool]:  # noqa: ANN401
         """Return (what the workers hold for it, whether that is the answer).
 
-        (None, False): the workers are being asked. (None, True): they do not hold it, or do not
-        agree; the next one to ask for it asks them again.
+        (None, False): the workers are being asked; they read an adapter for a while. (None, True):
+        they do not hold it, do not agree, or took too long; the next one to ask asks them again.
         """
         number = lora_request.lora_int_id
         known = self._known.get(number)
@@ -85,7 +88,7 @@ class AdapterBook:
         question = self._questions.get(number)
         now = self._clock()
         if question is None:
-            question = self._questions[number] = _Question(now)
+            question = self._questions[number] = _Question(lora_request, now)
             self._wanted[number] = lora_request
         late = question.sent and now - question.asked_s > self._patience_s
         if question.refused or late:
@@ -97,24 +100,30 @@ class AdapterBook:
         """Return the adapters to ask the workers about in this step."""
         wanted, self._wanted = self._wanted, {}
         for number in wanted:
-            if number in self._questions:
-                self._questions[number].sent = True
-                self._questions[number].asked_s = self._clock()
+            question = self._questions.get(number)
+            if question is not None and not question.sent:
+                question.sent, question.asked_s = True, self._clock()
         return list(wanted.values())
 
     def learn(self, notes: Mapping[int, AdapterNote]) -> set[int]:
-        """Take what the workers say; return the numbers that have another content now."""
+        """Take what the workers say; return the numbers that have another content now.
+
+        Who says nothing yet of what it was asked still reads the adapter: all are asked again.
+        """
         changed = set()
         for number, note in notes.items():
             agreed = note.adapter if note.workers == self._workers else None
-            known = self._known.pop(number, None)
+            question = self._questions.get(number)
+            self._known.pop(number, None)
             if agreed is not None:
-                self._known[number] = agreed
+                if self._latest.get(number, agreed) != agreed:
+                    changed.add(number)
+                self._known[number] = self._latest[number] = agreed
                 self._questions.pop(number, None)
-            elif number in self._questions:
-                self._questions[number].refused = True
-            if known is not None and agreed is not None and known != agreed:
-                changed.add(number)
+            elif question is not None and note.workers < self._workers:
+                self._wanted[number] = question.request
+            elif question is not None:
+                question.refused = True
         return changed
 
 
@@ -125,40 +134,66 @@ def content_digest(
 ) -> str:
     """Return 64 hex digits that stand for all that a loaded adapter holds, tensors byte for byte.
 
-    Args:
-        adapter: mappings and lists of tensors and plain values, at any depth.
-        version: of the engine's rule for what is handed over here.
-        attributes: what an object of the engine's own holds, or None for any other object.
-
-    Raises:
-        UncachedError: it holds an object of another kind, which has no lasting bytes.
+    Has the arguments, and raises, as :class:`Content`.
     """
-    digest: Any = hashlib.sha256(version)  # takes tensors' memory, too
+    return Content(adapter, version, attributes, copied=False).digest()
 
-    def add(value: Any) -> None:  # noqa: ANN401
+
+class Content:
+    """All that a loaded adapter holds, in one order."""
+
+    def __init__(
+        self,
+        adapter: Any,  # noqa: ANN401
+        version: bytes,
+        attributes: Callable[[Any], Mapping[str, Any] | None] = lambda _: None,
+        *,
+        copied: bool = True,
+    ) -> None:
+        """Look at an adapter.
+
+        Args:
+            adapter: mappings and lists of tensors and plain values, at any depth.
+            version: of the engine's rule for what is handed over here.
+            attributes: what an object of the engine's own holds, or None for any other object.
+            copied: whether the adapter may change before :meth:`digest`, so that it is copied.
+
+        Raises:
+            UncachedError: it holds an object of another kind, which has no lasting bytes.
+        """
+        self._attributes, self._copied = attributes, copied
+        self._parts: list[Any] = [version]
+        self._add(adapter)
+
+    def digest(self) -> str:
+        """Return 64 hex digits that stand for it: on any thread, and most of the time spent."""
+        digest: Any = hashlib.sha256()  # takes arrays, too
+        for part in self._parts:
+            digest.update(part)
+        return str(digest.hexdigest())
+
+    def _add(self, value: Any) -> None:  # noqa: ANN401
         """Add a value; kind and length come first, so different values never give the same."""
         if isinstance(value, torch.Tensor):
             shape = ",".join(map(str, value.shape))
-            digest.update(f"tensor {value.dtype} {shape};".encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+            self._parts.append(f"tensor {value.dtype} {shape};".encode())
+            held = value.detach().to("cpu", copy=self._copied).contiguous()
+            self._parts.append(held.flatten().view(torch.uint8).numpy())
         elif value is None or isinstance(value, bool | int | float | str | torch.dtype):
             text = repr(value).encode()
-            digest.update(f"{type(value).__name__} {len(text)};".encode() + text)
+            self._parts.append(f"{type(value).__name__} {len(text)};".encode() + text)
         elif isinstance(value, Mapping):
-            digest.update(f"mapping {len(value)};".encode())
+            self._parts.append(f"mapping {len(value)};".encode())
             for key in sorted(value):
-                add(key)
-                add(value[key])
+                self._add(key)
+                self._add(value[key])
         elif isinstance(value, list | tuple):
-            digest.update(f"list {len(value)};".encode())
+            self._parts.append(f"list {len(value)};".encode())
             for item in value:
-                add(item)
-        elif (held := attributes(value)) is not None:
-            add(type(value).__name__)
-            add(held)
+                self._add(item)
+        elif (held_by := self._attributes(value)) is not None:
+            self._add(type(value).__name__)
+            self._add(held_by)
         else:
             msg = f"it holds a {type(value).__name__}, which has no lasting digest"
             raise UncachedError(msg)
-
-    add(adapter)
-    return str(digest.hexdigest())

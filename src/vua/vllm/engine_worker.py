@@ -8,11 +8,11 @@ found nothing is cached: what is in memory could not be told then.
 LoRA adapters by what the engine has loaded, not by what lies at their path now.
 
 vLLM loads an adapter when a worker first needs it or is told to (``add_lora``), keeps it under a
-number, replaces it (``load_inplace``), and may drop it and read its files again. A worker takes an
-adapter's digest when vLLM has read it: of every tensor as loaded, with rank and scaling. The
-scheduler's half learns it from the workers; until all of them have said the same, a request with
-that adapter is neither loaded nor stored. What it then orders names the adapter that it means, and
-a worker that holds another one refuses.
+number, replaces it (``load_inplace``), and may drop it and read its files again. A worker copies an
+adapter when vLLM has read it: every tensor as loaded, with rank and scaling. A thread of its own
+takes the digest of that, while the engine goes on. The scheduler's half learns it from the workers;
+until all of them have said the same, a request with that adapter is neither loaded nor stored. What
+it then orders names the adapter that it means, and a worker that holds another one refuses.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
 from typing import Any, Final
 
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from vua.connector.adapters import Adapter, AdapterNote, content_digest
+from vua.connector.adapters import Adapter, AdapterNote, Content
 from vua.connector.cache_spec import UncachedError
 from vua.connector.log import logger
 from vua.connector.weights_watch import Memory, WeightsWatch
 
-__all__ = ["Adapters", "Calls", "EngineWorker", "adapter_digest", "memory_of"]
+__all__ = ["Adapters", "Calls", "EngineWorker", "adapter_content", "memory_of"]
 
 
 _VERSION: Final = b"vua.lora.v1"
@@ -58,36 +59,58 @@ class Adapters:
             raise UncachedError(msg)
         self._runner, self._kept = runner, kept
         self._load: Callable[[Any], Any] = load
-        manager._load_adapter = self._take_digest  # type: ignore[union-attr]  # noqa: SLF001
-        self._digests: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        manager._load_adapter = self._load_and_copy  # type: ignore[union-attr]  # noqa: SLF001
+        self._digests: weakref.WeakKeyDictionary[Any, Future[str]] = weakref.WeakKeyDictionary()
+        """Of what was loaded from files; what else there is has none."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vua-adapters")
         self._latest: dict[int, Adapter] = {}
         """The latest known content of each number."""
+        self._since: dict[int, list[Future[str] | None]] = {}
+        """Digests of what else a number has held since then; None: nobody takes that one's."""
         self._held: dict[int, Adapter] = {}
         self._told: dict[int, Adapter] = {}
+        self._being_read: set[int] = set()
+        """What was there at the latest look, and has no digest yet."""
+        self._asked: set[int] = set()
+        """What the scheduler's half wants to know, and has no answer to yet."""
 
-    def _take_digest(self, lora_request: Any) -> Any:  # noqa: ANN401
-        """Load an adapter as vLLM does; its errors are its own."""
+    def _load_and_copy(self, lora_request: Any) -> Any:  # noqa: ANN401
+        """Load an adapter as vLLM does; its errors are its own. Begin to take its digest.
+
+        vLLM packs the adapter next, which scales its tensors in place.
+        """
         adapter = self._load(lora_request)
         try:
-            self._digests[adapter] = adapter_digest(adapter)
-        except (UncachedError, TypeError) as problem:
+            self._digests[adapter] = self._thread.submit(adapter_content(adapter).digest)
+        except (UncachedError, TypeError, RuntimeError) as problem:
             name = getattr(lora_request, "lora_name", "")
             log.warning("VUA: requests with the adapter %.80r are not cached: %s", name, problem)
         return adapter
 
     def look(self) -> None:
         """See what the manager holds now: what the step that ends has computed with."""
-        held = {}
+        held, being_read = {}, set()
         for number, adapter in self._kept.list_adapters().items():
             digest = self._digests.get(adapter)
-            if digest is None:  # not loaded from files: a dummy, or put there by somebody
+            if digest is not None and digest.done():
+                held[number] = self._named(number, digest.result())
                 continue
-            latest = self._latest.get(number)
-            if latest is None or latest.digest != digest:
-                generation = 0 if latest is None else latest.generation + 1
-                latest = self._latest[number] = Adapter(number, digest, generation)
-            held[number] = latest
-        self._held = held
+            since = self._since.setdefault(number, [])
+            since += [] if digest in since else [digest]
+            being_read |= set() if digest is None else {number}
+        self._held, self._being_read = held, being_read
+
+    def _named(self, number: int, digest: str) -> Adapter:
+        """Return what a number holds, now that its digest is known.
+
+        It is the same as before only where the number has held nothing else meanwhile.
+        """
+        latest, since = self._latest.get(number), self._since.pop(number, [])
+        others = [one is None or not one.done() or one.result() != digest for one in since]
+        if latest is None or latest.digest != digest or any(others):
+            generation = 0 if latest is None else latest.generation + 1
+            latest = self._latest[number] = Adapter(number, digest, generation)
+        return latest
 
     def holds(self, adapter: Adapter | None) -> bool:
         """Whether an adapter was there at the latest :meth:`look`. Any thread. None: none."""
@@ -97,26 +120,27 @@ class Adapters:
         """Return what has changed since the last time, and the answer for each that is wanted.
 
         Behind a step's forward pass: what is wanted (vLLM's ``LoRARequest``) and not there is
-        loaded, as vLLM would in the next step.
+        loaded, as vLLM would in the next step. The answer comes when its digest is known.
         """
-        asked = []
         for request in wanted:
             number = request.lora_int_id
-            asked.append(number)
-            if number not in self._held:
+            self._asked.add(number)
+            if number not in self._kept.list_adapters():
                 try:
                     self._runner.add_lora(request)
                 except Exception as problem:  # noqa: BLE001 - the request will say it, too
                     log.debug("adapter %r is not loaded: %s", request.lora_name, problem)
                 self.look()
+        asked = self._asked - self._being_read
+        self._asked &= self._being_read
         changed = [n for n, adapter in self._held.items() if self._told.get(n) != adapter]
         gone = self._told.keys() - self._held.keys()
         self._told = dict(self._held)
         return {n: AdapterNote(self._held.get(n), 1) for n in {*changed, *gone, *asked}}
 
 
-def adapter_digest(adapter: Any) -> str:  # noqa: ANN401
-    """Return 64 hex digits that stand for a loaded adapter (vLLM's ``LoRAModel``).
+def adapter_content(adapter: Any) -> Content:  # noqa: ANN401
+    """Return a copy of what a loaded adapter (vLLM's ``LoRAModel``) holds, to take its digest of.
 
     Covers every attribute but its number, and all bytes of all tensors; so nothing that a
     release adds is forgotten. The engine's settings for adapters count beside it, see
@@ -126,7 +150,7 @@ def adapter_digest(adapter: Any) -> str:  # noqa: ANN401
     Raises:
         UncachedError: it has an attribute of a kind that has no lasting bytes.
     """
-    return content_digest(adapter, _VERSION, _attributes)
+    return Content(adapter, _VERSION, _attributes)
 
 
 def _attributes(value: Any) -> Mapping[str, Any] | None:  # noqa: ANN401

@@ -18,7 +18,6 @@ class AdapterBookTest(unittest.TestCase):
         for notes, found in (
             (together({5: AdapterNote(one, 1)}, {5: AdapterNote(one, 1)}), one),
             (together({5: AdapterNote(one, 1)}, {5: AdapterNote(other, 1)}), None),
-            ({5: AdapterNote(one, 1)}, None),
         ):
             book.learn({5: AdapterNote(None, 2)})
             if book.find(request)[1]:
@@ -30,6 +29,28 @@ class AdapterBookTest(unittest.TestCase):
         book.take_wanted()
         now_s = 1.5
         self.assertEqual((None, True), book.find(request))
+
+    def test_some_still_read_it(self) -> None:
+        """All are asked again while some say nothing, until the request has waited long enough."""
+        now_s = 0.0
+        book = AdapterBook(workers=2, patience_s=1.0, clock=lambda: now_s)
+        one, request = Adapter(5, "d", 0), SimpleNamespace(lora_int_id=5)
+        self.assertEqual((None, False), book.find(request))
+        for _ in range(3):
+            self.assertEqual([request], book.take_wanted())
+            book.learn({5: AdapterNote(one, 1)})
+            self.assertEqual((None, False), book.find(request))
+            now_s += 0.3
+        book.take_wanted()
+        book.learn({5: AdapterNote(one, 2)})
+        self.assertEqual((one, True), book.find(request))
+        book.learn({5: AdapterNote(None, 2)})  # dropped, and read again
+        self.assertEqual((None, False), book.find(request))
+        book.take_wanted()
+        now_s += 1.5
+        self.assertEqual((None, True), book.find(request))
+        self.assertEqual({5}, book.learn({5: AdapterNote(one._replace(generation=1), 2)}))
+        self.assertEqual(set(), book.learn({5: AdapterNote(one._replace(generation=1), 2)}))
 
 
 if __name__ == "__main__":

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import time
 import unittest
 from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+
+from helpers import until
 
 pytestmark = pytest.mark.vllm
 
@@ -23,7 +28,7 @@ if find_spec("vllm"):
     from vua.connector.adapters import AdapterNote
     from vua.connector.cache_spec import UncachedError
     from vua.connector.weights_watch import WeightsWatch
-    from vua.vllm.engine_worker import Adapters, EngineWorker, adapter_digest, memory_of
+    from vua.vllm.engine_worker import Adapters, EngineWorker, adapter_content, memory_of
 
 
 class Worker:
@@ -121,13 +126,18 @@ def lora(scaling: float = 2.0, **tensors: torch.Tensor) -> Any:
     return LoRAModel(1, 4, {"m.q_proj": weights})
 
 
+def digest_of(adapter: Any) -> str:
+    """What stands for its content."""
+    return adapter_content(adapter).digest()
+
+
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class AdaptersTest(unittest.TestCase):
     def test_digest(self) -> None:
         """Equal where all is equal but the number; another one for anything else."""
         same, renumbered = lora(), lora()
         renumbered.id = 7
-        self.assertEqual(adapter_digest(same), adapter_digest(renumbered))
+        self.assertEqual(digest_of(same), digest_of(renumbered))
         flagged = lora()
         flagged.a_flag_of_a_later_release = True
         others = {
@@ -137,11 +147,11 @@ class AdaptersTest(unittest.TestCase):
             "dtype": lora(lora_a=torch.ones(4, 8, dtype=torch.bfloat16)),
             "attribute": flagged,
         }
-        digests = {name: adapter_digest(given) for name, given in others.items()}
-        self.assertEqual(len(others) + 1, len({adapter_digest(same), *digests.values()}))
+        digests = {name: digest_of(given) for name, given in others.items()}
+        self.assertEqual(len(others) + 1, len({digest_of(same), *digests.values()}))
         flagged.a_flag_of_a_later_release = object()
         with self.assertRaises(UncachedError):
-            adapter_digest(flagged)
+            digest_of(flagged)
 
     def manager(self) -> Any:
         """What a runner has, holding what is loaded last under its number."""
@@ -157,13 +167,24 @@ class AdaptersTest(unittest.TestCase):
         )
         return SimpleNamespace(lora_manager=manager, add_lora=add, files=files, kept=kept)
 
+    def told(self, adapters: Any, *wanted: Any) -> Any:
+        """What is told of number 3, in this step or a later one."""
+        found = adapters.news(wanted)
+
+        def known() -> Any:
+            adapters.look()
+            found.update(adapters.news([]))
+            return 3 in found and found[3].adapter
+
+        return until(known)
+
     def test_loads(self) -> None:
         """Told once, loaded when wanted, refused once replaced, known again with old content."""
         runner = self.manager()
         adapters = Adapters(runner)
         request = SimpleNamespace(lora_int_id=3, lora_name="l")
         self.assertEqual({}, adapters.news([]))
-        first = adapters.news([request])[3].adapter
+        first = self.told(adapters, request)
         assert first is not None
         self.assertEqual({}, adapters.news([]))
         self.assertTrue(adapters.holds(first))
@@ -175,12 +196,57 @@ class AdaptersTest(unittest.TestCase):
             runner.add_lora(request)
             adapters.look()
             self.assertFalse(adapters.holds(first))
-            seen.append(adapters.news([])[3].adapter)
+            seen.append(self.told(adapters, request))
         self.assertEqual([1, 2], [each.generation for each in seen if each])
-        self.assertEqual(first.digest, seen[1].digest)  # type: ignore[union-attr]
+        self.assertEqual(first.digest, seen[1].digest)
         runner.kept.clear()
         adapters.look()
         self.assertEqual({3: AdapterNote(None, 1)}, adapters.news([]))
+        runner.add_lora(request)  # from the same files: it is what it was
+        self.assertEqual(seen[1], self.told(adapters, request))
+
+    def test_digests_are_taken_beside_the_engine(self) -> None:
+        """An adapter is of nobody until its digest is known; the engine packs it meanwhile."""
+        go, engine, sha256 = threading.Event(), threading.get_ident(), hashlib.sha256
+        self.addCleanup(go.set)
+
+        def slow(*given: Any) -> Any:
+            self.assertNotEqual(engine, threading.get_ident())
+            go.wait()
+            return sha256(*given)
+
+        runner = self.manager()
+        adapters, request = Adapters(runner), SimpleNamespace(lora_int_id=3, lora_name="l")
+        with mock.patch("hashlib.sha256", slow):
+            for _ in range(2):
+                self.assertEqual({}, adapters.news([request]))
+                runner.kept[3].loras["m.q_proj"].optimize()
+            go.set()
+            found = self.told(adapters)
+        self.assertEqual(digest_of(lora()), found.digest)
+        self.assertTrue(adapters.holds(found))
+
+    def test_replaced_before_it_is_known(self) -> None:
+        """What a number held for a step counts, also if nobody knows it: it is another since."""
+        runner = self.manager()
+        adapters, request = Adapters(runner), SimpleNamespace(lora_int_id=3, lora_name="l")
+        first = self.told(adapters, request)
+        go, sha256 = threading.Event(), hashlib.sha256
+        self.addCleanup(go.set)
+        with mock.patch("hashlib.sha256", lambda *given: go.wait() and sha256(*given)):
+            for scaling in (1.0, 2.0):
+                runner.files["scaling"] = scaling
+                runner.add_lora(request)
+                adapters.look()
+                self.assertFalse(adapters.holds(first))
+            go.set()
+            again = self.told(adapters, request)
+        self.assertEqual((first.digest, 1), (again.digest, again.generation))
+        runner.kept[3] = lora()  # not from files
+        adapters.look()
+        self.assertFalse(adapters.holds(again))
+        runner.add_lora(request)
+        self.assertEqual(2, self.told(adapters, request).generation)
 
     def test_not_from_files(self) -> None:
         """What somebody put there is not known; a manager of another kind is refused."""
