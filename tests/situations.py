@@ -282,6 +282,10 @@ class Place:
             if not self.root.exists():
                 break
 
+    def namespaces(self) -> list[Path]:
+        """The directories of models in it."""
+        return [path for path in self.root.iterdir() if len(path.name) == 64]
+
     def look(self) -> None:
         """Hold the directory as it is now, to see what is written there when it is gone."""
         self.held = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
@@ -511,6 +515,161 @@ def chdir(place: Place) -> Iterator[str | None]:
     place.root = place.folder / "kv"
 
 
+@situation("moved, a link in its place")
+def moved_behind_link(place: Place) -> Iterator[str | None]:
+    """`mv kv new; ln -s new kv`: the same files."""
+    place.limits = {"max_bytes": MOST_NBYTES}
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    place.root.rename(place.folder / "new")
+    place.root.symlink_to("new")
+
+
+@situation("the directory above moved, another in its place")
+def parent_moved(place: Place) -> Iterator[str | None]:
+    """Two levels up."""
+    place.limits = {"max_bytes": MOST_NBYTES}
+    place.root = place.folder / "a" / "b" / "kv"
+    place.root.mkdir(parents=True)
+    place.root.chmod(0o700)
+    yield str(place.root)
+    place.look()
+    (place.folder / "a").rename(place.folder / "old")
+    place.root.mkdir(parents=True)
+    place.root.chmod(0o700)
+
+
+@situation("exchanged with another cache")
+def exchanged(place: Place) -> Iterator[str | None]:
+    """By one call of the kernel; then the first one is written by nobody."""
+    place.limits = {"max_bytes": MOST_NBYTES}
+    other = place.folder / "other"
+    for one in (place.root, other):
+        one.mkdir(mode=0o700)
+    writer = Library()
+    writer.open(str(other))
+    for prompt in range(100, 104):
+        writer.ask(prompt)
+    writer.vua.close()
+    yield str(place.root)
+    place.look()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(-100, os.fsencode(place.root), -100, os.fsencode(other), 2):
+        raise NotRunError(os.strerror(ctypes.get_errno()))
+
+
+@situation("rolled back to a snapshot")
+def rolled_back(place: Place) -> Iterator[str | None]:
+    """`cp -a kv snap; rm -rf kv; mv snap kv`: equal files, none of them the same."""
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    command("cp", "-a", place.root, place.folder / "snap")
+    place.remove()
+    shutil.rmtree(place.root, ignore_errors=True)
+    (place.folder / "snap").rename(place.root)
+
+
+@situation("a copy of the namespace in its place")
+def namespace_replaced(place: Place) -> Iterator[str | None]:
+    """The root stays."""
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    for path in place.namespaces():
+        command("cp", "-a", path, place.folder / "copy")
+        path.rename(place.folder / path.name)
+        (place.folder / "copy").rename(path)
+
+
+@situation("mounted over the namespace alone")
+def namespace_mounted_over(place: Place) -> Iterator[str | None]:
+    """Whose directory is empty then."""
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    for path in place.namespaces():
+        command("mount", "-t", "tmpfs", "-o", "size=64M,mode=700", "over", path)
+
+
+@situation("a file in its place for a while")
+def file_in_its_place(place: Place) -> Iterator[str | None]:
+    """As a restore that went wrong leaves."""
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    place.root.rename(place.folder / "old")
+    place.root.write_text("not a directory")
+    yield "during"
+    place.root.unlink()
+    (place.folder / "old").rename(place.root)
+
+
+@situation("all folders of chunks removed")
+def chunks_removed(place: Place) -> Iterator[str | None]:
+    """`rm -rf kv/*/??`."""
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    for path in place.root.glob("*/??"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@situation("a file where VUA keeps its own")
+def upkeep_replaced(place: Place) -> Iterator[str | None]:
+    """`.upkeep` is gone, and cannot be made."""
+    place.limits = {"max_bytes": MOST_NBYTES // 2, "min_free_bytes": 0}
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    (place.root / ".upkeep").rename(place.folder / "upkeep")
+    with contextlib.suppress(OSError):  # made anew by now
+        (place.root / ".upkeep").write_text("x")
+
+
+@situation("caches fill a tmpfs")
+def own_bytes(place: Place) -> Iterator[str | None]:
+    """Chunks alone use it up, without any limit: they are evicted."""
+    place.mount("tmpfs", "size=1536k")
+    yield str(place.root)
+
+
+@situation("files of at most 4 KiB (ulimit -f)")
+def short_files(place: Place) -> Iterator[str | None]:
+    """Every write fails in its middle."""
+    import resource
+
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield "during"
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@situation("no descriptor left")
+def no_descriptors(place: Place) -> Iterator[str | None]:
+    """The process has as many files open as it may."""
+    import resource
+
+    place.root.mkdir(mode=0o700)
+    yield str(place.root)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    yield "during"
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@situation("the disk fails (XFS shuts down), mounted again")
+def shut_down(place: Place) -> Iterator[str | None]:
+    """Every call says EIO until somebody mounts it again."""
+    at = place.mount("xfs", mebibytes=320)
+    yield str(place.root)
+    try:
+        command("xfs_io", "-x", "-c", "shutdown -f", at)
+    except OSError as problem:
+        raise NotRunError(str(problem)) from problem
+    yield "during"
+    command("umount", "-l", at)
+    command("mount", "-t", "xfs", "-o", "loop,nouuid", place.folder / "image", at)
+
+
 @situation("symlinked root")
 def symlink(place: Place) -> Iterator[str | None]:
     """The path is a link, which then leads elsewhere."""
@@ -555,6 +714,69 @@ def odd_keys(place: Place) -> Iterator[str | None]:
     for key in there:
         bucket.put(f"clone/{key}", bucket.get(key)[1])
         bucket.put(f"{space}/clone/{key}", bucket.get(key)[1])
+
+
+@situation("a bucket with odd keys in each chunk's folder")
+def odd_chunks(place: Place) -> Iterator[str | None]:
+    """Long, empty, doubled, encoded and invisible names beside every entry."""
+    from vua.storage.bucket import Bucket
+
+    _bucket(place)
+    prefix = place.folder.name.lower()
+    yield f"s3://vua/{prefix}"
+    bucket = Bucket.at(f"s3://vua/{prefix}")
+    folders = {one.key.rpartition("/")[0] for one in bucket.walk() if one.key.count("/") > 1}
+    odd = (
+        "",
+        "x",
+        "a\\b",
+        "n" * 700,
+        "%2e%2e",
+        "\u202e",
+        "~tmp",
+        "..x",
+        " ",
+        "l0-2.h0-2.safetensors ",
+    )
+    for folder in sorted(folders):
+        for name in odd:
+            with contextlib.suppress(Exception):  # what the server or the client does not take
+                bucket.put(f"{folder}/{name}", b"1")
+
+
+@situation("a bucket emptied")
+def emptied_bucket(place: Place) -> Iterator[str | None]:
+    """By a rule of its lifecycle, or another tool."""
+    from vua.storage.bucket import Bucket
+
+    _bucket(place)
+    yield f"s3://vua/{place.folder.name.lower()}"
+    bucket = Bucket.at(f"s3://vua/{place.folder.name.lower()}")
+    bucket.delete([one.key for one in bucket.walk()])
+
+
+@situation("a bucket's server away for a while")
+def server_away(place: Place) -> Iterator[str | None]:
+    """It ends every connection."""
+    proxy = _bucket(place)
+    yield f"s3://vua/{place.folder.name.lower()}"
+    proxy.plan = lambda *_: "reset"
+    yield "during"
+    proxy.plan = lambda *_: ""
+
+
+@situation("a bucket deleted, and made again")
+def bucket_made_again(place: Place) -> Iterator[str | None]:
+    """Nothing of before is there."""
+    proxy = _bucket(place)
+    yield f"s3://vua/{place.folder.name.lower()}"
+    proxy.plan = lambda *_: "no bucket"
+    yield "during"
+    from vua.storage.bucket import Bucket
+
+    proxy.plan = lambda *_: ""
+    bucket = Bucket.at(f"s3://vua/{place.folder.name.lower()}")
+    bucket.delete([one.key for one in bucket.walk()])
 
 
 @situation("a bucket that refuses conditions and bulk deletion")
