@@ -11,9 +11,10 @@ for a path or a descriptor below the directory. *An adapter* is the engine's own
 adapter beside the same without VUA.
 
 A hook does nothing without VUA: what it takes is what it costs. Python's collector runs between the
-arms: its pauses stop whatever is running then, for all that the engine has allocated. The largest time of one call counts
-against 20 ms; a machine that others use stops a thread for longer than that now and then, so the
-least of the rounds' largest is compared: a stall would be there in each. Exits with 1 above it.
+arms: its pauses stop whatever runs then, for all that the engine has allocated. The largest time of
+one call counts against 20 ms. A machine that others use stops a thread for longer than that now and
+then, so the least of the rounds' largest is compared: a stall would be there in each. Exits with 1
+above that.
 """
 
 from __future__ import annotations
