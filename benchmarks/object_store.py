@@ -38,8 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from buckets import seaweedfs, speaking_to
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.io.map_on import map_on
-from vua.io.threads import Threads
+from vua.io.pool import Pool
 from vua.storage import bucket
 from vua.storage.bucket import Bucket
 from vua.storage.local import entry_path
@@ -176,8 +175,8 @@ class Place:
         self.nbytes = sum(one.nbytes for one in stored)
         reads = self._bucket._reads
         self._bodies = [bytes(obstore.get(reads, key).bytes()) for key in self._objects]
-        self._threads = Threads(at_once, "bench")
-        bucket._runtime.threads = Threads(at_once, "vua-bucket")
+        self._threads = Pool(at_once, "bench")
+        bucket._runtime.threads = Pool(at_once, "vua-bucket")
         self._closing = contextlib.ExitStack()
         self.close = self._closing.close
         self.reads: dict[str, Callable[[], object]] = {"VUA": self._load, "obstore": self._get}
@@ -225,7 +224,7 @@ class Place:
         self._each(lambda item: put(self._bucket._writes, *item), items)
 
     def _each(self, work: Callable[[Any], object], items: Sequence[object]) -> None:
-        map_on(self._threads, lambda _, item: work(item), items)
+        self._threads.map(lambda job: work(job.what), items)
 
     def _add_boto3(self) -> None:
         import boto3

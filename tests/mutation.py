@@ -154,7 +154,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "nor of one that a GPU would have had",
         "vua/connector/device_transfer.py",
-        "self._weed(buffer, part.keys[at:], loaded.reason, attempt)",
+        "self._weed(buffer, part.keys[at:], loaded.reason, job)",
         "pass",
     ),
     Named(

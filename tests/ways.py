@@ -6,7 +6,7 @@
         way = tracer.follow("wait_for_save", file.exists, connector.wait_for_save)
 
 A way is the stack on which something is done, from the hook on: where the hook's thread hands the
-work to a thread of `vua.io.workers`, that thread's stack follows on the hook's own.
+work to a thread of `vua.io.pool`, that thread's stack follows on the hook's own.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 import vua
 
 SOURCE = Path(vua.__file__).parent
-HAND_OVER = "submit"  # of vua.io.workers.Workers: work goes on in another thread
+HAND_OVER = "submit"  # of vua.io.pool.Pool: work goes on in another thread
 TAKEN_UP = "_run"  # likewise: the thread that does it
-WORKERS = "workers.py"
+POOL = "pool.py"
 
 
 @dataclass
@@ -110,11 +110,11 @@ class Tracer:
             hook = next((at for at, name in enumerate(stack) if self._is_hook(name)), None)
             if hook is not None:
                 stack = stack[hook:]
-                if event == "call" and stack[-1].endswith(HAND_OVER) and WORKERS in stack[-1]:
+                if event == "call" and stack[-1].endswith(HAND_OVER) and POOL in stack[-1]:
                     self._above = stack
                 elif self._above:  # the end is reached by another thread, perhaps just now
                     return
-            elif self._above and any(WORKERS in s and s.endswith(TAKEN_UP) for s in stack):
+            elif self._above and any(POOL in s and s.endswith(TAKEN_UP) for s in stack):
                 stack = self._above + stack
             else:
                 return

@@ -32,7 +32,7 @@ from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.device.copy import gather
 from vua.device.staging import Staging
 from vua.device.xxh3 import checksums, kernel_for, on_host
-from vua.io.workers import Attempt, Workers
+from vua.io.pool import Job, Pool
 from vua.storage.local import FirstReads
 from vua.store.writer import EntryWriter
 
@@ -95,11 +95,11 @@ class Sweep:
         warm_up(staging)
         ring = RingLoads(self.store, self.layout.full, staging, left=0)
         part = GroupLoad(0, 0, self.keys[-1].stop, self.keys)
-        pool: Workers[LoadOrder] = Workers(1, timeout_s=600.0, name="none")
+        pool = Pool[LoadOrder](1, "none", timeout_s=600.0)
 
         def load() -> None:
-            attempt = Attempt(LoadOrder("r", [[]], [part]), pool)
-            came = ring.load(self.keys, attempt, lambda: None, [self.slots])
+            job = Job(pool, print, LoadOrder("r", [[]], [part]))
+            came = ring.load(self.keys, job, lambda: None, [self.slots])
             expect("load", holds=came.chunks == self.chunks)
 
         room = [self.bench.host(self.payload).numpy() for _ in range(max(THREADS))]

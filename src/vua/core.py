@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Sequence
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 from vua.errors import ConfigError, InputError, LayoutError, how_to_get
 
@@ -26,9 +25,8 @@ from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain
 from vua.io.buffers import BufferPool
-from vua.io.forks import watch
-from vua.io.map_on import map_on
-from vua.io.threads import Call, Threads
+from vua.io.forks import new_lock
+from vua.io.pool import Job, Pool
 from vua.security.keyring import NoKeyError, check_keys
 from vua.store.agreement import Label
 from vua.store.evidence import LaterNamespaceError
@@ -136,14 +134,9 @@ class VUA:
         unnamed = self.config.model == VUAConfig.model
         self._label = None if identity else Label(self.path, self.config.model, default=unnamed)
         self._buffers = BufferPool(self.config.buffer_bytes)
-        self._threads = Threads(self.config.threads, "vua")
-        self.after_fork()
-        watch(self)
+        self._threads = Pool[None](self.config.threads, "vua")
+        self._lock = new_lock()
         log.debug("open %s, namespace %s", self.path, self._identity.namespace[:12])
-
-    def after_fork(self) -> None:
-        """Begin with a free lock; see :mod:`vua.io.forks`."""
-        self._lock = threading.Lock()
 
     def __enter__(self) -> VUA:  # noqa: PYI034 - typing.Self needs Python 3.11
         """Return the object itself."""
@@ -197,11 +190,10 @@ class VUA:
             return 0
         store, chains = namespace.stores[0], [namespace.keys(one) for one in ids]
         pairs = list(zip(chains, caches, strict=True))
-        met = map_on(self._threads, lambda _, pair: self._meet(store, *pair), pairs)
+        met = self._threads.map(lambda job: self._meet(store, *job.what), pairs)
         return sum(
-            map_on(
-                self._threads,
-                lambda call, one: self._put(call, store, *one[0], one[1]),
+            self._threads.map(
+                lambda job: self._put(job, store, *job.what[0], job.what[1]),
                 zip(pairs, met, strict=True),
             )
         )
@@ -237,9 +229,11 @@ class VUA:
             self._label.compare(store, keys[stored - 1] if stored else None, cache)
         return stored
 
-    def _put(self, call: Call[int], store: Store, keys: KeyChain, cache: Cache, stored: int) -> int:
+    def _put(
+        self, job: Job[tuple[Any, int]], store: Store, keys: KeyChain, cache: Cache, stored: int
+    ) -> int:
         saver = EntryWriter(store, cache.memory(self.config.split_factor))
-        saver.wanted = lambda: call.wanted
+        saver.wanted = lambda: job.wanted
         # Before it makes room for the rest.
         store.used(keys, stored, wait=stored < len(keys), storing=True)
         written = saver.save_all(keys)
@@ -281,9 +275,8 @@ class VUA:
         """
         batch, place = sequences(tokens), _device(device)
         namespace = self.namespace()
-        answers = map_on(
-            self._threads,
-            lambda _, pair: self._get(namespace, pair[0], pair[1], place),
+        answers = self._threads.map(
+            lambda job: self._get(namespace, *job.what, place),
             zip(batch.ids, batch.rows, strict=True),
         )
         return answers if batch.listed else answers[0]

@@ -167,7 +167,7 @@ class User:
         except (AssertionError, VUAError, OSError):
             return False
         finally:
-            Bucket.at(self.url).breaker.succeeded()  # what comes next is to be tried, too
+            Bucket.at(self.url).breaker.went(well=True)  # what comes next is to be tried, too
         return True
 
 

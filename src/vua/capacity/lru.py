@@ -33,9 +33,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
-from vua.io.forks import watch
+from vua.io.forks import new_lock, watch
+from vua.io.pool import Job, Pool
 from vua.io.posix import close_quietly, is_local
-from vua.io.threads import Call, Threads
 from vua.native import LATEST_NS
 from vua.storage.local import chunk_path
 
@@ -237,7 +237,7 @@ class Touches(Generic[T]):
     def after_fork(self) -> None:
         """Leave to the parent what it has begun; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
-        self._thread: Threads | None = None
+        self._thread: Pool[None] | None = None
         self._queued = 0
 
     def close(self) -> None:
@@ -260,12 +260,12 @@ class Touches(Generic[T]):
             if self._queued >= _QUEUED_MAX:
                 return  # the storage is slow; the order of eviction may be a little wrong
             if self._thread is None:
-                self._thread = Threads(1, "vua-touch")
+                self._thread = Pool(1, "vua-touch")
             with contextlib.suppress(RuntimeError):  # no thread is to be had, or the process ends
                 self._thread.submit(functools.partial(self._touch, use))
                 self._queued += 1
 
-    def _touch(self, use: T, _: Call[None]) -> None:
+    def _touch(self, use: T, _: Job[None]) -> None:
         try:
             self._tell(use)
         finally:
@@ -283,12 +283,7 @@ class Recent:
         """Let the same name pass once per ``interval_s``; remember ``room`` names at most."""
         self._interval_s, self._room = interval_s, room
         self._seen: OrderedDict[str, float] = OrderedDict()
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """Begin with free locks; see :mod:`vua.io.forks`."""
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def passes(self, name: str) -> bool:
         """Whether ``name`` was not let pass for the interval; it counts as passed then."""

@@ -10,7 +10,7 @@ The order of things, which is all that is subtle here; see `vua.device.staging` 
   only when the last scatter has ended on the GPU.
 - *A load that is given up* may have queued scatters whose blocks go to somebody else then:
   `GroupTransfer.fence` lets the engine's stream wait for them. None is queued afterwards, because
-  that happens inside of `Attempt.use` only.
+  that happens inside of `Job.use` only.
 - *A save* gathers on the engine's own stream, behind the forward pass that wrote the blocks and
   before whatever may overwrite them. Only the transfer to the host has a stream of its own, and the
   file is written when that has ended. So the blocks may be freed at once.
@@ -52,8 +52,8 @@ from vua.device.xxh3 import SHORT, DigestCheck, Digests, kernel_for
 from vua.errors import ConfigError, LayoutError
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
+from vua.io.pool import Job
 from vua.io.posix import PAGE
-from vua.io.workers import Attempt
 from vua.native import Headers
 from vua.store.entry_reader import EntryReader, ReadAhead
 from vua.store.store import Loaded, Store
@@ -146,7 +146,7 @@ class RingLoads:
     def load(
         self,
         keys: Sequence[ChunkKey],
-        attempt: Attempt[LoadOrder],
+        job: Job[LoadOrder],
         ready: Callable[[], None],
         slots: Slots,
     ) -> RingResult:
@@ -164,7 +164,7 @@ class RingLoads:
                 buffers.append(buffer)
             if len(buffers) < _LEAST:
                 return RingResult(0)
-            return self._load(self._reader, buffers, keys, attempt, ready, slots)
+            return self._load(self._reader, buffers, keys, job, ready, slots)
         finally:
             for buffer in buffers:  # waits for its last transfer
                 self._staging.give_back(buffer)
@@ -174,18 +174,18 @@ class RingLoads:
         reader: EntryReader,
         buffers: Sequence[DeviceBuffer],
         keys: Sequence[ChunkKey],
-        attempt: Attempt[LoadOrder],
+        job: Job[LoadOrder],
         ready: Callable[[], None],
         slots: Slots,
     ) -> RingResult:
         chunks, kernel = self._staging.chunks, self._kernel
         firsts = [np.arange(chunks, dtype=np.uint64) + np.uint64(one.first) for one in buffers]
-        places, believed = np.concatenate(firsts), attempt.what.believed
+        places, believed = np.concatenate(firsts), job.what.believed
         ahead = reader.ahead(keys, places, self._into, believed, hashed=kernel is None)
         if ahead is None:
             return RingResult(0)
         with closing(ahead):
-            result = self._pass_on(ahead, buffers, keys, attempt, ready, slots)
+            result = self._pass_on(ahead, buffers, keys, job, ready, slots)
         self._store.quarantine.loaded(keys, result.chunks)
         return result
 
@@ -194,7 +194,7 @@ class RingLoads:
         ahead: ReadAhead,
         buffers: Sequence[DeviceBuffer],
         keys: Sequence[ChunkKey],
-        attempt: Attempt[LoadOrder],
+        job: Job[LoadOrder],
         ready: Callable[[], None],
         slots: Slots,
     ) -> RingResult:
@@ -207,13 +207,13 @@ class RingLoads:
             if sent and (full or sent[0].buffer.fence.passed()):
                 one = sent.popleft()
                 done = one.right()
-                attempt.progress()
+                job.progress()
                 if done < one.stop:
                     return RingResult(done, doubted=True)
                 continue
             stop = min(first + chunks, end)
             came = ahead.take(done, stop)
-            attempt.progress()
+            job.progress()
             end = end if came == stop else came
             if came == first:
                 continue
@@ -221,7 +221,7 @@ class RingLoads:
             where = [some[first:came] for some in slots]
             check = None if kernel is None else self._check_of(buffer, kernel)
             ready()
-            with attempt.use() as wanted:
+            with job.use() as wanted:
                 if not wanted:  # the blocks may be another request's by now
                     return RingResult(done, wanted=False)
                 self._staging.load(buffer, where, check=check)
@@ -397,23 +397,23 @@ class DeviceGroupTransfer(GroupTransfer):
     # -- loads --------------------------------------------------------------------------------
 
     def load(
-        self, part: GroupLoad, attempt: Attempt[LoadOrder], ready: Callable[[], None]
+        self, part: GroupLoad, job: Job[LoadOrder], ready: Callable[[], None]
     ) -> tuple[int, str | None]:
         """See :meth:`GroupTransfer.load`; when it returns the blocks are complete on the GPU."""
         if not self._parts:
             return part.start, "unable"
         self.load_buffers.enter_thread()
         if self.gds is not None and self.gds.mover is not None:
-            return self._load_rest(part, 0, attempt, ready)
-        ring, ids = self._ring_loads(), attempt.what.block_ids
+            return self._load_rest(part, 0, job, ready)
+        ring, ids = self._ring_loads(), job.what.block_ids
         slots = self._slots(part.keys, part, ids)
-        came = ring.load(part.keys, attempt, ready, slots)
+        came = ring.load(part.keys, job, ready, slots)
         nbytes = came.chunks * self.shard.payload_nbytes(self.group.layout)
         self._stats.add("vua_loaded_bytes_total", nbytes, "pinned")
         reached = min(part.keys[came.chunks - 1].stop, part.stop) if came.chunks else part.start
         if came.chunks == len(part.keys) or not came.wanted:
             return reached, None
-        reached, reason = self._load_rest(part, came.chunks, attempt, ready)
+        reached, reason = self._load_rest(part, came.chunks, job, ready)
         if came.doubted and reached > part.keys[came.chunks].start:
             log.warning("VUA: checksums are compared on the host: the GPU found right bytes wrong")
             ring.distrust()
@@ -430,7 +430,7 @@ class DeviceGroupTransfer(GroupTransfer):
         self,
         part: GroupLoad,
         done: int,
-        attempt: Attempt[LoadOrder],
+        job: Job[LoadOrder],
         ready: Callable[[], None],
     ) -> tuple[int, str | None]:
         """Load what follows the first chunks, buffer by buffer, or learn why it cannot be had."""
@@ -442,7 +442,7 @@ class DeviceGroupTransfer(GroupTransfer):
                     buffers.append(buffer)
             if not buffers:
                 return part.keys[done - 1].stop if done else part.start, "unable"
-            return self._load(buffers, part, done, attempt, ready)
+            return self._load(buffers, part, done, job, ready)
         finally:
             for buffer in buffers:  # waits for its last transfer; a hanging read still holds it
                 self.load_buffers.give_back(buffer)
@@ -452,7 +452,7 @@ class DeviceGroupTransfer(GroupTransfer):
         buffers: Sequence[DeviceBuffer],
         part: GroupLoad,
         at: int,
-        attempt: Attempt[LoadOrder],
+        job: Job[LoadOrder],
         ready: Callable[[], None],
     ) -> tuple[int, str | None]:
         reached, turns = part.keys[at - 1].stop if at else part.start, cycle(buffers)
@@ -460,13 +460,13 @@ class DeviceGroupTransfer(GroupTransfer):
             buffer = next(turns)
             buffer.fence.wait()  # until then its bytes are on their way
             keys = part.keys[at : at + buffer.host.chunks]
-            path, loaded = self._read(buffer, keys, attempt.what.believed)
-            attempt.progress()
+            path, loaded = self._read(buffer, keys, job.what.believed)
+            job.progress()
             at += loaded.chunks
             if loaded.chunks:
-                slots = self._slots(keys[: loaded.chunks], part, attempt.what.block_ids)
+                slots = self._slots(keys[: loaded.chunks], part, job.what.block_ids)
                 ready()
-                with attempt.use() as wanted:
+                with job.use() as wanted:
                     if not wanted:  # the blocks may be another request's by now
                         return reached, None
                     self.load_buffers.load(buffer, slots, there=path == "gds")
@@ -474,7 +474,7 @@ class DeviceGroupTransfer(GroupTransfer):
                 self._stats.add("vua_loaded_bytes_total", loaded.nbytes, path)
             if loaded.reason is not None:
                 buffer.fence.wait()
-                self._weed(buffer, part.keys[at:], loaded.reason, attempt)
+                self._weed(buffer, part.keys[at:], loaded.reason, job)
                 return reached, loaded.reason
         return reached, None
 

@@ -1,6 +1,6 @@
 """One group of layers on one rank: its files, its buffers, and its pages in the engine's memory.
 
-Moves chunks between them. Whether a result is still wanted is the :class:`vua.io.workers.Attempt`'s
+Moves chunks between them. Whether a result is still wanted is the :class:`vua.io.pool.Job`'s
 to say: an engine gives the blocks of a load that was reported as failed to other requests.
 
 Loads of files that the page cache has, straight into an engine's blocks in CPU memory.
@@ -30,8 +30,8 @@ from vua.device.paged import PagedCache, StatePages
 from vua.device.staging import Fence
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import MemoryMap, Shard
+from vua.io.pool import Job
 from vua.io.posix import machine_memory_nbytes
-from vua.io.workers import Attempt
 from vua.serdes import DTYPES
 from vua.storage.bucket_cost import REQUESTS_AT_ONCE
 from vua.storage.location import is_url
@@ -265,7 +265,7 @@ class GroupTransfer:
         """Release what transfers used, after the last of them."""
 
     def load(
-        self, part: GroupLoad, attempt: Attempt[LoadOrder], ready: Callable[[], None]
+        self, part: GroupLoad, job: Job[LoadOrder], ready: Callable[[], None]
     ) -> tuple[int, str | None]:
         """Load until something is missing or nobody waits any more.
 
@@ -280,20 +280,20 @@ class GroupTransfer:
         try:
             while at < len(part.keys) and reason is None:
                 ready()
-                with attempt.use() as wanted:
+                with job.use() as wanted:
                     if not wanted:  # the blocks may be another request's by now
                         break
                     done = 0
                     if cached is not None:
-                        aimed = cached.aim(part, at, attempt.what)
-                        done = cached.loader.load_cached(aimed, attempt.what.believed)
+                        aimed = cached.aim(part, at, job.what)
+                        done = cached.loader.load_cached(aimed, job.what.believed)
                 path = "blocks"
                 if done == 0:
                     buffer, path = buffer or self.load_buffers.take(), "slab"
                     if buffer is None:
                         return reached, "unable"
-                    done, reason = self._load_by(buffer, part, at, attempt, ready)
-                attempt.progress()
+                    done, reason = self._load_by(buffer, part, at, job, ready)
+                job.progress()
                 if done:
                     at += done
                     reached = min(part.keys[at - 1].stop, part.stop)
@@ -322,21 +322,21 @@ class GroupTransfer:
         buffer: StagingBuffer,
         part: GroupLoad,
         at: int,
-        attempt: Attempt[LoadOrder],
+        job: Job[LoadOrder],
         ready: Callable[[], None],
     ) -> tuple[int, str | None]:
         """Load some chunks by way of a buffer; return how many, and why they are the last."""
         keys = part.keys[at : at + buffer.chunks]
-        loaded = self._loader(buffer).load(keys, attempt.what.believed)
-        attempt.progress()
+        loaded = self._loader(buffer).load(keys, job.what.believed)
+        job.progress()
         ready()
-        with attempt.use() as wanted:
+        with job.use() as wanted:
             if not wanted:
                 return 0, None
             if loaded.chunks:
-                self._scatter(buffer, keys[: loaded.chunks], part, attempt.what)
+                self._scatter(buffer, keys[: loaded.chunks], part, job.what)
         if loaded.reason is not None:
-            self._weed(buffer, part.keys[at + loaded.chunks :], loaded.reason, attempt)
+            self._weed(buffer, part.keys[at + loaded.chunks :], loaded.reason, job)
         return loaded.chunks, loaded.reason
 
     def _scatter(
@@ -359,7 +359,7 @@ class GroupTransfer:
         buffer: Any,  # noqa: ANN401
         keys: Sequence[ChunkKey],
         reason: str | None,
-        attempt: Attempt[LoadOrder],
+        job: Job[LoadOrder],
     ) -> None:
         """Tell that the first of these chunks is gone, for ``reason``; read what follows it, too.
 
@@ -372,11 +372,11 @@ class GroupTransfer:
                 if self.watch is not None:
                     self.watch.gone(keys[0].prefix_hash, self.shard)
                 keys = keys[1:]
-            if not (keys and attempt.wanted):
+            if not (keys and job.wanted):
                 return
             run = keys[: self.load_buffers.chunks]
-            loaded = self._loader(buffer).load(run, attempt.what.believed)
-            attempt.progress()
+            loaded = self._loader(buffer).load(run, job.what.believed)
+            job.progress()
             keys, reason = keys[loaded.chunks :], loaded.reason
 
     def _loader(self, buffer: Any) -> Loader:  # noqa: ANN401

@@ -1,7 +1,7 @@
 """Lookups of prompts on threads of their own: naming chunks and asking the storage for them.
 
 A lookup may take long or hang without anything else in the engine waiting for it. After some that
-took too long there are none for a while (see `vua.connector.breaker`): a request is then neither
+took too long there are none for a while (see `vua.io.pool.Breaker`): a request is then neither
 loaded nor stored.
 """
 
@@ -14,7 +14,6 @@ from concurrent.futures import wait as wait_for
 from typing import Any, Final
 
 from vua.connector.adapters import Adapter
-from vua.connector.breaker import StorageGuard
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
@@ -25,8 +24,7 @@ from vua.connector.proved import Remembered, kind_of
 from vua.connector.request import RequestOptions, SaveHints
 from vua.errors import VUAError
 from vua.format.keys import KeyChain, token_ids
-from vua.io.breaker import Breaker
-from vua.io.workers import Attempt, Workers
+from vua.io.pool import Breaker, Job, Pool
 from vua.security.keyring import NoKeyError
 from vua.store.namespace import Namespace
 from vua.store.writer import Writers
@@ -50,7 +48,7 @@ class Lookup:
         self,
         request: Any,  # noqa: ANN401
         options: RequestOptions,
-        guard: StorageGuard,
+        breaker: Breaker,
         asked_s: float,
         adapter: Adapter | None = None,
     ) -> None:
@@ -73,7 +71,7 @@ class Lookup:
         self.not_asked = ""
         """The word for why the storage was not asked: it did not answer others (``paused``), or the
         model is not identified yet (``unidentified``)."""
-        self._guard = guard
+        self._breaker = breaker
         self._late = False
 
     def __bool__(self) -> bool:
@@ -102,13 +100,13 @@ class Lookup:
         if self._late:
             return False
         self._late = True
-        self._guard.went(well=False)
+        self._breaker.went(well=False)
         return True
 
 
 def unasked(request: Any, options: RequestOptions, asked_s: float) -> Lookup:  # noqa: ANN401
     """Return the lookup of a request that came before the model was identified: a miss."""
-    lookup = Lookup(request, options, StorageGuard("lookups"), asked_s)
+    lookup = Lookup(request, options, Breaker(), asked_s)
     lookup.leave("unidentified")
     return lookup
 
@@ -121,7 +119,7 @@ def early(
     media: Media,
 ) -> Lookup:
     """Return the lookup of a request that came while the namespace is being opened: it waits."""
-    lookup = Lookup(request, options, StorageGuard("lookups"), asked_s, adapter)
+    lookup = Lookup(request, options, Breaker(), asked_s, adapter)
     lookup.media = media.look_at(request.mm_features)
     if not (options.load or options.store):
         lookup.answer.set_result(None)
@@ -183,10 +181,10 @@ class Lookups:
         self._model, self._namespace, self._config = model, namespace, config
         self._media, self._clock = media, clock
         self._events = events
-        self._threads: Workers[Lookup] = Workers(
-            2, timeout_s=config.timeouts.io_s, name="vua-lookup", clock=clock
+        self._breaker = Breaker("lookups", logger("storage"), clock=clock)
+        self._pool = Pool[Lookup](
+            2, "vua-lookup", timeout_s=config.timeouts.io_s, breaker=self._breaker, clock=clock
         )
-        self._guard = StorageGuard("lookups", Breaker(clock=clock))
         self._warned: set[str] = set()
 
     def ask(
@@ -196,13 +194,13 @@ class Lookups:
         adapter: Adapter | None = None,
     ) -> Lookup:
         """Begin a lookup; while the storage hangs, or for one that is not wanted, there is none."""
-        lookup = Lookup(request, options, self._guard, self._clock(), adapter)
+        lookup = Lookup(request, options, self._breaker, self._clock(), adapter)
         lookup.media = self._media.look_at(request.mm_features)
         if self._config.save_generated and request.num_output_tokens:  # it was preempted
             lookup.token_ids = list(request.all_token_ids)
         if not (options.load or options.store):
             lookup.answer.set_result(None)
-        elif not self._guard.allows():
+        elif not self._breaker.allows():
             lookup.leave("paused")
         else:
             self.submit(lookup)
@@ -210,18 +208,18 @@ class Lookups:
 
     def submit(self, lookup: Lookup) -> None:
         """Have a lookup answered that came before there were threads for it, see :func:`early`."""
-        self._threads.submit(self._answer, lookup)
+        self._pool.submit(self._answer, lookup)
 
     def close(self) -> None:
         """Stop the threads; waits for none, and announces nothing more."""
         self._events = None
-        self._threads.close(finish=False)
+        self._pool.close(finish=False)
 
-    def _answer(self, attempt: Attempt[Lookup]) -> None:
-        lookup = attempt.what
+    def _answer(self, job: Job[Lookup]) -> None:
+        lookup = job.what
         found = self._look_up(lookup)
         if self._clock() - lookup.asked_s < self._config.timeouts.lookup_s:
-            self._guard.went(well=True)
+            self._breaker.went(well=True)
         lookup.answer.set_result(found)
 
     def _look_up(self, lookup: Lookup) -> PrefixMatch | None:

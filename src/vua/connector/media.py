@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from vua.connector.cache_spec import UncachedError
-from vua.io.threads import Call, Threads
+from vua.io.pool import Job, Pool
 
 __all__ = ["Media"]
 
@@ -33,7 +33,7 @@ _MORE_REMEMBERED: Final = 65536
 
 _AT_ONCE_NBYTES: Final = 1 << 20
 """Contents of a request that are digested in a millisecond or two."""
-_THREADS: Final = Threads(2, "vua-media")
+_THREADS: Final = Pool[None](2, "vua-media")
 _UNKNOWN: Final = b""
 """Stands for the content of an identifier that must not be believed."""
 
@@ -55,7 +55,7 @@ class Media:
         self._content: OrderedDict[str, bytes] = OrderedDict()
         self._digested: dict[int, tuple[weakref.ref[Any], bytes | None]] = {}
         """By the object's id; None for what has no digest."""
-        self._calls: dict[str, Call[None]] = {}
+        self._jobs: dict[str, Job[None]] = {}
         """Of requests whose contents are being digested."""
 
     def ready(self, request_id: str, features: Sequence[Any]) -> bool:
@@ -63,25 +63,25 @@ class Media:
 
         Until then the request is not to be computed: what its identifiers stand for is not known.
         """
-        call = self._calls.get(request_id)
-        if call is None:
+        job = self._jobs.get(request_id)
+        if job is None:
             items = [each.data for each in features if each.data is not None]
             items = [item for item in items if not self._known(item)]
             if self._refused or sum(map(_nbytes, items)) <= _AT_ONCE_NBYTES:
                 return True
             try:
-                call = _THREADS.submit(lambda _: self._digest_all(items))
+                job = _THREADS.submit(lambda _: self._digest_all(items))
             except RuntimeError:  # the process ends, or has no thread
                 return True
-            self._calls[request_id] = call
-        if not call.ended:
+            self._jobs[request_id] = job
+        if not job.ended:
             return False
-        del self._calls[request_id]
+        del self._jobs[request_id]
         return True
 
     def gone(self, request_id: str) -> None:
         """Forget a request that has ended."""
-        self._calls.pop(request_id, None)
+        self._jobs.pop(request_id, None)
 
     def look_at(self, features: Sequence[Any]) -> list[bytes] | UncachedError:
         """Return what stands for each feature in the keys, or why the request is not cached.

@@ -18,7 +18,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from vua.io.forks import watch
+from vua.io.forks import new_lock
 from vua.storage.bucket_cost import KINDS, cost_dollars, requests
 
 __all__ = ["METRICS", "Metric", "Recorder", "Series", "add_up", "record_requests", "summary"]
@@ -248,12 +248,7 @@ class _Taken:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """Begin with a free lock; see :mod:`vua.io.forks`."""
-        self.lock = threading.Lock()
+        self.lock = new_lock()
 
     def new(self) -> Counter[str]:
         """Return what came since the last call, and note that it was taken."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from vua.connector.log import logger
-from vua.io.threads import Threads
+from vua.io.pool import Pool
 
 __all__ = [
     "NOTES",
@@ -45,7 +45,7 @@ __all__ = [
 
 log = logger("scheduler")
 
-NOTES: Final = Threads(1, "vua-notes")
+NOTES: Final = Pool[None](1, "vua-notes")
 """Writes to the user's cache, which may lie on a storage that hangs: an engine's own thread does
 not wait for it."""
 _KEPT_S: Final = 90 * 86400.0

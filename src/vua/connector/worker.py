@@ -24,7 +24,6 @@ from typing import Any, Final
 import torch
 
 from vua import native
-from vua.connector.breaker import StorageGuard
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.device_transfer import DeviceGroupTransfer, lies_on_device, open_gds
@@ -49,8 +48,7 @@ from vua.device.staging import Fence
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
-from vua.io.breaker import Breaker
-from vua.io.workers import Attempt, Workers
+from vua.io.pool import Breaker, Job, Pool
 from vua.store.agreement import Agreement, compare
 from vua.store.namespace import Namespace
 from vua.store.store import Loader
@@ -80,8 +78,8 @@ class Comparisons:
     def __init__(self, config: ConnectorConfig, *, quantised: bool) -> None:
         """Start no thread yet; ``quantised`` as in :func:`vua.store.agreement.tolerance`."""
         self._quantised = quantised
-        self._threads: Workers[_Comparison] = Workers(
-            1, timeout_s=config.timeouts.io_s, name="vua-witness"
+        self._pool = Pool[_Comparison](
+            1, "vua-witness", timeout_s=config.timeouts.io_s, late=self._is_late
         )
         self._lock = threading.Lock()
         self._verdicts: list[Verdict] = []
@@ -99,7 +97,7 @@ class Comparisons:
                         return
                     chunks.append(_Computed(groups[number], key, buffer))
                     groups[number].gather([buffer], [key], [order.block_ids])
-            self._threads.submit(self._compare, _Comparison(order.number, chunks))
+            self._pool.submit(self._compare, _Comparison(order.number, chunks))
         except Exception as problem:  # costs a comparison, never a request
             log.exception("a chunk could not be copied to be compared")
             self._give_back(chunks)
@@ -111,45 +109,47 @@ class Comparisons:
 
     def take(self) -> list[Verdict]:
         """Return the verdicts since the last call; what hangs is given up."""
-        for attempt in self._threads.overdue():
-            if not attempt.started:
-                self._give_back(attempt.what.chunks)
-            self._tell(Verdict(attempt.what.number, text="the storage does not answer"))
+        self._pool.give_up()
         if not self._verdicts:
             return []
         with self._lock:
             verdicts, self._verdicts = self._verdicts, []
         return verdicts
 
+    def _is_late(self, job: Job[_Comparison]) -> None:
+        if not job.started:
+            self._give_back(job.what.chunks)
+        self._tell(Verdict(job.what.number, text="the storage does not answer"))
+
     def close(self, timeout_s: float) -> None:
         """Finish what is being compared, for so long at most."""
-        self._threads.close(timeout_s=timeout_s)
+        self._pool.close(timeout_s=timeout_s)
 
-    def _compare(self, attempt: Attempt[_Comparison]) -> None:
-        number = attempt.what.number
+    def _compare(self, job: Job[_Comparison]) -> None:
+        number = job.what.number
         verdict = Verdict(number, text="an error, see the log")
         try:
-            verdict = self._judge(attempt)
+            verdict = self._judge(job)
         except Exception:  # likewise
             log.exception("a chunk could not be compared")
         finally:
-            self._give_back(attempt.what.chunks)
-            if attempt.settle():
+            self._give_back(job.what.chunks)
+            if job.settle():
                 self._tell(verdict)
 
-    def _judge(self, attempt: Attempt[_Comparison]) -> Verdict:
+    def _judge(self, job: Job[_Comparison]) -> Verdict:
         found: list[Compared] = []
         missing = "there was no whole chunk to compare"
-        for chunk in attempt.what.chunks:
+        for chunk in job.what.chunks:
             agreement, writers = self._agreement(chunk)
-            attempt.progress()
+            job.progress()
             name = f"chunk {chunk.key.name[:12]}"
             if isinstance(agreement, str):
                 missing = f"{name}: {agreement}"
                 continue
             text = f"{name}, tokens from {chunk.key.start}: {agreement}"
             found.append(Compared(chunk.key.start, writers, agreement.ratio, text))
-        return Verdict(attempt.what.number, tuple(found), "" if found else missing)
+        return Verdict(job.what.number, tuple(found), "" if found else missing)
 
     def _agreement(self, chunk: _Computed) -> tuple[Agreement | str, frozenset[bytes]]:
         """Compare one chunk, and say who wrote it; why not, where its file cannot be loaded."""
@@ -231,13 +231,13 @@ class WorkerSide:
             self._use(opened)
         self._told: Identity | None = self._identity
         """Of which the scheduler's half knows that it is open."""
-        self._loaders: Workers[LoadOrder] = Workers(
-            config.worker.load_threads,
+        self._loads = Pool[LoadOrder](
+            *(config.worker.load_threads, "vua-load"),
             timeout_s=config.timeouts.io_s,
-            name="vua-load",
+            breaker=Breaker("loads", logger("storage"), clock=clock),
+            late=self._is_late,
             clock=clock,
         )
-        self._loads_guard = StorageGuard("loads", Breaker(clock=clock))
         self._memory = Memory() if memory is None else memory
         self._left: str | None = None
         """The epoch whose weights this engine does not run any more; None: that of the orders."""
@@ -377,7 +377,7 @@ class WorkerSide:
             return max(0.0, stop_s - time.monotonic() - (1 - share) * drain_s)
 
         self._opening.close()
-        self._loaders.close(timeout_s=left_s(_IO_SHARE))  # saves go on meanwhile
+        self._loads.close(timeout_s=left_s(_IO_SHARE))  # saves go on meanwhile
         self._comparisons.close(left_s(_IO_SHARE))
         if chunks := self.saves.close(left_s(_IO_SHARE)):
             log.warning(
@@ -425,23 +425,23 @@ class WorkerSide:
                     self._report(order, order.parts[0].start, "unable")
                 elif not (current and self._memory.holds(order.adapter)):
                     self._report(order, order.parts[0].start, "reset")
-                elif self._loads_guard.allows():
-                    self._loaders.submit(partial(self._load, after=after), order)
+                elif self._loads.breaker.allows():
+                    self._loads.submit(partial(self._load, after=after), order)
                 else:
                     self._report(order, order.parts[0].start, "paused")
             except Exception:  # the engine waits for this load: it ends, whatever breaks
                 log.exception("load of request %s could not begin", order.request_id)
                 self._report(order, order.parts[0].start, "error")
 
-    def _load(self, attempt: Attempt[LoadOrder], *, after: Fence) -> None:
-        order, identity, began = attempt.what, self._opening.identity, self._clock()
+    def _load(self, job: Job[LoadOrder], *, after: Fence) -> None:
+        order, identity, began = job.what, self._opening.identity, self._clock()
         waited_s = 0.0
 
         def ready() -> None:
             nonlocal waited_s
             since = self._clock()
-            while attempt.wanted and not after.passed():
-                attempt.progress()  # a long step of the engine is no hang of the storage
+            while job.wanted and not after.passed():
+                job.progress()  # a long step of the engine is no hang of the storage
                 time.sleep(_POLL_S)
             waited_s += self._clock() - since
 
@@ -450,7 +450,7 @@ class WorkerSide:
         reason: str | None = "error"
         try:
             for part in order.parts:
-                reached, reason = self.groups[part.group].load(part, attempt, ready)
+                reached, reason = self.groups[part.group].load(part, job, ready)
                 short = reached if reached < part.stop else None
                 if short is not None:
                     break
@@ -461,21 +461,18 @@ class WorkerSide:
         except Exception:  # likewise
             log.exception("load of request %s failed", order.request_id)
         finally:
-            if attempt.settle():
-                self._loads_guard.went(well=reason != "error")
+            if job.settle(well=reason != "error"):
                 complete = reason is None and short is None
                 seconds = self._clock() - began - waited_s if complete else None
                 self._report(order, short, reason, seconds)
 
-    def _give_up_loads(self) -> None:
-        for attempt in self._loaders.overdue():
-            order = attempt.what
-            for group in self.groups:
-                group.fence()  # what it has queued; from now on it queues nothing
-            log.warning("load of request %s hangs and is given up", order.request_id)
-            self._loads_guard.went(well=False)
-            seconds = self._config.timeouts.io_s if attempt.started else None  # at least
-            self._report(order, order.parts[0].start, "timeout", seconds)
+    def _is_late(self, job: Job[LoadOrder]) -> None:
+        order = job.what
+        for group in self.groups:
+            group.fence()  # what it has queued; from now on it queues nothing
+        log.warning("load of request %s hangs and is given up", order.request_id)
+        seconds = self._config.timeouts.io_s if job.started else None  # at least
+        self._report(order, order.parts[0].start, "timeout", seconds)
 
     def _report(
         self, order: LoadOrder, short: int | None, reason: str | None, seconds: float | None = None
@@ -507,7 +504,7 @@ class WorkerSide:
         ``idle``: this step computes nothing. While all requests wait for loads an engine goes
         round in such steps as fast as it can, holding the GIL; a short wait lets the loads run.
         """
-        self._give_up_loads()
+        self._loads.give_up()
         with self._lock:
             if idle and self._running and not self._received:
                 self._lock.wait(_IDLE_WAIT_S)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Final
 
-from vua.connector.breaker import StorageGuard
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
 from vua.connector.group_transfer import GroupTransfer
@@ -26,8 +25,7 @@ from vua.connector.metrics import Recorder
 from vua.connector.weights_watch import Memory
 from vua.errors import StorageError
 from vua.format.keys import ChunkKey
-from vua.io.breaker import Breaker
-from vua.io.workers import Attempt, Workers
+from vua.io.pool import Breaker, Job, Pool
 from vua.storage.base import FAILED, WRITTEN
 from vua.store.store import Store
 
@@ -172,10 +170,14 @@ class WriteQueue:
         self._memory, self._clock = memory, clock
         self._stats, self._rank, self._watch = stats, rank, watch
         self._writers = WriterCount()
-        self._threads: Workers[_Save] = Workers(
-            self._writers.threads, timeout_s=config.timeouts.io_s, name="vua-save", clock=clock
+        self._breaker = Breaker("saves", logger("storage"), clock=clock)
+        self._pool = Pool[_Save](
+            *(self._writers.threads, "vua-save"),
+            timeout_s=config.timeouts.io_s,
+            breaker=self._breaker,
+            late=self._is_late,
+            clock=clock,
         )
-        self._guard = StorageGuard("saves", Breaker(clock=clock))
         self._lock = threading.Lock()
         self._copied: list[_Save] = []
         self._pending = 0
@@ -193,7 +195,7 @@ class WriteQueue:
 
     def close(self, timeout_s: float) -> int:
         """Write what is waiting, for so long at most; return how many chunks are not stored."""
-        self._threads.close(timeout_s=timeout_s)
+        self._pool.close(timeout_s=timeout_s)
         return self._pending
 
     def refuse(
@@ -289,7 +291,7 @@ class WriteQueue:
         keys = [key for key in keys if not self._behind_hole(order, key)]
         taken: list[Any] = []
         for key in keys:
-            paused = not self._guard.allows()
+            paused = not self._breaker.allows()
             buffer = None if paused else group.save_buffers.take()
             if buffer is None:
                 left = len(keys) - len(taken)
@@ -375,7 +377,7 @@ class WriteQueue:
         saves = [part for save in copied for part in self._parts(save)]
         for at, save in enumerate(saves):
             try:
-                self._threads.submit(self._write, save)
+                self._pool.submit(self._write, save, tries=len(save.keys))
             except RuntimeError as problem:  # not a single thread can be started
                 self._warn_once("threads", f"chunks are not stored: {problem}")
                 self._lose(saves[at:])
@@ -399,8 +401,8 @@ class WriteQueue:
             save.free()
             self._count_saves(save, ["error"] * len(save.keys), 0.0)
 
-    def _write(self, attempt: Attempt[_Save]) -> None:
-        save, began = attempt.what, self._clock()
+    def _write(self, job: Job[_Save]) -> None:
+        save, began = job.what, self._clock()
         outcomes: list[str] = []
         rest = "error"
         try:
@@ -426,21 +428,21 @@ class WriteQueue:
             log.exception("chunk %s was not stored", save.keys[0].name[:12])
         finally:
             save.free()
-            if attempt.settle():
+            if job.settle():
                 outcomes += [rest] * (len(save.keys) - len(outcomes))
                 for outcome in outcomes:
                     if outcome != "dropped":  # the storage was asked
-                        self._guard.went(well=outcome != "error")
+                        self._breaker.went(well=outcome != "error")
                 self._count_saves(save, outcomes, self._clock() - began)
 
     def give_up(self) -> None:
         """Forget the saves that hang; the chunks are not stored."""
-        for attempt in self._threads.overdue():
-            if not attempt.started:
-                attempt.what.free()
-            for _ in attempt.what.keys:
-                self._guard.went(well=False)
-            self._count_saves(attempt.what, ["timeout"] * len(attempt.what.keys), 0.0)
+        self._pool.give_up()
+
+    def _is_late(self, job: Job[_Save]) -> None:
+        if not job.started:
+            job.what.free()
+        self._count_saves(job.what, ["timeout"] * len(job.what.keys), 0.0)
 
     def _count_saves(self, save: _Save, outcomes: Sequence[str], seconds: float) -> None:
         group, written = save.group, outcomes.count("written")
@@ -460,7 +462,7 @@ class WriteQueue:
         if written:
             nbytes = written * group.shard.payload_nbytes(group.group.layout)
             self._stats.add("vua_stored_bytes_total", nbytes)
-            self._threads.limit(self._writers.wrote(nbytes, self._threads.waiting))
+            self._pool.limit(self._writers.wrote(nbytes, self._pool.waiting))
 
     def _count_pending(self, by: int) -> None:
         with self._lock:

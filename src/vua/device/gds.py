@@ -31,8 +31,8 @@ from vua.errors import ConfigError, EntryError, UntrustedError
 from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
 from vua.format.parse import check_payload
+from vua.io.pool import Job, Pool
 from vua.io.posix import FileStatus
-from vua.io.workers import Attempt, Workers
 from vua.storage.base import Storage, entry_name
 
 __all__ = ["DirectReader", "Gds"]
@@ -80,7 +80,7 @@ class Gds:
         self._lock = threading.Lock()
         self._proved, self.mover, self.why = threading.Event(), None, "it is being tried"
         self._directory, self._device, self._failed, self._open = directory, device, 0, True
-        self.readers: Workers[_Read] = Workers(threads, timeout_s=timeout_s, name="vua-gds")
+        self.readers = Pool[_Read](threads, "vua-gds", timeout_s=timeout_s)
         thread = threading.Thread(target=self._prove, args=(make,), name="vua-gds", daemon=True)
         thread.start()
         if not self._proved.wait(timeout_s):
@@ -244,9 +244,9 @@ class DirectReader:
             log.debug("a file was not read by %s: %s", mover.name, problem)
             read.ended.set()
 
-    def _reading(self, mover: Mover, memory: Tensor) -> Callable[[Attempt[_Read]], None]:
-        def work(attempt: Attempt[_Read]) -> None:
-            read = attempt.what
+    def _reading(self, mover: Mover, memory: Tensor) -> Callable[[Job[_Read]], None]:
+        def work(job: Job[_Read]) -> None:
+            read = job.what
             try:
                 offset = self._codec.header_nbytes
                 got = mover.read(read.handle, memory, read.at, self._payload, offset)

@@ -7,14 +7,13 @@ the next one, up to a bound.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from vua.io.forks import watch
+from vua.io.forks import new_lock
 
 __all__ = ["BufferPool"]
 
@@ -35,12 +34,7 @@ class BufferPool:
         """Keep at most ``limit_nbytes`` bytes of memory that nobody uses."""
         self._limit = limit_nbytes
         self._idle: list[npt.NDArray[np.uint8]] = []
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """Begin with free locks; see :mod:`vua.io.forks`."""
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     @property
     def idle_nbytes(self) -> int:

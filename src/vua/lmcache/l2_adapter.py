@@ -27,7 +27,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from vua.errors import ConfigError, VUAError
 from vua.format.identity import Identity, config_digest
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, MemoryMap
+from vua.io.pool import Job, Pool
 from vua.storage.base import entry_name
 from vua.store.namespace import Namespace
 from vua.store.place import create_namespace, locate
@@ -321,7 +322,7 @@ class VUAL2Adapter(L2AdapterInterface):
         self._durable, self._epoch = bool(given.pop("durable", False)), given.pop("epoch", "")
         self._threads = int(given.pop("threads", _THREADS))
         self._bounds = Limits(**given)
-        self._pool = ThreadPoolExecutor(self._threads, "vua-lmcache")
+        self._pool = Pool[None](self._threads, "vua-lmcache")
         self._namespaces: dict[tuple[_Form, str], Namespace] = {}
         self._fds = {kind: create_event_notifier() for kind in (_STORE, _LOOKUP, _LOAD)}
         self._done: dict[str, dict[int, Any]] = {kind: {} for kind in self._fds}
@@ -396,7 +397,7 @@ class VUAL2Adapter(L2AdapterInterface):
 
     def close(self) -> None:
         """Finish what is under way and release threads and descriptors."""
-        self._pool.shutdown(wait=True)
+        self._pool.close()
         self._models.close()
         for namespace in self._namespaces.values():
             namespace.close()
@@ -416,10 +417,10 @@ class VUAL2Adapter(L2AdapterInterface):
         parts = [range(at, min(at + step, len(keys))) for at in range(0, len(keys), step)]
         task = _Task(kind, keys, objects, forms, [False] * len(keys), max(1, len(parts)))
         for part in parts or [range(0)]:
-            self._pool.submit(self._run, number, task, part)
+            self._pool.submit(partial(self._run, number, task, part))
         return number
 
-    def _run(self, number: int, task: _Task, part: range) -> None:
+    def _run(self, number: int, task: _Task, part: range, _: Job[None]) -> None:
         """Do a part of a task; whoever does the last one tells LMCache."""
         work: dict[str, Callable[[_Task, range], None]] = {
             _STORE: self._store, _LOOKUP: self._look_up, _LOAD: self._load,

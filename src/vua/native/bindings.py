@@ -9,7 +9,6 @@ import logging
 import os
 import platform
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, Final
 import xxhash
 
 from vua.errors import ConfigError
-from vua.io.forks import watch
+from vua.io.forks import new_lock
 from vua.native.stamp import fault_of, library_path, sources_digest
 
 __all__ = [
@@ -174,11 +173,7 @@ class Choice:
     def __init__(self) -> None:
         self.status: Status | None = None
         """None until it was looked for, or if ``VUA_NATIVE`` cannot be met."""
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = new_lock()
 
 
 choice: Final = Choice()

@@ -21,9 +21,8 @@ import numpy.typing as npt
 from vua.errors import CorruptEntryError, EntryError, UntrustedError
 from vua.io import posix, vectors
 from vua.io.files import Directory, Uids, close_plain, is_plain, make_directory, open_plain
-from vua.io.map_on import map_on
+from vua.io.pool import Job, Pool
 from vua.io.posix import FileStatus, close_quietly
-from vua.io.threads import Call, Threads
 from vua.native.hashes import digests_of, fill_check
 from vua.native.rows import Read, blocks_of, reads_of, rows_of
 from vua.native.transfer import (
@@ -51,7 +50,7 @@ _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.
 _CHUNK: Final = re.compile(r"[0-9a-f]{64}")
 LATEST_NS: Final = (1 << 63) - 1
 """Latest mtime, in the year 2262; a later one counts as this."""
-_syncing: Final = Threads(16, "vua-sync")
+_syncing: Final = Pool[None](16, "vua-sync")
 """For durable writes, which wait for the storage and not for a core."""
 
 
@@ -188,25 +187,26 @@ def _write_durably(
 ) -> list[int]:
     """Write and sync files, then the directories that lead to them, each directory once."""
 
-    def write(_: Call[int], file: int) -> int:
+    def write(job: Job[int]) -> int:
+        file = job.what
         try:
             return _write_entry(transfer, dir_fd, paths[file], place + file, headers[file], options)
         except OSError as problem:
             return -(problem.errno or errno.EIO)
 
-    def sync(_: Call[int], folder: str) -> int:
-        fd = posix.open_beneath(dir_fd, folder)
+    def sync(job: Job[str]) -> int:
+        fd = posix.open_beneath(dir_fd, job.what)
         try:
             os.fsync(fd)
         finally:
             close_quietly(fd)
         return 0
 
-    statuses = map_on(_syncing, write, range(len(paths)))
+    statuses = _syncing.map(write, range(len(paths)))
     written = [path for path, status in zip(paths, statuses, strict=True) if status == WRITTEN]
     folders = {folder for path in written for folder in (path, path.partition("/")[0], ".")}
     try:
-        map_on(_syncing, sync, sorted(folders))
+        _syncing.map(sync, sorted(folders))
     except OSError as problem:
         code = -(problem.errno or errno.EIO)
         return [code if status == WRITTEN else status for status in statuses]

@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import stat
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from vua.errors import ConfigError
 from vua.format.keys import Naming
-from vua.io.forks import watch
+from vua.io.forks import new_lock
 from vua.security.settings import Security, check_owner
 
 if TYPE_CHECKING:
@@ -93,11 +92,7 @@ class KeyFaults:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._minutes: dict[str, _Minute] = {}
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def tell(self, problem: NoKeyError, what: str, to: logging.Logger = log) -> None:
         """Log that ``what`` (such as "not cached") follows from a key's fault."""

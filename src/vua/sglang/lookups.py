@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
-from vua.connector.breaker import StorageGuard
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
@@ -17,7 +14,7 @@ from vua.connector.metrics import Recorder
 from vua.connector.prefix_match import longest
 from vua.errors import VUAError
 from vua.format.keys import ChunkKey
-from vua.io.workers import Attempt, Workers
+from vua.io.pool import Breaker, Job, Pool
 from vua.store.store import Store
 
 __all__ = ["Lookups"]
@@ -36,7 +33,6 @@ class _Lookup:
     keys: Sequence[ChunkKey]
     before: int
     """How many of the keys stand before those that are asked about."""
-    answer: Future[int] = field(default_factory=Future)
 
 
 class Lookups:
@@ -45,14 +41,12 @@ class Lookups:
     def __init__(self, config: ConnectorConfig, stats: Recorder) -> None:
         """Wait for answers as the settings say; count in ``stats``."""
         self._limit_s, self._stats = config.timeouts.lookup_s, stats
-        self._threads: Workers[_Lookup] = Workers(
-            _THREADS, timeout_s=config.timeouts.io_s, name="vua-lookup"
-        )
-        self._guard = StorageGuard("lookups")
+        self._breaker = Breaker("lookups", logger("storage"))
+        self._pool = Pool[_Lookup](_THREADS, "vua-lookup", timeout_s=config.timeouts.io_s)
 
     def close(self) -> None:
         """Stop the threads; waits for none."""
-        self._threads.close(finish=False)
+        self._pool.close(finish=False)
 
     def find(
         self, model: Model, stores: Sequence[Store], keys: Sequence[ChunkKey], before: int
@@ -69,14 +63,13 @@ class Lookups:
             before: how many of them are not asked about.
         """
         outcome, found, began = "paused", 0, time.monotonic()
-        if self._guard.allows():
-            lookup = _Lookup(model, stores, keys, before)
-            self._threads.submit(self._answer, lookup)
-            in_time = bool(wait_for([lookup.answer], timeout=self._limit_s).done)
-            self._guard.went(well=in_time)
+        if self._breaker.allows():
+            job = self._pool.submit(self._answer, _Lookup(model, stores, keys, before))
+            in_time = job.wait(self._limit_s)
+            self._breaker.went(well=in_time)
             outcome = "timeout"
             if in_time:
-                found = lookup.answer.result()
+                found = job.result()
                 whole = found == len(keys) - before
                 outcome = "hit" if whole else "partial" if found else "miss"
         self._stats.add("vua_lookups_total", label=outcome)
@@ -84,8 +77,8 @@ class Lookups:
         return found
 
     @staticmethod
-    def _answer(attempt: Attempt[_Lookup]) -> None:
-        lookup, found = attempt.what, 0
+    def _answer(job: Job[_Lookup]) -> None:
+        lookup, found = job.what, 0
         model, stores, keys, before = lookup.model, lookup.stores, lookup.keys, lookup.before
         try:
             stored = stores[0].lookup(keys[before:], model.groups[0].written)
@@ -96,7 +89,7 @@ class Lookups:
         except (VUAError, OSError) as problem:
             log.warning("VUA: a lookup failed: %s", problem)
         finally:
-            lookup.answer.set_result(found)
+            job.tell(found)
 
 
 def _with_windows(

@@ -10,14 +10,11 @@ are copied out before anything is written.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from vua.connector.breaker import StorageGuard
 from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import load_chunks
 from vua.connector.log import logger
@@ -26,7 +23,7 @@ from vua.device.buffers import StagingBuffer, StagingPool
 from vua.errors import StorageError
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
-from vua.io.workers import Attempt, Workers
+from vua.io.pool import Breaker, Job, Pool
 from vua.serdes import DTYPES
 from vua.sglang.host_pages import HostPages
 from vua.store.store import Loader, Store
@@ -38,13 +35,11 @@ log = logger("worker")
 
 _BUFFERS: Final = 2
 """Per direction: one in use, and one that a hanging thread may still hold."""
-_LOOKS: Final = 10
-"""How often per time limit it is looked whether work is overdue."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Chunks to move, and how many were, once that is known."""
+    """Chunks to move."""
 
     keys: Sequence[ChunkKey]
     pages: Sequence[int]
@@ -52,7 +47,6 @@ class _Work:
     proven: Callable[[], bool]
     behind: Sequence[ChunkKey] = ()
     """Chunks that are to be loaded next."""
-    ended: Future[int] = field(default_factory=Future)
 
 
 class Transfers:
@@ -68,7 +62,6 @@ class Transfers:
     ) -> None:
         """Move ``shard`` between the chunks of ``store`` and ``pages``; count in ``stats``."""
         self.store, self.shard, self._pages, self._stats = store, shard, pages, stats
-        self._look_s = config.timeouts.io_s / _LOOKS
         payload = shard.payload_nbytes(store.layout)
         self.chunks = load_chunks(config, payload)
         """How many go at once."""
@@ -76,10 +69,19 @@ class Transfers:
             StagingPool(store.layout, shard, chunks=self.chunks, limit=_BUFFERS) for _ in range(2)
         ]
         self._load_buffers, self._save_buffers = pools
-        limit_s = config.timeouts.io_s
-        self._loads: Workers[_Work] = Workers(_BUFFERS, timeout_s=limit_s, name="vua-load")
-        self._saves: Workers[_Work] = Workers(_BUFFERS, timeout_s=limit_s, name="vua-save")
-        self._loads_guard, self._saves_guard = StorageGuard("loads"), StorageGuard("saves")
+        limit_s, storage = config.timeouts.io_s, logger("storage")
+        self._loads = Pool[_Work](
+            *(_BUFFERS, "vua-load"),
+            timeout_s=limit_s,
+            breaker=Breaker("loads", storage),
+            late=self._load_is_late,
+        )
+        self._saves = Pool[_Work](
+            *(_BUFFERS, "vua-save"),
+            timeout_s=limit_s,
+            breaker=Breaker("saves", storage),
+            late=self._save_is_late,
+        )
         self._loader_of: dict[StagingBuffer, Loader] = {}
         self._writer_of: dict[StagingBuffer, EntryWriter] = {}
         self._warned: set[str] = set()
@@ -116,31 +118,35 @@ class Transfers:
         proven: Callable[[], bool],
         behind: Sequence[ChunkKey],
     ) -> int:
-        buffer = self._load_buffers.take() if self._loads_guard.allows() else None
+        buffer = self._load_buffers.take() if self._loads.breaker.allows() else None
         if buffer is None:
             self._stats.add("vua_load_stops_total", label="paused")
             return 0
         work = _Work(keys, pages, buffer, proven, behind)
-        self._submit(self._loads, self._read, work, self._load_buffers)
-        return self._result(self._loads, self._loads_guard, work, self._load_buffers)
+        return self._result(self._loads, self._read, work, self._load_buffers)
 
-    def _read(self, attempt: Attempt[_Work]) -> None:
-        work = attempt.what
+    def _load_is_late(self, job: Job[_Work]) -> None:
+        if not job.started:
+            self._load_buffers.give_back(job.what.buffer)
+        self._stats.add("vua_load_stops_total", label="timeout")
+
+    def _read(self, job: Job[_Work]) -> None:
+        work = job.what
         try:
             loader = self._loader_of.get(work.buffer)
             if loader is None:
                 loader = Loader(self.store, work.buffer.memory, target=self.shard)
                 self._loader_of[work.buffer] = loader
-            self._fill(attempt, loader)
+            self._fill(job, loader)
         finally:
             self._load_buffers.give_back(work.buffer)  # not earlier: a hanging read may write to it
 
-    def _fill(self, attempt: Attempt[_Work], loader: Loader) -> None:
+    def _fill(self, job: Job[_Work], loader: Loader) -> None:
         """Load, and copy into the pool while somebody waits for it."""
-        work, done, reason = attempt.what, 0, "error"
+        work, done, reason = job.what, 0, "error"
         try:
             loaded = loader.load(work.keys)
-            with attempt.use() as wanted:
+            with job.use() as wanted:
                 if wanted and work.proven():
                     self._scatter(work, loaded.chunks)
                     done = loaded.chunks
@@ -148,13 +154,12 @@ class Transfers:
             self._stats.add("vua_loaded_bytes_total", loaded.nbytes, "slab")
         except Exception:
             log.exception("a load failed")
-        if attempt.settle():
+        if job.settle(well=reason != "error"):
             if reason:
                 self._stats.add("vua_load_stops_total", label=reason)
-            self._loads_guard.went(well=reason != "error")
-            work.ended.set_result(done)
+            job.tell(done)
             if reason not in ("", "error", "reset"):
-                self._weed(attempt, loader, [*work.keys[done + 1 :], *work.behind])
+                self._weed(job, loader, [*work.keys[done + 1 :], *work.behind])
 
     def _scatter(self, work: _Work, chunks: int) -> None:
         if chunks:
@@ -165,14 +170,14 @@ class Transfers:
             ]
             self._pages.scatter(work.pages[:chunks], arrays)
 
-    def _weed(self, attempt: Attempt[_Work], loader: Loader, keys: Sequence[ChunkKey]) -> None:
+    def _weed(self, job: Job[_Work], loader: Loader, keys: Sequence[ChunkKey]) -> None:
         """Read what follows a bad chunk too, so that all damage is out of sight soon.
 
         The prompt is computed and saved next; what is still there then would not be written anew.
         """
         while keys:
             loaded = loader.load(keys[: self.chunks])
-            attempt.progress()
+            job.progress()
             if loaded.reason == "error":
                 return
             keys = keys[loaded.chunks + (loaded.reason is not None) :]
@@ -195,15 +200,19 @@ class Transfers:
     def _save_some(
         self, keys: Sequence[ChunkKey], pages: Sequence[int], proven: Callable[[], bool]
     ) -> int:
-        buffer = self._save_buffers.take() if self._saves_guard.allows() else None
+        buffer = self._save_buffers.take() if self._saves.breaker.allows() else None
         if buffer is None:
             self._stats.add("vua_chunks_saved_total", len(keys), "paused")
             return 0
         for place, page in enumerate(pages):
             self._pages.gather(page, self._arrays(buffer, place))
         work = _Work(keys, pages, buffer, proven)
-        self._submit(self._saves, self._write, work, self._save_buffers)
-        return self._result(self._saves, self._saves_guard, work, self._save_buffers)
+        return self._result(self._saves, self._write, work, self._save_buffers)
+
+    def _save_is_late(self, job: Job[_Work]) -> None:
+        if not job.started:
+            self._save_buffers.give_back(job.what.buffer)
+        self._count(job.what, 0, "timeout")
 
     def _arrays(self, buffer: StagingBuffer, place: int) -> list[torch.Tensor]:
         dtype = DTYPES[self.store.layout.dtype]
@@ -211,8 +220,8 @@ class Transfers:
             torch.from_numpy(data).view(dtype).view(shape) for data, shape in buffer.arrays(place)
         ]
 
-    def _write(self, attempt: Attempt[_Work]) -> None:
-        work, done, written, outcome = attempt.what, 0, 0, "error"
+    def _write(self, job: Job[_Work]) -> int:
+        work, done, written, outcome = job.what, 0, 0, "error"
         try:
             writer = self._writer_of.get(work.buffer)
             if writer is None:
@@ -236,10 +245,9 @@ class Transfers:
             log.exception("chunks were not stored")
         finally:
             self._save_buffers.give_back(work.buffer)  # not earlier: a hanging write may read it
-            if attempt.settle():
-                self._saves_guard.went(well=outcome != "error")
+            if job.settle(well=outcome != "error"):
                 self._count(work, written, outcome)
-                work.ended.set_result(done)
+        return done
 
     def _count(self, work: _Work, written: int, outcome: str) -> None:
         nbytes = written * self.shard.payload_nbytes(self.store.layout)
@@ -253,35 +261,23 @@ class Transfers:
     # -- both ---------------------------------------------------------------------------------
 
     @staticmethod
-    def _submit(
-        threads: Workers[_Work],
-        what: Callable[[Attempt[_Work]], None],
+    def _result(
+        pool: Pool[_Work],
+        what: Callable[[Job[_Work]], object],
         work: _Work,
         buffers: StagingPool,
-    ) -> None:
-        """Have it done on a thread; ends the work where not a single thread can be started."""
+    ) -> int:
+        """Have it done on a thread; return how many chunks were moved, 0 for what hangs."""
         try:
-            threads.submit(what, work)
-        except RuntimeError as problem:
+            job = pool.submit(what, work)
+        except RuntimeError as problem:  # not a single thread can be started
             log.warning("VUA: %s", problem)
             buffers.give_back(work.buffer)
-            work.ended.set_result(0)
-
-    def _result(
-        self, threads: Workers[_Work], guard: StorageGuard, work: _Work, buffers: StagingPool
-    ) -> int:
-        """Return how many chunks were moved; 0 for what hangs, which is given up."""
-        while not wait_for([work.ended], timeout=self._look_s).done:
-            for late in threads.overdue():
-                if not late.started:
-                    buffers.give_back(late.what.buffer)
-                guard.went(well=False)
-                if threads is self._loads:
-                    self._stats.add("vua_load_stops_total", label="timeout")
-                else:
-                    self._count(late.what, 0, "timeout")
-                late.what.ended.set_result(0)
-        return work.ended.result()
+            return 0
+        try:
+            return int(job.result())
+        except Exception:  # noqa: BLE001 - overdue, or in the log already
+            return 0
 
     def _warn_once(self, cause: str, text: str) -> None:
         if cause not in self._warned:

@@ -25,11 +25,9 @@ from typing import Any, Final, TypeVar, cast
 from urllib.parse import urlsplit
 
 from vua.errors import ConfigError, NotWritableError, StorageError
-from vua.io.breaker import Breaker
 from vua.io.buffers import BufferPool
 from vua.io.forks import watch
-from vua.io.map_on import map_on
-from vua.io.threads import Threads
+from vua.io.pool import Breaker, Pool
 from vua.storage.bucket_client import (
     allows_http,
     bundle,
@@ -457,12 +455,12 @@ class Bucket:
         try:
             yield
         except FileNotFoundError:
-            self.breaker.succeeded()
+            self.breaker.went(well=True)
             if kind == "put":
                 raise self._error(RefusedError("NoSuchBucket"), kind, where) from None
             raise FileNotFoundError(errno.ENOENT, "no such object", where) from None
         except (FileExistsError, errors.AlreadyExistsError, errors.PreconditionError):
-            self.breaker.succeeded()
+            self.breaker.went(well=True)
             raise FileExistsError(errno.EEXIST, "object exists", where) from None
         except BaseException as problem:
             is_ours = isinstance(problem, ConfigError)
@@ -470,7 +468,7 @@ class Bucket:
                 raise
             error = self._failed(problem, kind, where)
             raise error from None
-        self.breaker.succeeded()
+        self.breaker.went(well=True)
 
     def _failed(self, problem: BaseException, kind: str, where: str) -> StorageError:
         """Count a failure, tell the breaker, and return the explained error."""
@@ -478,9 +476,11 @@ class Bucket:
         error = self._error(problem, kind, where)
         self._last = str(error.strerror)
         if isinstance(error, NotWritableError):
-            self.breaker.succeeded()  # it answers: a process that may only read continues to read
+            self.breaker.went(
+                well=True
+            )  # it answers: a process that may only read continues to read
         else:
-            self.breaker.failed()
+            self.breaker.went(well=False)
         return error
 
     def _error(self, problem: BaseException, kind: str, where: str) -> StorageError:
@@ -501,7 +501,7 @@ class Bucket:
         if len(items) == 1:
             return [work(items[0])]
         threads = _runtime.small if small else _runtime.threads
-        return map_on(threads, lambda _, item: work(item), items)
+        return threads.map(lambda job: work(job.what), items)
 
     @staticmethod
     def memory(nbytes: int) -> memoryview:
@@ -518,8 +518,8 @@ class _Runtime:
     """Shared by all buckets of a process: threads, and whether connections were inherited."""
 
     def __init__(self) -> None:
-        self.threads = Threads(REQUESTS_AT_ONCE, "vua-bucket")
-        self.small = Threads(_SMALL_REQUESTS, "vua-bucket-small")
+        self.threads = Pool[None](REQUESTS_AT_ONCE, "vua-bucket")
+        self.small = Pool[None](_SMALL_REQUESTS, "vua-bucket-small")
         self.gate = ByteGate(_IN_FLIGHT_NBYTES)
         self.buffers = BufferPool(_KEPT_NBYTES)
         self.is_used = self.is_forked = False

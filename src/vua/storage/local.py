@@ -27,7 +27,6 @@ import secrets
 import socket
 import stat
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,7 +43,7 @@ from vua.format.layout import Shard
 from vua.format.parse import later_form
 from vua.io import posix
 from vua.io.files import Directory, is_plain, make_directory, open_plain
-from vua.io.forks import watch
+from vua.io.forks import new_lock
 from vua.io.posix import FileStatus, close_quietly, open_beneath
 from vua.native import EntryStream, Headers, Transfer
 from vua.security.settings import Security, open_directory
@@ -146,11 +145,7 @@ class FirstReads:
 
     def __init__(self) -> None:
         self._seen: dict[int, None] = {}
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def known(self, paths: Sequence[str]) -> int:
         """Return how many leading files were read before, and remember all of them."""
@@ -246,11 +241,7 @@ class LocalStorage:
         self._learn()
         self._serial = itertools.count()
         self._tag = f"{socket.gethostname()[:32]}-{secrets.token_hex(4)}".replace("/", "_")
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def close(self) -> None:
         """Release the directory. Open readers stay usable; a second call does nothing."""

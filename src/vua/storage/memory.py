@@ -6,12 +6,11 @@ Tests compare other storages with it. It is unbounded, and ends with the process
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Iterator, Sequence
 
 from vua.errors import CorruptEntryError
-from vua.io.forks import watch
+from vua.io.forks import new_lock
 from vua.storage.base import PRESENT, WRITTEN, Batch, Capabilities, Entry, Filled, Written
 
 __all__ = ["MemoryStorage"]
@@ -26,11 +25,7 @@ class MemoryStorage:
     def __init__(self) -> None:
         self._entries: dict[str, tuple[bytes, bytes, float]] = {}  # bytes, version, last used
         self._serial = itertools.count()
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def read(self, batch: Batch) -> Filled:
         versions: list[bytes] = []

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -28,7 +27,7 @@ from vua.format.entry import EntryCodec, entry_plan
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import KVLayout, MemoryMap, Shard, cover
 from vua.format.parse import LaterEntryError, later_form
-from vua.io.forks import watch
+from vua.io.forks import new_lock
 from vua.io.plan import EntryPlan
 from vua.native import Transfer
 from vua.security.keyring import Keyring, NoKeyError
@@ -179,11 +178,7 @@ class Quarantine:
         self._warned_s = -_WARN_INTERVAL_S
         self.counts: Counter[str] = Counter()
         """Events so far, see :attr:`vua.store.store.Store.counts`."""
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def count(self, event: str, by: int = 1) -> None:
         with self._lock:

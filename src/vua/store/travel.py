@@ -30,7 +30,7 @@ from vua.errors import EntryError, StorageError
 from vua.format.keys import ChunkKey
 from vua.io.forks import watch
 from vua.io.plan import header_plan
-from vua.io.threads import Call, Threads
+from vua.io.pool import Job, Pool
 from vua.native import Transfer
 from vua.storage.base import FAILED, Batch, Storage
 from vua.storage.local import LocalStorage, chunk_path
@@ -93,7 +93,7 @@ class WriteBack:
         self._read_before = Recent(math.inf)
         self.counts = counts
         self._closing = threading.Event()
-        self._threads = Threads(1, "vua-write-back")
+        self._threads = Pool[None](1, "vua-write-back")
         self.after_fork()
         watch(self)
 
@@ -109,7 +109,7 @@ class WriteBack:
         self._closing.set()
         with self._quiet:
             self._quiet.notify_all()
-        self._threads.close(timeout_s)
+        self._threads.close(timeout_s=timeout_s)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -147,8 +147,7 @@ class WriteBack:
                 return
             self.waiting_nbytes += nbytes
 
-        def bring(call: Call[None]) -> None:
-            del call
+        def bring(_: Job[None]) -> None:
             try:
                 if self.wait_for_quiet():
                     self._bring(name, data, before)
@@ -242,7 +241,7 @@ class Travel:
         self.counts: Counter[str] = Counter()
         """So far: sent, sent_nbytes, brought, brought_nbytes, not_brought, send_failed."""
         self._closing = threading.Event()
-        self._up = Threads(1, "vua-send")
+        self._up = Pool[None](1, "vua-send")
         self._back = WriteBack(
             near, far, namespace, capacity,
             rules=rules, counts=self.counts, brought=partial(self._change_mark, sent=True),
@@ -266,7 +265,7 @@ class Travel:
             if not self._closing.is_set():
                 self._idle.wait_for(lambda: not self._sending or self._failing, _CLOSE_S)
         self._closing.set()
-        self._up.close(max(0.0, stop_s - time.monotonic()))
+        self._up.close(timeout_s=max(0.0, stop_s - time.monotonic()))
         self._back.close(max(0.0, stop_s - time.monotonic()))
 
     @property
@@ -303,9 +302,8 @@ class Travel:
         with suppress(RuntimeError):  # closed, or no thread could be started
             self._up.submit(self._send_all)
 
-    def _send_all(self, call: Call[None]) -> None:
+    def _send_all(self, _: Job[None]) -> None:
         """Upload until nothing waits."""
-        del call
         pause_s = _RETRY_S[0]
         while not self._closing.is_set():
             if not self._waiting and not self._looked:

@@ -8,7 +8,6 @@ what was saved, or nothing. Safe for threads, processes and forks.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -23,7 +22,7 @@ from vua.format.identity import Identity
 from vua.format.keys import token_ids
 from vua.format.layout import KVLayout
 from vua.io.buffers import BufferPool
-from vua.io.forks import watch
+from vua.io.forks import new_lock
 from vua.storage.location import Location
 from vua.store.evidence import LaterNamespaceError
 from vua.store.namespace import Namespace
@@ -91,12 +90,7 @@ class StoredLayers:
         self._buffers = BufferPool(VUAConfig.buffer_bytes)
         self._reading: Namespace | None = None
         self._writing: Namespace | None = None
-        self.after_fork()
-        watch(self)
-
-    def after_fork(self) -> None:
-        """Begin with a free lock; see :mod:`vua.io.forks`."""
-        self._lock = threading.Lock()
+        self._lock = new_lock()
 
     def close(self) -> None:
         """Finish what is still to be done for the directory's size."""

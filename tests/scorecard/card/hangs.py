@@ -21,8 +21,7 @@ from scorecard.subject import Key, Subject
 from scorecard.trial import NotRunError, Trial, scored
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
-from vua.io.breaker import Breaker
-from vua.io.workers import Attempt, Workers
+from vua.io.pool import Breaker, Job, Pool
 
 _NBYTES: Final = 65536
 _STEP_S: Final = 0.002
@@ -134,7 +133,7 @@ def _stopped(trial: Trial) -> None:
         daemon.send_signal(signal.SIGCONT)
         hits = engine.seen["hit"]
         closed_after = engine.until(lambda: engine.breaker.closed and engine.seen["hit"] > hits)
-        engine.workers.close(finish=False)
+        engine.pool.close(finish=False)
     trial.must("the breaker opens", opened_after is not None, "never")
     trial.must("it closes again by itself", closed_after is not None, "never")
     trial.must("nothing wrong is read", not engine.seen["wrong"] + engine.seen["raised"])
@@ -176,8 +175,8 @@ class _Engine:
     """What an engine does with VUA's parts: a step never waits, a get has a time limit."""
 
     def __init__(self, trial: Trial, subject: Subject, key: Key) -> None:
-        self.workers: Workers[Key] = Workers(4, timeout_s=_TIMEOUT_S, name="hang")
         self.breaker = Breaker(failures=_FAILURES, pause_s=_PAUSE_S, max_pause_s=1.0)
+        self.pool = Pool[Key](4, "hang", timeout_s=_TIMEOUT_S, breaker=self.breaker)
         self.seen = Counter[str]()
         self.submitted = self.refused = 0
         self.longest_s = 0.0
@@ -200,20 +199,15 @@ class _Engine:
             if self._pending < _FAILURES:
                 self._pending += 1
                 self.submitted += 1
-                self.workers.submit(self._get, self._key)
+                self.pool.submit(self._get, self._key)
         else:
             self.refused += 1
-        for _ in self.workers.overdue():
+        for _ in self.pool.give_up():
             self._pending -= 1
-            self.breaker.failed()
         self.longest_s = max(self.longest_s, time.monotonic() - began_s)
 
-    def _get(self, attempt: Attempt[Key]) -> None:
-        found = self._trial.look(self._subject, attempt.what)
-        if attempt.settle():
+    def _get(self, job: Job[Key]) -> None:
+        found = self._trial.look(self._subject, job.what)
+        if job.settle(well=found == "hit"):
             self._pending -= 1
             self.seen[found] += 1
-            if found == "hit":
-                self.breaker.succeeded()
-            else:
-                self.breaker.failed()

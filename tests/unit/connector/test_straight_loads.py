@@ -13,7 +13,7 @@ import pytest
 from helpers import DirectoryTest, bits, flip, has_native, keys_of, noise, save_step, until
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-from vua.io.workers import Attempt, Workers
+from vua.io.pool import Job, Pool
 from vua.store.store import Loader
 
 pytestmark = pytest.mark.vllm
@@ -51,8 +51,8 @@ class CachedLoadTest(DirectoryTest):
         until(lambda: len(self.files()) == 3 and self.side.saves.pending == 0)
         self.side.stats.take()
         self.order = LoadOrder("r", [[5, 6, 7]], [GroupLoad(0, 0, 48, self.keys)])
-        self.workers = Workers[LoadOrder](1, timeout_s=60, name="test")
-        self.attempt = Attempt(self.order, self.workers)
+        self.pool = Pool[LoadOrder](1, "test", timeout_s=60)
+        self.job = Job(self.pool, print, self.order)
 
     def load(self) -> dict[str, Any]:
         """Load the order; return what was recorded meanwhile."""
@@ -66,7 +66,7 @@ class CachedLoadTest(DirectoryTest):
 
     def begin(self) -> tuple[int, str | None]:
         """Load as a worker's thread does."""
-        return self.side.groups[0].load(self.order.parts[0], self.attempt, lambda: None)
+        return self.side.groups[0].load(self.order.parts[0], self.job, lambda: None)
 
     def test_without_a_buffer(self) -> None:
         """All of it is there, and in no buffer."""
@@ -92,11 +92,11 @@ class CachedLoadTest(DirectoryTest):
     def test_nobody_waits_any_more(self) -> None:
         """A load that was given up writes into no block; control: the same one that is wanted."""
         before = self.blocks(5, 6, 7)
-        self.attempt.settle()
+        self.job.settle()
         self.assertEqual((0, None), self.begin())
         self.assertEqual(before, self.blocks(5, 6, 7))
 
-        self.attempt = Attempt(self.order, self.workers)
+        self.job = Job(self.pool, print, self.order)
         self.assertEqual((48, None), self.begin())
         self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
 
@@ -114,7 +114,7 @@ class CachedLoadTest(DirectoryTest):
             loads = threading.Thread(target=self.begin, daemon=True)
             loads.start()
             copies.wait()
-            gives_up = threading.Thread(target=self.attempt.settle)
+            gives_up = threading.Thread(target=self.job.settle)
             gives_up.start()
             gives_up.join(0.1)
             self.assertTrue(gives_up.is_alive())

@@ -20,17 +20,16 @@ import torch
 
 from helpers import SOON_S, TESTS, DirectoryTest, caches_of, in_child, kv_bits, namespace_of, until
 from vua.core import VUA, VUAConfig
-from vua.io.map_on import map_on
-from vua.io.threads import Call, Threads
-from vua.io.workers import Workers
+from vua.io.forks import new_lock
+from vua.io.pool import Job, Pool
 
 TOKENS = torch.arange(100, 164)
 
 
 class TestThreads(unittest.TestCase):
-    def threads(self, most: int = 2) -> Threads:
+    def threads(self, most: int = 2) -> Pool[None]:
         """Threads that are closed at the end."""
-        threads = Threads(most, "test")
+        threads = Pool[None](most, "test")
         self.addCleanup(threads.close)
         return threads
 
@@ -39,15 +38,16 @@ class TestThreads(unittest.TestCase):
         threads = self.threads()
         names = set()
 
-        def square(_: Call[int], n: int) -> int:
+        def square(job: Job[int]) -> int:
+            n = job.what
             names.add(threading.get_ident())
             if n == 13:
                 raise ValueError(n)
             return n * n
 
-        self.assertEqual([n * n for n in range(10)], map_on(threads, square, range(10)))
+        self.assertEqual([n * n for n in range(10)], threads.map(square, range(10)))
         with self.assertRaisesRegex(ValueError, "13"):
-            map_on(threads, square, [1, 13, 2])
+            threads.map(square, [1, 13, 2])
         self.assertLessEqual(len(names), 2)
 
     def test_interrupted(self) -> None:
@@ -55,12 +55,12 @@ class TestThreads(unittest.TestCase):
         threads, began, noticed = self.threads(1), threading.Event(), threading.Event()
         did: list[int] = []
 
-        def work(call: Call[None], n: int) -> None:
+        def work(job: Job[int]) -> None:
             began.set()
             stop = time.monotonic() + SOON_S
-            while call.wanted and time.monotonic() < stop:
+            while job.wanted and time.monotonic() < stop:
                 time.sleep(0.001)
-            did.append(n if call.wanted else -n)
+            did.append(job.what if job.wanted else -job.what)
 
         def interrupt(*_: object) -> None:
             if not noticed.is_set():
@@ -75,20 +75,20 @@ class TestThreads(unittest.TestCase):
             while not noticed.wait(0.01):  # one that comes just before Python waits is seen later
                 os.kill(os.getpid(), signal.SIGUSR1)
 
-        drop = Call.drop
+        drop = Job.drop
 
-        def slowly(call: Call[None]) -> bool:
-            dropped = drop(call)
+        def slowly(job: Job[int]) -> bool:
+            dropped = drop(job)
             time.sleep(0.02)  # time for a thread that is free
             return dropped
 
         sender = threading.Thread(target=send)
         sender.start()
-        with self.assertRaises(KeyboardInterrupt), patch.object(Call, "drop", slowly):
-            map_on(threads, work, [1, 2, 3])
+        with self.assertRaises(KeyboardInterrupt), patch.object(Job, "drop", slowly):
+            threads.map(work, [1, 2, 3])
         sender.join()
         self.assertEqual([-1], did)
-        self.assertEqual([4], map_on(threads, lambda _, n: n, [4]))
+        self.assertEqual([4], threads.map(lambda job: job.what, [4]))
 
     def test_left_behind(self) -> None:
         """Threads end when their owner is closed, and when it is gone."""
@@ -97,8 +97,8 @@ class TestThreads(unittest.TestCase):
             return sum(thread.name == "left" for thread in threading.enumerate())
 
         for close in (True, False):
-            threads = Threads(3, "left")
-            map_on(threads, lambda _, n: time.sleep(0.01 * n), [1, 1, 1])
+            threads = Pool[None](3, "left")
+            threads.map(lambda job: time.sleep(0.01 * job.what), [1, 1, 1])
             self.assertGreater(alive(), 0)
             if close:
                 threads.close()
@@ -232,10 +232,29 @@ class TestForks(DirectoryTest):
             process.kill()
         self.assertEqual([0, 0], [process.exitcode for process in processes])
 
+    def test_lock(self) -> None:
+        """A lock that another thread held at the fork is free in the child, and held here."""
+        lock, held, free = new_lock(), threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with lock:
+                held.set()
+                free.wait()
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait()
+        try:
+            self.assertEqual("well", in_child(lambda: self.assertTrue(lock.acquire(timeout=1))))
+            self.assertFalse(lock.acquire(blocking=False))
+        finally:
+            free.set()
+            holder.join()
+
     def test_workers(self) -> None:
-        """Workers work in a child; what was under way at the fork is overdue there, in time."""
+        """A pool works in a child; what was under way at the fork is overdue there, in time."""
         began, free = threading.Event(), threading.Event()
-        workers: Workers[str] = Workers(1, timeout_s=0.2, name="test")
+        workers = Pool[str](1, "test", timeout_s=0.2)
 
         def hang(_: object) -> None:
             began.set()

@@ -44,7 +44,7 @@ class FaultTest(ProxiedTest):
     def go_on(self) -> None:
         """Do no more harm, and do not wait until the breaker finds that out."""
         self.proxy.plan = lambda *_: ""
-        Bucket.at(self.url).breaker.succeeded()
+        Bucket.at(self.url).breaker.went(well=True)
 
     def write(self, harm: str, write: Callable[[], object]) -> str:
         """Try a write that has to be refused, unless it has happened; return what the error says.
@@ -70,7 +70,7 @@ class FaultTest(ProxiedTest):
             began_s = time.monotonic()
             self.write(harm, lambda: vua.put(other, KV))
             self.assertLess(time.monotonic() - began_s, BOUND_S)
-            Bucket.at(self.url).breaker.succeeded()
+            Bucket.at(self.url).breaker.went(well=True)
             refused = self.write(harm, lambda: Bucket.at(self.url).put("x", b"x"))
             self.assertRegex(refused, SAID.get(harm, ".*"))
             said.output.append(refused)

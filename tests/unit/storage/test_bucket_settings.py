@@ -120,7 +120,7 @@ class SettingsTest(DirectoryTest):
                         lambda: bucket.get("x"), lambda: list(bucket.walk()),
                         bucket.folders, lambda: bucket.delete(["x"]),
                     ):  # fmt: skip
-                        bucket.breaker.succeeded()
+                        bucket.breaker.went(well=True)
                         with self.assertRaisesRegex(StorageError, "panicked.*credential"):
                             ask()
                     self.assertEqual(3, vua.put(TOKENS, KV))

@@ -1,0 +1,555 @@
+"""Threads for work that may hang, and what leaves storage alone that keeps failing.
+
+A thread inside a system call cannot be stopped. So a :class:`Job` that is overdue is only given up:
+its owner is told, and what its thread brings later is no longer wanted. Two rules follow for work
+in a pool with a time limit: it puts its results into place only inside :meth:`Job.use`, and memory
+that its thread may still write to is given back by that thread.
+
+The threads are daemons: one that never comes back does not keep the process from ending. A pool
+stands an exception that a signal raises anywhere in the thread that waits for a job (Ctrl-C). With
+those of `concurrent.futures`, one that came while a thread was being started left that thread
+unknown to its pool, and the end of the process waited for it for ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Final, Generic, TypeVar
+
+from vua.io.forks import watch
+
+__all__ = ["Breaker", "Job", "Pool"]
+
+log = logging.getLogger(__name__)
+
+W = TypeVar("W")
+A = TypeVar("A")
+T = TypeVar("T")
+
+_EXIT_S: Final = 5.0
+"""How long the end of the process waits for jobs without a time limit: storage may hang."""
+_LOOKS: Final = 10
+"""How often per time limit a thread that waits for a job gives up what is overdue."""
+
+
+class Job(Generic[W]):
+    """One piece of work, as its thread and its owner see it. Safe for threads."""
+
+    def __init__(
+        self, pool: Pool[Any], work: Callable[[Job[W]], object], what: W, tries: int = 1
+    ) -> None:
+        """Prepare to call ``work`` with this object; made by :class:`Pool`."""
+        self.what = what
+        """What the work is about."""
+        self.tries = tries
+        """How many failures it counts for where it is overdue."""
+        self.started = False
+        """Whether a thread has taken it up, and may still be at it."""
+        self._pool = pool
+        self._work: Callable[[Job[W]], object] | None = work
+        self._lock, self._taken, self._waited_for = (threading.Lock() for _ in range(3))
+        self._waited_for.acquire()  # until it has a result
+        self._wanted, self._settled, self._ended, self._given_up = True, False, False, False
+        self._result: object = None
+        self._error: BaseException | None = None
+        self._by: threading.Thread | None = None
+        """Which thread has taken it up."""
+        self._since = 0.0
+
+    @property
+    def wanted(self) -> bool:
+        """Whether its result is; may change at any moment, see :meth:`use`."""
+        return self._wanted
+
+    def progress(self) -> None:
+        """Start the time limit anew. For the job's thread, after each piece of I/O."""
+        self._since = self._pool._shared.moved = self._pool._clock()
+
+    @contextmanager
+    def use(self) -> Iterator[bool]:
+        """Yield whether the result is still wanted; nothing gives the job up before this ends.
+
+        Keep it short: a :meth:`settle` by another thread waits for it.
+        """
+        with self._lock:
+            yield self._wanted
+
+    def settle(self, *, well: bool | None = None) -> bool:
+        """Decide that the work has ended. True for the first call alone: its caller reports it.
+
+        ``well`` is what the pool's breaker is told then; None: nothing.
+        """
+        with self._lock:
+            first = not self._settled
+            self._settled, self._wanted = True, False
+        if first and well is not None:
+            self._pool.breaker.went(well=well)
+        return first
+
+    def tell(self, result: object = None, error: BaseException | None = None) -> None:
+        """Give those who wait a result, or an error. Otherwise they get it when the work ends."""
+        with self._lock:
+            if self._ended:
+                return
+            self._result, self._error, self._ended = result, error, True
+        self._waited_for.release()
+
+    def _end(self, result: object, error: BaseException | None) -> None:
+        """Do what the work has not done by :meth:`tell` and :meth:`settle`."""
+        with self._lock:
+            self._settled, self._wanted, told = True, False, self._ended
+            if not told:
+                self._result, self._error, self._ended = result, error, True
+        if not told:
+            self._waited_for.release()
+
+    def drop(self) -> bool:
+        """Want the result no more. Returns False when a thread is at it, or has been."""
+        self._wanted = False
+        return self._pool._withdraw(self)
+
+    @property
+    def ended(self) -> bool:
+        """Whether :meth:`result` returns at once."""
+        return self._ended
+
+    def wait(self, timeout_s: float = math.inf) -> bool:
+        """Wait until the job has ended; returns whether it has."""
+        if self._ended:
+            return True
+        if timeout_s == math.inf:
+            with self._waited_for:  # unlike `acquire`, a signal cannot come when it is held
+                pass
+        elif self._waited_for.acquire(timeout=max(0.0, timeout_s)):
+            self._waited_for.release()
+        return self._ended
+
+    def result(self) -> Any:  # noqa: ANN401
+        """Wait for the job; return its result, or raise what it raised.
+
+        Gives up what is overdue in its pool meanwhile. Raises TimeoutError for a job that is.
+        """
+        while not self.wait(self._pool._look_s):
+            self._pool.give_up()
+        if self._error is None:
+            return self._result
+        try:
+            raise self._error
+        finally:
+            del self  # the error knows this frame
+
+
+class _Shared(Generic[W]):
+    """What the threads and their pool share; without it, so that they end when it is gone."""
+
+    def __init__(self, threads: int, moved: float, before: Iterable[Job[W]] = ()) -> None:
+        self.most, self.moved = threads, moved
+        self.lock = threading.Lock()
+        self.queue: SimpleQueue[Job[W] | None] = SimpleQueue()
+        """Jobs, and None to have a thread look whether it is to end."""
+        self.threads: set[threading.Thread] = set()
+        self.open: dict[Job[W], None] = dict.fromkeys(before)
+        """Those that have not ended, in order. An interrupt may leave one here too long, which
+        costs a needless thread."""
+        self.ended: SimpleQueue[None] = SimpleQueue()
+        """Something for each job that ends while the pool is being closed."""
+        self.closed = False
+
+    def close(self) -> None:
+        """Let the threads end after the jobs in the queue. Takes no lock: it may come anywhere."""
+        self.closed = True
+        self.queue.put(None)
+
+
+class Pool(Generic[W]):
+    """At most so many threads, and an unbounded queue. Safe for threads, signals and forks.
+
+    Threads are started as they are needed, and end when the pool is closed or gone. A forked child
+    has threads of its own. With a time limit it does what waited, and what was under way is overdue
+    there some time; without one, jobs made before the fork end in the parent alone.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        name: str,
+        *,
+        timeout_s: float = math.inf,
+        breaker: Breaker | None = None,
+        late: Callable[[Job[W]], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            threads: how many run at most.
+            name: what they are called.
+            timeout_s: time without progress after which a job is overdue. One in the queue counts
+                as progressing for as long as any of the threads makes progress.
+            breaker: is told of jobs, see :meth:`Job.settle`; one that are overdue have failed.
+            late: is told of each job that :meth:`give_up` gives up.
+            clock: gives seconds.
+        """
+        self._name, self._timeout_s, self._clock = name, timeout_s, clock
+        self._look_s = timeout_s / _LOOKS
+        self._late = late
+        self.breaker = Breaker(clock=clock) if breaker is None else breaker
+        self._shared: _Shared[W] = _Shared(threads, clock())
+        self._begin()
+        watch(self)
+        if timeout_s == math.inf:
+            _unlimited.add(self)
+
+    def _begin(self) -> None:
+        end = weakref.finalize(self, self._shared.close)
+        end.atexit = False
+
+    def after_fork(self) -> None:
+        """Begin with no threads; see :mod:`vua.io.forks`."""
+        before = self._shared
+        stay = before.open if self._timeout_s < math.inf else ()
+        self._shared = shared = _Shared(before.most, before.moved, stay)
+        shared.closed = before.closed
+        for job in stay:
+            job._lock = threading.Lock()
+            if not job.started:
+                shared.queue.put(job)
+        self._begin()
+
+    def submit(
+        self,
+        work: Callable[[Job[W]], object],
+        what: W = None,  # type: ignore[assignment]
+        *,
+        tries: int = 1,
+    ) -> Job[W]:
+        """Call ``work(job)`` on a thread, in the order of submission; never blocks.
+
+        Raises RuntimeError, and calls nothing, after :meth:`close` and when not a single thread can
+        be started.
+        """
+        job = Job(self, work, what, tries)
+        try:
+            self._put(job)
+        except BaseException:
+            job.drop()
+            raise
+        return job
+
+    def _put(self, job: Job[Any]) -> None:
+        shared = self._shared
+        job._since = self._clock()
+        if shared.closed:
+            raise RuntimeError(f"{self._name}: closed, nothing more can be done with it")
+        with shared.lock:
+            shared.open[job] = None
+            more = len(shared.threads) < min(len(shared.open), shared.most)
+        if more:
+            try:
+                self._start_thread()
+            except RuntimeError:  # the system has no more threads: those there are do the work
+                if not shared.threads:
+                    raise
+        shared.queue.put(job)
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=_run, args=(self._shared,), name=self._name, daemon=True).start()
+
+    def _withdraw(self, job: Job[Any]) -> bool:
+        """Keep threads from taking a job up; False where one has."""
+        if not job._taken.acquire(blocking=False):
+            return False
+        with self._shared.lock:
+            self._shared.open.pop(job, None)
+        return True
+
+    def map(self, work: Callable[[Job[A]], T], items: Iterable[A]) -> list[T]:
+        """Return what ``work(job)`` returns for a job about each item.
+
+        The first error is raised when what is under way has ended; what has not begun never does.
+        So it is with an exception that a signal raises here, except that a second one waits no
+        more: nothing is read from an item, and nothing written to it, after an error.
+        """
+        some = list(items)
+        ended = _Countdown(len(some))
+        jobs = [Job(self, partial(_counted, work, ended), item) for item in some]
+        try:
+            for job in jobs:
+                self._put(job)
+            ended.wait()
+            return [job.result() for job in jobs]
+        except BaseException:
+            # The last first: a job that ends early because it is dropped frees a thread, which
+            # must not take up the next one.
+            for job in [job for job in reversed(jobs) if not job.drop()]:
+                job.wait()
+            raise
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs wait for a thread."""
+        return self._shared.queue.qsize()
+
+    def limit(self, threads: int) -> None:
+        """Let so many threads run at most from now on; what is running goes on."""
+        shared = self._shared
+        if threads == shared.most:
+            return
+        with shared.lock:
+            shared.most, there = threads, len(shared.threads)
+        for _ in range(there - threads):
+            shared.queue.put(None)
+        for _ in range(min(threads - there, self.waiting)):
+            with suppress(RuntimeError):
+                self._start_thread()
+
+    def give_up(self) -> list[Job[W]]:
+        """Give up jobs that are overdue; return them, each once. O(threads), O(1) when idle.
+
+        Each is settled, has failed for the breaker, and was told to ``late``. Of one that no thread
+        had taken up ``started`` is False, and none will touch what belongs to it.
+        """
+        late = self._overdue() if self._shared.open else []
+        for job in late:
+            for _ in range(job.tries):
+                self.breaker.went(well=False)
+            if self._late is not None:
+                self._late(job)
+            job.tell(error=TimeoutError(f"{self._name}: no progress for {self._timeout_s:g} s"))
+        return late
+
+    def _overdue(self) -> list[Job[W]]:
+        shared, limit = self._shared, self._clock() - self._timeout_s
+        late: list[Job[W]] = []
+        with shared.lock:
+            for job in shared.open:
+                since = job._since if job.started else max(job._since, shared.moved)
+                if since < limit:
+                    late.append(job)
+                elif not job.started:  # nor are those behind it
+                    break
+        given_up = []
+        for job in late:
+            mine = job.started or self._withdraw(job)  # else a thread takes it up just now
+            if mine and not job._settled and job.settle():
+                job._given_up = True
+                given_up.append(job)
+        return given_up
+
+    def close(self, *, finish: bool = True, timeout_s: float = math.inf) -> bool:
+        """Finish all jobs; returns False, with threads left, where some made no progress.
+
+        Those are given up as by :meth:`give_up`, and nothing is told of it. Of a pool with a time
+        limit those in the queue are, too, after ``timeout_s``, and with ``finish`` False at once.
+        Nothing may be submitted any more. A second call waits for nothing that the first gave up.
+        """
+        shared, stop_s = self._shared, time.monotonic() + timeout_s
+        own = threading.current_thread()
+        with shared.lock:
+            shared.close()
+        while finish:
+            for job in self._overdue():
+                job.tell(error=TimeoutError(f"{self._name}: closed"))
+            with shared.lock:
+                left = any(not job._given_up and job._by is not own for job in shared.open)
+            wait_s = min(self._look_s, stop_s - time.monotonic(), threading.TIMEOUT_MAX)
+            if not left or wait_s <= 0:
+                break
+            with suppress(Empty):
+                shared.ended.get(timeout=wait_s)
+        if self._timeout_s < math.inf:
+            for job in list(shared.open):
+                job._given_up = True
+                if not job.started and self._withdraw(job):
+                    job.tell(error=TimeoutError(f"{self._name}: closed"))
+        if not shared.open:
+            for thread in list(shared.threads):
+                if thread is not own:
+                    thread.join(max(0.0, min(stop_s - time.monotonic(), threading.TIMEOUT_MAX)))
+        return not shared.open
+
+
+def _run(shared: _Shared[Any]) -> None:
+    """What each thread does; it counts itself, since whoever started it may not get to that."""
+    own = threading.current_thread()
+    with shared.lock:
+        if len(shared.threads) >= shared.most:
+            return
+        shared.threads.add(own)
+    leaves = False
+    while not leaves:
+        job = shared.queue.get()
+        if job is not None and job._taken.acquire(blocking=False):
+            job._by, job.started = own, True
+            job.progress()
+            work: Any = job._work
+            job._work = None
+            try:
+                job._end(work(job), None)
+            except BaseException as problem:
+                if job._pool._timeout_s < math.inf:  # perhaps nobody does
+                    log.exception("%s: an error that the work should have handled", own.name)
+                job._end(None, problem)
+            work = None
+            shared.moved = job._pool._clock()
+        with shared.lock:
+            if job is not None:
+                shared.open.pop(job, None)
+                if shared.closed:
+                    shared.ended.put(None)
+            leaves = (shared.closed and job is None) or len(shared.threads) > shared.most
+            if leaves:
+                shared.threads.discard(own)
+        del job  # and what it holds, while this thread waits
+    if shared.closed:
+        shared.queue.put(None)  # for the next thread
+
+
+class _Countdown:
+    """Wakes its owner once, when the last of so many jobs ends or one fails.
+
+    To wake up for each costs more than a small read.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self._last, self._ended = jobs - 1, itertools.count()
+        self._over, self._waited_for = threading.Lock(), threading.Lock()
+        if jobs:
+            self._waited_for.acquire()
+
+    def one_ended(self) -> None:
+        if next(self._ended) == self._last:
+            self.over()
+
+    def over(self) -> None:
+        if self._over.acquire(blocking=False):
+            self._waited_for.release()
+
+    def wait(self) -> None:
+        with self._waited_for:
+            pass
+
+
+def _counted(work: Callable[[Job[A]], T], ended: _Countdown, job: Job[A]) -> T:
+    try:
+        result = work(job)
+    except BaseException:
+        ended.over()
+        raise
+    ended.one_ended()
+    return result
+
+
+class Breaker:
+    """Leaves storage alone that keeps failing, for a while. Safe for threads; never blocks.
+
+    Closed, everything is allowed. After some failures in a row it opens: nothing is allowed,
+    callers answer "miss" or "not stored" at once. When a pause is over one caller is allowed as a
+    probe (half-open); its success closes the breaker, its failure opens it again for twice as long.
+    """
+
+    def __init__(
+        self,
+        operations: str = "",
+        to: logging.Logger = log,
+        *,
+        failures: int = 3,
+        pause_s: float = 1.0,
+        max_pause_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open after ``failures`` in a row, for ``pause_s`` doubling up to ``max_pause_s``.
+
+        Log ``to`` when ``operations`` are left out and when they work again; without a name: never.
+        """
+        self._operations, self._log = operations, to
+        self._failures, self._pause_s, self._max_pause_s = failures, pause_s, max_pause_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._in_a_row = 0
+        self._pause = 0.0
+        """Length of the current pause; 0: closed."""
+        self._until = 0.0
+        """When the next probe is allowed."""
+        self._probing = False
+        """Whether a probe was allowed in this pause and has not reported."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether everything is allowed."""
+        return self._pause == 0
+
+    def allows(self) -> bool:
+        """Whether the caller may try; it then has to report how that went.
+
+        A probe that never reports (its thread hangs and nobody watches it) is followed by another
+        one a pause later.
+        """
+        if self.closed:  # without the lock: the usual case costs nothing
+            return True
+        with self._lock:
+            if self.closed:
+                return True
+            now = self._clock()
+            if now < self._until:
+                return False
+            self._until, self._probing = now + self._pause, True
+            return True
+
+    def went(self, *, well: bool) -> bool:
+        """Note how a try went. Returns whether that closed the breaker, or opened it.
+
+        A failure that comes in during a pause, of a try begun before, does not lengthen it.
+        """
+        changed = self._succeeded() if well else self._failed()
+        if changed and self._operations and well:
+            self._log.info("VUA: %s work again", self._operations)
+        elif changed and self._operations:
+            self._log.warning(
+                "VUA: %s fail or hang; they are left out until the storage answers again. "
+                "Requests are served without them",
+                self._operations,
+            )
+        return changed
+
+    def _succeeded(self) -> bool:
+        if self._in_a_row == 0 and self.closed:
+            return False
+        with self._lock:
+            was_open = not self.closed
+            self._in_a_row, self._pause, self._probing = 0, 0.0, False
+        return was_open
+
+    def _failed(self) -> bool:
+        with self._lock:
+            now = self._clock()
+            if self.closed:
+                self._in_a_row += 1
+                if self._in_a_row < self._failures:
+                    return False
+                self._pause, self._until = self._pause_s, now + self._pause_s
+                return True
+            if self._probing:
+                self._pause = min(2 * self._pause, self._max_pause_s)
+                self._until, self._probing = now + self._pause, False
+            return False
+
+
+_unlimited: Final[weakref.WeakSet[Pool[Any]]] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish() -> None:
+    stop = time.monotonic() + _EXIT_S
+    for pool in list(_unlimited):
+        pool.close(timeout_s=max(0.0, stop - time.monotonic()))

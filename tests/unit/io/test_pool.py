@@ -1,0 +1,413 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import vua
+from helpers import SOON_S, until
+from vua.io.pool import Breaker, Job, Pool
+
+
+class TestPool(unittest.TestCase):
+    def setUp(self) -> None:
+        """A clock that tests move, and something that work can hang on."""
+        self.now = 100.0
+        self.release = threading.Event()
+        self.addCleanup(self.release.set)
+        self.did: list[str] = []
+
+    def pool(self, threads: int = 1) -> Pool[str]:
+        """A pool whose work is overdue after 10 seconds of the clock."""
+        return Pool(threads, "test", timeout_s=10.0, clock=lambda: self.now)
+
+    def hang(self, job: Job[str]) -> None:
+        """Hang, then put the result in place if it is wanted."""
+        self.release.wait()
+        with job.use() as wanted:
+            if wanted:
+                self.did.append(job.what)
+
+    def do(self, job: Job[str]) -> None:
+        """Work that ends at once."""
+        if job.settle():
+            self.did.append(job.what)
+
+    def test_order(self) -> None:
+        """Work is done in order, and closing waits for it."""
+        pool = self.pool()
+        for number in range(100):
+            pool.submit(self.do, str(number))
+
+        self.assertTrue(pool.close())
+        self.assertEqual([str(number) for number in range(100)], self.did)
+        self.assertEqual([], pool.give_up())
+
+    def test_threads_are_bounded(self) -> None:
+        """No more threads run than asked for."""
+        pool, threads, together = self.pool(threads=3), set(), threading.Barrier(3, timeout=SOON_S)
+
+        def work(_: Job[str]) -> None:
+            threads.add(threading.get_ident())
+            together.wait()  # so that all of them are needed
+
+        for _ in range(30):
+            pool.submit(work, "")
+
+        self.assertTrue(pool.close())
+        self.assertFalse(together.broken)
+        self.assertEqual(3, len(threads))
+
+    def test_no_more_threads(self) -> None:
+        """Where the system has none left, work runs on those there are, or is refused at once."""
+        pool = self.pool(2)
+        no_more = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
+        with no_more, self.assertRaises(RuntimeError):
+            pool.submit(self.do, "refused")
+        first = pool.submit(self.hang, "first")
+        until(lambda: first.started)
+        with no_more:
+            pool.submit(self.do, "second")
+        self.release.set()
+
+        self.assertTrue(pool.close())
+        self.assertEqual(["first", "second"], self.did)
+
+    def test_overdue(self) -> None:
+        """Hanging work is given up once, and what it brings later is not wanted."""
+        pool = self.pool()
+        job = pool.submit(self.hang, "late")
+        until(lambda: job.started)
+        self.now += 10.0
+        self.assertEqual([], pool.give_up())
+        self.now += 0.1
+
+        self.assertEqual([job], pool.give_up())
+        self.assertEqual([], pool.give_up())
+        self.assertFalse(job.settle())
+        self.release.set()
+        until(pool.close)
+        self.assertEqual([], self.did)
+
+    def test_in_time(self) -> None:
+        """The same work in time is used: the control of the test before."""
+        pool = self.pool()
+        job = pool.submit(self.hang, "in time")
+        until(lambda: job.started)
+        self.now += 9.9
+        self.assertEqual([], pool.give_up())
+        self.release.set()
+        pool.close()
+
+        self.assertEqual(["in time"], self.did)
+
+    def test_progress(self) -> None:
+        """Work that makes progress may take as long as it likes, and so may what waits behind."""
+        pool = self.pool()
+        first = pool.submit(self.hang, "first")
+        behind = pool.submit(self.do, "behind")
+        until(lambda: first.started)
+        for _ in range(5):
+            self.now += 9.0
+            self.assertEqual([], pool.give_up())
+            first.progress()
+
+        self.now += 10.1
+        self.assertEqual([first, behind], pool.give_up())
+        self.assertEqual([True, False], [first.started, behind.started])
+
+    def test_dropped_work_never_runs(self) -> None:
+        """What was given up in the queue is not run when the thread comes back."""
+        pool = self.pool()
+        first = pool.submit(self.hang, "first")
+        until(lambda: first.started)
+        pool.submit(self.do, "behind")
+        self.now += 10.1
+        self.assertEqual(2, len(pool.give_up()))
+        self.release.set()
+        pool.submit(self.do, "new")
+        pool.close()
+
+        self.assertEqual(["new"], self.did)
+
+    def test_use_is_not_interrupted(self) -> None:
+        """While results are put in place, nobody can give the work up."""
+        pool = self.pool()
+        inside, order = threading.Event(), []
+
+        def work(job: Job[str]) -> None:
+            with job.use() as wanted:
+                inside.set()
+                self.release.wait()
+                order.append(f"used {wanted}")
+
+        pool.submit(work, "")
+        self.assertTrue(inside.wait(SOON_S))
+        self.now += 11
+        giving_up = threading.Thread(target=lambda: order.append(f"gave up {pool.give_up()}"[:7]))
+        giving_up.start()
+        giving_up.join(0.05)
+        self.assertTrue(giving_up.is_alive())
+        self.release.set()
+        giving_up.join(SOON_S)
+
+        self.assertEqual(["used True", "gave up"], order)
+
+    def test_errors(self) -> None:
+        """Work that raises is logged, and its thread goes on."""
+        pool = self.pool()
+
+        def broken(job: Job[str]) -> None:
+            raise ValueError(job.what)
+
+        with self.assertLogs("vua.io.pool", "ERROR"):
+            pool.submit(broken, "no")
+            pool.submit(self.do, "next")
+            pool.close()
+
+        self.assertEqual(["next"], self.did)
+
+    def test_late(self) -> None:
+        """Of what is overdue the owner is told, the breaker too, and who waits gets an error."""
+        late: list[str] = []
+        breaker = Breaker(failures=3, clock=lambda: self.now)
+        pool = Pool[str](
+            *(1, "test"),
+            timeout_s=0.05,
+            breaker=breaker,
+            late=lambda job: late.append(job.what),
+        )
+        job = pool.submit(self.hang, "late", tries=2)
+        behind = pool.submit(self.do, "behind")
+        with self.assertRaisesRegex(TimeoutError, "test: no progress for 0.05 s"):
+            job.result()
+        with self.assertRaises(TimeoutError):
+            behind.result()
+
+        self.assertEqual(["late", "behind"], late)
+        self.assertFalse(breaker.closed, "three tries have failed")
+
+    def test_results(self) -> None:
+        """A result comes when the work ends, or when it is told; the breaker hears of it once."""
+        breaker = Breaker(failures=1, clock=lambda: self.now)
+        pool = Pool[str](2, "test", timeout_s=10.0, breaker=breaker, clock=lambda: self.now)
+
+        def work(job: Job[str]) -> str:
+            self.assertTrue(job.settle(well=False))
+            job.tell("told")
+            self.release.wait()
+            self.assertFalse(job.settle(well=True))
+            return "returned"
+
+        self.assertEqual("x", pool.submit(lambda job: job.what, "x").result())
+        job = pool.submit(work, "")
+        self.assertEqual("told", job.result())
+        self.release.set()
+        pool.close()
+        self.assertEqual("told", job.result())
+        self.assertFalse(breaker.closed)
+
+    def test_limit(self) -> None:
+        """With a lower limit threads end; with a higher one there are more, and all is done."""
+        there: list[int] = []
+
+        def work(_: Job[str]) -> None:
+            there.append(sum(thread.name == "limited" for thread in threading.enumerate()))
+
+        pool = Pool[str](3, "limited", timeout_s=10.0, clock=lambda: self.now)
+        first = [pool.submit(lambda _: self.release.wait(SOON_S), "") for _ in range(3)]
+        until(lambda: all(job.started for job in first))
+        pool.limit(1)
+        self.release.set()
+        until(lambda: sum(thread.name == "limited" for thread in threading.enumerate()) == 1)
+        for _ in range(5):
+            pool.submit(work, "")
+        until(lambda: len(there) == 5)
+        pool.limit(2)
+        together = threading.Barrier(2, timeout=SOON_S)
+        for _ in range(2):
+            pool.submit(lambda _: together.wait(), "")
+        self.assertTrue(pool.close())
+        self.assertEqual(([1] * 5, False), (there, together.broken))
+
+    def test_interrupted_submission(self) -> None:
+        """Work whose submission is interrupted never runs, and closing does not wait for it."""
+        start = threading.Thread.start
+
+        def interrupted(thread: threading.Thread) -> None:
+            start(thread)
+            raise KeyboardInterrupt
+
+        for pool in (self.pool(), Pool[str](1, "test")):
+            with (
+                mock.patch.object(threading.Thread, "start", interrupted),
+                self.assertRaises(KeyboardInterrupt),
+            ):
+                pool.submit(self.do, "never")
+            self.assertTrue(pool.close())
+        self.assertEqual([], self.did)
+
+    def test_closed_by_its_own_thread(self) -> None:
+        """A job that closes its pool does not wait for itself."""
+        pool = Pool[str](1, "test")
+        self.assertFalse(pool.submit(lambda _: pool.close(), "").result())
+
+    def test_close_of_hanging_work(self) -> None:
+        """Closing gives up what hangs, instead of hanging with it."""
+        pool: Pool[str] = Pool(1, "test", timeout_s=0.05)
+        job = pool.submit(self.hang, "late")
+        until(lambda: job.started)
+        pool.submit(self.do, "behind")
+
+        self.assertFalse(pool.close())
+        self.assertFalse(pool.close())
+        self.assertFalse(job.wanted)
+
+    def test_close_without_finishing(self) -> None:
+        """Closing may also drop everything at once."""
+        pool = self.pool()
+        job = pool.submit(self.hang, "late")
+        until(lambda: job.started)
+        pool.submit(self.do, "behind")
+
+        self.assertFalse(pool.close(finish=False))
+        self.release.set()
+        until(pool.close)
+        self.assertEqual(["late"], self.did)
+
+    def test_process_ends(self) -> None:
+        """A thread that hangs in a system call (here: opening a FIFO) does not keep a process."""
+        code = textwrap.dedent(
+            """
+            import sys
+            from vua.io.pool import Pool
+            pool = Pool(2, "test", timeout_s=0.1)
+            pool.submit(lambda job: open(sys.argv[1]).read(), "")
+            assert pool.close() is False
+            """
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            os.mkfifo(Path(folder, "fifo"))
+            source = str(Path(vua.__file__).parent.parent)
+            done = subprocess.run(
+                [sys.executable, "-c", code, str(Path(folder, "fifo"))],
+                check=False,
+                env={**os.environ, "PYTHONPATH": source},
+                capture_output=True,
+                text=True,
+                timeout=SOON_S,
+            )
+
+        self.assertEqual((0, ""), (done.returncode, done.stderr))
+
+
+class TestBreaker(unittest.TestCase):
+    def setUp(self) -> None:
+        """A breaker with a clock that tests move; it pauses 1, 2, 4, 4, ... seconds."""
+        self.now = 100.0
+        self.breaker = Breaker(failures=3, pause_s=1.0, max_pause_s=4.0, clock=lambda: self.now)
+
+    def open(self) -> None:
+        """Let it open."""
+        self.assertEqual([False, False, True], [self.breaker.went(well=False) for _ in range(3)])
+
+    def test_closed(self) -> None:
+        """Single failures between successes change nothing."""
+        for _ in range(10):
+            self.assertFalse(self.breaker.went(well=False))
+            self.assertFalse(self.breaker.went(well=False))
+            self.assertFalse(self.breaker.went(well=True))
+
+        self.assertTrue(self.breaker.closed)
+        self.assertTrue(self.breaker.allows())
+
+    def test_open(self) -> None:
+        """Three failures in a row stop all tries until the pause is over."""
+        self.open()
+
+        self.assertFalse(self.breaker.closed)
+        self.assertFalse(self.breaker.allows())
+        self.now += 0.99
+        self.assertFalse(self.breaker.allows())
+
+    def test_probe(self) -> None:
+        """After the pause one caller may try, and its success lets all in again."""
+        self.open()
+        self.now += 1.0
+
+        self.assertEqual([True, False, False], [self.breaker.allows() for _ in range(3)])
+        self.assertTrue(self.breaker.went(well=True))
+        self.assertEqual([True, True], [self.breaker.allows() for _ in range(2)])
+        self.open()
+        self.now += 1.0
+        self.assertTrue(self.breaker.allows(), "the first pause is short again")
+
+    def test_pauses_double(self) -> None:
+        """Each failed probe doubles the pause, up to the longest."""
+        self.open()
+        pauses = []
+        for _ in range(4):
+            began = self.now
+            while not self.breaker.allows():
+                self.now += 0.5
+            pauses.append(self.now - began)
+            self.assertFalse(self.breaker.went(well=False))
+
+        self.assertEqual([1.0, 2.0, 4.0, 4.0], pauses)
+
+    def test_late_failures(self) -> None:
+        """Tries that began before the breaker opened do not lengthen the pause."""
+        self.open()
+        for _ in range(10):
+            self.breaker.went(well=False)
+        self.now += 1.0
+
+        self.assertTrue(self.breaker.allows())
+
+    def test_silent_probe(self) -> None:
+        """A probe that never reports is followed by another one."""
+        self.open()
+        self.now += 1.0
+
+        self.assertTrue(self.breaker.allows())
+        self.assertFalse(self.breaker.allows())
+        self.now += 1.0
+        self.assertTrue(self.breaker.allows())
+
+    def test_log(self) -> None:
+        """One with a name says when it opens and when it closes, once each."""
+        breaker = Breaker("loads", failures=2, clock=lambda: self.now)
+        with self.assertLogs("vua.io.pool", "INFO") as logs:
+            for well in (False, False, False, True, True):
+                breaker.went(well=well)
+
+        self.assertEqual(["WARNING", "INFO"], [record.levelname for record in logs.records])
+        self.assertEqual("VUA: loads work again", logs.records[1].getMessage())
+
+    def test_threads(self) -> None:
+        """Of many threads that ask at once, exactly one is the probe."""
+        self.open()
+        self.now += 1.0
+        allowed, start = [], threading.Barrier(8)
+
+        def ask() -> None:
+            start.wait()
+            allowed.append(self.breaker.allows())
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        self.assertEqual(1, sum(allowed))
+
+
+if __name__ == "__main__":
+    unittest.main()
