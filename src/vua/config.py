@@ -20,7 +20,7 @@ __all__ = ["VUAConfig"]
 
 
 class _OnClassOrInstance:
-    """A method that sees the instance when there is one and the class when there is not."""
+    """A method that receives the instance if there is one, else the class."""
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         self._function = function
@@ -108,15 +108,15 @@ class VUAConfig:
 
     @property
     def bounds(self) -> Limits:
-        """What the settings say about the directory's size."""
+        """The limits on the directory's size in these settings."""
         return Limits(
             max_bytes=self.max_bytes, min_free_bytes=self.min_free_bytes, ttl_s=self.ttl_s
         )
 
     def check_room(self, path: Location, chunk_nbytes: int) -> None:
-        """Refuse a `max_bytes` that has no room for a chunk's file of ``chunk_nbytes``.
+        """Refuse a `max_bytes` that is smaller than a chunk's file of ``chunk_nbytes``.
 
-        Raises ConfigError, and OSError where the file system of ``path`` cannot be asked.
+        Raises ConfigError, and OSError if the file system of ``path`` cannot be asked.
         """
         near = nearest(path)
         if self.max_bytes is None or near is None:

@@ -2,8 +2,8 @@
 
 ``VUA(config, path)`` keeps caches in a directory that any process may share. Tokens are split into
 chunks of ``split_factor``; each chunk is one file named by the hash of all tokens up to its end, so
-two prompts share whatever prefix they share. What comes back is verified; what is damaged or
-missing is a shorter prefix, never an error and never other bytes.
+two prompts share the chunks of their common prefix. Everything returned is verified. Damaged or
+missing chunks shorten the prefix; they never cause an error or wrong bytes.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 
 
 class ClosestKV(NamedTuple):
-    """The longest stored prefix of a sequence. Empty (and false) when nothing is stored."""
+    """The longest stored prefix of a sequence. Empty (and false) if nothing is stored."""
 
     tokens: torch.Tensor
-    """The prefix, cut from the tokens asked for (same dtype and dimensions): (n,) or (1, n)."""
+    """The prefix, cut from the given tokens (same dtype and dimensions): (n,) or (1, n)."""
     data: list[list[torch.Tensor]]
     """``[layer][0: K, 1: V]``, each ``(1, heads, n, head_dim)``; an empty list when n is 0."""
 
@@ -77,8 +77,8 @@ def _device(wanted: str | torch.device) -> torch.device:
 class VUA:
     """KV caches of token prefixes in a directory. Safe for threads, processes, hosts and forks.
 
-    A call that an exception from a signal ends (Ctrl-C) raises it when nothing is read from the
-    caller's tensors any more; a second one does not wait for that.
+    If an exception from a signal (Ctrl-C) ends a call, it is raised once the caller's tensors are
+    no longer read; a second signal does not wait for that.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as path, VUA(VUAConfig(split_factor=4), path) as vua:
@@ -100,12 +100,12 @@ class VUA:
         Args:
             config: settings.
             path: the directory, the URL of a place in a bucket (``s3://bucket/prefix``), or a list:
-                a directory and the places behind it, see `vua.storage.tiered`.
+                a directory and slower tiers, see `vua.storage.tiered`.
             identity: what the K/V depend on, in place of the config's ``model`` and ``epoch``.
 
         Raises:
-            ConfigError: a setting is unusable, ``path`` is a file, or others could replace what
-                lies in it.
+            ConfigError: a setting is unusable, ``path`` is a file, or other users could
+                replace its files.
             StorageError: the directory cannot be created.
         """
         self.config = config() if isinstance(config, type) else config
@@ -159,11 +159,11 @@ class VUA:
         tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int],
         kvcache: KVCache | Sequence[KVCache],
     ) -> int:
-        """Store the KV cache of ``tokens``, except chunks that are stored already.
+        """Store the KV cache of ``tokens``, except chunks that are already stored.
 
         Args:
-            tokens: (T,), (1, T) or (B, T) integer token ids, T a multiple of ``split_factor``
-                (see :meth:`VUAConfig.trim_to_split_factor`); or a list of B such sequences.
+            tokens: (T,), (1, T) or (B, T) integer token ids, T a multiple of ``split_factor`` (see
+                :meth:`VUAConfig.trim_to_split_factor`); or a list of B such sequences.
             kvcache: ``[layer][K, V]``, each ``(B, heads, T, head_dim)`` on any device; for a list
                 of sequences a list of such caches.
 
@@ -173,12 +173,12 @@ class VUA:
         Raises:
             InputError: tokens or tensors are unusable (untrimmed, ragged, mixed dtypes...).
             LayoutError: they differ from what the directory holds for this model.
-            ConfigError: another model's caches are stored under this model's label, seen by one
-                chunk of those stored already; or `max_bytes` has no room for a single chunk.
+            ConfigError: another model's caches are stored under this label, as one stored chunk
+                shows; or `max_bytes` is smaller than one chunk.
             NotWritableError, StorageFullError, StorageError: the directory refuses.
 
-        A chunk is visible to others only when it is whole. An error, or a crash at any moment,
-        leaves what was stored before as it was.
+        Other readers see a chunk only once it is whole. An error, or a crash at any moment, leaves
+        everything stored before unchanged.
         """
         ids, caches = sequences_with_caches(tokens, kvcache, self.config.split_factor)
         if not any(ids):
@@ -223,7 +223,7 @@ class VUA:
             return self._writing
 
     def _meet(self, store: Store, keys: KeyChain, cache: Cache) -> int:
-        """Return how many chunks are stored, of this model as far as can be told."""
+        """Return how many chunks are stored, after comparing one of them with ``cache``."""
         stored = store.lookup(keys)
         if self._label is not None:
             self._label.compare(store, keys[stored - 1] if stored else None, cache)
@@ -234,7 +234,7 @@ class VUA:
     ) -> int:
         saver = EntryWriter(store, cache.memory(self.config.split_factor))
         saver.wanted = lambda: job.wanted
-        # Before it makes room for the rest.
+        # Before evicting anything for the rest.
         store.used(keys, stored, wait=stored < len(keys), storing=True)
         written = saver.save_all(keys)
         log.debug("put %d tokens: %d of %d chunks written", cache.length, written, len(keys))
@@ -262,16 +262,15 @@ class VUA:
         Args:
             tokens: (T,) or (1, T) token ids for one answer; (B, T) with B > 1, or a list of
                 sequences, for a list of answers. T need not be a multiple of ``split_factor``.
-            device: where the tensors shall be.
+            device: device of the returned tensors.
 
         Returns:
-            A :class:`ClosestKV`, or a list of them. Nothing stored: one with 0 tokens, no layers.
-            The tensors are the caller's own, to keep and to change; their memory is used for a
-            later answer when all of them, and all views of them, are gone.
+            A :class:`ClosestKV`, or a list of them. If nothing is stored it has 0 tokens and no
+                layers. The tensors are the caller's own, to keep and to change; their memory is
+                reused for a later answer once all of them, and all views of them, are gone.
 
         Raises:
-            InputError: the tokens are unusable, or torch has no such device here. Never for the
-                state of the directory.
+            InputError: the tokens are unusable. Never for the state of the directory.
         """
         batch, place = sequences(tokens), _device(device)
         namespace = self.namespace()
@@ -284,8 +283,7 @@ class VUA:
     def lookup(self, tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> list[int]:
         """Return how many leading tokens of each sequence are stored, in whole chunks.
 
-        Asks for names and reads nothing: a hint, because only a load knows what is sound. O(log n)
-        probes a sequence.
+        Checks names only: a hint, because only a load verifies. O(log n) probes per sequence.
 
         Args:
             tokens: as for :meth:`get_closest`.
@@ -298,7 +296,7 @@ class VUA:
         return [chunks * self.config.split_factor for chunks in found]
 
     def namespace(self) -> Namespace | None:
-        """Return what is read from now, with its counts; None where there is nothing to read."""
+        """Return the namespace that is read, with its counts; None if there is nothing to read."""
         with self._lock:
             if self._reading is None or self._reading.storage.gone:
                 try:
@@ -356,15 +354,15 @@ class VUA:
     # -- keep ---------------------------------------------------------------------------------
 
     def pin(self, tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> list[int]:
-        """Keep what is stored of these prefixes from eviction, whatever the bounds say.
+        """Protect the stored chunks of these prefixes from eviction.
 
         Args:
             tokens: as for :meth:`get_closest`.
 
         Returns:
             For each sequence how many of its tokens are held, in whole chunks: all that are stored,
-            0 where the directory refuses. Pins survive restarts, `vua pin` lists them; chunks that
-            are stored later are not held. Reads one header per chunk.
+                0 if the directory refuses. Pins survive restarts, `vua pin` lists them; chunks
+                stored later are not held. Reads one header per chunk.
 
         Raises:
             InputError: the tokens are unusable. Never for the state of the directory.
@@ -374,8 +372,8 @@ class VUA:
     def unpin(self, tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> list[int]:
         """Undo :meth:`pin` of these sequences and of prefixes of them.
 
-        Returns for each sequence how many tokens that releases; what other pins hold stays held.
-        Raises as :meth:`pin` does.
+        Returns for each sequence how many tokens were released; chunks held by other pins stay
+        held. Raises as :meth:`pin` does.
         """
         return self._hold(tokens, pin=False)
 

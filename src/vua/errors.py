@@ -32,7 +32,7 @@ __all__ = [
 
 
 class VUAError(Exception):
-    """Every error that VUA raises on purpose is one of these."""
+    """Base class of every error that VUA raises on purpose."""
 
 
 class ConfigError(VUAError, ValueError):
@@ -48,7 +48,7 @@ class LayoutError(InputError):
 
 
 class StorageError(VUAError, OSError):
-    """The storage below failed to do what it was asked."""
+    """The storage failed to do what it was asked."""
 
 
 class NotWritableError(StorageError):
@@ -56,7 +56,7 @@ class NotWritableError(StorageError):
 
 
 class StorageFullError(StorageError):
-    """The storage has no room left."""
+    """The storage has no space left."""
 
 
 class EntryError(VUAError):
@@ -70,11 +70,11 @@ class CorruptEntryError(EntryError):
 class ForeignEntryError(EntryError):
     """An entry's bytes are sound but belong to another identity than the one asked for."""
 
-    misplaced = True  # it does not belong where it lies
+    misplaced = True  # the path is not the entry's
 
 
 class UntrustedError(ForeignEntryError):
-    """An entry was put there by a user whose files this process does not believe."""
+    """An entry belongs to a user whose files this process does not trust."""
 
     misplaced = False  # it may be another's, and right: it stays until it is written anew
 

@@ -1,10 +1,10 @@
 """One tensor as safetensors bytes, and back.
 
-What `tensor_to_bytes` writes is a valid safetensors file that `safetensors.torch.load` opens, and
+`tensor_to_bytes` writes a valid safetensors file that `safetensors.torch.load` opens, and
 `bytes_to_tensor` reads what `safetensors.torch.save` wrote, as long as it holds one tensor. Nothing
-here is ever executed from the bytes (no pickle), and no length in them is believed before it is
-checked against the bytes that are there. What is not promised: that the values are the ones
-somebody meant. Proving that is the business of `vua.format.entry`.
+in the bytes is ever executed (no pickle), and every length in them is checked against the actual
+bytes before it is used. It does not prove that the values are the intended ones: `vua.format.entry`
+does that.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ def tensor_to_bytes(t: torch.Tensor) -> bytes:
 def bytes_to_tensor(
     buf: bytes | bytearray | memoryview, device: str | torch.device = "cpu"
 ) -> torch.Tensor:
-    """Returns the one tensor that a safetensors file in memory holds, under whatever name.
+    """Returns the one tensor of a safetensors file in memory, with any name.
 
     The tensor is writable and owns its memory: `buf` may be changed or freed afterwards.
 
     Raises:
-        CorruptEntryError: The bytes are no safetensors file with exactly one tensor.
+        CorruptEntryError: The bytes are not a safetensors file with exactly one tensor.
 
     >>> bytes_to_tensor(tensor_to_bytes(torch.arange(3)))
     tensor([0, 1, 2])
@@ -119,7 +119,7 @@ def bytes_to_tensor(
 
 
 def _tensor(payload: bytearray, dtype: torch.dtype, shape: list[int], nbytes: int) -> torch.Tensor:
-    """Returns a tensor over `payload`, which nobody else holds."""
+    """Returns a tensor over `payload`, which has no other user."""
     if dtype is torch.bool and payload.strip(b"\x00\x01"):
         raise _corrupt("a truth value is neither 0 nor 1", nbytes)
     try:
@@ -131,7 +131,7 @@ def _tensor(payload: bytearray, dtype: torch.dtype, shape: list[int], nbytes: in
 
 
 def _check_names(data: bytes) -> None:
-    """Raises if a name occurs twice: readers differ in which one they take."""
+    """Raises if a name occurs twice: readers differ in which one they use."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = dict(pairs)

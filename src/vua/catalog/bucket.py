@@ -671,7 +671,6 @@ def judged(rules: Sequence[Mapping[str, Any]], prefix: str, ttl_s: float | None)
 
 
 def _prefix(rule: Mapping[str, Any]) -> str:
-    """Return the prefix of a rule, in any form that rules have."""
     chosen = rule.get("Filter") or {}
     for one in (rule, chosen, chosen.get("And") or {}):
         if one.get("Prefix"):

@@ -326,7 +326,6 @@ class DirectoryCatalog(Catalog):
             return sample_prefix_tree(space) if is_large(space) else None
 
     def use(self, show: Show) -> Use:
-        """Weigh all files."""
         with explaining(self.where):
             with spaces(self.root) as found:
                 rows = [_use(space, show) for space in found]

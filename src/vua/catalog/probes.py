@@ -405,7 +405,6 @@ def _speed(ground: Ground) -> Finding:
 def _rate(
     work: Callable[..., None], ground: Ground, names: Sequence[str], *arguments: bytes
 ) -> float:
-    """Bytes per second."""
     return len(names) * _FILE_NBYTES / sum(_timed(work, ground, one, *arguments) for one in names)
 
 

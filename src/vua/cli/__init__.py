@@ -1,9 +1,9 @@
-"""The command `vua`: looks into a cache, and keeps it in order. Only `warm` needs an engine.
+"""The command `vua`: shows a cache, and maintains it. Only `warm` needs an engine.
 
-All of it may run while others read and write there; `gc`, `rm`, `pin`, `ttl`, `import`, `adopt`,
-`warm` and `verify --repair` alone change anything (`doctor` makes a directory for a while); `key`
-makes keys, elsewhere. `docs/cli.md` has the exit codes and what `--json` prints. Where the
-environment has VUA_PATH the directory may be left out. A command's module is imported when it runs.
+Every command may run while other processes read and write the cache. Only `gc`, `rm`, `pin`, `ttl`,
+`import`, `adopt`, `warm` and `verify --repair` change it (`doctor` makes a temporary directory);
+`key` makes key files. `docs/cli.md` documents exit codes and `--json`. With VUA_PATH in the
+environment the directory may be left out. A command's module is imported when it runs.
 """
 
 from __future__ import annotations
@@ -47,19 +47,17 @@ _MODULES: Final = {
     "bench": "bench",
     "completion": "completion",
 }
-"""Where each command is."""
+"""The module of each command."""
 
 
 class _Commands(click.Group):
-    """All commands, in order; each is imported when it is asked for."""
+    """All commands, in order; each is imported at first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Name them."""
         del ctx
         return list(_MODULES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import one."""
         del ctx
         if cmd_name not in _MODULES:
             return None
@@ -68,7 +66,7 @@ class _Commands(click.Group):
 
 
 def _show_version(context: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001
-    """Show the version, and whether native code is in use: looked for only when it is asked."""
+    """Show the version, and whether native code is used, which is looked up only here."""
     if value and not context.resilient_parsing:
         from vua import __version__, native  # noqa: PLC0415 - likewise
 
@@ -93,7 +91,7 @@ vua: Final = with_help(
         "1 damage found or work incomplete, 2 usage error or missing directory.",
     )
 )  # fmt: skip
-"""The command line; a help or an error is never longer than a terminal is wide."""
+"""The command line; a help text or an error fits the terminal's width."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(words: list[str]) -> int:  # noqa: PLR0911 - a status for each way to end
     logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
     try:
-        if asked := os.environ.get("_VUA_COMPLETE"):  # by a shell that completes a line
+        if asked := os.environ.get("_VUA_COMPLETE"):  # a shell asks for completions
             from click.shell_completion import shell_complete  # noqa: PLC0415
 
             return shell_complete(vua, {}, "vua", "_VUA_COMPLETE", asked)
@@ -129,7 +127,7 @@ def _main(words: list[str]) -> int:  # noqa: PLR0911 - a status for each way to 
 
 
 def _refuse(problem: click.UsageError) -> int:
-    """Tell in one line what makes no sense, below the line of usage."""
+    """Report a usage error in one line, below the line of usage."""
     context, text, hint = problem.ctx, problem.format_message().rstrip("."), ""
     path = "vua" if context is None else context.command_path
     if isinstance(problem, click.MissingParameter) and problem.param is not None:

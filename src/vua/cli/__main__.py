@@ -1,4 +1,4 @@
-"""`python -m vua.cli`: the command `vua` where its script is not on the path."""
+"""`python -m vua.cli`: the command `vua` if its script is not on the path."""
 
 import sys
 

@@ -1,16 +1,13 @@
-"""`vua advise`: what twice or half the room would bring, from the requests that a directory saw.
+"""`vua advise`: what twice or half the space would bring, from a directory's log of requests.
 
-The log of requests (:mod:`vua.capacity.use_log`) goes through simulated stores of several sizes, by
-the policy of directories and by LRU. Its first quarter only fills them. Pins, times to live and
-what a disk without space refuses are left out.
+The log of requests (:mod:`vua.capacity.use_log`) runs through simulated stores of several sizes,
+under the directory's policy and under LRU. Its first quarter only fills them. Pins, times to live
+and writes refused for lack of space are left out.
 
-A store in simulation: which blocks of a trace of requests it would hold, and find again.
-
-Nothing is stored here. A block's id stands for its whole prefix, so the blocks of all requests are
-a tree, and only the leading blocks of a request that are held count as hits. A block goes only
-after all that follow it, as in a directory: a lookup never meets a gap.
-
-`vua advise` compares sizes by it; benchmarks/lab has more policies.
+A simulated store holds blocks of a trace and stores no bytes. A block's id stands for its whole
+prefix, so the blocks of all requests form a tree, and only a request's leading held blocks count as
+hits. A block is evicted only after all that follow it, as in a directory: a lookup never meets a
+gap. benchmarks/lab has more policies.
 """
 
 from __future__ import annotations
@@ -49,7 +46,7 @@ __all__ = [
 ]
 
 _APART_NS: Final = 10**7
-"""Between two requests at least: more than a prompt's blocks are apart from each other."""
+"""Least time between two requests: more than between the blocks of one prompt."""
 
 
 class Asked(Protocol):
@@ -61,33 +58,32 @@ class Asked(Protocol):
 
     @property
     def time_s(self) -> float:
-        """When it came."""
+        """Time of the request."""
 
 
 class Outcome(NamedTuple):
-    """What a policy found and wrote."""
+    """The hits and writes of a policy."""
 
     blocks: int
-    """Asked for."""
+    """Blocks asked for."""
     hit_blocks: int
     written_blocks: int
-    """Stored, and not evicted by the same request."""
+    """Blocks stored, and not evicted by the same request."""
 
     @property
     def hit_ratio(self) -> float:
-        """Hits over blocks."""
         return self.hit_blocks / self.blocks if self.blocks else 0.0
 
     @property
     def written_per_hit(self) -> float:
-        """Blocks written for each one found; as with bytes, since all blocks are alike."""
+        """Blocks written per hit; the same in bytes, since all blocks have one size."""
         return self.written_blocks / self.hit_blocks if self.hit_blocks else math.inf
 
 
 def simulate(
     requests: Iterable[Asked], policies: Sequence[Policy], uncounted: int = 0
 ) -> list[Outcome]:
-    """Send requests through a store for each policy, in one pass.
+    """Run requests through one store per policy, in one pass.
 
     The first ``uncounted`` requests only fill the stores.
     """
@@ -106,7 +102,7 @@ def simulate(
 
 
 class SimulatedStore:
-    """What is held under one policy."""
+    """The blocks held under one policy."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -115,7 +111,7 @@ class SimulatedStore:
         self.hit_blocks = self.written_blocks = 0
 
     def use(self, blocks: Sequence[int], now_ns: int) -> None:
-        """Find a request's leading blocks, store the others, evict."""
+        """Find a request's leading blocks, store the rest, evict."""
         held, after, policy = self.held, self._after, self.policy
         hits = leading(held, blocks)
         keep = policy.use(blocks, hits, now_ns)
@@ -135,7 +131,6 @@ class SimulatedStore:
 
 
 def leading(held: Container[int], blocks: Sequence[int]) -> int:
-    """Count the blocks before the first one that is not held."""
     for count, block in enumerate(blocks):
         if block not in held:
             return count
@@ -143,22 +138,21 @@ def leading(held: Container[int], blocks: Sequence[int]) -> int:
 
 
 class Policy(ABC):
-    """Decides what goes. It knows every block that is held, and as much more as it remembers."""
+    """Chooses victims. It knows every held block, and further ones if it remembers them."""
 
     def __init__(self, capacity: int) -> None:
-        """Begin with an empty store for ``capacity`` blocks."""
         self.capacity = capacity
 
     @abstractmethod
     def use(self, blocks: Sequence[int], hits: int, now_ns: int) -> int:
-        """Note a request, of which the first ``hits`` blocks are held.
+        """Note a request whose first ``hits`` blocks are held.
 
-        Returns how many of its blocks shall be held, ``hits`` at least.
+        Returns how many of its blocks are to be held, at least ``hits``.
         """
 
     @abstractmethod
     def victim(self) -> int:
-        """Return the block that is to go, one of those held."""
+        """Return the held block to evict."""
 
     @abstractmethod
     def drop(self, block: int) -> None:
@@ -166,27 +160,23 @@ class Policy(ABC):
 
 
 class Listed(Policy):
-    """The first in a list goes first. A prompt's last block stands before those before it."""
+    """Evicts the first of a list. A prompt's last block comes before those before it."""
 
     def __init__(self, capacity: int) -> None:
-        """Begin with an empty list."""
         super().__init__(capacity)
         self.listed: OrderedDict[int, None] = OrderedDict()
 
     def victim(self) -> int:
-        """Return the first."""
         return next(iter(self.listed))
 
     def drop(self, block: int) -> None:
-        """Take a block out of the list."""
         self.listed.pop(block, None)
 
 
 class LRU(Listed):
-    """What was not used for longest goes first."""
+    """Evicts the least recently used block."""
 
     def use(self, blocks: Sequence[int], hits: int, now_ns: int) -> int:  # noqa: ARG002
-        """Note a request."""
         for block in reversed(blocks):
             self.listed[block] = None
             self.listed.move_to_end(block)
@@ -194,10 +184,9 @@ class LRU(Listed):
 
 
 class Past:
-    """What is learned from requests. Does not depend on what is held: all sizes share one."""
+    """What is learned from requests, independent of what is held: all sizes share one."""
 
     def __init__(self, part: float = 1.0) -> None:
-        """Begin with nothing known; what is met is such a part of all blocks."""
         self.density = HitDensity(part=part)
         self._latest_ns = -1
 
@@ -209,24 +198,23 @@ class Past:
 
 
 class Dense(Policy):
-    """The block that promises fewest hits for its space and time goes first."""
+    """Evicts the block that promises the fewest hits for its space and time."""
 
     def __init__(self, capacity: int, past: Past, ahead: float = 0.0) -> None:
         """Rank by what ``past`` has learned.
 
-        Whoever looks for victims lists such a share of the room ``ahead``, as directories do; what
-        is used meanwhile stays. By default they are looked for anew with each request.
+        Victims are listed for a share ``ahead`` of the space at a time, as in directories; blocks
+        used meanwhile stay. By default they are searched anew at each request.
         """
         super().__init__(capacity)
         self._past, self._ahead = past, int(ahead * capacity)
         self._used: dict[int, int] = {}
-        """Blocks that are held, and when they were used: as mtimes are set."""
+        """Held blocks and their last use, as mtimes are set."""
         self._victims: list[tuple[int, int]] = []
-        """What is to go unless it is used, and when it was used; the first one last."""
+        """Victims unless used, with their last use; the next one last."""
         self._now_ns = 0
 
     def use(self, blocks: Sequence[int], hits: int, now_ns: int) -> int:  # noqa: ARG002
-        """Note a request."""
         self._past.meet(blocks, now_ns)
         self._now_ns = now_ns
         if not self._ahead:
@@ -236,7 +224,6 @@ class Dense(Policy):
         return len(blocks)
 
     def victim(self) -> int:
-        """Return the block of the lowest rank."""
         while self._victims:
             block, used_ns = self._victims[-1]
             if self._used.get(block) == used_ns:
@@ -256,7 +243,6 @@ class Dense(Policy):
         return self._victims[-1][0]
 
     def drop(self, block: int) -> None:
-        """Forget a block."""
         del self._used[block]
 
 
@@ -265,15 +251,15 @@ _LEAST_REQUESTS: Final = 200
 _COLD_SHARE: Final = 0.25
 """Share of the requests, the first ones, that only fill the stores: their hits do not count."""
 _SAMPLE_CHUNKS: Final = 1 << 14
-"""Chunks asked for that are simulated, about: it takes some seconds."""
+"""Approximate number of simulated chunks: takes some seconds."""
 _AHEAD_SHARE: Final = 1 / 200
-"""Share of the space for which victims are looked for at a time."""
+"""Share of the space for which victims are searched at a time."""
 _SAME: Final = 0.005
-"""Part of the hits that is no difference."""
+"""Share of the hits below which two results count as equal."""
 
 
 class _Asked(NamedTuple):
-    """A request, as :func:`simulate` takes it."""
+    """A request, in :func:`simulate`'s form."""
 
     whole: tuple[int, ...]
     time_s: float
@@ -281,31 +267,30 @@ class _Asked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Advice(Report):
-    """What more or less room would bring."""
+    """What more or less space would bring."""
 
     report: dict[str, Any]
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         return self.report
 
     def show(self) -> None:
-        """Print what was simulated, and the advice."""
         _print(self.report)
 
 
 @command(
     "advise",
-    "say what more or less room would bring, from the requests of engines",
+    "estimate the hits of a larger or smaller cache from past requests",
     as_owner_of=True,
 )
 @click.option(
     "--max-bytes", metavar="SIZE", help="the engines' limit, if the directory has more room"
 )
 def advise(directory: str, *, max_bytes: str | None = None) -> Advice:
-    """Tell what stores of several sizes would have found; ``max_bytes`` is as engines are told.
+    """Report what stores of several sizes would have found; ``max_bytes`` as in engines' settings.
 
-    Where the log says too little it says that. Raises ConfigError (a bucket), StorageError.
+    If the log has too few requests, the report says so. Raises ConfigError (a bucket),
+    StorageError.
     """
     said = Limits(max_bytes=max_bytes)
     catalog = open_catalog(directory)
@@ -329,7 +314,7 @@ def advise(directory: str, *, max_bytes: str | None = None) -> Advice:
     elif not chunk_nbytes:
         report["advice"] = ["Nothing is stored, so it is not known how large a chunk is."]
     elif room_nbytes < chunk_nbytes:
-        report["advice"] = ["There is room for no chunk: see `vua du`."]
+        report["advice"] = ["There is no space for a single chunk: see `vua du`."]
     else:
         report["sample_share"] = part = min(1.0, _SAMPLE_CHUNKS / report["chunks"])
         with progress() as show:
@@ -339,7 +324,7 @@ def advise(directory: str, *, max_bytes: str | None = None) -> Advice:
 
 
 def _sound(requests: Sequence[Request]) -> list[_Asked]:
-    """Return what makes a tree, as names of chunks do: before each chunk is always the same one."""
+    """Return the requests that form a tree, as chunk names do: each chunk has one predecessor."""
     before: dict[int, int] = {}
     found = []
     for request in requests:
@@ -357,10 +342,11 @@ def _distinct(requests: Sequence[_Asked]) -> int:
 def _simulated(
     requests: Sequence[_Asked], room_nbytes: int, chunk_nbytes: float, part: float, show: Show
 ) -> list[dict[str, Any]]:
-    """Simulate parts and multiples of the room, and one for everything, with a part of all chunks.
+    """Simulate fractions and multiples of the space, and unlimited space, on a sample of chunks.
 
-    Names are hashes, so the lowest are a fair sample. Of misses it is one, too: these are of many
-    chunks. Hits may be of few, so they are what is no miss (SHARDS, Waldspurger and others, 2015).
+    Names are hashes, so the lowest are a fair sample, also of misses, which come from many chunks.
+    Hits may come from few, so they are computed as the complement of the misses (SHARDS,
+    Waldspurger et al., 2015).
     """
     below, cold = int(part * 2**64), int(len(requests) * _COLD_SHARE)
     thin = [one._replace(whole=tuple(n for n in one.whole if n < below)) for one in requests]
@@ -405,11 +391,11 @@ def _simulated(
 def _advice(hits: Mapping[float | None, float]) -> list[str]:
     half, now, twice = (hits.get(share, hits[None]) for share in (0.5, 1.0, 2.0))
     if 2.0 in hits:
-        found = [f"Twice the room would find {_than(twice, now)}."]
+        found = [f"Twice the space would find {_than(twice, now)}."]
     else:
-        found = ["All that was asked for fits: what more room would bring is not to be seen here."]
+        found = ["All that was asked for fits: more space cannot bring more hits here."]
     if 0.5 in hits or 1.0 not in hits:  # else it is less than a chunk
-        found.append(f"Half the room would find {_than(half, now)}.")
+        found.append(f"Half the space would find {_than(half, now)}.")
     return found
 
 
@@ -417,7 +403,7 @@ def _than(hits: float, now: float) -> str:
     if abs(hits - now) <= _SAME * now:
         return "about as much"
     if not now:
-        return f"{100 * hits:.1f} % of what is asked for, and the present room nothing"
+        return f"{100 * hits:.1f} % of what is asked for, the present space nothing"
     return f"{100 * abs(hits - now) / now:.0f} % {'more' if hits > now else 'less'}"
 
 

@@ -1,9 +1,9 @@
-"""`vua bench`: what a directory or a bucket can do, and from which prompt length on loading pays.
+"""`vua bench`: how fast a directory or a bucket is, and from which prompt length loading pays.
 
-A load from a bucket takes as many round trips as its objects and a lookup's questions need, many of
-them at once. So whole loads are measured there, of several lengths, by the requests that VUA sends.
-
-Files by raw reads and writes: O_DIRECT, cold files, and the floor below every measurement.
+A load from a bucket takes as many round trips as its objects and a lookup need, many of them
+concurrent. So whole loads of several lengths are measured there, with the requests that VUA sends.
+Files are measured by raw reads and writes: O_DIRECT, cold files, and the lower bound of every
+store.
 """
 
 from __future__ import annotations
@@ -66,31 +66,30 @@ for _call in (_LIBC.preadv, _LIBC.pwritev):
 
 
 class MeasurementError(VUAError):
-    """What is timed did not do its work: its numbers would mean nothing."""
+    """The measured code did not do its work: its numbers would mean nothing."""
 
 
 def expect(what: str, *, holds: bool) -> None:
-    """Raise MeasurementError unless ``holds``: a number for wrong bytes would mean nothing."""
+    """Raise MeasurementError unless ``holds``: a time for wrong bytes would mean nothing."""
     if not holds:
-        raise MeasurementError(f"{what}: not as it has to be, so nothing was measured")
+        raise MeasurementError(f"{what}: not as expected, so nothing was measured")
 
 
 class Buffer:
     """Touched, page aligned memory.
 
-    Neither on huge pages nor shared: a virtual disk was seen to read into these at half the speed.
+    Neither on huge pages nor shared: a virtual disk read into these at half the speed.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Allocate and touch ``nbytes``."""
         self.bytes: npt.NDArray[np.uint8] = page_aligned(nbytes)
         self.bytes[:] = 1
 
 
 class RawFile:
-    """A file's bytes and where they go, with all addresses worked out before the clock starts.
+    """A file's bytes and their memory, with all addresses computed before the clock starts.
 
-    The floor under every store: one ``preadv`` (or ``pwritev``) per 1024 iovecs, unverified.
+    The lower bound of every store: one ``preadv`` (or ``pwritev``) per 1024 iovecs, unverified.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class RawFile:
             at += int(part[:, 1].sum())
 
     def read(self, flags: int = 0) -> int:
-        """Open, read everything, close; return how much that was."""
+        """Open, read everything, close; return the bytes."""
         fd = os.open(self.path, os.O_RDONLY | flags)
         done: int = sum(_LIBC.preadv(fd, address, count, at) for address, count, at in self._calls)
         os.close(fd)
@@ -120,7 +119,7 @@ class RawFile:
         return done
 
     def write(self, flags: int = 0) -> int:
-        """Write everything to a temporary name beside the file, close, rename; return how much."""
+        """Write everything to a temporary name, close, rename; return the bytes."""
         temporary = f"{self.path}.tmp"
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o600)
         done: int = sum(_LIBC.pwritev(fd, address, count, at) for address, count, at in self._calls)
@@ -131,7 +130,7 @@ class RawFile:
 
 
 def in_buffer(paths: Sequence[str], buffer: Buffer, nbytes: int) -> list[RawFile]:
-    """Return files of ``nbytes`` each that lie one after the other, page aligned, in a buffer."""
+    """Return files of ``nbytes`` each, one after the other in a buffer, page aligned."""
     step = -(-nbytes // PAGE) * PAGE
     base = buffer.bytes.ctypes.data
     rows = [np.array([[base + n * step, nbytes]], dtype=np.uint64) for n in range(len(paths))]
@@ -139,9 +138,9 @@ def in_buffer(paths: Sequence[str], buffer: Buffer, nbytes: int) -> list[RawFile
 
 
 def cool(paths: Sequence[str | Path], *, sync: bool) -> None:
-    """Ask the kernel to forget files (some file systems will not).
+    """Ask the kernel to drop files from memory (some file systems refuse).
 
-    ``sync`` writes them to disk before, without which they stay; a flush per file takes its time.
+    ``sync`` writes them to disk first, without which they stay; a flush per file takes time.
     """
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
@@ -154,7 +153,7 @@ def cool(paths: Sequence[str | Path], *, sync: bool) -> None:
 
 
 def is_cold(path: str | Path) -> bool:
-    """Whether a file would have to be read from the device: the page cache has nothing of it."""
+    """Whether the page cache holds nothing of a file."""
     fd = os.open(path, os.O_RDONLY)
     try:
         if (pages := cached_pages(fd)) is not None:
@@ -167,7 +166,7 @@ def is_cold(path: str | Path) -> bool:
 
 
 def direct_works(directory: Path) -> str | None:
-    """Return None when O_DIRECT reads and writes work in a directory, otherwise why not."""
+    """Return None if O_DIRECT reads and writes work in a directory, otherwise why not."""
     if not _DIRECT:
         return "this system has no O_DIRECT"
     path = directory / ".vua-bench-direct"
@@ -199,23 +198,22 @@ _THREADS: Final = (1, 2, 4)
 _TOTAL_NBYTES: Final = 128 << 20
 _NAMES: Final = 256
 LENGTHS: Final = (256, 1024, 4096, 16384, 65536, 131072)
-"""Tokens of the prompts that a report speaks of."""
+"""Prompt lengths in a report, in tokens."""
 
 
 def layout_of(model: str, chunk_tokens: int = 64) -> KVLayout:
-    """Return the layout of a model that is listed here."""
+    """Return the layout of a listed model."""
     layers, heads, k, v = MODELS[model]
     return KVLayout(layers, heads, k, v, "BF16", chunk_tokens)
 
 
 def token_nbytes(layout: KVLayout) -> int:
-    """Return the bytes of K and V of one token."""
     return layout.full.payload_nbytes(layout) // layout.chunk_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a prompt's KV cache weighs and what computing it costs."""
+    """The size of a prompt's KV cache, and the cost of computing it."""
 
     name: str
     token_nbytes: int
@@ -256,7 +254,7 @@ class Speed:
 def probe(
     directory: Path | str, demand: Demand | None, show: Show, *, tiny: bool = False
 ) -> dict[str, object]:
-    """Measure a directory and return plain values for JSON. Leaves nothing behind.
+    """Measure a directory and return plain values for JSON. Leaves nothing in it.
 
     Raises OSError: the directory cannot be written.
     """
@@ -305,10 +303,10 @@ def gpu_direct() -> str:
 
 
 def _write_cost(home: Path, count: int, *, direct: bool) -> dict[str, float]:
-    """CPU milliseconds per MiB written, medians: what a write costs the engine on the same cores.
+    """CPU milliseconds per MiB written, medians: the cost for an engine on the same cores.
 
-    New files first, all kept, so that the system has to find memory for them, as VUA writes them
-    and by one call each; then one of them again, into memory that it has; and past the page cache.
+    First new files, all kept, so that the system must find memory for them, as VUA writes them and
+    by one call each; then one of them again, into memory that it has; and past the page cache.
     """
     nbytes = 4 << 20
     buffer = Buffer(nbytes)
@@ -337,7 +335,7 @@ def _write_cost(home: Path, count: int, *, direct: bool) -> dict[str, float]:
 
 
 def _metadata(home: Path, count: int) -> dict[str, float]:
-    """Microseconds per operation, medians: what a lookup and a save need beside bytes."""
+    """Microseconds per operation, medians: the cost of a lookup and a save beside bytes."""
     names = [str(home / f"{n:04}") for n in range(count)]
     acts: dict[str, Callable[[str], object]] = {
         "mkdir": os.mkdir,
@@ -420,7 +418,7 @@ def _round(
 
 
 def worth(demand: Demand, speeds: Sequence[Speed], rates: dict[str, float]) -> dict[str, object]:
-    """Where loading beats computing: ``n / prefill > fixed + n * bytes / bandwidth``."""
+    """Return where loading beats computing: ``n / prefill > fixed + n * bytes / bandwidth``."""
     needed = demand.token_nbytes * demand.prefill_tokens_s / 1e9
     cases = list(_states(demand, speeds, rates, needed))
     return {"model": asdict(demand), "break_even_gb_s": needed, "cases": cases}
@@ -459,15 +457,15 @@ def _states(
 _CHUNK_TOKENS: Final = 64
 _COUNTS: Final = (1, 4, 16, 32, 64, 128)
 _USUAL_NBYTES: Final = 2 << 20
-"""Size of an object where no model is given."""
+"""Size of an object if no model is given."""
 _OBJECTS: Final = 16
-"""That are written; longer loads read them several times."""
+"""Objects written; longer loads read them several times."""
 _PROBES: Final = ObjectStorage.capabilities.probes
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLoad:
-    """How long it takes to get so many chunks."""
+    """Duration of loading so many chunks."""
 
     chunks: int
     seconds: float
@@ -481,10 +479,10 @@ class BucketLoad:
 def probe_bucket(
     url: str, demand: Demand | None, show: Show, *, tiny: bool = False
 ) -> dict[str, Any]:
-    """Measure a place in a bucket and return plain values for JSON. Leaves nothing behind.
+    """Measure a prefix in a bucket and return plain values for JSON. Leaves nothing in it.
 
-    Writes 16 objects as large as a chunk of the model. Raises ConfigError; StorageError where the
-    bucket does not answer, or may not be written to.
+    Writes 16 objects as large as a chunk of the model. Raises ConfigError; StorageError if the
+    bucket does not answer, or is not writable.
     """
     place = BucketPath(Bucket.at(url))
     bucket, rounds = place.bucket, 2 if tiny else 5
@@ -527,7 +525,7 @@ def _get(bucket: Bucket, key: str, nbytes: int) -> None:
 
 
 def _took(ask: Callable[[str], object], keys: Sequence[str], *, small: bool = False) -> float:
-    """Return the seconds of requests that are sent at once, as far as VUA does. Raises OSError."""
+    """Return the seconds of concurrent requests, as many at a time as VUA sends. Raises OSError."""
     problems: list[OSError] = []
 
     def guarded(key: str) -> None:
@@ -545,13 +543,13 @@ def _took(ask: Callable[[str], object], keys: Sequence[str], *, small: bool = Fa
 
 
 def load_seconds(chunks: int, round_s: float, loads: Sequence[BucketLoad]) -> float:
-    """Return how long a hit of so many chunks takes: its lookup, and the load.
+    """Return the duration of a hit of so many chunks: its lookup, and the load.
 
     Args:
         chunks: from 1 on.
-        round_s: seconds of one round of a lookup's questions.
-        loads: measured, by rising length; lengths between two of them lie on a line between them,
-            and longer ones go on with the bandwidth of the longest.
+        round_s: seconds of one round of a lookup.
+        loads: measurements, by rising length; lengths in between are interpolated linearly, longer
+            ones continue with the bandwidth of the longest.
     """
     rounds = max(1, math.ceil(math.log(chunks, _PROBES)))
     last = loads[-1]
@@ -566,9 +564,9 @@ def load_seconds(chunks: int, round_s: float, loads: Sequence[BucketLoad]) -> fl
 def worth_from_tokens(
     demand: Demand, round_s: float, loads: Sequence[BucketLoad], most: int = LENGTHS[-1]
 ) -> int | None:
-    """Return from how many tokens on loading is faster than computing, up to ``most``.
+    """Return the number of tokens from which loading is faster than computing, up to ``most``.
 
-    A multiple of a chunk's tokens, which are what is stored; None where computing wins even there.
+    A multiple of a chunk's tokens; None if computing is faster even at ``most``.
     """
     slower = 0
     for chunks in range(most // _CHUNK_TOKENS, 0, -1):
@@ -622,7 +620,7 @@ def _cpu_model() -> str:
 
 
 def file_system(directory: Path) -> str:
-    """Return the type of the file system that a directory lies on, as the mount table says."""
+    """Return the type of a directory's file system by the mount table."""
     try:
         mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -649,33 +647,33 @@ _OF_DIRECTORIES: Final = (
 )
 _OF_BUCKETS: Final = ("chunk_nbytes", "lookup_round_s", "load_times")
 _OF_WORTH: Final = ("cases", "worth_from_tokens", "by_length")
-_HINT: Final = "--model and --prefill tell which prompt lengths are worth loading"
+_HINT: Final = "With --model and --prefill the report says from which prompt length loading pays"
 
 
 @dataclass(frozen=True, slots=True)
 class Measured(Report):
-    """What a place can do."""
+    """The measurements of a directory or bucket."""
 
     report: dict[str, Any]
-    """What `probe` or `probe_bucket` returned."""
+    """As returned by `probe` or `probe_bucket`."""
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         report = {**dict.fromkeys((*_OF_DIRECTORIES, *_OF_BUCKETS)), **self.report}
         if report["worth_loading"] is not None:
             report["worth_loading"] = {**dict.fromkeys(_OF_WORTH), **report["worth_loading"]}
         return report
 
     def show(self) -> None:
-        """Print its tables."""
         (_print_path if "machine" in self.report else _print_bucket)(self.report)
 
 
 @command("bench", "measure a directory or a bucket", takes_directory=False)
-@argument("words", "directory, or URL; path may be left out", metavar="[path] DIR", nargs=-1)
+@argument(
+    "words", "directory or URL; the word path may be left out", metavar="[path] DIR", nargs=-1
+)
 @click.option("--path", metavar="DIR", help="the same as: path DIR")
-@click.option("--out", metavar="FILE", help="write the report there as JSON")
-@click.option("--tiny", is_flag=True, help="seconds; shows that it works")
+@click.option("--out", metavar="FILE", help="write the report to this file as JSON")
+@click.option("--tiny", is_flag=True, help="take seconds only; shows that it works")
 @click.option("--model", help="a model's name, or bytes of K and V per token")
 @click.option("--prefill", type=float, metavar="TOKENS/S", help="the model's prefill speed")
 @click.option("--ranks", type=int, default=1, help="tensor parallel size")
@@ -683,10 +681,10 @@ def bench(
     words: Sequence[str], *, path: str | None = None, out: str | None = None, tiny: bool = False,
     model: str | None = None, prefill: float | None = None, ranks: int = 1,
 ) -> Measured:  # fmt: skip
-    """Measure a place: files in a directory, or whole loads from a bucket.
+    """Measure files in a directory, or whole loads from a bucket.
 
     Raises:
-        VUAError: the words make no sense, or something measured did not do its work.
+        VUAError: the words are not valid, or something measured did not do its work.
         OSError: a file or directory cannot be used.
     """
     targets = [path] if path is not None else list(words[words[:1] == ("path",) :])

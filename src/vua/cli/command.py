@@ -1,14 +1,16 @@
 """How a command is declared: a function with its arguments and options, by `click`.
 
+::
+
     @command("ls", "list what a cache holds")
     @click.option("-l", "--long", is_flag=True, help="list every chunk")
     def ls(directory: str, *, long: bool = False) -> Listing: ...
 
-The function stays callable as it is. It returns a report (:mod:`vua.cli.output`), or an
-exit status where it has shown its reports itself: then it takes ``output``. The keys that it was
-given come as ``security``.
+The function stays callable. It returns a report (:mod:`vua.cli.output`), or, if it takes ``output``
+and shows its reports itself, an exit status. The given keys are passed as ``security``.
 
-Before a command changes a directory: as whom, and whether it is meant.
+:func:`as_owner` and :func:`asking` guard commands that change a directory: they choose the user,
+and ask for confirmation.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ _ROOT: Final = 0
 
 @contextlib.contextmanager
 def as_owner(directory: str) -> Iterator[None]:
-    """Do something with a directory as the user whose it is, when root asks for it.
+    """Work on a directory as its owner, if run by root.
 
-    So what a command makes there belongs to who uses it; and root follows nobody's links. What an
-    earlier root has left beside the namespaces is given to the owner. For anybody but root, and in
-    root's own directories, nothing changes.
+    So new files belong to the cache's user, and root follows no links of other users. Files that
+    root has left in `.upkeep` are given to the owner. Nothing changes for other users, and in
+    root's own directories.
     """
     try:
         status = os.stat(directory)  # noqa: PTH116 - may be any name
@@ -78,7 +80,7 @@ def as_owner(directory: str) -> Iterator[None]:
 
 
 def _hand_over(directory: str, owner: os.stat_result) -> None:
-    """Give what is root's in the place of upkeep to the directory's owner; links stay."""
+    """Give root's files in `.upkeep` to the directory's owner; links stay."""
     kept = (f"{UPKEEP}/{name}" for name in ("lease", "clock", USES))
     for name in (UPKEEP, *kept, LIMITS_FILE, MARK):
         with contextlib.suppress(OSError):
@@ -94,9 +96,9 @@ def _hand_over(directory: str, owner: os.stat_result) -> None:
 
 
 def asking(*, yes: bool) -> Ask:
-    """Return what asks on a terminal whether to go on. It raises ConfigError unless that is wanted.
+    """Return a function that asks on a terminal whether to continue, and else raises ConfigError.
 
-    Without a terminal, or with ``yes``, that is taken for granted.
+    Without a terminal, or with ``yes``, it does not ask.
     """
 
     def ask(question: str) -> None:
@@ -110,9 +112,9 @@ def asking(*, yes: bool) -> Ask:
 
 
 VARIABLE: Final = "VUA_PATH"
-"""Names the directory where a command is given none; engines know it too."""
+"""Names the directory if a command is given none; engines use it, too."""
 COMMANDS: Final[dict[str, click.Command]] = {}
-"""Those whose modules are imported, by name."""
+"""Commands of imported modules, by name."""
 _NAME: Final = re.compile("[0-9a-f]{6,64}")
 _NUMBER: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
@@ -127,10 +129,10 @@ def command(
     """Declare a command.
 
     Args:
-        name: what it is called.
+        name: its name.
         text: what it does, in a few words.
         takes_directory: whether its words begin with the cache's directory.
-        as_owner_of: whether root does it as the user whose the directory is.
+        as_owner_of: whether root runs it as the directory's owner.
     """
 
     def declare(work: F) -> F:
@@ -177,12 +179,12 @@ class _Argument(click.Argument):
 
 
 def argument(name: str, text: str, **more: Any) -> Callable[[F], F]:
-    """Declare an argument, and what it is; the rest as for `click.argument`."""
+    """Declare an argument, and its explanation; the rest as for `click.argument`."""
     return click.argument(name, cls=_Argument, text=text, **more)
 
 
 def _key_options() -> list[click.Parameter]:
-    """The keys, as the engines are told them; see :func:`_security`."""
+    """The keys, as in the engines' settings; see :func:`_security`."""
     return [
         click.Option(
             ["--key-file"], metavar="FILE", help="the directory's own key: the same as the engines'"
@@ -195,7 +197,7 @@ def _key_options() -> list[click.Parameter]:
 
 
 def _security(said: MutableMapping[str, Any]) -> Security:
-    """Return what the options say. Raises ConfigError where such keys cannot be used."""
+    """Return the settings from the options. Raises ConfigError for unusable keys."""
     names = ("key_file", "tenant_keys", "encrypt")
     security = Security(**{name: said.pop(name) for name in names})
     check_keys(security)
@@ -203,7 +205,7 @@ def _security(said: MutableMapping[str, Any]) -> Security:
 
 
 def with_help(one: C) -> C:
-    """Give a command --help; `click`'s own would pass by the border that guards the terminal."""
+    """Give a command --help; `click`'s own would bypass the guard of the terminal."""
 
     def show(context: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001
         if value and not context.resilient_parsing:
@@ -219,10 +221,9 @@ def with_help(one: C) -> C:
 
 
 class _Command(click.Command):
-    """A command whose long options may be cut short, as long as that is clear."""
+    """A command whose long options may be abbreviated if unambiguous."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what it does, and what its arguments are."""
         super().format_help_text(ctx, formatter)
         arguments = [one for one in self.params if isinstance(one, _Argument)]
         told = [(one.human_readable_name, one.text) for one in arguments]
@@ -231,7 +232,6 @@ class _Command(click.Command):
                 formatter.write_dl(told)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Write options out that were cut short."""
         known = [name for one in self.get_params(ctx) for name in one.opts if name[:2] == "--"]
         for place, word in enumerate(args):
             name, equals, value = word.partition("=")
@@ -246,16 +246,16 @@ class _Command(click.Command):
 class _OfDirectory(_Command):
     """A command whose words begin with a directory, which VUA_PATH may name instead.
 
-    A first word that reads as what follows the directory is that: hex digits of a name, a number of
-    seconds. (A directory of such a name is written ``./NAME``.) Without VUA_PATH the first word is
-    the directory.
+    A first word that looks like the next argument is taken as that: hex digits of a name, a number
+    of seconds. (A directory of such a name is written ``./NAME``.) Without VUA_PATH the first word
+    is the directory.
     """
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:  # fmt: skip
-        """Parse the words, or these with the directory that is left out."""
+        """Parse the words, or these with the omitted directory."""
         home = os.environ.get(VARIABLE, "")
         try:
             context = super().make_context(info_name, [*args], parent, **extra)
@@ -284,7 +284,7 @@ def _is_left_out(params: MutableMapping[str, Any]) -> bool:
 
 
 def duration_s(text: str) -> float:
-    """Return the seconds that ``90``, ``90s``, ``30m``, ``12h``, ``1d`` or ``2w`` say.
+    """Return the seconds in ``90``, ``90s``, ``30m``, ``12h``, ``1d`` or ``2w``.
 
     Raises click.BadParameter for anything else.
 
@@ -296,7 +296,7 @@ def duration_s(text: str) -> float:
         return float(text[:-1]) * _UNITS_S[unit] if unit in _UNITS_S else float(text)
     except ValueError:
         raise click.BadParameter(
-            f"{text!r:.40} is no time; give seconds, or 30m, 12h, 1d, 2w"
+            f"{text!r:.40} is not a duration; give seconds, or 30m, 12h, 1d, 2w"
         ) from None
 
 
@@ -312,7 +312,7 @@ def duration(seconds: float) -> str:
 
 
 def share(text: str) -> float:
-    """Return the share that ``10%`` says. Raises click.BadParameter for anything else.
+    """Return the share in ``10%``. Raises click.BadParameter for anything else.
 
     >>> share("2.5%")
     0.025
@@ -322,5 +322,5 @@ def share(text: str) -> float:
     except ValueError:
         part = 0.0
     if not 0 < part <= 1:
-        raise click.BadParameter(f"{text!r:.40} is no share; give something like 10%")
+        raise click.BadParameter(f"{text!r:.40} is not a share; give a percentage like 10%")
     return part

@@ -1,4 +1,4 @@
-"""`vua completion`: what makes bash, zsh and fish complete the command's words."""
+"""`vua completion`: scripts that make bash, zsh and fish complete the command's words."""
 
 from __future__ import annotations
 
@@ -20,24 +20,22 @@ SHELLS: Final = ("bash", "zsh", "fish")
 
 @dataclass(frozen=True, slots=True)
 class Script(Report):
-    """What a shell has to read."""
+    """A completion script."""
 
     shell: str
     text: str
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         return {"shell": self.shell, "code": self.text}
 
     def show(self) -> None:
-        """Print it."""
         print(self.text)
 
 
-@command("completion", "print what makes a shell complete these words", takes_directory=False)
+@command("completion", "print a shell's completion script", takes_directory=False)
 @argument("shell", "bash, zsh or fish", metavar="SHELL", type=click.Choice(SHELLS))
 def completion(shell: str) -> Script:
-    """Return the lines that one of SHELLS has to read; it asks `vua` itself then."""
+    """Return the script for one of SHELLS; it asks `vua` itself for completions."""
     kind = get_completion_class(shell)
     if kind is None:
         raise ConfigError(f"{shell} is not known to the package click")

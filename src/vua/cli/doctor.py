@@ -1,4 +1,4 @@
-"""`vua doctor`: whether a place, and this host, are what VUA relies on."""
+"""`vua doctor`: whether a directory or bucket, and this host, are what VUA relies on."""
 
 from __future__ import annotations
 
@@ -21,20 +21,18 @@ __all__ = ["Diagnosis", "doctor"]
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis(Report):
-    """What was found."""
+    """All findings."""
 
     directory: str
     findings: Sequence[Finding]
     rules: Rules | None
-    """Lifecycle rules that fit."""
+    """Lifecycle rules that fit the cache."""
 
     @property
     def code(self) -> int:
-        """Whether nothing is bad."""
         return DAMAGED if any(one.level == "bad" for one in self.findings) else SOUND
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         return {
             "directory": self.directory,
             "findings": [asdict(one) for one in self.findings],
@@ -42,7 +40,6 @@ class Diagnosis(Report):
         }
 
     def show(self) -> None:
-        """Print a row per finding, and the rule."""
         rows = [(one.level, one.name, one.text) for one in self.findings]
         table(["state", "what", "found"], rows)
         if self.rules is not None:
@@ -50,7 +47,7 @@ class Diagnosis(Report):
             print(
                 f"\nA lifecycle rule that deletes what was not written or renewed for {days} days"
             )
-            print("below its prefix, whosever it is:")
+            print("below its prefix, also other programs' objects:")
             print(json.dumps(self.rules.rules, indent=1))
 
 
@@ -59,11 +56,11 @@ class Diagnosis(Report):
     "--trusted-uids", metavar="UIDS", default="", help='the engines\' setting: "any", or 1000,1001'
 )
 def doctor(directory: str, *, trusted_uids: str = "") -> Diagnosis:
-    """Try out what VUA needs; exit status 1 when something is bad.
+    """Probe what VUA needs; exit status 1 if something is bad.
 
-    Works in a directory of its own below ``directory``, or with objects, some MiB for some seconds,
-    and removes them. ``trusted_uids`` is what engines are told, user ids between commas or ``any``.
-    Raises ConfigError where there is no directory, or where these are no user ids.
+    Works in a temporary directory below ``directory``, or with temporary objects: some MiB for some
+    seconds. ``trusted_uids`` as in the engines' settings, user ids between commas or ``any``.
+    Raises ConfigError if there is no directory, or for invalid user ids.
     """
     catalog = open_catalog(directory)
     findings = list(catalog.findings(Security(trusted_uids=_uids(trusted_uids))))

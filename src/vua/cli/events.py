@@ -1,22 +1,21 @@
-"""`vua events`: tells a router which chunks a cache holds, as vLLM's KV cache events.
+"""`vua events`: tells routers which chunks a cache holds, as vLLM's KV cache events.
 
-It looks at names and headers of all writers, and tells what is new and what is gone since the
-look before. A block is a chunk, its hash the chunk's key, which anybody can compute from a prompt's
-tokens (:class:`vua.format.keys.KeyChain`). Told are chunks that a lookup can find: all files are
-there, and those of all chunks before it. Only a load knows whether the files are sound.
+It looks at names and headers of all writers' chunks, and reports what is new and gone since the
+previous look. A block is a chunk, its hash the chunk's key, which can be computed from a prompt's
+tokens (:class:`vua.format.keys.KeyChain`). Reported are chunks that a lookup can find: all their
+files exist, and those of all chunks before them. Only a load knows whether the files are sound.
 
-Publishes batches of KV cache events over ZeroMQ, in the wire form of vLLM's publisher.
-
+:class:`EventSocket` publishes batches of events over ZeroMQ, in the wire form of vLLM's publisher.
 A message is (topic, number of the batch as 8 bytes, payload), the payload msgpack of ``[time,
-events, rank]``. Nothing is sent before somebody subscribes. Whoever subscribes later, or anew, is
-told everything with the next look, beginning with ``AllBlocksCleared``: so a router that comes back
-never goes on believing in what went meanwhile, and the same holds where the publisher was started
-again, whose numbers begin at 0. Who lost something in between asks the replay endpoint for all
-batches from a number on.
+events, rank]``. Nothing is sent before there is a subscriber. A later or returning subscriber is
+sent everything with the next look, beginning with ``AllBlocksCleared``, so a router that comes back
+does not rely on chunks that were deleted meanwhile. The same holds for a restarted publisher, whose
+numbers begin at 0. A subscriber that lost messages asks the replay endpoint for all batches from a
+number on.
 
-Memory is bounded for each peer. A subscriber that does not read is waited for a while, and then
-misses batches, which it sees by their numbers. One that asks for a replay and does not read it gets
-no more of it. Needs the packages pyzmq and msgspec, which vLLM has, and not vLLM.
+Memory is bounded per peer. A subscriber that does not read is waited for briefly, and then misses
+batches, which it notices by their numbers. A peer that asks for a replay and does not read it gets
+no more of it. Needs pyzmq and msgspec, which vLLM installs, and not vLLM.
 """
 
 from __future__ import annotations
@@ -50,37 +49,37 @@ __all__ = ["EventSocket", "Seen", "events", "look"]
 log = logging.getLogger(__name__)
 
 _KEPT: Final = 10_000
-"""Batches that can be asked for again, as many as vLLM keeps."""
+"""Batches kept for replay, as many as vLLM keeps."""
 _KEPT_NBYTES: Final = 64 << 20
-"""And their bytes; one at least is kept."""
+"""Bytes of them; at least one is kept."""
 _QUEUED: Final = 32
-"""Batches that are kept for one peer that does not read: some 200 KB each at most."""
+"""Batches queued per peer that does not read: some 200 KB each at most."""
 _PEERS: Final = 64
-"""Replays under way at a time."""
+"""Concurrent replays."""
 _PATIENCE_S: Final = 10.0
-"""How long a peer is waited for that does not read."""
+"""How long to wait for a peer that does not read."""
 _QUIET_S: Final = 60.0
-"""How long nothing more is said of peers that do not read."""
+"""Least time between two log lines about peers that do not read."""
 _ASKED_NBYTES: Final = 4096
-"""What a peer may send at a time; a longer message ends its connection."""
+"""Longest message of a peer; a longer one ends its connection."""
 _LINGER_MS: Final = 60_000
-"""How long subscribers have at the end to take what was sent."""
+"""How long subscribers have at the end to receive what was sent."""
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 """Number that ends a replay."""
 
 
 @dataclass(slots=True)
 class _Replay:
-    """What one peer asked for."""
+    """A peer's request."""
 
     next: bytes
-    """Number of the batch that it gets next."""
+    """Number of the next batch for it."""
     since_s: float
-    """When it last took something."""
+    """When it last received something."""
 
 
 class EventSocket:
-    """A publisher of events; closed at the end of its block. For one thread."""
+    """A publisher of events; closed at the end of its block. Not thread-safe."""
 
     def __init__(
         self,
@@ -95,12 +94,12 @@ class EventSocket:
 
         Args:
             endpoint: where subscribers connect.
-            connect: the subscriber has bound it; connect to it.
+            connect: connect to the endpoint, which the subscriber has bound.
             topic: of all messages.
-            replay_endpoint: where missed batches are asked for; by default they cannot be.
+            replay_endpoint: where missed batches are requested; by default there is none.
             clock: gives seconds.
 
-        Raises ConfigError where an endpoint cannot be used or a package is missing.
+        Raises ConfigError if an endpoint is unusable or a package is missing.
         """
         try:
             self._zmq: Any = import_module("zmq")
@@ -116,7 +115,7 @@ class EventSocket:
         self._subscribed = False
         self._patient, self._told_s = True, -_QUIET_S
         self.newcomers = False
-        """Whether somebody has subscribed who was not told everything yet."""
+        """Whether a subscriber has not been sent everything yet."""
         try:
             self._out = self._opened(self._zmq.XPUB, endpoint, connect=connect)
             self._replay: Any = None
@@ -132,10 +131,10 @@ class EventSocket:
         socket.set_hwm(_QUEUED)
         socket.setsockopt(zmq.MAXMSGSIZE, _ASKED_NBYTES)
         if kind == zmq.XPUB:
-            socket.setsockopt(zmq.XPUB_MANUAL, 1)  # nobody fills the memory with topics
+            socket.setsockopt(zmq.XPUB_MANUAL, 1)  # bounds the memory of topics
             socket.setsockopt(zmq.XPUB_NODROP, 1)
         else:
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who does not read is told apart
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that does not read shows
         self._poller.register(socket, zmq.POLLIN)
         try:
             (socket.connect if connect else socket.bind)(endpoint)
@@ -145,7 +144,6 @@ class EventSocket:
         return socket
 
     def __enter__(self) -> EventSocket:  # noqa: PYI034 - Python 3.10 has no Self
-        """Wait until somebody subscribes."""
         try:
             while not self._subscribed:
                 self._serve(None)
@@ -155,7 +153,7 @@ class EventSocket:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close, when subscribers have taken everything; at once where an error ends it."""
+        """Close once subscribers have received everything; at once after an error."""
         self._context.destroy(linger=_LINGER_MS if kind is None else 0)
 
     def publish(self, batch: Sequence[Mapping[str, Any]]) -> None:
@@ -172,7 +170,7 @@ class EventSocket:
         self._send((self._topic, number, payload))
 
     def _send(self, parts: Sequence[bytes]) -> None:
-        """Send to all subscribers; who does not read is waited for once, and then misses it."""
+        """Send to all subscribers; one that does not read is waited for once, then misses it."""
         until_s = self._clock() + (_PATIENCE_S if self._patient else 0.0)
         while True:
             try:
@@ -194,19 +192,19 @@ class EventSocket:
             return
 
     def _tell(self, text: str) -> None:
-        """Log what is the matter with a peer, once a minute."""
+        """Log a problem with a peer, once a minute."""
         if self._clock() - self._told_s >= _QUIET_S:
             self._told_s = self._clock()
             log.warning("%s", text)
 
     def wait(self, seconds: float) -> None:
-        """Let time pass, answering who asks for missed batches."""
+        """Sleep, answering replay requests meanwhile."""
         until_s = self._clock() + seconds
         while (left_s := until_s - self._clock()) > 0:
             self._serve(left_s)
 
     def _serve(self, seconds: float | None) -> None:
-        """Answer what comes in, or wait so long (None: for ever) for something to come in."""
+        """Answer incoming messages, or wait so long (None: without limit) for one."""
         if self._replays:
             seconds = 0.0 if self._send_again() else min(0.05, seconds or 0.05)
         ready = dict(self._poller.poll(None if seconds is None else max(1, seconds * 1000)))
@@ -216,7 +214,7 @@ class EventSocket:
             self._ask(self._replay.recv_multipart())
 
     def _subscribe(self, asked: bytes) -> None:
-        """Take a subscription to our topic (1 and the topic), or its end (0); no other is kept."""
+        """Handle a subscription to our topic (1 and the topic), or its end (0); ignore the rest."""
         topic, begins = asked[1:], asked[:1] == b"\1"
         if not self._topic.startswith(topic):
             return
@@ -226,7 +224,7 @@ class EventSocket:
 
     def _ask(self, request: list[bytes]) -> None:
         if len(request) != 3 or request[1] or len(request[2]) != 8:
-            return  # nothing that a subscriber of vLLM's events sends
+            return  # not a message of a subscriber to vLLM's events
         who, _, first = request
         if who in self._replays or len(self._replays) < _PEERS:
             self._replays[who] = _Replay(first, self._clock())
@@ -234,7 +232,7 @@ class EventSocket:
             self._tell(f"more than {_PEERS} peers ask for missed batches: one is not answered")
 
     def _send_again(self) -> bool:
-        """Send each peer some of what it asked for; whether any of them took something."""
+        """Send each peer a part of its replay; return whether any of them received something."""
         moved, now_s = False, self._clock()
         for who, replay in list(self._replays.items()):
             took, ended = self._replay_to(who, replay)
@@ -248,7 +246,7 @@ class EventSocket:
         return moved
 
     def _replay_to(self, who: bytes, replay: _Replay) -> tuple[bool, bool]:
-        """Send a peer what fits; return whether anything did, and whether that was all."""
+        """Send a peer as much as fits; return whether anything was sent, and whether all was."""
         zmq, took = self._zmq, False
         first = self._kept[0][0] if self._kept else b""
         at = max(0, int.from_bytes(replay.next, "big") - int.from_bytes(first, "big"))
@@ -270,7 +268,7 @@ class EventSocket:
 
 _INTERVAL_S: Final = 5.0
 _BATCH: Final = 1024
-"""Events in a batch: routers ask again for batches, of which some thousands are kept."""
+"""Events per batch: routers request batches again, of which some thousands are kept."""
 
 
 _CLEARED: Final = {"type": "AllBlocksCleared"}
@@ -282,10 +280,10 @@ class Seen:
 
     layouts: tuple[KVLayout, ...]
     stored: dict[str, str]
-    """Chunks that a lookup can find, parents before children, each with the one before it ("")."""
+    """Chunks that a lookup can find, parents before children, each with its predecessor ("")."""
     links: Links
     whole: dict[str, int]
-    """Chunks that have all their files, and their mtimes (ns) when these were looked for."""
+    """Chunks with all their files, and their mtimes (ns) at that look."""
 
 
 @command("events", "tell routers which chunks a cache holds")
@@ -303,12 +301,18 @@ class Seen:
     help="of the storage; default by the file system's kind",
 )
 @click.option(
-    "--zmq", metavar="ENDPOINT", help="publish there, like tcp://127.0.0.1:5557, not on stdout"
+    "--zmq",
+    metavar="ENDPOINT",
+    help="publish to this endpoint, like tcp://127.0.0.1:5557, not on stdout",
 )
-@click.option("--connect", is_flag=True, help="the router has bound that endpoint: connect to it")
+@click.option(
+    "--connect", is_flag=True, help="connect to that endpoint, which the router has bound"
+)
 @click.option("--topic", default="", help="of the messages; default none")
 @click.option(
-    "--replay-endpoint", metavar="ENDPOINT", help="answer there who asks for missed batches"
+    "--replay-endpoint",
+    metavar="ENDPOINT",
+    help="answer requests for missed batches at this endpoint",
 )
 def events(
     directory: str,
@@ -319,13 +323,12 @@ def events(
     zmq: str | None = None,
     **publishing: Any,
 ) -> int:
-    """Tell what is stored, and with ``follow`` what changes: as lines, or over ZeroMQ.
+    """Report what is stored, and with ``follow`` what changes: as lines, or over ZeroMQ.
 
-    ``publishing`` is what :class:`EventSocket` takes beside its endpoint. Raises ConfigError,
-    StorageError.
+    ``publishing`` are :class:`EventSocket`'s further arguments. Raises ConfigError, StorageError.
     """
     if zmq is None and any(publishing.values()):
-        text = "--connect, --topic and --replay-endpoint say how to publish: give --zmq ENDPOINT"
+        text = "--connect, --topic and --replay-endpoint configure publishing: give --zmq ENDPOINT"
         raise ConfigError(text)
     catalog = open_catalog(directory)
     interval_s = between_looks_s(interval_s, catalog, _INTERVAL_S)
@@ -336,7 +339,7 @@ def events(
             while True:
                 now = look(catalog, seen)
                 found = _changes(seen, now, locality)
-                if outlet.newcomers:  # what they believe is of before
+                if outlet.newcomers:  # their knowledge is from before
                     outlet.newcomers = False
                     found = itertools.chain([_CLEARED], _changes({}, now, locality))
                 while batch := list(itertools.islice(found, _BATCH)):
@@ -348,19 +351,17 @@ def events(
 
 
 class _Lines:
-    """A line of JSON on stdout for each event, hashes in hex."""
+    """A line of JSON on stdout per event, hashes in hex."""
 
     newcomers = False
 
     def publish(self, batch: Sequence[Mapping[str, Any]]) -> None:
-        """Print them."""
         now_s = time.time()
         for one in batch:
             print(json.dumps({"ts": now_s, **one}, default=bytes.hex))
         sys.stdout.flush()
 
     def wait(self, seconds: float) -> None:
-        """Sleep."""
         time.sleep(seconds)
 
 
@@ -370,8 +371,8 @@ class _Lines:
 def look(catalog: Catalog, past: Mapping[str, Seen]) -> dict[str, Seen]:
     """Look at everything once, given what the last look found ({} for the first).
 
-    What a namespace without a description holds cannot be judged, and is left out. Raises
-    ConfigError, StorageError, OSError.
+    A namespace without a description cannot be judged, and is left out. Raises ConfigError,
+    StorageError, OSError.
     """
     with progress() as show, catalog.namespaces(show) as (found, _):
         seen = ((one.name, _look_at(one, past.get(one.name), show)) for one in found)
@@ -379,7 +380,7 @@ def look(catalog: Catalog, past: Mapping[str, Seen]) -> dict[str, Seen]:
 
 
 def _look_at(space: NamespaceCatalog, past: Seen | None, show: Show) -> Seen | None:
-    """Look at a namespace, after the first time only at what has changed."""
+    """Look at a namespace; after the first time only at changes."""
     layouts = past.layouts if past else space.layouts
     if not layouts:
         return None
@@ -394,7 +395,7 @@ def _look_at(space: NamespaceCatalog, past: Seen | None, show: Show) -> Seen | N
 
 
 def _is_whole(layouts: Sequence[KVLayout], shards: Iterable[Shard | None]) -> bool:
-    """Whether a chunk's files hold every group of layers of which each chunk is stored."""
+    """Whether a chunk's files hold every group of layers that stores every chunk."""
     full = [one for one in layouts if one.window is None] or layouts
     there = [shard for shard in shards if shard is not None]
     return all(cover(one.full, there) is not None for one in full)
@@ -403,7 +404,7 @@ def _is_whole(layouts: Sequence[KVLayout], shards: Iterable[Shard | None]) -> bo
 def _reached(
     order: Iterable[str], befores: Mapping[str, str | None], whole: Mapping[str, int]
 ) -> dict[str, str]:
-    """Return the whole chunks whose prefix is whole, in ``order``, with the chunks before them."""
+    """Return complete chunks whose prefix is complete, in ``order``, with their predecessors."""
     found: dict[str, str] = {}
     for name in order:
         before = befores[name] or ""
@@ -418,7 +419,7 @@ def _reached(
 def _changes(
     past: Mapping[str, Seen], now: Mapping[str, Seen], locality: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield what is gone, children before parents, and what is new, parents before children."""
+    """Yield removed chunks, children before parents, then new ones, parents before children."""
     for namespace in sorted({*past, *now}):
         common = {"medium": "STORAGE", "locality": locality, "ownership": namespace}
         old = past[namespace].stored if namespace in past else {}

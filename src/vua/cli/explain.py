@@ -45,33 +45,31 @@ __all__ = ["Explanation", "Question", "explain", "explain_ids"]
 
 _DEFAULT_CHUNK_TOKENS: Final = 64
 BLOCKS: Final = (16, 128)
-"""Tokens per block of vLLM (its `block_size`) by default: on GPUs, and on CPUs."""
+"""vLLM's default tokens per block (`block_size`): on GPUs, and on CPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What `vua explain` is asked."""
+    """The arguments of `vua explain`."""
 
     tokens: str | None = None
     """File of token ids, ``-`` for stdin."""
     prompt: str | None = None
-    """File of text, in place of ``tokens``; needs ``model`` for its tokenizer."""
+    """File of text, instead of ``tokens``; needs ``model`` for its tokenizer."""
     namespace: str = ""
     """First digits of the namespaces to look at; by default all (that fit ``model``)."""
     model: str | None = None
-    """Directory of the model."""
     chunk_tokens: int | None = None
     """Only namespaces with chunks of so many tokens."""
     block_tokens: int | None = None
-    """Tokens per block of the engine in question; by default those of GPUs and of CPUs."""
+    """The engine's tokens per block; by default those of GPUs and of CPUs."""
     salt: str = ""
-    """The requests' cache salt."""
     epoch: str = ""
     """The engine's setting; only for comparing identities."""
     quick: bool = False
-    """Do not look for what is stored in place of a missing chunk."""
+    """Do not look for stored chunks in place of a missing one."""
     security: Security = NO_KEYS
-    """The engines' keys: names are worked out with them."""
+    """The engines' keys, from which names are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,40 +78,38 @@ class Answer:
 
     namespace: Description
     state: str
-    """What ``namespace.json`` is."""
+    """State of ``namespace.json``."""
     differences: list[Difference] | None
-    """From the identity that the model leads to; None where none was asked for."""
+    """From the model's identity; None without a model."""
     length: int = 0
     """Tokens of the prompt."""
     groups: tuple[GroupState, ...] = ()
-    """Empty where the namespace is not described, or the prompt is not cached."""
+    """Empty if the namespace is not described, or the prompt is not cached."""
     others: Continuations | None = None
     seal: Seal | None = None
-    """The seal of such a prompt's files; None where they are not sealed."""
+    """The seal of the prompt's files; None if they are not sealed."""
     locked: str = ""
-    """Why such a prompt is not cached at all."""
+    """Why the prompt is not cached at all."""
     blocks: tuple[int, ...] = BLOCKS
-    """Tokens per block of the engines in question."""
+    """The engines' tokens per block."""
 
     @property
     def usable(self) -> int:
-        """Leading chunks that can be used."""
         return usable(self.groups) if self.groups else 0
 
     @property
     def size(self) -> int:
-        """Tokens per chunk."""
         return self.groups[0].layout.chunk_tokens if self.groups else 0
 
     @property
     def loads(self) -> dict[int, int]:
-        """By tokens per block of vLLM, how many tokens of the prompt it can load."""
+        """How many tokens of the prompt vLLM can load, by its tokens per block."""
         return {size: loadable(self.groups, self.length, size) for size in self.blocks
                 if self.groups}  # fmt: skip
 
     @property
     def gap(self) -> ChunkState | None:
-        """The first chunk that is missing of a group which needs all of them."""
+        """The first missing chunk of a group that needs all of them."""
         full = [group for group in self.groups if group.layout.window is None] or self.groups
         gaps = [group.first_missing for group in full]
         return min((gap for gap in gaps if gap is not None), key=_index, default=None)
@@ -124,13 +120,11 @@ def _index(chunk: ChunkState) -> int:
 
 
 def verdict(answer: Answer) -> str:
-    """Return in one line what the prompt would find, and why no more."""
+    """Say in one line what the prompt would find, and why no more."""
     if answer.locked:
         return f"not cached: {answer.locked}"
     if not answer.groups:
-        return (
-            f"a miss: namespace.json is {answer.state}; the next engine that stores writes it anew"
-        )
+        return f"a miss: namespace.json is {answer.state}; the next engine that stores rewrites it"
     size, chunks, count = answer.size, len(answer.groups[0].chunks), answer.usable
     if not chunks:
         return f"a miss: {answer.length} tokens are less than one chunk of {size}"
@@ -146,7 +140,7 @@ def verdict(answer: Answer) -> str:
 
 
 def _loaded(answer: Answer) -> str:
-    """How much of that vLLM loads: a hit ends with a block of it."""
+    """Say how much of it vLLM loads: a hit ends with one of its blocks."""
     words = [f"{tokens} with blocks of {size}" for size, tokens in answer.loads.items()]
     return f", of which vLLM loads {' or '.join(words)}"
 
@@ -155,17 +149,17 @@ def _reason(answer: Answer, gap: ChunkState) -> str:
     groups, others = answer.groups, answer.others
     if any(group.layout.window is None and group.runs and group.runs[-1][1] > gap.index
            for group in groups):  # fmt: skip
-        return ", a hole: chunks behind it are stored, of no use until it is stored again"
+        return ", a hole: later chunks are stored, but unusable until it is stored again"
     if gap.state != "absent" or others is None:
         return ""
     if gap.index == 0:
         text = f"; of {others.others} other first chunks {others.with_extras} have extras"
         return f"{text} (a salt, an adapter, an image)" if others.others else "; none is stored"
     if not others.others:
-        return "; nothing stored goes on from there: never stored, or evicted"
+        return "; no stored chunk continues from there: never stored, or evicted"
     return (
-        f"; {others.others} stored go on otherwise: their tokens (or extras) differ from the "
-        f"prompt's somewhere in {gap.key.start} to {gap.key.stop}"
+        f"; {others.others} stored chunks continue differently: their tokens (or extras) differ "
+        f"from the prompt's somewhere in {gap.key.start} to {gap.key.stop}"
     )
 
 
@@ -175,19 +169,18 @@ class Explanation(Report):
 
     directory: str
     expected: Expected | None
-    """What the model leads to, where one was given."""
+    """The model's identity, if a model was given."""
     found: Sequence[Description]
     tokens: int
     answers: Sequence[Answer]
 
     @property
     def code(self) -> int:
-        """Whether no file is damaged: a miss by itself is no damage."""
+        """1 if a file is damaged; a miss is not damage."""
         damaged = any(group.damaged for answer in self.answers for group in answer.groups)
         return DAMAGED if damaged else SOUND
 
     def describe(self) -> dict[str, object]:
-        """Return plain values for programs."""
         return {
             "directory": self.directory,
             "tokens": self.tokens,
@@ -196,7 +189,7 @@ class Explanation(Report):
         }
 
     def show(self) -> None:
-        """Print a block for the model, and one for each namespace."""
+        """Print a block for the model, and one per namespace."""
         if self.expected is not None:
             _show_expected(self.expected, self.found)
         for answer in self.answers:
@@ -222,9 +215,9 @@ class Explanation(Report):
 @click.option("--epoch", metavar="E", default="", help="the engine's epoch, with --model")
 @click.option("--quick", is_flag=True, help="do not look for other continuations")
 def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Explanation:
-    """Tell what is stored of a prompt, and why no more; exit status 1 if files are damaged.
+    """Report what is stored of a prompt, and why no more; exit status 1 if files are damaged.
 
-    ``asked`` is what :class:`Question` takes. Raises ConfigError, InputError, StorageError.
+    ``asked`` are :class:`Question`'s fields. Raises ConfigError, InputError, StorageError.
     """
     if asked["tokens"] is None and asked["prompt"] is None:
         raise click.UsageError("one of the arguments --tokens --prompt is required")
@@ -253,8 +246,8 @@ def explain_ids(
 ) -> Explanation:
     """Explain token ids; the files that ``question`` names are not read.
 
-    ``trees``, by namespace, are asked what is stored in place of a missing chunk, with
-    ``question.quick`` these alone. Raises as :func:`explain` does.
+    ``trees``, by namespace, show what is stored in place of a missing chunk; with
+    ``question.quick`` only these. Raises as :func:`explain` does.
     """
     catalog = open_catalog(directory)
     found, _ = catalog.contents()
@@ -270,7 +263,7 @@ def _answers(
     question: Question,
     trees: Mapping[str, PrefixTree] = MappingProxyType({}),
 ) -> list[Answer]:
-    """What is stored in each namespace that is asked for, where most can be used first."""
+    """Return an answer per matching namespace, the most usable first."""
     answers = [
         _answer(catalog, namespace, differences, ids, question, trees)
         for namespace, differences in _candidates(found, expected, question)
@@ -296,7 +289,7 @@ def _expected(question: Question) -> Expected | None:
 def _candidates(
     found: Sequence[Description], expected: Expected | None, question: Question
 ) -> list[tuple[Description, list[Difference] | None]]:
-    """The namespaces to look at, with how they differ from the one that the model leads to."""
+    """Return the namespaces to look at, with their differences from the model's."""
     if question.namespace:
         named = [one for one in found if one.name.startswith(question.namespace)]
         if not named:
@@ -407,11 +400,11 @@ def _describe_chunk(chunk: ChunkState) -> dict[str, object]:
 def _show_expected(expected: Expected, found: Sequence[Description]) -> None:
     identity = expected.identity
     there = any(one.name == identity.namespace for one in found)
-    told = "there" if there else "not there as such"
+    told = "there" if there else "nothing is stored under that name"
     lines = [("namespace", f"{identity.namespace[:SHORT]}, {told}")]
     lines += [("note", note) for note in expected.notes]
     if not any(one.identity is not None for one in found):
-        lines.append(("nearest", "no namespace says what it is for"))
+        lines.append(("nearest", "no namespace describes its model"))
     facts(f"model {identity.name}", lines)
 
 

@@ -1,18 +1,16 @@
-"""Looks at a cache again and again: what is there, and what is new, used and gone.
+"""Repeated looks at a cache, for `vua top` and `vua ui`: what is there, new, used and gone.
 
-`vua top` goes by names and times alone: a chunk with a younger mtime than at the look before was
-used (or is new), one that is gone was evicted (:mod:`vua.capacity.lru`). A process updates a
-prefix's mtime once a minute at most, so `used` counts chunks in use, not requests. At a million
-chunks a look takes seconds: the interval is the time from its end to the start of the next one. The
-page of `vua ui` also reads headers, in a process of its own (:func:`watch`).
+`vua top` uses names and times alone: a chunk with a younger mtime than at the previous look was
+used (or is new), a missing one was evicted (:mod:`vua.capacity.lru`). A process updates a prefix's
+mtime at most once a minute, so `used` counts chunks in use, not requests. At a million chunks a
+look takes seconds: the interval runs from its end to the start of the next one. The page of `vua
+ui` also reads headers, in a separate process (:func:`watch`).
 
-Of a bucket objects are listed: their times are those of the last write or renewal, and a request
-names 1,000 of them. So it is looked at once a minute unless told otherwise, and `top` says the
-cost.
+A bucket is listed: its times are those of the last write or renewal, and a request names 1,000
+objects. So it is looked at once a minute by default, and `top` shows the cost.
 
-A prefix tree drawn together to runs: chunks between one branch and the next are one box.
-
-A million chunks are a few ten thousand runs, of which a page shows those that are wide enough.
+:class:`Runs` draws a prefix tree: chunks between two branches are one box. A million chunks are a
+few ten thousand runs, of which a page shows the wide ones.
 """
 
 from __future__ import annotations
@@ -54,40 +52,40 @@ __all__ = ["Runs", "Traffic", "View", "between_looks_s", "runs_of", "top", "watc
 _Ints: TypeAlias = npt.NDArray[np.int64]
 _Floats: TypeAlias = npt.NDArray[np.float64]
 _NARROWEST: Final = 1 / 500
-"""Share of the whole below which a box is not drawn by itself: less than two pixels or so."""
+"""Smallest share of the whole that is drawn as its own box: about two pixels."""
 _MOST_BOXES: Final = 1200
 _LISTED: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of a namespace's tree: arrays over them, every run behind the one it follows."""
+    """The runs of a namespace's tree: arrays over them, every run after the one it follows."""
 
     names: list[str]
-    """Of each run's first chunk, 64 hex digits: it stays when the run grows, or branches."""
+    """Each run's first chunk, 64 hex digits: constant when the run grows, or branches."""
     parent: _Ints
-    """The run before; -1 where a prompt begins."""
+    """The preceding run; -1 at a prompt's beginning."""
     chunks: _Ints
-    """In the run itself."""
+    """Chunks in the run itself."""
     place: _Ints
     """Chunks before it in the prompt."""
     total_chunks: _Ints
-    """In the run and all that follows, likewise the other totals."""
+    """In the run and all that follow; also for the other totals."""
     total_nbytes: _Ints
     total_uses: _Ints
     last_used_ns: _Ints
-    """The latest mtime in the run and all that follows."""
+    """The latest mtime in the run and all that follow."""
     children: list[list[int]]
     beginnings: list[int]
     unreachable: int
-    """Chunks whose prefix is not stored whole."""
+    """Chunks whose prefix is incomplete."""
 
     def boxes(self, focus: str, by: str) -> list[dict[str, object]]:
-        """Return what is drawn, generation by generation, from the run ``focus`` on.
+        """Return the boxes to draw, generation by generation, from the run ``focus`` on.
 
         Widths are by ``by``, ``nbytes`` or ``chunks``. ``x`` and ``width`` are shares of the whole.
-        What is too narrow is drawn as one box without a name, with how many runs it stands for.
-        ``focus`` itself is the first box; for "", or where it is gone, prompts' beginnings are.
+        Narrow runs are drawn as one box without a name, with their number. ``focus`` itself is the
+        first box; for "", or if it is gone, the beginnings of prompts are.
         """
         weight = self.total_nbytes if by == "nbytes" else self.total_chunks
         at = self.names.index(focus) if focus in self.names else -1
@@ -121,7 +119,6 @@ class Runs:
         return boxes
 
     def describe(self, run: int) -> dict[str, object]:
-        """Return plain values for the page."""
         return {
             "name": self.names[run],
             "own_chunks": int(self.chunks[run]),
@@ -134,7 +131,7 @@ class Runs:
         }
 
     def path(self, name: str) -> list[dict[str, object]]:
-        """Return a run and those before it, first ones first; [] where it is gone."""
+        """Return a run and its predecessors, first ones first; [] if it is gone."""
         run = self.names.index(name) if name in self.names else -1
         found = []
         while run >= 0:
@@ -143,9 +140,9 @@ class Runs:
         return found[::-1]
 
     def listed(self) -> dict[str, list[dict[str, object]]]:
-        """Return the largest of the prefixes that begin prompts, and the hottest runs of all.
+        """Return the largest prefixes that begin prompts, and the hottest runs of all.
 
-        Hottest: used most while the page was open, and among equals last.
+        Hottest: used most while the page was open; ties by the latest use.
         """
         firsts = np.array(self.beginnings, dtype=np.int64)
         largest = firsts[np.argsort(-self.total_nbytes[firsts], kind="stable")][:_LISTED]
@@ -157,9 +154,9 @@ class Runs:
 
 
 def runs_of(tree: PrefixTree, uses: _Ints, stands_for: _Floats | None = None) -> Runs:
-    """Draw a tree together; ``uses`` are how often each of its chunks was seen to be used.
+    """Condense a tree into runs; ``uses`` count each chunk's observed uses.
 
-    ``stands_for``: for how many chunks each one counts, where the tree is a sample.
+    ``stands_for``: for how many chunks each one counts, if the tree is a sample.
     """
     count = len(tree.names)
     reached = tree.first < count
@@ -205,9 +202,9 @@ def runs_of(tree: PrefixTree, uses: _Ints, stands_for: _Floats | None = None) ->
 def _linked(
     names: list[str], parent: _Ints, length: _Ints, own: list[_Ints], *, unreachable: int
 ) -> Runs:
-    """Add up the totals; ``own``: what each run adds of chunks, bytes, uses, and its latest mtime.
+    """Add up the totals; ``own``: each run's own chunks, bytes, uses, and its latest mtime.
 
-    ``length`` is a run's number of chunks: what it adds, too, but in a sample.
+    ``length`` is a run's number of chunks, which in a sample differs from what it adds.
     """
     children: list[list[int]] = [[] for _ in names]
     beginnings: list[int] = []
@@ -250,12 +247,12 @@ def _linked(
 _INTERVAL_S: Final = 2.0
 _WINDOWS_S: Final = (60, 3600, 86_400)
 _REST: Final = 5
-"""A look that took a second is followed by so many seconds of rest."""
+"""Seconds of rest per second of a look."""
 _AGES_S: Final = (60, 3600, 86_400, 7 * 86_400)
 
 
 def between_looks_s(said: float | None, catalog: Catalog, usual_s: float) -> float:
-    """Return the seconds between two looks. Raises ConfigError where ``said`` is no such time."""
+    """Return the seconds between two looks. Raises ConfigError for an invalid ``said``."""
     interval_s = said if said is not None else catalog.look_s or usual_s
     if not interval_s > 0:
         text = f"--interval must be a positive number of seconds, found {interval_s!r}"
@@ -268,7 +265,7 @@ def between_looks_s(said: float | None, catalog: Catalog, usual_s: float) -> flo
 
 @dataclass(frozen=True, slots=True)
 class Traffic(Report):
-    """What went on between two looks."""
+    """The changes between two looks."""
 
     directory: str
     nbytes: int
@@ -280,7 +277,6 @@ class Traffic(Report):
     counts: Mapping[str, int]
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         return {
             "directory": self.directory,
             "nbytes": self.nbytes,
@@ -322,7 +318,7 @@ def _row(one: Mapping[str, Any]) -> list[object]:
 def top(
     directory: str, interval_s: float | None = None, *, once: bool = False, output: Output
 ) -> int:
-    """Show what is stored, used, new and gone, again and again; ``once``: over one interval.
+    """Show repeatedly what is stored, used, new and gone; ``once``: over one interval.
 
     Raises ConfigError, StorageError.
     """
@@ -400,26 +396,26 @@ class View:
     summary: dict[str, object]
     """Plain values for the page."""
     tree: PrefixTree | None = None
-    """None until it is read whole."""
+    """None until it is read completely."""
     runs: Runs | None = None
-    """None in a bucket: its names do not say which chunk follows which."""
+    """None for a bucket: its names do not tell the order of chunks."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of a namespace from the last look."""
+    """What the last look found in a namespace."""
 
     tree: PrefixTree
     uses: npt.NDArray[np.int64]
-    """How often each chunk was seen to be used, since the first look."""
+    """Observed uses per chunk since the first look."""
     counts: dict[str, int] = field(default_factory=dict)
-    """New, used and gone since the look before."""
+    """New, used and gone since the previous look."""
     ages: list[int] = field(default_factory=list)
     """Chunks by the time since their last use, see `_AGES_S`."""
 
 
 def watch(directory: str, talk: Talk) -> None:
-    """Look until the server ends. Tells "usage", "views", "look", "progress" and "problem"."""
+    """Look until the server ends. Sends "usage", "views", "look", "progress" and "problem"."""
     seen: dict[str, _Seen] = {}
     first = True
     while True:
@@ -436,7 +432,6 @@ def watch(directory: str, talk: Talk) -> None:
 
 
 def _look(catalog: Catalog, seen: dict[str, _Seen], talk: Talk, *, first: bool) -> None:
-    """Look at everything once."""
     found, _ = catalog.contents()
     names = [one.name for one in found]
     if first:
@@ -472,7 +467,7 @@ def _look(catalog: Catalog, seen: dict[str, _Seen], talk: Talk, *, first: bool) 
 def _seen(
     catalog: Catalog, description: Description, before: _Seen | None, talk: Talk, *, is_first: bool
 ) -> _Seen | None:
-    """Read a namespace, after the first time only what has changed; None where that costs money."""
+    """Read a namespace, after the first time only changes; None if that costs money."""
     old = None if before is None else before.tree
     tree = catalog.tree(description, talk.show, old)
     if tree is None:
@@ -490,7 +485,7 @@ def _seen(
 
 
 def _sample(catalog: Catalog, found: Sequence[Description], talk: Talk) -> None:
-    """Tell what random chunks say of large namespaces, before all are read."""
+    """Report random chunks of large namespaces before all are read."""
     names = [one.name for one in found]
     for one in found:
         sampled = catalog.sampled_tree(one)

@@ -1,4 +1,4 @@
-"""`vua ls`: what a cache holds, from names and sizes alone."""
+"""`vua ls`: the content of a cache, from names and sizes alone."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ class Listing(Report):
     directory: str
     contents: Sequence[Content]
     strays: Sequence[str]
-    """Names and paths of what is not of VUA."""
+    """Names and paths of files that are not VUA's."""
     long: bool
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         namespaces = [_describe(one, long=self.long) for one in self.contents]
         return {"directory": self.directory, "namespaces": namespaces, "strays": len(self.strays)}
 
@@ -89,7 +88,6 @@ def _row(content: Content) -> list[object]:
 
 
 def _show_chunks(content: Content) -> None:
-    """Print a row for each chunk."""
     print()
     line("", f"{content.description.path}  {content.model}".rstrip())
     if not content.entries:
@@ -121,12 +119,14 @@ def _show_chunks(content: Content) -> None:
 def ls(directory: str, *, long: bool = False, sort: str = "name") -> Listing:
     """List the namespaces of a cache; ``sort`` is one of SORTS.
 
-    Raises ConfigError for a directory of something else.
+    Raises ConfigError if a directory holds something else.
     """
     catalog = open_catalog(directory)
     found, others = catalog.contents()
     if others and not found and catalog.is_foreign():
-        raise ConfigError(f"{directory}: no cache of VUA, {len(others)} other names; name a cache")
+        raise ConfigError(
+            f"{directory}: not a cache of VUA, {len(others)} other names; name a cache"
+        )
     with progress() as show:
         contents = [catalog.content(one, show, long=long) for one in found]
     strays = others + [f"{one.description.name}/{path}" for one in contents for path in one.strays]

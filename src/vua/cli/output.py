@@ -1,12 +1,11 @@
 """What commands print: for people, as JSON for programs, or nothing.
 
-A command returns a :class:`Report`; an :class:`Output` shows it. On a terminal tables take its
-width and have colours (none with NO_COLOR), by the package `rich`. Everywhere else they are plain
-text, as a pipe wants it.
+A command returns a :class:`Report`; an :class:`Output` shows it. On a terminal, tables take its
+width and have colours (none with NO_COLOR), by `rich`. Elsewhere they are plain text.
 
-Names in a directory, descriptions, headers and archives may be anybody's, and a terminal obeys what
-it is shown. So a command writes through :func:`guarded` streams: only printable characters and ends
-of lines come out. (JSON has no other characters: it stays exact.)
+Names in a directory, descriptions, headers and archives may come from an attacker, and a terminal
+obeys control sequences. So a command writes through :func:`guarded` streams, which pass only
+printable characters and line ends. (JSON has no other characters: it stays exact.)
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ DAMAGED: Final = 1
 UNUSABLE: Final = 2
 
 _LINE_S: Final = 0.2
-"""Between two changes of the line of progress."""
+"""Least time between two updates of the progress line."""
 _FORECAST_S: Final = 1.0
-"""After so long what remains is told."""
+"""Show the remaining time after so long."""
 
 _STYLES: Final = {
     **dict.fromkeys(("ok", "sound", "stored"), "green"),
@@ -65,17 +64,16 @@ _STYLES: Final = {
 }
 """Colours of words that judge."""
 _FOLDED: Final = 10
-"""Least width of the column that is folded."""
+"""Least width of the folded column."""
 
 
 class Report(ABC):
-    """What a command found or did. Subclasses are frozen dataclasses."""
+    """The result of a command. Subclasses are frozen dataclasses."""
 
     __slots__ = ()
 
     @property
     def code(self) -> int:
-        """The exit status."""
         return SOUND
 
     @abstractmethod
@@ -88,15 +86,13 @@ class Report(ABC):
 
 
 class Output:
-    """Shows reports in one way."""
+    """Shows reports in one form."""
 
     def __init__(self, kind: Literal["person", "json", "quiet"] = "person") -> None:
-        """Choose for whom."""
         self.is_for_people, self.is_json = kind == "person", kind == "json"
         self._kind = kind
 
     def show(self, report: Report) -> int:
-        """Show a report, and return its exit status."""
         if self._kind == "json":  # in ASCII without control characters
             print(json.dumps(report.describe(), indent=1).replace("\x7f", "\\u007f"))
         elif self.is_for_people:
@@ -114,7 +110,7 @@ def when(seconds: float) -> str:
 
 
 def plain(text: str) -> str:
-    """Return ``text`` in one line, with nothing in it that a terminal would obey.
+    """Return ``text`` in one line, without anything that a terminal would obey.
 
     >>> plain("a label"), plain("1" + chr(27) + "[2J2") == "1" + chr(92) + "x1b[2J2"
     ('a label', True)
@@ -128,15 +124,15 @@ def plain(text: str) -> str:
 
 
 class _Guarded:
-    """A text stream to which only what a terminal shows as it is passes; lines may end."""
+    """A text stream that passes only printable characters and line ends."""
 
     def __init__(self, stream: TextIO) -> None:
         self.beyond = stream
-        """The stream itself, for the few sequences that are meant."""
+        """The stream itself, for the few intended control sequences."""
         self._encoding = stream.encoding or "utf-8"
 
     def shown(self, text: str) -> str:
-        """Return what of ``text`` the stream shows, the rest escaped."""
+        """Return ``text`` as the stream shows it, with the rest escaped."""
         lines = "\n".join(map(plain, text.split("\n")))
         return lines.encode(self._encoding, "backslashreplace").decode(self._encoding)
 
@@ -150,7 +146,7 @@ class _Guarded:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Let stdout and stderr pass only what is printable, escaping the rest, until the end."""
+    """Guard stdout and stderr until the end: escape everything that is not printable."""
     streams = (sys.stdout, sys.stderr)  # None where a descriptor was closed
     out, err = (one and cast(TextIO, _Guarded(one)) for one in streams)
     with redirect_stdout(out), redirect_stderr(err):
@@ -158,23 +154,23 @@ def guarded() -> Iterator[None]:
 
 
 def _beyond(stream: TextIO) -> TextIO:
-    """Return the stream to which what a terminal is to obey is written."""
+    """Return the unguarded stream, for intended control sequences."""
     return stream.beyond if isinstance(stream, _Guarded) else stream
 
 
 def clear_screen() -> None:
-    """Clear stdout, where that is a terminal."""
+    """Clear stdout if it is a terminal."""
     if _is_screen(sys.stdout):
         _beyond(sys.stdout).write("\x1b[H\x1b[2J")
 
 
 def _is_screen(stream: TextIO | None) -> bool:
-    """Whether a stream is a terminal that can do more than print line after line."""
+    """Whether a stream is a terminal that can do more than print lines."""
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _console() -> Console | None:
-    """Return what draws on stdout where that is a terminal. COLUMNS is its width."""
+    """Return rich's console if stdout is a terminal. COLUMNS is its width."""
     if not _is_screen(sys.stdout):
         return None
     from rich.console import Console  # noqa: PLC0415 - takes as long as all of a command
@@ -186,7 +182,7 @@ def _console() -> Console | None:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows below a head; columns whose name starts with a space stand to the right."""
+    """Print rows below a head; columns whose name starts with a space are right-aligned."""
     cells = [[_shown(str(cell)) for cell in row] for row in rows]
     if (console := _console()) is not None:
         _draw(console, head, cells)
@@ -205,7 +201,7 @@ def facts(title: str, pairs: Iterable[tuple[str, str]]) -> None:
 
 
 def line(state: str, text: str) -> None:
-    """Print a line: a word that judges one thing and what is to say of it, or (``""``) a title."""
+    """Print a judging word and a text, or (``""``) a title."""
     if (console := _console()) is None:
         print(plain(f"{state}: {text}" if state else text))
         return
@@ -217,7 +213,7 @@ def line(state: str, text: str) -> None:
 
 
 def print_strays(strays: Sequence[str]) -> None:
-    """Print how many things in a place are not of VUA, and the first of them."""
+    """Print how many files are not VUA's, and the first of them."""
     if strays:
         some = ", ".join(plain(repr(name)[1:-1])[:60] for name in strays[:3])
         more = ", ..." if len(strays) > 3 else ""
@@ -225,7 +221,7 @@ def print_strays(strays: Sequence[str]) -> None:
 
 
 def requests_of(counts: Mapping[str, int]) -> dict[str, object]:
-    """Return requests by kind, and what they cost at S3's list price, for programs."""
+    """Return requests by kind, and their cost at S3's list price, for programs."""
     return {
         "requests": {kind: counts.get(kind, 0) for kind in KINDS},
         "requests_dollars": cost_dollars(counts),
@@ -233,7 +229,7 @@ def requests_of(counts: Mapping[str, int]) -> dict[str, object]:
 
 
 def cost(counts: Mapping[str, int]) -> str:
-    """Return in a few words how many requests were sent, and what they cost; "" for none."""
+    """Say how many requests were sent, and their cost; "" for none."""
     kinds = [f"{counts[kind]} {kind}" for kind in KINDS if counts.get(kind)]
     dollars = f"${cost_dollars(counts):.6f} at S3's list price"
     return f"; requests: {', '.join(kinds)} ({dollars})" if kinds else ""
@@ -259,8 +255,8 @@ def _draw(
 ) -> None:
     """Print rows on a terminal, below the columns' names with ``head``.
 
-    Where there is no room for all, the widest column goes on in the next line. Where the other
-    columns do not fit either, each row is a block of lines: nothing is ever cut.
+    If the width is too small, the widest column is folded. If the other columns do not fit either,
+    each row becomes a block of lines: nothing is ever cut.
     """
     from rich.table import Table  # noqa: PLC0415 - as for the console
     from rich.text import Text  # noqa: PLC0415
@@ -295,7 +291,7 @@ def _draw(
 
 
 def told(text: str, done: int, total: int, amount: int, unit: str, seconds: float) -> str:
-    """Return a line of progress, after ``seconds`` of it.
+    """Return a line of progress after ``seconds``.
 
     >>> told("verify", 1, 4, 3 << 20, "B", 2.0)
     '#####............... 25 %  verify, 3.0 MiB, 1.5 MiB/s, 0:06 left'
@@ -318,7 +314,7 @@ def told(text: str, done: int, total: int, amount: int, unit: str, seconds: floa
 
 
 class _Line:
-    """One line on a terminal that changes a few times a second."""
+    """One line on a terminal, updated a few times a second."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._shown_s = _beyond(stream), 0.0
@@ -345,7 +341,7 @@ class _Line:
 
 @contextmanager
 def progress() -> Iterator[Show]:
-    """Give a function that shows how far something is, in one line on a terminal (stderr)."""
+    """Yield a function that shows progress in one line on a terminal (stderr)."""
     if not _is_screen(sys.stderr):
         yield lambda *_, **__: None
         return

@@ -1,4 +1,4 @@
-"""Prompts: their token ids, from a file or by a tokenizer, and keys, which `vua key` makes."""
+"""Prompts: token ids, from a file or by a tokenizer; and `vua key`, which makes key files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def _text(file: str) -> str:
-    """The content of a file, or of stdin for ``-``. Raises InputError, OSError."""
+    """Return the content of a file, or of stdin for ``-``. Raises InputError, OSError."""
     try:
         return sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
     except UnicodeDecodeError as problem:
@@ -48,14 +48,14 @@ def _text(file: str) -> str:
 def read_ids(file: str) -> bytes:
     """Return the token ids in a file (``-``: stdin) as little-endian u32 bytes.
 
-    The file holds a JSON list of integers, or integers with white space between them. Raises
-    InputError for anything else, OSError where it cannot be read.
+    The file holds a JSON list of integers, or integers separated by white space. Raises InputError
+    for anything else, OSError if it cannot be read.
     """
     return parse_ids(_text(file), file)
 
 
 def parse_ids(text: str, source: str) -> bytes:
-    """Return what `read_ids` does, of a text; ``source`` names it in errors. Raises InputError."""
+    """As `read_ids`, for a text; ``source`` names it in errors. Raises InputError."""
     words: list[Any]
     try:
         words = json.loads(text) if text.lstrip().startswith("[") else list(map(int, text.split()))
@@ -70,10 +70,10 @@ def parse_ids(text: str, source: str) -> bytes:
 
 
 def prompt_ids(file: str, model: str | None) -> bytes:
-    """Return the token ids of a text, as ``tokenizer.json`` in the directory ``model`` has them.
+    """Return the token ids of a text by ``tokenizer.json`` in the directory ``model``.
 
-    The text is taken as it is: with the special tokens that the tokenizer puts around a text, and
-    without a chat template. Raises ConfigError where there is no tokenizer, InputError, OSError.
+    The text is used unchanged: with the special tokens that the tokenizer adds, and without a chat
+    template. Raises ConfigError without a tokenizer, InputError, OSError.
     """
     tokenize = tokenizer(model)
     return tokenize(_text(file))
@@ -103,7 +103,7 @@ def model_directory(model: str) -> Path:
 
 
 def tokenizer(model: str | None) -> Callable[[str], bytes]:
-    """Return what makes token ids (as `read_ids` does) of texts. Raises ConfigError."""
+    """Return a function from a text to token ids (as `read_ids`). Raises ConfigError."""
     if model is None:
         msg = "a prompt needs its tokenizer: give --model MODELDIR, or the token ids with --tokens"
         raise ConfigError(msg)
@@ -125,9 +125,9 @@ def tokenizer(model: str | None) -> Callable[[str], bytes]:
 
 
 def prompt_keys(namespace: Namespace, ids: bytes, salt: str) -> tuple[KeyChain, Seal | None]:
-    """Return the chunk keys of a prompt as engines with its keys name them, and their seal, if any.
+    """Return a prompt's chunk keys as engines with its keys name them, and their seal, if any.
 
-    Raises NoKeyError where the salt's key is not to be had: nothing of it is cached then.
+    Raises NoKeyError if the salt's key is unavailable: then nothing of it is cached.
     """
     extras = {0: [("salt", salt.encode())]} if salt else None
     try:
@@ -146,28 +146,26 @@ def prompt_keys(namespace: Namespace, ids: bytes, salt: str) -> tuple[KeyChain, 
 
 @dataclass(frozen=True, slots=True)
 class Key(Report):
-    """A key's file."""
+    """A key file."""
 
     file: str
     made: bool
-    """Now, not before."""
+    """Whether it was made now."""
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         return {"file": self.file, "made": self.made}
 
     def show(self) -> None:
-        """Print it."""
         print(f"{self.file}: {'made' if self.made else 'there already'}")
 
 
-@command("key", "make a key, unless it is there", takes_directory=False)
+@command("key", "make a key file, or check an existing one", takes_directory=False)
 @argument("path", "file for the key; with --salt a directory", metavar="PATH")
 @click.option("--salt", metavar="S", help="make the key of this cache salt in PATH")
 def key(path: str, *, salt: str | None = None) -> Key:
-    """Make the key file, or check the one that is there.
+    """Make the key file, or check the existing one.
 
-    Raises ConfigError where a key is there that cannot be used, OSError.
+    Raises ConfigError for an existing unusable key, OSError.
     """
     file = Path(path)
     if salt is not None:

@@ -1,14 +1,14 @@
 """`vua export` and `vua import`: chosen prefixes as one portable file.
 
-Export reads and verifies, and changes nothing. Memory does not grow with what is read: a file is
-checked block by block, and then copied so. One that is as long as no file of its namespace can be
-is not read at all. The objects of one chunk of a bucket are held in memory.
+Export reads and verifies, and changes nothing. Its memory is bounded: a file is checked block by
+block, then copied. A file longer than any of its namespace can be is not read. The objects of one
+chunk of a bucket are held in memory.
 
-Import verifies each file wholly, in memory, before a byte of it is written; then it is published as
-any writer does it: into a namespace whose identity gives its name, after its prefix, within the
-bounds, and never over what is there. An archive proves that it is whole and that each file is what
-it says. It does not prove who computed it: take archives only from whom you would let write to the
-cache. Its form is in :mod:`vua.catalog.archive`.
+Import verifies each file completely, in memory, before it writes a byte. Then it publishes the file
+like any writer: into a namespace whose identity gives its name, after its prefix, within the
+bounds, and never over an existing file. An archive proves that it is whole and that each file is
+what it says. It does not prove who computed it: import archives only from sources that you would
+let write to the cache. The form is in :mod:`vua.catalog.archive`.
 """
 
 from __future__ import annotations
@@ -75,21 +75,21 @@ _MOST_PROBLEMS: Final = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportChoice:
-    """What `vua export` is to take."""
+    """What `vua export` includes."""
 
     names: Sequence[str] = ()
     """First digits of chunks (each with its prefix) or of namespaces (all of it)."""
     following: bool = False
-    """Also what follows the chunks that are named."""
+    """Also the descendants of the named chunks."""
     tokens: str | None = None
-    """File of a prompt's token ids: what is stored of it, in every namespace."""
+    """File of a prompt's token ids: everything stored of it, in every namespace."""
     prompt: str | None = None
-    """File of its text, in place of ``tokens``; needs ``model`` for its tokenizer."""
+    """File of its text, instead of ``tokens``; needs ``model`` for its tokenizer."""
     model: str | None = None
     salt: str = ""
     everything: bool = False
     security: Security = NO_KEYS
-    """The keys that the prompt's chunks are named with; what is sealed is exported as it is."""
+    """The keys that name the prompt's chunks; sealed files are exported unchanged."""
 
 
 @dataclass(slots=True)
@@ -111,11 +111,9 @@ class Exported(Report):
 
     @property
     def code(self) -> int:
-        """Whether nothing was left out."""
         return DAMAGED if self.done.problems else SOUND
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         return {"directory": self.directory, "file": self.file, **asdict(self.done)}
 
     def show(self) -> None:
@@ -138,15 +136,16 @@ class Exported(Report):
 def export(
     directory: str, file: str, *, security: Security = NO_KEYS, output: Output, **chosen: Any
 ) -> Exported:
-    """Write what is chosen to ``file`` (``-``: stdout); exit status 1 if some was damaged.
+    """Write the chosen prefixes to ``file`` (``-``: stdout); exit status 1 if some was damaged.
 
-    ``chosen`` is what :class:`ExportChoice` takes. A file appears under its name when it is whole,
-    and never in place of another one. With ``-`` the archive goes to stdout. Raises
-    ConfigError, InputError, StorageError.
+    ``chosen`` are :class:`ExportChoice`'s fields. A file appears under its name when it is
+    complete, and never replaces another one. Raises ConfigError, InputError, StorageError.
     """
     choice = ExportChoice(security=security, **chosen)
     if bool(choice.names) + bool(choice.tokens or choice.prompt) + choice.everything != 1:
-        raise ConfigError("say what to export: names, or a prompt (--tokens, --prompt), or --all")
+        raise ConfigError(
+            "choose what to export: names, or a prompt (--tokens, --prompt), or --all"
+        )
     if file == "-" and output.is_json:
         raise ConfigError("the archive goes to stdout, and so would --json; name a file")
     done = _Written()
@@ -155,7 +154,7 @@ def export(
         with progress() as show, catalog.namespaces(show) as (found, _):
             wanted = _wanted(found, choice, show)
             if not any(wanted.values()):
-                text = "nothing of that is stored: there is nothing to export; see `vua explain`"
+                text = "nothing of that is stored; see `vua explain`"
                 raise ConfigError(text)
             with _created(file) as stream:
                 _write(wanted, Writer(stream), done, show)
@@ -169,7 +168,7 @@ def export(
 def _wanted(
     found: Sequence[NamespaceCatalog], choice: ExportChoice, show: Show
 ) -> dict[NamespaceCatalog, list[str]]:
-    """The chunks of each namespace, parents before children, each once."""
+    """Return the chunks of each namespace, parents before children, each once."""
     wanted: dict[NamespaceCatalog, dict[str, None]] = {}
     if choice.tokens or choice.prompt:
         ids = read_ids(choice.tokens) if choice.tokens else prompt_ids(
@@ -227,7 +226,7 @@ def _write(
 def _write_chunk(
     source: NamespaceCatalog, chunk: str, writer: Writer, done: _Written, kept: set[str]
 ) -> None:
-    """Add a chunk whose files are all sound and whose prefix is there too."""
+    """Add a chunk if all its files are sound and its prefix is included."""
     path = chunk_path(chunk)
     names = source.listed(chunk)
     marks = [name for name in names if name.startswith(AFTER)]
@@ -264,7 +263,7 @@ def _write_chunk(
 
 
 def _checked(file: OpenFile, codec: EntryCodec, chunk: str) -> EntryInfo:
-    """What a file says that is wholly sound and belongs here. Raises EntryError, OSError."""
+    """Return the header of a file that is sound and fits its path. Raises EntryError, OSError."""
     sizes = file_sizes(codec)
     if file.nbytes not in sizes:
         msg = f"{file.nbytes} bytes long, expected {' or '.join(map(str, sizes))}"
@@ -280,7 +279,7 @@ def _checked(file: OpenFile, codec: EntryCodec, chunk: str) -> EntryInfo:
 
 @contextlib.contextmanager
 def _created(file: str) -> Iterator[BinaryIO]:
-    """A file that appears under its name when all went well, or stdout."""
+    """Yield a file that appears under its name on success, or stdout."""
     if file == "-":
         yield sys.stdout.buffer
         return
@@ -305,9 +304,9 @@ def _created(file: str) -> Iterator[BinaryIO]:
 class _Taken:
     written: int = 0
     present: int = 0
-    """There already; left as they are."""
+    """Existing files, left unchanged."""
     refused: int = 0
-    """For which there was no room, or whose prefix is not there."""
+    """Files without space, or without their prefix."""
     nbytes: int = 0
     namespaces: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -315,7 +314,7 @@ class _Taken:
 
 @dataclass(frozen=True, slots=True)
 class Imported(Report):
-    """What was taken in."""
+    """The result of an import."""
 
     directory: str
     file: str
@@ -323,33 +322,31 @@ class Imported(Report):
 
     @property
     def code(self) -> int:
-        """Whether all was taken in, or was there."""
         return DAMAGED if self.done.problems or self.done.refused else SOUND
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         return {"directory": self.directory, "file": self.file, **asdict(self.done)}
 
     def show(self) -> None:
-        """Print what was not taken, and how much was."""
+        """Print what was refused, and how much was imported."""
         done = self.done
         for text in done.problems[:_MOST_PROBLEMS]:
             line("not taken", text)
         if len(done.problems) > _MOST_PROBLEMS:
             print(f"and {len(done.problems) - _MOST_PROBLEMS} more")
         if done.refused:
-            print(f"{done.refused} files found no room, or no prefix to follow; see `vua du`")
+            print(f"{done.refused} files found no space, or lack their prefix; see `vua du`")
         written = f"{done.written} files written, {size(done.nbytes)}"
         print(f"{self.directory}: {written}; {done.present} were there")
 
 
-@command("import", "take in what export wrote")
+@command("import", "import what export wrote")
 @argument("file", "archive to read; - stdin", metavar="FILE")
 def import_(directory: str, file: str) -> Imported:
-    """Take in an archive; exit status 1 if some of it was damaged or found no room.
+    """Import an archive; exit status 1 if some of it was damaged or found no space.
 
-    ``file`` may be ``-`` for stdin. Root takes it in as the directory's owner. Raises InputError
-    for what is no archive, ConfigError, StorageError.
+    ``file`` may be ``-`` for stdin. Root imports as the directory's owner. Raises InputError for an
+    invalid archive, ConfigError, StorageError.
     """
     done = _Taken()
     try:
@@ -371,7 +368,7 @@ def import_(directory: str, file: str) -> Imported:
 
 
 class _Taker:
-    """Takes members in, one after the other."""
+    """Imports members, one after the other."""
 
     def __init__(self, root: Location, reader: Reader, done: _Taken, stack: ExitStack) -> None:
         self._root, self._reader, self._done, self._stack = root, reader, done, stack
@@ -379,12 +376,12 @@ class _Taker:
         self._stores: dict[str, list[Store]] = {}
         self._before: dict[tuple[str, str], str] = {}
         self._ends: dict[tuple[str, str], int | None] = {}
-        """By stored chunk, the position after its last token; None where the chunk is missing."""
+        """By stored chunk, the position after its last token; None if the chunk is missing."""
 
     def run(self, show: Show, total: int) -> None:
-        """Take every member in. A member that cannot be taken in is noted as a problem.
+        """Import every member. One that cannot be imported is noted as a problem.
 
-        ``total`` are the bytes of the archive, 0 where that is not known.
+        ``total`` are the bytes of the archive, 0 if unknown.
         """
         done, read_nbytes = self._done, 0
         try:
@@ -414,7 +411,7 @@ class _Taker:
                 self._before.setdefault((namespace, chunk), name[len(AFTER) :])
                 != name[len(AFTER) :]
             ):
-                msg = "another chunk was said to come before this one"
+                msg = "another chunk was named as this one's predecessor"
                 raise ConfigError(msg)
             return
         shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
@@ -424,7 +421,6 @@ class _Taker:
         self._take_file(namespace, chunk, shard, member)
 
     def _open(self, namespace: str, member: Member) -> None:
-        """Make or open the namespace that is described."""
         if member.nbytes > MAX_DESCRIPTION_NBYTES:
             msg = f"{member.nbytes} bytes are too long for a description"
             raise ConfigError(msg)
@@ -482,7 +478,7 @@ class _Taker:
         self._ends[store.namespace, key.name] = key.stop
 
     def _end(self, store: Store, chunk: str) -> int | None:
-        """Where a chunk ends that was taken in before, or has been in the directory all the time.
+        """Return the end of a chunk that was imported earlier, or that the directory had before.
 
         So a chunk cannot follow itself, directly or through further chunks.
         """
@@ -493,7 +489,7 @@ class _Taker:
 
 
 def _stored_end(store: Store, chunk: str) -> int | None:
-    """The end that a stored chunk's header tells; None where none does."""
+    """Return the end in a stored chunk's header; None without one."""
     kinds = ("", AUTHENTIC, ENCRYPTED)
     for shard, kind in itertools.product(store.shards(chunk), kinds):
         with suppress(OSError, EntryError, UntrustedError, LayoutError):

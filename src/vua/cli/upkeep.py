@@ -1,4 +1,4 @@
-"""`vua du`, `gc`, `ttl`, `rm`, `pin`, `adopt`: how large a cache is and may be, and what goes."""
+"""`vua du`, `gc`, `ttl`, `rm`, `pin`, `adopt`: the size of a cache, its limits, and deletion."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from vua.storage.mark import MARK
 __all__ = ["adopt", "du", "gc", "pins", "rm", "ttl"]
 
 _SHOWN: Final = 20
-_dry_run = click.option("--dry-run", is_flag=True, help="only say what would go")
-_yes = click.option("--yes", is_flag=True, help="do not ask (only done on a terminal)")
+_dry_run = click.option("--dry-run", is_flag=True, help="only show what would be deleted")
+_yes = click.option("--yes", is_flag=True, help="do not ask (it asks on a terminal only)")
 
 
 # -- du -------------------------------------------------------------------------------------------
@@ -46,16 +46,15 @@ _yes = click.option("--yes", is_flag=True, help="do not ask (only done on a term
 
 @dataclass(frozen=True, slots=True)
 class Occupied(Report):
-    """What a cache takes."""
+    """The space that a cache takes."""
 
     directory: str
     use: Use
     counts: Mapping[str, int]
-    """Requests that were sent, by kind."""
+    """Requests sent, by kind."""
     monthly_dollars: float | None
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         use = self.use
         return {
             "directory": self.directory,
@@ -101,13 +100,13 @@ class Occupied(Report):
         print_strays(use.strays)
         if self.monthly_dollars is not None:
             dollars = f"${self.monthly_dollars:.2f}"
-            print(f"storage: {dollars} a month at S3's list price; others' prices differ")
+            print(f"storage: {dollars} a month at S3's list price; other providers' prices differ")
 
 
 @command("du", "show what a cache occupies, and its bounds", as_owner_of=True)
 @click.option("--quick", is_flag=True, help="estimate it from a sample")
 def du(directory: str, *, quick: bool = False) -> Occupied:
-    """Tell what a cache occupies, by namespace; ``quick``: from a sample, where that is cheaper."""
+    """Report the space that a cache takes, by namespace; ``quick``: from a sample, if cheaper."""
     catalog = open_catalog(directory)
     with progress() as show:
         use = (catalog.quick_use() if quick else None) or catalog.use(show)
@@ -120,7 +119,7 @@ def du(directory: str, *, quick: bool = False) -> Occupied:
 
 @dataclass(frozen=True, slots=True)
 class Collected(Report):
-    """What a pass deleted, and what is left."""
+    """What was deleted, and what is left."""
 
     directory: str
     dry_run: bool
@@ -129,11 +128,10 @@ class Collected(Report):
 
     @property
     def code(self) -> int:
-        """Whether it is within its limits, with nothing left undone."""
+        """0 if it is within its limits, with nothing left undone."""
         return SOUND if self.done.within and not self.done.problems else DAMAGED
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         done = self.done
         gone = [freed for name, freed in done.deleted.items() if name != "leftovers"]
         return {
@@ -158,7 +156,7 @@ class Collected(Report):
         }
 
     def show(self) -> None:
-        """Print what went and why, and what is left."""
+        """Print what was deleted and why, and what is left."""
         done, limits = self.done, self.done.limits
         rows = [
             (name.replace("_", " "), freed.chunks, size(freed.nbytes))
@@ -193,24 +191,31 @@ class Collected(Report):
     metavar="SIZE",
     help="of the whole cache: bytes, 500G or a share of the disk like 80%",
 )
-@click.option("--min-free", "min_free_bytes", metavar="SIZE", help="left free on the disk")
 @click.option(
-    "--max-per-salt", "max_bytes_per_salt", metavar="SIZE", help="of each cache salt's chunks"
+    "--min-free", "min_free_bytes", metavar="SIZE", help="free space to leave on the disk"
 )
-@click.option("--min-free-inodes", metavar="N", help="inodes to be left free, or a share like 2%")
+@click.option(
+    "--max-per-salt",
+    "max_bytes_per_salt",
+    metavar="SIZE",
+    help="most bytes of each cache salt's chunks",
+)
+@click.option("--min-free-inodes", metavar="N", help="free inodes to leave, or a share like 2%")
 @click.option(
     "--ttl",
     "ttl_s",
     metavar="TIME",
     type=duration_s,
-    help="delete what was not used so long: 1d, 12h",
+    help="delete chunks unused for this long: 1d, 12h",
 )
 @_dry_run
 @_yes
-@click.option("--set", "keep", is_flag=True, help="keep these in bounds.json, for everybody")
-@click.option("--quick", is_flag=True, help="do not look for orphans and salts")
 @click.option(
-    "--lost-keys", is_flag=True, help="delete what is sealed with a key that is none of those given"
+    "--set", "keep", is_flag=True, help="write these limits to bounds.json, for all processes"
+)
+@click.option("--quick", is_flag=True, help="do not search for orphans and salts")
+@click.option(
+    "--lost-keys", is_flag=True, help="delete chunks sealed with any other key than the given ones"
 )
 def gc(
     directory: str,
@@ -224,12 +229,12 @@ def gc(
     min_free_inodes: str | None = None,
     **limits: Any,
 ) -> Collected:
-    """Bring a cache within its bounds and sweep it; exit status 1 if it stays beyond them.
+    """Bring a cache within its limits and sweep it; exit status 1 if it stays beyond them.
 
-    The limits are what :class:`Limits` takes. With ``keep`` they go into ``bounds.json``; with
-    ``lost_keys`` what is sealed with none of the keys that ``security`` names is deleted; with
-    ``dry_run`` nothing is changed. Exit status 1 also where pins keep some of that. Raises
-    ConfigError, before anything is changed, where one of these keys cannot be read.
+    The limits are :class:`Limits`'s fields. ``keep`` writes them to ``bounds.json``; ``lost_keys``
+    deletes chunks sealed with none of the keys in ``security``; ``dry_run`` changes nothing. Exit
+    status 1 also if pins keep such chunks. Raises ConfigError, before any change, if one of the
+    keys cannot be read.
     """
     inodes: int | str | None = min_free_inodes
     inodes = int(inodes) if inodes and str(inodes).isdigit() else inodes
@@ -240,7 +245,7 @@ def gc(
     if lost is not None:
         lost()
     elif security != NO_KEYS:
-        raise ConfigError("keys are given, and nothing to do with them: did you mean --lost-keys?")
+        raise ConfigError("keys are given but not used: did you mean --lost-keys?")
     with progress() as show:
         done = catalog.collect(
             said, keep=keep, quick=quick, lost=lost, dry_run=dry_run, ask=asking(yes=yes), show=show
@@ -259,15 +264,13 @@ class Life(Report):
     ttl_s: float | None
     chunks_with_their_own: int
     is_kept: bool
-    """Whether those of their own are kept to."""
+    """Whether per-chunk times to live are applied."""
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         own = self.chunks_with_their_own
         return {"directory": self.directory, "ttl_s": self.ttl_s, "chunks_with_their_own": own}
 
     def show(self) -> None:
-        """Print it."""
         now = self.ttl_s
         text = (
             "no time to live" if now is None else f"unused chunks are deleted after {duration(now)}"
@@ -287,7 +290,7 @@ class Life(Report):
 )
 @click.option("--off", is_flag=True, help="keep chunks for as long as there is room")
 def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> Life:
-    """Tell, set or (``off``) lift the time without use after which chunks are deleted."""
+    """Show, set or (``off``) remove the time without use after which chunks are deleted."""
     catalog = open_catalog(directory)
     if off or seconds is not None:
         catalog.claim()
@@ -306,16 +309,15 @@ class Pinned(Report):
     pins: Sequence[Mapping[str, object]]
     released: bool
     nbytes: int
-    """That these pins hold, or all of them."""
+    """Bytes held by these pins, or by all."""
     most_nbytes: int | None
-    """That stay when room is needed; None: all of them."""
+    """Pinned bytes that stay when space is needed; None: all of them."""
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         return {"directory": self.directory, "unpinned" if self.released else "pinned": self.pins}
 
     def show(self) -> None:
-        """Print a row for each pin."""
+        """Print a row per pin."""
         rows = [(str(one["namespace"])[:SHORT], one["chunk"], one["chunks"]) for one in self.pins]
         if rows:
             table(
@@ -326,16 +328,19 @@ class Pinned(Report):
         if self.most_nbytes is not None and self.nbytes > self.most_nbytes:
             print(
                 f"these pins hold {size(self.nbytes)}, and no more than {size(self.most_nbytes)} "
-                f"({PINNED_SHARE:.0%} of the limit) stays when room is needed: what was not used "
-                "for longest goes all the same"
+                f"({PINNED_SHARE:.0%} of the limit) stays when space is needed: the least recently "
+                "used ones are evicted anyway"
             )
 
 
-@command("pin", "keep chunks and their prefixes; without NAME list what is kept", as_owner_of=True)
+@command(
+    "pin",
+    "protect chunks and their prefixes from eviction; without NAME list the pins",
+    as_owner_of=True,
+)
 @argument("names", "6 or more hex digits of a chunk", metavar="[NAME]...", nargs=-1)
 @click.option("--remove", is_flag=True, help="unpin")
 def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> Pinned:
-    """Pin chunks with their prefixes, unpin them, or (no names) tell what is pinned."""
     catalog = open_catalog(directory)
     if names:
         catalog.claim()
@@ -380,11 +385,9 @@ class Removed(Report):
 
     @property
     def code(self) -> int:
-        """Whether all went."""
         return DAMAGED if self.done.kept or self.done.left else SOUND
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         done = self.done
         return {
             "directory": self.directory,
@@ -397,7 +400,6 @@ class Removed(Report):
         }
 
     def show(self) -> None:
-        """Print it."""
         done, word = self.done, "would be removed" if self.dry_run else "removed"
         print(plain(f"{self.directory}: {done.chunks} chunks {word}, {size(done.nbytes)}"))
         if done.kept:
@@ -415,14 +417,14 @@ def rm(
     directory: str, names: Sequence[str] = (), *, everything: bool = False, force: bool = False,
     dry_run: bool = False, yes: bool = False,
 ) -> Removed:  # fmt: skip
-    """Delete chunks with all that follows them, or namespaces; exit status 1 if pins kept some.
+    """Delete chunks with all that follow them, or namespaces; exit status 1 if pins kept some.
 
-    With ``dry_run`` it only tells what would go. What is not of VUA stays.
+    ``dry_run`` only reports what would be deleted. Files that are not VUA's stay.
     """
     catalog = open_catalog(directory)
     catalog.claim()
     if everything == bool(names):
-        raise ConfigError("name what to remove, or say --all")
+        raise ConfigError("name what to remove, or use --all")
     with progress() as show:
         done = catalog.remove(
             *(names,), everything=everything, force=force, dry_run=dry_run,
@@ -438,13 +440,12 @@ def rm(
 
 @dataclass(frozen=True, slots=True)
 class Adopted(Report):
-    """What a place holds that is a cache now."""
+    """The content of a directory or prefix that is a cache now."""
 
     directory: str
     found: Adoption
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         found = self.found
         return {
             "directory": self.directory,
@@ -465,9 +466,9 @@ class Adopted(Report):
 )
 @click.option("--yes", is_flag=True, help="do not ask")
 def adopt(directory: str, *, yes: bool, output: Output) -> Adopted:
-    """Tell what a place holds, ask, and mark it. Raises ConfigError where that is not wanted.
+    """Report the content, ask, and mark it. Raises ConfigError if the answer is no.
 
-    What is no namespace of VUA stays as it is, now and later.
+    Everything but namespaces of VUA stays unchanged, now and later.
     """
 
     def ask(found: Adoption) -> None:
@@ -483,6 +484,6 @@ def _show_contents(directory: str, found: Adoption) -> None:
     weight = f"{about}{found.chunks} chunks, {size(found.nbytes or 0)}"
     print(f"{directory}: {len(found.namespaces)} namespaces of VUA, {weight}")
     for name in found.others[:_SHOWN]:
-        print(plain(f"not of VUA, stays untouched: {name}"))
+        print(plain(f"not VUA's, stays unchanged: {name}"))
     if len(found.others) > _SHOWN:
         print(f"and {len(found.others) - _SHOWN} more")

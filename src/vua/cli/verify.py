@@ -1,11 +1,10 @@
 """`vua verify` and `vua inspect`: whether files are what they say, and what they say.
 
-A damaged file is reported, and the command goes on. Of files that are sealed with one
-of the keys given `verify` also proves that the key's owner wrote them. It changes nothing,
-unless it is to repair: then what is damaged or foreign is taken out of sight (into `quarantine/`,
-or deleted when that is full), as a reader does it. A file that was replaced meanwhile stays, and
-so does a file with further names (hard links): no reader takes it, and the next save puts a new one
-in its place.
+A damaged file is reported, and the command continues. For files sealed with one of the given keys,
+`verify` also proves that the key's owner wrote them. It changes nothing unless it repairs: then
+damaged or foreign files are moved to `quarantine/` (or deleted when that is full), as readers do
+it. A file that was replaced meanwhile stays, and so does a file with several names (hard links):
+readers do not accept it, and the next save replaces it.
 """
 
 from __future__ import annotations
@@ -58,15 +57,14 @@ class Verified(Report):
     results: Sequence[Verification]
     strays: Sequence[str]
     ids: frozenset[str]
-    """The keys that were given."""
+    """The given keys."""
 
     @property
     def code(self) -> int:
-        """Whether nothing is damaged any more."""
+        """0 if nothing is damaged any more."""
         return DAMAGED if any(one.damaged for one in self.results) else SOUND
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         return {
             "directory": self.directory,
             "sound": self.code == SOUND,
@@ -76,7 +74,7 @@ class Verified(Report):
         }
 
     def show(self) -> None:
-        """Print a row per namespace, a line per problem, and what lies there beside entries."""
+        """Print a row per namespace, a line per problem, and the other files."""
         if self.results:
             head = ["namespace", "model", *(f" {outcome}" for outcome in OUTCOMES), " size"]
             table(head, [_row(one) for one in self.results])
@@ -88,11 +86,11 @@ class Verified(Report):
             if one.later:
                 path, reason = one.later[0]
                 more = f" (and {len(one.later) - 1} more)" * (len(one.later) > 1)
-                print(plain(f"left as it is: {one.namespace.path}/{path}: {reason}{more}"))
+                print(plain(f"left unchanged: {one.namespace.path}/{path}: {reason}{more}"))
         removed = sum(one.removed for one in self.results)
         if removed:
-            print(f"{removed} taken out of sight; the next save writes them anew, `vua gc` removes")
-            print("what followed them and is out of reach meanwhile")
+            print(f"{removed} quarantined; the next save writes them anew, `vua gc` removes")
+            print("the chunks after them, which cannot be found meanwhile")
         for one in self.results:
             _show_sealed(one, self.ids)
             _show_others(one)
@@ -149,7 +147,7 @@ def _show_sealed(result: Verification, ids: frozenset[str]) -> None:
             told = f"{result.authentic[key_id]} of them proved to be written with it"
         print(f"{name}: {count} files are sealed with key {key_id}: {told}")
     if ids and result.plain:
-        print(f"{name}: {result.plain} files are not sealed: nothing proves who wrote them")
+        print(f"{name}: {result.plain} files are not sealed: their writer is not proved")
 
 
 def _show_others(result: Verification) -> None:
@@ -166,7 +164,7 @@ def _show_others(result: Verification) -> None:
 
 
 @command("verify", "read every file and check it", as_owner_of=True)
-@click.option("--repair", is_flag=True, help="take what is damaged out of sight")
+@click.option("--repair", is_flag=True, help="quarantine damaged files")
 @click.option(
     "--sample",
     "part",
@@ -185,9 +183,9 @@ def verify(
 ) -> Verified:
     """Check everything in a cache.
 
-    With ``repair`` the exit status is 0 where all that was damaged could be taken out of sight.
-    ``part`` is the share of the chunks to read, chosen at random; ``show`` is told how far it is,
-    by default a terminal is. Raises ConfigError where a key of ``security`` cannot be used.
+    With ``repair`` the exit status is 0 if all damaged files were quarantined. ``part`` is the
+    share of the chunks to read, chosen at random; ``show`` receives progress, by default it is
+    shown on a terminal. Raises ConfigError if a key of ``security`` cannot be used.
     """
     keys = KnownKeys(security)
     catalog = open_catalog(directory)
@@ -207,20 +205,18 @@ class Inspected(Report):
     """The result of `vua inspect`."""
 
     found: Sequence[tuple[str, Check, Description | None, Place]]
-    """Each file, with what its namespace says and what its place says of it."""
+    """Each file, its namespace's description, and what its path requires."""
 
     @property
     def code(self) -> int:
-        """The worst of what was found."""
         outcomes = {check.outcome for _, check, _, _ in self.found}
         return UNUSABLE if "error" in outcomes else DAMAGED if outcomes - {"sound"} else SOUND
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         return [_describe_file(file, check) for file, check, _, _ in self.found]
 
     def show(self) -> None:
-        """Print a block for each file."""
+        """Print a block per file."""
         for number, (file, check, namespace, place) in enumerate(self.found):
             print(end="\n" * bool(number))
             facts(file, _lines(check, namespace, place))
@@ -235,10 +231,10 @@ class Inspected(Report):
     required=True,
 )
 def inspect(files: Sequence[str]) -> Inspected:
-    """Look at files.
+    """Show the headers of files, and whether they are sound.
 
-    Where the first of ``files`` is a directory, the others are first digits of its chunks' names:
-    all files of these are meant. Raises ConfigError where no chunk is called so.
+    If the first of ``files`` is a directory, the rest are first digits of its chunks' names: all
+    files of these are shown. Raises ConfigError if there is no such chunk.
     """
     if Path(files[0]).is_dir():
         files = list(_named(files[0], files[1:]))
@@ -247,7 +243,7 @@ def inspect(files: Sequence[str]) -> Inspected:
 
 
 def _named(directory: str, names: Sequence[str]) -> Iterator[str]:
-    """The files of the chunks that are called so in a cache's directory."""
+    """Yield the files of chunks in a cache's directory by the first digits of their names."""
     if not names:
         text = f"{directory} is a directory; name a chunk of it, as `vua ls --long` shows"
         raise ConfigError(text)
@@ -282,7 +278,7 @@ def _statements(info: EntryInfo, namespace: Description | None) -> list[tuple[st
     payload = info.file_nbytes - info.header_nbytes
     layers = f"layers {shard.layer_start}-{shard.layer_stop} of {layout.layers}"
     heads = f"KV heads {shard.head_start}-{shard.head_stop} of {layout.kv_heads}"
-    seal = f"{info.kind} with key {info.seal_info.key_id}: whose it is only that key can tell"
+    seal = f"{info.kind} with key {info.seal_info.key_id}: only that key can prove its writer"
     parts = f"{size(info.file_nbytes)}: header {size(info.header_nbytes)}, K/V {size(payload)}"
     return [
         ("format", info.seal_info.format if info.kind else FORMAT),

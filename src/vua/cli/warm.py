@@ -1,9 +1,9 @@
 """`vua warm`: computes prompts once, so that their prefixes are stored before the first request.
 
-A server that runs already and has VUA does it (vLLM, SGLang), through the API of OpenAI, or a model
-of transformers that is loaded for it. What is newly stored is what the cache holds afterwards and
-did not before (:mod:`vua.cli.events`), whatever the engine says. Prompts' chunks are looked for
-under the names that the keys give which the command is told.
+A running server with VUA computes them (vLLM, SGLang), through OpenAI's API, or a model of
+transformers that is loaded for it. New chunks are those that the cache holds afterwards and did not
+before (:mod:`vua.cli.events`), whatever the engine reports. Prompts' chunks are named with the
+given keys.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from vua.store.place import open_namespace
 __all__ = ["Warmed", "warm"]
 
 _TELL_IDS: Final = ("return_token_ids", "return_prompt_token_ids")
-"""Let vLLM (both ways) and SGLang (completions; chats) tell a prompt's token ids."""
+"""Options by which vLLM (both) and SGLang (completions; chats) return a prompt's token ids."""
 _ANSWER_S: Final = 3600.0
 _PATIENCE_S: Final = 20.0
-"""A server stores behind its answers: how long it is waited for when nothing new appears."""
+"""How long to wait without a new chunk: a server stores after its answer."""
 _BRIEFLY_S: Final = 5.0
-"""The same where stored names show that the server has different keys."""
+"""The same if stored names show that the server has different keys."""
 _LOOK_S: Final = 0.2
 _FIRST_CHUNKS: Final = 64
-"""Headers that are read at most to see which keys seal the chunks."""
+"""Most headers read to find which keys seal the chunks."""
 
 Held: TypeAlias = dict[str, set[str]]
 """The chunks that a lookup can find, by namespace."""
@@ -52,19 +52,19 @@ Held: TypeAlias = dict[str, set[str]]
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt, and what came of it."""
+    """A prompt and its results."""
 
     line: int
     content: Any
     """A text, token ids, or the messages of a chat."""
     is_chat: bool
     ids: list[int] | None = None
-    """Not known of a server that does not tell them."""
+    """None if the server does not return them."""
     tokens: int | None = None
     found: int | None = None
-    """Tokens that were not computed; not known of a server that does not tell it."""
+    """Tokens that were not computed; None if the server does not say it."""
     stored: int | None = None
-    """Tokens that are stored now and were not before, counted for the first prompt with them."""
+    """Newly stored tokens, counted for the first prompt with them."""
     problem: str = ""
 
 
@@ -73,14 +73,13 @@ _FIELDS: Final = ("line", "tokens", "found", "stored", "problem")
 
 @dataclass(frozen=True, slots=True)
 class Warmed(Report):
-    """What came of the prompts."""
+    """The results of all prompts."""
 
     rows: Sequence[tuple[Any, ...]]
-    """The values of `_FIELDS` for each prompt."""
+    """The values of `_FIELDS` per prompt."""
 
     @property
     def code(self) -> int:
-        """Whether all were computed."""
         return DAMAGED if any(row[-1] for row in self.rows) else SOUND
 
     @property
@@ -88,7 +87,6 @@ class Warmed(Report):
         return [sum(row[at] or 0 for row in self.rows) for at in (1, 2, 3)]
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         each = [dict(zip(_FIELDS, row, strict=True)) for row in self.rows]
         return {**dict(zip(_FIELDS[1:4], self._sums, strict=True)), "prompts": each}
 
@@ -105,7 +103,7 @@ def _settings(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         settings = None
     if not isinstance(settings, dict):
-        msg = f"{text!r:.40} is no JSON object"
+        msg = f"{text!r:.40} is not a JSON object"
         raise click.BadParameter(msg)
     return settings
 
@@ -164,7 +162,7 @@ def warm(  # noqa: PLR0913 - the options of a command
 
 
 def _check_engine(engine: str | None, security: Security, *, is_complete: bool) -> None:
-    """Raise ConfigError where no model can be loaded."""
+    """Raise ConfigError if the model cannot be loaded."""
     if engine is None:
         raise ConfigError(
             "give the --server of a vLLM or SGLang that runs with VUA, or --engine transformers"
@@ -231,7 +229,6 @@ def _tokenize(tokenizer: Any, prompt: _Prompt) -> list[int]:
 def _compute(
     model: str, path: str, settings: Mapping[str, Any], prompts: Sequence[_Prompt]
 ) -> Iterator[_Prompt]:
-    """Compute prompts with transformers."""
     engine, torch = _package("transformers"), _package("torch")
     tokenizer = engine.AutoTokenizer.from_pretrained(model)
     loaded = engine.AutoModelForCausalLM.from_pretrained(model, **settings)
@@ -253,7 +250,6 @@ def _compute(
 
 
 def _ask(server: str, model: str | None, prompts: Sequence[_Prompt]) -> Iterator[_Prompt]:
-    """Have a server compute prompts."""
     address = server.rstrip("/").removesuffix("/v1")
     model = model or _call(f"{address}/v1/models")["data"][0]["id"]
     for one in prompts:
@@ -272,7 +268,7 @@ def _ask(server: str, model: str | None, prompts: Sequence[_Prompt]) -> Iterator
 
 
 def _call(url: str, body: object = None) -> Any:
-    """Return a server's answer. Raises InputError where it refuses, ConfigError without one."""
+    """Return a server's answer. Raises InputError for a refusal, ConfigError without an answer."""
     if not url.startswith(("http://", "https://")):
         msg = f"{url}: expected http:// or https://"
         raise ConfigError(msg)
@@ -290,7 +286,6 @@ def _call(url: str, body: object = None) -> Any:
 
 
 def _count(prompts: Sequence[_Prompt], cache: WarmedCache, before: Held) -> None:
-    """Note what is stored of each prompt that was not before."""
     new = {name: held - before.get(name, set()) for name, held in cache.held.items()}
     for one in prompts:
         if one.ids is not None:
@@ -305,19 +300,19 @@ def _count(prompts: Sequence[_Prompt], cache: WarmedCache, before: Held) -> None
 
 
 class WarmedCache:
-    """A cache as this command sees it: what it holds, and what it calls a prompt's chunks."""
+    """A cache's content, and the names of prompts' chunks in it."""
 
     def __init__(self, where: str | None, security: Security) -> None:
-        """Look at a directory or a bucket, if one is given; of ``security`` the keys count."""
+        """Look at a directory or a bucket, if one is given; ``security`` gives the keys."""
         self._where = where
         self._security = replace(security, trusted_uids="any")  # names are all that is read
         self._seen: dict[str, Seen] = {}
         self._opened: dict[str, Namespace] = {}
         self.held: Held = {}
-        """What the last look found."""
+        """The last look's result."""
 
     def look(self) -> Held:
-        """Return what it holds now; nothing where there is none yet."""
+        """Return its content now; empty if the cache does not exist yet."""
         where = self._where
         if where is None or is_missing(where):
             self._seen = {}
@@ -327,11 +322,10 @@ class WarmedCache:
         return self.held
 
     def chunk_tokens(self, name: str) -> int:
-        """Return the tokens per chunk of a namespace."""
         return self._seen[name].layouts[0].chunk_tokens
 
     def chunks(self, prompt: Sequence[int], name: str) -> set[str]:
-        """Return the chunks of a prompt's tokens, as a namespace names them; none where it is gone.
+        """Return the names of a prompt's chunks in a namespace; none if the namespace is gone.
 
         Raises NoKeyError.
         """
@@ -344,8 +338,8 @@ class WarmedCache:
     def wait_for(self, prompts: Sequence[Sequence[int]], before: Held | None = None) -> str:
         """Wait until it holds the prompts' tokens, or nothing new has appeared for a while.
 
-        ``before`` is what it held before a server was asked, whose keys may be others than those
-        given. Returns what shows that they are, as :meth:`misnamed` does.
+        ``before`` is its content before a server was asked, whose keys may differ from the given
+        ones. Returns the evidence for that, as :meth:`misnamed` does.
         """
         held: Held | None = None
         misnamed, until_s = "", 0.0
@@ -363,10 +357,10 @@ class WarmedCache:
             time.sleep(_LOOK_S)
 
     def misnamed(self, before: Held) -> str:
-        """Say whose keys name what is stored, and whose would have to; nothing where these agree.
+        """Say whose keys name the stored chunks, and whose should; "" if these agree.
 
-        Told by headers of first chunks, of the new ones if there are some. Those of requests with a
-        salt have a parent, and tell nothing. Raises NoKeyError, StorageError, OSError.
+        By headers of first chunks, of new ones if there are some. Those of requests with a salt
+        have a parent, and tell nothing. Raises NoKeyError, StorageError, OSError.
         """
         first = [
             (name, chunk)
@@ -384,7 +378,7 @@ class WarmedCache:
         return ""
 
     def _seals(self, chunks: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Return how first chunks without extras are sealed, and how they would be by our keys."""
+        """Return how first chunks without extras are sealed, and how the given keys would do it."""
         if self._where is None or not chunks:
             return []
         seals = []

@@ -1,8 +1,8 @@
-"""Contiguous host buffers in the canonical form of chunks, made once and used again.
+"""Contiguous host buffers in the canonical form of chunks, allocated once and reused.
 
-Where an engine's memory cannot be read into directly (it lies on a GPU, or in blocks that the
-engine packs its own way), chunks pass through a buffer: the file is read into it with one call and
-verified, then taken apart. Fresh memory costs ten times a copy in page faults, so there is a pool.
+If an engine's memory cannot be read into directly (it is on a GPU, or in blocks that the engine
+packs in its own way), chunks pass through a buffer: the file is read into it with one call and
+verified, then copied out. Page faults of fresh memory cost ten times the copy, so there is a pool.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["StagingBuffer", "StagingPool"]
 
 
 class StagingBuffer:
-    """Room for some chunks of one shard, each laid out like a file's payload."""
+    """Memory for some chunks of one shard, each laid out like a file's payload."""
 
     def __init__(
         self,
@@ -30,13 +30,13 @@ class StagingBuffer:
         memory: npt.NDArray[np.uint8] | None = None,
         number: int = 0,
     ) -> None:
-        """Take memory for ``chunks`` times the shard's payload, and touch it.
+        """Allocate memory for ``chunks`` times the shard's payload, and touch it.
 
         Args:
             layout: of the chunks.
-            shard: which part of each.
+            shard: the part of each chunk.
             chunks: how many.
-            memory: uint8, of just that size; None: it is allocated, page aligned.
+            memory: uint8, of exactly that size; None: it is allocated, page aligned.
             number: the buffer's number in its pool.
         """
         payload = shard.payload_nbytes(layout)
@@ -52,10 +52,10 @@ class StagingBuffer:
             start = stop
         self._payload = payload
         self.memory = payload_map(layout, shard, self.bytes.ctypes.data, self.bytes, chunks)
-        """Where the chunks lie, for :meth:`vua.store.store.Store.load` and ``save``."""
+        """Where the chunks are, for :meth:`vua.store.store.Store.load` and ``save``."""
 
     def arrays(self, chunk: int) -> list[tuple[npt.NDArray[np.uint8], tuple[int, ...]]]:
-        """Return (bytes, shape) of K, and of V where there is one, of chunk place ``chunk``.
+        """Return (bytes, shape) of K, and of V if there is one, of chunk slot ``chunk``.
 
         The shape is ``[heads, layers, tokens, head_dim]`` in elements of the layout's dtype.
         """
@@ -63,13 +63,13 @@ class StagingBuffer:
         return [(self.bytes[at + a : at + b], shape) for a, b, shape in self._ranges]
 
     def rows(self) -> list[tuple[npt.NDArray[np.uint8], tuple[int, ...]]]:
-        """Return :meth:`arrays` of all chunk places at once: the bytes are ``[chunks, nbytes]``."""
+        """Return :meth:`arrays` of all chunk slots at once: the bytes are ``[chunks, nbytes]``."""
         places = self.bytes.reshape(self.chunks, self._payload)
         return [(places[:, a:b], shape) for a, b, shape in self._ranges]
 
 
 class StagingPool:
-    """A bounded number of equal buffers, lowest numbers first. Safe for threads; never blocks."""
+    """A bounded number of equal buffers, lowest numbers first. Thread-safe; never blocks."""
 
     def __init__(
         self,
@@ -81,15 +81,15 @@ class StagingPool:
         adjoining: bool = False,
         memory: npt.NDArray[np.uint8] | None = None,
     ) -> None:
-        """Lend at most ``limit`` buffers of ``chunks`` chunks at a time; make them when needed.
+        """Lend at most ``limit`` buffers of ``chunks`` chunks at a time; allocate them when needed.
 
         Args:
             layout: of the chunks.
-            shard: which part of each.
+            shard: the part of each chunk.
             chunks: of each buffer.
-            limit: how many buffers there may be.
-            adjoining: they lie one behind the other, number after number, in memory that is taken
-                now and touched when a buffer is made.
+            limit: most buffers.
+            adjoining: the buffers are adjacent, by number, in memory that is allocated now and
+                touched when a buffer is made.
             memory: that memory, uint8; None: it is allocated.
         """
         self.chunks = chunks
@@ -97,7 +97,7 @@ class StagingPool:
             memory = page_aligned(limit * chunks * shard.payload_nbytes(layout))
         self._size, self._memory = (layout, shard, chunks), memory
         self.memory: MemoryMap | None = None
-        """Where the chunks of all buffers lie, if these are adjoining: ``chunks`` places each."""
+        """Where the chunks of all adjoining buffers are: ``chunks`` slots each."""
         if memory is not None:
             address, places = memory.ctypes.data, limit * chunks
             self.memory = payload_map(layout, shard, address, memory, places)
@@ -121,7 +121,7 @@ class StagingPool:
 
     @property
     def left(self) -> int:
-        """How many buffers could be lent now."""
+        """Buffers that could be lent now."""
         return self._limit - self._made + len(self._free)
 
     def give_back(self, buffer: StagingBuffer) -> None:

@@ -1,4 +1,4 @@
-"""Gather and scatter, by the fastest means that gives the right bytes on the cache's device."""
+"""Gather and scatter, by the fastest method that gives the right bytes on the cache's device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MoveChoice(NamedTuple):
     """How rows are moved on some device."""
 
     name: str
-    """``triton``; ``host``: in C where that works, else as ``torch``; or ``torch``."""
+    """``triton``; ``host``: in C if that works, else as ``torch``; or ``torch``."""
     move: Move
     reason: str
     """Why not ``triton``; empty if it is."""
@@ -27,13 +27,13 @@ class MoveChoice(NamedTuple):
 
 @cache
 def choose(device: torch.device) -> MoveChoice:
-    """Return how rows are moved on a device: by Triton where that works, proved once by a trial."""
+    """Return how rows are moved on a device: by Triton if that works, which one trial proves."""
     if device.type == "cpu":
         from vua.device import host  # noqa: PLC0415 - the native library is not needed on a GPU
 
-        return MoveChoice("host", host.move, "the cache lies in CPU memory")
+        return MoveChoice("host", host.move, "the cache is in CPU memory")
     if device.type != "cuda":
-        return MoveChoice("torch", moves.move, f"the cache lies on the device {device.type}")
+        return MoveChoice("torch", moves.move, f"the cache is on the device {device.type}")
     try:
         from vua.device import kernels  # noqa: PLC0415 - Triton is optional
 
@@ -46,7 +46,7 @@ def choose(device: torch.device) -> MoveChoice:
 
 
 def proves(move: Move, device: torch.device) -> bool:
-    """Tell whether a move gives, in both directions, the same bytes as PyTorch on a small cache."""
+    """Whether a move gives, in both directions, the same bytes as PyTorch on a small cache."""
     generator = torch.Generator().manual_seed(0)
     pages = torch.randint(0, 256, (3, 7, 2, 16, 2 * 96), dtype=torch.uint8, generator=generator)
     slots = torch.randperm(7 * 16, generator=generator)[:80]
@@ -74,13 +74,13 @@ def gather(
 
     Args:
         paged: the engine's cache, or some heads or layers of it (`PagedCache.narrow`).
-        slots: int64, one per token, ``[chunks, tokens]`` or flat; of a negative one nothing is
-            touched on either side. On the host, where they are checked at once, or on the cache's
-            device, which has to be waited for.
+        slots: int64, one per token, ``[chunks, tokens]`` or flat; a negative one leaves both sides
+            unchanged. On the host, where they are checked at once, or on the cache's device, which
+            must be waited for.
         k: ``[chunks, heads, layers, tokens, dim]``, or without ``chunks``; on the cache's device,
-            of any dtype of its item size, any strides, rows without gaps.
-        v: likewise; None where the cache holds one latent.
-        move: how; by default what :func:`choose` says.
+            of any dtype of its item size, any strides, contiguous rows.
+        v: the same; None if the cache holds one latent.
+        move: how; by default as :func:`choose` returns.
 
     On a GPU this only queues the copy on the current stream.
 
@@ -101,12 +101,12 @@ def scatter(
 ) -> None:
     """Copy chunk arrays into the slots of a cache: the inverse of :func:`gather`, same arguments.
 
-    All other bytes of the cache keep their value, those of the same blocks included.
+    All other bytes of the cache keep their value, also those of the same blocks.
     """
     (move or choose(paged.device).move)(plan(paged, slots, k, v), store=True)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until what was queued on the device's current stream is done."""
+    """Wait for everything queued on the device's current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,9 +1,9 @@
 """Moves tokens between vLLM's paged KV cache and canonical chunk arrays, on CPU tensors.
 
-It promises that `PagedKV.gather` and `PagedKV.scatter` copy exactly the bytes of the tokens asked
-for, whatever bit patterns they hold, and write nothing else. Where K and V lie inside one page is
-described by a `PageForm`. It knows no locks: its caller, a connector's worker, sees that nobody
-writes the same tokens meanwhile.
+`PagedKV.gather` and `PagedKV.scatter` copy exactly the bytes of the given tokens, with any bit
+patterns, and write nothing else. A `PageForm` describes where K and V are inside one page. There
+are no locks: the caller, a connector's worker, ensures that the same tokens are not written
+meanwhile.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _Chunks: TypeAlias = tuple[Tensor | None, Tensor | None]
 class PageForm:
     """Where one head's page of ``block_size * width`` elements holds K and V.
 
-    ``k_index[t, d]`` is the place, in elements from the start of the page, of element ``d`` of the
-    K row of token ``t``; likewise ``v_index``, which has no columns where K and V are one latent.
+    ``k_index[t, d]`` is the index in the page of element ``d`` of the K row of token ``t``; the
+    same for ``v_index``, which has no columns if K and V are one latent.
     """
 
     k_index: Tensor
@@ -44,7 +44,7 @@ class PageForm:
     """Elements per token slot: the last dimension of vLLM's cache tensor."""
 
     def __post_init__(self) -> None:
-        """Refuse maps in which two elements share a place or lie outside the page."""
+        """Refuse maps in which two elements share an index or are outside the page."""
         at = torch.cat([self.k_index, self.v_index], dim=1).flatten()
         size = self.block_size * self.width
         if not len(at) or at.min() < 0 or at.max() >= size or at.bincount().max() > 1:
@@ -78,7 +78,7 @@ def latent_form(block_size: int, width: int) -> PageForm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """Layers at one distance from each other in one allocation, as a single strided tensor."""
+    """Layers at equal distances in one allocation, as a single strided tensor."""
 
     first: int
     layers: int
@@ -87,7 +87,7 @@ class _Run:
     layer_stride: int
 
     def view(self, page: int, offset: int, *inner: tuple[int, int]) -> Tensor:
-        """Return ``[heads, layers, ...]`` of a page, the inner dimensions being (size, stride)."""
+        """Return ``[heads, layers, ...]`` of a page; inner dimensions are (size, stride)."""
         heads = (self.base.shape[1], self.base.stride(1))
         sizes, strides = zip(heads, (self.layers, self.layer_stride), *inner, strict=True)
         start = self.base.storage_offset() + page * self.base.stride(0)
@@ -103,7 +103,6 @@ class _Strided:
     dim: int
 
     def move(self, run: _Run, page: int, slot: int, chunk: Tensor, *, store: bool) -> None:
-        """Copy ``chunk`` to, or from, the slots of a page from ``slot`` on."""
         tokens, dims = (chunk.shape[2], self.token), (chunk.shape[3], self.dim)
         pages = run.view(page, self.offset + slot * self.token, tokens, dims)
         target, source = (pages, chunk) if store else (chunk, pages)
@@ -119,7 +118,6 @@ class _Indexed:
     span: int
 
     def move(self, run: _Run, page: int, slot: int, chunk: Tensor, *, store: bool) -> None:
-        """Copy ``chunk`` to, or from, the slots of a page from ``slot`` on."""
         pages = run.view(page, 0, (self.span, 1))  # index_select and indexing are slower by far
         heads, layers, tokens, _ = chunk.shape
         places = self.places[slot : slot + tokens].flatten().expand(heads, layers, -1)
@@ -130,7 +128,7 @@ class _Indexed:
 
 
 def _half(index: Tensor, width: int, base: Tensor) -> _Strided | _Indexed:
-    """Return where one half of a page lies in the memory of ``base``."""
+    """Return where K or V of a page is in the memory of ``base``."""
     places = index // width * base.stride(2) + index % width * base.stride(3)
     offset = int(places[0, 0])
     token, dim = int(places[:2, 0][-1]) - offset, int(places[0, :2][-1]) - offset
@@ -145,8 +143,8 @@ class PagedKV:
 
     ``caches`` are vLLM's tensors in model order, ``[blocks, heads, slots, width]`` with any strides
     (or ``[blocks, slots, width]``); ``block_size`` is the tokens per block id, a multiple of
-    ``form.block_size`` where vLLM splits its blocks for the kernels. Threads may use one object at
-    once on different tokens.
+    ``form.block_size`` if vLLM splits its blocks for the kernels. Threads may use one object
+    concurrently on different tokens.
 
     >>> cache = torch.arange(2 * 16 * 8.0).view(2, 1, 16, 8)
     >>> k = torch.empty(1, 1, 3, 4)
@@ -162,7 +160,9 @@ class PagedKV:
         if not alike or caches[0].device.type != "cpu":
             raise LayoutError(f"expected alike layers of {page} pages in CPU memory, found {found}")
         if block_size < 1 or block_size % form.block_size:
-            raise LayoutError(f"block size {block_size} is no multiple of {form.block_size} slots")
+            raise LayoutError(
+                f"block size {block_size} is not a multiple of {form.block_size} slots"
+            )
         self._integer = WORDS[caches[0].element_size()]
         layers = [cache.detach().view(self._integer) for cache in caches]
         if layers[0].dim() == 3:
@@ -186,7 +186,7 @@ class PagedKV:
 
         Block ``block_ids[i]`` holds the tokens from ``i * block_size`` on. ``k_out`` and ``v_out``
         are ``[heads, layers, n_tokens, dim]``, of any dtype of the cache's item size, with any
-        strides; ``v_out`` is not looked at where there is no V.
+        strides; ``v_out`` is ignored if there is no V.
 
         Raises:
             InputError: The arguments do not fit; nothing was copied.
@@ -198,7 +198,7 @@ class PagedKV:
     ) -> None:
         """Copy tokens into the cache: the inverse of `gather`, with the same arguments.
 
-        Tokens outside the range keep their bytes, those in the same block included.
+        Tokens outside the range keep their bytes, also those in the same block.
         """
         self._move(block_ids, token_start, n_tokens, (k_in, v_in), store=True)
 
@@ -206,10 +206,10 @@ class PagedKV:
         self, block_ids: _Ids, token_start: int, n_tokens: int, skip: int,
         k_in: Tensor, v_in: Tensor | None,
     ) -> None:  # fmt: skip
-        """Copy the tokens of chunks that follow each other into the cache, by one call for all.
+        """Copy the tokens of consecutive chunks into the cache, by one call for all.
 
         ``k_in`` and ``v_in`` are ``[chunks, heads, layers, chunk_tokens, dim]``; token
-        ``token_start`` is the first chunk's after ``skip`` others. Otherwise as `scatter`.
+        ``token_start`` follows ``skip`` other tokens of the first chunk. Otherwise as `scatter`.
         """
         size, chunks = k_in.shape[3], (k_in, v_in)
         if not 0 <= skip <= skip + n_tokens <= len(k_in) * size:
@@ -219,9 +219,9 @@ class PagedKV:
         self._copy(list(self._pieces(block_ids, token_start, n_tokens, skip, size)), chunks)
 
     def memory(self, chunk_tokens: int, chunks: int) -> MemoryMap | None:
-        """Return a map of ``chunks`` chunk places in these pages, which :meth:`aim` aims.
+        """Return a map of ``chunks`` chunk slots in these pages, which :meth:`aim` aims.
 
-        None where elements lie at no fixed strides, and C cannot write to them.
+        None if elements have no fixed strides, and C cannot write to them.
         """
         halves = [half for half in self._halves if half is not None]
         strided = [half for half in halves if isinstance(half, _Strided)]
@@ -248,11 +248,10 @@ class PagedKV:
     def aim(
         self, memory: MemoryMap, block_ids: _Ids, token_start: int, n_tokens: int, skip: int
     ) -> bool:
-        """Let chunk places of :meth:`memory` be those of a request's tokens.
+        """Point the chunk slots of :meth:`memory` at a request's tokens.
 
-        The arguments are those of :meth:`scatter_chunks`; what the places have beside these tokens
-        is nowhere. Returns False, and aims at nothing, where the tokens cut a segment. Raises
-        InputError.
+        Arguments as for :meth:`scatter_chunks`; other tokens of the slots have no address. Returns
+        False, and changes nothing, if the tokens cut a segment. Raises InputError.
         """
         size, spread = memory.segment_tokens, memory.spread
         if (token_start | skip) % size or n_tokens % size or spread is None:
@@ -307,7 +306,7 @@ class PagedKV:
         ]
 
     def _pieces(self, ids: _Ids, start: int, count: int, skip: int, size: int) -> Iterator[Piece]:
-        """Cut tokens at pages, and at chunks of ``size`` the first of which begins earlier."""
+        """Cut tokens at pages, and at chunks of ``size``, the first of which begins earlier."""
         held = len(ids) * self._block_size
         if start < 0 or count < 0 or start + count > held:
             raise InputError(f"tokens {start}..{start + count} are not in a table of {held} tokens")

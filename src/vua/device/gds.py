@@ -1,10 +1,9 @@
-"""Files straight into device memory, where that is proved to work; everything else as always.
+"""Reads files straight into device memory if that is proved to work.
 
 `Gds` opens a mover once per process and proves it with a file: real bytes, written, read, summed on
 the device and compared. `DirectReader` reads chunks' files by it. It is a short cut of
-`vua.store.store.Loader` and judges nothing: what it hands out has the right header and the right
-checksums, computed where the bytes lie, and whatever is not so is left for the loader, which reads
-it again and says why. Publishing and verification are the store's; only the bytes move differently.
+`vua.store.store.Loader` and judges nothing: it returns only chunks with the right header and the
+right checksums, computed on the device. The loader reads everything else again and reports why.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ _Bytes: TypeAlias = npt.NDArray[np.uint8]
 _Sums: TypeAlias = npt.NDArray[np.uint64]
 
 _FAILURES: Final = 8
-"""So many files in a row that cannot be read this way, and it is not tried any more."""
+"""Consecutive files that cannot be read this way until it is given up."""
 _PROBE_NBYTES: Final = (1 << 20) + 4096 + 520
 _PROBES: Final = ((0, 4096, 65536), (4096, 0, 1 << 20), (4104, 8, 1000), ((1 << 20) - 8, 512, 8192))
-"""Offset in the file, place in memory, bytes; the last one goes beyond the file's end."""
+"""Offset in the file, offset in memory, bytes; the last read passes the file's end."""
 
 
 class Gds:
-    """Whether this process reads files straight into device memory. Safe for threads."""
+    """Whether this process reads files straight into device memory. Thread-safe."""
 
     def __init__(
         self,
@@ -62,20 +61,20 @@ class Gds:
         timeout_s: float = 30.0,
         threads: int = 4,
     ) -> None:
-        """Prove a mover; wait for that, though not for ever.
+        """Prove a mover; waits for that up to a limit.
 
-        To be called before an engine captures CUDA graphs: what the trial does on the device would
-        spoil them.
+        Call this before an engine captures CUDA graphs: the trial's work on the device would spoil
+        them.
 
         Args:
             mode: ``auto`` or ``required``.
             make: opens the mover; called in a thread, because it may hang.
-            directory: where a file is written for a moment: on the storage that counts.
-            device: where files are to be brought.
-            timeout_s: after which a mover that does not answer counts as unusable.
-            threads: files of one load that are read at the same time.
+            directory: where a temporary file is written, on the storage in question.
+            device: target of the reads.
+            timeout_s: after this time a mover counts as unusable.
+            threads: files of one load that are read concurrently.
 
-        Raises ConfigError when it is required and does not work.
+        Raises ConfigError if it is required and does not work.
         """
         self._lock = threading.Lock()
         self._proved, self.mover, self.why = threading.Event(), None, "it is being tried"
@@ -84,7 +83,7 @@ class Gds:
         thread = threading.Thread(target=self._prove, args=(make,), name="vua-gds", daemon=True)
         thread.start()
         if not self._proved.wait(timeout_s):
-            with self._lock:  # whatever it says later is too late
+            with self._lock:  # a later answer is too late
                 self._open, self.mover, self.why = False, None, f"no answer for {timeout_s:.0f} s"
             log.warning("VUA: files go to %s through host memory: %s", device, self.why)
         if mode == "required" and self.mover is None:
@@ -94,7 +93,7 @@ class Gds:
             )
 
     mover: Mover | None
-    """What to read by; None before it is proved, and where it does not work."""
+    """Reads files; None before it is proved, and if it does not work."""
     why: str
     """Why there is none."""
 
@@ -112,7 +111,7 @@ class Gds:
             self._proved.set()
 
     def count(self, *, well: bool) -> None:
-        """Note how a file was read; after several failures in a row it is given up."""
+        """Count a file's read; after several failures in a row the mover is given up."""
         with self._lock:
             self._failed = 0 if well else self._failed + 1
             too_often = self._failed >= _FAILURES
@@ -120,7 +119,6 @@ class Gds:
             self.give_up(f"{_FAILURES} files in a row could not be read")
 
     def give_up(self, why: str) -> None:
-        """Read by it no more."""
         with self._lock:
             was, self.mover, self.why = self.mover, None, why
         if was is not None:
@@ -134,7 +132,7 @@ class Gds:
 
 
 def _probe(mover: Mover, directory: Path, device: torch.device) -> None:
-    """Write a file, read it by the mover and compare. Raises OSError where anything differs."""
+    """Write a file, read it by the mover and compare. Raises OSError on any difference."""
     content = np.frombuffer(os.urandom(_PROBE_NBYTES), dtype=np.uint8)
     memory = torch.empty(len(content), dtype=torch.uint8, device=device)
     mover.attach(memory)
@@ -172,7 +170,7 @@ def _compare(
     expected[at : at + len(there)] = there
     got = mover.read(handle, memory, at, nbytes, offset)
     found = memory.cpu().numpy()
-    # Behind the end of the file cuFile's compatibility mode fills up what was asked for.
+    # After the end of the file, cuFile's compatibility mode fills the rest of the request.
     found[at + len(there) : at + nbytes] = expected[at + len(there) : at + nbytes]
     if got != len(there) or not np.array_equal(expected, found):
         raise OSError(f"{mover.name} read {got} bytes from {offset}, or not the right ones")
@@ -180,7 +178,7 @@ def _compare(
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """One file's payload on its way."""
+    """One file's payload in flight."""
 
     handle: Any
     at: int
@@ -189,7 +187,7 @@ class _Read:
 
 
 class _Files(Protocol):
-    """What a storage has whose capabilities say ``device_reads``."""
+    """Methods of a storage with the capability ``device_reads``."""
 
     def open_file(self, name: str) -> tuple[int, FileStatus]: ...
 
@@ -198,7 +196,7 @@ class DirectReader:
     """Reads chunks of one shard, of one store, straight into device memory."""
 
     def __init__(self, gds: Gds, codec: EntryCodec, storage: Storage) -> None:
-        """Read files that ``codec`` describes, of just this shard, from ``storage``."""
+        """Read files that ``codec`` describes, of exactly this shard, from ``storage``."""
         self._gds, self._codec, self._storage = gds, codec, storage
         self._payload = codec.file_nbytes - codec.header_nbytes
         sizes = np.array(codec.block_nbytes(), dtype=np.int64)
@@ -207,14 +205,14 @@ class DirectReader:
     def read(
         self, keys: Sequence[ChunkKey], memory: Tensor, believed: Container[bytes] | None = None
     ) -> tuple[int, bool]:
-        """Bring the payloads of leading chunks into memory, chunk i to place i; verify them there.
+        """Read the payloads of leading chunks into memory, chunk i to slot i; verify them there.
 
-        ``memory`` is a staged buffer's, and nothing uses it; on a GPU the checksums are computed on
-        the current stream. Of writers who are not ``believed`` nothing is read. Raises nothing for
-        the state of the storage.
+        ``memory`` belongs to a staged buffer and is unused meanwhile; on a GPU the checksums are
+        computed on the current stream. Entries of writers that are not ``believed`` are not read.
+        Raises nothing for the state of the storage.
 
-        Returns how many leading chunks are there and right, and whether the one behind them was
-        read but was not right: then somebody else's reading tells who is to blame.
+        Returns how many leading chunks are there and right, and whether the next one was read but
+        was wrong: then another read must find the cause.
         """
         mover = self._gds.mover
         if mover is None or not keys:
@@ -262,14 +260,14 @@ class DirectReader:
     def _open(
         self, mover: Mover, key: ChunkKey, believed: Container[bytes] | None
     ) -> tuple[Any, _Sums] | None:
-        """Return a handle and the table of checksums of a file that says it is ``key``'s."""
+        """Return a handle and the table of checksums of a file whose header is ``key``'s."""
         if not self._storage.capabilities.device_reads:
             return None
         try:
             files = cast("_Files", self._storage)
             fd, status = files.open_file(entry_name(key.name, self._codec.shard))
         except (OSError, UntrustedError):
-            return None  # not there, or not to be had: the loader says which
+            return None  # missing or unreadable: the loader says which
         try:
             if status.nbytes != self._codec.file_nbytes:
                 return None
@@ -287,7 +285,7 @@ class DirectReader:
                 os.close(fd)
 
     def _right(self, memory: Tensor, tables: Sequence[_Sums]) -> int:
-        """Count the leading chunks whose checksums are those of their files."""
+        """Count the leading chunks whose checksums match their files."""
         if not tables:
             return 0
         places = np.arange(len(tables), dtype=np.int64)[:, None] * self._payload

@@ -1,4 +1,4 @@
-"""How rows are moved in a CPU's memory: by one call, except where slots repeat."""
+"""Moves rows in CPU memory: by one call, unless slots repeat."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ def move(job: Job, *, store: bool) -> None:
 
 
 def _repeats(slots: npt.NDArray[np.int64]) -> bool:
-    """Whether a slot is named twice."""
     ordered = np.sort(slots, axis=None)
     return bool(((ordered[1:] == ordered[:-1]) & (ordered[1:] >= 0)).any())
 
 
 def _copies_of(job: Job, array: int, runs: Runs, *, store: bool) -> native.StridedCopy:
-    """Return the copies of K, or of V: a box per run and layer, as rows lie on both sides."""
+    """Return the copies of K, or of V: a box per run and layer, with both sides' strides."""
     (first, slot, counts), chunk = runs, job.chunks[array]
     layout, size = job.cache.layout, job.cache.itemsize
     rows, tokens = layout.arrays[array], max(1, chunk.shape[3])
@@ -56,22 +55,22 @@ def _copies_of(job: Job, array: int, runs: Runs, *, store: bool) -> native.Strid
 
 
 class Piece(NamedTuple):
-    """Tokens of a chunk that lie in one page."""
+    """Tokens of a chunk in one page."""
 
     page: int
     slot: int
-    """The first one's place in the page."""
+    """Slot of the first token in the page."""
     chunk: int
     at: int
-    """The first one's place in the chunk."""
+    """Index of the first token in the chunk."""
     tokens: int
 
 
 class Pages:
-    """Where the pages of alike layers begin. ``layers``: ``[blocks, heads, slots, width]`` each."""
+    """Where the pages of equal layers begin. ``layers``: ``[blocks, heads, slots, width]`` each."""
 
     def __init__(self, layers: Sequence[Tensor]) -> None:
-        """Note the addresses; who uses them keeps the tensors."""
+        """Note the addresses; the caller keeps the tensors alive."""
         first = layers[0]
         self._item, self._heads = first.element_size(), first.shape[1]
         self.page_nbytes, self.head_nbytes = (first.stride(axis) * self._item for axis in (0, 1))

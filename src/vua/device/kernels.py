@@ -1,10 +1,10 @@
-"""The moves of `vua.device.moves` as one Triton kernel: one launch, whatever layers and chunks.
+"""The moves of `vua.device.moves` as one Triton kernel: one launch for all layers and chunks.
 
-Needs Triton, so nothing but `vua.device` imports this, and only for a cache on a GPU. With
+Needs Triton, so only `vua.device` imports this, and only for a cache on a GPU. With
 ``TRITON_INTERPRET=1`` in the environment at import the kernel runs on the CPU, for tests. It moves
 bits as integers, so every dtype is covered by its size. A launch is a grid of tiles, heads fastest:
-neighbouring programs then touch neighbouring rows where heads lie inside of tokens, and each
-program walks whole pages where they lie outside.
+neighbouring programs then touch neighbouring rows if heads are inside of tokens, and each program
+walks whole pages if they are outside.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from vua.device.moves import Job
 __all__ = ["move", "move_kernel"]
 
 _TILE_NBYTES: Final = 16 << 10
-"""About what one program moves: eight 16-byte accesses for each of its 128 threads."""
+"""Approximate bytes per program: eight 16-byte accesses for each of its 128 threads."""
 _WIDTHS: Final = (16, 256)
-"""Words that a program takes of a row at a time: at least 128 bytes where words have 8."""
+"""Words of a row per program and step: at least 128 bytes if words have 8."""
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def move_kernel(
 
 
 def _width(row: int) -> int:
-    """Words of a row to take at a time: a power of two, without a remainder where that is wide."""
+    """Words of a row per step: a power of two, without a remainder if that is wide."""
     divisor = row & -row
     return min(divisor if divisor >= _WIDTHS[0] else triton.next_power_of_2(row), _WIDTHS[1])
 

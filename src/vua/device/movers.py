@@ -1,8 +1,8 @@
-"""Means of bringing a file's bytes into device memory, behind one small protocol.
+"""Ways to read a file's bytes into device memory, with one small protocol.
 
 `CuFileMover` is NVIDIA's GPUDirect Storage: from the disk into GPU memory, or, in the library's
-compatibility mode, through buffers of its own. `PosixMover` reads as everybody does: straight into
-CPU memory, through a page-locked buffer into GPU memory. Neither looks at what it moves.
+compatibility mode, through its own buffers. `PosixMover` uses ordinary reads: straight into CPU
+memory, through a page-locked buffer into GPU memory. Neither looks at the bytes.
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ _BOUNCE_NBYTES: Final = 4 << 20
 
 
 class Mover(Protocol):
-    """Reads files into device memory. All methods are safe for threads; they raise OSError."""
+    """Reads files into device memory. Thread-safe; all methods raise OSError."""
 
     name: str
 
     def attach(self, memory: Tensor) -> None:
-        """Prepare memory (uint8, without gaps) that will be read into again and again."""
+        """Prepare contiguous memory (uint8) that will be read into repeatedly."""
 
     def detach(self, memory: Tensor) -> None:
         """Undo :meth:`attach`, after the last read."""
 
     def open(self, fd: int) -> Any:  # noqa: ANN401 - a mover's own
-        """Return a handle of the file that ``fd``, which stays the caller's, stands for."""
+        """Return a handle of the file of ``fd``, which stays the caller's."""
 
     def read(self, handle: Any, memory: Tensor, at: int, nbytes: int, offset: int) -> int:  # noqa: ANN401
-        """Read ``nbytes`` from ``offset`` of the file to place ``at`` of ``memory``.
+        """Read ``nbytes`` from ``offset`` of the file to offset ``at`` of ``memory``.
 
-        Returns how many were read, fewer only at the end of the file; the rest of the place is
-        undefined then. They are there when this returns, for whatever is queued on the device
-        afterwards.
+        Returns how many were read, fewer only at the end of the file; the rest of the memory is
+        undefined then. When this returns, work queued on the device afterwards sees the bytes.
         """
 
     def close(self, handle: Any) -> None:  # noqa: ANN401
@@ -54,26 +53,23 @@ class Mover(Protocol):
 
 
 class PosixMover:
-    """`preadv`, and a copy to the device where the memory is not the host's."""
+    """`preadv`, and a copy to the device if the memory is not the host's."""
 
     name = "posix"
 
     def __init__(self) -> None:
-        """Make no buffer before a GPU needs it."""
         self._own = threading.local()
 
     def attach(self, memory: Tensor) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def detach(self, memory: Tensor) -> None:
-        """Nothing to undo."""
+        """Do nothing."""
 
     def open(self, fd: int) -> int:
-        """Return a descriptor of its own."""
         return os.dup(fd)
 
     def read(self, handle: int, memory: Tensor, at: int, nbytes: int, offset: int) -> int:
-        """See :class:`Mover`."""
         if memory.device.type == "cpu":
             return _fill(handle, memory.numpy()[at : at + nbytes].data, offset)
         if not hasattr(self._own, "buffer"):
@@ -90,7 +86,6 @@ class PosixMover:
         return done
 
     def close(self, handle: int) -> None:
-        """See :class:`Mover`."""
         os.close(handle)
 
 
@@ -107,8 +102,7 @@ def _fill(fd: int, view: memoryview, offset: int) -> int:
 def driver_present() -> bool:
     """Whether this machine has a CUDA driver that finds a device.
 
-    To be asked before anything of cuFile is called: without a driver `cuFileDriverOpen` was seen to
-    hang for minutes.
+    Ask before calling cuFile: without a driver `cuFileDriverOpen` can hang for minutes.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -123,9 +117,9 @@ def driver_present() -> bool:
 
 
 def _check_bindings() -> None:
-    """Refuse releases of cuda-bindings whose `cufile.read` does not say how much it read.
+    """Refuse releases of cuda-bindings whose `cufile.read` does not return the bytes read.
 
-    Raises StorageError with those that do.
+    Raises StorageError, which names good releases.
     """
     found = version("cuda-bindings")
     release = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
@@ -137,7 +131,7 @@ def _check_bindings() -> None:
 
 
 def _hint(problem: str) -> str:
-    """Return what to do about an error of cuFile's whose text does not say it."""
+    """Return the remedy for an error of cuFile whose text does not give it."""
     if "5027" in problem or "volume attributes" in problem:
         return (
             "; cuFile asked udev for the kind of file system on the disk (ID_FS_USAGE) and got no "
@@ -154,8 +148,8 @@ class CuFileMover:
     def __init__(self, device: torch.device) -> None:
         """Open cuFile's driver. May take seconds, see :class:`vua.device.gds.Gds`.
 
-        Raises StorageError where there is no CUDA driver (no cuFile call is made then), no
-        `cuda.bindings.cufile`, or no cuFile library, with what to install.
+        Raises StorageError, with what to install, without a CUDA driver (no cuFile call is made
+        then), `cuda.bindings.cufile`, or a cuFile library.
         """
         if not driver_present():
             raise StorageError("cuFile needs a CUDA driver (libcuda.so.1) and a GPU: found none")
@@ -182,7 +176,7 @@ class CuFileMover:
             self._threads.bound = True
 
     def attach(self, memory: Tensor) -> None:
-        """Register memory for direct transfers; where that fails cuFile uses buffers of its own."""
+        """Register memory for direct transfers; if that fails cuFile uses its own buffers."""
         self._bind()
         try:
             self._library.buf_register(memory.data_ptr(), memory.numel(), 0)
@@ -192,19 +186,18 @@ class CuFileMover:
             self._registered.add(memory.data_ptr())
 
     def detach(self, memory: Tensor) -> None:
-        """Undo :meth:`attach`."""
         if memory.data_ptr() in self._registered:
             self._registered.discard(memory.data_ptr())
             self._bind()
             self._library.buf_deregister(memory.data_ptr())
 
     def open(self, fd: int) -> tuple[int, int]:
-        """Open the very file again, past the page cache if its file system can; register it."""
+        """Open the same file again, bypassing the page cache if possible; register it."""
         self._bind()
         path, flags = f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC
         try:
             own = os.open(path, flags | os.O_DIRECT)
-        except OSError:  # tmpfs and others: cuFile's compatibility mode reads them all the same
+        except OSError:  # tmpfs and similar: cuFile's compatibility mode still reads them
             own = os.open(path, flags)
         try:
             what = self._library.Descr()
@@ -219,7 +212,6 @@ class CuFileMover:
     def read(
         self, handle: tuple[int, int], memory: Tensor, at: int, nbytes: int, offset: int
     ) -> int:
-        """See :class:`Mover`."""
         self._bind()
         done, base = 0, memory.data_ptr()
         while done < nbytes:
@@ -237,7 +229,6 @@ class CuFileMover:
         return done
 
     def close(self, handle: tuple[int, int]) -> None:
-        """See :class:`Mover`."""
         try:
             self._library.handle_deregister(handle[1])
         finally:

@@ -1,7 +1,7 @@
-"""One move of rows between a paged cache and chunk arrays, checked; and how PyTorch makes it.
+"""One checked move of rows between a paged cache and chunk arrays; and PyTorch's way to make it.
 
-A chunk array is ``[chunks, heads, layers, tokens, dim]``, K and V apart: what a
-`vua.device.buffers.StagingBuffer` holds. `move` here is the reference for the kernels in
+A chunk array is ``[chunks, heads, layers, tokens, dim]``, K and V separate, as in a
+`vua.device.buffers.StagingBuffer`. `move` here is the reference for the kernels in
 `vua.device.kernels`, and their fallback.
 """
 
@@ -22,16 +22,16 @@ from vua.errors import InputError, LayoutError
 __all__ = ["Job", "Move", "Runs", "check_slots", "move", "plan", "runs"]
 
 _RUN_TOKENS: Final = 4
-"""The mean length of runs from which a call per run is quicker than indexing, on a CPU."""
+"""Mean length of runs from which one call per run is faster than indexing, on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
-    """A move whose arguments fit. Made by `plan` alone."""
+    """A move with checked arguments. Made only by `plan`."""
 
     cache: PagedCache
     slots: Tensor
-    """int64 ``[chunks, tokens]`` on the cache's device; negative: the token is left alone."""
+    """int64 ``[chunks, tokens]`` on the cache's device; negative: the token is skipped."""
     chunks: tuple[Tensor, ...]
     """Per array: words ``[chunks, heads, layers, tokens, words]``."""
     alignment: int
@@ -44,17 +44,16 @@ class Job:
 
 
 class Runs(NamedTuple):
-    """Tokens in a row, each a place that counts through all chunks."""
+    """Consecutive tokens, indexed through all chunks."""
 
     first: npt.NDArray[np.int64]
-    """The first token of each run."""
     slot: npt.NDArray[np.int64]
-    """Its slot."""
+    """Slot of each run's first token."""
     tokens: npt.NDArray[np.int64]
 
 
 class Move(Protocol):
-    """A means of moving rows."""
+    """A way to move rows."""
 
     def __call__(self, job: Job, *, store: bool) -> None:
         """Make the move: into the cache (``store``) or out of it."""
@@ -63,7 +62,7 @@ class Move(Protocol):
 def plan(cache: PagedCache, slots: Tensor, k: Tensor, v: Tensor | None) -> Job:
     """Check a move's arguments, and choose the widest word that fits all of them.
 
-    Reading slots that lie on a GPU waits for it; those in host memory are checked at once.
+    Reading slots on a GPU waits for it; those in host memory are checked at once.
 
     Raises:
         LayoutError: The chunk arrays do not fit the cache.
@@ -115,7 +114,7 @@ def check_slots(cache: PagedCache, slots: Tensor, tokens: int) -> None:
 def move(job: Job, *, store: bool) -> None:
     """Make the move with PyTorch, on any device. No calls per token.
 
-    Two tokens with the same slot leave either one's bytes there.
+    Two tokens with the same slot leave one of the two there.
     """
     # An engine may have made its cache in inference mode, the only mode that can write it then.
     with torch.inference_mode():
@@ -129,7 +128,7 @@ def move(job: Job, *, store: bool) -> None:
 def runs(slots: npt.NDArray[np.int64], block_size: int) -> Runs:
     """Cut the tokens of ``slots`` [chunks, tokens] into runs of neighbours on both sides.
 
-    A run ends where a chunk or a block does. Tokens whose slot is negative are in none.
+    A run ends where a chunk or a block does. Tokens with a negative slot are left out.
     """
     flat = slots.ravel()
     begins = (flat % block_size == 0) | (flat < 0)
@@ -143,7 +142,7 @@ def runs(slots: npt.NDArray[np.int64], block_size: int) -> Runs:
 
 
 def _runs(job: Job) -> list[tuple[int, int, int, int]] | None:
-    """List the runs as (chunk, token, slot, tokens); None where they are too short for calls."""
+    """List the runs as (chunk, token, slot, tokens); None if they are too short for calls."""
     tokens = max(1, job.slots.shape[1])
     first, slot, counts = runs(job.slots.numpy(), job.cache.layout.block_size)
     if len(first) * _RUN_TOKENS > counts.sum():
@@ -153,7 +152,7 @@ def _runs(job: Job) -> list[tuple[int, int, int, int]] | None:
 
 
 def _move_runs(job: Job, runs: list[tuple[int, int, int, int]], *, store: bool) -> None:
-    """Copy run by run, each for all heads and as many layers as lie at one distance."""
+    """Copy run by run, each for all heads and as many equidistant layers as possible."""
     layout, scale = job.cache.layout, job.word.itemsize // job.cache.itemsize
     for pages, spans, chunk in zip(job.cache.arrays, job.cache.spans, job.chunks, strict=True):
         for low, layers, stride in spans:

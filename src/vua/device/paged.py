@@ -1,28 +1,27 @@
 """Where an engine's paged KV cache keeps the rows of K and V, for every layout in use.
 
-A *row* is one token's K (or V) of one head of one layer: ``dim`` elements without gaps. A *slot* is
-the place of one token, ``block id * block_size + place in the block``. A layout is named by the
-*axes* of the engine's tensor, one letter each, in the order of its shape:
+A *row* is one token's K (or V) of one head of one layer: ``dim`` contiguous elements. A *slot* is
+one token's place, ``block id * block_size + index in the block``. A layout is named by the *axes*
+of the engine's tensor, one letter each, in the order of its shape::
 
-    L  layers (absent where there is one tensor per layer)
-    B  blocks (absent where the cache is one long array of slots)
+    L  layers (absent if there is one tensor per layer)
+    B  blocks (absent if the cache is one long array of slots)
     2  K, then V
     N  slots of a block
     H  KV heads (absent for one head, as in MLA)
     D  the elements of a row
-    C  the elements of K's row and of V's behind each other
+    C  the elements of K's row, then V's
 
 Strides are the tensor's own, so one name covers every order and padding in memory. Nothing here
 moves a byte; `vua.device.copy` does.
 
-States of Mamba-like layers in vLLM's cache: which ones can be stored, and where they lie.
-
-In vLLM's cache mode "align" a request's block table has one block per `block_size` tokens, as for
-attention, and a step that ends behind token p leaves the state as of p in block (p - 1) //
-block_size; what came before it is overwritten or freed. A step that goes on behind p computed
-tokens takes it from that same block. So a state can be stored after a step that ends with a block,
-and loaded into the block before the point where the computation goes on. (vLLM 0.32:
-`mamba_utils.preprocess_mamba`, `MambaManager`, `Scheduler._mamba_block_aligned_split`.)
+:class:`StatePages` addresses the states of Mamba-like layers in vLLM's cache. In vLLM's cache mode
+"align" a request's block table has one block per `block_size` tokens, as for attention. A step that
+ends after token p leaves the state as of p in block (p - 1) // block_size; earlier states are
+overwritten or freed. A step that continues after p computed tokens reads it from that same block.
+So a state can be stored after a step that ends with a block, and loaded into the block before the
+point where the computation continues. (vLLM 0.32: `mamba_utils.preprocess_mamba`, `MambaManager`,
+`Scheduler._mamba_block_aligned_split`.)
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ __all__ = [
 
 KNOWN_AXES: Final = {
     "BHNC": "vLLM 0.26 and later: [blocks, heads, block_size, k_dim + v_dim]",
-    "LBHNC": "vLLM 0.29 and later, all layers: in whatever order the allocation has them",
+    "LBHNC": "vLLM 0.29 and later, all layers, in the allocation's order",
     "2BNHD": "vLLM up to 0.24, FlashAttention: [2, blocks, block_size, heads, dim]",
     "2BHND": "the same, HND; vLLM's CPU backend up to 0.24",
     "B2NHD": "vLLM up to 0.24, FlashInfer and Triton: [blocks, 2, block_size, heads, dim]",
@@ -61,7 +60,7 @@ KNOWN_AXES: Final = {
     "BNHD": "a (K, V) pair of [blocks, block_size, heads, dim] per layer",
     "NHD": "a (K, V) pair of [slots, heads, dim] per layer, as in SGLang",
 }
-"""The layouts that engines are known to use; any other sensible order of the letters works too."""
+"""Layouts that engines are known to use; any other sensible order of the letters works, too."""
 
 WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Element types by size for copying: an integer is never rounded, flushed or quieted."""
@@ -71,7 +70,7 @@ _Layers: TypeAlias = Tensor | Sequence[Tensor] | Sequence[Sequence[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where the rows of K, or of V, of one layer lie: in elements of the engine's tensor."""
+    """Strides of K's or V's rows of one layer, in elements of the engine's tensor."""
 
     offset: int
     """From the tensor's first element to the row of head 0 in slot 0 of block 0."""
@@ -85,7 +84,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class PagedLayout:
-    """One layer's blocks: sizes, and where K and V lie. Checked when it is made."""
+    """One layer's blocks: sizes, and where K and V are. Checked when it is made."""
 
     blocks: int
     block_size: int
@@ -116,7 +115,7 @@ class PagedLayout:
     ) -> PagedLayout:
         """Describe a layer's tensor by its shape, its strides in elements, and its axes.
 
-        ``k_dim`` says how many elements of axis C are K's (half of them, if not given).
+        ``k_dim`` says how many elements of axis C are K's (by default half of them).
 
         >>> PagedLayout.of((9, 2, 16, 8), (256, 128, 8, 1), "BHNC").arrays[1]
         Rows(offset=4, block=256, slot=8, head=128, dim=4)
@@ -129,7 +128,9 @@ class PagedLayout:
             or ("2" in axes and "D" not in axes)
         ):
             known = ", ".join(KNOWN_AXES)
-            raise LayoutError(f"axes {axes!r} describe no paged cache; known ones are {known}")
+            raise LayoutError(
+                f"axes {axes!r} do not describe a paged cache; known ones are {known}"
+            )
         if len(shape) != len(axes):
             raise LayoutError(f"shape {tuple(shape)} has not the {len(axes)} axes {axes!r}")
         size, step = dict(zip(axes, shape, strict=True)), dict(zip(axes, stride, strict=True))
@@ -188,7 +189,7 @@ class PagedCache:
     """
 
     def __init__(self, arrays: Sequence[Sequence[Tensor]], layout: PagedLayout) -> None:
-        """Take ``arrays[K, V][layer]``, each ``[blocks, slots, heads, dim]``; see :meth:`of`."""
+        """Use ``arrays[K, V][layer]``, each ``[blocks, slots, heads, dim]``; see :meth:`of`."""
         first = arrays[0][0]
         self.layout, self.layers = layout, len(arrays[0])
         self.itemsize, self.device = first.element_size(), first.device
@@ -197,7 +198,7 @@ class PagedCache:
         """``[K, V][layer]``: the rows as integers, ``[blocks, slots, heads, dim]``."""
         places = [[t.data_ptr() for t in array] for array in self.arrays]
         self.spans = tuple(spans(array) for array in self.arrays)
-        """Per array: (first layer, layers, elements from one to the next) of layers in a row."""
+        """Per array: (first layer, layers, elements from one to the next) of equidistant layers."""
         self.table = torch.tensor(places, dtype=torch.int64).to(self.device)
         """Addresses of the first rows, ``[arrays, layers]``, on the cache's device."""
         steps = [s for r in layout.arrays for s in (r.block, r.slot, r.head, r.dim)]
@@ -210,9 +211,9 @@ class PagedCache:
     def of(cls, layers: _Layers, axes: str, *, k_dim: int | None = None) -> PagedCache:
         """Describe a cache by its tensors and their axes.
 
-        ``layers`` is one tensor per layer; or one (K, V) pair per layer, each half with these axes
-        (one of ``2`` and ``C`` less); or one tensor of all layers, with an axis ``L``. Any dtype of
-        1, 2, 4 or 8 bytes, on any device.
+        ``layers`` is one tensor per layer; or one (K, V) pair per layer, each with these axes (one
+        of ``2`` and ``C`` less); or one tensor of all layers, with an axis ``L``. Any dtype of 1,
+        2, 4 or 8 bytes, on any device.
 
         Raises:
             LayoutError: The tensors differ from each other or do not have these axes.
@@ -257,7 +258,7 @@ class PagedCache:
 
 
 def spans(layers: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
-    """Join neighbouring layers that lie at one distance from each other in one allocation.
+    """Join neighbouring layers at equal distances in one allocation.
 
     Returns (first layer, layers, elements from one to the next), in order.
     """
@@ -300,8 +301,8 @@ def slots_of(
     """Return the slots of a request's tokens ``start`` to ``stop``, int64 ``[stop - start]``.
 
     Block ``block_ids[i]`` holds the tokens from ``i * block_size`` on. Tokens outside ``wanted``
-    get slot -1, which no move touches, and need no block; so a batch of whole chunks can begin and
-    end anywhere.
+    get slot -1, which moves skip, and need no block; so a batch of whole chunks can begin and end
+    anywhere.
 
     Raises:
         InputError: A wanted token has no block.
@@ -312,7 +313,7 @@ def slots_of(
     first, last = wanted or (start, stop)
     held = len(block_ids) * block_size
     if block_size < 1 or not 0 <= start <= stop:
-        raise InputError(f"tokens {start}..{stop} in blocks of {block_size} are no range")
+        raise InputError(f"tokens {start}..{stop} in blocks of {block_size} are not a range")
     token = np.arange(start, stop, dtype=np.int64)
     inside = (token >= first) & (token < last)
     if inside.any() and (first < 0 or min(last, stop) > held):
@@ -331,12 +332,12 @@ class StatePages:
     """The states of one vLLM cache group's layers, addressed by a request's block table.
 
     ``caches`` are vLLM's tensors in model order, one page per block, ``[blocks, ...]`` of one byte
-    per element, whose first ``nbytes`` bytes are the state. Threads may use one object at once on
-    different blocks.
+    per element, whose first ``nbytes`` bytes are the state. Threads may use one object concurrently
+    on different blocks.
     """
 
     def __init__(self, caches: Sequence[Tensor], nbytes: int, block_size: int) -> None:
-        """Find the pages. Raises LayoutError when they are none, or too small."""
+        """Find the pages. Raises LayoutError if there are none, or if they are too small."""
         self._nbytes, self._block_size = nbytes, block_size
         self._pages = []
         for cache in caches:
@@ -359,7 +360,7 @@ class StatePages:
         k_out: Tensor,
         v_out: Tensor | None,
     ) -> None:
-        """Copy the states behind a chunk's last token out of the cache.
+        """Copy the states after a chunk's last token out of the cache.
 
         Args:
             block_ids: the request's block table; its first block holds its first tokens.
@@ -369,7 +370,7 @@ class StatePages:
                 `vua.format.layout`.
             v_out: None.
 
-        Raises InputError: the chunk does not end with a block that the table has.
+        Raises InputError: the chunk does not end with a block of the table.
         """
         block = self._block(block_ids, token_start + n_tokens)
         for page, row in zip(self._pages, _rows(k_out, self._nbytes), strict=True):
@@ -384,7 +385,7 @@ class StatePages:
         k_in: Tensor,
         v_in: Tensor | None,
     ) -> None:
-        """Copy the states behind a chunk's last token into the cache: the inverse of `gather`."""
+        """Copy the states after a chunk's last token into the cache: the inverse of `gather`."""
         block = self._block(block_ids, token_start + n_tokens)
         for page, row in zip(self._pages, _rows(k_in, self._nbytes), strict=True):
             page[block] = row[: self._nbytes]
@@ -398,9 +399,9 @@ class StatePages:
         k_in: Tensor,
         v_in: Tensor | None,
     ) -> None:
-        """Copy the states behind each of some chunks ``[chunks, 1, layers, tokens, k_dim]``.
+        """Copy the states after each of some chunks ``[chunks, 1, layers, tokens, k_dim]``.
 
-        ``token_start`` is the first one's token after ``skip`` others, as in
+        ``token_start`` follows ``skip`` other tokens of the first chunk, as in
         :meth:`vua.device.cpu_pages.PagedKV.scatter_chunks`.
         """
         size, stop = k_in.shape[3], token_start + n_tokens
@@ -412,7 +413,7 @@ class StatePages:
         column, rest = divmod(tokens, self._block_size)
         if rest or not 0 < column <= len(block_ids):
             msg = (
-                f"a state behind token {tokens}: expected a multiple of {self._block_size} and a "
+                f"a state after token {tokens}: expected a multiple of {self._block_size} and a "
                 f"table as long, found {len(block_ids)} blocks"
             )
             raise InputError(msg)

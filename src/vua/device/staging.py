@@ -1,20 +1,18 @@
-"""Brings chunks from host memory into paged caches and back, beside the engine's own work.
+"""Moves chunks between host memory and paged caches, beside the engine's own work.
 
-Host memory is a bounded pool of buffers in the form of files, made once, touched, page-locked where
-the cache is on a GPU, and used again. There each buffer has a mirror of its size in device memory:
-a load is one DMA transfer into the mirror and one kernel from there into the blocks, a save the
-reverse, for all buffers of a step that lie one behind the other. Transfers have a stream per
-direction, and loads' kernels have one of their own: they run beside the next buffer's transfer. The
-ordering, which is all that is subtle here:
+Host memory is a bounded pool of buffers in the form of files, allocated once, touched, page-locked
+if the cache is on a GPU, and reused. On a GPU each buffer has a mirror of its size in device
+memory: a load is one DMA transfer into the mirror and one kernel from there into the blocks, a save
+the reverse, for all adjacent buffers of a step. Transfers have one stream per direction, and loads'
+kernels have their own: they run beside the next buffer's transfer. The order of work matters:
 
-- A load is queued when everything has ended that the engine had queued when :meth:`Staging.mark`
-  was called: no earlier kernel can still be using the blocks. Its thread waits for that, not the
-  stream, where loads of others would wait behind it. Its fence has passed when the blocks are
-  complete.
+- A load is queued after everything that the engine had queued when :meth:`Staging.mark` was called:
+  no earlier kernel can still be using the blocks. Its thread waits for that, not the stream, where
+  other loads would be held up. Its fence has passed when the blocks are complete.
 - A save's gather (device memory to device memory, microseconds) is queued with the engine's own
-  work: after what may still write the blocks, before what may overwrite them. Only the transfer to
-  the host has a stream of its own, so the engine never waits for one. The fence has passed when the
-  buffer is complete.
+  work: after kernels that may still write the blocks, before kernels that may overwrite them. Only
+  the transfer to the host has its own stream, so the engine never waits for one. The fence has
+  passed when the buffer is complete.
 
 On the CPU the same calls copy at once, and their fences have passed when they return.
 """
@@ -45,16 +43,16 @@ from vua.io.posix import page_aligned
 __all__ = ["DeviceBuffer", "Fence", "Staging", "clear_error"]
 
 _PIECE_NBYTES: Final = 8 << 20
-"""Of one transfer: 0.15 ms, which a transfer of the engine may have to wait for."""
+"""Largest transfer: 0.15 ms, for which a transfer of the engine may have to wait."""
 
 
 class Fence:
-    """A point in a device's work. On the CPU it has always been passed. Safe for threads."""
+    """A point in a device's work. On the CPU it has always been passed. Thread-safe."""
 
     __slots__ = ("event",)
 
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
-        """Stand for an event that was recorded, or for the present."""
+        """Stand for a recorded event, or for the present."""
         self.event = event
 
     def passed(self) -> bool:
@@ -62,7 +60,7 @@ class Fence:
         return self.event is None or bool(self.event.query())
 
     def wait(self) -> None:
-        """Block the calling thread until the device has come this far; gives up the GIL."""
+        """Block the calling thread until the device has come this far; releases the GIL."""
         if self.event is not None:
             self.event.synchronize()
 
@@ -73,36 +71,33 @@ def _end_of(stream: torch.cuda.Stream) -> Fence:
 
 
 def clear_error(device: torch.device) -> None:
-    """Take back the error that a refused call has left: the thread's next kernel would raise it."""
+    """Clear the error of a refused call: the thread's next kernel would raise it."""
     with suppress(RuntimeError):
         torch.empty(1, device=device).fill_(0)
 
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """Host memory of one buffer, or of several that lie one behind the other."""
+    """Host memory of one buffer, or of several adjacent ones."""
 
     host: Tensor
-    """uint8."""
     mirror: Tensor
     """The same bytes on the cache's device; on the CPU ``host`` itself."""
     slots: Tensor
-    """Room for slots, page-locked where ``host`` is to be, ``[parts, chunks, tokens]``."""
+    """Memory for slots, page-locked like ``host``, ``[parts, chunks, tokens]``."""
     locked: bool = False
-    """Whether ``host`` is page-locked."""
 
 
 @dataclass(slots=True, eq=False)
 class DeviceBuffer:
-    """A buffer on loan from a :class:`Staging`: one thread's until it is given back."""
+    """A buffer lent by a :class:`Staging`: one thread's until it is given back."""
 
     host: StagingBuffer
-    """The host memory."""
     _memory: _Memory = field(repr=False)
     first: int = 0
-    """The buffer's first chunk place in this memory: in :attr:`Staging.memory`, if there is one."""
+    """The buffer's first chunk slot in :attr:`Staging.memory`, if there is one."""
     fence: Fence = field(default_factory=Fence)
-    """When the buffer's last transfer is complete."""
+    """Passed when the buffer's last transfer is complete."""
 
     @property
     def number(self) -> int:
@@ -111,23 +106,21 @@ class DeviceBuffer:
 
     @property
     def memory(self) -> MemoryMap:
-        """See :attr:`StagingBuffer.memory`."""
         return self.host.memory
 
     def arrays(self, chunk: int) -> list[tuple[npt.NDArray[np.uint8], tuple[int, ...]]]:
-        """See :meth:`StagingBuffer.arrays`."""
         return self.host.arrays(chunk)
 
     @property
     def device_bytes(self) -> Tensor:
-        """The buffer's bytes where the cache is; nobody else's while no transfer is under way."""
+        """The buffer's bytes on the cache's device; unused while no transfer is in flight."""
         nbytes = len(self.host.bytes)
         at = self.first // self.host.chunks * nbytes
         return self._memory.mirror[at : at + nbytes]
 
 
 class _Run(NamedTuple):
-    """Chunks that lie one behind the other."""
+    """Adjacent chunks."""
 
     memory: _Memory
     first: int
@@ -140,11 +133,11 @@ class _Run(NamedTuple):
 
 
 class Staging:
-    """The ways of one shard's layers to and from host memory. Safe for threads.
+    """Moves one shard's layers to and from host memory. Thread-safe.
 
     A load, in any thread: ``take``, read files into ``buffer.memory``, wait for the mark, ``load``,
-    wait for the fence before anybody is told, ``give_back``. With two buffers in turn the next file
-    is read while the last one is transferred. A save: ``take`` and ``save`` in the engine's thread;
+    wait for the fence before reporting, ``give_back``. With two buffers in turn the next file is
+    read while the last one is transferred. A save: ``take`` and ``save`` in the engine's thread;
     elsewhere wait for the fence, write files, ``give_back``.
     """
 
@@ -160,12 +153,12 @@ class Staging:
     ) -> None:
         """Lend at most ``limit`` buffers of ``chunks`` chunks of ``shard``, made when first needed.
 
-        ``parts`` are the shard's layers in order: one cache, or several where an engine gives some
-        layers block tables (and block sizes) of their own. ``adjoining``: memory for all buffers is
-        taken now, one behind the other, so that :meth:`save` moves many by one call; where the
-        device has no room for so many, for fewer.
+        ``parts`` are the shard's layers in order: one cache, or several if an engine gives some
+        layers their own block tables (and block sizes). ``adjoining``: memory for all buffers is
+        allocated now, adjacent, so that :meth:`save` moves many by one call; for fewer if the
+        device has not enough memory.
 
-        Raises LayoutError when together they do not hold just what the shard holds.
+        Raises LayoutError if together they do not hold exactly the shard.
         """
         found = {(p.layout.heads, p.layout.dims, p.itemsize, p.device) for p in parts}
         layers = sum(part.layers for part in parts)
@@ -177,12 +170,11 @@ class Staging:
             )
         self._parts, self._device, self.chunks = tuple(parts), parts[0].device, chunks
         self.device = self._device
-        """Where the caches lie."""
         self._tokens = layout.chunk_tokens
         self._shapes = [(shard.heads, shard.layers, self._tokens, dim) for dim in layout.dims]
         self._made: dict[StagingBuffer, DeviceBuffer] = {}
         self._jobs: dict[tuple[int, int, int], list[Job]] = {}
-        """How loads move which chunks of which memory, but for their slots."""
+        """Prepared moves of loads, by memory and chunks, without their slots."""
         self._lock = threading.Lock()
         self._cuda = self._device.type == "cuda"
         self._closed = False
@@ -200,15 +192,14 @@ class Staging:
             except torch.OutOfMemoryError:
                 limit //= 2
         self.limit = limit
-        """How many buffers there may be."""
         self._pool = StagingPool(layout, shard, chunks=chunks, limit=limit, memory=together)
         self.memory = self._pool.memory
-        """Where the chunks of all buffers lie, if these are adjoining: ``chunks`` places each."""
+        """Where the chunks of all adjoining buffers are: ``chunks`` slots each."""
 
     def take(self) -> DeviceBuffer | None:
         """Return a buffer with undefined contents.
 
-        None when all are lent, when the device has no memory for another one, or after ``close``.
+        None if all are lent, if the device has no memory for another one, or after ``close``.
         """
         buffer = None if self._closed else self._pool.take()
         if buffer is None:
@@ -225,46 +216,47 @@ class Staging:
 
     @property
     def left(self) -> int:
-        """How many buffers could be lent now."""
+        """Buffers that could be lent now."""
         return self._pool.left
 
     def prepare(self, buffers: int) -> None:
-        """Make so many buffers now, as far as there may and can be, not when they are needed."""
+        """Allocate so many buffers now, as far as possible, not when they are needed."""
         taken = [self.take() for _ in range(buffers)]
         for staged in taken:
             if staged is not None:
                 self.give_back(staged)
 
     def give_back(self, staged: DeviceBuffer) -> None:
-        """Return a buffer, when its last transfer is complete: waits for it."""
+        """Take a buffer back; waits for its last transfer."""
         staged.fence.wait()
         self._pool.give_back(staged.host)
 
     def mark(self) -> Fence:
-        """Return the end of what the calling thread's current stream was given so far."""
+        """Return the end of the work queued so far on the calling thread's current stream."""
         if not self._cuda:
             return Fence()
         return _end_of(torch.cuda.current_stream(self._device))
 
     def enter_thread(self) -> None:
-        """Let what the calling thread, one of ours, asks of CUDA concern the cache's device.
+        """Direct the calling thread's CUDA calls to the cache's device.
 
-        A thread begins on the first one, where each rank would else make a context of its own.
+        A thread starts on the first device, where each rank would otherwise make a context of its
+        own.
         """
         if self._cuda:
             torch.cuda.set_device(self._device)
 
     def aside(self) -> AbstractContextManager[object]:
-        """Let the calling thread queue its own work where loads are queued, beside the engine's."""
+        """Let the calling thread queue its work on the loads' stream, beside the engine's."""
         return torch.cuda.stream(self._load_stream) if self._cuda else nullcontext()
 
     def join(self) -> None:
-        """Let what the calling thread queues from now on wait, on the device, for all loads."""
+        """Make the calling thread's future work wait, on the device, for all loads."""
         if self._cuda:
             torch.cuda.current_stream(self._device).wait_stream(self._load_stream)
 
     def headers(self, places: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return page aligned memory for so many headers, page-locked where the cache is on a GPU.
+        """Return page aligned memory for so many headers, page-locked if the cache is on a GPU.
 
         uint8 ``[places * nbytes]``.
         """
@@ -280,18 +272,7 @@ class Staging:
         there: bool = False,
         check: DigestCheck | None = None,
     ) -> Fence:
-        """Queue the buffer's first chunks into the cache; return when the blocks are complete.
-
-        Args:
-            staged: its bytes must not change before the fence has passed.
-            slots: for each of the parts int64 in host memory, ``[chunks, tokens]``: as many chunks
-                as are to be moved, negative where a token is not to be touched. What
-                :meth:`mark` gave when their blocks were handed over has passed.
-            there: the chunks were read into ``device_bytes`` already.
-            check: of this buffer's; what it compares is known when the fence has passed.
-
-        Raises InputError when the slots do not fit; nothing is moved then.
-        """
+        """Queue the buffer's first chunks into the cache; the fence passes when they are there."""
         (run,) = self._runs([staged], slots)
         count = run.stop - run.first
         if not self._cuda:
@@ -312,25 +293,25 @@ class Staging:
         return staged.fence
 
     def save(self, buffers: Sequence[DeviceBuffer], slots: Sequence[Tensor]) -> Fence:
-        """Queue the tokens of some slots into buffers; return when they are there.
+        """Queue the tokens of some slots into buffers; the fence passes when they are there.
 
-        As :meth:`gather`, and then :meth:`fetch`.
+        As :meth:`gather`, then :meth:`fetch`.
         """
         self.gather(buffers, slots)
         return self.fetch(buffers)
 
     def gather(self, buffers: Sequence[DeviceBuffer], slots: Sequence[Tensor]) -> None:
-        """Queue the tokens of some slots into buffers, as far as these lie on the device.
+        """Queue the tokens of some slots into the device memory of buffers.
 
-        Buffers that lie one behind the other take one gather per part.
+        Adjacent buffers take one gather per part.
 
         Args:
             buffers: each but the last is filled.
             slots: for each of the parts int64 in host memory, ``[chunks, tokens]``: of the first
-                buffer's chunks, then of the next one's; negative: a token is not to be touched.
+                buffer's chunks, then of the next one's; negative for a token to skip.
 
-        Errors as for :meth:`load`. To be called where the engine queues its own work: what it
-        queues afterwards may overwrite the blocks.
+        Errors as for :meth:`load`. Call it where the engine queues its own work: work queued
+        afterwards may overwrite the blocks.
         """
         runs = self._runs(buffers, slots)
         for staged in buffers:
@@ -346,10 +327,10 @@ class Staging:
             staged.fence = gathered
 
     def fetch(self, buffers: Sequence[DeviceBuffer]) -> Fence:
-        """Queue what was gathered into buffers to the host; return when it is there.
+        """Queue gathered buffers to the host; the fence passes when they are there.
 
-        In any thread. So much is on its way at a time as threads wait for, in pieces: the engine's
-        own copies to the host, of a few bytes in each step, come between them.
+        In any thread. Only as much is in flight as threads wait for, in pieces: the engine's own
+        copies to the host, a few bytes in each step, come between them.
         """
         if not self._cuda:
             return Fence()
@@ -372,7 +353,6 @@ class Staging:
             target[piece].copy_(found[piece], non_blocking=True)
 
     def _adjoining(self, buffers: Sequence[DeviceBuffer]) -> list[_Run]:
-        """Return the runs of buffers, as a whole, that lie one behind the other."""
         runs: list[_Run] = []
         for staged in buffers:
             memory, first = staged._memory, staged.first
@@ -383,7 +363,7 @@ class Staging:
         return runs
 
     def close(self) -> None:
-        """Wait for all transfers and let the page-locked memory go. Buffers on loan stay usable."""
+        """Wait for all transfers and release the page-locked memory. Lent buffers stay usable."""
         self._closed = True
         with self._lock:
             made, self._made = list(self._made.values()), {}
@@ -409,7 +389,7 @@ class Staging:
             mirror = torch.empty_like(host, device=self._device)
         self._load_stream.synchronize()
         # Pinned where it lies: torch's own allocator rounds up to powers of two. Where the system
-        # refuses, transfers are right all the same, but hold up the thread that queues them.
+        # refuses, transfers are still right, but hold up the thread that queues them.
         with torch.cuda.device(self._device):
             status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
             if int(status) != 0:
@@ -417,7 +397,7 @@ class Staging:
         return _Memory(host, mirror, slots, int(status) == 0)
 
     def _runs(self, buffers: Sequence[DeviceBuffer], slots: Sequence[Tensor]) -> list[_Run]:
-        """Return where the chunks lie that there are slots for; check all before any is moved."""
+        """Return where the chunks with slots are; check all before any is moved."""
         shapes = {tuple(some.shape) for some in slots}
         count, most = len(slots[0]) if slots else 0, len(buffers) * self.chunks
         fits = shapes == {(count, self._tokens)} and most - self.chunks < count <= most
@@ -433,7 +413,7 @@ class Staging:
         return [*runs[:-1], _Run(memory, first, stop - (most - count))]
 
     def _scatter(self, run: _Run, slots: Sequence[Tensor]) -> None:
-        """Scatter chunks of a mirror on a GPU; how they move is planned once for a run."""
+        """Scatter chunks of a mirror on a GPU; the move is planned once per run."""
         rooms = run.memory.slots[:, run.first : run.stop]
         there = [
             room.copy_(some).to(self._device, non_blocking=True)
@@ -469,7 +449,7 @@ class Staging:
             low += part.layers
 
     def _arrays(self, run: _Run) -> list[Tensor]:
-        """K, and V where there is one, of a run: ``[chunks, heads, layers, tokens, dim]``."""
+        """K, and V if there is one, of a run: ``[chunks, heads, layers, tokens, dim]``."""
         pieces = run.bytes_of(run.memory.mirror).view(run.stop - run.first, -1)
         arrays, at, size = [], 0, self._parts[0].itemsize
         for *shape, dim in self._shapes:

@@ -1,7 +1,7 @@
-"""XXH3-64 of many pieces of device memory at once: the checksums of files, where the bytes lie.
+"""XXH3-64 of many pieces of device memory at once: the checksums of files on the device.
 
-On a GPU with Triton the bytes stay where they are and 8 bytes per piece come back; elsewhere
-xxhash computes on the host, of a copy if need be. Both give what `xxhash.xxh3_64` gives.
+On a GPU with Triton the bytes stay there and 8 bytes per piece come back; elsewhere xxhash computes
+on the host, of a copy if needed. Both give the result of `xxhash.xxh3_64`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 __all__ = ["SHORT", "DigestCheck", "Digests", "checksums", "kernel_for", "on_host"]
 
 SHORT: Final = 240
-"""Inputs up to this length have formulas of their own; checksum blocks of files are longer."""
+"""Inputs up to this length have their own formulas; checksum blocks of files are longer."""
 _P32: Final = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 _P64: Final = (
     0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
@@ -47,7 +47,7 @@ def checksums(
     """Return the XXH3-64 (seed 0) of pieces of memory, ``[pieces]``; waits for the device.
 
     Args:
-        data: uint8, without gaps, on any device.
+        data: uint8, contiguous, on any device.
         starts: where in ``data`` each piece begins, in bytes.
         lengths: bytes of each.
         kernel: by default Triton's on a GPU, if it proves right there.
@@ -64,16 +64,15 @@ def checksums(
 
 
 def _word(data: Tensor, starts: _Places, lengths: _Places) -> int:
-    """The longest word that all of the pieces are whole numbers of."""
+    """The longest word that divides all of the pieces."""
     found = math.gcd(data.data_ptr(), 8, int(np.gcd.reduce(starts)), int(np.gcd.reduce(lengths)))
     return found if found in (8, 4) else 1
 
 
 class DigestCheck:
-    """Compares chunks in a device's memory with the checksums of their headers, where they lie.
+    """Compares chunks in device memory with the checksums of their headers, on the device.
 
-    For chunks that lie one behind the other, and their headers likewise. Safe for threads that
-    use different rows.
+    For adjacent chunks with adjacent headers. Safe for threads that use different rows.
     """
 
     def __init__(
@@ -87,12 +86,12 @@ class DigestCheck:
         """Prepare for one buffer.
 
         Args:
-            memory: uint8, without gaps: the chunks; on the device.
+            memory: uint8, contiguous: the chunks; on the device.
             payload_nbytes: from one chunk to the next.
             blocks: where in a chunk each checksum block begins, and its bytes, ``[blocks]``.
             table: the headers, ``[chunks, header_nbytes]``, on the host, page-locked; where in a
-                header the checksums begin; the place of each block's among them, ``[blocks]``.
-            kernel: what hashes.
+                header the checksums begin; the index of each block's among them, ``[blocks]``.
+            kernel: computes the digests.
         """
         device, (starts, lengths), (headers, offset, order) = memory.device, blocks, table
         rows = len(headers)
@@ -111,7 +110,7 @@ class DigestCheck:
         self._wrong = torch.ones(rows, dtype=torch.bool, pin_memory=device.type == "cuda")
 
     def queue(self, chunks: int) -> None:
-        """Compare the first chunks, on the current stream, and bring the answer to the host."""
+        """Compare the first chunks, on the current stream, and copy the result to the host."""
         mirror, count = self._mirror[:chunks], chunks * self._blocks
         mirror.copy_(self._headers[:chunks], non_blocking=True)
         found = self._kernel(
@@ -121,13 +120,13 @@ class DigestCheck:
         self._wrong[:chunks].copy_(differ.any(dim=1), non_blocking=True)
 
     def right(self, chunks: int) -> int:
-        """Return how many leading ones were right, once what was queued has ended."""
+        """Return how many leading ones were right, once the queued work has ended."""
         wrong = self._wrong[:chunks].tolist()
         return wrong.index(True) if True in wrong else chunks
 
 
 def on_host(data: Tensor, starts: _Places, lengths: _Places) -> _Sums:
-    """As :func:`checksums`, by xxhash: of a copy where the data are on a GPU."""
+    """As :func:`checksums`, by xxhash: of a copy if the data are on a GPU."""
     memory = data.cpu().numpy().data
     pieces = zip(starts.tolist(), lengths.tolist(), strict=True)
     sums = [xxhash.xxh3_64_intdigest(memory[start : start + size]) for start, size in pieces]
@@ -136,7 +135,7 @@ def on_host(data: Tensor, starts: _Places, lengths: _Places) -> _Sums:
 
 @cache
 def _keys(device: torch.device) -> Tensor:
-    """What the kernel takes from the secret: ``[20, 8]``."""
+    """The part of the secret that the kernel uses: ``[20, 8]``."""
     rows = [_SECRET[8 * stripe : 8 * stripe + 64] for stripe in range(16)]
     rows += [_SECRET[128:192], _SECRET[121:185], np.array(_START, dtype="<u8").tobytes()]
     rows += [_SECRET[11:75]]
@@ -146,7 +145,7 @@ def _keys(device: torch.device) -> Tensor:
 
 @cache
 def kernel_for(device: torch.device) -> Digests | None:
-    """Triton's kernel, where it gives right sums on a device; None elsewhere."""
+    """Triton's kernel, if it gives right sums on a device; else None."""
     if device.type != "cuda":
         return None
     try:

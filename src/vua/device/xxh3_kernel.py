@@ -1,10 +1,9 @@
 """The long part of XXH3-64 (inputs of more than 240 bytes, seed 0) as a Triton kernel.
 
-After the description of XXH3 in xxHash's specification (github.com/Cyan4973/xxHash,
-doc/xxhash_spec.md): eight accumulators of 64 bits take in stripes of 64 bytes; after every 16 of
-them, a block of 1 KiB, they are scrambled, so blocks follow each other and stripes need not. One
-program takes one input, block by block; inputs run beside each other. At the end the accumulators
-are merged into one number and mixed.
+After xxHash's specification (github.com/Cyan4973/xxHash, doc/xxhash_spec.md): eight accumulators of
+64 bits consume stripes of 64 bytes; after every 16 of them, a block of 1 KiB, they are scrambled,
+so blocks are sequential and stripes need not be. One program hashes one input, block by block;
+inputs run in parallel. At the end the accumulators are merged into one number and mixed.
 
 Needs Triton, as `vua.device.kernels` does; ``TRITON_INTERPRET=1`` runs it on the CPU.
 """
@@ -38,7 +37,7 @@ def _read64(base, at, mask, WORD: tl.constexpr):
 
 @triton.jit
 def add_pair(one, other) -> tl.tensor:
-    """Add; `tl.sum`'s own function is Triton's, and is not interpreted where Triton compiles."""
+    """Add; `tl.sum`'s own function is Triton's, and is not interpreted when Triton compiles."""
     return one + other
 
 
@@ -95,9 +94,9 @@ def digests(data: Tensor, starts: Tensor, lengths: Tensor, keys: Tensor, word: i
     Args:
         data: uint8; the inputs are ranges of it.
         starts: int64, where each begins.
-        lengths: int64, more than 240 each, on the data's device as everything here.
+        lengths: int64, more than 240 each, on the data's device like everything here.
         keys: int64 ``[20, 8]``: keys of a block's stripes, of scrambling, of an input's last
-            stripe, what the accumulators begin with, and keys of the merge.
+            stripe, initial accumulators, and keys of the merge.
         word: 8, 4 or 1: divides address, starts and lengths.
     """
     out = torch.empty(len(starts), dtype=torch.int64, device=data.device)

@@ -1,15 +1,14 @@
 """Whether engines compute the same K and V from a model's config, as far as measurements show.
 
-Engines read the same config differently: a key that one of them applies is passed over by another.
-Caches may cross engines only for keys and values of which `tests/e2e/meeting.py` has shown, for
-this model type, that transformers and vLLM compute the same K and V. Any other key or value makes
-the namespace the engine's own. `shared_configs.json` holds what was shown; the command
-``python tests/make_shared_configs.py`` writes it.
+Engines read the same config differently: one applies a key that another ignores. Caches may be
+shared between engines only for keys and values for which `tests/e2e/meeting.py` has shown, for this
+model type, that transformers and vLLM compute the same K and V. Any other key or value makes the
+namespace the engine's own. `shared_configs.json` holds what was shown; the command ``python
+tests/make_shared_configs.py`` writes it.
 
-Why something that an engine can be told is no part of an identity: the reasons of all tables.
-
-Each engine has tables of what it excludes, by reason: settings, arguments and variables of the
-environment. A reason that only one engine has stands beside its table.
+The constants are the reasons why a setting, argument or variable of the environment is not a part
+of the identity. Each engine has tables of what it excludes, by reason; a reason that only one
+engine has is beside its table.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ __all__ = [
 ]
 
 _CODE: Final = "vua.code"
-"""Code that came with the model's files runs, which no measurement covers."""
+"""Code that came with the model's files runs, which measurements do not cover."""
 _MARKED: Final = frozenset(("vua.whole", "vua.quantization", "vua.sglang_quantization"))
-"""Where these are, the namespace is one engine's already."""
+"""With one of these the namespace is already one engine's own."""
 _ANYTHING: Final = frozenset(
     # Quantised weights: each engine marks these itself. Python code beside the weights: it counts
     # as _CODE where it runs.
@@ -53,9 +52,9 @@ _ANYTHING: Final = frozenset(
 
 
 def unshared(config: Mapping[str, Any]) -> str:
-    """Return why caches of a config must not cross engines; "" where they may.
+    """Return why caches of a config must not be shared between engines; "" if they may.
 
-    For an engine's face, when the config is complete and before `config_digest` takes it::
+    For an engine's adapter, when the config is complete and before `config_digest` takes it::
 
         config = dict(model.config.get_text_config().to_dict())
         ...                                     # config["vua.code"] and the like
@@ -63,10 +62,9 @@ def unshared(config: Mapping[str, Any]) -> str:
             config["vua.engine"] = ["sglang", *(architectures or ())]
 
     Args:
-        config: a text config as the engine resolved it, by `to_dict()`. Of the keys that begin
-            with "vua.", "vua.code" makes it the engine's own; those that mark it as one engine's
-            already ("vua.whole", "vua.quantization", "vua.sglang_quantization") make it shared, so
-            that no second mark is needed.
+        config: a text config as the engine resolved it, by `to_dict()`. The key "vua.code" makes it
+            the engine's own. The keys "vua.whole", "vua.quantization" and "vua.sglang_quantization"
+            already mark it as one engine's, so no second mark is needed and the result is "".
 
     >>> unshared({"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5})
     ''
@@ -86,12 +84,11 @@ def unshared(config: Mapping[str, Any]) -> str:
 
 
 def unproven(config: Mapping[str, Any], places: Mapping[str, list[Any]]) -> str:
-    """Return the first fact of a config whose value is not among those of its place; "" if none is.
+    """Return the first fact of a config whose value was not shown for its key; "" if none.
 
     Args:
         config: as `unshared` takes it.
-        places: by place of `facts` the values that were shown; a place that is missing may have
-            any.
+        places: the shown values, by key of `facts`; a missing key may have any value.
     """
     for place, value in facts(config):
         if place in places and not _is_among(value, places[place]):
@@ -100,10 +97,10 @@ def unproven(config: Mapping[str, Any], places: Mapping[str, list[Any]]) -> str:
 
 
 def facts(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what a config says, one plain value at a time: what can be proven by itself.
+    """Yield a config as single plain values, which can be shown one by one.
 
-    Elements of a list have one place, and `layer_types` one for their order; parameters of rotation
-    stand by their ``rope_type``. What cannot change K and V is left out.
+    Elements of a list share one key, and `layer_types` has one for their order; rotation parameters
+    are keyed by their ``rope_type``. Values that cannot change K and V are left out.
 
     >>> rope = {"rope_type": "linear", "factor": 4.0}
     >>> for fact in facts({"layer_types": ["full_attention"], "rope_parameters": rope}):
@@ -128,7 +125,7 @@ def facts(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _order(kinds: Sequence[str]) -> str:
-    """Return how layers take turns; some engines know no other way than one."""
+    """Return how layers alternate; some engines support only one order."""
     if len({*kinds}) == 1:
         return "one"
     turns = all(kinds[at] == kinds[at % 2] for at in range(len(kinds)))
@@ -146,7 +143,7 @@ def _rotation(place: str, rope: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @cache
 def _proven() -> dict[str, dict[str, list[Any]]]:
-    """Return by model type and place the values that were shown, see `_is_among`."""
+    """Return the shown values by model type and key, see `_is_among`."""
     text = (files("vua.format") / "shared_configs.json").read_text(encoding="utf-8")
     said: dict[str, dict[str, list[Any]]] = json.loads(text)
     everywhere = said.pop("*")
@@ -154,7 +151,7 @@ def _proven() -> dict[str, dict[str, list[Any]]]:
 
 
 def _is_among(value: Any, known: list[Any]) -> bool:  # noqa: ANN401
-    """Whether a value was shown: "*" stands for any value, "+" for any number above 0."""
+    """Whether a value was shown: "*" matches any value, "+" any number above 0."""
     if "*" in known:
         return True
     if (
@@ -173,21 +170,21 @@ def _is_same(one: Any, other: Any) -> bool:  # noqa: ANN401
     return bool(one == other)
 
 
-WHEN: Final = "when and beside which others a token is computed, not from what"
+WHEN: Final = "when, and in which batch, a token is computed; not its input"
 WHERE: Final = "where processes, memory, files and caches are, and how they find each other"
-KERNEL: Final = "which kernel, compiler or graph computes the same function: rounding alone"
-SPLIT: Final = "over which workers the same function is spread; a file names its part of K and V"
+KERNEL: Final = "which kernel, compiler or graph computes the same function: only rounding differs"
+SPLIT: Final = "how the same function is split over workers; a file names its part of K and V"
 SEEN: Final = "what is logged, measured, traced or returned"
-LOGITS: Final = "what becomes of the logits; tokens are in the key"
-TEXT: Final = "how requests become tokens, and tokens answers; tokens are in the key"
+LOGITS: Final = "what happens to the logits; tokens are in the key"
+TEXT: Final = "conversion between text and tokens; tokens are in the key"
 FILES: Final = "where files come from; their content counts"
-READ: Final = "how bytes come off the disk; the weights' fingerprint counts"
-CONTENT: Final = "shows in the tensors that a model gets of an image, and these are digested"
+READ: Final = "how bytes are read from disk; the weights' fingerprint counts"
+CONTENT: Final = "changes the tensors of an image, and these are digested"
 ELSEWHERE: Final = "counts in another part of the identity or of the layout"
 
 
 def listed(table: Mapping[str, str]) -> frozenset[str]:
-    """Return the names of a table of reasons and names: ``{WHEN: "one another"}``.
+    """Return the names in a table of reasons and names: ``{WHEN: "one another"}``.
 
     >>> sorted(listed({WHEN: "one another", SEEN: "third"}))
     ['another', 'one', 'third']

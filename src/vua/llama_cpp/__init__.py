@@ -1,9 +1,9 @@
 """VUA for llama-cpp-python: a cache of prompts that outlives the process.
 
-Promises that `Llama` goes on from a stored prefix as if it had computed it, and that a prefix
-stored for another GGUF file, other settings or another version of llama-cpp-python is never found.
-Any number of processes may use one directory. Needs `llama-cpp-python`, when a name is taken from
-here; see docs/llama-cpp.md.
+`Llama` continues from a stored prefix as if it had computed it, and a prefix stored for another
+GGUF file, other settings or another version of llama-cpp-python is never found. Any number of
+processes may use one directory. Needs `llama-cpp-python` when a name is imported from here; see
+docs/llama-cpp.md.
 """
 
 from importlib import import_module
@@ -17,7 +17,7 @@ _PLACES: Final = {"VUALlamaCache": "vua.llama_cpp.cache", "identity_of": "vua.ll
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
-    """Import what needs the engine only when it is asked for: `state` needs none."""
+    """Import names that need the engine at first use: `state` needs none."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

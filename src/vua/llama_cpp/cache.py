@@ -1,15 +1,12 @@
 """`Llama.set_cache`'s cache, kept in a directory.
 
-Promises that the state handed out is that of exactly the tokens it names, of the same model, or
-that there is none; and that no state of the directory ever fails a request. Safe for threads; any
-number of processes may use the directory.
+A returned state is that of exactly the tokens it names, of the same model; and the state of the
+directory never fails a request. Thread-safe; any number of processes may use the directory.
 
-What a loaded `Llama` is, in VUA's terms: whose states it may use, and in which form it has them.
-
-Promises that two get one identity only if their K and V mean the same: the same GGUF files to the
-byte, the same adapter, the same settings but for those known not to matter, the same version of
-llama-cpp-python (which llama.cpp computes may change with it). An adapter that is set behind
-`Llama`'s back goes unseen.
+:func:`identity_of`: two models get one identity only if their K and V mean the same: the same GGUF
+files to the byte, the same adapter, the same settings except those known not to matter, the same
+version of llama-cpp-python (llama.cpp's results may change with it). An adapter that is set without
+`Llama`'s knowledge goes unseen.
 """
 
 from __future__ import annotations
@@ -43,17 +40,17 @@ _FREE_SETTINGS: Final = frozenset(
     "n_batch n_ubatch n_seq_max n_rs_seq n_outputs_max n_outputs_max_per_seq "  # noqa: SIM905
     "n_threads n_threads_batch flash_attn_type offload_kqv op_offload no_perf defrag_thold "
     "kv_unified "
-    # a field of its own in the identity; what comes out behind the last layer
+    # a field of its own in the identity; what follows the last layer
     "type_k type_v pooling_type embeddings n_samplers".split()
 )
 """Fields of llama.cpp's context parameters that K and V do not depend on. All others count."""
 
 
 def identity_of(llm: Any, *, chunk_tokens: int = 64, epoch: str = "") -> Identity:  # noqa: ANN401
-    """Return whose states a `Llama` has.
+    """Return the identity of a `Llama`'s states.
 
-    Reads its files, as `vua.weights.identify_weights` does; computes a token, for which it forgets
-    what it had computed before.
+    Reads its files, as `vua.weights.identify_weights` does. Computes a token, for which the `Llama`
+    forgets what it had computed before.
 
     Raises:
         ConfigError: its states cannot be stored, or the files change.
@@ -70,7 +67,7 @@ def described_model(
     chunk_tokens: int,
     epoch: str,
 ) -> Described:
-    """Return what `identity_of` returns but for the weights; raises the same."""
+    """Return what `identity_of` returns, without the weights; raises the same."""
     settings = {
         name: value
         for name, *_ in llm.context_params._fields_
@@ -102,7 +99,7 @@ def described_model(
 
 
 def refusal(llm: Any) -> str:  # noqa: ANN401
-    """Return why nothing of this `Llama` may be stored or loaded as it is now; "" where it may."""
+    """Return why nothing of this `Llama` may be stored or loaded now; "" if it may."""
     if llm.chat_handler is not None:
         return "a chat handler may put images into a prompt, which its tokens do not show"
     if llm._logits_all:  # noqa: SLF001 - the argument is not public
@@ -111,9 +108,9 @@ def refusal(llm: Any) -> str:  # noqa: ANN401
 
 
 def try_form(llm: Any) -> StateForm:  # noqa: ANN401
-    """Compute one token and return the form that states have.
+    """Compute one token and return the form of states.
 
-    Raises ConfigError where they cannot be stored.
+    Raises ConfigError if they cannot be stored.
     """
     kind = f"states of {Path(llm.model_path).name} cannot be stored"
     reason = refusal(llm)
@@ -141,7 +138,7 @@ _STATEFUL: Final = ("llama_model_is_recurrent", "llama_model_is_hybrid")
 
 
 def _asked(question: str, llm: Any) -> bool:  # noqa: ANN401
-    """Ask llama.cpp about a model; False where it does not know the question."""
+    """Ask llama.cpp about a model; False if it does not know the question."""
     ask: Callable[[Any], bool] | None = getattr(llama_cpp, question, None)
     return ask is not None and bool(ask(llm.model))
 
@@ -152,7 +149,7 @@ _NO_TOKEN = -1
 
 
 class VUALlamaCache(BaseLlamaCache):
-    """Keeps what one `Llama` has computed in a directory, and gives the longest prefix back.
+    """Keeps what one `Llama` has computed in a directory, and returns the longest prefix.
 
     >>> llm = Llama("model.gguf", n_ctx=4096)  # doctest: +SKIP
     >>> llm.set_cache(VUALlamaCache(llm, "/mnt/kv"))  # doctest: +SKIP
@@ -168,21 +165,20 @@ class VUALlamaCache(BaseLlamaCache):
         epoch: str = "",
         durable: bool = False,
     ) -> None:
-        """Use the directory ``path``, which is created (mode 0700) when missing.
+        """Use the directory ``path``, which is created (mode 0700) if missing.
 
-        Computes one token, to see in which form llama.cpp writes its state; ``llm`` forgets what it
-        had computed before. Which model it is, is found out from every byte of its files, once, on
-        a thread of its own, and then remembered. Until that is known nothing is loaded or
-        saved, see `ready`.
+        Computes one token, to learn the form of llama.cpp's state; ``llm`` forgets what it had
+        computed before. A background thread identifies the model once, from every byte of its
+        files, and the result is remembered. Until then nothing is loaded or saved, see `ready`.
 
         Args:
             llm: a `llama_cpp.Llama`; the cache does not keep it alive.
-            path: the directory, the URL of a place in a bucket (``s3://bucket/prefix``), or a list:
-                a directory and the places behind it. Other models and engines may use it too.
+            path: the directory, a URL in a bucket (``s3://bucket/prefix``), or a list: a directory
+                and slower tiers. Other models and engines may use it, too.
             chunk_tokens: tokens per chunk, the granularity of reuse.
             capacity_bytes: as `VUAConfig.max_bytes`: of the whole directory. By default 80 % of the
-                file system, less where it is fuller.
-            epoch: change it to leave everything stored so far unused.
+                file system, less if it is fuller.
+            epoch: change it to ignore everything stored so far.
             durable: fsync each file. Without it a power cut may cost recent chunks.
 
         Raises:
@@ -209,7 +205,7 @@ class VUALlamaCache(BaseLlamaCache):
         self._stored.close()
 
     def ready(self, timeout_s: float | None = None) -> bool:
-        """Wait until the model is identified; return whether it is. None: for as long as it takes.
+        """Wait until the model is identified; return whether it is. None: no limit.
 
         Raises:
             ConfigError, StorageError, OSError: it cannot be, so nothing is ever loaded or saved.
@@ -218,14 +214,14 @@ class VUALlamaCache(BaseLlamaCache):
 
     @property
     def identity(self) -> Identity:
-        """Whose states these are; waits and raises as `ready` without a limit."""
+        """Identity of these states; waits and raises as `ready` without a limit."""
         return self._stored.identity
 
     @property
     def cache_size(self) -> int:
-        """Bytes in the directory, of all models; estimated where it is large. Raises OSError.
+        """Bytes in the directory, of all models; estimated if it is large. Raises OSError.
 
-        In a bucket nothing is counted here: StorageError says so.
+        For a bucket it raises StorageError: counting costs requests.
         """
         usage = look_at(self._path).usage
         if usage is None:
@@ -243,8 +239,8 @@ class VUALlamaCache(BaseLlamaCache):
     def __getitem__(self, key: Sequence[int]) -> LlamaState:
         """Return the state of the longest stored prefix, in whole chunks.
 
-        Raises KeyError where nothing is stored that the `Llama` has not computed already. Never
-        anything else: what is damaged or missing is a shorter prefix.
+        Raises KeyError if nothing is stored that the `Llama` has not already computed. Never
+        anything else: damage or a missing chunk shortens the prefix.
         """
         tokens, llm, vua = list(key), self._llm(), self._usable()
         if llm is None or vua is None or not tokens:
@@ -269,14 +265,13 @@ class VUALlamaCache(BaseLlamaCache):
         )
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
-        """Store the whole chunks of a state, except those stored already.
+        """Store the whole chunks of a state, except those already stored.
 
-        Never raises for the state of the directory: what cannot be stored is not, and the log says
-        so once.
+        Never raises for the state of the directory: a failure is logged once.
 
         Args:
             key: the tokens of prompt and answer; the state may hold fewer.
-            value: what `Llama.save_state` returned.
+            value: returned by `Llama.save_state`.
         """
         vua = self._usable()
         if vua is None:
@@ -306,7 +301,7 @@ class VUALlamaCache(BaseLlamaCache):
     # -- inside -------------------------------------------------------------------------------
 
     def _usable(self) -> VUA | None:
-        """Return the open namespace; None where there is none (yet), or nothing may be stored."""
+        """Return the open namespace; None if there is none (yet), or nothing may be stored."""
         llm = self._llm()
         if llm is None or (stored := self._stored.usable()) is None:
             return None

@@ -1,9 +1,9 @@
-"""The bytes in which llama.cpp hands out a context's state, taken apart into K and V and back.
+"""The bytes of a llama.cpp context's state, split into K and V and joined again.
 
 `llama_state_get_data` writes the name of the architecture, then for each of its memory's streams a
 position and the sequences of every cell, and the rows of K and V layer by layer. The format has no
-version, so `parse` believes nothing: what does not come out byte for byte when it is put together
-again is refused. One stream, one sequence, one shape in all layers, dtypes without blocks.
+version, so `parse` refuses everything that does not give the same bytes when it is joined again.
+One stream, one sequence, one shape in all layers, dtypes without blocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vua.format.layout import ITEMSIZE
 __all__ = ["GGML_DTYPES", "State", "StateForm", "parse"]
 
 GGML_DTYPES: Final = {0: "F32", 1: "F16", 30: "BF16"}
-"""ggml's types of cells whose single values can be told apart, in VUA's words."""
+"""ggml's types whose single values can be separated, by VUA's names."""
 
 _MAX_ARCH_NBYTES: Final = 256
 _MAX_LAYERS: Final = 4096
@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
-    """What a context's states have in common; the same in every state that one context writes."""
+    """What all states of one context have in common."""
 
     arch: bytes
     """llama.cpp's name of the model's architecture."""
@@ -41,14 +41,14 @@ class StateForm:
     """A key of `GGML_DTYPES`, as is ``v_type``."""
     v_type: int
     k_dim: int
-    """Values of one token in one layer, all heads side by side."""
+    """Values of one token in one layer, all heads."""
     v_dim: int
     v_transposed: bool
-    """Whether V lies as ``[v_dim, cells]``: without flash attention."""
+    """Whether V is ``[v_dim, cells]``: without flash attention."""
 
     @property
     def dtype(self) -> str:
-        """The dtype of K, in VUA's words."""
+        """The dtype of K, by VUA's name."""
         return GGML_DTYPES[self.k_type]
 
     def build(self, k: Sequence[Array], v: Sequence[Array]) -> bytes:
@@ -56,8 +56,8 @@ class StateForm:
 
         Args:
             k: for each layer ``[tokens, k_dim]``, any strides, of unsigned words as wide as a
-                value: the bits, whatever the dtype.
-            v: likewise ``[tokens, v_dim]``.
+                value: the bits of any dtype.
+            v: the same, ``[tokens, v_dim]``.
         """
         tokens = len(k[0])
         parts = [struct.pack("<I", len(self.arch)), self.arch, struct.pack("<II", 1, tokens)]
@@ -78,13 +78,13 @@ class StateForm:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A state taken apart. The arrays look into the bytes that were parsed."""
+    """A state, split. The arrays are views of the parsed bytes."""
 
     form: StateForm
     k: list[Array]
     """For each layer ``[tokens, k_dim]``, unsigned words with the bits of the values."""
     v: list[Array]
-    """Likewise ``[tokens, v_dim]``."""
+    """The same, ``[tokens, v_dim]``."""
 
     @property
     def tokens(self) -> int:
@@ -93,7 +93,7 @@ class State:
 
 
 class _Reader:
-    """Takes numbers and arrays off the front of bytes. Raises ConfigError at their end."""
+    """Reads numbers and arrays from the front of bytes. Raises ConfigError at their end."""
 
     def __init__(self, data: bytes | bytearray) -> None:
         self._data, self._at = data, 0
@@ -123,14 +123,14 @@ class _Reader:
 
 
 def parse(data: bytes | bytearray) -> State:
-    """Take a state apart.
+    """Split a state.
 
     Args:
-        data: what `llama_state_get_data` wrote of a context that holds at least one token.
+        data: written by `llama_state_get_data` for a context with at least one token.
 
     Raises:
-        ConfigError: it holds something else than K and V of one sequence from position 0 on, or
-            holds them in another form than this module knows. The message says what.
+        ConfigError: it holds something other than K and V of one sequence from position 0 on, or in
+            a form that this module does not know. The message says what.
     """
     reader = _Reader(data)
     (length,) = reader.numbers("I")
@@ -147,7 +147,7 @@ def parse(data: bytes | bytearray) -> State:
     k, k_types = _rows(reader, cells, layers)
     v, v_types = (_columns if transposed else _rows)(reader, cells, layers)
     if reader.left_nbytes:
-        raise _unknown(f"{reader.left_nbytes} bytes that are no K and V, such as sliding windows")
+        raise _unknown(f"{reader.left_nbytes} bytes that are not K and V, such as sliding windows")
     shapes = {(one, rows.shape[1]) for one, rows in zip(k_types, k, strict=True)}
     shapes_v = {(one, rows.shape[1]) for one, rows in zip(v_types, v, strict=True)}
     if len(shapes) != 1 or len(shapes_v) != 1:
@@ -158,7 +158,7 @@ def parse(data: bytes | bytearray) -> State:
 
 
 def _order(cells: Array) -> slice | Array:
-    """Return where the tokens lie, by position; a slice where they lie in order."""
+    """Return the cells of the tokens, by position; a slice if they are in order."""
     positions = cells[:, 0]
     sorts = np.argsort(positions, kind="stable")
     if (
@@ -171,7 +171,7 @@ def _order(cells: Array) -> slice | Array:
 
 
 def _rows(reader: _Reader, cells: int, layers: int) -> tuple[list[Array], list[int]]:
-    """Read K, or V that lies as K does."""
+    """Read K, or V in the same form as K."""
     arrays, types = [], []
     for _ in range(layers):
         (kind,) = reader.numbers("i")
@@ -185,7 +185,6 @@ def _rows(reader: _Reader, cells: int, layers: int) -> tuple[list[Array], list[i
 
 
 def _columns(reader: _Reader, cells: int, layers: int) -> tuple[list[Array], list[int]]:
-    """Read V that lies transposed."""
     arrays, types = [], []
     for _ in range(layers):
         kind, itemsize, width = reader.numbers("iII")

@@ -1,1 +1,1 @@
-"""For LMCache: an L2 adapter, and what it calls GPU connectors; the latter work without it."""
+"""For LMCache: an L2 adapter, and GPU connectors, which also work without LMCache."""

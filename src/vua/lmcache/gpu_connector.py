@@ -3,13 +3,12 @@
 They have the names and the contract of LMCache's documented connectors, and work without LMCache on
 tensors of any device, CPU included. ``start`` and ``end`` are token positions in the whole
 sequence, half open. The memory object holds just these tokens: ``[2, layers, tokens, hidden]``. In
-a row the elements of one head follow each other, whatever the order in the cache. The copy is of
-bits: what ``from_gpu`` took out, ``to_gpu`` puts back unchanged. A method returns when its copy is
-complete; one connector serves one thread at a time. Caches may have been made in PyTorch's
-inference mode.
+a row the elements of one head are contiguous, for any order in the cache. The copy is bitwise:
+``to_gpu`` restores what ``from_gpu`` read. A method returns when its copy is complete; one
+connector serves one thread at a time. Caches may have been made in PyTorch's inference mode.
 
 Errors, raised before anything is copied: AssertionError for a memory object without a tensor;
-ValueError where ``kvcaches`` or ``slot_mapping`` is missing, or format, shape or slots do not fit.
+ValueError if ``kvcaches`` or ``slot_mapping`` is missing, or format, shape or slots do not fit.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ __all__ = [
 class VLLMNestedTupleGPUConnector(KVBlobConnector):
     """For contiguous caches: ``kvcaches[layer]`` is a pair (K, V) of ``[num_tokens, ...]``.
 
-    The pairs hold the whole sequence; what follows the token axis has ``hidden_dim_size`` elements.
+    The pairs hold the whole sequence; the axes after the token axis have ``hidden_dim_size``
+    elements.
     """
 
     @torch.inference_mode()
@@ -78,7 +78,7 @@ class VLLMNestedTupleGPUConnector(KVBlobConnector):
     def _rows(
         self, blob: Tensor, start: int, end: int, kwargs: dict[str, Any]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return the tokens of each K and V in the caches, beside their place in the blob."""
+        """Return the tokens of each K and V in the caches, with their tensors in the blob."""
         caches = self.kvcaches_of(kwargs)
         for layer, pair in enumerate(caches):
             found = [(tuple(t.shape), t.dtype) for t in pair]
@@ -101,7 +101,7 @@ class VLLMNestedTupleGPUConnector(KVBlobConnector):
 
 
 class _PagedConnector(KVBlobConnector):
-    """What connectors of paged caches share; a subclass says what layouts it takes."""
+    """Base of connectors of paged caches; a subclass defines the layouts."""
 
     def __init__(self, hidden_dim_size: int, num_layers: int) -> None:
         super().__init__(hidden_dim_size, num_layers)
@@ -171,7 +171,7 @@ class VLLMPagedMemGPUConnector(_PagedConnector):
     """For paged caches: ``kvcaches[layer]`` is (K, V), ``[blocks, block_size, heads, head_size]``.
 
     ``slot_mapping``, int64, has one slot per token of the whole sequence. A token with a negative
-    slot is left alone on both sides; callers keep [start, end) clear of such.
+    slot is skipped on both sides; callers keep [start, end) clear of such.
     """
 
     @torch.inference_mode()
@@ -202,7 +202,7 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
     Beside the pairs of :class:`VLLMPagedMemGPUConnector`: ``[2, blocks, block_size, heads, size]``,
     ``[blocks, 2, block_size, heads, size]``, ``[blocks, heads, block_size, 2 * size]``, and for MLA
     ``[blocks, block_size, latent]`` (then with ``use_mla=True``, and memory objects of one array in
-    the format KV_MLA_FMT). ``slot_mapping`` is as there, -1 for a prefix that is not to be touched.
+    the format KV_MLA_FMT). ``slot_mapping`` is the same, -1 for a prefix that must not be touched.
     """
 
     def __init__(
@@ -218,11 +218,11 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
             hidden_dim_size: heads * head size (MLA: the latent's length).
             num_layers: layers of ``kvcaches``.
             use_gpu: keep a buffer for one chunk on the engine's device; whole chunks to and from
-                other devices then pass through it. Needs the three that follow.
+                other devices pass through it. Needs ``chunk_size``, ``dtype`` and ``device``.
             kwargs: ``chunk_size`` (tokens), ``dtype``, ``device``; ``use_mla``; ``axes``, to name
                 the cache's layout (`vua.device.paged.KNOWN_AXES`) instead of having it recognised.
 
-        Raises ValueError on bad sizes, or where ``use_gpu`` lacks one of its three.
+        Raises ValueError on bad sizes, or if ``use_gpu`` lacks one of its three.
         """
         super().__init__(hidden_dim_size, num_layers)
         self.use_mla = bool(kwargs.get("use_mla", False))
@@ -254,7 +254,7 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
     def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
         """Copy the slots of tokens ``start`` to ``end`` into the object and mark it as KV_BLOB.
 
-        Rows of tokens with a negative slot keep the bytes they have.
+        Rows of tokens with a negative slot keep their bytes.
 
         Raises:
             ValueError: ``kvcaches`` or ``slot_mapping`` is missing or does not fit.
@@ -268,8 +268,8 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
         """Copy the object into the slots of tokens ``start`` to ``end``, and no others.
 
-        ``vllm_cached_tokens`` (0 by default): so many tokens from the sequence's start on are in
-        the cache already, maybe in blocks that others share, and are not written.
+        ``vllm_cached_tokens`` (0 by default): so many leading tokens are already in the cache,
+        maybe in shared blocks, and are not written.
 
         Raises:
             ValueError: ``kvcaches`` or ``slot_mapping`` is missing or does not fit; the format is
@@ -312,7 +312,7 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
 
 
 def _recognised(shape: tuple[int, ...], hidden: int, *, latent: bool) -> str | None:
-    """Return the axes of a layer's tensor; None where none fit, or more than one."""
+    """Return the axes of a layer's tensor; None if none fit, or more than one."""
     if latent:
         return {3: "BND", 4: "BHND"}.get(len(shape))
     if len(shape) == 4 and shape[1] * shape[3] == 2 * hidden:
@@ -329,6 +329,6 @@ def _kind(layer: Any) -> str:  # noqa: ANN401
 
 
 def _chunk(tensor: Tensor, paged: PagedCache) -> list[Tensor]:
-    """See each array ``[layers, tokens, heads * dim]`` as ``[heads, layers, tokens, dim]``."""
+    """View each array ``[layers, tokens, heads * dim]`` as ``[heads, layers, tokens, dim]``."""
     heads = paged.layout.heads
     return [array.unflatten(2, (heads, -1)).permute(2, 0, 1, 3) for array in tensor]

@@ -1,7 +1,7 @@
-"""What all GPU connectors have in common: memory objects, the interface, and its checks.
+"""Common to all GPU connectors: memory objects, the interface, and its checks.
 
-Connectors take LMCache's own memory objects just as well: they look at ``tensor`` and
-``metadata.fmt`` only, and formats are compared by their number.
+Connectors also accept LMCache's own memory objects: they use only ``tensor`` and ``metadata.fmt``,
+and formats are compared by their number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class MemoryFormat(Enum):
-    """What the axes of a memory object's tensor are. The numbers are LMCache's."""
+    """The axes of a memory object's tensor. The numbers are LMCache's."""
 
     UNDEFINED = 0
     KV_BLOB = 1
@@ -41,7 +41,7 @@ class MemoryFormat(Enum):
 
 @dataclass(slots=True)
 class MemoryObjMetadata:
-    """What is known of a memory object beside its bytes."""
+    """A memory object's properties beside its bytes."""
 
     fmt: MemoryFormat = MemoryFormat.UNDEFINED
 
@@ -56,13 +56,13 @@ class MemoryObj:
 
 
 def has_format(memory_obj: MemoryObj, fmt: MemoryFormat) -> bool:
-    """Whether an object, ours or LMCache's, has a format."""
+    """Whether an object, VUA's or LMCache's, has a format."""
     found = memory_obj.metadata.fmt
     return bool(getattr(found, "value", found) == fmt.value)
 
 
 def set_format(memory_obj: MemoryObj, fmt: MemoryFormat) -> None:
-    """Say that an object has a format now, in the terms of whoever made it."""
+    """Mark an object with a format, as an enum of its own library."""
     kind = type(memory_obj.metadata.fmt)
     memory_obj.metadata.fmt = kind(fmt.value)
 
@@ -106,7 +106,7 @@ class GPUConnectorInterface(ABC):
 
 
 class KVBlobConnector(GPUConnectorInterface):
-    """What connectors of KV_BLOB objects share."""
+    """Base of connectors of KV_BLOB objects."""
 
     def __init__(self, hidden_dim_size: int, num_layers: int) -> None:
         """Serve caches of ``num_layers`` layers with ``hidden_dim_size`` = heads * head size."""

@@ -1,22 +1,23 @@
 """VUA as an L2 tier of LMCache's multi-process mode: its objects, verified and bounded.
 
+::
+
     lmcache server ... --l2-adapter '{"type": "plugin", "module_path": "vua.lmcache.l2_adapter",
         "class_name": "VUAL2Adapter",
         "adapter_params": {"path": "/mnt/kv", "plain_engines": true}}'
 
-Promises that an object comes back as it was stored, for the same key, model files, shapes and
-dtypes, or not at all. LMCache names objects by hashes of tokens alone: a prompt with a LoRA adapter
-has the keys of the same prompt without. So the operator has to say that the engines have none, and
-nothing is stored before. LMCache does not show the tokens, so nothing is shared with other engines.
-Needs LMCache 0.5.6.
+An object comes back as it was stored, for the same key, model files, shapes and dtypes, or not at
+all. LMCache names objects by hashes of tokens alone: a prompt with a LoRA adapter has the keys of
+the same prompt without. So the operator must state that the engines have none; nothing is stored
+before. LMCache does not pass the tokens, so nothing is shared with other engines. Needs LMCache
+0.5.6.
 
-Which model LMCache's objects are of: what stands for its weights and configuration.
-
-LMCache's keys say a model's name and hashes of tokens: nothing of weights, adapters or settings. So
-the digest of the files at that name counts, or a label that the operator answers for. Promises that
-objects of two checkpoints never meet, if each engine serves the files that lie at its name and was
-started after they were put there. A model whose files change is not served any more: engines that
-have loaded them before, and those that load them now, have one name.
+:class:`Models` identifies the model of LMCache's objects. LMCache's keys contain a model's name and
+hashes of tokens: nothing about weights, adapters or settings. So the digest of the files at that
+name counts, or a label that the operator sets. Objects of two checkpoints are never confused if
+each engine serves the files at its name and was started after they were put there. A model whose
+files change is no longer served: engines that loaded them before, and those that load them now, use
+one name.
 """
 
 from __future__ import annotations
@@ -58,20 +59,20 @@ __all__ = ["Models", "VUAL2Adapter"]
 
 
 _DECORATION: Final = "##lmcache-"
-"""What LMCache appends to a name to tell layouts apart; it stays in the identity."""
+"""LMCache appends this to a name to tell layouts apart; it stays in the identity."""
 _FIRST_WAIT_S: Final = 1.0
-"""How long the first who asks for a model waits for its digest."""
+"""How long a model's first caller waits for its digest."""
 _TICK_S: Final = 0.02
-"""File systems' clocks tick coarsely: a change may seem to be so much earlier than it was."""
+"""File systems' clocks tick coarsely: a change may seem to be earlier by so much."""
 _BESIDE: Final = ("*.json", "*.py")
 """Files that say what the weights mean."""
 _NO_CONFIG: Final = frozenset(("tokenizer.json", "tokenizer_config.json", "vocab.json"))
-"""How text becomes tokens, which are in the key."""
+"""Files that turn text into tokens, which are in the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What lies at a model's name."""
+    """The files at a model's name."""
 
     weights: tuple[Path, ...]
     beside: tuple[Path, ...]
@@ -81,7 +82,7 @@ class _Found:
 
     @classmethod
     def at(cls, name: str) -> _Found:
-        """Look at it. Raises UncachedError, ConfigError, OSError."""
+        """Find them. Raises UncachedError, ConfigError, OSError."""
         folder = local_directory(name.partition(_DECORATION)[0], None, None)
         weights = tuple(checkpoint_files(folder))
         beside = tuple(
@@ -96,9 +97,9 @@ class _Found:
         return cls(weights, beside, states, only)
 
     def digest(self, since_s: float, stop: threading.Event) -> Weights:
-        """Digest all of it. Raises ConfigError, OSError, CancelledError.
+        """Digest all of them. Raises ConfigError, OSError, CancelledError.
 
-        Raises UncachedError if it may have been something else at `since_s`.
+        Raises UncachedError if they may have changed since `since_s`.
         """
         said = hashlib.sha256(b"vua.lmcache.model.v1")
         for path in self.beside:
@@ -122,19 +123,19 @@ def _changed_s(path: Path) -> float:
 
 
 def _is_named(path: Path) -> bool:
-    """Whether it is a blob of the hub's cache with its name's content: git's digest, or SHA-256."""
+    """Whether it is a blob of the hub's cache and its name matches (git's digest or SHA-256)."""
     content = path.read_bytes()
     git = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
     return path.resolve().name in (git.hexdigest(), hashlib.sha256(content).hexdigest())
 
 
 class Models:
-    """The models of one LMCache server. Safe for threads."""
+    """The models of one LMCache server. Thread-safe."""
 
     def __init__(self, labels: str | Mapping[str, str] | None) -> None:
-        """Take labels: one for all models, or one for each name.
+        """Use labels: one for all models, or one per name.
 
-        Raises ConfigError: one is no text, or empty.
+        Raises ConfigError: one is not a text, or empty.
         """
         given = {"": labels} if isinstance(labels, str) else dict(labels or {})
         if not all(isinstance(each, str) and each for each in (*given.values(),)):
@@ -149,14 +150,14 @@ class Models:
         self._refused: set[str] = set()
 
     def close(self) -> None:
-        """Let searches stop; waits for none."""
+        """Stop searches, without waiting."""
         for _, search in self._known.values():
             search.close()
 
     def digest(self, name: str) -> str | None:
-        """Return what stands for a model; None: it is not known yet, or nobody can know it.
+        """Return a model's digest; None: it is not known yet, or cannot be known.
 
-        Looks at the files' times at each call. Tells the log once why a model is not served.
+        Checks the files' times at each call. Logs once why a model is not served.
         """
         label = self._labels.get(name, self._labels.get(""))
         if label is not None:
@@ -177,7 +178,7 @@ class Models:
         return f"files {weights.fingerprint}"
 
     def _search(self, name: str) -> tuple[float, Identification]:
-        """Return the search for a model, begun if need be; raises UncachedError for a change."""
+        """Return the search for a model, started if needed; raises UncachedError for a change."""
         now = _Found.at(name)
         with self._lock:
             if name not in self._known:
@@ -215,7 +216,7 @@ _STORE, _LOOKUP, _LOAD = "store", "lookup", "load"
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What an object's bytes mean, as far as LMCache says."""
+    """The meaning of an object's bytes, as far as LMCache tells it."""
 
     model: str
     shapes: tuple[tuple[int, ...], ...]
@@ -224,7 +225,7 @@ class _Form:
 
     @classmethod
     def of(cls, model: str, described: Any) -> _Form:  # noqa: ANN401 - LMCache is untyped
-        """Take it from LMCache's ``MemoryLayoutDesc`` or memory object."""
+        """Make it from LMCache's ``MemoryLayoutDesc`` or memory object."""
         meta = getattr(described, "metadata", described)
         shapes = getattr(meta, "shapes", None) or [meta.shape]  # several: one per group of layers
         dtypes = getattr(meta, "dtypes", None) or [meta.dtype]
@@ -235,9 +236,9 @@ class _Form:
         return cls(model, tuple(tuple(shape) for shape in shapes), named, nbytes)
 
     def identity(self, files: str, epoch: str) -> Identity:
-        """Return the identity of such objects, of a model that ``files`` stands for (`Models`).
+        """Return the identity of such objects, of a model with the digest ``files`` (`Models`).
 
-        LMCache's keys say nothing of dtype and shape either.
+        LMCache's keys contain neither dtype nor shape.
         """
         said = {
             "vua_stored_by": "lmcache",
@@ -264,7 +265,7 @@ class _Form:
 
 @dataclass(slots=True)
 class _Task:
-    """One call of LMCache's, worked on in parts."""
+    """One call of LMCache's, processed in parts."""
 
     kind: str
     keys: Sequence[Any]
@@ -272,30 +273,30 @@ class _Task:
     forms: Sequence[_Form | None]
     found: list[bool]
     left: int
-    """Parts that are not done."""
+    """Unfinished parts."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class VUAL2Adapter(L2AdapterInterface):
     """An L2 adapter over a directory that any number of LMCache servers may share.
 
-    What is stored survives restarts and is counted: the directory keeps within its limits, whoever
-    has written what is in it. Several threads may call it. Locks hold nothing here: another host
-    may evict an object between lookup and load, which then misses.
+    Stored objects survive restarts and are counted: the directory keeps within its limits, for all
+    writers. Thread-safe. Locks hold nothing: another host may evict an object between lookup and
+    load, which then misses.
     """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
-        """Use the directory ``params["path"]``, which is created (mode 0700) when missing.
+        """Use the directory ``params["path"]``, which is created (mode 0700) if missing.
 
         Args:
-            params: ``path``: the directory, the URL of a place in a bucket, or a list: a directory
-                and the places behind it; ``plain_engines``: true, the operator's word that each
-                engine computes what the model's files say, without LoRA adapters and without
-                settings that change it; ``label``: for models whose files are not on this host, a
-                text, or an object with one for each model's name, that changes with the weights;
-                and as in `VUAConfig` ``max_bytes``, ``min_free_bytes``, ``ttl_s``, ``durable``,
-                ``epoch``, ``threads`` (at work at the same time; 4).
-            l1_memory_desc: LMCache's memory, of which nothing needs to be known.
+            params: ``path``: the directory, a URL in a bucket, or a list: a directory and slower
+                tiers; ``plain_engines``: true, the operator's statement that each engine computes
+                what the model's files say, without LoRA adapters and without settings that change
+                it; ``label``: for models whose files are not on this host, a text, or an object
+                with one per model name, that changes with the weights; and as in `VUAConfig`
+                ``max_bytes``, ``min_free_bytes``, ``ttl_s``, ``durable``, ``epoch``, ``threads``
+                (concurrent; 4).
+            l1_memory_desc: LMCache's memory; not used.
 
         Raises:
             ConfigError: a setting is unknown or unusable.
@@ -344,12 +345,12 @@ class VUAL2Adapter(L2AdapterInterface):
         return int(self._fds[_LOAD].fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Store objects, but for those that are stored already; see `pop_completed_store_tasks`."""
+        """Store objects, except those already stored; see `pop_completed_store_tasks`."""
         forms = [_Form.of(key.model_name, one) for key, one in zip(keys, objects, strict=True)]
         return self._start(_STORE, keys, objects, forms)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
-        """Return the tasks that are done; one fails where not all of its objects are stored."""
+        """Return the finished tasks; one fails unless all of its objects are stored."""
         with self._lock:
             done, self._done[_STORE] = self._done[_STORE], {}
         return done
@@ -357,7 +358,7 @@ class VUAL2Adapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(
         self, keys: list[Any], group_layout_descs: Mapping[int, Any]
     ) -> int:
-        """Look for objects, by name. Without a group's layout: in those layouts that were used."""
+        """Look for objects, by name. Without a group's layout: in the layouts used so far."""
         forms: list[_Form | None] = []
         for key in keys:
             described = group_layout_descs.get(key.object_group_id)
@@ -374,7 +375,7 @@ class VUAL2Adapter(L2AdapterInterface):
         """Do nothing, as nothing is locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Read objects into their memory; of those that miss it is undefined what is there."""
+        """Read objects into their memory; a miss leaves its memory undefined."""
         forms = [_Form.of(key.model_name, one) for key, one in zip(keys, objects, strict=True)]
         return self._start(_LOAD, keys, objects, forms)
 
@@ -384,7 +385,7 @@ class VUAL2Adapter(L2AdapterInterface):
             return self._done[_LOAD].pop(task_id, None)
 
     def delete(self, keys: list[Any]) -> None:
-        """Delete objects, in all layouts that were used."""
+        """Delete objects, in all layouts used so far."""
         for key in keys:
             for form, namespace in self._used(key.model_name):
                 name, storage = entry_name(_name(key).name, form.layout.full), namespace.storage
@@ -392,11 +393,11 @@ class VUAL2Adapter(L2AdapterInterface):
                     self._notify_keys_deleted([key], [form.nbytes])
 
     def report_status(self) -> dict[str, Any]:
-        """Return what LMCache shows of its tiers."""
+        """Return what LMCache shows about its tiers."""
         return {"is_healthy": True, "type": "vua", "path": str(self._root)}
 
     def close(self) -> None:
-        """Finish what is under way and release threads and descriptors."""
+        """Finish pending work and release threads and descriptors."""
         self._pool.close()
         self._models.close()
         for namespace in self._namespaces.values():
@@ -421,7 +422,7 @@ class VUAL2Adapter(L2AdapterInterface):
         return number
 
     def _run(self, number: int, task: _Task, part: range, _: Job[None]) -> None:
-        """Do a part of a task; whoever does the last one tells LMCache."""
+        """Process a part of a task; the last part notifies LMCache."""
         work: dict[str, Callable[[_Task, range], None]] = {
             _STORE: self._store, _LOOKUP: self._look_up, _LOAD: self._load,
         }  # fmt: skip
@@ -430,7 +431,7 @@ class VUAL2Adapter(L2AdapterInterface):
         except (VUAError, OSError) as problem:
             level = logging.DEBUG if self._warned else logging.WARNING
             self._warned = True
-            log.log(level, "LMCache's objects are not to be had here: %s", problem)
+            log.log(level, "LMCache's objects are not available here: %s", problem)
         except Exception:
             log.exception("a %s task of LMCache's failed", task.kind)
         with task.lock:
@@ -480,7 +481,7 @@ class VUAL2Adapter(L2AdapterInterface):
                 store.used(keys, loaded)
                 for at in rest[:loaded]:
                     task.found[at] = True
-                begin += loaded + 1  # the next one misses; those behind it need not
+                begin += loaded + 1  # the next one misses; later ones need not
 
     def _look_up(self, task: _Task, part: range) -> None:
         seen: dict[tuple[str, _Form | None], list[tuple[_Form, Namespace | None]]] = {}
@@ -495,7 +496,7 @@ class VUAL2Adapter(L2AdapterInterface):
             )
 
     def _places(self, model: str, form: _Form | None) -> list[tuple[_Form, Namespace | None]]:
-        """Return where objects of a model may lie; without a form: in all that were used."""
+        """Return the namespaces that may hold a model's objects; without a form: all used ones."""
         if form is not None:
             return [(form, self._namespace(form))]
         return [*self._used(model)] if self._models.digest(model) is not None else []
@@ -507,7 +508,7 @@ class VUAL2Adapter(L2AdapterInterface):
             ]
 
     def _namespace(self, form: _Form, *, create: bool = False) -> Namespace | None:
-        """Return the namespace of such objects; None where there is none yet, or must be none."""
+        """Return the namespace of such objects; None if there is none yet, or must be none."""
         files = self._models.digest(form.model)
         if files is None:
             return None
@@ -517,7 +518,7 @@ class VUAL2Adapter(L2AdapterInterface):
                 identity = form.identity(files, self._epoch)
                 place = self._root / identity.namespace
                 if not create and isinstance(place, Path) and not place.is_dir():
-                    return None  # a bucket is not asked: to describe it costs as much
+                    return None  # a bucket is not asked: describing it costs as much
                 known = self._namespaces[form, files] = create_namespace(
                     self._root, identity, [form.layout], durable=self._durable, bounds=self._bounds
                 )
@@ -525,7 +526,7 @@ class VUAL2Adapter(L2AdapterInterface):
 
 
 def _name(key: Any) -> ChunkKey:  # noqa: ANN401
-    """Return the chunk key that stands for one of LMCache's: its hash, rank, group and salt."""
+    """Return the chunk key for one of LMCache's keys: its hash, rank, group and salt."""
     parts = (
         key.chunk_hash,
         key.kv_rank.to_bytes(8, "little"),
@@ -539,7 +540,7 @@ def _name(key: Any) -> ChunkKey:  # noqa: ANN401
 
 
 def _by_form(task: _Task, part: range) -> Iterator[tuple[_Form, list[int]]]:
-    """Yield the places of a part that lie in one namespace, those of the same form."""
+    """Yield the indices of a part's objects per namespace, i.e. of the same form."""
     groups: dict[_Form, list[int]] = defaultdict(list)
     for at in part:
         if (form := task.forms[at]) is not None:
@@ -548,7 +549,7 @@ def _by_form(task: _Task, part: range) -> Iterator[tuple[_Form, list[int]]]:
 
 
 def _memory(objects: Sequence[Any]) -> MemoryMap:
-    """Return where objects lie, each of them one token of one row."""
+    """Return where objects are, each of them one token of one row."""
     addresses = np.array([one.data_ptr for one in objects], dtype=np.uint64)
     base = addresses.min()
     return MemoryMap(

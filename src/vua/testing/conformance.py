@@ -1,4 +1,4 @@
-"""What every storage has to do, as a unittest mixin; through the contract, and nothing else.
+"""Tests that every storage must pass, as a unittest mixin; they use only the contract.
 
 ::
 
@@ -37,7 +37,7 @@ _LAYOUT: Final = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32"
 _LONGER: Final = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=64, dtype="F32", chunk_tokens=64)
 _CHUNKS: Final = 5
 _PATIENCE_S: Final = 60.0
-"""For a first hit, on a machine that is busy with other things."""
+"""Longest wait for a first hit, on a busy machine."""
 
 if TYPE_CHECKING:
     _Case = unittest.TestCase
@@ -99,10 +99,10 @@ def _keys(seed: int = 0) -> list[ChunkKey]:
 
 
 class StorageConformance(_Case):
-    """Mix into a TestCase and say how the storage is opened."""
+    """Mix into a TestCase and implement :meth:`open_storage`."""
 
     shared = True
-    """Whether what is opened anew in the same directory has what was written there before."""
+    """Whether a storage reopened in the same directory has what was written there before."""
 
     def open_storage(self, directory: Path) -> Storage:
         """Return the storage for one namespace, below a directory that exists and is its own."""
@@ -120,7 +120,7 @@ class StorageConformance(_Case):
         self.names = [entry_name(key.name, _LAYOUT.full) for key in self.keys]
 
     def write(self, keys: Sequence[ChunkKey], source: _Cache, codec: EntryCodec) -> Sequence[int]:
-        """Write entries of ``source``, and return what became of each."""
+        """Write entries of ``source``, and return each status."""
         batch = Batch.of(
             [entry_name(key.name, codec.shard) for key in keys], source.transfer(codec)
         )
@@ -132,19 +132,19 @@ class StorageConformance(_Case):
         return written.statuses
 
     def save(self, keys: Sequence[ChunkKey]) -> None:
-        """Write whole entries that are not there."""
+        """Write missing entries."""
         statuses = self.write(keys, self.source, self.codec)
         self.assertEqual([WRITTEN] * len(keys), list(statuses))
 
     def reader(self, into: _Cache, codec: EntryCodec | None = None) -> EntryReader:
-        """Return what reads into memory, and verifies."""
+        """Return a verifying reader into memory."""
         codec = codec or self.codec
         return EntryReader(self.storage, codec, into.transfer(codec))
 
     # -- reading what was written -------------------------------------------------------------
 
     def test_any_part_into_any_memory(self) -> None:
-        """What was written is read: as a whole, in parts, into dense and paged memory."""
+        """Entries are read as written: whole, in parts, into dense and paged memory."""
         shards = (_LAYOUT.full, Shard(0, 20, 1, 2), Shard(3, 13, 0, 2), Shard(7, 8, 1, 2))
         for stored in (_LAYOUT.full, Shard(2, 17, 0, 2)):
             codec = EntryCodec(_NAMESPACE, _LAYOUT, stored)
@@ -172,7 +172,7 @@ class StorageConformance(_Case):
             np.testing.assert_array_equal(table, digests)
 
     def test_first_missing(self) -> None:
-        """A read ends before the first entry that is missing, and says so."""
+        """A read ends before the first missing entry, and says so."""
         self.save(self.keys[:2])
         self.save(self.keys[3:])
         into = _Cache()
@@ -184,7 +184,7 @@ class StorageConformance(_Case):
         self.assertEqual(2, self.reader(into).read(self.keys[3:], 3).count)
 
     def test_another_length(self) -> None:
-        """An entry of another length is no entry: it is said, and the next write replaces it."""
+        """An entry of another length is refused with a reason, and the next write replaces it."""
         longer = EntryCodec(_NAMESPACE, _LONGER, _LONGER.full)
         self.write(self.keys[:1], _Cache(_LONGER, seed=3), longer)
         found = self.reader(_Cache()).read(self.keys[:1])
@@ -195,7 +195,7 @@ class StorageConformance(_Case):
         self.assertEqual(1, self.reader(_Cache()).read(self.keys[:1]).count)
 
     def test_another_chunk(self) -> None:
-        """Under another's name an entry is foreign: control, the reader verifies."""
+        """Under another entry's name an entry is foreign: a control that the reader verifies."""
         self.save(self.keys[:1])
         other = self.keys[0]._replace(start=64, stop=128)
         found = self.reader(_Cache()).read([other])
@@ -204,7 +204,7 @@ class StorageConformance(_Case):
     # -- what is there ------------------------------------------------------------------------
 
     def test_exists(self) -> None:
-        """Names are there or not, each by itself; with a length only of that length."""
+        """Each name is judged separately; with a length only entries of that length exist."""
         self.save(self.keys[1:3])
         there = [False, True, True, False, False]
         nbytes = self.codec.file_nbytes
@@ -236,7 +236,7 @@ class StorageConformance(_Case):
     # -- changes ------------------------------------------------------------------------------
 
     def test_present(self) -> None:
-        """What is there is not written again, and what is missing between is."""
+        """Existing entries are not written again, and missing ones between them are."""
         self.save(self.keys[1:2])
         statuses = self.write(self.keys[:3], _Cache(seed=4), self.codec)
         self.assertEqual([WRITTEN, PRESENT, WRITTEN], list(statuses))
@@ -250,7 +250,7 @@ class StorageConformance(_Case):
         self.assertEqual([], list(self.write([], self.source, self.codec)))
 
     def test_delete(self) -> None:
-        """What is deleted is gone, what is not there is gone, too, and others stay."""
+        """A deleted entry is gone, a missing one counts as gone, and the rest stay."""
         self.save(self.keys[:2])
         self.assertTrue(self.storage.delete(self.names[0]))
         self.assertTrue(self.storage.delete(self.names[0]))
@@ -271,7 +271,7 @@ class StorageConformance(_Case):
         self.assertEqual([False], list(self.storage.exists(self.names[:1])))
 
     def test_opened_anew(self) -> None:
-        """Another user of the same place finds what was written, and so does the first one."""
+        """Another user of the same directory finds what was written, and so does the first one."""
         if not self.shared:
             self.skipTest("each has its own")
         self.save(self.keys[:2])
@@ -298,7 +298,7 @@ class StorageConformance(_Case):
         self.assertEqual([], wrong)
 
     def play(self, draw: random.Random) -> list[object]:
-        """Do this and that for a while; return what was wrong."""
+        """Do random operations for a while; return what was wrong."""
         wrong: list[object] = []
         reader, hits, begun_s = self.reader(_Cache()), 0, time.monotonic()
         while (took_s := time.monotonic() - begun_s) < 0.4 or (not hits and took_s < _PATIENCE_S):

@@ -1,4 +1,4 @@
-"""A storage whose verbs fail on command, around any other one."""
+"""A storage that wraps another one and fails on command."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ __all__ = ["FaultyStorage"]
 
 
 class FaultyStorage:
-    """Raises what it is told to, for as long as it is told to; see :class:`Storage`.
+    """Raises given errors for as long as it is told to; see :class:`Storage`.
 
-    ``fail`` maps a verb to the error that it gives: ``write``, ``open`` and ``read`` (of an entry
-    that is not, or is, open), ``remove`` (which then returns False). What is not named works as in
-    ``inner``.
+    ``fail`` maps an operation to its error: ``write``, ``open`` and ``read`` (of an entry that is
+    not, or is, open), ``remove`` (which then returns False). Other operations work as in ``inner``.
     """
 
     def __init__(self, inner: Storage, fail: Mapping[str, OSError]) -> None:
-        """Stand in front of ``inner``."""
+        """Wrap ``inner``."""
         self.inner, self.fail = inner, dict(fail)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Nothing that goes round this."""
+        """None that would bypass this storage."""
         return Capabilities()
 
     @property
     def gone(self) -> bool:
-        """Whether the place itself was deleted."""
+        """Whether the storage itself was deleted."""
         return self.inner.gone
 
     def read(self, batch: Batch) -> Filled:
@@ -47,7 +46,7 @@ class FaultyStorage:
         return self.inner.list(prefix)
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
-        """Fail, or take out of sight."""
+        """Fail, or remove from sight."""
         return "remove" not in self.fail and self.inner.delete(name, if_version)
 
     def write(self, batch: Batch) -> Written:

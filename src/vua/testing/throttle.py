@@ -1,4 +1,4 @@
-"""A storage that is as slow as one likes, for tests of what happens then."""
+"""A storage with a bandwidth limit and a latency, for tests of slow storage."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["ThrottledStorage"]
 
 
 class Link:
-    """A bandwidth that all threads share, as they do of a disk or a network. Safe for threads."""
+    """A bandwidth that all threads share, like a disk's or a network's. Thread-safe."""
 
     def __init__(self, bytes_per_s: float | None = None, latency_s: float = 0.0) -> None:
-        """Begin with nothing under way; see :meth:`throttle`."""
+        """Start idle; see :meth:`throttle`."""
         self._changed = threading.Condition()
         self._since = 0
         self._free_at = 0.0
@@ -24,11 +24,11 @@ class Link:
         self.throttle(bytes_per_s, latency_s)
 
     def throttle(self, bytes_per_s: float | None, latency_s: float = 0.0) -> None:
-        """Change how slow it is; who is waiting goes on at once.
+        """Change the speed, also for waiting threads.
 
         Args:
             bytes_per_s: of all together; None: no limit.
-            latency_s: what each call of :meth:`pass_through` takes besides.
+            latency_s: additional time of each call of :meth:`pass_through`.
         """
         with self._changed:
             self._bytes_per_s, self._latency_s = bytes_per_s, latency_s
@@ -50,13 +50,13 @@ class Link:
 
 
 class ThrottledStorage:
-    """Another storage whose reads take longer; everything else is passed on as it is.
+    """Another storage with slower reads; everything else is passed on.
 
-    All threads share the bandwidth, as they do of a disk or a network. Safe for threads.
+    All threads share the bandwidth, like a disk's or a network's. Thread-safe.
 
     >>> from vua.testing.throttle import ThrottledStorage
     >>> slow = ThrottledStorage(storage, bytes_per_s=1e6)  # doctest: +SKIP
-    >>> slow.throttle(None)  # as fast as it is, also for who is waiting  # doctest: +SKIP
+    >>> slow.throttle(None)  # full speed, also for waiting reads  # doctest: +SKIP
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class ThrottledStorage:
         self._link = Link(bytes_per_s, latency_s)
 
     def throttle(self, bytes_per_s: float | None, latency_s: float = 0.0) -> None:
-        """Change how slow it is; reads that are waiting end at once.
+        """Change the speed; waiting reads continue at the new one.
 
         Args:
             bytes_per_s: bandwidth of all reads together; None: no limit.
-            latency_s: what each call takes besides.
+            latency_s: additional time per call.
         """
         self._link.throttle(bytes_per_s, latency_s)
 
@@ -83,7 +83,7 @@ class ThrottledStorage:
     # -- slowed down --------------------------------------------------------------------------
 
     def read(self, batch: Batch) -> Filled:
-        """Read entries, in their time; what the storage behind takes is part of it."""
+        """Read entries at the limited speed, which includes the inner storage's time."""
         began_s = time.monotonic()
         filled = self.storage.read(batch)
         self._link.pass_through(filled.count * batch.nbytes, began_s)
@@ -93,12 +93,12 @@ class ThrottledStorage:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Nothing that goes round this."""
+        """None that would bypass this storage."""
         return Capabilities()
 
     @property
     def gone(self) -> bool:
-        """Whether the place itself was deleted since it was opened."""
+        """Whether the storage itself was deleted since it was opened."""
         return self.storage.gone
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
@@ -114,5 +114,5 @@ class ThrottledStorage:
         return self.storage.write(batch)
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
-        """Take an entry out of sight."""
+        """Remove an entry from sight."""
         return self.storage.delete(name, if_version)

@@ -1,9 +1,8 @@
 """VUA for Hugging Face transformers: prefixes that `generate` need not compute again.
 
-Promises that `generate` goes on from a loaded prefix as if it had computed it, and that a prefix
-stored for other weights, another config or another dtype is never found. What vLLM stored for the
-same checkpoint in the same dtype is found too, and the other way round. Text only. Needs
-`transformers` 5.
+`generate` continues from a loaded prefix as if it had computed it, and a prefix stored for other
+weights, another config or another dtype is never found. Prefixes that vLLM stored for the same
+checkpoint in the same dtype are found, and the reverse. Text only. Needs `transformers` 5.
 """
 
 from vua.errors import how_to_get

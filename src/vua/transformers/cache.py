@@ -1,10 +1,10 @@
-"""Prefixes of prompts for `generate`: load what is stored, save what was computed.
+"""Prefixes of prompts for `generate`: load stored ones, save computed ones.
 
-Promises that a loaded cache holds exactly what was saved for the same tokens and the same model,
-or nothing; the model is looked at before each load and each save. May be used by several threads
-and processes at once; each cache it returns is for one call of `generate`, which changes it.
+A loaded cache holds exactly what was saved for the same tokens and the same model, or nothing; the
+model is checked before each load and each save. Several threads and processes may use it at once;
+each returned cache is for one call of `generate`, which changes it.
 
-Sequences of different lengths in one tensor, padded on the left, as `generate` wants them.
+Batches are padded on the left, as `generate` requires.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def rows_of(
 
     Args:
         input_ids: (T,) or (B, T).
-        attention_mask: 0 where there is padding, of the shape of ``input_ids`` or shorter, as what
-            is generated is no padding. None: no padding.
+        attention_mask: 0 for padding, of the shape of ``input_ids`` or shorter, as generated tokens
+            are never padding. None: no padding.
 
     Raises:
         InputError: other shapes, or padding that is not on the left.
@@ -93,9 +93,9 @@ log = logging.getLogger(__name__)
 
 _START_WAIT_S: Final = 1.0
 _ROUNDING: Final = {"F64": 1e-3, "F32": 1e-3, "F16": 0.05, "BF16": 0.1}
-"""Of K in a dtype, beside its length: between two orders of sums; another token's is some 1."""
+"""Relative difference of K in a dtype between two orders of sums; another token's is about 1."""
 _TRIES: Final = 8
-"""Looks per load: what is missing or damaged leaves a shorter prefix for the next one."""
+"""Attempts per load: missing or damaged chunks leave a shorter prefix for the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,30 +103,29 @@ class Prefix:
     """The stored beginning of a prompt, ready for `generate`."""
 
     cache: DynamicCache
-    """To be passed as `past_key_values`; empty where nothing is stored."""
+    """To be passed as `past_key_values`; empty if nothing is stored."""
     num_tokens: int
-    """Tokens that the cache holds; of a batch with padding: columns."""
+    """Tokens that the cache holds; for a batch with padding: columns."""
 
 
 class _Note:
-    """What is known of a cache that `PrefixCache.load` gave out; copies of the cache share it."""
+    """State of a cache that `PrefixCache.load` returned; copies of the cache share it."""
 
     def __init__(self, watch: ModelWatch, ids: torch.Tensor, dtype: torch.dtype) -> None:
         self.watch, self.ids, self._dtype = watch, ids, dtype
         self.versions = watch.versions_now()
         self.problem = ""
-        """What was seen while the cache was filled, that forbids storing it."""
+        """What happened while the cache was filled that forbids storing it."""
         self.reordered = False
         """Whether beams have changed places in it."""
         self.began_s = watch.clock()
         """When the model began to compute with it, or since when that has not been counted."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Note:
-        """Return itself: the model behind it is not to be copied."""
+        """Return itself: the model must not be copied with it."""
         return self
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Leave nothing in a pickle."""
         return type(None), ()
 
     def earn(self) -> None:
@@ -135,7 +134,7 @@ class _Note:
         self.watch.earn(self.began_s - began_s)
 
     def look(self, k: torch.Tensor) -> None:
-        """Look at the model that computes ``k`` now: closely where it computes several tokens."""
+        """Check the model that computes ``k`` now: thoroughly if it computes several tokens."""
         if self.problem:
             return
         if k.dtype != self._dtype:
@@ -147,7 +146,7 @@ class _Note:
 
 
 class _NotedCache(DynamicCache):
-    """A `DynamicCache` that looks at the model whenever its first layer gets K and V."""
+    """A `DynamicCache` that checks the model whenever its first layer gets K and V."""
 
     vua_note: _Note | None = None
 
@@ -170,10 +169,10 @@ class _NotedCache(DynamicCache):
 
 
 class _FirstLayer(DynamicCache):
-    """Takes K of the first layer and ends the forward pass."""
+    """Captures K of the first layer and ends the forward pass."""
 
     class Taken(Exception):  # noqa: N818 - no error
-        """K is there."""
+        """K was captured."""
 
     k: torch.Tensor
 
@@ -183,7 +182,7 @@ class _FirstLayer(DynamicCache):
 
 
 class PrefixCache:
-    """Keeps prefixes of one model in a directory, and gives them back to `generate`.
+    """Keeps prefixes of one model in a directory, and returns them for `generate`.
 
     >>> with PrefixCache(model, "/mnt/kv") as prefixes:  # doctest: +SKIP
     ...     prefix = prefixes.load(ids)
@@ -200,22 +199,21 @@ class PrefixCache:
         epoch: str = "",
         durable: bool = False,
     ) -> None:
-        """Use the directory ``path``, which is created (mode 0700) when missing.
+        """Use the directory ``path``, which is created (mode 0700) if missing.
 
-        Computes one token, to see what caches the model makes, and compares the model with what
-        its configuration makes. Which weights it has is found out on threads beside this one: from
-        every byte of its files, which is remembered (`vua.weights`), and by comparing the model in
-        memory with them. The constructor waits for it up to a second; until it is known nothing is
-        loaded or saved, see `ready`. A model that is not what its files say has caches of its own;
-        one of which no digest can be taken (hooks, code that is not transformers') has none, and
-        the log says why.
+        Computes one token, to see what caches the model makes, and compares the model with what its
+        configuration makes. Background threads identify its weights: from every byte of its files,
+        which is remembered (`vua.weights`), and by comparing the model in memory with them. The
+        constructor waits for that up to a second; until then nothing is loaded or saved, see
+        `ready`. A model that differs from its files has its own caches. A model without a digest
+        (hooks, code that is not transformers') has none, and the log says why.
 
         Args:
             model: a causal language model of transformers, in evaluation mode.
-            path: the directory, the URL of a place in a bucket (``s3://bucket/prefix``), or a list:
-                a directory and the places behind it. Other models and engines may use it too.
+            path: the directory, a URL in a bucket (``s3://bucket/prefix``), or a list: a directory
+                and slower tiers. Other models and engines may use it, too.
             chunk_tokens: tokens per chunk, the granularity of reuse.
-            epoch: change it to leave everything stored so far unused.
+            epoch: change it to ignore everything stored so far.
             durable: fsync each file. Without it a power cut may cost recent chunks.
 
         Raises:
@@ -239,11 +237,9 @@ class PrefixCache:
             self._stored.usable()  # says why nothing is loaded or saved, where that is known
 
     def __enter__(self) -> PrefixCache:  # noqa: PYI034 - Python 3.10 has no Self
-        """Return the object itself."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Close."""
         self.close()
 
     def close(self) -> None:
@@ -251,17 +247,17 @@ class PrefixCache:
         self._stored.close()
 
     def ready(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is known as what the model is cached, if at all; return whether it is.
+        """Wait until the model is identified; return whether it can be cached.
 
-        A model that cannot be identified is known, too: nothing is ever loaded or saved, the log
-        says why, and `identity` raises it.
+        A model that cannot be identified is never loaded or saved: the log says why, and `identity`
+        raises it.
 
         Args:
-            timeout_s: None: for as long as it takes.
+            timeout_s: None: no limit.
 
         Raises:
-            ConfigError, StorageError, OSError: its files cannot be read, or the place not be used,
-                so nothing is ever loaded or saved.
+            ConfigError, StorageError, OSError: its files cannot be read, or the directory is
+                unusable, so nothing is ever loaded or saved.
         """
         try:
             return self._stored.ready(timeout_s)
@@ -270,7 +266,7 @@ class PrefixCache:
 
     @property
     def identity(self) -> Identity:
-        """Whose caches these are; waits without a limit.
+        """Identity of these caches; waits without a limit.
 
         Raises:
             ConfigError, OSError: the model cannot be identified.
@@ -286,23 +282,21 @@ class PrefixCache:
     ) -> Prefix:
         """Return the longest stored prefix, in whole chunks.
 
-        At least one token of each sequence is left over, because `generate` has to compute one.
-        Before the model is identified nothing is found. Of a batch so many columns are filled as
-        all of its sequences have; a sequence that begins with padding is stored without it.
+        At least one token of each sequence is left, because `generate` must compute one. Before the
+        model is identified nothing is found. For a batch, as many columns are filled as all of its
+        sequences have; a sequence that begins with padding is stored without it.
 
         Args:
             input_ids: one sequence, (T,), or a batch, (B, T), padded on the left.
             cache: an empty cache to fill. By default a `DynamicCache()`, which keeps every token,
-                so that it can be saved again, and looks at the model each time it is filled.
-                `DynamicCache(config=model.config)` holds less where the model has sliding windows,
-                but then only the first chunks can be saved.
-            attention_mask: of the shape of ``input_ids``, 0 where there is padding. Without it
-                there is none.
+                so that it can be saved again, and which checks the model each time it is filled.
+                `DynamicCache(config=model.config)` holds less if the model has sliding windows, but
+                then only the first chunks can be saved.
+            attention_mask: of the shape of ``input_ids``, 0 for padding. By default no padding.
 
         Raises:
             InputError: other shapes, padding that is not on the left, or the cache is not empty.
-                Never for the state of the directory: what is damaged or missing is a shorter
-                prefix.
+                Never for the state of the directory: damage or a missing chunk shortens the prefix.
         """
         rows = rows_of(input_ids, attention_mask)
         filled = _NotedCache() if cache is None else cache
@@ -320,11 +314,11 @@ class PrefixCache:
         return Prefix(filled, columns)
 
     def _fill(self, filled: DynamicCache, rows: Sequence[Row]) -> int:
-        """Load what is stored, if it is this model's, and return how many columns."""
+        """Load what is stored, if it is this model's, and return the number of columns."""
         if (stored := self._stored.usable()) is None or self._is_changed():
             return 0
         found, columns = self._read(stored, rows)
-        # What versions and modes do not show (`.data`) the bytes do: looked at before any is used.
+        # Versions and modes do not show writes through `.data`; the bytes do: checked before use.
         if not columns or self._is_changed(self._watch.change_of_bytes()):
             return 0
         for number in range(self.layout.layers):
@@ -333,7 +327,7 @@ class PrefixCache:
         return columns
 
     def _is_changed(self, change: str | None = None) -> bool:
-        """Whether the model is not what was identified, now or as said; the log says it once."""
+        """Whether the model differs from the identified one, now or as said; logged once."""
         if change := self._watch.change() if change is None else change:
             if change not in self._said:
                 self._said.add(change)
@@ -344,7 +338,7 @@ class PrefixCache:
     def _read(
         self, stored: StoredLayers, rows: Sequence[Row]
     ) -> tuple[list[Sequence[LayerCache]], int]:
-        """Return the layers of each row, and how many columns all rows have; 0 where one has none.
+        """Return the layers of each row, and how many columns all rows have; 0 if one has none.
 
         A row that is padding up to there has no layers.
         """
@@ -387,21 +381,21 @@ class PrefixCache:
         *,
         attention_mask: torch.Tensor | None = None,
     ) -> int:
-        """Store the whole chunks that ``cache`` holds, except those stored already.
+        """Store the whole chunks that ``cache`` holds, except those already stored.
 
         Args:
             input_ids: what the cache was computed for: one sequence, (T,), or a batch, (B, T),
-                padded on the left; the prompt, or all of what `generate` returned. The shorter of
-                ids and cache counts.
-            cache: what was passed to `generate` as `past_key_values`, or came back from it. Each
-                of its rows is the row of ``input_ids`` at that place. That is so with the prompts
-                of beams, and not with what beams made of them.
-            attention_mask: 0 where there is padding, (B, T) or shorter, as it was passed to
-                `generate`. Without it there is none.
+                padded on the left; the prompt, or everything that `generate` returned. The shorter
+                of ids and cache counts.
+            cache: what was passed to `generate` as `past_key_values`, or returned by it. Each of
+                its rows must belong to the same row of ``input_ids``: true for the prompts of
+                beams, not for what beams generated.
+            attention_mask: 0 for padding, (B, T) or shorter, as passed to `generate`. By default no
+                padding.
 
         Returns:
-            How many chunks were written; none before the model is identified, since `generate`
-            does not wait for its cache. Call `ready` first where that matters.
+            How many chunks were written; none before the model is identified, since `generate` does
+                not wait for its cache. Call `ready` first if that matters.
 
         Raises:
             InputError: other shapes, padding that is not on the left, a cache that does not hold
@@ -444,7 +438,7 @@ class PrefixCache:
         return seen or self._watch.change_of_versions(versions)
 
     def _check_rows(self, rows: Sequence[Row], first: LayerCache) -> None:
-        """Refuse a cache whose first layer has K of other tokens; what beams return is such."""
+        """Refuse a cache whose first layer has K of other tokens, as beams return it."""
         width = max(row.padding + len(row.ids) for row in rows)
         ids = torch.zeros((len(rows), width), dtype=torch.long, device=self._model.device)
         mask = torch.zeros_like(ids)
@@ -506,7 +500,7 @@ class PrefixCache:
 
 
 class _Once:
-    """A question that is asked when it is needed first."""
+    """A value that is computed at first use."""
 
     def __init__(self, ask: Callable[[], bool]) -> None:
         self._ask = ask
@@ -519,7 +513,7 @@ class _Once:
 
 
 def _check_reordered(rows: Sequence[Row], prompts: torch.Tensor) -> None:
-    """Refuse what beams made: only the prompts lie in the rows that they lay in."""
+    """Refuse the output of beams: only the prompts are still in their rows."""
     prompts = prompts[None] if prompts.ndim == 1 else prompts
     repeats = max(1, len(rows) // len(prompts))
     for number, row in enumerate(rows):
@@ -538,7 +532,7 @@ def _check_reordered(rows: Sequence[Row], prompts: torch.Tensor) -> None:
 def _tried(model: Any, layout: KVLayout) -> KVLayout:  # noqa: ANN401
     """Return the layout with the KV heads that the model has when it computes a token.
 
-    Raises ConfigError when what comes out are not K and V of each layer, all of one shape.
+    Raises ConfigError if the results are not K and V of each layer, all of one shape.
     """
     cache, ids = DynamicCache(), torch.zeros((1, 1), dtype=torch.long, device=model.device)
     kind = f"caches of a {model.config.get_text_config().model_type} model cannot be stored"

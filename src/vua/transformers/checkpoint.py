@@ -1,7 +1,7 @@
 """Whether a model in memory holds what the files of its checkpoint hold, element by element.
 
-Promises to name the first tensor that differs. A tensor of another dtype than its file's is
-compared with what `from_pretrained` makes of the file: the same values, cast.
+Names the first tensor that differs. A tensor of another dtype than its file's is compared with what
+`from_pretrained` makes of the file: the same values, cast.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _TORCH: Final = (".bin", ".pt", ".pth")
 
 
 def difference_from_files(model: Any, files: Sequence[Path], stop: threading.Event) -> str:  # noqa: ANN401
-    """Return which parameter or persistent buffer differs from the files; "" where none does.
+    """Return which parameter or persistent buffer differs from the files; "" if none does.
 
-    Reads every byte of the files' tensors that the model has. Memory: 64 MiB, and one tensor where
-    transformers keeps several of the file as one.
+    Reads every byte of the files' tensors that the model has. Memory: 64 MiB, and one tensor if
+    transformers keeps several of the file's tensors as one.
 
     Args:
-        model: a model that is in memory.
+        model: a model in memory.
         files: the checkpoint's weight files.
         stop: once set, the call ends with CancelledError.
 
@@ -62,7 +62,7 @@ def difference_from_files(model: Any, files: Sequence[Path], stop: threading.Eve
 
 
 def may_be_of_files(model: Any, files: Sequence[Path]) -> bool:  # noqa: ANN401
-    """Whether three rows of each tensor are the files' rows, where they name the tensor.
+    """Whether three rows of each tensor match the files' rows, if they name the tensor.
 
     Reads little: it tells checkpoints of one model apart, and proves nothing.
     """
@@ -112,14 +112,14 @@ class _Stored:
 
     def _add(self, where: dict[str, Any], name: str, value: object) -> None:
         if name in self._slices or name in self._tensors:
-            raise ValueError(f"{name} stands in two files")
+            raise ValueError(f"{name} is in two files")
         where[name] = value
 
     def __contains__(self, name: str) -> bool:
         return name in self._slices or name in self._tensors
 
     def has(self, model: Any, name: str) -> bool:  # noqa: ANN401
-        """Whether a parameter stands here by its own name; of tied ones one need not."""
+        """Whether a parameter is here under its own name; tied ones need not be."""
         return any(same in self for same in _names(model, name))
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ class _Stored:
         return tuple(self._slices[name].get_slice(name).get_shape())
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return part of a tensor along its first dimension; all of one without dimensions."""
+        """Return part of a tensor along its first dimension; all of a scalar."""
         if name in self._tensors:
             tensor = self._tensors[name]
             return tensor[start:stop] if tensor.ndim else tensor
@@ -138,7 +138,7 @@ class _Stored:
 
 
 def _loaded(path: Path) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a file of torch's. Raises OSError, RuntimeError, ValueError."""
+    """Return the tensors of a torch file. Raises OSError, RuntimeError, ValueError."""
     found = load_state_dict(str(path))  # transformers' own: tensors only, mapped where it can be
     if not isinstance(found, Mapping):
         raise TypeError(f"{path.name} holds a {type(found).__name__}, expected tensors by name")
@@ -152,7 +152,7 @@ def _difference(
     stored: _Stored,
     stop: threading.Event,
 ) -> str:
-    """Return how one tensor differs from the file's, under whatever name it stands there."""
+    """Return how one tensor differs from the file's, under any name."""
     if stop.is_set():
         raise CancelledError
     for same in _names(model, name):
@@ -161,7 +161,7 @@ def _difference(
     try:
         parts = revert_weight_conversion(model, {name: tensor.detach()})
     except Exception as error:  # noqa: BLE001 - it needs other tensors, too, or finds no rule
-        return f"{name} stands in the files under no name that is known ({error})"
+        return f"{name} is in the files under no known name ({error})"
     for same, part in parts.items():
         if same not in stored or stored.shape(same) != tuple(part.shape):
             return f"{name} is of shape {tuple(tensor.shape)}; the files hold no such tensor"

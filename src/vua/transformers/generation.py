@@ -1,9 +1,8 @@
-"""`model.generate` with stored prefixes, for whoever does not want to change a call of it.
+"""`model.generate` with stored prefixes, without changes to its callers.
 
-Promises that each call returns what it would return without VUA, up to the order of sums in
-floating point. Where that cannot be promised, and whenever something fails, the call goes on
-without a stored prefix, and the log says why. Settings, the padding token and the mask are what
-transformers' own functions make of a call.
+Each call returns what it would return without VUA, up to the order of floating point sums. If that
+is not certain, and whenever something fails, the call is computed without a stored prefix, and the
+log says why. Settings, the padding token and the mask are resolved by transformers' own functions.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ def reuse_prefixes(
     ...     output = model.generate(**inputs, max_new_tokens=50)
 
     Works with left-padded batches, beams, sampling, several sequences per prompt, streamers and
-    pipelines. These are computed without a stored prefix, with a line in the log for each reason:
-    assisted and prompt-lookup decoding, other caches than `DynamicCache`
-    (``cache_implementation``), a cache of the caller's own, embeddings and other inputs that are
-    not ids, and outputs of the prompt's own attentions or hidden states.
+    pipelines. These calls are computed without a stored prefix, with a log line per reason:
+    assisted and prompt-lookup decoding, caches other than `DynamicCache`
+    (``cache_implementation``), the caller's own cache, embeddings and other inputs that are not
+    ids, and outputs of the prompt's own attentions or hidden states.
 
     Args:
         model: a causal language model of transformers, in evaluation mode. All threads that call
-            its `generate` meanwhile use the directory. It may be copied and pickled meanwhile;
-            the copy knows nothing of the directory.
+            its `generate` meanwhile use the directory. It may be copied and pickled meanwhile; the
+            copy does not use the directory.
         path: the directory; see `PrefixCache`.
         settings: the other arguments of `PrefixCache`.
 
@@ -67,7 +66,7 @@ def reuse_prefixes(
         The `PrefixCache`, which is closed at the end of the block.
 
     Raises:
-        ConfigError, StorageError: as `PrefixCache`. A call of `generate` raises nothing of VUA's.
+        ConfigError, StorageError: as `PrefixCache`. Calls of `generate` raise nothing of VUA's.
     """
     if isinstance(model, str | os.PathLike):
         raise ConfigError(
@@ -80,14 +79,14 @@ def reuse_prefixes(
         try:
             yield prefixes
         finally:
-            if model.__dict__.get("generate") is ours:  # else somebody has set another one since
+            if model.__dict__.get("generate") is ours:  # else it has been replaced meanwhile
                 del model.generate
                 if outer is not None:
                     model.generate = outer
 
 
 class _Generate:
-    """What stands in for the `generate` of a model."""
+    """Replaces the `generate` of a model."""
 
     def __init__(self, prefixes: PrefixCache, model: Any) -> None:  # noqa: ANN401
         self._prefixes, self._model, self._generate = prefixes, model, model.generate
@@ -100,7 +99,6 @@ class _Generate:
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """Generate, beginning with what is stored."""
         try:
             call = _resolved(self._model, inputs, generation_config, args, kwargs)
             cache = self._prefixes.load(call.ids, attention_mask=call.mask).cache
@@ -120,7 +118,7 @@ class _Generate:
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # noqa: ANN401
-        """Return what a copy of the model has instead: its own plain `generate`."""
+        """Return a copied model's own plain `generate`."""
         copied = memo.get(id(self._model))
         return self if copied is None else _plain_generate(copied)
 
@@ -135,7 +133,7 @@ class _Generate:
             log.warning("generate(): %s", sentence)
 
     def _save(self, call: _Call, cache: DynamicCache, output: Any) -> None:  # noqa: ANN401
-        """Store the prompts, and of what was generated what all sequences have."""
+        """Store the prompts, and the generated tokens that all sequences have."""
         ids, mask, config = call.ids, call.mask, call.config
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         if config.get_generation_mode() in _BEAMS:  # rows of the cache are not rows of the output
@@ -148,12 +146,12 @@ class _Generate:
 
 
 class _Call(NamedTuple):
-    """A call of `generate`, as transformers understands it."""
+    """A call of `generate`, as resolved by transformers."""
 
     ids: torch.Tensor
     """(B, T)."""
     mask: torch.Tensor | None
-    """(B, T); None: nothing is hidden."""
+    """(B, T); None: nothing is masked."""
     config: Any
     """The settings in effect, a `GenerationConfig`."""
 
@@ -165,10 +163,10 @@ def _resolved(
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> _Call:
-    """Ask transformers what a call means. Raises InputError where a prefix cannot be used for it.
+    """Resolve a call. Raises InputError if a prefix cannot be used for it.
 
-    Its own functions do the work, private as they are: where one is missing or answers otherwise,
-    that is an error, and the call is computed as ever.
+    Uses transformers' private functions: if one is missing or answers unexpectedly, that is an
+    error, and the call is computed without VUA.
     """
     if args:
         raise InputError("it is given more than two positional arguments")
@@ -197,16 +195,16 @@ def _told(problem: Exception) -> str:
 
 
 def _obstacles(ids: Any, config: Any, others: dict[str, Any]) -> Iterator[str]:  # noqa: ANN401
-    """Yield why a call cannot begin with a stored prefix.
+    """Yield the reasons why a call cannot begin with a stored prefix.
 
     Args:
         ids: the prompt.
-        config: the settings that are in effect.
-        others: arguments that are no settings.
+        config: the settings in effect.
+        others: arguments that are not settings.
     """
     given = {name for name, value in others.items() if value is not None} - _NO_MODEL_INPUTS
     if given:
-        yield f"it is given {', '.join(sorted(given))}, which may count as much as the ids"
+        yield f"it is given {', '.join(sorted(given))}, which may matter as much as the ids"
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.ndim != 2:
         yield "it is not given token ids of shape (B, T)"
         return
@@ -222,14 +220,13 @@ def _obstacles(ids: Any, config: Any, others: dict[str, Any]) -> Iterator[str]: 
 
 
 def _ends(eos_token_id: int | list[int] | None) -> list[int]:
-    """Return the ids that end a sequence."""
     if eos_token_id is None:
         return []
     return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
 
 
 def _common_length(sequences: torch.Tensor, prompt: int, eos_token_id: Any) -> int:  # noqa: ANN401
-    """Return how many columns come before the end of the sequence that ends first."""
+    """Return the number of columns before the first end of a sequence."""
     ended = torch.zeros(sequences.shape[1] - prompt, dtype=torch.bool, device=sequences.device)
     for end in _ends(eos_token_id):
         ended |= (sequences[:, prompt:] == end).any(dim=0)

@@ -1,8 +1,8 @@
 """The stored caches of a model whose layers are of one kind or of several.
 
 Layers that attend to everything are one group, those with a sliding window of n tokens another, as
-every engine has them (docs/format.md). Promises what :mod:`vua.core` promises: what is loaded is
-what was saved, or nothing. Safe for threads, processes and forks.
+in every engine (docs/format.md). As in :mod:`vua.core`, what is loaded is what was saved, or
+nothing. Safe for threads, processes and forks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["LayerCache", "StoredLayers", "groups_of"]
 log = logging.getLogger(__name__)
 
 _NO_EXTRA_WINDOWS: Final = 1 << 40
-"""Tokens between points at which windows are wanted: saves do not ask."""
+"""Tokens between points at which windows are wanted: saves ask for none."""
 
 
 class LayerCache(NamedTuple):
@@ -44,15 +44,15 @@ class LayerCache(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     start: int
-    """Which token of the sequence the first one is."""
+    """Index of the first token in the sequence."""
 
 
 def groups_of(layout: KVLayout, windows: Sequence[int | None]) -> tuple[Group, ...]:
     """Return the groups of a model's layers, those that attend to everything first.
 
     Args:
-        layout: of all layers alike.
-        windows: of each layer, the tokens of its sliding window; None: it attends to everything.
+        layout: of all layers.
+        windows: per layer, the tokens of its sliding window; None: it attends to everything.
     """
     kinds: dict[str, list[int]] = {}
     for number, window in enumerate(windows):
@@ -78,8 +78,8 @@ class StoredLayers:
         """Use ``root``; nothing is opened yet.
 
         Args:
-            root: the directory of the cache, as `vua.store.place.locate` returns it.
-            identity: what K and V depend on.
+            root: the cache's location, as `vua.store.place.locate` returns it.
+            identity: everything that K and V depend on.
             groups: the model's layers.
             durable: fsync each file.
         """
@@ -93,7 +93,6 @@ class StoredLayers:
         self._lock = new_lock()
 
     def close(self) -> None:
-        """Finish what is still to be done for the directory's size."""
         for namespace in filter(None, (self._reading, self._writing)):
             namespace.close()
 
@@ -102,8 +101,7 @@ class StoredLayers:
     def longest(self, ids: torch.Tensor) -> int:
         """Return the tokens of the longest stored prefix of ``ids``, (T,), in whole chunks.
 
-        A hint: what can be loaded is known when it is read. Never raises for the state of the
-        directory.
+        A hint: only reading tells what can be loaded. Never raises for the state of the directory.
         """
         model = self._model
         try:
@@ -124,7 +122,7 @@ class StoredLayers:
         """Return K and V of the first ``tokens`` tokens of ``ids``, (T,), and their number.
 
         Layers with a sliding window hold what a window that ends there needs, and zeros before it.
-        Where something is missing or damaged: no layers, and how many tokens may be there at most.
+        If something is missing or damaged: no layers, and how many tokens may be there at most.
         """
         size, layers = self._model.chunk_tokens, dict[int, LayerCache]()
         namespace, stop = self._reading, -(-tokens // size)
@@ -147,7 +145,7 @@ class StoredLayers:
         return [layers[number] for number in range(self._layers)], tokens
 
     def _to_read(self) -> Namespace | None:
-        """Return what is open, or can be opened by now. Raises OSError."""
+        """Return the open namespace, or open it if possible. Raises OSError."""
         with self._lock:
             if self._reading is None or self._reading.storage.gone:
                 wanted = tuple(group.layout for group in self._model.groups)
@@ -162,17 +160,17 @@ class StoredLayers:
     # -- save ---------------------------------------------------------------------------------
 
     def save(self, ids: torch.Tensor, layers: Sequence[LayerCache], may: Callable[[], bool]) -> int:
-        """Store the whole chunks that are not stored yet; return of how many something was.
+        """Store whole chunks that are not stored yet; return for how many something was written.
 
         Args:
             ids: whole chunks, (T,).
-            layers: K and V of every layer, up to token T at least. Those of a sliding window may
-                begin later, or with zeros, as :meth:`read` returns them; what lies before is left
-                as it is stored, or not.
+            layers: K and V of every layer, at least up to token T. Those of a sliding window may
+                begin later, or with zeros, as :meth:`read` returns them; earlier chunks stay as
+                they are stored, or not.
             may: asked before something is written; False: nothing is.
 
         Raises:
-            InputError: a layer begins so late that what it holds would be of no use.
+            InputError: a layer begins so late that its content would be useless.
             LayoutError: the directory holds other shapes for this model.
             NotWritableError, StorageFullError, StorageError: the directory refuses.
         """
@@ -188,7 +186,7 @@ class StoredLayers:
             for group, store in zip(groups, namespace.stores, strict=True)
             if group in self._model.leading
         )
-        # Before eviction makes room for the rest.
+        # Before anything is evicted for the rest.
         namespace.stores[0].used(keys, stored, wait=stored < len(keys), storing=True)
         firsts = [self._first_to_store(group, layers, len(ids), stored) for group in groups]
         if min(firsts) >= len(keys) or not may():
@@ -205,7 +203,10 @@ class StoredLayers:
         return written
 
     def _to_write(self) -> Namespace:
-        """Return what is open, or open it. Raises as :meth:`save`, and LaterNamespaceError."""
+        """Return the open namespace, or open it.
+
+        Raises as :meth:`save`, and LaterNamespaceError.
+        """
         with self._lock:
             if self._writing is None:
                 self._writing = self._reading = create_namespace(
@@ -217,7 +218,7 @@ class StoredLayers:
     def _first_to_store(
         self, group: Group, layers: Sequence[LayerCache], tokens: int, stored: int
     ) -> int:
-        """Return the first chunk of which a group's layers hold all. Raises InputError."""
+        """Return the first chunk that a group's layers hold completely. Raises InputError."""
         size = self._model.chunk_tokens
         first = -(-max(_first_filled(layers[number]) for number in group.layers) // size)
         of_use = stored if group in self._model.leading else group.first_needed(tokens) // size
@@ -231,7 +232,7 @@ class StoredLayers:
 
 
 def _first_filled(layer: LayerCache) -> int:
-    """Return the first token of which a layer has K or V: what a window left behind is zeros."""
+    """Return the first token with K or V in a layer: a window leaves zeros before it."""
     if bool(layer.k[:, :1].any()) or bool(layer.v[:, :1].any()):
         return layer.start
     filled = layer.k.any(dim=2).any(dim=0) | layer.v.any(dim=2).any(dim=0)

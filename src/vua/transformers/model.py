@@ -1,9 +1,9 @@
-"""What a loaded model is, in VUA's terms: whose caches it may use, and their layout.
+"""The identity and layout of a loaded model.
 
-Promises that two models get one identity only if their K and V mean the same, and refuses a model
-of which that cannot be told. A model that is what its files and its configuration say is identified
-by every byte of the files, as in every engine; any other one by every byte of its tensors and all
-that computes with them, or not at all.
+Two models get one identity only if their K and V mean the same; if that cannot be determined, the
+model is refused. A model that matches its files and its configuration is identified by every byte
+of the files, as in every engine; any other one by every byte of its tensors and all that computes
+with them, or not at all.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ log = logging.getLogger(__name__)
 
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 LAYERS: Final = (DynamicLayer, DynamicSlidingWindowLayer)
-"""The cache layers that hold K and V of single tokens, and nothing else."""
+"""Cache layers that hold K and V of single tokens, and nothing else."""
 
-_AS_EVER: Final = "it computes as ever, and nothing is loaded or stored"
+_AS_EVER: Final = "it computes normally, and nothing is loaded or stored"
 _REMEDY: Final = "load the model with from_pretrained() from a local directory or the hub's cache"
 
 
 class NoIdentityError(ConfigError):
-    """What a model computes has no name that lasts: nothing of it is loaded or stored."""
+    """The model has no lasting identity: nothing is loaded or stored for it."""
 
 
 def identity_of(
@@ -64,20 +64,20 @@ def identity_of(
     chunk_tokens: int = 64,
     epoch: str = "",
 ) -> Identity:
-    """Return the identity of the caches that ``model`` computes; vLLM's of that model is the same.
+    """Return the identity of the caches that ``model`` computes; the same as vLLM's for that model.
 
-    Reads the weights' files, unless it is remembered what they hold (`vua.weights`), and compares
-    the model in memory with them. A model that differs has an identity of its own, by all that it
-    is in memory.
+    Reads the weights' files, unless their digests are remembered (`vua.weights`), and compares the
+    model in memory with them. A model that differs has its own identity, by everything that it is
+    in memory.
 
     Args:
         model: a causal language model of transformers, in evaluation mode.
         chunk_tokens: tokens per chunk.
-        epoch: change it to leave everything stored so far unused.
+        epoch: change it to ignore everything stored so far.
 
     Raises:
-        ConfigError: the model has hooks, foreign code or something else of which no digest can be
-            taken, or changes meanwhile.
+        ConfigError: the model has hooks, foreign code or something else without a digest, or
+            changes meanwhile.
         OSError: a file cannot be read.
     """
     described = described_model(model, ModelWatch(model), chunk_tokens=chunk_tokens, epoch=epoch)
@@ -91,7 +91,7 @@ def described_model(
     chunk_tokens: int,
     epoch: str,
 ) -> Described:
-    """Return what `identity_of` returns but for the weights; raises ConfigError.
+    """Return what `identity_of` returns, without the weights; raises ConfigError.
 
     Whether the weights are the files' is found by comparing the model in memory with them.
     """
@@ -141,7 +141,7 @@ def described_model(
 
 
 def _own_weights(watch: ModelWatch, difference: str, stop: threading.Event) -> Weights:
-    """Return what stands for a model that is not its files. Raises CancelledError."""
+    """Return the fingerprint of a model that differs from its files. Raises CancelledError."""
     began = time.monotonic()
     log.info(
         "%s: its caches are its own and no other engine's, because %s",
@@ -154,7 +154,7 @@ def _own_weights(watch: ModelWatch, difference: str, stop: threading.Event) -> W
 
 
 def _still(watch: ModelWatch, contents: Contents, weights: Weights) -> Weights:
-    """Return the weights, if the model is what it was when it was first looked at.
+    """Return the weights, if the model has not changed since it was first looked at.
 
     Raises NoIdentityError.
     """
@@ -195,10 +195,10 @@ def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:  # noqa: ANN40
 
 
 def windows_of(model: Any) -> list[int | None]:  # noqa: ANN401
-    """Return of each layer how many tokens its sliding window has; None: it attends to everything.
+    """Return the tokens of each layer's sliding window; None: it attends to everything.
 
     Args:
-        model: one of which `layout_of` has a layout.
+        model: one with a `layout_of`.
     """
     layers = DynamicCache(config=model.config.get_text_config()).layers
     return [getattr(layer, "sliding_window", None) for layer in layers]
@@ -213,7 +213,7 @@ def _check_class(model: Any) -> None:  # noqa: ANN401
 
 
 def _unsupported(model: Any, text: Any) -> str:  # noqa: ANN401
-    """Return why a prefix of this model cannot be used again; "" where it can."""
+    """Return why a prefix of this model cannot be reused; "" if it can."""
     if text is not model.config or text.is_encoder_decoder:
         return "they depend on more than token ids (an image, a sound, an encoder's input)"
     if getattr(text, "kv_lora_rank", None):
@@ -249,7 +249,6 @@ def _checkpoint(model: Any) -> tuple[Path | None, list[Path], str]:  # noqa: ANN
 
 
 def _weights_folder(model: Any) -> Path:  # noqa: ANN401
-    """Return the directory that the weights were loaded from."""
     name = str(model.config.name_or_path or "")
     if not name:
         raise ConfigError(f"the model names no files, so its caches have no identity; {_REMEDY}")
@@ -268,7 +267,7 @@ def _weights_folder(model: Any) -> Path:  # noqa: ANN401
 def _snapshots(model: Any, name: str) -> list[Path]:  # noqa: ANN401
     """Return the directories of the hub's cache that a model may come from, the likeliest first.
 
-    A model does not say of which revision it is, but its code does, if it came with the files.
+    A model does not name its revision, but its code does, if it came with the files.
     """
     try:
         place = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
@@ -291,7 +290,7 @@ def _may_come_from(model: Any, folder: Path) -> bool:  # noqa: ANN401
 
 
 def _code(model: Any, folder: Path | None) -> list[str]:  # noqa: ANN401
-    """Return digests of the Python code that runs and came with the model's files."""
+    """Return digests of running Python code that came with the model's files."""
     classes = {type(model).__module__, type(model.config).__module__}
     if not any(name.startswith("transformers_modules.") for name in classes):
         return []
@@ -308,7 +307,7 @@ def _code(model: Any, folder: Path | None) -> list[str]:  # noqa: ANN401
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that `from_pretrained` reads: one that holds all comes before an index."""
+    """Return the files that `from_pretrained` reads: a single file comes before an index."""
     whole = folder / "model.safetensors"
     return [whole] if whole.is_file() else checkpoint_files(folder)
 

@@ -17,17 +17,15 @@ __all__ = ["PIECE_NBYTES", "SHARE", "Contents", "digests", "same_bytes", "small_
 
 PIECE_NBYTES: Final = 64 << 20
 SHARE: Final = 0.005
-"""Of the time of `generate`, what looks at the model may take before they read as little as they
-may."""
+"""Share of `generate`'s time that checks may take before they read the minimum."""
 _READ_NBYTES: Final = 4 << 20
-"""Of a tensor on a CPU, what is read in one piece: half a millisecond."""
+"""Bytes of a CPU tensor read in one piece: half a millisecond."""
 _WHOLE_NBYTES: Final = 8 << 20
-"""Tensors of so few bytes in all are read whole by each look."""
+"""Tensors of so few bytes in all are read whole by each check."""
 _SMALL: Final = 1024
 _SAMPLES: Final = 32
 _TOGETHER: Final = 4
-"""How many elements are read of a tensor that has more than `_SMALL`: so many places, so many at
-each."""
+"""Elements read of a tensor with more than `_SMALL`: so many places, so many at each."""
 _MAX_THREADS: Final = 8
 _COLUMNS: Final = 4096
 
@@ -36,7 +34,7 @@ _Piece = tuple[int, int, int]
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have one dtype, one shape and the same bytes."""
+    """Whether two tensors have the same dtype, shape and bytes."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(_words(one), _words(other.to(one.device)))
@@ -66,19 +64,19 @@ def digests(tensors: Mapping[str, torch.Tensor], stop: threading.Event) -> list[
 
 
 class Contents:
-    """What tensors held when they were read first, and whether they hold it still.
+    """The content of tensors at the first read, and whether they still hold it.
 
     A write through `.data`, a pointer or an array leaves no sign: only reading finds it. So each
-    look reads a sample of every tensor, and as many of the other bytes as `earn` has paid for, in
-    turns: what changes a whole tensor, or a good part of one, is found at once, and any other
-    change once all bytes have had their turn. What has 8 MiB in all is read whole each time.
-    Safe for threads.
+    check reads a sample of every tensor, and in turns as many of the other bytes as `earn` has paid
+    for. A change of a whole tensor, or of a large part of one, is found at once, any other change
+    once all bytes have had their turn. Tensors of 8 MiB in all are read whole each time.
+    Thread-safe.
     """
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Read all bytes of all tensors, at memory's speed; those at one place once."""
+        """Read all bytes of all tensors, at memory speed; shared memory once."""
         self._clock, self._lock = clock, threading.Lock()
         began = clock()
         self._distinct = _distinct(tensors)
@@ -92,22 +90,22 @@ class Contents:
         random.shuffle(self._turns)  # so that no change is always the last to be found
 
     def earn(self, spent_s: float) -> None:
-        """Add what looks may cost after that time of generating: a two-hundredth."""
+        """Add the cost that checks may have after so much generating: a two-hundredth."""
         with self._lock:
             self._credit_s = min(self._credit_s + SHARE * spent_s, self._whole_s)
 
     def spend(self, spent_s: float) -> None:
-        """Subtract what another look at the model has cost."""
+        """Subtract the cost of another check of the model."""
         with self._lock:
             self._credit_s = max(self._credit_s - spent_s, -self._whole_s)
 
     def differ(self, tensors: Sequence[torch.Tensor], *, whole: bool) -> bool:
-        """Whether the tensors hold something else now, as far as this look reads.
+        """Whether the tensors changed, as far as this check reads.
 
         Args:
             tensors: the same ones, in the same order.
-            whole: read every byte, whatever it costs. Otherwise they have to lie where they lay
-                when they were read whole.
+            whole: read every byte, at any cost. Otherwise they must be at the addresses where they
+                were last read whole.
         """
         began = self._clock()
         if whole:
@@ -128,7 +126,6 @@ class Contents:
             self.spend(self._clock() - began)
 
     def _turn(self) -> Sequence[int]:
-        """Return the pieces whose turn it is."""
         total = self._nbytes
         with self._lock:
             paid = self._credit_s / self._whole_s * total if self._whole_s > 0 else total
@@ -144,7 +141,6 @@ class Contents:
 
 
 def _distinct(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return which tensors lie at a place of their own."""
     found: dict[tuple[object, ...], int] = {}
     for number, tensor in enumerate(tensors):
         place = (tensor.device, tensor.data_ptr(), tensor.nbytes, *tensor.stride())
@@ -153,7 +149,7 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _pieces_of(tensors: Sequence[torch.Tensor]) -> list[_Piece]:
-    """Return the parts in which tensors are read: tensor, first byte, byte behind the last one."""
+    """Return the parts in which tensors are read: tensor, first byte, end byte."""
     return [
         (number, at, min(at + size, tensor.nbytes))
         for number, tensor in enumerate(tensors)
@@ -163,10 +159,10 @@ def _pieces_of(tensors: Sequence[torch.Tensor]) -> list[_Piece]:
 
 
 def _sums(tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece]) -> list[bytes]:
-    """Return a checksum of each piece; no defence against forgery.
+    """Return a checksum of each piece; not secure against forgery.
 
-    On a CPU xxh3-128; elsewhere, on the device, sums over rows and columns, each with a factor of
-    its own.
+    On a CPU xxh3-128; elsewhere, on the device, sums over rows and columns, each with its own
+    factor.
     """
     flat = {number: _bytes(tensors[number]) for number, _, _ in pieces}
 
@@ -212,7 +208,7 @@ def _samples(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def _reduced(piece: torch.Tensor) -> torch.Tensor:
-    """Return three words that stand for a piece's bytes, on its device."""
+    """Return three words that represent a piece's bytes, on its device."""
     words = _words(piece)
     whole = len(words) // _COLUMNS * _COLUMNS
     table = words[:whole].view(-1, _COLUMNS)
@@ -222,7 +218,7 @@ def _reduced(piece: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(part: torch.Tensor) -> torch.Tensor:
-    """Return an odd factor for each word, so that words that change places change the sum."""
+    """Return an odd factor per word, so that swapped words change the sum."""
     odd = torch.arange(len(part), dtype=torch.int64, device=part.device) * 2 + 1
     return odd * 0x1E3779B97F4A7C15
 
@@ -259,7 +255,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_threads(task: Callable[[_T], bytes], items: Sequence[_T], nbytes: int) -> list[bytes]:
-    """Return each item's result; on threads where there is much to read."""
+    """Return each item's result; on threads if there is much to read."""
     count = min(_MAX_THREADS, torch.get_num_threads())
     if count < 2 or nbytes <= PIECE_NBYTES:
         return [task(item) for item in items]

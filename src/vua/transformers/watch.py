@@ -1,23 +1,21 @@
-"""What a model in memory is, and whether it is that still.
+"""What a model in memory is, and whether it has changed.
 
 A `ModelWatch` compares a model with what its configuration makes, and remembers a cheap mark
 (modules, their attributes, hooks, code, configuration, modes, tensors' shapes, versions and
-addresses) and what the tensors hold. docs/decisions/0059-what-a-look-costs.md says what is looked
-at when, what it costs, and what remains.
+addresses) and the tensors' content. docs/decisions/0059-what-a-look-costs.md says what is checked
+when, what it costs, and what remains.
 
-Which attention of transformers computes what vLLM's does.
+`is_compared` says whether the model's attention computes what vLLM's does. All implementations
+compute softmax over scaled products; some leave out soft caps, sinks or windows. So an
+implementation is left out of an identity only for the model types (and for torch's function the
+config values) for which K and V were compared: those of transformers' own function and of torch's
+with vLLM's, and of these two with each other, in models with sharp attention
+(`tests/e2e/meeting.py`). ``attention.json`` lists them; ``python tests/make_shared_configs.py``
+measures and writes it.
 
-Softmax over scaled products is what all implementations compute; soft caps, sinks and windows are
-what some leave out. So an implementation is left out of an identity only for the model types, and
-for torch's function the values of their configs, for which K and V were compared: of transformers'
-own function and of torch's with vLLM's, and of these two with each other, in models whose attention
-is sharp (`tests/e2e/meeting.py`). ``attention.json`` says for which; the command ``python
-tests/make_shared_configs.py`` measures and writes it.
-
-Whether the Python code that a model runs is that of the installed packages.
-
-Promises to name a class, method or function that stands where the source file of transformers, of
-torch or of the checkpoint has another one. A function that changes its own globals is not seen.
+`foreign_code` says whether the Python code that a model runs is that of the installed packages: it
+names a class, method or function that replaces the one in the source file of transformers, of torch
+or of the checkpoint. A function that changes its own globals is not seen.
 """
 
 from __future__ import annotations
@@ -82,11 +80,11 @@ _WRAPPERS: Final = frozenset(
     str(sys.modules[name].__file__) for name in ("contextlib", "functools", "typing")
 )
 _approved: dict[str, tuple[object, ...]] = {}
-"""Of each module that was compared with its file: its mark then."""
+"""The mark of each module when it was compared with its file."""
 
 
 def foreign_class(kind: type) -> str:
-    """Return what a class is where it is none of transformers, torch or the checkpoint; else ""."""
+    """Describe a class that is not transformers', torch's or the checkpoint's; else ""."""
     module = sys.modules.get(kind.__module__)
     if kind.__module__.partition(".")[0] not in _PACKAGES or module is None:
         return f"the class {kind.__module__}.{kind.__qualname__}, expected one of transformers"
@@ -108,7 +106,7 @@ def foreign_function(function: object) -> str:
 
 
 def foreign_code(kinds: Iterable[type]) -> str:  # noqa: C901 - one look at each kind of place
-    """Return the first piece of code that is not what the packages' files say; "" if all is.
+    """Return the first piece of code that differs from the packages' files; "" if none does.
 
     Args:
         kinds: the classes of a model's modules.
@@ -144,7 +142,7 @@ def foreign_code(kinds: Iterable[type]) -> str:  # noqa: C901 - one look at each
 
 
 def code_mark(kinds: Iterable[type]) -> tuple[object, ...]:
-    """Return what changes when a method or a module's function is replaced in this process."""
+    """Return a value that changes when a method or a module's function is replaced."""
     kinds = set(kinds)
     spaces: list[Mapping[str, Any]] = [vars(kind) for kind in sorted(_lineage(kinds), key=id)]
     spaces += [vars(sys.modules[name]) for name in _modules_of(kinds)]
@@ -246,7 +244,7 @@ def _differs_from_file(module: types.ModuleType) -> str:  # noqa: C901 - likewis
 
 
 def _imported(tree: ast.Module, package: str) -> dict[str, tuple[str, str]]:
-    """Return where a module's source takes each name from: module and name there."""
+    """Return the origin of each name in a module's source: module and name there."""
     found: dict[str, tuple[str, str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -273,7 +271,7 @@ _SDPA: Final = (
 
 
 def is_compared(model: Any) -> bool:  # noqa: ANN401
-    """Whether the attention with which a model runs was compared with vLLM's for its config."""
+    """Whether the model's attention was compared with vLLM's for its config."""
     text, compared = model.config.get_text_config(), _compared()
     attention = attention_of(model)
     if attention == _EAGER:
@@ -285,9 +283,9 @@ def is_compared(model: Any) -> bool:  # noqa: ANN401
 
 @cache
 def _compared() -> dict[str, Any]:
-    """Return the types of which transformers' own function was compared ("eager"), and torch's.
+    """Return the types for which transformers' own function was compared ("eager"), and torch's.
 
-    Of torch's by type and place the only values for which it computes the same.
+    For torch's by type and key the only values for which it computes the same.
     """
     text = (files("vua.transformers") / "attention.json").read_text(encoding="utf-8")
     compared: dict[str, Any] = json.loads(text)
@@ -295,13 +293,13 @@ def _compared() -> dict[str, Any]:
 
 
 def attention_of(model: Any) -> tuple[str, str, str]:  # noqa: ANN401
-    """Return the name of a model's attention, and the functions that attend and mask."""
+    """Return the name of a model's attention, and its attention and mask functions."""
     attends, masks = attention_functions(model)
     return _name(model), _called(attends), _called(masks)
 
 
 def attention_functions(model: Any) -> tuple[object, object]:  # noqa: ANN401
-    """Return what attends (None: the model's own function) and what masks."""
+    """Return the attention function (None: the model's own) and the mask function."""
     name = _name(model)
     return ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
 
@@ -347,27 +345,27 @@ _Named = dict[str, Any]
 
 
 class ModelWatch:
-    """A model, as it was when the watch was made, and how it differs from that now."""
+    """A model, as it was when the watch was made, and its changes since."""
 
     def __init__(
         self,
         model: Any,  # noqa: ANN401
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Compare ``model`` with what its configuration makes; takes a fraction of its loading.
+        """Compare ``model`` with what its configuration makes; faster than loading it.
 
         Args:
             model: one of transformers.
-            clock: seconds, from which it is known what looks cost.
+            clock: seconds, to measure the cost of checks.
         """
         self.model, self.clock = model, clock
         self.obstacle = ""
-        """Why nothing of it can be stored under any name; "" where it can."""
+        """Why nothing of it can be stored under any name; "" if it can."""
         self.difference = ""
-        """How it differs from what its configuration makes; "" where it does not."""
+        """How it differs from what its configuration makes; "" if it does not."""
         self._contents: Contents | None = None
         self._looked_at: tuple[object, ...] = ()
-        """Versions and addresses at the last look that read every byte."""
+        """Versions and addresses at the last check that read every byte."""
         self._mark = _Mark(model)
         self.versions = self.versions_now()
         self.obstacle = (
@@ -382,7 +380,7 @@ class ModelWatch:
                 self.difference = _difference(self._mark, _Mark(made), model, made)
 
     def change(self) -> str:
-        """Return what is not as it was when the watch was made; "" if nothing is. Cheap."""
+        """Return what changed since the watch was made; "" if nothing did. Cheap."""
         began = self.clock()
         try:
             return self._mark.change(_Mark(self.model))
@@ -393,7 +391,7 @@ class ModelWatch:
                 self._contents.spend(self.clock() - began)
 
     def versions_now(self) -> tuple[object, ...]:
-        """Return what changes when a tensor is replaced or written to, except through `.data`."""
+        """Return a value that changes when a tensor is replaced or written to, but for `.data`."""
         try:
             return tuple(
                 [
@@ -410,26 +408,29 @@ class ModelWatch:
         return "" if self.versions_now() == versions else "a tensor was replaced or written to"
 
     def read(self) -> Contents:
-        """Return what the tensors hold; reads all bytes, at memory's speed."""
+        """Return the tensors' content; reads all bytes, at memory speed."""
         return Contents(self._all(), self.clock)
 
     def keep(self, contents: Contents) -> str:
-        """Take what `read` returned as what was identified; return why not. Reads all bytes."""
+        """Accept the result of `read` as the identified content; return why not.
+
+        Reads all bytes.
+        """
         if contents.differ(self._all(), whole=True):
             return "the model's tensors changed"
         self._contents, self._looked_at = contents, self.versions_now()
         return ""
 
     def earn(self, spent_s: float) -> None:
-        """Tell for how long tokens were generated: a part of it is for looking."""
+        """Report the time of generating: a part of it is for checks."""
         if self._contents is not None:
             self._contents.earn(spent_s)
 
     def change_of_bytes(self) -> str:
         """Return that the tensors do not hold what was identified; "" if they seem to.
 
-        Reads every byte where a tensor was written to or replaced since it was last done, or has
-        no versions; else what `Contents` says. Never raises.
+        Reads every byte if a tensor was written to or replaced since that was last done, or has no
+        versions; else what `Contents` reads. Never raises.
         """
         other = "the model's tensors hold other values than were identified"
         if self._contents is None:
@@ -448,7 +449,10 @@ class ModelWatch:
         return ""
 
     def change_of_modes(self) -> str:
-        """Return which mode of torch or of the model forbids storing; "" if none does. At once."""
+        """Return which mode of torch or of the model forbids storing; "" if none does.
+
+        Immediate.
+        """
         if self.model.training:
             return "the model is in training mode, expected model.eval()"
         return _modes(self.model)[0]
@@ -462,7 +466,7 @@ class ModelWatch:
         ]
 
     def digest(self, stop: threading.Event) -> str:
-        """Return 64 hex digits of all that the model is: tensors, modules, attributes.
+        """Return 64 hex digits of everything that the model is: tensors, modules, attributes.
 
         Raises CancelledError.
         """
@@ -486,7 +490,7 @@ def _attention_obstacle(model: Any) -> str:  # noqa: ANN401
 
 
 class _Mark:
-    """What a model is but for its tensors' bytes, of one moment."""
+    """Everything that a model is at one moment, except its tensors' bytes."""
 
     def __init__(self, model: Any) -> None:  # noqa: ANN401
         named = _modules(model)
@@ -506,7 +510,7 @@ class _Mark:
         self.code = code_mark(self.kinds)
 
     def obstacle(self) -> str:  # noqa: C901, PLR0911 - one case for each kind
-        """Return why a model in this state has no name that lasts; "" where it has one."""
+        """Return why a model in this state has no lasting name; "" if it has one."""
         if self.modes[0]:
             return self.modes[0]
         for name, found in self.modules.items():
@@ -528,11 +532,11 @@ class _Mark:
         return ""
 
     def portable(self) -> object:
-        """Return what means the same in every process."""
+        """Return the part that means the same in every process."""
         return self.modules, self.config
 
     def change(self, now: _Mark) -> str:
-        """Return how another mark of the same model differs; "" where it does not."""
+        """Return how another mark of the same model differs; "" if it does not."""
         if now.modes[0]:
             return now.modes[0]
         for what in ("modules", "tensors"):
@@ -586,7 +590,7 @@ def _module(module: nn.Module, known: dict[int, Any]) -> _Named:
 
 
 def _is_of_its_class(key: str, value: Any, module: nn.Module) -> bool:  # noqa: ANN401
-    """Whether an attribute is what the module would have without it: the method of its class."""
+    """Whether an attribute equals what the module has without it: the method of its class."""
     return (
         type(value) is types.MethodType
         and value.__self__ is module
@@ -610,7 +614,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _modes(model: Any) -> tuple[str, object]:  # noqa: ANN401
-    """Return what forbids storing now, and what must stay as it is."""
+    """Return what forbids storing now, and what must stay the same."""
     kind = model.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         return f"autocast is on ({torch.get_autocast_dtype(kind)}), expected none", None
@@ -624,13 +628,13 @@ def _modes(model: Any) -> tuple[str, object]:  # noqa: ANN401
 
 
 class _Opaque(tuple[str, int]):
-    """A value whose meaning nothing tells: equal to itself alone."""
+    """A value of unknown meaning: equal only to itself."""
 
     __slots__ = ()
 
 
 def _plain(value: Any, depth: int = 0) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - one case for each kind
-    """Return what a value means, equal for equal ones, or an `_Opaque`."""
+    """Return a value's meaning, equal for equal ones, or an `_Opaque`."""
     kind = type(value)
     if kind in _PLAIN_TYPES:
         return value
@@ -685,7 +689,7 @@ def _name_of(kind: type) -> str:
 
 
 def _first_difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Return where two descriptions by name differ first, with both values; "" where nowhere."""
+    """Return the first difference of two descriptions by name, with both values; "" if equal."""
     if expected == found:
         return ""
     name = next(name for name in [*expected, *found] if expected.get(name) != found.get(name))
@@ -707,7 +711,7 @@ def _short(value: object) -> str:
 def _made_by_config(model: Any) -> Any:  # noqa: ANN401
     """Return a model of the same class and configuration: buffers as computed, parameters on meta.
 
-    In the thread that calls, as `from_pretrained`: torch's default dtype is the process's.
+    In the calling thread, like `from_pretrained`: torch's default dtype is the process's.
     """
     before = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -727,7 +731,7 @@ def _made_by_config(model: Any) -> Any:  # noqa: ANN401
 
 
 def _difference(mark: _Mark, expected: _Mark, model: Any, made: Any) -> str:  # noqa: ANN401
-    """Return how a model differs from one that its configuration makes, but for loaded bytes."""
+    """Return how a model differs from one that its configuration makes, except for loaded bytes."""
     if problem := _first_difference(expected.modules, mark.modules):
         return problem
     kept = [

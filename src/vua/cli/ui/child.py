@@ -1,4 +1,4 @@
-"""Work in processes of its own: a directory of any size is looked at, and the page stays smooth.
+"""Child processes of `vua ui`: they look at directories while the page stays responsive.
 
 They are forked before the server has any threads: a fork while another thread holds a lock hangs.
 """
@@ -19,25 +19,24 @@ from typing import Any, Final
 __all__ = ["Child", "Talk"]
 
 _SHOWN_S: Final = 0.2
-"""Between two words on how far something is."""
+"""Least time between two progress messages."""
 _LOOKED_S: Final = 1.0
-"""Between two looks whether the server is still there."""
+"""Interval of checking that the server is still there."""
 
 
 class Talk:
-    """The child's end of the line."""
+    """The child's end of the connection."""
 
     def __init__(self, line: Connection, server: int) -> None:
         self._line, self._server, self._shown_s = line, server, 0.0
 
     def tell(self, what: str, value: object) -> None:
-        """Say something to the server."""
         self._line.send((what, value))
 
     def show(
         self, text: str, done: int = 0, total: int = 0, *, amount: int = 0, unit: str = "B"
     ) -> None:
-        """Say how far something is, now and then; see :class:`vua.capacity.scan.Show`."""
+        """Report progress, now and then; see :class:`vua.capacity.scan.Show`."""
         now_s = time.monotonic()
         if now_s - self._shown_s > _SHOWN_S or done == total:
             self._shown_s = now_s
@@ -45,7 +44,7 @@ class Talk:
             self.tell("progress", said)
 
     def wait(self, seconds: float = float("inf")) -> bool:
-        """Return whether the server asks for something within so long; end without a server."""
+        """Wait for a request; return whether there is one. Ends the process without a server."""
         until_s = time.monotonic() + seconds
         while not self._line.poll(max(0.0, min(_LOOKED_S, until_s - time.monotonic()))):
             if os.getppid() != self._server:
@@ -57,7 +56,7 @@ class Talk:
 
 
 class Child:
-    """A process that does some work, and tells ``hear`` (what, value) of it in a thread here."""
+    """A process that works, and reports (what, value) to ``hear`` in a thread here."""
 
     def __init__(self, work: Callable[[Talk], None], hear: Callable[[str, Any], None]) -> None:
         self._hear = hear
@@ -69,7 +68,6 @@ class Child:
         there.close()
 
     def listen(self) -> None:
-        """Begin to hear it, once all processes are forked."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -80,11 +78,9 @@ class Child:
             self._hear("ended", None)
 
     def ask(self) -> None:
-        """Let it begin."""
         self._line.send(None)
 
     def close(self) -> None:
-        """End it."""
         self._process.terminate()
         self._process.join()
 
@@ -92,5 +88,5 @@ class Child:
 def _work(work: Callable[[Talk], None], line: Connection, server: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # and with it what it has started
-    with contextlib.suppress(BrokenPipeError):  # nobody listens any more
+    with contextlib.suppress(BrokenPipeError):  # the server has gone
         work(Talk(line, server))

@@ -1,10 +1,10 @@
-"""`vua ui` and its HTTP server: one page, and what it asks, for whoever has the token.
+"""`vua ui` and its HTTP server: one page and its requests, for holders of the token.
 
-Any page that a browser shows may send requests to this port, under any name that leads here. So a
-request is answered only under a loopback name (DNS can be made to lead any other one here), and
-what it tells of the directory only to who names the token. The page loads nothing from elsewhere.
+Any page in a browser may send requests to this port, under any host name that resolves to it. So a
+request is answered only under a loopback name (DNS can map other names here), and content is sent
+only with the token. The page loads nothing from elsewhere.
 
-What the page asks: what the processes that look and verify have told, and what is read now.
+:class:`State` answers the page: from reports of the processes that look and verify, and by reading.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from vua.security.settings import Security
 __all__ = ["Served", "Server", "State", "ui"]
 
 _LOOKS: Final = 600
-"""That are remembered: twenty minutes and more."""
+"""Looks remembered: at least twenty minutes."""
 _PROBLEMS: Final = 100
-"""Damaged files of a namespace that are named."""
+"""Damaged files named per namespace."""
 
 
 @dataclass(slots=True)
 class _Verified:
-    """How far a verification is, and what the last one found."""
+    """The progress of a verification, and the last one's result."""
 
     running: bool = False
     progress: dict[str, object] | None = None
@@ -61,26 +61,26 @@ class _Verified:
 
 @dataclass(slots=True)
 class _Watched:
-    """What the looks have told."""
+    """The reports of the looks."""
 
     views: dict[str, View] = field(default_factory=dict)
     usage: dict[str, object] | None = None
     progress: dict[str, object] | None = None
     looks: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     looked_s: float | None = None
-    """When everything was looked at for the last time; None: not yet."""
+    """Time of the last complete look; None: not yet."""
     problem: str = ""
     version: int = 0
     """Counts what changes."""
 
 
 class State:
-    """For any number of threads. Starts two processes: make it before any thread."""
+    """Thread-safe. Starts two processes: make it before any thread."""
 
     def __init__(
         self, directory: str, security: Security, tokenize: Callable[[str], bytes] | None
     ) -> None:
-        """Begin to look at ``directory``; ``tokenize`` makes token ids of a text."""
+        """Start looking at ``directory``; ``tokenize`` makes token ids of a text."""
         self._directory, self._security, self._tokenize = directory, security, tokenize
         self._lock = threading.Lock()
         self._watched, self._verified = _Watched(), _Verified()
@@ -91,7 +91,6 @@ class State:
             child.listen()
 
     def close(self) -> None:
-        """End the processes."""
         for child in self._children:
             child.close()
 
@@ -163,7 +162,7 @@ class State:
         return {"boxes": runs.boxes(focus, by), "path": runs.path(focus), **runs.listed()}
 
     def health(self) -> list[dict[str, object]]:
-        """Return what `vua doctor` finds without writing anything; nothing of a bucket."""
+        """Return the findings of `vua doctor` that need no writing; none for a bucket."""
         return [asdict(one) for one in self._catalog().findings_at_rest(self._security)]
 
     def explain(self, asked: dict[str, object]) -> dict[str, object]:
@@ -182,7 +181,7 @@ class State:
         return explain_ids(self._directory, ids, question, trees).describe()
 
     def verify(self) -> None:
-        """Begin to verify everything, unless that is going on already."""
+        """Start verifying everything, unless that is in progress."""
         with self._lock:
             if not self._verified.running:
                 self._verified.running, self._verified.problem = True, ""
@@ -190,7 +189,7 @@ class State:
 
 
 def _verify(directory: str, security: Security, talk: Talk) -> None:
-    """Verify whenever that is asked for, and tell the report."""
+    """Verify at each request, and send the report."""
     while talk.wait():
         try:
             report: Any = verify(directory, security=security, show=talk.show).describe()
@@ -208,7 +207,7 @@ _PAGE: Final = {
     "/ui.css": ("ui.css", "text/css; charset=utf-8"),
     "/ui.js": ("ui.js", "text/javascript; charset=utf-8"),
 }
-"""They tell nothing of the directory, so they need no token."""
+"""They reveal nothing about the directory, so they need no token."""
 _ASKED: Final[dict[str, tuple[str, Callable[[State, dict[str, Any]], object]]]] = {
     "/api/overview": ("GET", lambda state, _: state.overview()),
     "/api/tree": ("GET", lambda state, asked: state.tree(
@@ -230,7 +229,7 @@ _HEADERS: Final = {
 }
 _MOST_BODY_NBYTES: Final = 16 << 20
 _PATIENCE_S: Final = 60.0
-"""For a request to come in."""
+"""Longest time for a request to arrive."""
 
 
 class Server(ThreadingHTTPServer):
@@ -239,13 +238,13 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, port: int, state: State) -> None:
-        """Take ``port``, 0 for any that is free. Raises OSError where it is taken."""
+        """Bind ``port``, 0 for any free one. Raises OSError if it is taken."""
         super().__init__(("127.0.0.1", port), _Handler)
         self.state, self.token = state, secrets.token_urlsafe(24)
 
     @property
     def url(self) -> str:
-        """Where the page is. Browsers do not send what stands behind the #, nor log it."""
+        """The page's address. Browsers neither send nor log what follows the #."""
         return f"http://127.0.0.1:{self.server_port}/#token={self.token}"
 
 
@@ -256,10 +255,10 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _PATIENCE_S
 
     def log_message(self, *_: object) -> None:
-        """Log nothing: stderr is for what is wrong."""
+        """Log nothing: stderr is for errors."""
 
     def do_GET(self) -> None:
-        """Send the page, or what it asks; with POST what takes a prompt, or takes long."""
+        """Send the page, or answer it; POST is for prompts and long work."""
         where = urlsplit(self.path)
         method, work = _ASKED.get(where.path, ("GET", None))
         if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in _HOSTS:
@@ -296,7 +295,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.BAD_REQUEST, {"error": plain(str(problem))})
 
     def _body(self) -> dict[str, Any]:
-        """What was sent, a JSON object. Raises ValueError."""
+        """Return the JSON object that was sent. Raises ValueError."""
         nbytes = int(self.headers.get("Content-Length", ""))
         if not 0 <= nbytes <= _MOST_BODY_NBYTES:
             self.close_connection = True
@@ -331,17 +330,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 @dataclass(frozen=True, slots=True)
 class Served(Report):
-    """Where the page is."""
+    """The page's address."""
 
     directory: str
     url: str
 
     def describe(self) -> object:
-        """Return plain values for programs."""
         return {"directory": self.directory, "url": self.url}
 
     def show(self) -> None:
-        """Print it."""
         print(f"{self.directory}: open {self.url}\nCtrl-C ends it", flush=True)
 
 
@@ -362,8 +359,8 @@ def ui(
 ) -> int:
     """Serve the page until Ctrl-C; ``model`` is the directory of a tokenizer for pasted texts.
 
-    Raises ConfigError where the port is taken or there is no tokenizer, StorageError where there is
-    no such directory.
+    Raises ConfigError if the port is taken or there is no tokenizer, StorageError without such a
+    directory.
     """
     # Forks: before this process speaks to a bucket, whose connections no child may have.
     state = State(directory, security, None if model is None else tokenizer(model))
