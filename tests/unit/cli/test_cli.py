@@ -84,7 +84,7 @@ class TestLs(CliTest):
         (other / "passwd").touch()
         code, out, err = run("ls", other)
         self.assertEqual((2, ""), (code, out))
-        self.assertIn("no cache of VUA", err)
+        self.assertIn("not a cache of VUA", err)
 
     def test_control_characters(self) -> None:
         """A label cannot make the terminal do anything."""
@@ -410,7 +410,7 @@ class TestSample(CliTest):
         for words in ("0%", "101%", "x%", "10"):
             code, _, err = run("verify", self.root, "--sample", words)
             self.assertEqual(2, code)
-            self.assertIn("is no share; give something like 10%", err)
+            self.assertIn("is not a share; give a percentage like 10%", err)
 
     def test_sort(self) -> None:
         """The largest namespace comes first, or the one that was written last."""

@@ -71,8 +71,8 @@ class TestAdvise(CliTest):
         sizes = [round(self.chunk_nbytes * chunks) for chunks in (1, 2, 4, 8, 8)]
         self.assertEqual(sizes, [one["nbytes"] for one in rooms])
         advice = [
-            "Twice the room would find 100 % more.",
-            "Half the room would find about as much.",
+            "Twice the space would find 100 % more.",
+            "Half the space would find about as much.",
         ]
         self.assertEqual(advice, report["advice"])
 
@@ -84,7 +84,7 @@ class TestAdvise(CliTest):
         self.assertEqual((0, 3 + 5), (code, len(lines) - 1))
         self.assertIn("400 requests for 800 chunks (8 different)", lines[0])
         self.assertRegex(out, r"(?m)^2 x +\S+ \S+ +100\.0 % +100\.0 % +0 B$")
-        self.assertRegex(lines[-1], "^Twice the room would find 100 % more. Half the room")
+        self.assertRegex(lines[-1], "^Twice the space would find 100 % more. Half the space")
 
     def test_all_fits(self) -> None:
         """Where all fits in a quarter of the room nothing can be said of more."""
@@ -92,8 +92,8 @@ class TestAdvise(CliTest):
         self.log(TWICE_EACH)
         report = self.report()
         self.assertEqual([0.25, None], [one["share"] for one in report["rooms"]])
-        self.assertIn("not to be seen", report["advice"][0])
-        self.assertEqual("Half the room would find about as much.", report["advice"][1])
+        self.assertIn("cannot bring more hits", report["advice"][0])
+        self.assertEqual("Half the space would find about as much.", report["advice"][1])
 
     def test_limit_of_engines(self) -> None:
         """What engines are told counts where it is stricter; it has to be a size."""

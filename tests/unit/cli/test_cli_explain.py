@@ -91,11 +91,11 @@ class TestPrefix(ExplainTest):
         self.assertEqual((0, 1, 1), (code, one["usable_chunks"], one["others"]["others"]))
         self.assertEqual((1, [4, 8], "absent"), (gap["chunk"], gap["tokens"], gap["state"]))
         self.assertEqual(keys_of(other, 4)[1].name, gap["prefix_hash"])
-        self.assertIn("go on otherwise", one["verdict"])
+        self.assertIn("continue differently", one["verdict"])
         _, (one,) = self.ask([*TOKENS[:12], 1, 1, 1, 1])
 
         self.assertEqual((3, 0), (one["usable_chunks"], one["others"]["others"]))
-        self.assertIn("nothing stored goes on", one["verdict"])
+        self.assertIn("no stored chunk continues", one["verdict"])
         _, (one,) = self.ask(other, "--quick")
         self.assertIsNone(one["others"])
 

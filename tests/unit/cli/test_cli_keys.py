@@ -70,7 +70,7 @@ class TestVerify(KeysTest):
 
         self.assertIn(f"3 files are sealed with key {own}: 3 of them proved to be written", out)
         self.assertIn(f"3 files are sealed with key {hers}: checked for damage; who wrote", out)
-        self.assertIn("3 files are not sealed: nothing proves who wrote them", out)
+        self.assertIn("3 files are not sealed: their writer is not proved", out)
         _, out, _ = run("verify", self.cache)
         self.assertEqual(2, out.count("who wrote them needs the key"))
         self.assertNotIn("not sealed", out)
@@ -166,7 +166,7 @@ class TestVerify(KeysTest):
         (self.keys / "odd.key").write_text("nothing")
         for arguments, words in (
             (("--key-file", self.root / "absent"), "No such file"),
-            (("--tenant-keys", self.root / "absent"), "is no directory"),
+            (("--tenant-keys", self.root / "absent"), "is not a directory"),
             (("--tenant-keys", self.keys), "odd.key"),
             (("--encrypt",), "encrypt needs a key_file"),
         ):

@@ -484,9 +484,9 @@ class PagesTest(unittest.TestCase):
         t = torch.zeros
         refused = (
             (("one tensor", "axis L"), t(9, 2, 4, 8), "BHNC", None),
-            (("no paged cache",), [t(9, 2, 4, 8)], "BHNX", None),
-            (("no paged cache",), [t(9, 2, 4, 8)], "BHDC", None),
-            (("no paged cache",), [t(9, 2, 4, 8)], "BNNC", None),
+            (("not describe a paged cache",), [t(9, 2, 4, 8)], "BHNX", None),
+            (("not describe a paged cache",), [t(9, 2, 4, 8)], "BHDC", None),
+            (("not describe a paged cache",), [t(9, 2, 4, 8)], "BNNC", None),
             (("shape (9, 4, 8)",), [t(9, 4, 8)], "BHNC", None),
             (("2 in axis 2",), [t(3, 9, 4, 2, 8)], "2BNHD", None),
             (("stride 1 in axis D",), [t(9, 4, 2, 8).transpose(2, 3)], "BNHD", None),

@@ -70,7 +70,7 @@ class TestState(unittest.TestCase):
         for length in range(len(data)):
             with self.assertRaisesRegex(ConfigError, "cannot be taken apart"):
                 parse(data[:length])
-        with self.assertRaisesRegex(ConfigError, "3 bytes that are no K and V"):
+        with self.assertRaisesRegex(ConfigError, "3 bytes that are not K and V"):
             parse(data + b"abc")
 
     def test_what_is_not_known(self) -> None:
