@@ -1,1 +1,1 @@
-"""Keeps a cache within its limits: what was used last, how much is there, what goes first."""
+"""Keeps a cache within its limits: what was used last, how much is stored, what goes first."""

@@ -1,16 +1,14 @@
-"""What bounds a cache in a bucket: the bucket's own rules, and `vua gc`; not who writes.
+"""Limits of a cache in a bucket: the bucket's lifecycle rule and `vua gc`, not the writers.
 
-A bucket has no times of use, and looking through it costs requests. So nothing is evicted here: the
-bucket's lifecycle rule deletes what is old, see docs/object-stores.md. ``bounds.json`` lies there
-as in a directory; its ``ttl_s`` is the life of an object that nobody uses.
+A bucket has no times of use, and listing it costs requests. So nothing is evicted here: the
+bucket's lifecycle rule deletes old objects, see docs/object-stores.md. ``bounds.json`` is there as
+in a directory; its ``ttl_s`` is the life of an unused object.
 
-Keeps objects of a bucket young that are used, so that its lifecycle rule takes only the rest.
-
-A bucket counts from the last write. Where the cache's ``bounds.json`` says how long an object lives
-that nobody uses (``ttl_s``), a use renews what has passed half of that: it is copied at the server.
-A process looks at a chunk at most four times in such a life, by one request; a renewal takes two
-copies and a deletion per object. All of it happens on a thread of its own. What a look does not
-find any more is told to whoever can send it again from a directory in front.
+:class:`Renewal` keeps used objects young, since a bucket counts from the last write. If the cache's
+``bounds.json`` has a ``ttl_s``, a use renews objects older than half of it: the server copies them.
+A process checks a chunk at most four times in such a life, by one request; a renewal takes two
+copies and a deletion per object. This happens on its own thread. Entries that a check no longer
+finds are reported, so that a directory can upload them again.
 """
 
 from __future__ import annotations
@@ -49,23 +47,22 @@ log = logging.getLogger(__name__)
 
 
 class BucketCapacity:
-    """What :class:`vua.capacity.reservation.Capacity` is for a directory. Safe for threads.
+    """As :class:`vua.capacity.reservation.Capacity` for a directory. Thread-safe.
 
-    Pins are the same marks as in a directory. Times to live of single chunks, and pins that a
-    request of an engine asks for, are not kept here: the log says so once.
+    Pins are the same marks as in a directory. Per-chunk times to live, and pins that an engine's
+    request asks for, are not supported here: logged once.
     """
 
     batch_bytes = 1 << 40
 
     def __init__(self, place: BucketPath, bounds: Limits | None = None) -> None:
-        """Bound nothing of the namespace in ``place``; says so where ``bounds`` ask for it."""
+        """Bound nothing of the namespace in ``place``; logs that if ``bounds`` ask for it."""
         self._place, where = place, str(place.parent)
         self._warned: set[str] = set()
         self.counts: Counter[str] = Counter()
         if bounds is not None and bounds.max_bytes is not None:
             log.warning(
-                "%s: max_bytes is kept by `vua gc` and by the bucket's lifecycle rule, not by who "
-                "writes",
+                "%s: max_bytes is kept by `vua gc` and the bucket's lifecycle rule, not by writers",
                 where,
             )
 
@@ -75,7 +72,6 @@ class BucketCapacity:
     def reserve(
         self, keys: Sequence[ChunkKey], nbytes: int, ttl_s: float | None = None
     ) -> Unlimited:
-        """Return all the space there is."""
         del keys, nbytes
         if ttl_s is not None:
             self._warn_of_ttls()
@@ -85,15 +81,15 @@ class BucketCapacity:
         """Do nothing."""
 
     def pin(self, chunk: str) -> bool:
-        """Hold nothing: the prefix is not known here, and to read it takes a request per chunk."""
+        """Hold nothing: the prefix is not known here, and reading it takes a request per chunk."""
         del chunk
         self._warn("pin", "requests' pins are not kept in a bucket; `vua pin` and VUA.pin are")
         return False
 
     def pin_prefix(self, chunks: Sequence[str]) -> int:
-        """Keep stored chunks, a prefix from the first one on; return how many are held.
+        """Pin a prefix of stored chunks; return how many are held.
 
-        `vua gc` and `vua rm` keep to it, a lifecycle rule does not. Raises nothing.
+        `vua gc` and `vua rm` respect it, a lifecycle rule does not. Raises nothing.
         """
         if not chunks:
             return 0
@@ -105,7 +101,7 @@ class BucketCapacity:
         return len(chunks)
 
     def unpin_prefix(self, chunks: Sequence[str]) -> int:
-        """Undo :meth:`pin_prefix` of these chunks and of prefixes of them; how many that frees."""
+        """Undo :meth:`pin_prefix` of these chunks and their prefixes; return the number."""
         if not chunks:
             return 0
         try:
@@ -120,12 +116,11 @@ class BucketCapacity:
         return max(pins, default=-1) + 1
 
     def raise_ttls(self, chunk: str, ttl_s: float) -> None:
-        """Do nothing."""
         del chunk, ttl_s
         self._warn_of_ttls()
 
     def share_reads(self) -> None:
-        """Do nothing: no page cache holds what is read here."""
+        """Do nothing: reads from a bucket use no page cache."""
 
     def on_evicted(self, tell: Callable[[str], None]) -> None:
         """Do nothing: nothing is evicted here."""
@@ -167,7 +162,7 @@ def _marks(space: BucketPath, pinned: str, held: Sequence[str]) -> list[str]:
 
 
 def read_bucket_bounds(place: BucketPath) -> Limits:
-    """Return what ``bounds.json`` of a cache says; nothing where there is none.
+    """Return the limits in a cache's ``bounds.json``; empty without one.
 
     Raises StorageError; ConfigError for one that is unusable.
     """
@@ -184,13 +179,13 @@ def write_bucket_bounds(place: BucketPath, bounds: Limits) -> None:
 
 
 _BOUNDS_S: Final = 600.0
-"""How long it is believed what ``bounds.json`` said."""
+"""How long the content of ``bounds.json`` is cached."""
 _CLOSE_S: Final = 5.0
-"""How long the end of a cache waits for what is queued."""
+"""How long closing a cache waits for queued work."""
 
 
 class Renewal:
-    """Renews the chunks of one namespace. Safe for threads; each process looks by itself."""
+    """Renews the chunks of one namespace. Thread-safe; each process checks for itself."""
 
     def __init__(
         self,
@@ -200,8 +195,8 @@ class Renewal:
     ) -> None:
         """Renew objects of the namespace in ``place``; sends nothing.
 
-        Of the ``ttl_s`` in ``bounds`` and in ``bounds.json`` the shorter one holds. ``seen`` is
-        told, after each listing of a chunk, which of its entries are in the bucket.
+        The shorter ``ttl_s`` of ``bounds`` and ``bounds.json`` applies. ``seen`` is called after
+        each listing of a chunk with its entries in the bucket.
         """
         self._place, self._bounds, self._seen = place, bounds or Limits(), seen
         self.counts: Counter[str] = Counter()
@@ -212,10 +207,10 @@ class Renewal:
         self._asked_s = -_BOUNDS_S
         self._recent = Recent(0.0)
         self._file = ""
-        """How the entries of this namespace were last seen to be called in a chunk's folder."""
+        """File name under which this namespace's entries were last found in a chunk's folder."""
 
     def close(self) -> None:
-        """Look at what is queued, for some seconds at most; a second call does nothing."""
+        """Process what is queued, for some seconds at most; a second call does nothing."""
         self._stop_s = min(self._stop_s, time.monotonic() + _CLOSE_S)
         self._touches.close()
 
@@ -225,7 +220,7 @@ class Renewal:
             self._touches.touch([keys[place].name for place in range(chunks)])
 
     def _renew(self, chunks: Sequence[str]) -> None:
-        """Look at chunks that nobody here has looked at lately, and renew the old ones."""
+        """Check chunks that were not checked lately, and renew the old ones."""
         try:
             life_s = self._life()
             for chunk in chunks:
@@ -238,7 +233,7 @@ class Renewal:
             log.debug("%s: not renewed: %s", self._place, problem)
 
     def _life(self) -> float | None:
-        """Return how long an object lives that nobody uses. Raises StorageError, ConfigError."""
+        """Return the life of an unused object. Raises StorageError, ConfigError."""
         now_s = time.monotonic()
         if now_s - self._asked_s >= _BOUNDS_S:
             said = (self._bounds, read_bucket_bounds(self._place.parent))
@@ -249,7 +244,7 @@ class Renewal:
         return self._life_s
 
     def _look(self, chunk: str, before_s: float) -> None:
-        """Renew what was written before then of a chunk. Raises StorageError.
+        """Renew a chunk's objects written before ``before_s``. Raises StorageError.
 
         This host's clock is good enough: a bucket refuses requests of one that is minutes off.
         """

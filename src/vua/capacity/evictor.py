@@ -1,10 +1,10 @@
-"""Deletes chunks of the lowest rank, leaves before their prefixes, until there is room.
+"""Deletes chunks of the lowest rank, leaves before their prefixes, until there is space.
 
 Why not the oldest of a small random sample, as Redis does it (its documentation on key eviction)?
-Chunks depend on each other, and a victim in the middle of a chain leaves all that follows out of
-reach. Ranks (:mod:`vua.capacity.policy`) order a chain only if *the* lowest chunk goes first. So
-one pass over all mtimes gathers the lowest, and these are evicted in order over many bursts, each
-looked at again first; `docs/decisions/0004-bounds.md` has the measurements.
+Chunks depend on each other, and a victim in the middle of a chain makes all that follow it
+unreachable. Ranks (:mod:`vua.capacity.policy`) order a chain only if *the* lowest chunk goes first.
+So one pass over all mtimes gathers the lowest, and these are evicted in order over many bursts,
+each checked again first; `docs/decisions/0004-bounds.md` has the measurements.
 """
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ _LATEST_NS: Final = 1 << 62
 """Later than any time: then only the mtime tells whether a chunk changed. For chunks whose own time
 to live is over, and after a pass that had to set times itself."""
 _PASSES_SHARE: Final = 1 / 20
-"""Of the time passes may take this share, where ranks change: then what a pass found is used for so
-much longer than it took."""
+"""Share of the time that passes may take if ranks change: their results are used longer then."""
 PINNED_SHARE: Final = 0.5
 """Share of the limit that pins may hold. Beyond it the least recently used pinned chunks are
-evicted when room is needed."""
+evicted when space is needed."""
 _IMMOVABLE_S: Final = 600.0
-"""After so long chunks are tried again that could not be deleted."""
+"""Interval of retrying chunks that could not be deleted."""
 _PULSE_CHUNKS: Final = 16
 """Chunks deleted between two calls of `pulse`."""
 
@@ -66,9 +65,9 @@ _PULSE_CHUNKS: Final = 16
 def move_future_mtimes(
     ahead: Sequence[Candidate], by_name: Mapping[str, Space], now_ns: int, latest_ns: int
 ) -> int | None:
-    """Set mtimes after ``latest_ns`` to just before ``now_ns``, without changing their order.
+    """Set mtimes after ``latest_ns`` to just before ``now_ns``, keeping their order.
 
-    Returns the first of the new mtimes; None where none was to be changed, or could be.
+    Returns the first of the new mtimes; None if there was none to change, or none could be.
     """
     first = None
     for place, one in enumerate(ahead):
@@ -82,12 +81,12 @@ def move_future_mtimes(
 
 
 def ours(found: Sequence[Space]) -> list[Space]:
-    """Return the namespaces but for those that a later version of VUA described."""
+    """Return the namespaces without those that a later version of VUA described."""
     return [space for space in found if not is_surely_later(space.fd, space.name)]
 
 
 class Evictor:
-    """Evicts from one cache directory, remembering what it saw. For one thread at a time."""
+    """Evicts from one cache directory, and remembers what it saw. Not thread-safe."""
 
     def __init__(
         self,
@@ -102,54 +101,55 @@ class Evictor:
         """
         self._policy = policy or LRU()
         self._ranks = BY_MTIME
-        """Of the run under way."""
+        """The current run's ranks."""
         self._ranked_until_s = 0.0
         """Until when victims of a pass by rank are used, by the monotonic clock."""
         self._root, self._evict_chunk = os.fspath(root), rehearse or evict_chunk
         self._is_real = rehearse is None
         self._floor_rank = LOWEST
-        """Rank of the first chunk that the last run left; LOWEST until a run has ended since the
-        last pass."""
+        """Rank of the first chunk that the last run left; LOWEST if no run ended since the last
+        pass."""
         self._pool: list[Candidate] = []
         """The lowest chunks at the last pass, lowest last."""
         self._seen_ns = 0
-        """The server's time before that pass, and before ranks were asked for. What changed since
-        stays: it was used, or it got a child that the pass may not have seen."""
+        """The server's time before that pass, and before ranks were read. A chunk that changed
+        since stays: it was used, or it got a child that the pass may not have seen."""
         self._kept: set[tuple[str, str]] = set()
-        """What stayed, and the prefixes of that, as (namespace, chunk), until the next pass."""
+        """Chunks that stayed, and their prefixes, as (namespace, chunk), until the next pass."""
         self._held: deque[tuple[Candidate, int]] = deque()
-        """Pinned ones that were met since that pass, with their bytes, oldest first."""
+        """Pinned chunks met since that pass, with their bytes, oldest first."""
         self._held_nbytes = 0
         self.evicted: Callable[[Candidate], None] | None = None
-        """Told of each chunk that is evicted here."""
+        """Called with each chunk that is evicted here."""
         self.spares_unsent = False
-        """Whether chunks stay that have not travelled to the places behind a tiered cache, for as
-        long as others can go."""
+        """Whether chunks that are not yet uploaded to slower tiers stay, while other chunks can
+        go."""
         self.counts: Counter[str] = Counter()
-        """``unsent_evicted``: how many went that had not; ``immovable``: how many cannot go."""
+        """``unsent_evicted``: evicted before they were uploaded; ``immovable``: chunks that cannot
+        go."""
         self.immovable: dict[tuple[str, str], OSError] = {}
         """Chunks, as (namespace, chunk), that could be neither moved nor deleted, and why. They are
-        passed over; now and then one is tried again."""
+        skipped; occasionally one is tried again."""
         self._immovable_until_s = 0.0
         self._warned = False
         self._taken: list[str] = []
-        """Chunks that are victims no more since the run under way began."""
+        """Chunks that stopped being victims since the current run began."""
         self._spared: list[Candidate] = []
-        """Victims that the last run passed over: of the prompt being stored, or still to travel."""
+        """Victims that the last run skipped: of the prompt being stored, or not uploaded yet."""
         self._has_unsent = False
-        """Whether the last run passed one over that has to travel."""
+        """Whether the last run skipped one that is not uploaded yet."""
 
     @property
     def left(self) -> int:
-        """How many victims are known."""
+        """Number of known victims."""
         return len(self._pool)
 
     @property
     def floor_rank(self) -> int:
         """Below this rank a chunk would be among the first to go.
 
-        LOWEST where ranks are mtimes, where no run has ended since the last pass, and once the
-        victims of that pass are too old to be used.
+        LOWEST if ranks are mtimes, if no run has ended since the last pass, and once the victims of
+        that pass are too old to be used.
         """
         return self._floor_rank if time.monotonic() < self._ranked_until_s else LOWEST
 
@@ -182,20 +182,20 @@ class Evictor:
         """Delete the chunks of the lowest rank until ``nbytes`` bytes are free.
 
         Mtimes from the future (the server's clock was set back) are first set to now, in their
-        order: what has them counts as used when that happened.
+        order: such chunks count as used at that moment.
 
         Args:
             nbytes: how much to free; less is freed when no more may be deleted.
             now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
             before_ns: chunks with this mtime or a younger one stay.
-            most_rank: chunks of a higher rank stay, where ranks are not mtimes.
-            expired_ns: delete all chunks with mtimes before this, whatever ``nbytes``.
-            own_ttls: delete also the chunks whose own time to live (:mod:`vua.capacity.marks`)
-                is over.
-            pins_nbytes: pinned chunks stay up to so many bytes, those used last; None: all.
+            most_rank: chunks of a higher rank stay, if ranks are not mtimes.
+            expired_ns: delete all chunks with mtimes before this, beyond ``nbytes``.
+            own_ttls: delete also the chunks whose own time to live (:mod:`vua.capacity.marks`) is
+                over.
+            pins_nbytes: pinned chunks stay up to so many bytes, the last used ones; None: all.
             pulse: called every few chunks, and while it searches, with what is freed so far.
 
-        Raises OSError where the directory cannot be listed or written to.
+        Raises OSError if the directory cannot be listed or written to.
         """
         freed = self._expire(now_ns, pulse) if own_ttls else NOTHING
         if nbytes <= 0 and not expired_ns:
@@ -213,7 +213,7 @@ class Evictor:
         return freed
 
     def _rank_anew(self, ranks: Ranks) -> None:
-        """Order the victims that are known by their ranks of now; forget them after some time."""
+        """Order the known victims by their current ranks; forget them after some time."""
         before, self._ranks = self._ranks, ranks
         if before.is_lasting and ranks.is_lasting:
             return
@@ -274,7 +274,7 @@ class Evictor:
                     run.pulse(freed)
 
     def _stays(self, victim: Candidate, by_name: Mapping[str, Space], run: _Run) -> bool:
-        """Whether a chunk is passed over since it has not travelled yet; counts those that go."""
+        """Whether a chunk is skipped because it is not uploaded yet; counts those that go."""
         space = by_name.get(victim.space)
         if space is None or not is_unsent(space, victim.chunk):
             return False
@@ -290,7 +290,7 @@ class Evictor:
         run: _Run,
         freed: Freed,
     ) -> int:
-        """Look at all mtimes for the next victims; return how many were found."""
+        """Read all mtimes for the next victims; return how many were found."""
         began_s, latest_ns = time.monotonic(), run.now_ns + _FUTURE_NS
         seen_ns = run.now_ns
         pulse = partial(run.pulse, freed)
@@ -301,7 +301,10 @@ class Evictor:
             now_ns = run.now_ns + int((time.monotonic() - began_s) * 1e9)
             first_ns = move_future_mtimes(seen.ahead, by_name, now_ns, now_ns + _FUTURE_NS)
             if first_ns is not None:
-                log.warning("the clock of %s was set back; its chunks' times follow", self._root)
+                log.warning(
+                    "the clock of %s was set back; the times of its chunks are set back, too",
+                    self._root,
+                )
                 if run.before_ns is not None and run.before_ns > latest_ns:
                     run.before_ns = first_ns  # it was such a time, too: the prompt's own
                     run.most_rank = min(run.most_rank, self._ranks.most(first_ns))
@@ -311,10 +314,10 @@ class Evictor:
         return len(seen.lowest)
 
     def _fill(self, victims: list[Candidate], began_s: float, seen_ns: int) -> None:
-        """Take the victims of a pass that ``began_s``, ``seen_ns`` by the server's clock."""
+        """Use the victims of a pass that ``began_s``, ``seen_ns`` by the server's clock."""
         now_s, self._seen_ns = time.monotonic(), seen_ns
         self._ranked_until_s = now_s + (now_s - began_s) / _PASSES_SHARE
-        if now_s >= self._immovable_until_s:  # somebody may have freed them
+        if now_s >= self._immovable_until_s:  # another process may have freed them
             self.immovable.clear()
             self._immovable_until_s = now_s + _IMMOVABLE_S
         if self.immovable:
@@ -325,7 +328,7 @@ class Evictor:
         self._held_nbytes = 0
 
     def _drop(self, empty: Sequence[str], now_ns: int) -> None:
-        """Delete namespaces in which nothing is left, and was not for a while."""
+        """Delete namespaces that have been empty for a while."""
         if not (empty and self._is_real):
             return
         fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -362,7 +365,7 @@ class Evictor:
         return Freed(1, nbytes)
 
     def _pass_over(self, victim: Candidate, problem: OSError) -> None:
-        """Remember a chunk that cannot go; the first one is named."""
+        """Remember a chunk that cannot go; the first one is logged."""
         self.immovable[victim.space, victim.chunk] = problem
         self.counts["immovable"] += 1
         if not self._warned:
@@ -370,7 +373,7 @@ class Evictor:
             log.warning("%s: %s", self._root, told_immovable(self.immovable))
 
     def _keep_prefix(self, space: Space, chunk: str) -> None:
-        """Note that a chunk stays, if it is there, and with it what comes before it."""
+        """Note that a chunk stays, if it exists, and its prefix with it."""
         for one in ancestors(space, chunk):
             if (space.name, one) in self._kept:
                 break
@@ -388,7 +391,7 @@ class Evictor:
         by_name: Mapping[str, Space],
         pins_nbytes: int | None,
     ) -> Freed:
-        """Note a pinned chunk; where pins hold too much, those go that were used least recently."""
+        """Note a pinned chunk; if pins hold too much, the least recently used of them go."""
         freed, nbytes = NOTHING, chunk_nbytes(space, chunk_path(victim.chunk))
         if pins_nbytes is None or not nbytes:  # gone, or emptied
             return freed
@@ -413,7 +416,7 @@ class Evictor:
 
 @dataclass(slots=True)
 class _Run:
-    """One call of `Evictor.evict`, which says what these are."""
+    """The arguments of one call of `Evictor.evict`, which documents them."""
 
     nbytes: int
     now_ns: int
@@ -423,10 +426,10 @@ class _Run:
     pins_nbytes: int | None
     pulse: Callable[[Freed], None]
     takes_unsent: bool = False
-    """Whether chunks go that have not travelled: nothing else may be left."""
+    """Whether chunks that are not uploaded go: nothing else may be left."""
 
     def spares(self, victim: Candidate) -> bool:
-        """Whether this victim stays: it is of the prompt that is being stored, or younger."""
+        """Whether this victim stays: it is part of the stored prompt, or younger."""
         return self.before_ns is not None and victim.mtime_ns >= self.before_ns
 
     def ends_at(self, victim: Candidate, freed: Freed) -> bool:

@@ -1,16 +1,14 @@
-"""The full pass over a cache directory: what no process that serves requests has time for.
+"""The full pass over a cache directory: work that serving processes have no time for.
 
-Reads every chunk's header once. Sweeps what crashes left behind, chunks whose prefix is gone (a
-crash, a foreign delete), and what exceeds the quota of a salt. Then evicts down to the limits, and
-deletes namespaces that are empty. What others have put into the directory stays as it is. Safe
-beside readers, writers and other passes: nothing younger than an hour is taken for a leftover, and
-a chunk is looked at again before it is deleted.
+Reads every chunk's header once. Sweeps remains of crashes, chunks whose prefix is gone (a crash, a
+foreign delete), and what exceeds the quota of a salt. Then evicts down to the limits, and deletes
+empty namespaces. Foreign files stay unchanged. Safe beside readers, writers and other passes:
+nothing younger than an hour counts as a leftover, and a chunk is checked again before it is
+deleted.
 
-Unreadable chunks: those whose key is gone. Eviction would find them only when they are oldest.
-
-Whoever deletes a tenant's key deletes what was stored with it, but the bytes stay until there is no
-room for them. This finds them: sealed chunks that name none of the keys that are left. Headers
-name keys alike in every namespace, so none of it needs a key itself, only the names of those left.
+:func:`evict_unreadable` deletes sealed chunks whose key is gone. Deleting a tenant's key makes its
+chunks unreadable, but eviction would free their bytes only when they are the oldest. Headers name
+keys alike in every namespace, so this needs no key, only the ids of the remaining ones.
 """
 
 from __future__ import annotations
@@ -50,12 +48,12 @@ from vua.storage.mark import UPKEEP, claim
 __all__ = ["GRACE_S", "Report", "collect", "evict_unreadable"]
 
 _HEAD_NBYTES: Final = 1024
-"""Enough of a header to hold the key's name."""
+"""Enough of a header to include the key's id."""
 _FORMATS: Final = tuple(f'"format":"{one}"'.encode() for one in (SEALED, SEALED_V1))
 _KEY: Final = re.compile(rb'"key":"([0-9a-f]{16})"')
 
 _Unreadable = tuple[int, str]
-"""A chunk, behind the position of its first token."""
+"""The position of a chunk's first token, and the chunk."""
 
 
 def evict_unreadable(
@@ -68,20 +66,20 @@ def evict_unreadable(
 ) -> tuple[Freed, int]:
     """Delete the sealed chunks of a namespace whose key is not known, children before parents.
 
-    A chunk goes where every file in it has a sound header that names such a key: plain files,
-    damaged ones and chunks without a file keep theirs. Each is looked at again right before it
-    goes. Safe beside readers, writers and other passes, also beside who makes new keys.
+    A chunk goes if every file in it has a sound header that names such a key: chunks with plain or
+    damaged files, or without a file, stay. Each is checked again right before it goes. Safe beside
+    readers, writers, other passes, and processes that make new keys.
 
     Args:
         space: the namespace.
-        known: returns the ids of all keys that are not lost, as they are now; what it raises is
+        known: returns the ids of all keys that are not lost, as they are now; its exception is
             raised here before anything is deleted.
-        show: told what is going on, often.
+        show: receives progress, often.
         spread: how to go through the fan-out directories, by default one by one.
         evict_chunk: deletes a chunk.
 
-    Returns what was deleted, and how many chunks stay because they are pinned. Raises OSError
-    where the directory may not be written to.
+    Returns what was deleted, and how many chunks stay because they are pinned. Raises OSError if
+    the directory may not be written to.
     """
     ids, fans = known(), fans_of(space)
     found: list[_Unreadable] = []
@@ -108,7 +106,7 @@ def _unreadable_in(space: Space, ids: frozenset[str], fan: str) -> list[_Unreada
 
 
 def _start(space: Space, chunk: str, ids: frozenset[str]) -> int | None:
-    """Where in its prompt a chunk begins that is sealed with lost keys; None for any other one."""
+    """Return the position in its prompt of a chunk sealed with lost keys; None for any other."""
     path, start = chunk_path(chunk), None
     with listed(space.fd, path) as entries:
         names = [entry.name for entry in entries if entry.name.endswith(SUFFIX)]
@@ -121,7 +119,7 @@ def _start(space: Space, chunk: str, ids: frozenset[str]) -> int | None:
 
 
 def _sealed(space: Space, path: str, ids: frozenset[str]) -> EntryInfo | None:
-    """What a file says that is sealed with none of the keys ``ids``; None for any other file."""
+    """Return the header of a file sealed with none of the keys ``ids``; None for other files."""
     try:
         fd = open_beneath(space.fd, path)
         try:
@@ -146,7 +144,7 @@ _LEASE_WAIT_S: Final = 60.0
 
 @dataclass(slots=True)
 class Report:
-    """What a full pass did and found."""
+    """The result of a full pass."""
 
     limits: ResolvedLimits
     usage: Usage = field(default=Usage(0, 0, exact=True))
@@ -168,17 +166,17 @@ class Report:
     free_inodes: int | None = None
     """None where the file system does not count them."""
     pinned_nbytes: int | None = None
-    """None where it was not looked at."""
+    """None if it was not determined."""
     pins_most: int = 0
-    """How many bytes of it stay when room is needed: a share of the bounds that hold for good."""
+    """Pinned bytes that stay when space is needed: a share of the lasting limits."""
     seconds: float = 0.0
     left: str = ""
-    """What is told of chunks that could be neither moved nor deleted."""
+    """A message about chunks that could be neither moved nor deleted."""
     problems: list[str] = field(default_factory=list)
 
     @property
     def within(self) -> bool:
-        """Whether the cache is within its bounds now, but for what writers add meanwhile."""
+        """Whether the cache is within its limits now, except for what writers add meanwhile."""
         limits = self.limits
         enough = self.free_nbytes >= limits.min_free_bytes
         if self.free_inodes is not None:
@@ -196,18 +194,18 @@ def collect(
     show: Show = silent,
     spread: Spread = in_turn,
 ) -> Report:
-    """Bring ``root`` within ``limits`` and sweep what nobody needs.
+    """Bring ``root`` within ``limits`` and sweep what is unusable.
 
     Args:
         root: directory of the cache.
         limits: what to keep to.
-        quick: leave out orphans and quotas, which need every header.
+        quick: skip orphans and quotas, which need every header.
         rehearse: change nothing, and report what would go (now, by this host's clock).
-        known: returns the ids of all keys that are not lost; what is sealed with another one goes.
-        show: told how far it is.
+        known: returns the ids of all keys that are not lost; chunks sealed with other keys go.
+        show: receives progress.
         spread: how to go through a namespace's fan-out directories, by default one by one.
 
-    Raises ConfigError for a directory without the mark (`vua.storage.mark`), OSError where ``root``
+    Raises ConfigError for a directory without the mark (`vua.storage.mark`), OSError if ``root``
     cannot be listed or written to.
     """
     began_s, report = time.monotonic(), Report(limits=limits)
@@ -249,7 +247,7 @@ def collect(
 
 
 def _is_old(mtime_ns: int, now_ns: int) -> bool:
-    """Whether nobody is at work there. A time far ahead is of before the clock was set back."""
+    """Whether it is not in use. A time far ahead is from before the clock was set back."""
     return abs(now_ns - mtime_ns) > GRACE_S * 1e9
 
 
@@ -309,7 +307,7 @@ def _settle(space: Space, tree: PrefixTree, now_ns: int, remover: Remover) -> Fr
         is_old = mtime_ns is None or _is_old(mtime_ns, now_ns)
         if is_old and there and not any(one.endswith(SUFFIX) or one in names for one in there):
             remover.evict_chunk(space, chunk)  # marks without a file
-        else:  # whoever is about to write there makes it anew
+        else:  # a process about to write there makes it anew
             remover.empty(space.fd, path)
     return freed
 
@@ -317,8 +315,8 @@ def _settle(space: Space, tree: PrefixTree, now_ns: int, remover: Remover) -> Fr
 def _evict_orphans(space: Space, tree: PrefixTree, remover: Remover) -> Freed:
     """Delete chunks that no lookup can reach, those nearest to the gap first.
 
-    Each one's parent is looked for again: it may have been stored since. So what is deleted is
-    only what is unreachable now, whatever happened while the headers were read.
+    Each one's parent is looked for again: it may have been stored since. So only chunks that are
+    unreachable now are deleted, whatever happened while the headers were read.
     """
     freed, todo = NOTHING, np.flatnonzero(tree.parent == len(tree.names))
     lost = np.flatnonzero(tree.first == len(tree.names))
@@ -360,7 +358,6 @@ def _keep_quota(space: Space, tree: PrefixTree, most: int, remover: Remover) -> 
 
 
 def _judge_pins(report: Report) -> None:
-    """Say so where pins hold more than they may."""
     if (report.pinned_nbytes or 0) > report.pins_most:
         report.problems.append(
             f"{report.pinned_nbytes} bytes are pinned, more than {PINNED_SHARE:.0%} of the limit: "
@@ -375,7 +372,7 @@ def _rehearse_eviction(
     report: Report,
     remover: Remover,
 ) -> None:
-    """Note what would be too old, or too much, when the rest has gone, and what would be left."""
+    """Note what would be too old, or too much, after the rest has gone, and what would be left."""
     evictor = Evictor(root, remover.evict_chunk, LeastHitDensity(root))
     report.expired = _expire(evictor, now_ns, limits)
     gone = report.lost_keys + report.orphans + report.over_quota + report.expired
@@ -408,7 +405,7 @@ def _evict(
     show: Show,
     remover: Remover,
 ) -> None:
-    """Evict what is too old or too much, when it is this pass's turn."""
+    """Evict what is too old or too much, once this pass holds the lease."""
     evictor = Evictor(root, policy=LeastHitDensity(root))
     evictor.immovable = remover.immovable
     deadline_s = time.monotonic() + _LEASE_WAIT_S
@@ -427,18 +424,18 @@ def _evict(
                     report.evicted = evictor.evict(
                         need, now_ns, pins_nbytes=report.pins_most, pulse=partial(pulse, need=need)
                     )
-                    _look(root, limits, report)  # others go on writing meanwhile
+                    _look(root, limits, report)  # other processes write meanwhile
                 return
         if _look(root, limits, report) <= 0 and limits.ttl_s is None:
-            return  # somebody else has done it
+            return  # another process has done it
         if time.monotonic() > deadline_s:
-            report.problems.append(f"{UPKEEP}/lease was held by somebody else for a minute")
+            report.problems.append(f"{UPKEEP}/lease was held by another process for a minute")
             return
         time.sleep(0.05)
 
 
 def _drop_empty(root: str | os.PathLike[str], now_ns: int, remover: Remover) -> int:
-    """Delete namespaces that nobody has used for a while and that hold nothing; return how many."""
+    """Delete namespaces that are empty and unused for a while; return how many."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with spaces(root) as found:

@@ -1,13 +1,12 @@
-"""What a chunk is worth: hits to expect per second that it goes on taking up its place.
+"""What a chunk is worth: expected hits per second of keeping it.
 
-Least Hit Density (Beckmann, Chen and Cidon, NSDI 2018) evicts what promises fewest hits for the
-space-time that it will take. What it needs is learned from requests alone, whether their chunks
-were held or not: how long after a use the next one comes. Chunks are told apart by two things: how
-often they were used before, and how many new chunks the request had in which they were used last
-(who came back often comes back; a long new document is read once). What is seldom seen of one
-class is taken from coarser ones, as far as it lacks observations.
+Least Hit Density (Beckmann, Chen and Cidon, NSDI 2018) evicts the chunk that promises the fewest
+hits for the space-time that it will take. It learns from requests alone, for held and unheld
+chunks, how long after a use the next one comes. Chunks are classified by two things: how often they
+were used before, and how many new chunks their last request had (a returning user often returns
+again; a long new document is read once). A class with few observations borrows from coarser ones.
 
-This knows numbers that stand for chunks and seconds of any clock; no storage.
+This module knows numbers that stand for chunks and seconds of any clock; no storage.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import numpy.typing as npt
 __all__ = ["HitDensity", "Request"]
 
 _REMEMBERED: Final = 1 << 18
-"""Chunks that are remembered, held or not: those used last. Some 150 bytes each. A sixteenth more
-are before the oldest are forgotten."""
+"""Chunks that are remembered, held or not: the last used ones, some 150 bytes each. A sixteenth
+more are kept before the oldest are forgotten."""
 _BINS_PER_DOUBLING: Final = 5
 _SHORTEST_S: Final = 1 / 8
 _EDGES_S: Final = np.concatenate([[0.0], _SHORTEST_S * 2 ** (np.arange(120) / _BINS_PER_DOUBLING)])
@@ -39,12 +38,12 @@ _CLASSES: Final = _USES_CLASSES * _NEW_CLASSES
 _COARSER_WEIGHT: Final = 200.0
 """A coarser class counts as much as so many observed chunks. Those of one prompt come together."""
 _LEAST_OBSERVED: Final = 1000
-"""Uses of chunks before anything is concluded; until then chunks are worth less the longer ago."""
+"""Uses of chunks before ranks are learned; until then older chunks are worth less."""
 _OBSERVED_MOST: Final = 1 << 20
-"""When so many uses are counted all count half: what is popular changes."""
+"""At so many counted uses all counts are halved: popularity changes."""
 _REQUESTS_PER_FIT: Final = 64
 _BATCH_CHUNKS: Final = 1 << 17
-"""So many chunks of requests are counted at once: some 20 MB meanwhile."""
+"""Chunks of requests counted at once: some 20 MB meanwhile."""
 
 
 class Request(NamedTuple):
@@ -57,12 +56,12 @@ class Request(NamedTuple):
 
 
 class HitDensity:
-    """Learns from requests what chunks are worth. For one thread at a time."""
+    """Learns from requests what chunks are worth. Not thread-safe."""
 
     def __init__(self, remembered: int = _REMEMBERED, part: float = 1.0) -> None:
-        """Begin with nothing known; remember at most so many chunks.
+        """Start with nothing known; remember at most so many chunks.
 
-        ``part``: of all chunks, those that will be met here; so many of these are remembered.
+        ``part``: the share of all chunks that will be seen here; as large a share is remembered.
         """
         self._remembered, self._part = int(remembered * part), part
         self._rows: dict[int, int] = {}
@@ -82,7 +81,7 @@ class HitDensity:
         self._requests = 0
 
     def meet(self, requests: Iterable[Request]) -> None:
-        """Note requests, about in order of time; an earlier one counts as coming just now."""
+        """Note requests, about in order of time; a late one counts as coming just now."""
         batch: list[Request] = []
         chunks = 0
         for request in requests:
@@ -108,7 +107,10 @@ class HitDensity:
         row, when = row_of[chunk[use]], request[use]
         is_again = np.zeros(len(use), dtype=bool)
         is_again[1:] = (row[1:] == row[:-1]) & (when[1:] == when[:-1])
-        row, when = row[~is_again], when[~is_again]  # whatever a log says, once in each request
+        row, when = (
+            row[~is_again],
+            when[~is_again],
+        )  # at most once in each request, even if a log repeats it
         begins = np.append(True, row[1:] != row[:-1])  # the uses of another chunk
         start = np.flatnonzero(begins)
         nth = np.arange(len(row)) - np.repeat(start, np.diff(np.append(start, len(row))))
@@ -138,13 +140,13 @@ class HitDensity:
         first: npt.NDArray[np.intp],
         place: npt.NDArray[np.intp],
     ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-        """Return the row of each chunk, and which were not known: these have rows now.
+        """Return the row of each chunk, and which were new; new ones get rows.
 
         Args:
-            chunks: different ones, as they are known elsewhere.
-            chunk: which of these was asked for, at each place of some requests.
+            chunks: distinct ones, by their outside numbers.
+            chunk: which of these was asked for, at each position of some requests.
             first: where each of them was asked for first.
-            place: the places in their requests.
+            place: the positions in their requests.
         """
         numbers = chunks.tolist()
         row_of = np.fromiter(map(self._rows.get, numbers, repeat(-1)), np.intp, len(numbers))
@@ -168,7 +170,7 @@ class HitDensity:
         return row_of, is_new
 
     def _forget(self, now_s: float) -> None:
-        """Forget the chunks that were used longest ago where there are too many."""
+        """Forget the least recently used chunks if there are too many."""
         many = len(self._rows) - self._remembered
         if many <= self._remembered // 16:
             return
@@ -185,12 +187,12 @@ class HitDensity:
 
     @property
     def is_learned(self) -> bool:
-        """Whether enough was seen to tell chunks apart by more than the time since their use."""
+        """Whether enough was seen to rank chunks by more than the time since their use."""
         return self.returned >= _LEAST_OBSERVED
 
     @property
     def returned(self) -> float:
-        """How many uses were seen of chunks that had been used before; lately ones count more."""
+        """Number of repeated uses seen; recent ones count more."""
         return float(self._returned.sum())
 
     def known(self) -> Mapping[int, int]:
@@ -209,9 +211,9 @@ class HitDensity:
 
         Args:
             now_s: the time.
-            rows: which; with each chunk those before it. By default all that are known.
+            rows: which; with each chunk those before it. By default all known ones.
 
-        Of other rows the worth is 0.
+        Other rows have the worth 0.
         """
         rows = np.flatnonzero(self._depth >= 0) if rows is None else rows
         worths = np.zeros(len(self._depth))
@@ -250,9 +252,9 @@ def _between(
     classes: npt.NDArray[np.intp] | np.intp,
     ages_s: npt.NDArray[np.float64] | float,
 ) -> npt.NDArray[np.float64]:
-    """Return the density of classes at times since the use: on lines between the bins' edges.
+    """Return the density of classes at times since the use, interpolated between the bins' edges.
 
-    So of two chunks in one bin the one used later is worth more, where worth falls with time.
+    So of two chunks in one bin the later used one is worth more, if worth falls with time.
     """
     bins = np.minimum(_bins(ages_s), _BINS - 2)
     part = np.minimum(1.0, (ages_s - _EDGES_S[bins]) / _WIDTHS_S[bins])
@@ -296,10 +298,10 @@ def _hazards(
 
 
 def _density(hazards: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return, for each bin, the most hits per second that holding on from its start can bring.
+    """Return, for each bin, the most hits per second of keeping a chunk from its start on.
 
-    Held until the end of a later bin, a chunk is hit with some chance, and takes up its place for
-    some time on average; the best such end counts.
+    Kept until the end of a later bin, a chunk is hit with some chance and occupies its space for
+    some mean time; the best such end counts.
     """
     survive = np.cumprod(1 - hazards, axis=1)
     before = np.concatenate([np.ones((len(survive), 1)), survive[:, :-1]], axis=1)

@@ -1,12 +1,12 @@
-"""Who evicts: one at a time per cache directory, by agreement and not by lock.
+"""Who evicts: one process at a time per cache directory, by agreement and not by lock.
 
 ``<root>/.upkeep/lease`` is created exclusively, its time renewed by the holder, and taken over when
-it has not been renewed for `EXPIRY_S` *by the server's clock*. It only saves work. There may be
-two holders at once: a host that slept, an NFS client that created twice. They delete the same
-oldest chunks, and at worst a burst too many. No wrong byte and no lost prefix can come of it.
+it has not been renewed for `EXPIRY_S` *by the server's clock*. It only saves work. There may be two
+holders at once: a host that slept, an NFS client that created twice. They delete the same oldest
+chunks, and at worst a burst too many. No wrong byte and no lost prefix can result.
 
-Where a full file system has no room for that file, the directory itself is locked, which needs
-none: else a full one could never be emptied.
+If a full file system has no space for that file, the directory itself is locked, which needs none:
+otherwise a full one could never be emptied.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vua.storage.mark import UPKEEP
 __all__ = ["EXPIRY_S", "UPKEEP", "lease", "upkeep_directory"]
 
 EXPIRY_S: Final = 30.0
-"""Without a sign of life for so long a holder counts as dead. A burst takes a second or so."""
+"""After so long without a renewal a holder counts as dead. A burst takes about a second."""
 
 _LEASE: Final = "lease"
 
@@ -37,9 +37,9 @@ _LEASE: Final = "lease"
 def upkeep_directory(root: str | os.PathLike[str]) -> int:
     """Open (and make) the directory of the lease; the caller closes it. Raises OSError.
 
-    Whoever may write to ``root`` may write to it, and nobody else may look: it gets the same group,
-    and that group's rights where these allow writing. Where a full file system has no room for it,
-    it is ``root`` itself, as a :class:`Bare` one.
+    The same users may write to it as to ``root``, and all others have no access: it gets the same
+    group, and that group's rights if these allow writing. If a full file system has no space for
+    it, ``root`` itself is returned, as a :class:`Bare` one.
     """
     path, above = Path(root) / UPKEEP, os.stat(root)
     try:
@@ -65,7 +65,7 @@ class Lease:
         self._fd = fd
 
     def renew(self) -> None:
-        """Give a sign of life; a lock needs none."""
+        """Renew it; a lock needs no renewal."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
                 os.utime(self._fd)
@@ -73,9 +73,9 @@ class Lease:
 
 @contextlib.contextmanager
 def lease(directory: int) -> Iterator[Lease | None]:
-    """Hold the lease in ``directory`` (a descriptor); None while somebody else does.
+    """Hold the lease in ``directory`` (a descriptor); None while another process holds it.
 
-    Raises OSError where nothing can be created there.
+    Raises OSError if nothing can be created there.
     """
     try:
         fd = None if isinstance(directory, Bare) else _taken(directory)
@@ -119,7 +119,7 @@ def _locked(directory: int) -> Iterator[bool]:
 
 
 def _taken(directory: int) -> int | None:
-    """Make the lease, in the place of one that has expired; None while somebody holds it."""
+    """Make the lease, replacing an expired one; None while another process holds it."""
     fd = _create(directory)
     if fd is not None or not _expired(directory):
         return fd
@@ -127,7 +127,7 @@ def _taken(directory: int) -> int | None:
         aside = f"{_LEASE}-{secrets.token_hex(4)}"
         os.rename(_LEASE, aside, src_dir_fd=directory, dst_dir_fd=directory)
         os.unlink(aside, dir_fd=directory)
-    except OSError as problem:  # somebody else was faster, or the file system is full
+    except OSError as problem:  # another process was faster, or the file system is full
         if problem.errno in FULL:
             with contextlib.suppress(OSError):
                 os.unlink(_LEASE, dir_fd=directory)
@@ -145,14 +145,16 @@ def _create(directory: int) -> int | None:
 def _expired(directory: int) -> bool:
     """Whether the holder is dead.
 
-    A time from the future is no sign of life: the clock was set back since, and the living go on
-    giving signs.
+    A time from the future is not a renewal: the clock was set back since, and a living holder
+    renews again.
     """
     try:
         found = os.stat(_LEASE, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
         return True
     if not stat.S_ISREG(found.st_mode) or found.st_size:
-        msg = f"{UPKEEP}/{_LEASE} is no lease of VUA; what is it doing there?"
+        msg = (
+            f"{UPKEEP}/{_LEASE} was not created by VUA: remove it (until then, nothing is evicted)"
+        )
         raise FileExistsError(errno.EEXIST, msg)
     return abs(server_now_ns(directory) - found.st_mtime_ns) > EXPIRY_S * 1e9

@@ -1,8 +1,8 @@
-"""How large a cache may grow: settings, who may set them, and what they come to in bytes.
+"""How large a cache may grow: settings, who may set them, and their values in bytes.
 
-Three places may say something: a process (`VUAConfig`, the connector's settings), the operator
-(``<root>/bounds.json``, which `vua gc --set` and `vua ttl` write) and the defaults. Of what process
-and operator say the stricter one holds; a default holds only where neither says anything.
+Limits have three sources: a process (`VUAConfig`, the connector's settings), the operator
+(``<root>/bounds.json``, which `vua gc --set` and `vua ttl` write) and the defaults. The stricter
+limit of process and operator applies; a default applies only if neither sets one.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ DEFAULT_MAX: Final = "80%"
 """Share of the file system that the cache may fill. The rest is for other users of the disk; ext4
 and XFS are slow when nearly full."""
 DEFAULT_MIN_FREE: Final = "5%"
-"""Share of the file system that is left free whoever fills it, so that others can still write."""
+"""Share of the file system that is left free, so that other programs can still write."""
 DEFAULT_MIN_FREE_MOST: Final = 10 << 30
 """Upper limit of DEFAULT_MIN_FREE in bytes: 5 % of a large file system is more than needed."""
 DEFAULT_MIN_FREE_INODES: Final = "2%"
 """Share of the file system's inodes that is left free. Each chunk takes two, and the last one is
-needed to tell the time and to hold the lease. File systems that make inodes as they are needed
-(btrfs) count none, and have no such limit."""
+needed to tell the time and to hold the lease. File systems that make inodes on demand (btrfs) count
+none, and have no such limit."""
 
 MAX_NBYTES: Final = (1 << 63) - 1
 """The largest size that file systems can express."""
@@ -53,7 +53,7 @@ _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:iB|B)?", re.IGNORECAS
 MAX_BOUNDS_NBYTES: Final = 1 << 16
 """A longer ``bounds.json`` is unusable."""
 _LEAST_BARE: Final = 1 << 20
-"""Text that gives fewer bytes than these without a unit has lost one: 80 for 80%."""
+"""Text without a unit that gives fewer bytes has lost its unit: 80 for 80%."""
 _SHARE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
@@ -81,13 +81,13 @@ def nbytes_of(value: int | str, whole: int) -> int:
         if nbytes <= MAX_NBYTES:
             return int(nbytes)
     known = "a number of bytes, '500G' or a share of the disk like '80%'"
-    msg = f"{value!r:.40} is no size; give {known}"
+    msg = f"{value!r:.40} is not a size; give {known}"
     raise ConfigError(msg)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one source (a process, the operator) sets. None: it does not set this."""
+    """The limits of one source (a process, the operator). None: not set by it."""
 
     max_bytes: int | str | None = None
     """Bytes of all files of the cache, as a number, ``"500G"`` or a share of the file system."""
@@ -96,13 +96,14 @@ class Limits:
     ttl_s: float | None = None
     """Seconds without use after which a chunk is deleted."""
     max_bytes_per_salt: int | str | None = None
-    """Bytes per cache salt (more exactly: per extras of a first chunk); kept by `vua gc` alone."""
+    """Bytes per cache salt (more exactly: per extras of a first chunk); applied by `vua gc`
+    alone."""
     min_free_inodes: int | str | None = None
     """Inodes (files and directories) of the file system that the cache leaves free: a number, or a
     share like ``"2%"``."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for values that are no size or no time."""
+        """Raise ConfigError for values that are not a size or a time."""
         for name in ("max_bytes", "min_free_bytes", "max_bytes_per_salt", "min_free_inodes"):
             value = getattr(self, name)
             if value is not None:
@@ -123,7 +124,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedLimits:
-    """The limits that hold, from all sources, in bytes and seconds."""
+    """The limits in force, from all sources, in bytes and seconds."""
 
     max_bytes: int
     min_free_bytes: int
@@ -139,11 +140,11 @@ class ResolvedLimits:
         file: bool = True,
         refused: Callable[[str], None] | None = None,
     ) -> ResolvedLimits:
-        """Combine what was said with ``bounds.json`` of ``root``, for its file system as it is now.
+        """Combine limits with ``bounds.json`` of ``root``, for its file system as it is now.
 
         Args:
             root: directory of the cache.
-            said: what the process says.
+            said: the process's limits.
             file: whether ``bounds.json`` is read.
             refused: as for `read_bounds`.
 
@@ -175,10 +176,10 @@ class ResolvedLimits:
 def read_bounds(
     root: str | os.PathLike[str], refused: Callable[[str], None] | None = None
 ) -> Limits:
-    """Return what ``bounds.json`` says; nothing where there is none.
+    """Return the limits in ``bounds.json``; empty without one.
 
-    Raises ConfigError for an unusable file, and for an unusable value: but with ``refused`` that is
-    told instead what is wrong with the value, which is left out.
+    Raises ConfigError for an unusable file, and for an unusable value. With ``refused``, an
+    unusable value is reported to it instead, and left out.
     """
     path = Path(root) / LIMITS_FILE
     try:
@@ -196,7 +197,7 @@ def read_bounds(
 
 
 def parse_bounds(data: bytes, path: object, refused: Callable[[str], None] | None = None) -> Limits:
-    """Return what the bytes of a ``bounds.json`` say; the rest as for :func:`read_bounds`.
+    """Parse the bytes of a ``bounds.json``; otherwise as :func:`read_bounds`.
 
     ``path`` names the file in errors. Raises ConfigError.
     """
@@ -233,7 +234,7 @@ def _unusable(path: object, problem: Exception) -> ConfigError:
 
 
 def bounds_text(bounds: Limits) -> bytes:
-    """Return the bytes of a ``bounds.json`` that says ``bounds``."""
+    """Return the bytes of a ``bounds.json`` with these limits."""
     said = {name: value for name, value in asdict(bounds).items() if value is not None}
     return json.dumps({"format": FORMAT, **said}, indent=1).encode() + b"\n"
 

@@ -1,22 +1,22 @@
 """When a chunk was last used: the modification time of its directory, which only a server sets.
 
-No index says what was used when. A chunk's directory carries the *mtime*: publishing sets it, and
-readers and writers set it again (``utimensat``). Access times are never used, so `relatime`,
-`noatime` and network file systems make no difference. No host's own clock is ever written or
-compared, only times that came from the file system. (The directory and not the file: a network
-client that sees a file's time change drops its cached pages.)
+There is no index of uses. A chunk's directory carries the *mtime*: publishing sets it, and readers
+and writers set it again (``utimensat``). Access times are never used, so `relatime`, `noatime` and
+network file systems make no difference. No host's own clock is ever written or compared, only times
+from the file system. (The directory and not the file: a network client that sees a file's time
+change drops its cached pages.)
 
 **A child's mtime is always older than its parent's.** A chain is touched from the front, chunk i
 one microsecond before chunk i - 1. A new chunk gets its parent's mtime less a microsecond. So
-whoever deletes in order of mtimes deletes leaves before their prefixes without knowing either, and
-a crash at any moment leaves that true. (An LRU list in memory reaches the same by touching the
-tail first.) Where a file system keeps whole seconds only, equal mtimes have no order.
+deleting in order of mtimes deletes leaves before their prefixes without knowing either, and a crash
+at any moment keeps that true. (An LRU list in memory gets the same by touching the tail first.) If
+a file system keeps whole seconds only, equal mtimes have no order.
 
-**Within its microsecond a mtime changes when the chunk gets a child** (:func:`inherit`). Whoever
-evicts has looked at all chunks before, and may have come to the child's place too early. So what
+**Within its microsecond a mtime changes when the chunk gets a child** (:func:`inherit`). An evictor
+has read all chunks before, and may have come to the child's directory too early. So a chunk that
 changed since stays, and so does its prefix.
 
-Tells of prompts and prefixes that were used, in the background and not too often.
+:class:`Touches` sets the mtimes of used prefixes, in the background and not too often.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 CLOCK: Final = "clock"
 _TICK_MAX_S: Final = 0.05
-"""The file system's clock is waited for so long at most."""
+"""Longest wait for the file system's clock."""
 _TICK_STEP_S: Final = 0.0005
-"""Between two looks at it; each is a write to the file ``clock``."""
+"""Interval of reading it; each read writes the file ``clock``."""
 
 
 def mtime_ns_of(directory: int, chunk: str) -> int | None:
-    """Return a chunk's mtime in ns since 1970 (server clock), or None where it is not stored.
+    """Return a chunk's mtime in ns since 1970 (server clock), or None if it is not stored.
 
     Args:
         directory: descriptor of the namespace directory.
@@ -89,7 +89,7 @@ def mtime_ns_of(directory: int, chunk: str) -> int | None:
 
 
 def is_unchanged(directory: int, chunk: str, mtime_ns: int, seen_ns: int) -> bool:
-    """Whether a chunk still has a mtime, and nothing about it changed from ``seen_ns`` on.
+    """Whether a chunk still has a mtime, and has not changed from ``seen_ns`` on.
 
     Both are ns since 1970 by the server's clock. A chunk's status changes (its *ctime*, which only
     the file system sets) when it is used, or gets a child: see :func:`inherit`.
@@ -104,7 +104,7 @@ def is_unchanged(directory: int, chunk: str, mtime_ns: int, seen_ns: int) -> boo
 def got_child(mtime_ns: int, before_ns: int) -> bool:
     """Whether a chunk with ``mtime_ns`` got a child since it had ``before_ns``, and nothing else.
 
-    Said by the mtime alone, since renaming a directory changes its ctime.
+    Decided by the mtime alone, since renaming a directory changes its ctime.
     """
     same = mtime_ns // MTIME_STEP_NS == before_ns // MTIME_STEP_NS
     return same and mtime_ns != before_ns
@@ -117,10 +117,10 @@ def set_mtime(directory: int, chunk: str, mtime_ns: int) -> None:
 
 
 def touch(directory: int, chunks: Sequence[str]) -> int:
-    """Set the mtimes of a prefix that is used now: the names of its chunks from the first one on.
+    """Set the mtimes of a used prefix, given its chunks' names from the first one on.
 
-    Returns how many were touched: it stops at one that is not there or not ours. Safe beside
-    anybody else; of two that touch the same chunk at once either mtime stays.
+    Returns how many were touched: it stops at one that is missing or not ours. Safe beside other
+    processes; if two touch the same chunk at once either mtime stays.
     """
     done = 0
     try:
@@ -132,16 +132,16 @@ def touch(directory: int, chunks: Sequence[str]) -> int:
                 set_mtime(directory, chunk, now - done * MTIME_STEP_NS)
             done += 1
     except OSError:
-        pass  # gone, or a directory that others own: recency is a help, not a duty
+        pass  # gone, or another user's directory: recency is a help, not a duty
     return done
 
 
 def inherit(directory: int, chunk: str, parent: str) -> bool:
-    """Set the mtime of a new chunk before its parent's; False when the parent is gone.
+    """Set the mtime of a new chunk before its parent's; False if the parent is gone.
 
-    A parent that is an orphan itself is as good as gone. The parent's mtime is changed within its
-    microsecond, which leaves all orders as they are and shows whoever is about to evict it that it
-    got a child: their pass over all chunks may have come to the child's place before it was there.
+    A parent that is itself an orphan counts as gone. The parent's mtime is changed within its
+    microsecond, which keeps all orders and shows an evictor that it got a child: its pass over all
+    chunks may have come to the child's directory before it was there.
     """
     mtime_ns = mtime_ns_of(directory, parent)
     if mtime_ns is None or mtime_ns <= ORPHAN_MTIME_NS:
@@ -156,15 +156,15 @@ def inherit(directory: int, chunk: str, parent: str) -> bool:
 
 
 class Bare(int):
-    """A descriptor of a directory in which nothing is to be made."""
+    """A descriptor of a directory in which nothing may be made."""
 
 
 def server_now_ns(directory: int) -> int:
     """Return the file system's own time, ns since 1970; costs a write to a file named ``clock``.
 
-    Where that file is another user's, it costs a new file that is deleted again. Where a file
-    system of this machine is full, its clock is asked, which is the kernel's. Raises OSError where
-    ``directory`` (a descriptor) cannot be written to.
+    If that file is another user's, it costs a new file that is deleted again. If a local file
+    system is full, the kernel's clock is read, which is its clock. Raises OSError if ``directory``
+    (a descriptor) cannot be written to.
     """
     try:
         if isinstance(directory, Bare):
@@ -194,11 +194,11 @@ def _time_of_file(directory: int) -> int:
 
 
 def next_tick_ns(directory: int) -> int:
-    """Wait until the file system's clock goes on, and return its time: see :func:`server_now_ns`.
+    """Wait until the file system's clock advances, and return its time: see :func:`server_now_ns`.
 
-    What changed before the call has an older mtime and ctime then, what changes after it has not.
-    Linux's own file systems take times from a clock that goes on every 1 to 10 ms. Waits 50 ms at
-    most: some file systems keep whole seconds, and then it cannot be told.
+    Changes before the call have an older mtime and ctime then, changes after it do not. Linux's own
+    file systems use a clock that advances every 1 to 10 ms. Waits 50 ms at most: some file systems
+    keep whole seconds, and then the order is unknown.
     """
     began_s, began_ns = time.monotonic(), server_now_ns(directory)
     now_ns = began_ns
@@ -225,7 +225,7 @@ T = TypeVar("T")
 
 
 class Touches(Generic[T]):
-    """Tells of uses of one namespace on a thread of its own. Safe for threads."""
+    """Reports uses of one namespace on its own thread. Thread-safe."""
 
     def __init__(self, tell: Callable[[T], object]) -> None:
         """Call ``tell``, which raises nothing, with each use, in order."""
@@ -235,7 +235,7 @@ class Touches(Generic[T]):
         watch(self)
 
     def after_fork(self) -> None:
-        """Leave to the parent what it has begun; see :mod:`vua.io.forks`."""
+        """Leave the parent's queue to the parent; see :mod:`vua.io.forks`."""
         self._lock = threading.Lock()
         self._thread: Pool[None] | None = None
         self._queued = 0
@@ -248,11 +248,11 @@ class Touches(Generic[T]):
             thread.close()
 
     def wants(self, last: str) -> bool:
-        """Whether a prefix whose last chunk is ``last`` is to be touched: once per interval."""
+        """Whether a prefix whose last chunk is ``last`` must be touched: once per interval."""
         return self._recent.passes(last)
 
     def touch(self, use: T, *, wait: bool = False) -> None:
-        """Tell of a use: in the background, or (wait) now."""
+        """Report a use: in the background, or (wait) now."""
         if wait:
             self._tell(use)
             return
@@ -261,7 +261,9 @@ class Touches(Generic[T]):
                 return  # the storage is slow; the order of eviction may be a little wrong
             if self._thread is None:
                 self._thread = Pool(1, "vua-touch")
-            with contextlib.suppress(RuntimeError):  # no thread is to be had, or the process ends
+            with contextlib.suppress(
+                RuntimeError
+            ):  # no thread could be started, or the process ends
                 self._thread.submit(functools.partial(self._touch, use))
                 self._queued += 1
 
@@ -274,19 +276,19 @@ class Touches(Generic[T]):
 
 
 class Recent:
-    """Remembers what this process touched lately, so that it does not touch it again. Threadsafe.
+    """Remembers what this process touched lately, so that it is not touched again. Thread-safe.
 
     Uses this process's monotonic clock only for its own intervals.
     """
 
     def __init__(self, interval_s: float, room: int = 1 << 16) -> None:
-        """Let the same name pass once per ``interval_s``; remember ``room`` names at most."""
+        """Let the same name pass once per ``interval_s``; remember at most ``room`` names."""
         self._interval_s, self._room = interval_s, room
         self._seen: OrderedDict[str, float] = OrderedDict()
         self._lock = new_lock()
 
     def passes(self, name: str) -> bool:
-        """Whether ``name`` was not let pass for the interval; it counts as passed then."""
+        """True at most once per interval and name."""
         now = time.monotonic()
         with self._lock:
             last = self._seen.get(name)

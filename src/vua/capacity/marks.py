@@ -1,14 +1,14 @@
-"""Marks of chunks: empty or tiny files that say something about a chunk, and are no entry.
+"""Marks of chunks: empty or tiny files about a chunk that are not entries.
 
-``after-<chunk>`` in a chunk's directory names the chunk before it, where extras hide that.
-``sent-<entry>`` says that an entry was copied to the slower tiers. ``pin-<chunk>`` keeps a chunk
-from eviction, expiry and quotas: pinning leaves one in the directory of each chunk of the prefix,
+``after-<chunk>`` in a chunk's directory names the preceding chunk, where extras hide it.
+``sent-<entry>`` says that an entry was copied to the slower tiers. ``pin-<chunk>`` protects a chunk
+from eviction, expiry and quotas: pinning puts one into the directory of each chunk of the prefix,
 so it survives restarts and costs readers and writers nothing.
 
-``<namespace>/ttl/<chunk>`` holds seconds: the chunk may be deleted when it was not used for so
-long. For other chunks only the directory's time to live holds, which a chunk's own cannot lengthen.
-These files lie beside the chunks and not in them, so that one listing finds all there are. Of
-several times for a chunk the longest holds. A chunk never has a shorter one than what follows it
+``<namespace>/ttl/<chunk>`` holds seconds: the chunk may be deleted when it was unused for so long.
+Other chunks have only the directory's time to live, which a chunk's own cannot lengthen. These
+files are beside the chunks and not in them, so that one listing finds all of them. The longest of
+several times for a chunk applies. A chunk never has a shorter one than the chunks that follow it
 (none counts as the longest). So prefixes go last, as with mtimes (`vua.capacity.lru`).
 """
 
@@ -50,24 +50,24 @@ __all__ = [
 _DIGITS: Final = 10
 _MOST: Final = 10**_DIGITS - 1
 _TRIES: Final = 3
-"""Tries to make a file in the folder, which somebody else may remove meanwhile when it is empty."""
+"""Tries to make a file in the folder, which another process may remove while it is empty."""
 _NAME: Final = re.compile(r"[0-9a-f]{64}")
 _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def mark(directory: int, chunk: str, name: str) -> bool:
-    """Put an empty file into a chunk's directory; False when that is not there (any more)."""
+    """Put an empty file into a chunk's directory; False if that is gone."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     return _inside(directory, chunk, lambda fd: os.close(os.open(name, flags, 0o600, dir_fd=fd)))
 
 
 def unmark(directory: int, chunk: str, name: str) -> bool:
-    """Undo `mark`; False when there was nothing to undo."""
+    """Undo `mark`; False if there was nothing to undo."""
     return _inside(directory, chunk, lambda fd: os.unlink(name, dir_fd=fd))
 
 
 def _inside(directory: int, chunk: str, work: Callable[[int], None]) -> bool:
-    """Do something with a chunk's directory, given open; whether that went well."""
+    """Call ``work`` with a chunk's directory, open; return whether that succeeded."""
     try:
         fd = open_beneath(directory, chunk_path(chunk))
         try:
@@ -80,7 +80,7 @@ def _inside(directory: int, chunk: str, work: Callable[[int], None]) -> bool:
 
 
 def is_unsent(space: Space, chunk: str) -> bool:
-    """Whether a chunk has files that are not noted as sent."""
+    """Whether a chunk has files that are not marked as sent."""
     with listed(space.fd, chunk_path(chunk)) as entries:
         names = [entry.name for entry in entries]
     files = sum(name.endswith(SUFFIX) for name in names)
@@ -88,16 +88,15 @@ def is_unsent(space: Space, chunk: str) -> bool:
 
 
 def pin(space: Space, chunk: str) -> list[str]:
-    """Keep a chunk and its prefix from eviction, expiry and quotas, until it is unpinned.
+    """Protect a chunk and its prefix from eviction, expiry and quotas, until it is unpinned.
 
-    Leaves an empty file ``pin-<chunk>`` in each one's directory: it survives restarts, and costs
-    readers and writers nothing. Returns the chunks that are held.
+    Returns the chunks that are held.
     """
     return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, mark)]
 
 
 def unpin(space: Space, chunk: str) -> list[str]:
-    """Undo :func:`pin`; what other pins hold stays held. Returns the chunks that were released."""
+    """Undo :func:`pin`; chunks held by other pins stay held. Returns the released chunks."""
     return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, unmark)]
 
 
@@ -107,7 +106,7 @@ def pin_prefix(space: Space, names: Sequence[str]) -> int:
 
 
 def unpin_prefix(space: Space, names: Sequence[str]) -> int:
-    """Undo the pins of a prompt and of prefixes of it; return how many chunks that releases."""
+    """Undo the pins of a prompt and of its prefixes; return how many chunks are released."""
     own = [name for name in names if _is_pin(space, name)]
     return max((len(unpin(space, name)) for name in own[::-1]), default=0)
 
@@ -124,7 +123,7 @@ def _is_pin(space: Space, chunk: str) -> bool:
 def _quietly(
     space: Space, chunk: str, pinned: str, change: Callable[[int, str, str], bool]
 ) -> bool:
-    """Change something in a chunk's directory without making it look used."""
+    """Change a chunk's directory without making it look used."""
     mtime_ns = mtime_ns_of(space.fd, chunk)
     done = change(space.fd, chunk, PIN + pinned)
     if mtime_ns is not None:
@@ -139,10 +138,10 @@ def settle_ttl(space: Space, chunk: str, before: str, ttl_s: float | None) -> No
     Args:
         space: its namespace.
         chunk: its name.
-        before: the name of the chunk before it, empty for a first one.
+        before: the name of the preceding chunk, empty for a first one.
         ttl_s: seconds, 0 or more; None: it has no time to live of its own.
 
-    Without one it costs one look for a file. Never raises for the state of the storage.
+    Without one it costs one check for a file. Never raises for the state of the storage.
     """
     if ttl_s is not None:
         _write(space, chunk, ttl_s)
@@ -154,7 +153,7 @@ def raise_ttls(space: Space, chunk: str, ttl_s: float | None) -> None:
 
     Never raises for the state of the storage.
     """
-    seen = set()  # what others have written there may lead in a circle
+    seen = set()  # foreign files may form a circle
     with contextlib.suppress(OSError):
         while chunk not in seen and (now_s := ttl_s_of(space, chunk)) is not None:
             seen.add(chunk)
@@ -190,7 +189,7 @@ def _open_mark(space: Space, chunk: str) -> int:
 
 
 def ttl_s_of(space: Space, chunk: str) -> int | None:
-    """Return a chunk's own time to live in s; None where it has none, or an unusable one."""
+    """Return a chunk's own time to live in s; None if it has none, or an unusable one."""
     if not chunk:
         return None
     try:
@@ -218,7 +217,7 @@ def _marked(space: Space) -> Iterator[str]:
 
 
 def has_ttls(space: Space) -> bool:
-    """Whether any chunk has, or lately had, a time to live of its own. Costs one look."""
+    """Whether any chunk has, or lately had, its own time to live. Costs one check."""
     try:
         os.stat(TTL_FOLDER, dir_fd=space.fd, follow_symlinks=False)
     except OSError:
@@ -227,12 +226,12 @@ def has_ttls(space: Space) -> bool:
 
 
 def count_ttls(found: Sequence[Space]) -> int:
-    """Return how many chunks of these namespaces have a time to live of their own."""
+    """Return how many chunks of these namespaces have their own time to live."""
     return sum(1 for space in found for _ in _marked(space))
 
 
 def remove_empty_ttl_folders(found: Sequence[Space]) -> bool:
-    """Remove the folders that are empty; whether any chunk still has a time of its own."""
+    """Remove empty folders; return whether any chunk still has its own time to live."""
     left = False
     for space in found:
         if has_ttls(space) and is_ours(space):
@@ -246,7 +245,7 @@ def remove_empty_ttl_folders(found: Sequence[Space]) -> bool:
 def expired(
     found: Sequence[Space], now_ns: int, latest_ns: int | None = None, *, tidies: bool = True
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Find the chunks whose own time to live is over, what follows before what it depends on.
+    """Find the chunks whose own time to live is over, descendants first.
 
     Takes some 20 us for each chunk that has one.
 
@@ -254,16 +253,16 @@ def expired(
         found: namespaces.
         now_ns: the server's time, as :func:`vua.capacity.lru.server_now_ns` gives it.
         latest_ns: mtimes after this are from the future; none by default.
-        tidies: whether to remove what belongs to chunks that are gone.
+        tidies: whether to remove files of chunks that are gone.
 
-    Returns those, and the ones among such chunks with mtimes from the future, in order too.
+    Returns those, and such chunks with mtimes from the future, in order too.
     """
     over, ahead = [], []
     for space in found:
         for chunk in list(_marked(space)):
             mtime_ns, ttl_s = mtime_ns_of(space.fd, chunk), ttl_s_of(space, chunk)
             if ttl_s is None:
-                continue  # it says nothing, and is perhaps somebody else's
+                continue  # unreadable, and perhaps foreign
             if mtime_ns is None:
                 if tidies:
                     remove_ttl(space, chunk)

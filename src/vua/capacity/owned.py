@@ -1,7 +1,7 @@
-"""What VUA itself has put into a cache directory, told by place, name and kind.
+"""Which files in a cache directory are VUA's, by path, name and type.
 
-Whoever deletes (:mod:`vua.capacity.removal`) asks here. Nothing is followed into a depth that VUA
-does not make, a name that it does not give stays, and so does a directory with such a name in it.
+Code that deletes (:mod:`vua.capacity.removal`) asks here. Directories deeper than VUA makes them
+are not entered, a name that VUA does not use stays, and so does a directory that contains one.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def is_trash(name: str) -> bool:
-    """Whether a directory has such a name while it is being deleted."""
+    """Whether a directory's name is one that is used while it is being deleted."""
     return _TRASH.fullmatch(name) is not None
 
 
 def is_chunk_file(entry: os.DirEntry[str]) -> bool:
-    """Whether what lies in a chunk's directory is of VUA: entries, marks, files being written."""
+    """Whether a file in a chunk's directory is VUA's: an entry, a mark, a file being written."""
     return chunk_file_kind(entry.name) != "stray" and entry.is_file(follow_symlinks=False)
 
 
 def is_ours(space: Space) -> bool:
-    """Whether a directory with a namespace's name is one: it says so, or chunks are in it.
+    """Whether a directory with a namespace's name is one: by its description, or by chunks in it.
 
-    So is one that a later version of VUA described, which only who asks for that deletes.
+    Also one that a later version of VUA described; that is deleted only on request.
     """
     if is_described(space.fd, space.name) or is_later(space.fd):
         return True
@@ -65,7 +65,7 @@ def is_ours(space: Space) -> bool:
 
 
 def is_all_ours(space: Space) -> bool:
-    """Whether nothing lies in a namespace that VUA did not put there. Lists every chunk."""
+    """Whether a namespace contains only VUA's files. Lists every chunk."""
     with listed(space.fd, ".") as entries:
         beside = [one for one in entries if not is_fan(one.name)]
         folders = {TTL_FOLDER: re.compile(r"[0-9a-f]{64}"), QUARANTINE: QUARANTINED}
@@ -96,13 +96,13 @@ def _is_fan_ours(space: Space, fan: str) -> bool:
 
 
 def is_chunk(entry: os.DirEntry[str], fan: str) -> bool:
-    """Whether what lies in the fan-out directory ``fan`` is a chunk's directory."""
+    """Whether an entry of the fan-out directory ``fan`` is a chunk's directory."""
     named = is_namespace_name(entry.name) and entry.name.startswith(fan)
     return named and entry.is_dir(follow_symlinks=False)
 
 
 def is_leftover(parent: int, name: str) -> bool:
-    """Whether a file is the beginning of a ``namespace.json`` or of another small file of VUA's."""
+    """Whether a file is the incomplete ``namespace.json`` or another small file of VUA's."""
     if not _DESCRIBING.fullmatch(name):
         return False
     try:
@@ -119,9 +119,9 @@ def is_leftover(parent: int, name: str) -> bool:
 
 
 def trash_in(parent: int, *, roots: bool) -> Iterator[tuple[str, int]]:
-    """Yield (name, mtime) of what crashes left in a namespace's directory, or (``roots``) a root's.
+    """Yield (name, mtime) of remains of crashes in a namespace's directory or (``roots``) a root.
 
-    Half-deleted directories with nothing of others in them, and beginnings of small files.
+    Half-deleted directories with only VUA's files in them, and incomplete small files.
     """
     with listed(parent, ".") as entries:
         found = [one.name for one in entries if one.name.startswith((TRASH, ".tmp-"))]
@@ -137,7 +137,7 @@ def trash_in(parent: int, *, roots: bool) -> Iterator[tuple[str, int]]:
 
 
 def _is_all_ours(parent: int, name: str, *, namespace: bool) -> bool:
-    """Whether a half-deleted directory has only names in it that VUA gives there."""
+    """Whether a half-deleted directory contains only names that VUA uses there."""
     with listed(parent, name) as entries:
         if not namespace:
             return all(is_chunk_file(one) for one in entries)

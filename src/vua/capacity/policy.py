@@ -1,9 +1,9 @@
-"""What goes first: the one place that another eviction policy replaces.
+"""Which chunks go first: the one module that another eviction policy replaces.
 
-Eviction deletes the chunks of the lowest *rank* (:mod:`vua.capacity.evictor`). By LRU the rank is
+Eviction deletes the chunks of the lowest *rank* (:mod:`vua.capacity.evictor`). For LRU the rank is
 the mtime, and a new chunk gets that of its parent less a microsecond (:mod:`vua.capacity.lru`).
-:class:`LeastHitDensity` ranks by what chunks promise; the mtimes are set as by LRU, so whoever
-knows less, or another version of VUA, evicts by these.
+:class:`LeastHitDensity` ranks by expected hits; mtimes are set as for LRU, so a process without
+that knowledge, or another version of VUA, evicts by these.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from vua.io.forks import watch
 __all__ = ["BY_MTIME", "LRU", "LeastHitDensity", "Policy", "Ranks"]
 
 _READ_S: Final = 0.25
-"""Between two looks at what others have logged."""
+"""Least time between two reads of other processes' logs."""
 _PER_UNIT: Final = 1e17
 """Ranks are whole numbers of 64 bits: hits per second, at most 16, times this."""
 _OWN_REMEMBERED: Final = 1 << 16
 """Chunks that a process remembers of its own requests; see `HitDensity`."""
 _OWN_LEAST: Final = 128
-"""Uses of chunks once more that a process has to be asked for itself before it refuses any."""
+"""Repeated uses of chunks that a process must itself have seen before it refuses any."""
 _MINE_MOST: Final = 64
 """Requests of this process that are noted at once."""
 _REFUSED_MOST: Final = 1 << 16
-"""Refused chunks that are remembered; as many that were stored then."""
+"""Refused chunks that are remembered, and as many that were then stored."""
 _KNOWN_SHARE: Final = 1 / 16
-"""A process that was asked for less of what is stored cannot say what all that is worth."""
+"""A process that was asked for less of the stored chunks cannot judge their worth."""
 _UNKNOWN: Final = -(1 << 62)
-"""Added to the mtimes of chunks that nobody knows: these go first, the oldest one first."""
+"""Added to the mtimes of unknown chunks: these go first, the oldest one first."""
 
 
 class Ranks(NamedTuple):
-    """How chunks rank for some time."""
+    """The ranks of chunks for some time."""
 
     of: Rank
     is_lasting: bool
-    """Whether a chunk keeps its rank until it is used, and that is its mtime."""
+    """Whether a chunk keeps its rank, its mtime, until it is used."""
 
     def most(self, before_ns: int | None) -> int:
-        """Return the highest rank that a chunk with an older mtime than ``before_ns`` may have."""
+        """Return the highest rank of a chunk with an older mtime than ``before_ns``."""
         return before_ns - 1 if self.is_lasting and before_ns is not None else HIGHEST
 
 
@@ -59,18 +59,18 @@ BY_MTIME: Final = Ranks(by_mtime, is_lasting=True)
 
 
 class Policy(Protocol):
-    """What goes first. Safe for threads.
+    """Which chunks go first. Thread-safe.
 
-    Every process that uses a directory has its own say, so all of them are to follow the same one.
+    Every process that uses a directory evicts by its own policy, so all should use the same one.
     :class:`LRU` is one, and a base for others.
     """
 
     def used(self, directory: int, chunks: Sequence[str]) -> int:
-        """Note the use of a prefix that is stored; see :meth:`LRU.used`."""
+        """Note the use of a stored prefix; see :meth:`LRU.used`."""
         ...
 
     def asked(self, chunks: Sequence[str]) -> None:
-        """Note that a prompt was asked for, whatever of it is stored; never raises."""
+        """Note a request for a prompt, stored or not; never raises."""
         ...
 
     def rank(self, now_ns: int) -> Ranks:
@@ -82,10 +82,10 @@ class Policy(Protocol):
         ...
 
     def rank_of_new(self, first: str, last: str, before: str) -> int:
-        """Return the rank that chunks of a prompt just asked for will have: that of the last one.
+        """Return the future rank of new chunks of a just requested prompt: that of the last one.
 
-        ``before``: the chunk before the first one; "" at a prompt's start. HIGHEST: that is not
-        known, or they are to be stored whatever it is.
+        ``before``: the chunk before the first one; "" at a prompt's start. HIGHEST: unknown, or
+        they must be stored at any rank.
         """
         ...
 
@@ -95,13 +95,13 @@ class Policy(Protocol):
 
 
 class LRU:
-    """Evicts what was not used for longest."""
+    """Evicts the least recently used chunk."""
 
     def used(self, directory: int, chunks: Sequence[str]) -> int:
-        """Note the use of a prefix that is stored: set its mtimes to now.
+        """Note the use of a stored prefix: set its mtimes to now.
 
-        A child's mtime has to stay older than its parent's, whatever else happens meanwhile:
-        they are set front to back. Never raises for the state of the storage.
+        A child's mtime must stay older than its parent's, whatever else happens meanwhile: they are
+        set front to back. Never raises for the state of the storage.
 
         Args:
             directory: descriptor of the namespace directory.
@@ -123,7 +123,6 @@ class LRU:
         """Note nothing."""
 
     def rank_of_new(self, first: str, last: str, before: str) -> int:
-        """Store everything."""
         del first, last, before
         return HIGHEST
 
@@ -132,14 +131,14 @@ class LRU:
 
 
 class LeastHitDensity(LRU):
-    """Evicts what promises fewest hits for the space and time that it takes; see `HitDensity`.
+    """Evicts the chunk with the fewest expected hits for its space and time; see `HitDensity`.
 
     It learns from the requests of all processes that use the directory
     (:mod:`vua.capacity.use_log`). Until it has seen enough it is LRU.
 
-    Others may write whatever they like to that log. So it changes the order of eviction, and
-    refuses a new chunk once at most, in a process that knows by itself that chunks come back. What
-    is refused again is so by :attr:`own`, too.
+    Other processes may write anything to that log. So it changes only the order of eviction, and
+    refuses a new chunk at most once, in a process that has itself seen chunks come back. A second
+    refusal also needs :attr:`own`.
     """
 
     own: HitDensity
@@ -158,9 +157,9 @@ class LeastHitDensity(LRU):
         self.own, self._floor = HitDensity(_OWN_REMEMBERED), _Floor()
         self._mine: list[Request] = []
         self._refused: dict[str, None] = {}
-        """Chunks that were refused, the latest ones."""
+        """The latest refused chunks."""
         self._insisted: dict[str, None] = {}
-        """Chunks that were not refused again; what follows them in prompts is not refused."""
+        """Chunks that were not refused again; chunks after them in prompts are not refused."""
         self._read_s = -_READ_S
 
     def asked(self, chunks: Sequence[str]) -> None:
@@ -173,10 +172,10 @@ class LeastHitDensity(LRU):
             self._read_s = -_READ_S
 
     def rank(self, now_ns: int) -> Ranks:
-        """Rank by hit density; what nobody knows goes before what somebody does.
+        """Rank by hit density; unknown chunks go before known ones.
 
-        The log is read after ``now_ns``. What is used or stored from then on may not be in it, and
-        its rank is of no use: such chunks are not evicted (:func:`vua.capacity.lru.is_unchanged`).
+        The log is read after ``now_ns``. Chunks used or stored from then on may be missing from it,
+        and have no valid rank: they are not evicted (:func:`vua.capacity.lru.is_unchanged`).
         """
         with self._lock:
             self._read_s = -_READ_S
@@ -198,7 +197,7 @@ class LeastHitDensity(LRU):
         return Ranks(rank, is_lasting=False)
 
     def taken(self, chunks: Sequence[str]) -> None:
-        """Leave out of comparisons what has gone."""
+        """Leave chunks that have gone out of comparisons."""
         numbers = short_names(chunks).tolist()
         with self._lock:
             self._floor.drop(numbers)
@@ -206,9 +205,9 @@ class LeastHitDensity(LRU):
     def rank_of_new(self, first: str, last: str, before: str) -> int:
         """Return the rank of new chunks.
 
-        HIGHEST if few requests or none for them are logged. And where only the log speaks against
-        them: until this process has been asked itself for enough chunks again, and for what was
-        refused before.
+        HIGHEST if few requests are logged, or none for them. Also if only the log speaks against
+        them, until this process itself has had enough requests for repeated chunks; and for chunks
+        that were refused before.
         """
         number = int(short_names([last])[0])
         with self._lock:
@@ -228,7 +227,7 @@ class LeastHitDensity(LRU):
             _keep(self._refused, chunk)
 
     def _learn(self) -> None:
-        """Take in what was logged since the last time."""
+        """Read what was logged since the last time."""
         now_s = time.monotonic()
         if now_s - self._read_s < _READ_S:
             return
@@ -249,7 +248,7 @@ def _keep(chunks: dict[str, None], chunk: str) -> None:
 
 
 class _Floor:
-    """What stored chunks are worth that may go next, by the requests of this process alone."""
+    """The worth of stored chunks that may go next, by the requests of this process alone."""
 
     def __init__(self, own: HitDensity | None = None) -> None:
         self._rows: Mapping[int, int] = {}
@@ -271,14 +270,14 @@ class _Floor:
             self._least = None
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Leave out what is gone, or was used since."""
+        """Remove chunks that are gone, or were used since."""
         for number in numbers if self._left else ():
             self._left.pop(number, None)
             self._least = None
 
     @property
     def worth(self) -> float:
-        """Hits per second that each of them promises; 0 where too few are known."""
+        """Hits per second that each of them promises; 0 if too few are known."""
         if self._least is None:
             is_known = len(self._left) > self._met * _KNOWN_SHARE
             self._least = min(self._left.values()) if is_known else 0.0

@@ -1,9 +1,8 @@
-"""Who follows whom among stored chunks: read from their headers, for tools and for the full pass.
+"""The order of stored chunks, read from their headers: for tools and for the full pass.
 
-A header names the chunk before it (`parent`), and where extras hide that a file ``after-<name>``
-beside it does. From this come orphans (chunks that no lookup can reach any more), pins of whole
-prefixes, and which salt a chunk belongs to. Reads one header per chunk, so nothing that serves
-requests does it.
+A header names the preceding chunk (`parent`), and where extras hide that, a file ``after-<name>``
+beside it does. This gives orphans (chunks that no lookup can reach any more), pins of whole
+prefixes, and each chunk's salt. It reads one header per chunk, so serving processes never do it.
 """
 
 from __future__ import annotations
@@ -53,12 +52,12 @@ _TOKENS: Final = b'","tokens":"'
 
 
 class ChunkNode(NamedTuple):
-    """What one chunk's directory says."""
+    """The content of one chunk's directory."""
 
     before: str
-    """The chunk before it, empty for a first chunk (or where nothing can be read)."""
+    """The preceding chunk, empty for a first chunk (or if nothing can be read)."""
     salt: bytes
-    """Of a first chunk: the digest of its extras, empty without."""
+    """For a first chunk: the digest of its extras, empty without."""
     nbytes: int
     files: int
     """Entries, whole or damaged."""
@@ -69,12 +68,12 @@ class ChunkNode(NamedTuple):
 
 
 KnownNodes: TypeAlias = dict[str, tuple[int, ChunkNode]]
-"""Chunks by name: the mtime that they had (ns), and what their directories said then."""
+"""Chunks by name: their mtimes (ns), and the content of their directories then."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """Who follows whom in a namespace. Arrays over its chunks, in no order."""
+    """The order of a namespace's chunks. Arrays over its chunks, unordered."""
 
     names: npt.NDArray[np.void]
     """Prefix hashes, 32 bytes each."""
@@ -82,7 +81,7 @@ class PrefixTree:
     nbytes: npt.NDArray[np.int64]
     pinned: npt.NDArray[np.bool_]
     parent: npt.NDArray[np.int64]
-    """Index of the chunk before; of a first chunk its own, of an orphan len(names)."""
+    """Index of the preceding chunk; of a first chunk its own, of an orphan len(names)."""
     salts: dict[int, bytes]
     """Of first chunks that have extras: the digest of these."""
     unsettled: list[str]
@@ -90,9 +89,9 @@ class PrefixTree:
 
     @property
     def first(self) -> npt.NDArray[np.int64]:
-        """Index of each chunk's first ancestor; len(names) where the chain is broken.
+        """Index of each chunk's first ancestor; len(names) if the chain is broken.
 
-        A chain that leads in a circle is broken, too: only what others wrote does that.
+        A circular chain is broken, too: only foreign files cause that.
         """
         above = np.append(self.parent, len(self.names))
         known = above.copy()
@@ -102,16 +101,16 @@ class PrefixTree:
         return np.where(ends, above, len(self.names))[:-1]
 
     def descendants(self, chunk: str) -> list[str]:
-        """Return a chunk and all that follow it, parents before children; [] if it is not there."""
+        """Return a chunk and all that follow it, parents before children; [] if it is missing."""
         children = self._children()
         start = np.flatnonzero(self.names == np.frombuffer(bytes.fromhex(chunk), "V32"))
         found = start.tolist()
-        for index in found:  # grows meanwhile, not for ever where it leads in a circle
+        for index in found:  # grows meanwhile, but ends even if the chain is a circle
             found += children.pop(index, [])
         return [self.name(index) for index in dict.fromkeys(found)]
 
     def in_order(self) -> list[str]:
-        """Return all chunks that have their whole prefix, parents before children."""
+        """Return all chunks whose whole prefix is stored, parents before children."""
         children = self._children()
         found = np.flatnonzero(self.parent == np.arange(len(self.names))).tolist()
         for index in found:  # grows meanwhile
@@ -147,12 +146,11 @@ class PrefixTree:
         return known
 
     def name(self, index: int) -> str:
-        """Return the name of a chunk."""
         return bytes(self.names[index]).hex()
 
 
 def read_node(space: Space, chunk: str) -> ChunkNode:
-    """Read a chunk's directory and one header of it; what cannot be read says nothing."""
+    """Read a chunk's directory and one of its headers; unreadable parts are left out."""
     before, salt, nbytes, files, temporary = "", b"", 0, 0, False
     pinned, known = [], False
     with listed(space.fd, chunk_path(chunk)) as entries:
@@ -194,7 +192,7 @@ def _read_parent(space: Space, path: str) -> tuple[str, bytes] | None:
 
 
 def ancestors(space: Space, chunk: str) -> Iterator[str]:
-    """Yield a chunk and what comes before it, up to the first one or a gap."""
+    """Yield a chunk and those before it, up to the first one or a gap."""
     seen = set()
     while chunk and chunk not in seen and mtime_ns_of(space.fd, chunk) is not None:
         yield chunk
@@ -203,7 +201,7 @@ def ancestors(space: Space, chunk: str) -> Iterator[str]:
 
 
 class ChunkNodes(NamedTuple):
-    """What some chunks say, item by item: those of one fan-out directory, mostly."""
+    """The content of some chunks as columns: mostly those of one fan-out directory."""
 
     names: list[bytes]
     befores: list[bytes]
@@ -214,7 +212,7 @@ class ChunkNodes(NamedTuple):
     unsettled: list[str]
 
     def add(self, chunk: str, mtime_ns: int, node: ChunkNode) -> None:
-        """Add a chunk, unless it has a name that VUA does not give, or no files."""
+        """Add a chunk, unless its name is not one of VUA's, or it has no files."""
         try:
             name, before = bytes.fromhex(chunk), bytes.fromhex(node.before)
         except ValueError:
@@ -232,7 +230,6 @@ class ChunkNodes(NamedTuple):
         self.befores.append(before if len(before) == len(name) else name)
 
     def tree(self) -> PrefixTree:
-        """Link the chunks."""
         names = _digests(self.names)
         return PrefixTree(
             names,
@@ -246,11 +243,11 @@ class ChunkNodes(NamedTuple):
 
 
 class Spread(Protocol):
-    """Does a piece of work for each fan-out directory of a namespace, in order."""
+    """Runs a piece of work for each fan-out directory of a namespace, in order."""
 
-    def __call__(self, work: Callable[[str], R], space: Space, fans: list[str], /) -> Iterable[R]:
-        """Yield what ``work`` returns for each of ``fans``."""
-        ...
+    def __call__(
+        self, work: Callable[[str], R], space: Space, fans: list[str], /
+    ) -> Iterable[R]: ...
 
 
 def in_turn(
@@ -268,10 +265,10 @@ def read_prefix_tree(
     spread: Spread = in_turn,
     known: PrefixTree | None = None,
 ) -> PrefixTree:
-    """Read who follows whom, some 40 us a chunk. Others may write and delete meanwhile.
+    """Read the order of chunks, some 40 us each. Other processes may write and delete meanwhile.
 
-    Of chunks that have the mtime which they have in ``known``, a tree read before, nothing is read
-    again (a third of the time). So a pin that was set or lifted since goes unnoticed.
+    Chunks with the same mtime as in ``known``, a tree read before, are not read again (a third of
+    the time). So a pin that was set or lifted since goes unnoticed.
     """
     whole = ChunkNodes([], [], [], [], [], {}, [])
     fans = fans_of(space)

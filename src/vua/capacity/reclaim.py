@@ -1,8 +1,8 @@
 """Evicts from one cache directory, in time for the writers of one process.
 
-A writer asks :meth:`Reclaimer.reserve` before it writes. While there is space it is told so at
-once. Near the limit a thread looks for victims, and evicts, before anybody has to wait for that.
-Only when it is behind a writer waits, for some seconds at most, and is refused then: nothing is
+A writer asks :meth:`Reclaimer.reserve` before it writes. While there is space it gets the answer at
+once. Near the limit a thread looks for victims, and evicts, before a writer has to wait for that.
+Only if it is too slow a writer waits, for some seconds at most, and is refused then: nothing is
 written beyond the limit. An idle cache has no thread.
 """
 
@@ -39,8 +39,8 @@ __all__ = ["ANYTHING", "Below", "Held", "Reclaimer", "StoppedError"]
 log = logging.getLogger(__name__)
 
 _BURST_SHARE: Final = 1 / 200
-"""Share of the limit that is freed at once. What is freed early is missed: on traces of requests
-1 % less space costs up to 1.4 % of the hits."""
+"""Share of the limit that is freed at once. Freeing early costs hits: on traces of requests 1 %
+less space costs up to 1.4 % of the hits."""
 _BURST_FILES: Final = (8, 512)
 """Files freed at once, at least and at most. Each burst takes the lease and asks for the time, so
 it is worth 8 files (but never a hundredth of the limit); ext4 creates files slowly after tens of
@@ -50,7 +50,7 @@ _SEARCH_SHARE: Final = 0.95
 _FEW_VICTIMS: Final = 4096
 """With fewer victims known than these the search for more begins."""
 _AHEAD_AGE_NS: Final = 10**9
-"""Eviction ahead of need takes only chunks at least 1 s older than those being written, so a prompt
+"""Eviction ahead of need takes only chunks at least 1 s older than those being written. So a prompt
 never evicts its own prefix."""
 _NO_PARENT_NS: Final = HIGHEST
 _TTL_INTERVAL_S: Final = 60.0
@@ -58,15 +58,15 @@ _TTL_INTERVAL_S: Final = 60.0
 _COSTLY_S: Final = 0.25
 """A search for space that took longer, in vain, is not repeated for ten times as long."""
 _WAIT_S: Final = 4.0
-"""A writer waits no longer: vLLM's connector gives a write up after `timeouts.io_s`, 10 s."""
+"""Longest wait of a writer: vLLM's connector gives a write up after `timeouts.io_s`, 10 s."""
 _CLOSE_WAIT_S: Final = 5.0
 _PAUSES_S: Final = (1.0, 300.0)
 """How long nothing is written after the disk stayed full: first, doubled each time, at most."""
 _MEASUREMENTS: Final = 3
-"""Times that a directory is measured which others replace at the same time."""
+"""Times that a directory is measured if it is replaced meanwhile."""
 _NO_SPACE: Final = (
-    "what is stored was used more recently, is pinned, or others fill the disk; raise max_bytes, "
-    "lower min_free_bytes, or see `vua du`"
+    "what is stored was used more recently, is pinned, or other files fill the disk; "
+    "raise max_bytes, lower min_free_bytes, or see `vua du`"
 )
 
 
@@ -80,16 +80,16 @@ class Below(NamedTuple):
     """What may be evicted for a new chunk."""
 
     mtime_ns: int | None
-    """What has an older mtime than the chunk before it, or will have; None: whatever its mtime."""
+    """Chunks with an older mtime than the preceding chunk's; None: any mtime."""
     rank: int = HIGHEST
-    """Of that, what has no higher rank than the new chunk will have."""
+    """Of those, chunks with no higher rank than the new chunk's."""
 
 
 ANYTHING: Final = Below(None)
 
 
 class Held(Protocol):
-    """What is written to: :class:`vua.storage.local.LocalStorage`."""
+    """The target of writes: :class:`vua.storage.local.LocalStorage`."""
 
     moves: int
     """How often it became another directory."""
@@ -100,7 +100,7 @@ class Held(Protocol):
 
 
 class StoppedError(Exception):
-    """The eviction under way is to end: its process ends."""
+    """The current eviction must end: its process ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,17 +111,17 @@ class _Request:
     below: Below
     files: int = 1
     full: bool = False
-    """Whether the disk was found full, whatever is estimated."""
+    """Whether the disk was found full, despite the estimate."""
     granted: bool = False
     answered: bool = False
     given_up: bool = False
 
 
 class Reclaimer:
-    """Reserves space for the writers of one process, and evicts for them. Safe for threads.
+    """Reserves space for the writers of one process, and evicts for them. Thread-safe.
 
-    All state is guarded by one lock. What reads or changes the directory (:meth:`make_space`,
-    :meth:`work_ahead`, :meth:`measure`) is for one thread at a time, which does not hold the lock:
+    All state is guarded by one lock. Methods that read or change the directory (:meth:`make_space`,
+    :meth:`work_ahead`, :meth:`measure`) are for one thread at a time, which does not hold the lock:
     that of this class, or a test's. Everything else is arithmetic.
     """
 
@@ -135,8 +135,8 @@ class Reclaimer:
     ) -> None:
         """Prepare for ``root``; add events to ``counts``. Reads and starts nothing until needed.
 
-        ``held`` is what is written to, a directory of ``root``. It is measured where its path
-        leads: so both are looked at together.
+        ``held`` is the target of writes, a directory of ``root``. It is measured at its current
+        path, so both are checked together.
         """
         self._root, self._bounds, self._counts = Path(root), bounds, counts
         self._held, self._moves = held, 0 if held is None else held.moves
@@ -166,7 +166,7 @@ class Reclaimer:
         self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
         self._someone_evicts = False
         self._requests: deque[_Request] = deque()
-        self._has_work = False  # something is to be done before anybody has to wait for it
+        self._has_work = False  # something must be done before a writer has to wait for it
         self._thread_running = False
         self._too_slow = False  # a writer waited in vain: until a request is answered none waits
         self._closed = False  # also ends an eviction or a search that is under way
@@ -182,7 +182,7 @@ class Reclaimer:
         self._on_evicted = self._evictor.evicted = tell
 
     def spare_unsent(self) -> None:
-        """Evict what has not travelled to the places behind this one only where nothing else is."""
+        """Evict chunks that are not uploaded to slower tiers only if nothing else is left."""
         self._spares_unsent = self._evictor.spares_unsent = True
 
     def warn_once(self, cause: str, text: str) -> None:
@@ -201,7 +201,7 @@ class Reclaimer:
             below: what may be evicted for them.
             files: how many they are.
 
-        Returns at once where there is space, after ``_WAIT_S`` at the latest where there is none.
+        Returns at once if there is space, after ``_WAIT_S`` at the latest if there is none.
         """
         with self._changed:
             if self._has_moved():
@@ -221,7 +221,7 @@ class Reclaimer:
 
     @property
     def is_nearly_full(self) -> bool:
-        """Whether something has to go soon, as far as this process knows."""
+        """Whether something must go soon, as far as this process knows."""
         with self._changed:
             return self._estimate.missing(2 * self._burst_bytes()) > 0
 
@@ -233,7 +233,7 @@ class Reclaimer:
                 self._pause_s = _PAUSES_S[0]  # the disk takes files: the next pause is short again
 
     def relieve_full_disk(self, nbytes: int, below: Below) -> None:
-        """Evict because the disk was found full, whatever is estimated; waits as `reserve` does."""
+        """Evict because the disk was found full, despite the estimate; waits as `reserve` does."""
         with self._changed:
             self._counts["full"] += 1
             self._ask(_Request(nbytes, below, full=True))
@@ -253,15 +253,15 @@ class Reclaimer:
 
     @property
     def pause_left_s(self) -> float:
-        """How long nothing is to be written since the disk stayed full, or a search was costly."""
+        """How long nothing may be written since the disk stayed full, or a search was costly."""
         return max(0.0, self._paused_until_s - time.monotonic())
 
     # -- arithmetic, for who holds the lock ---------------------------------------------------
 
     def _has_moved(self) -> bool:
-        """Whether what is written to became another directory: then nothing is known of its size.
+        """Whether the target of writes became another directory: then its size is unknown.
 
-        Writing goes on at once, even if the one before was full.
+        Writing continues at once, even if the previous directory was full.
         """
         if self._held is None or self._held.moves == self._moves:
             return False
@@ -289,7 +289,7 @@ class Reclaimer:
     def _is_worth_less(self, below: Below) -> bool:
         """Whether a new chunk would be among the first to go, so that it need not be written.
 
-        Only where little room is left, and victims were looked for lately.
+        Only if little space is left, and victims were searched lately.
         """
         return below.rank < self._evictor.floor_rank and self.is_nearly_full
 
@@ -315,13 +315,13 @@ class Reclaimer:
     # -- what reads and changes the directory ---------------------------------------------------
 
     def make_space(self, nbytes: int, below: Below = ANYTHING, *, full: bool = False) -> bool:
-        """Return whether there is space for ``nbytes``, after evicting what it takes.
+        """Return whether there is space for ``nbytes``, after evicting as needed.
 
         Args:
-            nbytes: what is to be written.
+            nbytes: size of the write.
             below: what may be evicted for it.
-            full: the disk was found full, whatever is estimated. The answer is then True also when
-                nothing could be evicted: another process may have.
+            full: the disk was found full, despite the estimate. The answer is then True also if
+                nothing could be evicted: another process may have evicted.
         """
         began_s, estimate = time.monotonic(), self._estimate
         if estimate.is_stale or estimate.missing(nbytes) > 0:
@@ -356,7 +356,7 @@ class Reclaimer:
         return False
 
     def work_ahead(self) -> None:
-        """Measure, look for victims and evict before anybody has to wait for that.
+        """Measure, search victims and evict before a writer has to wait for that.
 
         Some hundred times during the search it serves the writers that need no search.
         """
@@ -389,7 +389,7 @@ class Reclaimer:
         self._search_from_s = began_s + max(1.0, 21 * (time.monotonic() - began_s))
 
     def _follow(self) -> bool:
-        """Look now whether the directory is the one that is written to; whether it is another."""
+        """Check now whether the target of writes became another directory."""
         if self._held is not None:
             with contextlib.suppress(OSError):
                 self._held.follow(doubt=True)
@@ -397,7 +397,7 @@ class Reclaimer:
             return self._has_moved()
 
     def measure(self) -> None:
-        """Measure what is written to: again where that became another directory meanwhile."""
+        """Measure the target of writes: again if it became another directory meanwhile."""
         for _ in range(_MEASUREMENTS):
             self._follow()
             self._estimate.measure(self.warn_once)
@@ -409,7 +409,7 @@ class Reclaimer:
         self._expire()
 
     def _expire(self) -> None:
-        """Delete what was not used for its time to live: every eighth of that, or each minute."""
+        """Delete what was unused for its time to live: every eighth of that, or each minute."""
         limits, now_s = self._estimate.limits, time.monotonic()
         if limits is None or now_s < self._expire_from_s:
             return
@@ -450,7 +450,7 @@ class Reclaimer:
         own_ttls: bool = False,
         ahead: bool = False,
     ) -> Freed:
-        """Evict unless another process does so now. What fails brings one warning."""
+        """Evict unless another process does so now. A failure is logged once."""
         self._someone_evicts = False
         if not self._may_delete():
             return NOTHING
@@ -489,9 +489,9 @@ class Reclaimer:
         return freed
 
     def _ahead_before_ns(self, now_ns: int) -> int:
-        """Below which mtime to evict ahead of need: nothing of a prompt that is being written.
+        """Return the mtime below which to evict ahead of need: nothing of a prompt being written.
 
-        Asked when the lease is held: writes go on while this process waits for it.
+        Called while holding the lease: writes continue while this process waits for it.
         """
         with self._changed:
             before_ns = min(self._writing_ns, now_ns) - _AHEAD_AGE_NS
@@ -509,7 +509,7 @@ class Reclaimer:
     # -- the thread ----------------------------------------------------------------------------
 
     def _ask(self, request: _Request) -> bool:
-        """Let the thread answer a request, and wait for that, but not behind one that hangs."""
+        """Let the thread answer a request and wait for it, unless an earlier one hangs."""
         if self._too_slow or self._closed:
             return False
         self._requests.append(request)
@@ -522,7 +522,7 @@ class Reclaimer:
         return request.granted
 
     def _wake(self) -> None:
-        """Start the thread where there is none. Called with the lock held."""
+        """Start the thread if there is none. Called with the lock held."""
         if self._thread_running or self._closed:
             return
         self._thread_running = True
@@ -541,7 +541,7 @@ class Reclaimer:
                     self.work_ahead()
         except StoppedError:
             self._end()
-        except Exception:  # who waits for space is answered, whatever breaks
+        except Exception:  # waiting writers get an answer after any error
             log.exception("%s: an error that eviction should have handled", self._root)
             self._end()
         finally:
@@ -563,7 +563,7 @@ class Reclaimer:
             self._changed.notify_all()
 
     def _serve(self) -> bool:
-        """Answer the first writer that waits; False when none does."""
+        """Answer the first waiting writer; False if there is none."""
         with self._changed:
             if not self._requests:
                 self._too_slow = False
@@ -581,7 +581,7 @@ class Reclaimer:
         return True
 
     def _between(self) -> None:
-        """Between two steps of a search: stop at the end, serve who can be served without one."""
+        """Between two steps of a search: stop at the end, serve writers that need no search."""
         if self._closed:
             raise StoppedError
         estimate = self._estimate

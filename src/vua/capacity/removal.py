@@ -1,9 +1,9 @@
-"""All that deletes: files, chunks, namespaces, and only what VUA has put there (`owned`).
+"""All code that deletes: files, chunks, namespaces, and only VUA's own (`owned`).
 
-A chunk leaves by one rename of its directory, and is then deleted file by file. It is out of sight
-at once and as a whole. Who has a file open goes on reading it. A file system that is full may
-refuse the rename, since it needs room itself: then the files are deleted where they lie.
-:class:`Remover` can also only add up what would go.
+A chunk is removed by one rename of its directory, and is then deleted file by file. It disappears
+at once and as a whole. A reader with an open file continues to read it. A full file system may
+refuse the rename, which itself needs space: then the files are deleted in place. :class:`Remover`
+can also only add up what would go.
 """
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Freed(NamedTuple):
-    """What an eviction brought."""
+    """What was deleted."""
 
     chunks: int
     nbytes: int
 
     def __add__(self, other: Freed) -> Freed:  # type: ignore[override] # no tuple is added to it
-        """Return the sum."""
         return Freed(self.chunks + other.chunks, self.nbytes + other.nbytes)
 
 
@@ -72,13 +71,12 @@ class ImmovableError(OSError):
 def evict_chunk(
     space: Space, chunk: str, *, pinned: bool = False, mtime_ns: int | None = None
 ) -> int | None:
-    """Take a chunk out of sight as a whole and delete it; return the bytes that were freed.
+    """Remove a chunk from sight as a whole and delete it; return the bytes that were freed.
 
-    None: it is gone already, or pinned (``pinned`` deletes it all the same), or has got a child
-    since it had ``mtime_ns``, and then comes back at once. Of several calls at the same time one
-    succeeds. Where something lies in its directory that VUA did not put there, only the rest goes.
-    A crash leaves a ``trash-`` directory that `vua gc` deletes. Raises ImmovableError where it
-    cannot be deleted, and may be whole or not then.
+    None: it is already gone, or pinned (``pinned`` deletes it anyway), or has got a child since it
+    had ``mtime_ns``, and then reappears at once. Of several concurrent calls one succeeds. Foreign
+    files in its directory stay. A crash leaves a ``trash-`` directory that `vua gc` deletes. Raises
+    ImmovableError if it cannot be deleted; then it may be whole or not.
     """
     path, trash = chunk_path(chunk), f"{TRASH}{secrets.token_hex(8)}"
     held, foreign = _look(space, path)
@@ -95,7 +93,7 @@ def evict_chunk(
         return None
     except OSError as problem:
         return _delete_in_place(space, chunk, mtime_ns, problem)
-    stays = not pinned and _look(space, trash)[0]  # by somebody, this very moment
+    stays = not pinned and _look(space, trash)[0]  # by another process, this very moment
     if not stays and mtime_ns is not None:
         now_ns = os.stat(trash, dir_fd=space.fd, follow_symlinks=False).st_mtime_ns
         stays = got_child(now_ns, mtime_ns)
@@ -138,7 +136,7 @@ def _where(space: Space, chunk: str) -> str:
 
 
 def _look(space: Space, path: str) -> tuple[bool, bool]:
-    """Whether pins hold what lies in a chunk's directory, and whether others put something in."""
+    """Whether pins hold a chunk's directory, and whether it contains foreign files."""
     held = foreign = False
     with listed(space.fd, path) as entries:
         for entry in entries:
@@ -151,14 +149,13 @@ class Remover:
     """Deletes what it is told to; with ``rehearse`` it remembers that and changes nothing."""
 
     def __init__(self, *, rehearse: bool = False) -> None:
-        """Choose."""
         self.rehearse = rehearse
         self.immovable: dict[tuple[str, str], OSError] = {}
         """Chunks, as (namespace, chunk), that could be neither moved nor deleted, and why."""
         self._gone: set[tuple[str, str]] = set()
 
     def now_ns(self, directory: int | None) -> int:
-        """Return the server's time; to be had for a write, so a rehearsal takes this host's."""
+        """Return the server's time; that needs a write, so a rehearsal uses this host's."""
         return time.time_ns() if directory is None else server_now_ns(directory)
 
     def evict_chunk(
@@ -183,8 +180,8 @@ class Remover:
     def is_there(self, space: Space, chunk: str) -> bool:
         """Whether a chunk is there, and would not have gone.
 
-        An empty directory is no chunk, nor is one with marks alone; one that something is being
-        written to counts.
+        An empty directory is not a chunk, nor is one with marks alone; one that is being written
+        counts.
         """
         if (space.name, chunk) in self._gone:
             return False
@@ -193,11 +190,11 @@ class Remover:
 
     @property
     def left(self) -> str:
-        """What is told of the immovable chunks; empty where there are none."""
+        """A message about the immovable chunks; empty without any."""
         return told_immovable(self.immovable)
 
     def leftover(self, parent: int, name: str) -> Freed:
-        """Delete what a crash left behind, in a namespace or beside them."""
+        """Delete remains of a crash, in a namespace or beside them."""
         if self.rehearse:
             return Freed(1, _nbytes(parent, name))
         if _is_directory(parent, name):
@@ -205,7 +202,6 @@ class Remover:
         return self.file(parent, name)
 
     def file(self, parent: int, path: str) -> Freed:
-        """Delete a file."""
         return Freed(1, _nbytes(parent, path) if self.rehearse else delete_file(parent, path))
 
     def empty(self, parent: int, path: str) -> None:
@@ -215,14 +211,14 @@ class Remover:
                 os.rmdir(path, dir_fd=parent)
 
     def namespace(self, root: int, name: str, now_ns: int) -> bool:
-        """Delete a namespace in which nothing is left, and was not for a while."""
+        """Delete a namespace that has been empty for a while."""
         if self.rehearse:
             return False
         return drop_empty(root, name, now_ns - int(GRACE_S * 1e9), now_ns)
 
 
 def told_immovable(found: Mapping[tuple[str, str], OSError]) -> str:
-    """Return how many chunks stay, and the first of them with its reason; empty without any."""
+    """Say how many chunks stay, and the first of them with its reason; empty without any."""
     if not found:
         return ""
     first = next(iter(found.values()))
@@ -264,7 +260,7 @@ def delete_file(parent: int, name: str) -> int:
 
 
 def strip_chunk(parent: int, path: str) -> int:
-    """Delete what is of VUA in a chunk's directory and leave the rest; return the bytes."""
+    """Delete VUA's files in a chunk's directory and leave the rest; return the bytes."""
     try:
         fd = os.open(path, _DIRECTORY, dir_fd=parent)
     except OSError:
@@ -278,7 +274,7 @@ def strip_chunk(parent: int, path: str) -> int:
 
 
 def delete_chunk(parent: int, path: str) -> int:
-    """Delete a chunk's directory; return the bytes. With anything of others in it, it stays."""
+    """Delete a chunk's directory; return the bytes. With foreign files in it, it stays."""
     nbytes = strip_chunk(parent, path)
     _remove(parent, path)
     return nbytes
@@ -290,9 +286,9 @@ def _remove(parent: int, path: str) -> None:
 
 
 def delete_namespace(parent: int, name: str) -> int:
-    """Delete what is of VUA in a namespace's directory, and that if nothing is left in it.
+    """Delete VUA's files in a namespace's directory, and the directory if nothing is left in it.
 
-    Its description goes last: until then it can be told whose the rest is. Returns the bytes.
+    Its description goes last: until then the rest can be identified. Returns the bytes.
     """
     try:
         fd = os.open(name, _DIRECTORY, dir_fd=parent)
@@ -309,7 +305,7 @@ def delete_namespace(parent: int, name: str) -> int:
 
 
 def _delete_part(fd: int, name: str) -> int:
-    """Delete one of the things that a namespace's directory holds, or what of it is of VUA."""
+    """Delete one entry of a namespace's directory, or VUA's part of it."""
     if is_fan(name):
         with listed(fd, name) as entries:
             chunks = [one.name for one in entries if is_chunk(one, name)]
@@ -337,12 +333,12 @@ def _delete_all(parent: int, folder: str, pattern: re.Pattern[str]) -> int:
 
 
 def drop_empty(parent: int, name: str, before_ns: int, now_ns: int) -> bool:
-    """Delete a namespace that holds nothing any more; whether it is gone now.
+    """Delete an empty namespace; return whether it is gone now.
 
-    Only one that says soundly what it is. It must not have been made, nor anything in it evicted,
-    since ``before_ns``. (A time as far after ``now_ns`` is from before the server's clock was
-    set.) Beside a process that writes there it is safe: only what is empty is removed, by calls
-    that fail otherwise, and whoever finds the directory gone makes it anew.
+    Only one with a sound description. It must not have been made, nor anything in it evicted, since
+    ``before_ns``. (A time as far after ``now_ns`` is from before the server's clock was set.) Safe
+    beside a process that writes there: only empty directories are removed, by calls that fail
+    otherwise, and the writer makes the directory anew.
     """
     try:
         fd = os.open(name, _DIRECTORY, dir_fd=parent)
@@ -381,7 +377,7 @@ def _each_opened(parent: int, names: list[str]) -> Iterator[int]:
 
 
 def _undescribe(parent: int, fd: int, name: str) -> bool:
-    """Remove a directory that holds a description alone; if somebody was faster, it stays."""
+    """Remove a directory that holds only a description; if another process was faster, it stays."""
     if os.listdir(fd) != [DESCRIPTION]:
         return False
     aside = f".tmp-{secrets.token_hex(8)}"

@@ -1,21 +1,20 @@
 """Keeps a cache directory within its limits, from inside the processes that use it.
 
-Whoever writes chunks reserves space first::
+A writer of chunks reserves space first::
 
     with capacity.reserve(keys, nbytes) as room:
         if room.granted:
             room.commit(storage.write(batch))
 
-:mod:`vua.capacity.reclaim` grants it, and evicts. Every use of a prefix is told to
-:meth:`Capacity.used`, which touches it in the background. Reserving does not belong on an engine's
-own path: it may wait some seconds.
+:mod:`vua.capacity.reclaim` grants it, and evicts. Every use of a prefix is reported to
+:meth:`Capacity.used`, which touches it in the background. Never reserve on an engine's own path: it
+may wait some seconds.
 
-Chunks that this process is writing, so that a child gets its mtime after its parent.
-
-The directory of a chunk that is being written has the time of its latest change. Its mtime in the
-sense of :mod:`vua.capacity.lru` is set when the file is complete. Threads that write chunks of one
-prompt side by side would take the former for the latter: children would be newer than their
-parents, and eviction would begin with the front of a prompt.
+:class:`Pending` knows the chunks that this process is writing, so that a child gets its mtime after
+its parent. The directory of a chunk that is being written has the time of its latest change; its
+mtime in the sense of :mod:`vua.capacity.lru` is set when the file is complete. Threads that write
+chunks of one prompt in parallel would confuse the two: children would be newer than their parents,
+and eviction would begin with the front of a prompt.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ __all__ = ["Capacity", "Pending", "Reservation", "Unlimited"]
 
 
 class Pending:
-    """The chunks that are being written, and the mtimes that they will get. Safe for threads."""
+    """The chunks that are being written, and their future mtimes. Thread-safe."""
 
     def __init__(self, wait_s: float) -> None:
-        """Wait for nobody longer than ``wait_s`` seconds."""
+        """Wait at most ``wait_s`` seconds for another thread."""
         self._wait_s = wait_s
         self.after_fork()
         watch(self)
@@ -72,7 +71,7 @@ class Pending:
         self._mtimes_ns: dict[str, int | None] = {}
 
     def enter(self, chunks: Iterable[str]) -> list[str]:
-        """Add chunks; return those that were not pending yet, which the caller has to leave."""
+        """Add chunks; return those that were not pending yet, which the caller must leave."""
         with self._changed:
             mine = [chunk for chunk in chunks if chunk not in self._mtimes_ns]
             self._mtimes_ns |= dict.fromkeys(mine)
@@ -86,14 +85,14 @@ class Pending:
             self._changed.notify_all()
 
     def expect(self, chunk: str, mtime_ns: int) -> None:
-        """Note which mtime ``chunk``, which is pending, will get."""
+        """Note the mtime that the pending ``chunk`` will get."""
         with self._changed:
             if chunk in self._mtimes_ns:
                 self._mtimes_ns[chunk] = mtime_ns
                 self._changed.notify_all()
 
     def mtime_ns_of(self, chunk: str) -> int | None:
-        """Return the mtime that ``chunk`` will get; None where it is not pending (any more).
+        """Return the mtime that ``chunk`` will get; None if it is not pending (any more).
 
         Waits while that is not known.
         """
@@ -102,16 +101,14 @@ class Pending:
             return self._mtimes_ns.get(chunk)
 
     def wait_for(self, chunk: str) -> None:
-        """Return when ``chunk`` is not pending."""
         with self._changed:
             self._changed.wait_for(lambda: chunk not in self._mtimes_ns, self._wait_s)
 
 
 _ADOPT_WAIT_S: Final = 5.0
-"""A chunk that was stored before its parent, or whose parent vanished, is looked at after this."""
+"""A chunk that was stored before its parent, or whose parent vanished, is checked after this."""
 _BATCH_SHARE: Final = 1 / 256
-"""Share of the limit that one reservation may ask for: several processes do so at a time, without
-knowing of each other."""
+"""Share of the limit that one reservation may ask for: several processes do so independently."""
 
 
 class _Use(NamedTuple):
@@ -122,11 +119,11 @@ class _Use(NamedTuple):
     touched: int
     """How many of them get new mtimes."""
     is_request: bool
-    """Whether it is logged; a request that is logged already is not logged again."""
+    """Whether to log it; a request is logged once."""
 
 
 class Capacity:
-    """The limits of one cache, seen from one namespace that is written. Safe for threads."""
+    """The limits of one cache, for one namespace that is written. Thread-safe."""
 
     def __init__(
         self,
@@ -135,13 +132,13 @@ class Capacity:
         bounds: Limits | None = None,
         policy: Policy | None = None,
     ) -> None:
-        """Watch over ``storage``, a namespace of ``root``. Starts nothing until it is needed.
+        """Bound ``storage``, a namespace of ``root``. Starts nothing until it is needed.
 
         Args:
             root: directory of the cache.
             storage: a namespace of it.
-            bounds: what this process says of its size.
-            policy: what goes first; by default what promises fewest hits.
+            bounds: this process's limits.
+            policy: what goes first; by default the chunks that promise the fewest hits.
         """
         self._root, self.storage = Path(root), storage
         self.counts: Counter[str] = Counter()
@@ -167,7 +164,6 @@ class Capacity:
 
     @property
     def space(self) -> Space:
-        """The namespace."""
         return Space(self.storage.directory.name, self.storage.fileno())
 
     # -- writing ------------------------------------------------------------------------------
@@ -175,7 +171,7 @@ class Capacity:
     def reserve(
         self, keys: Sequence[ChunkKey], nbytes: int, ttl_s: float | None = None
     ) -> Reservation:
-        """Return space for chunks that follow each other in a prompt; enter it to have it.
+        """Return space for consecutive chunks of a prompt; enter it to have it.
 
         Entering waits some seconds at most for eviction. Threads that write chunks of one prompt
         enter in the order of the prompt: a child then gets its mtime after its parent.
@@ -183,17 +179,17 @@ class Capacity:
         Args:
             keys: the chunks, in order.
             nbytes: size of each one's file.
-            ttl_s: they may be deleted when not used for so long, see :mod:`vua.capacity.marks`.
+            ttl_s: they may be deleted when unused for so long, see :mod:`vua.capacity.marks`.
         """
         return Reservation(self, keys, nbytes, ttl_s)
 
     @property
     def batch_bytes(self) -> int:
-        """How many bytes one reservation should have at most; what is larger goes alone."""
+        """Most bytes of one reservation; anything larger goes alone."""
         return int(self.reclaimer.max_bytes * _BATCH_SHARE)
 
     def add_orphan(self, chunk: str, parent: str) -> None:
-        """Note a new chunk whose parent is not there, or is an orphan itself: it may come soon."""
+        """Note a new chunk whose parent is missing, or is an orphan itself: it may come soon."""
         self._orphans.append((time.monotonic(), chunk, parent))
         fd = self.storage.fileno()
         before_ns = mtime_ns_of(fd, parent) or ORPHAN_MTIME_NS + MTIME_STEP_NS
@@ -201,7 +197,7 @@ class Capacity:
             set_mtime(fd, chunk, min(ORPHAN_MTIME_NS, before_ns - MTIME_STEP_NS))
 
     def adopt_orphans(self) -> None:
-        """Give orphans their mtimes, or delete them, when their parents had time to come."""
+        """Give orphans their mtimes, or delete them, after their parents had time to come."""
         self._adopt(time.monotonic())
 
     def _adopt(self, now_s: float) -> None:
@@ -211,10 +207,10 @@ class Capacity:
                 due.append(self._orphans.popleft()[1:])
         for settle in (self._is_adopted, self._is_evicted):
             left = -1
-            while len(due) != left:  # one that is settled may settle those behind it
+            while len(due) != left:  # a settled one may settle those after it
                 left = len(due)
                 due = [one for one in due if not settle(*one)]
-        self._orphans += [(now_s, *one) for one in due]  # behind orphans of other processes
+        self._orphans += [(now_s, *one) for one in due]  # after orphans of other processes
 
     def _is_adopted(self, chunk: str, parent: str) -> bool:
         with contextlib.suppress(OSError):
@@ -222,7 +218,7 @@ class Capacity:
         return False
 
     def _is_evicted(self, chunk: str, parent: str) -> bool:
-        """Delete a chunk whose parent is not there: nobody would ever find it."""
+        """Delete a chunk whose parent is missing: no lookup could find it."""
         if mtime_ns_of(self.storage.fileno(), parent) is not None:
             return False
         with contextlib.suppress(OSError):
@@ -241,8 +237,8 @@ class Capacity:
             keys: the chunks of a prompt, from its first one on.
             chunks: how many of them are stored.
             wait: work before returning, each time.
-            storing: what is not stored yet is stored next. A request that this process logged in
-                the last minute, for these keys or a prefix of them, is this one: it counts once.
+            storing: missing chunks are stored next. A request that this process logged in the last
+                minute, for these keys or a prefix of them, is this one: it counts once.
         """
         many = len(keys)
         if not many:
@@ -264,7 +260,7 @@ class Capacity:
             self.policy.used(self.storage.fileno(), use.chunks[: use.touched])
 
     def pin(self, chunk: str) -> bool:
-        """Keep a chunk and its prefix from eviction; returns whether any is held.
+        """Protect a chunk and its prefix from eviction; returns whether any is held.
 
         Reads one header per chunk of the prefix; never raises for the state of the storage.
         """
@@ -276,14 +272,14 @@ class Capacity:
             return False
 
     def pin_prefix(self, chunks: Sequence[str]) -> int:
-        """Keep stored chunks, a prefix from the first one on; return how many are held.
+        """Pin a prefix of stored chunks; return how many are held.
 
-        Raises OSError only where this process has no more descriptors.
+        Raises OSError only if this process has no more descriptors.
         """
         return marks.pin_prefix(self.space, chunks)
 
     def unpin_prefix(self, chunks: Sequence[str]) -> int:
-        """Undo :meth:`pin_prefix` of these chunks and of prefixes of them; how many that frees."""
+        """Undo :meth:`pin_prefix` of these chunks and their prefixes; return the number."""
         return marks.unpin_prefix(self.space, chunks)
 
     def raise_ttls(self, chunk: str, ttl_s: float) -> None:
@@ -291,7 +287,7 @@ class Capacity:
         marks.raise_ttls(self.space, chunk, ttl_s)
 
     def spare_unsent(self) -> None:
-        """Evict what was not copied to slower tiers yet only where nothing else can go."""
+        """Evict chunks that are not yet copied to slower tiers only if nothing else can go."""
         self.reclaimer.spare_unsent()
 
     def share_reads(self) -> None:
@@ -309,12 +305,11 @@ class Capacity:
 
 
 class Unlimited:
-    """What a :class:`Reservation` is where nothing bounds the storage."""
+    """A :class:`Reservation` for an unbounded storage."""
 
     granted = True
 
     def __enter__(self) -> Unlimited:  # noqa: PYI034 - Self is in typing from 3.11 on
-        """Have all the space there is."""
         return self
 
     def __exit__(self, *problem: object) -> None:
@@ -328,19 +323,19 @@ class Unlimited:
 
 
 class Reservation:
-    """Space for some chunks, inside a ``with``. What is not committed at its end is given back.
+    """Space for some chunks, inside a ``with``. Uncommitted space is returned at its end.
 
-    For one thread.
+    Not thread-safe.
     """
 
     granted = False
-    """Whether there is space. If not, write nothing: everything stored was used more recently than
-    the prefix of these chunks, eviction is behind, or the disk was found full a moment ago."""
+    """Whether there is space. If not, write nothing. Then everything stored was used more recently
+    than the prefix of these chunks, eviction is too slow, or the disk was found full a moment
+    ago."""
 
     def __init__(
         self, capacity: Capacity, keys: Sequence[ChunkKey], nbytes: int, ttl_s: float | None
     ) -> None:
-        """See :meth:`Capacity.reserve`."""
         self._capacity, self._keys, self._ttl_s = capacity, keys, ttl_s
         self._fd = capacity.storage.fileno()
         self._nbytes = nbytes
@@ -378,19 +373,19 @@ class Reservation:
         problem: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give back what was not committed; pause all writing if the disk is full for good."""
+        """Return uncommitted space; pause all writing if the disk stays full."""
         self._settle(0)
         self._capacity.pending.leave(self._pending)
         if isinstance(problem, StorageFullError):
             self._capacity.reclaimer.pause(str(problem))
 
     def relieve_full_disk(self) -> None:
-        """Evict because the disk was found full, whatever is estimated; then write once more."""
+        """Evict because the disk was found full, despite the estimate; then write once more."""
         nbytes = max(1, self._reserved_bytes)
         self._capacity.reclaimer.relieve_full_disk(nbytes, self._below)
 
     def commit(self, statuses: Sequence[int]) -> None:
-        """Note what became of each chunk: those WRITTEN get their mtimes and their time to live.
+        """Note each chunk's status: those WRITTEN get their mtimes and their time to live.
 
         A crash, or another process's look, before this finds new chunks newer than their parents.
         """
@@ -409,10 +404,10 @@ class Reservation:
             self._capacity.reclaimer.settle(reserved, written_bytes, len(self._keys))
 
     def _mtime_before_ns(self) -> int | None:
-        """The mtime that the first chunk's parent has, or will have; what is older may go for it.
+        """Return the current or future mtime of the first chunk's parent; older chunks may go.
 
-        0 without the parent: nothing goes for a chunk that nobody would find. None for the first
-        chunk of a prompt.
+        0 without the parent: nothing goes for an unreachable chunk. None for the first chunk of a
+        prompt.
         """
         parent = self._keys[0].before.hex()
         if not parent:

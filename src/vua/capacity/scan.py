@@ -1,8 +1,8 @@
-"""What lies in a cache directory, seen from above: namespaces, chunks, and which are to go first.
+"""The content of a cache directory: namespaces, chunks, and which are to go first.
 
-Reads names and times, no bytes of chunks; nothing here changes anything, and everything may run
-while others write and delete. Symbolic links are not followed. Prefix hashes are uniform over a
-namespace's 256 fan-out directories, so some of these are a fair sample of all.
+Reads names and times, no bytes of chunks; changes nothing; may run while other processes write and
+delete. Symbolic links are not followed. Prefix hashes are uniform over a namespace's 256 fan-out
+directories, so some of these are a fair sample of all.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ __all__ = [
 
 
 class Show(Protocol):
-    """Is told how far something has come, often."""
+    """Receives progress, often."""
 
     def __call__(
         self, text: str, done: int = 0, total: int = 0, *, amount: int = 0, unit: str = "B"
     ) -> None:
-        """Note what is going on, ``done`` of ``total`` parts (0: not known), with which amount."""
+        """Report ``done`` of ``total`` parts (0: unknown), with an amount."""
         ...
 
 
@@ -73,9 +73,9 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MOST_OPEN: Final = 16
 """Namespaces that are open at a time. Processes often may open 1024 files in all."""
 EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Errors that mean: this process has no descriptors or memory left, so nothing is known."""
+"""Errors that mean: this process has no descriptors or memory left, so the state is unknown."""
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
-"""Errors that mean: there is no such directory (any more)."""
+"""Errors that mean: the directory is gone."""
 
 _SAMPLED_FANS: Final = 16
 HIGHEST: Final = (1 << 63) - 1
@@ -89,10 +89,10 @@ Column: TypeAlias = npt.NDArray[np.int64]
 
 
 class Space:
-    """A namespace directory: its name, and a descriptor for the calls of the moment.
+    """A namespace directory: its name, and a descriptor for immediate calls.
 
-    The descriptor may be another one the next time: of any number of namespaces only some are open
-    (see `spaces`). One that was deleted meanwhile is like a file: nothing lies below it.
+    The descriptor may change: only some namespaces are open at a time (see `spaces`). One that was
+    deleted meanwhile acts like a file: there is nothing below it.
     """
 
     __slots__ = ("_fd", "_pool", "name")
@@ -108,7 +108,7 @@ class Space:
 
     @property
     def is_hidden(self) -> bool:
-        """Whether it is there, and may not be opened."""
+        """Whether it exists, and may not be opened."""
         return self._pool is not None and self._pool.is_hidden(self.name)
 
     def __reduce__(self) -> tuple[type[Space], tuple[str, int]]:
@@ -116,12 +116,11 @@ class Space:
         return Space, (self.name, self.fd)
 
     def __repr__(self) -> str:
-        """Return the name."""
         return f"Space({self.name!r})"
 
 
 class _Pool:
-    """Descriptors of namespaces, few at a time whatever their number. For one thread at a time."""
+    """Descriptors of any number of namespaces, few at a time. Not thread-safe."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = os.fspath(root)
@@ -152,7 +151,6 @@ class _Pool:
         return name in self._hidden
 
     def close(self) -> None:
-        """Close them all."""
         while self._open:
             close_quietly(self._open.popitem()[1])
 
@@ -191,10 +189,10 @@ def spaces(root: str | os.PathLike[str]) -> Iterator[list[Space]]:
 def opened(
     parent: int, path: str, refused: Callable[[OSError], None] | None = None
 ) -> Iterator[int | None]:
-    """Open a directory below ``parent``; None where it is absent or unreadable.
+    """Open a directory below ``parent``; None if it is missing or unreadable.
 
-    ``refused`` is told why one that is there cannot be read. Raises OSError where this process has
-    no more descriptors or memory: then nothing is known.
+    ``refused`` is told why an existing one cannot be read. Raises OSError if this process has no
+    more descriptors or memory: then the state is unknown.
     """
     try:
         fd = os.open(path, _DIRECTORY, dir_fd=parent)
@@ -216,7 +214,7 @@ def opened(
 def listed(
     parent: int, path: str, refused: Callable[[OSError], None] | None = None
 ) -> Iterator[Iterator[os.DirEntry[str]]]:
-    """List a directory below ``parent``; what :func:`opened` does not open is empty."""
+    """List a directory below ``parent``; empty if :func:`opened` returns None."""
     with opened(parent, path, refused) as fd:
         if fd is None:
             yield iter(())
@@ -265,7 +263,7 @@ def files_nbytes(entries: Iterable[os.DirEntry[str]]) -> int:
 
 
 class Scan(NamedTuple):
-    """What a pass over all mtimes found."""
+    """The result of a pass over all mtimes."""
 
     lowest: list[Candidate]
     """Those of the lowest rank, in order."""
@@ -276,8 +274,8 @@ class Scan(NamedTuple):
 
 
 Rank: TypeAlias = Callable[[Sequence[str], Column], Column]
-"""The ranks of chunks, by their names (64 hex) and mtimes in ns. What follows a chunk in prompts
-has a lower rank, or the same and an older mtime."""
+"""The ranks of chunks, by their names (64 hex) and mtimes in ns. A chunk that follows another one
+in prompts has a lower rank, or the same and an older mtime."""
 
 
 def by_mtime(chunks: Sequence[str], mtimes_ns: Column) -> Column:
@@ -296,7 +294,7 @@ def lowest(
 ) -> Scan:
     """Find the chunks of ``found`` that are to go first.
 
-    Looks at every chunk's mtime (2 us each where names are cached), keeps only what is below the
+    Reads every chunk's mtime (2 us each if names are cached), keeps only those below the
     ``room``-th one as estimated from a sample, and so returns about ``room`` of them: the exact
     lowest, in order. Calls ``pulse`` after every 256th of a namespace. A mtime after ``latest_ns``
     is from the future. ``rank`` is called with names and mtimes.
@@ -330,7 +328,7 @@ def lowest(
 
 
 def _quantile(found: Sequence[Space], room: int, pulse: Callable[[], None], rank: Rank) -> int:
-    """The rank that about ``room`` chunks are not above; `HIGHEST` where these are no more."""
+    """The rank that about ``room`` chunks do not exceed; `HIGHEST` if there are no more."""
     sampled, stand_for = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
     for space in found:
         fans = fans_of(space)

@@ -1,14 +1,14 @@
-"""How many bytes a cache directory occupies, and what a process takes it to be meanwhile.
+"""How many bytes a cache directory occupies, and a process's estimate between measurements.
 
-What cannot be read counts as present: a limit that one does not see being reached is none.
+Unreadable parts count as present: a limit whose excess stays unseen would be useless.
 
-A process measures again whenever it has written 1/512 to 1/32 of the limit: more often the less its
-estimate agreed with what was found. So any number of writers that know nothing of each other stay
-within the limit plus a few percent.
+A process measures again whenever it has written 1/512 to 1/32 of the limit: more often if its
+estimate was further off. So any number of independent writers stay within the limit plus a few
+percent.
 
-A large namespace's prefix tree, estimated in a second from random chunks and their prefixes.
-
-Names are hashes, so the chunks of one fan-out directory are a random sample of all.
+:func:`sample_prefix_tree` estimates a large namespace's prefix tree in a second from random chunks
+and their prefixes. Names are hashes, so the chunks of one fan-out directory are a random sample of
+all.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ R = TypeVar("R")
 INODES_PER_CHUNK: Final = 2
 """Its directory and its file."""
 _INODE_NBYTES: Final = 1 << 20
-"""What an inode counts for in bytes while nothing is stored."""
+"""Bytes that an inode counts for while nothing is stored."""
 
 _COUNTED_NAMES: Final = 1 << 16
 """After so many names the rest of a namespace is extrapolated. The error is usually below 0.4 %."""
@@ -73,11 +73,11 @@ _INTERVAL_SHARES: Final = (1 / 512, 1 / 32)
 _AGREED_SHARE: Final = 1 / 200
 """An estimate that is off by less than this share of the limit makes the interval longer."""
 _DOUBT_COST_RATIO: Final = 20
-"""A measurement that did not help is not repeated before this many times the time it took."""
+"""A useless measurement is not repeated before this many times its duration."""
 
 
 class Usage(NamedTuple):
-    """What a cache occupies."""
+    """The space that a cache takes."""
 
     nbytes: int
     """Bytes of files in chunks and in quarantine."""
@@ -99,14 +99,13 @@ def measure(
     counted: int = _COUNTED_NAMES,
     only: Collection[str] | None = None,
 ) -> Usage:
-    """Return what ``root`` occupies, in about a tenth of a second however large it is.
+    """Return what ``root`` occupies, in about a tenth of a second for any size.
 
-    ``only``: names of the namespaces that count; by default all of them.
-    Counts ``counted`` names per namespace (or somewhat more) and extrapolates from there;
-    multiplies by the mean size of 256 random chunks (of 8 where there are a thousand namespaces,
-    some 0.2 ms each). What may not be read counts as the mean of what may; where nothing may be
-    read at all, the cache counts as all that the file system holds. Raises OSError for ``root``,
-    and where this process has no more descriptors.
+    ``only``: names of the namespaces that count; by default all of them. Counts ``counted`` names
+    per namespace (or somewhat more) and extrapolates; multiplies by the mean size of 256 random
+    chunks (of 8 if there are a thousand namespaces, some 0.2 ms each). Unreadable parts count as
+    the mean of readable ones; if nothing is readable, the cache counts as all that the file system
+    holds. Raises OSError for ``root``, and if this process has no more descriptors.
     """
     nbytes, chunks, whole, read, hidden = 0, 0, True, 0, 0
     with spaces(root) as all_spaces:
@@ -133,7 +132,7 @@ def measure(
 
 
 def _measure(space: Space, counted: int, sized: int) -> Usage | None:
-    """Measure one namespace; None where nothing in it may be read."""
+    """Measure one namespace; None if nothing in it may be read."""
     fans = fans_of(space)
     random.shuffle(fans)
     names: list[str] = []
@@ -166,9 +165,9 @@ def _chunk_names(space: Space, fan: str) -> list[str] | None:
 
 
 def _read(space: Space, path: str, work: Callable[[Iterator[os.DirEntry[str]]], R]) -> R | None:
-    """What ``work`` makes of a directory's entries, none where it is gone.
+    """Return ``work``'s result for a directory's entries; no entries if it is gone.
 
-    None where it may not be read. Raises OSError where this process has no more descriptors.
+    None if it may not be read. Raises OSError if this process has no more descriptors.
     """
     problems: list[OSError] = []
     try:
@@ -190,12 +189,11 @@ class UsageEstimate:
     def __init__(
         self, root: str | os.PathLike[str], bounds: Limits, lock: threading.Condition
     ) -> None:
-        """Know nothing yet of ``root``."""
         self._root, self._bounds, self._lock = root, bounds, lock
         self.limits: ResolvedLimits | None = None
         """None until the first measurement, and where nothing can be measured."""
         self.is_unknown = False
-        """Whether this process lacked the descriptors to measure, the last time."""
+        """Whether this process lacked the descriptors for the last measurement."""
         self._used_bytes = self._free_bytes = self._unmeasured_bytes = self._reserved_bytes = 0
         self._free_inodes: int | None = None
         """None where the file system does not count them."""
@@ -205,7 +203,7 @@ class UsageEstimate:
         self._measured_at_s = self._cost_s = 0.0
 
     def forget(self) -> None:
-        """Know nothing but what is being written: the directory is gone, or another one."""
+        """Forget everything except writes in progress: the directory is gone, or another one."""
         self.limits = None
         self._used_bytes = self._unmeasured_bytes = self._reserved_bytes
         self._free_bytes = -self._reserved_bytes
@@ -223,12 +221,12 @@ class UsageEstimate:
 
     @property
     def lacks_inodes(self) -> bool:
-        """Whether the file system has fewer inodes left than it is to have."""
+        """Whether the file system has fewer free inodes than required."""
         limits, free = self.limits, self._free_inodes
         return limits is not None and free is not None and free <= limits.min_free_inodes
 
     def count_request(self, nbytes: int, files: int = 1) -> None:
-        """Count what a writer asks for, which brings the next measurement nearer."""
+        """Count a writer's request, which brings the next measurement nearer."""
         self._unmeasured_bytes += nbytes
         per_inode = nbytes // (INODES_PER_CHUNK * files)
         self._nbytes_per_inode = max(1, min(self._nbytes_per_inode, per_inode))
@@ -268,7 +266,7 @@ class UsageEstimate:
 
     @property
     def is_ageing(self) -> bool:
-        """Whether it is time to measure, before anybody has to wait for that."""
+        """Whether it is time to measure, before a writer has to wait for it."""
         return self.limits is None or self._unmeasured_bytes >= self._interval_bytes / 2
 
     def is_tolerable(self, nbytes: int) -> bool:
@@ -347,18 +345,18 @@ class Sample(NamedTuple):
     """Picked chunks, and every chunk before them."""
 
     tree: PrefixTree
-    """Its `nbytes` are those of all the chunks that a picked one stands for; 0 of the others."""
+    """Its `nbytes` are those of all chunks that a picked one stands for; 0 for the rest."""
     stands_for: npt.NDArray[np.float64]
-    """Chunks of the namespace for each in the tree: the same for picked ones, 0 for the others."""
+    """Chunks of the namespace for each in the tree: the same for picked ones, 0 for the rest."""
 
 
 def sample_prefix_tree(
     space: Space, longest_s: float = _LONGEST_S, most_read: int = _MOST_READ
 ) -> Sample:
-    """Read random chunks and what comes before them, for ``longest_s`` at most (one at least).
+    """Read random chunks and those before them, for ``longest_s`` at most (at least one).
 
-    A prefix of which n of p picked chunks are descendants has about n/p of all chunks below it:
-    the error is some sqrt(n)/p. Others may write and delete meanwhile.
+    A prefix with n of p picked chunks as descendants has about n/p of all chunks below it: the
+    error is some sqrt(n)/p. Other processes may write and delete meanwhile.
     """
     until_s = time.monotonic() + longest_s
     fans = fans_of(space)

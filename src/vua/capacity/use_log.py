@@ -1,12 +1,12 @@
-"""Which prompts were asked for, told to all processes that use a directory.
+"""A log of requested prompts, shared by all processes that use a directory.
 
-Each process appends to a file of its own in ``<root>/.upkeep/uses/`` and reads those of others: no
-locks, and no server. A record is a request: when it came, and the first eight bytes of the names
-of its prompt's chunks. It costs 8 bytes a chunk, where the chunk itself has a megabyte. All files
-together keep some 8 MiB: who begins a new one deletes the oldest.
+Each process appends to its own file in ``<root>/.upkeep/uses/`` and reads the other processes'
+files: no locks, and no server. A record is a request: its time, and the first eight bytes of the
+names of its prompt's chunks. It costs 8 bytes per chunk, where the chunk itself has a megabyte. All
+files together keep some 8 MiB: a process that begins a new one deletes the oldest.
 
-Nothing depends on it but the order of eviction. What cannot be written or read is not known;
-whatever else lies there is passed over.
+Only the order of eviction depends on it. Records that cannot be written or read are lost; foreign
+files are skipped.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _HEAD: Final = struct.Struct("<QI")
 _MOST_CHUNKS: Final = 1 << 17
 _FILE_NBYTES: Final = 1 << 20
 _MOST_NBYTES: Final = 4 << 20
-"""What is read of a file: one that is full, and the longest record behind that."""
+"""Bytes read of a file: a full one, and the longest record after that."""
 _ALL_NBYTES: Final = 8 << 20
-"""A million chunks: whoever begins to evict reads them within a second."""
+"""A million chunks: an evicting process reads them within a second."""
 _PAUSE_S: Final = 60.0
 """After a failure nothing is written for so long."""
 _SUFFIX: Final = ".uses"
@@ -54,12 +54,12 @@ def short_names(chunks: Sequence[str]) -> npt.NDArray[np.uint64]:
 
 
 class UseLog:
-    """One process's view of the log of a directory. For one thread at a time."""
+    """One process's view of the log of a directory. Not thread-safe."""
 
     def __init__(self, root: str | os.PathLike[str], all_nbytes: int = _ALL_NBYTES) -> None:
         """Use the log of ``root``; touches nothing yet.
 
-        All files keep about ``all_nbytes``: what is older is forgotten.
+        All files keep about ``all_nbytes``: older records are forgotten.
         """
         self._root, self._all_nbytes = Path(root), all_nbytes
         self._file_nbytes = min(_FILE_NBYTES, all_nbytes // 4)
@@ -97,8 +97,8 @@ class UseLog:
     def read(self) -> list[Request]:
         """Return the requests of all processes since the last call, in order of time.
 
-        Times are seconds since 1970 by the server's clock.
-        Those of this one are among them, but for what could not be written.
+        Times are seconds since 1970 by the server's clock. This process's own requests are
+        included, unless they could not be written.
         """
         found: list[Request] = []
         try:
@@ -148,15 +148,18 @@ class UseLog:
         return os.open(self._root / UPKEEP / USES, flags)
 
     def _begin(self) -> Path:
-        """Begin a file, and make room for it; return its path. Raises OSError."""
+        """Begin a file, and delete old ones; return its path. Raises OSError."""
         if not is_marked(self._root):
-            raise OSError(errno.EPERM, "nothing is deleted here, so nobody wants to know")
+            raise OSError(
+                errno.EPERM,
+                "requests are not logged: this directory has no vua.json, so nothing is evicted",
+            )
         above = upkeep_directory(self._root)
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(USES, 0o700, dir_fd=above)
                 mode = stat.S_IMODE(os.fstat(above).st_mode)
-                see_to_mode(USES, mode, dir_fd=above)  # whoever may use the lease may use this
+                see_to_mode(USES, mode, dir_fd=above)  # the same users as for the lease
         finally:
             close_quietly(above)
         directory = self._open_directory()

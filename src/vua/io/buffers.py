@@ -1,8 +1,7 @@
-"""Host memory for what is read: used again once nobody holds it any more.
+"""Host memory for reads, reused once nothing references it.
 
-A load into memory that the system has yet to find runs at the speed of page faults, a fraction of
-that of the load itself (C1 of `dev.py bench`, case *answers*). So what an answer lay in is kept for
-the next one, up to a bound.
+A load into fresh memory runs at the speed of page faults, a fraction of the load's own speed (C1 of
+`dev.py bench`, case *answers*). So the memory of answers is kept for later ones, up to a bound.
 """
 
 from __future__ import annotations
@@ -20,29 +19,28 @@ __all__ = ["BufferPool"]
 _LEAST_NBYTES: Final = 1 << 20
 """Smaller buffers are left to the allocator, which keeps them itself."""
 _STEPS: Final = 8
-"""Sizes per power of two: at most an eighth of a buffer is not asked for."""
+"""Sizes per power of two: at most an eighth of a buffer stays unused."""
 
 
 class BufferPool:
-    """Lends memory as arrays. Safe for threads; forked processes have a pool each.
+    """Lends memory as arrays. Thread-safe; forked processes have a pool each.
 
-    A buffer comes back when nobody holds the array any more, and not earlier: `torch.from_numpy`
-    and `memoryview` of it hold it, and so do their views. A slice of the array itself does not.
+    A buffer returns when nothing references the array, and not earlier: `torch.from_numpy` and
+    `memoryview` of it reference it, and so do their views. A slice of the array itself does not.
     """
 
     def __init__(self, limit_nbytes: int) -> None:
-        """Keep at most ``limit_nbytes`` bytes of memory that nobody uses."""
+        """Keep at most ``limit_nbytes`` bytes of unused memory."""
         self._limit = limit_nbytes
         self._idle: list[npt.NDArray[np.uint8]] = []
         self._lock = new_lock()
 
     @property
     def idle_nbytes(self) -> int:
-        """Bytes that wait to be used again."""
+        """Bytes of unused memory."""
         return sum(buffer.nbytes for buffer in self._idle)
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return uint8 ``[nbytes]``; what is in it is undefined."""
         if nbytes < _LEAST_NBYTES or self._limit <= 0:
             return np.empty(nbytes, dtype=np.uint8)
         buffer = self._kept(nbytes)
@@ -56,7 +54,7 @@ class BufferPool:
     def _kept(self, nbytes: int) -> npt.NDArray[np.uint8] | None:
         """Take the smallest that fits without wasting more than half.
 
-        Of these the one used last: it may still be in the processor's cache.
+        Of equals the one used last: it may still be in the processor's cache.
         """
         with self._lock:
             fitting = [b for b in reversed(self._idle) if nbytes <= b.nbytes <= 2 * nbytes]
@@ -67,9 +65,9 @@ class BufferPool:
             return best
 
     def _give_back(self, buffer: npt.NDArray[np.uint8]) -> None:
-        """Keep it, instead of others that have waited longer. Called by the garbage collector.
+        """Keep a buffer, instead of older ones. Called by the garbage collector.
 
-        That may be anywhere, even inside of :meth:`take`: so it never waits.
+        That may happen anywhere, even inside :meth:`take`: so it never waits.
         """
         if buffer.nbytes > self._limit or not self._lock.acquire(blocking=False):
             return

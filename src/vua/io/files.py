@@ -1,11 +1,8 @@
-"""Small files that are there as a whole or not at all.
+"""Small files: written atomically, opened only if their owner is trusted.
 
-Opens the files that a cache believes, and makes directories, step by step in Python.
-
-Which files a cache believes: regular ones of a user who is trusted, with one name.
-
-This process's own files may have more names: a snapshot by hard links (`cp -al`) is read. Another
-user cannot say with such a link what this user has written: the header says which entry it is.
+A cache trusts regular files with one name that belong to trusted users. This process's own files
+may have more names: a snapshot by hard links (`cp -al`) is readable. Another user gains nothing by
+such a link: the header names the entry that the file is.
 """
 
 from __future__ import annotations
@@ -39,18 +36,18 @@ Uids: TypeAlias = "ctypes.Array[ctypes.c_uint32]"
 
 
 class Directory(NamedTuple):
-    """A directory that files are opened below, and what is known of it."""
+    """A directory below which files are opened, and its properties."""
 
     fd: int
     uids: Uids | None = None
-    """Whose files are believed; None: anybody's."""
+    """Whose files are trusted; None: everybody's."""
     local: bool = True
-    """Whether the kernel alone is asked, see :func:`vua.io.posix.is_local`: what is cached may be
+    """Whether only the kernel is involved, see :func:`vua.io.posix.is_local`: cached files may be
     opened and read without releasing the GIL."""
 
 
 def is_plain(status: FileStatus, uids: Uids | None) -> bool:
-    """Whether it is a regular file of one of these users, with one name unless it is our own."""
+    """Whether this is a regular file of one of these users, with one name unless it is our own."""
     whose = uids is None or status.uid in uids
     alone = status.links <= 1 or status.uid == os.geteuid()
     return stat.S_ISREG(status.mode) and alone and whose
@@ -67,19 +64,19 @@ def atomic_write(
     mode: int = 0o600,
     keep: Callable[[], bool] | None = None,
 ) -> None:
-    """Write a file under a temporary name beside ``path``, then give it its name.
+    """Write a file under a temporary name beside ``path``, then rename it.
 
-    Whoever looks sees the old file or the new one, also after a crash of this process (nothing is
-    synced: not after a power cut). Safe for any number of writers at once.
+    Readers see the old file or the new one, also after a crash of this process (nothing is synced:
+    not after a power cut). Safe for any number of writers at once.
 
     Args:
         path: of the file.
         data: its bytes.
         dir_fd: a descriptor of the directory that ``path`` is relative to.
         mode: its permissions, whatever the umask.
-        keep: asked when a file of that name may be there already; True leaves it. Without it the
-            new file takes its place. Of several that write at once with ``keep`` the first one's
-            file stays, where the file system has hard links.
+        keep: called if a file of that name may exist; True keeps that one. Without ``keep`` the new
+            file replaces it. If several write at once with ``keep``, the first one's file stays, if
+            the file system has hard links.
 
     Raises OSError.
     """
@@ -90,7 +87,7 @@ def atomic_write(
             see_to_mode(stream.fileno(), mode)
             stream.write(data)
         if keep is not None:
-            with contextlib.suppress(OSError):  # it is there, or the file system has no hard links
+            with contextlib.suppress(OSError):  # it exists, or the file system has no hard links
                 os.link(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
                 return
             if keep():
@@ -104,10 +101,10 @@ def atomic_write(
 def see_to_mode(
     place: str | os.PathLike[str] | int, mode: int, *, dir_fd: int | None = None
 ) -> None:
-    """Give what was just made its mode, whatever the umask, where it has another one.
+    """Give a new file or directory its mode, whatever the umask, unless it has that mode.
 
-    Some mounts refuse every `chmod`, also to the mode that a file has. The set-group-id bit, which
-    a directory takes over from the one above it, stays. Raises OSError.
+    Some mounts refuse every `chmod`, even to the current mode. The set-group-id bit, which a
+    directory inherits from its parent, stays. Raises OSError.
     """
     if isinstance(place, int):
         status = os.fstat(place)
@@ -125,13 +122,13 @@ _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_plain(directory: Directory, path: str) -> tuple[int, FileStatus]:
-    """Open a file below a directory for reading; no symbolic link is followed on the way.
+    """Open a file below a directory for reading, following no symbolic link on the way.
 
     ``..`` and absolute paths are refused.
 
-    Returns its descriptor, for :func:`close_plain`, and what the kernel knows of it. Raises
-    OSError (FileNotFoundError, EINVAL where it is not a regular file), UntrustedError where it has
-    other names too or belongs to somebody else.
+    Returns its descriptor, for :func:`close_plain`, and its status. Raises OSError
+    (FileNotFoundError, or EINVAL if it is not a regular file), UntrustedError if it has other names
+    or belongs to another user.
     """
     fd = posix.open_beneath(directory.fd, path, local=directory.local)
     try:
@@ -151,13 +148,13 @@ def _check_plain(status: FileStatus, uids: Uids | None) -> None:
     msg = (
         f"file of user {status.uid} with {status.links} names, expected one name and "
         f"{'any user' if uids is None else f'one of the users {sorted(uids)}'}; set "
-        "trusted_uids if that user is to be believed"
+        "trusted_uids if you trust that user"
     )
     raise UntrustedError(msg)
 
 
 def close_plain(fd: int, *, local: bool) -> None:
-    """Close a file that was only read; what a server says to that is of no interest."""
+    """Close a file that was only read; errors from a server are ignored."""
     if local:
         posix.close_cached(fd)
     else:
@@ -165,12 +162,12 @@ def close_plain(fd: int, *, local: bool) -> None:
 
 
 def make_directory(parent: int, name: str, mode: int) -> int:
-    """Open a directory below the descriptor ``parent``, making it where it is missing.
+    """Open a directory below the descriptor ``parent``, creating it if it is missing.
 
     Args:
         parent: descriptor of the directory above.
         name: of the directory; a link is not followed.
-        mode: what a new one gets, whatever the umask.
+        mode: of a new one, whatever the umask.
 
     Raises OSError.
     """

@@ -1,9 +1,9 @@
-"""What a forked child has to make anew.
+"""What a forked child must recreate.
 
-After `fork` only the thread that called it goes on in the child. A lock that another thread held
-then stays locked there for ever, and what waits for work on a thread waits for ever. So locks of
-:func:`new_lock` are free in the child, and what has threads or conditions makes them anew, before
-anything else runs there.
+After `fork`, only the calling thread continues in the child. A lock that another thread held stays
+locked there for ever, and work queued for a thread waits for ever. So locks of :func:`new_lock` are
+free in the child, and objects with threads or conditions recreate them before anything else runs
+there.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["Forked", "new_lock", "watch"]
 
 
 class Forked(Protocol):
-    """Something that has conditions or threads."""
+    """Something with conditions or threads."""
 
     def after_fork(self) -> None:
-        """Make them anew, and forget what other threads were doing. Waits for nothing."""
+        """Recreate them, and forget what other threads were doing. Must not wait."""
         ...
 
 
@@ -31,7 +31,7 @@ _locks: Final[weakref.WeakSet[threading.Lock]] = weakref.WeakSet()
 def new_lock() -> threading.Lock:
     """Return a lock that is free in each forked child, whichever thread held it.
 
-    A thread does not fork while it holds one.
+    A thread must not fork while it holds one.
     """
     lock = threading.Lock()
     _locks.add(lock)
@@ -41,7 +41,7 @@ def new_lock() -> threading.Lock:
 def watch(thing: Forked) -> None:
     """Have ``thing.after_fork`` called in every child that is forked while it exists.
 
-    In any order, by the only thread that the child has then. ``thing`` is not kept alive.
+    In any order, by the only thread that the child then has. ``thing`` is not kept alive.
     """
     _watched.add(thing)
 

@@ -1,13 +1,11 @@
-"""Which bytes of an entry file lie where in memory: tables that Python, C, seals and GPUs share.
+"""Which bytes of an entry file belong where in memory: tables that Python, C, seals and GPUs share.
 
-An *extent* is one head of one layer of K or V: a range of the file, and its place in memory, there
-perhaps in several *segments* of equal length (the blocks of a paged cache). A *block* is what one
-checksum of the file covers: one or several extents that follow each other in the file. A *read* is
-a range of the file that one system call reads: whole blocks, and perhaps the header before them.
+An *extent* is one head of one layer of K or V: a range of the file, and its location in memory,
+possibly in several *segments* of equal length (the blocks of a paged cache). A *block* is what one
+checksum of the file covers: one or more consecutive extents. A *read* is a range of the file that
+one system call reads: whole blocks, and possibly the header before them.
 
-Nothing here knows of layouts or models; :mod:`vua.format.entry` works the tables out.
-
-How files are moved of which only the header is wanted, or all of which counts as one.
+Nothing here knows layouts or models; :mod:`vua.format.entry` computes the tables.
 """
 
 from __future__ import annotations
@@ -27,21 +25,24 @@ ARRAYS_MAX: Final = 2
 EXTENT: Final = np.dtype(
     [("array", "u8"), ("head", "u8"), ("layer", "u8"), ("discard", "u8"), ("nbytes", "u8")]
 )
-"""One extent: its array (``ARRAYS_MAX`` where it is read only to be verified), head and layer
-(counted from the target's first), its place in each segment of the discard buffer, and the bytes
-of each of its segments. `load.h` has the same."""
+"""One extent: its array (``ARRAYS_MAX`` if it is read only to be verified), head and layer (counted
+from the target's first), its place in each segment of the discard buffer, and the bytes of each of
+its segments. `load.h` has the same."""
 
 READ: Final = np.dtype(
     [("extent", "u8"), ("extent_stop", "u8"), ("header", "u8"), ("nbytes", "u8"),
      ("offset", "u8"), ("block", "u8"), ("block_stop", "u8")]
 )  # fmt: skip
-"""One read: extents [extent, extent_stop), 1 where the header is read along, its bytes and their
-offset in the file, blocks [block, block_stop). `load.h` has the same."""
+"""One read: extents [extent, extent_stop), 1 if it includes the header, its bytes and their offset
+in the file, blocks [block, block_stop). `load.h` has the same."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EntryPlan:
-    """How files of one shard are read into, or written from, memory of one kind. No addresses."""
+    """How files of one shard are read into, or written from, memory of one kind.
+
+    Has no addresses.
+    """
 
     file_nbytes: int
     """Size of each file; one of another size is damaged."""
@@ -53,7 +54,7 @@ class EntryPlan:
     extents: npt.NDArray[Any]
     """``[extents]`` of :data:`EXTENT`, in file order."""
     block_extent: npt.NDArray[np.uint64]
-    """The first extent of each block, and behind them the number of extents, ``[blocks + 1]``."""
+    """The first extent of each block, then the number of extents, ``[blocks + 1]``."""
     block_nbytes: npt.NDArray[np.uint64]
     """Bytes of each block, ``[blocks]``."""
     block_place: npt.NDArray[np.uint64]
@@ -61,15 +62,15 @@ class EntryPlan:
     segments: int
     """Segments of each extent."""
     discard_nbytes: int
-    """Memory for the extents that are read only to be verified; all segments of it."""
+    """Memory for the extents that are read only to be verified, for all segments."""
 
     ranges: Sequence[tuple[int, int]] = field(init=False, repr=False)
     """What is read of each file, header included: (offset, nbytes), adjacent ones joined."""
     tables: tuple[int, ...] = field(init=False, repr=False)
-    """The plan as `load.h` has it in ``struct batch``: sizes, counts and addresses."""
+    """The plan as ``struct batch`` of `load.h`: sizes, counts and addresses."""
 
     def __post_init__(self) -> None:
-        """Work out the ranges, and where the tables lie for all who hand the plan to C."""
+        """Compute the ranges, and the addresses of the tables for C."""
         tables = (
             *(self.file_nbytes, self.header_nbytes, self.table_offset),
             *(self.reads.ctypes.data, len(self.reads), self.extents.ctypes.data),
@@ -91,7 +92,7 @@ class EntryPlan:
 
 
 def header_plan(file_nbytes: int, header_nbytes: int, table_offset: int = 0) -> EntryPlan:
-    """Plan how the first ``header_nbytes`` bytes of files are moved, and nothing else.
+    """Plan how only the first ``header_nbytes`` bytes of files are moved.
 
     Args:
         file_nbytes: size of each file.

@@ -1,14 +1,14 @@
-"""Threads for work that may hang, and what leaves storage alone that keeps failing.
+"""Threads for work that may hang, and a circuit breaker for failing storage.
 
-A thread inside a system call cannot be stopped. So a :class:`Job` that is overdue is only given up:
-its owner is told, and what its thread brings later is no longer wanted. Two rules follow for work
-in a pool with a time limit: it puts its results into place only inside :meth:`Job.use`, and memory
-that its thread may still write to is given back by that thread.
+A thread inside a system call cannot be stopped. So an overdue :class:`Job` is only given up: its
+owner is told, and later results of its thread are discarded. Two rules follow for work in a pool
+with a time limit: it publishes its results only inside :meth:`Job.use`, and memory that its thread
+may still write to is released by that thread.
 
-The threads are daemons: one that never comes back does not keep the process from ending. A pool
-stands an exception that a signal raises anywhere in the thread that waits for a job (Ctrl-C). With
-those of `concurrent.futures`, one that came while a thread was being started left that thread
-unknown to its pool, and the end of the process waited for it for ever.
+The threads are daemons: a hanging one does not keep the process from ending. A signal may raise an
+exception (Ctrl-C) anywhere in the thread that waits for a job. With `concurrent.futures`, one
+raised while a thread was being started left that thread unknown to its pool, and the process waited
+for it at its end for ever.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ T = TypeVar("T")
 _EXIT_S: Final = 5.0
 """How long the end of the process waits for jobs without a time limit: storage may hang."""
 _LOOKS: Final = 10
-"""How often per time limit a thread that waits for a job gives up what is overdue."""
+"""How often per time limit a waiting thread gives up overdue jobs."""
 
 
 class Job(Generic[W]):
-    """One piece of work, as its thread and its owner see it. Safe for threads."""
+    """One piece of work, shared by its thread and its owner. Thread-safe."""
 
     def __init__(
         self, pool: Pool[Any], work: Callable[[Job[W]], object], what: W, tries: int = 1
@@ -52,9 +52,9 @@ class Job(Generic[W]):
         self.what = what
         """What the work is about."""
         self.tries = tries
-        """How many failures it counts for where it is overdue."""
+        """How many failures it counts as when it is overdue."""
         self.started = False
-        """Whether a thread has taken it up, and may still be at it."""
+        """Whether a thread has started it, and may still be running it."""
         self._pool = pool
         self._work: Callable[[Job[W]], object] | None = work
         self._lock, self._taken, self._waited_for = (threading.Lock() for _ in range(3))
@@ -63,12 +63,12 @@ class Job(Generic[W]):
         self._result: object = None
         self._error: BaseException | None = None
         self._by: threading.Thread | None = None
-        """Which thread has taken it up."""
+        """Which thread has started it."""
         self._since = 0.0
 
     @property
     def wanted(self) -> bool:
-        """Whether its result is; may change at any moment, see :meth:`use`."""
+        """Whether its result is wanted; may change at any moment, see :meth:`use`."""
         return self._wanted
 
     def progress(self) -> None:
@@ -85,7 +85,7 @@ class Job(Generic[W]):
             yield self._wanted
 
     def settle(self, *, well: bool | None = None) -> bool:
-        """Decide that the work has ended. True for the first call alone: its caller reports it.
+        """Decide that the work has ended. True only for the first call, whose caller reports it.
 
         ``well`` is what the pool's breaker is told then; None: nothing.
         """
@@ -97,7 +97,7 @@ class Job(Generic[W]):
         return first
 
     def tell(self, result: object = None, error: BaseException | None = None) -> None:
-        """Give those who wait a result, or an error. Otherwise they get it when the work ends."""
+        """Give waiters a result or an error. Otherwise they get it when the work ends."""
         with self._lock:
             if self._ended:
                 return
@@ -114,7 +114,7 @@ class Job(Generic[W]):
             self._waited_for.release()
 
     def drop(self) -> bool:
-        """Want the result no more. Returns False when a thread is at it, or has been."""
+        """Discard the result. Returns False if a thread is running it, or has."""
         self._wanted = False
         return self._pool._withdraw(self)
 
@@ -137,7 +137,8 @@ class Job(Generic[W]):
     def result(self) -> Any:  # noqa: ANN401
         """Wait for the job; return its result, or raise what it raised.
 
-        Gives up what is overdue in its pool meanwhile. Raises TimeoutError for a job that is.
+        Gives up overdue jobs of its pool meanwhile. Raises TimeoutError if the job itself is
+        overdue.
         """
         while not self.wait(self._pool._look_s):
             self._pool.give_up()
@@ -146,37 +147,40 @@ class Job(Generic[W]):
         try:
             raise self._error
         finally:
-            del self  # the error knows this frame
+            del self  # the error references this frame
 
 
 class _Shared(Generic[W]):
-    """What the threads and their pool share; without it, so that they end when it is gone."""
+    """State shared by the threads and their pool; threads do not keep the pool alive."""
 
     def __init__(self, threads: int, moved: float, before: Iterable[Job[W]] = ()) -> None:
         self.most, self.moved = threads, moved
         self.lock = threading.Lock()
         self.queue: SimpleQueue[Job[W] | None] = SimpleQueue()
-        """Jobs, and None to have a thread look whether it is to end."""
+        """Jobs, and None to make a thread check whether it must end."""
         self.threads: set[threading.Thread] = set()
         self.open: dict[Job[W], None] = dict.fromkeys(before)
         """Those that have not ended, in order. An interrupt may leave one here too long, which
         costs a needless thread."""
         self.ended: SimpleQueue[None] = SimpleQueue()
-        """Something for each job that ends while the pool is being closed."""
+        """One item for each job that ends while the pool is being closed."""
         self.closed = False
 
     def close(self) -> None:
-        """Let the threads end after the jobs in the queue. Takes no lock: it may come anywhere."""
+        """Let the threads end after the jobs in the queue.
+
+        Takes no lock: may be called anywhere.
+        """
         self.closed = True
         self.queue.put(None)
 
 
 class Pool(Generic[W]):
-    """At most so many threads, and an unbounded queue. Safe for threads, signals and forks.
+    """A limited number of threads, and an unbounded queue. Safe for threads, signals and forks.
 
-    Threads are started as they are needed, and end when the pool is closed or gone. A forked child
-    has threads of its own. With a time limit it does what waited, and what was under way is overdue
-    there some time; without one, jobs made before the fork end in the parent alone.
+    Threads are started as needed, and end when the pool is closed or deleted. A forked child has
+    its own threads. With a time limit it also runs the jobs that were queued, and those under way
+    become overdue there; without one, jobs made before the fork end only in the parent.
     """
 
     def __init__(
@@ -193,12 +197,12 @@ class Pool(Generic[W]):
 
         Args:
             threads: how many run at most.
-            name: what they are called.
-            timeout_s: time without progress after which a job is overdue. One in the queue counts
-                as progressing for as long as any of the threads makes progress.
-            breaker: is told of jobs, see :meth:`Job.settle`; one that are overdue have failed.
-            late: is told of each job that :meth:`give_up` gives up.
-            clock: gives seconds.
+            name: of the threads.
+            timeout_s: time without progress after which a job is overdue. A queued one counts as
+                progressing as long as any of the threads makes progress.
+            breaker: is told of jobs, see :meth:`Job.settle`; overdue ones have failed.
+            late: called with each job that :meth:`give_up` gives up.
+            clock: returns seconds.
         """
         self._name, self._timeout_s, self._clock = name, timeout_s, clock
         self._look_s = timeout_s / _LOOKS
@@ -235,8 +239,8 @@ class Pool(Generic[W]):
     ) -> Job[W]:
         """Call ``work(job)`` on a thread, in the order of submission; never blocks.
 
-        Raises RuntimeError, and calls nothing, after :meth:`close` and when not a single thread can
-        be started.
+        Raises RuntimeError, and calls nothing, after :meth:`close` or if no thread at all can be
+        started.
         """
         job = Job(self, work, what, tries)
         try:
@@ -250,14 +254,14 @@ class Pool(Generic[W]):
         shared = self._shared
         job._since = self._clock()
         if shared.closed:
-            raise RuntimeError(f"{self._name}: closed, nothing more can be done with it")
+            raise RuntimeError(f"{self._name}: is closed")
         with shared.lock:
             shared.open[job] = None
             more = len(shared.threads) < min(len(shared.open), shared.most)
         if more:
             try:
                 self._start_thread()
-            except RuntimeError:  # the system has no more threads: those there are do the work
+            except RuntimeError:  # the system has no more threads: the existing ones do the work
                 if not shared.threads:
                     raise
         shared.queue.put(job)
@@ -266,7 +270,7 @@ class Pool(Generic[W]):
         threading.Thread(target=_run, args=(self._shared,), name=self._name, daemon=True).start()
 
     def _withdraw(self, job: Job[Any]) -> bool:
-        """Keep threads from taking a job up; False where one has."""
+        """Keep threads from starting a job; False if one has."""
         if not job._taken.acquire(blocking=False):
             return False
         with self._shared.lock:
@@ -276,9 +280,9 @@ class Pool(Generic[W]):
     def map(self, work: Callable[[Job[A]], T], items: Iterable[A]) -> list[T]:
         """Return what ``work(job)`` returns for a job about each item.
 
-        The first error is raised when what is under way has ended; what has not begun never does.
-        So it is with an exception that a signal raises here, except that a second one waits no
-        more: nothing is read from an item, and nothing written to it, after an error.
+        The first error is raised when the jobs under way have ended; the others never start. The
+        same holds for an exception raised by a signal, but a second one ends the wait: no item is
+        read or written after an error.
         """
         some = list(items)
         ended = _Countdown(len(some))
@@ -301,7 +305,7 @@ class Pool(Generic[W]):
         return self._shared.queue.qsize()
 
     def limit(self, threads: int) -> None:
-        """Let so many threads run at most from now on; what is running goes on."""
+        """Set the maximum number of threads from now on; running jobs continue."""
         shared = self._shared
         if threads == shared.most:
             return
@@ -314,10 +318,10 @@ class Pool(Generic[W]):
                 self._start_thread()
 
     def give_up(self) -> list[Job[W]]:
-        """Give up jobs that are overdue; return them, each once. O(threads), O(1) when idle.
+        """Give up overdue jobs; return them, each once. O(threads), O(1) when idle.
 
-        Each is settled, has failed for the breaker, and was told to ``late``. Of one that no thread
-        had taken up ``started`` is False, and none will touch what belongs to it.
+        Each is settled, counts as failed for the breaker, and was passed to ``late``. If no thread
+        had started a job, ``started`` is False, and none will touch its memory.
         """
         late = self._overdue() if self._shared.open else []
         for job in late:
@@ -336,22 +340,23 @@ class Pool(Generic[W]):
                 since = job._since if job.started else max(job._since, shared.moved)
                 if since < limit:
                     late.append(job)
-                elif not job.started:  # nor are those behind it
+                elif not job.started:  # nor are those after it
                     break
         given_up = []
         for job in late:
-            mine = job.started or self._withdraw(job)  # else a thread takes it up just now
+            mine = job.started or self._withdraw(job)  # else a thread is just starting it
             if mine and not job._settled and job.settle():
                 job._given_up = True
                 given_up.append(job)
         return given_up
 
     def close(self, *, finish: bool = True, timeout_s: float = math.inf) -> bool:
-        """Finish all jobs; returns False, with threads left, where some made no progress.
+        """Finish all jobs; returns False, leaving threads behind, if some made no progress.
 
-        Those are given up as by :meth:`give_up`, and nothing is told of it. Of a pool with a time
-        limit those in the queue are, too, after ``timeout_s``, and with ``finish`` False at once.
-        Nothing may be submitted any more. A second call waits for nothing that the first gave up.
+        Those are given up as by :meth:`give_up`, but without calling ``late``. In a pool with a
+        time limit queued ones are, too, after ``timeout_s``, and with ``finish`` False at once. No
+        job may be submitted afterwards. A second call does not wait for jobs that the first gave
+        up.
         """
         shared, stop_s = self._shared, time.monotonic() + timeout_s
         own = threading.current_thread()
@@ -380,7 +385,7 @@ class Pool(Generic[W]):
 
 
 def _run(shared: _Shared[Any]) -> None:
-    """What each thread does; it counts itself, since whoever started it may not get to that."""
+    """Run jobs. Each thread counts itself, since whoever started it may be interrupted."""
     own = threading.current_thread()
     with shared.lock:
         if len(shared.threads) >= shared.most:
@@ -397,7 +402,7 @@ def _run(shared: _Shared[Any]) -> None:
             try:
                 job._end(work(job), None)
             except BaseException as problem:
-                if job._pool._timeout_s < math.inf:  # perhaps nobody does
+                if job._pool._timeout_s < math.inf:  # perhaps nobody waits for it
                     log.exception("%s: an error that the work should have handled", own.name)
                 job._end(None, problem)
             work = None
@@ -416,7 +421,7 @@ def _run(shared: _Shared[Any]) -> None:
 
 
 class _Countdown:
-    """Wakes its owner once, when the last of so many jobs ends or one fails.
+    """Wakes its owner once, when the last of some jobs ends or one fails.
 
     To wake up for each costs more than a small read.
     """
@@ -451,11 +456,11 @@ def _counted(work: Callable[[Job[A]], T], ended: _Countdown, job: Job[A]) -> T:
 
 
 class Breaker:
-    """Leaves storage alone that keeps failing, for a while. Safe for threads; never blocks.
+    """Suspends use of failing storage for a while. Thread-safe; never blocks.
 
     Closed, everything is allowed. After some failures in a row it opens: nothing is allowed,
-    callers answer "miss" or "not stored" at once. When a pause is over one caller is allowed as a
-    probe (half-open); its success closes the breaker, its failure opens it again for twice as long.
+    callers return "miss" or "not stored" at once. After a pause one caller is allowed as a probe
+    (half-open); its success closes the breaker, its failure opens it again for twice as long.
     """
 
     def __init__(
@@ -470,7 +475,8 @@ class Breaker:
     ) -> None:
         """Open after ``failures`` in a row, for ``pause_s`` doubling up to ``max_pause_s``.
 
-        Log ``to`` when ``operations`` are left out and when they work again; without a name: never.
+        Log ``to`` when ``operations`` are suspended and when they work again; without a name:
+        never.
         """
         self._operations, self._log = operations, to
         self._failures, self._pause_s, self._max_pause_s = failures, pause_s, max_pause_s
@@ -490,10 +496,10 @@ class Breaker:
         return self._pause == 0
 
     def allows(self) -> bool:
-        """Whether the caller may try; it then has to report how that went.
+        """Whether the caller may try; it must then report the outcome.
 
-        A probe that never reports (its thread hangs and nobody watches it) is followed by another
-        one a pause later.
+        A probe that never reports (its thread hangs unwatched) is followed by another one a pause
+        later.
         """
         if self.closed:  # without the lock: the usual case costs nothing
             return True
@@ -507,9 +513,9 @@ class Breaker:
             return True
 
     def went(self, *, well: bool) -> bool:
-        """Note how a try went. Returns whether that closed the breaker, or opened it.
+        """Record the outcome of a try. Returns whether that closed the breaker, or opened it.
 
-        A failure that comes in during a pause, of a try begun before, does not lengthen it.
+        A failure during a pause, of a try begun before, does not lengthen it.
         """
         changed = self._succeeded() if well else self._failed()
         if changed and self._operations and well:

@@ -1,15 +1,15 @@
-"""Opens files and asks about them on raw descriptors, with the interpreter lock in mind.
+"""Opens files and queries their status on raw descriptors, with the GIL in mind.
 
-Every Python call that blocks gives up the GIL and must win it back. Beside a busy Python thread (an
+Every Python call that blocks releases the GIL and must win it back. Beside a busy Python thread (an
 engine always has one) that costs up to a switch interval, 5 ms, *per call*. The calls named
-``*_cached`` keep the GIL instead, and are only used in forms that the kernel promises not to block:
-``openat2(RESOLVE_CACHED)`` resolves a path from the dentry cache and nothing else. Where the answer
-is "would block" the caller falls back to the ordinary call, which releases the GIL.
+``*_cached`` keep the GIL instead, and are used only in forms that the kernel promises not to block:
+``openat2(RESOLVE_CACHED)`` resolves a path from the dentry cache and nothing else. If the result is
+"would block", the caller falls back to the ordinary call, which releases the GIL.
 `docs/decisions/0001-gil-held-cached-reads.md` has the measurements.
 
 Works on any POSIX system; the cached forms need Linux 5.12 and are absent (never wrong) elsewhere.
 
-What only measurements and defaults ask of the machine: its memory, and its page cache.
+Also the machine's memory and page cache, for measurements and defaults.
 """
 
 from __future__ import annotations
@@ -91,22 +91,22 @@ def _bind() -> dict[str, ctypes._NamedFuncPointer]:
 
 
 calls = _bind()
-"""What this system has, by name; without an entry the same is done another way."""
+"""What this system has, by name; what is missing is done in another way."""
 
 _EXT: Final = 0xEF53
 _LOCAL: Final = frozenset(
     (_EXT, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x858458F6, 0x794C7630, 0x2FC12FC1)
 )
 """``f_type`` of ext4, XFS, Btrfs, F2FS, tmpfs, ramfs, overlayfs (linux/magic.h) and ZFS (OpenZFS):
-there only the kernel opens and closes files. Elsewhere (NFS, FUSE) a server is asked for that,
-whether the path is in the dentry cache or not, and it may hang."""
+only the kernel opens and closes files there. With others (NFS, FUSE) a server is involved, even if
+the path is in the dentry cache, and may hang."""
 
 
 def close_quietly(fd: int) -> None:
     """Close a directory, or a file that was only read; never raises.
 
-    The descriptor is closed whatever a server says to that, and what was read is right. Who has
-    written asks `os.close`: network file systems report write errors there.
+    The descriptor is closed whatever a server answers, and what was read is right. Writers call
+    `os.close`: network file systems report write errors there.
     """
     with contextlib.suppress(OSError):
         os.close(fd)
@@ -139,7 +139,7 @@ _HAS_OPENAT2: Final = has_openat2()
 
 
 def is_local(fd: int) -> bool:
-    """Whether files beside ``fd`` are opened and closed by the kernel alone, without a server.
+    """Whether only the kernel opens and closes files beside ``fd``, without a server.
 
     Only then may :func:`open_cached` and :func:`close_cached` be used. False when in doubt.
     """
@@ -147,7 +147,7 @@ def is_local(fd: int) -> bool:
 
 
 def is_ext4(fd: int) -> bool:
-    """Whether ``fd`` lies on ext4 (or ext2 and ext3, which say the same)."""
+    """Whether ``fd`` is on ext4 (or ext2 and ext3, which are reported alike)."""
     return _file_system(fd) == _EXT
 
 
@@ -163,11 +163,11 @@ def _file_system(fd: int) -> int | None:
 def open_cached(dir_fd: int, path: str) -> int | None:
     """Open ``path`` below ``dir_fd`` for reading without blocking and without releasing the GIL.
 
-    For directories that :func:`is_local` only: RESOLVE_CACHED speaks of the path, the open itself
-    may still ask a server, and wait.
+    Only for directories for which :func:`is_local` holds: RESOLVE_CACHED concerns the path; the
+    open itself may still wait for a server.
 
-    Returns None when the path is not in the dentry cache or the kernel cannot tell: ask
-    :func:`open_beneath` then. Raises OSError (FileNotFoundError for a cached absence).
+    Returns None if the path is not in the dentry cache or the kernel cannot tell; then call
+    :func:`open_beneath`. Raises OSError (FileNotFoundError for a cached absence).
     """
     if not _HAS_OPENAT2:
         return None
@@ -183,7 +183,7 @@ def open_beneath(dir_fd: int, path: str, *, local: bool = False) -> int:
     """Open ``path`` for reading: below ``dir_fd``, no symbolic link followed at any step.
 
     Never waits for a FIFO's writer (O_NONBLOCK). With ``local``, see :func:`is_local`, the GIL is
-    kept where the path is in the dentry cache. Raises OSError: ENOENT when absent, ELOOP or ENOTDIR
+    kept if the path is in the dentry cache. Raises OSError: ENOENT when absent, ELOOP or ENOTDIR
     for a symbolic link, EXDEV for a path that would leave ``dir_fd``.
     """
     if local and (fd := open_cached(dir_fd, path)) is not None:
@@ -203,7 +203,7 @@ def open_beneath(dir_fd: int, path: str, *, local: bool = False) -> int:
 
 
 class FileStatus(NamedTuple):
-    """What a reader wants to know of an open file."""
+    """The status of an open file, as a reader needs it."""
 
     mode: int
     nbytes: int
@@ -214,13 +214,12 @@ class FileStatus(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStatus:
-        """Return it as `os.stat` tells it."""
         inode = (status.st_dev, status.st_ino)
         return cls(status.st_mode, status.st_size, inode, status.st_uid, status.st_nlink)
 
 
 def status_cached(fd: int) -> FileStatus:
-    """Return what the kernel knows of an open file; keeps the GIL and never asks a server."""
+    """Return the status of an open file; keeps the GIL and never asks a server."""
     call = calls.get("statx")
     if call is not None:
         buffer = _StatxBuffer()
@@ -242,7 +241,7 @@ _SYS_CACHESTAT: Final = 451  # the same number on every architecture (asm-generi
 
 
 def machine_memory_nbytes() -> int:
-    """Return how much memory this machine has, or the container that it runs in may use."""
+    """Return the memory of this machine, or of the container in which this process runs."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # another system, or "max"
@@ -253,8 +252,8 @@ def machine_memory_nbytes() -> int:
 def cached_pages(fd: int) -> int | None:
     """Return how many pages of a file are in the page cache, without touching it.
 
-    None where the system cannot tell: before Linux 6.5, and for files that this process may not
-    write. (A read that does not wait would tell, too, but newer systems fetch the file then.)
+    None if the system cannot tell: before Linux 6.5, and for files that this process may not write.
+    (A non-blocking read would tell, too, but newer systems then fetch the file.)
     """
     if not LINUX64:
         return None

@@ -1,6 +1,6 @@
 """Moves bytes between a file and many pieces of memory, on raw addresses.
 
-Addresses are plain integers; whoever passes one keeps the memory alive. Works on any POSIX system;
+Addresses are plain integers; the caller keeps the memory alive. Works on any POSIX system;
 :func:`preadv_cached`, which keeps the GIL (see :mod:`vua.io.posix`), needs Linux 5.12.
 """
 
@@ -46,7 +46,7 @@ def _bind() -> dict[str, ctypes._NamedFuncPointer]:
 
 
 calls = _bind()
-"""What this system has, by name; without an entry the same is done another way."""
+"""What this system has, by name; what is missing is done in another way."""
 
 _view_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]
@@ -60,21 +60,21 @@ def memory_at(address: int, nbytes: int) -> memoryview:
 
 
 def allocate(fd: int, nbytes: int) -> None:
-    """Have a file's room on the disk found as a whole, if the file system can do that.
+    """Allocate a file's disk space at once, if the file system can.
 
-    Where it cannot, or there is none, nothing happens: the writes will tell. (Not
-    ``os.posix_fallocate``, which writes to each block where the file system cannot.) Releases the
-    GIL.
+    If it cannot, or the disk is full, nothing happens: the writes will fail. (Not
+    ``os.posix_fallocate``, which writes to each block if the file system cannot allocate.) Releases
+    the GIL.
     """
     if "fallocate" in calls:
         calls["fallocate"](fd, 0, 0, nbytes)
 
 
 def preadv_cached(fd: int, iovecs: int, count: int, offset: int) -> int:
-    """Read what lies in the page cache into ``count`` iovecs at address ``iovecs``.
+    """Read what is in the page cache into ``count`` iovecs at address ``iovecs``.
 
-    Keeps the GIL, never blocks. Returns the bytes read, which may be fewer than asked for, or -1
-    when the rest would need I/O (or the file system does not support the question).
+    Keeps the GIL, never blocks. Returns the bytes read, possibly fewer than requested, or -1 if the
+    rest needs I/O (or the file system does not support this).
     """
     call = calls.get("preadv_cached")
     return -1 if call is None else int(call(fd, iovecs, count, offset, _RWF_NOWAIT))
@@ -83,7 +83,7 @@ def preadv_cached(fd: int, iovecs: int, count: int, offset: int) -> int:
 def preadv_all(fd: int, iovecs: Iovecs, offset: int) -> int:
     """Fill every iovec from ``offset`` on; releases the GIL. Returns bytes read: short only at EOF.
 
-    ``iovecs`` is left unchanged. Raises OSError.
+    ``iovecs`` stays unchanged. Raises OSError.
     """
     return _transfer("preadv", fd, iovecs, offset)
 
@@ -91,7 +91,7 @@ def preadv_all(fd: int, iovecs: Iovecs, offset: int) -> int:
 def pwritev_all(fd: int, iovecs: Iovecs, offset: int) -> int:
     """Write every iovec at ``offset``; releases the GIL. Returns the bytes written, always all.
 
-    ``iovecs`` is left unchanged. Raises OSError (ENOSPC, EDQUOT, EIO...).
+    ``iovecs`` stays unchanged. Raises OSError (ENOSPC, EDQUOT, EIO...).
     """
     return _transfer("pwritev", fd, iovecs, offset)
 
@@ -116,7 +116,7 @@ def _transfer(call: str, fd: int, iovecs: Iovecs, offset: int) -> int:
 
 
 def rest(iovecs: Iovecs, moved: int) -> Iovecs:
-    """What is left of ``iovecs`` after their first ``moved`` bytes."""
+    """Return what remains of ``iovecs`` after their first ``moved`` bytes."""
     ends = np.cumsum(iovecs[:, 1])
     first = int(np.searchsorted(ends, moved, side="right"))
     left = iovecs[first:].copy()
@@ -127,7 +127,7 @@ def rest(iovecs: Iovecs, moved: int) -> Iovecs:
 
 
 def vector_call(call: str, fd: int, batch: Iovecs, offset: int) -> int:
-    """Return how many bytes one system call has moved: preadv or pwritev, by this name."""
+    """Do one system call, preadv or pwritev by name; return the bytes moved."""
     bound = calls.get(call)
     if bound is None:  # portable path: the same call through Python's own wrapper
         views = [memory_at(int(address), int(nbytes)) for address, nbytes in batch if nbytes]

@@ -1,7 +1,6 @@
-"""VUA for vLLM: the KV connector, and the hook by which vLLM finds it by name alone.
+"""VUA for vLLM: the KV connector, and the hook by which vLLM finds it by name.
 
-Light on purpose: vLLM imports this package in each of its processes, also in those that never touch
-a KV cache.
+Light on purpose: vLLM imports this package in each of its processes, even those without a KV cache.
 """
 
 __all__ = ["register"]

@@ -1,8 +1,8 @@
-"""How a vLLM engine's KV cache lies in files, and whose it is; or why it is not stored.
+"""How a vLLM engine's KV cache is laid out in files, and its identity; or why it is not stored.
 
-The answer must be the same in the scheduler's process and in every worker, so it is computed from
-the configuration alone; the weights are the scheduler's to find out, which tells the workers. What
-cannot be told apart for certain is not cached.
+The answer must be the same in the scheduler's process and in every worker, so it depends only on
+the configuration; the scheduler identifies the weights and tells the workers. What cannot be
+distinguished for certain is not cached.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from vua.vllm.support import (
 __all__ = ["describe", "how_stored", "kind_of", "stored_as", "worker_shards"]
 
 DRAFT: Final = "d1"
-"""The kind of a draft's layers, see `KVLayout.group`."""
+"""The kind of a draft model's layers, see `KVLayout.group`."""
 _PLAIN: Final = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 _FP8: Final = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
-"""vLLM's names of the quantised caches that are an array of elements and nothing else. The others
-pack scales or several elements into a row, or scale every token by itself."""
+"""vLLM's names of the quantised caches that are plain arrays of elements. The others pack scales or
+several elements into a row, or scale every token separately."""
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> Model:  # noqa: ANN401
-    """Describe the engine's KV cache, but for the weights, see `vua.vllm.weights`.
+    """Describe the engine's KV cache, except for the weights, see `vua.vllm.weights`.
 
     Raises:
         UncachedError: it cannot be stored correctly, with the reason.
@@ -60,7 +60,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     groups = _groups_of(vllm_config, tables, config)
     dtypes = sorted({group.layout.dtype for group in groups if not group.keeps_state})
     if not dtypes:
-        msg = "a model without attention has no prefix of which to store single tokens"
+        msg = "a model without attention has no KV cache of single tokens to store"
         raise UncachedError(msg)
     if len(dtypes) > 1:
         msg = f"KV caches of different dtypes in one model ({', '.join(dtypes)})"
@@ -101,13 +101,13 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
 def _draft_tokens(vllm_config: Any, groups: Sequence[Group]) -> int | None:  # noqa: ANN401
     """Return up to how many tokens vLLM runs a draft. Raises UncachedError: its layers are unknown.
 
-    A step with a longer request computes nothing of the draft, for none of its requests.
+    A step with a longer request runs the draft for none of its requests.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method not in DRAFTS:
         return None
     if not any(group.layout.drafts for group in groups):
-        msg = f"the layers of a draft by {speculative.method!r} are not found among the others"
+        msg = f"the layers of a draft by {speculative.method!r} cannot be found"
         raise UncachedError(msg)
     models = (vllm_config.model_config, speculative.draft_model_config)
     longest = min(model.max_model_len for model in models)
@@ -117,7 +117,7 @@ def _draft_tokens(vllm_config: Any, groups: Sequence[Group]) -> int | None:  # n
 def _label(
     config: Mapping[str, object], groups: Sequence[Group], tables: Sequence[Any], tp_size: int
 ) -> str:
-    """Digest what the engine computes, and how it divides its layers."""
+    """Digest what the engine computes, and how its layers are distributed."""
     counted = {**config, **division(groups)}
     specs = [table.kv_cache_spec for table in tables]
     if states := [_signature(spec, tp_size) for spec in specs if isinstance(spec, MambaSpec)]:
@@ -126,7 +126,7 @@ def _label(
 
 
 def _name(model: str) -> str:
-    """What people call it; not the commit, by whose directory an offline vLLM has a hub's model."""
+    """Its usual name; not the commit, by whose directory an offline vLLM has a hub's model."""
     path = Path(model)
     in_hub = path.parent.name == "snapshots"
     return path.parent.parent.name.rpartition("--")[2] if in_hub else path.name
@@ -141,7 +141,7 @@ def _groups_of(
     tables: Sequence[Any],
     config: ConnectorConfig,
 ) -> tuple[Group, ...]:
-    """Return the kinds of layers, those that attend to everything first.
+    """Return the kinds of layers, those with full attention first.
 
     ``tables``: vLLM's cache groups. Raises UncachedError.
     """
@@ -176,7 +176,7 @@ class _Layers(NamedTuple):
 
 
 def _drafts_of(vllm_config: Any, table: Any) -> list[str]:  # noqa: ANN401
-    """Return which of a cache group's layers are a draft's, numbered behind the model's."""
+    """Return a cache group's layers that belong to a draft, numbered after the model's."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method not in DRAFTS:
         return []
@@ -188,7 +188,7 @@ def kind_of(spec: Any, vllm_config: Any) -> str:  # noqa: ANN401
     """The canonical name of a kind of layer, see `KVLayout.group`."""
     for name in ("num_head_slots", "state_content_bytes"):  # some backends' own forms of a page
         if getattr(spec, name, None) is not None:
-            msg = f"a KV cache whose pages the attention backend packs by itself ({name})"
+            msg = f"a KV cache whose pages the attention backend packs in its own form ({name})"
             raise UncachedError(msg)
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return ""
@@ -200,8 +200,8 @@ def kind_of(spec: Any, vllm_config: Any) -> str:  # noqa: ANN401
         return f"s{spec.state_content_size_bytes}"
     if type(spec) is ChunkedLocalAttentionSpec:
         msg = (
-            f"layers that attend within chunks of {spec.attention_chunk_size} tokens (Llama 4): "
-            "which tokens a hit needs there is not known to this connector"
+            f"layers that attend only within chunks of {spec.attention_chunk_size} tokens "
+            "(Llama 4): it is unknown which tokens a hit needs there"
         )
         raise UncachedError(msg)
     msg = f"a {type(spec).__name__} KV cache is not supported"
@@ -218,7 +218,7 @@ def _group(
     """Describe the layers of one kind; ``only``: the engine has one block table."""
     parallel = vllm_config.parallel_config
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if pp_size == 1:  # layers that use another one's cache are not among these
+    if pp_size == 1:  # layers that use another layer's cache are not included
         names = [name for part in parts for name in part.names]
         layers = tuple(sorted(extract_layer_index(name) for name in names))
         if len(set(layers)) < len(layers):
@@ -227,7 +227,7 @@ def _group(
     elif not only:
         msg = "several kinds of KV cache (hybrid attention) together with pipeline parallelism"
         raise UncachedError(msg)
-    else:  # of other ranks' layers no names are known
+    else:  # the names of other ranks' layers are unknown
         text = vllm_config.model_config.hf_text_config
         if getattr(text, "num_kv_shared_layers", 0):
             msg = "layers that share KV caches, together with pipeline parallelism"
@@ -265,7 +265,7 @@ def _layout(
         if (found.num_kv_heads, found.head_size) != (max(1, heads // tp_size), spec.head_size):
             msg = (
                 f"layers of {found.num_kv_heads} KV heads of {found.head_size} elements beside "
-                "others (as in Gemma 4, where it has fewer heads for attention to everything)"
+                "other shapes (as in Gemma 4, which has fewer heads in full attention)"
             )
             raise UncachedError(msg)
     return KVLayout(
@@ -292,7 +292,7 @@ def how_stored(spec: Any, vllm_config: Any) -> Stored:  # noqa: ANN401
 
 
 def worker_shards(layout: KVLayout, *, pp_size: int, tp_size: int) -> tuple[tuple[Shard, ...], ...]:
-    """Return the rectangle that each worker holds, ``[pp rank][tp rank]``, as vLLM cuts a model."""
+    """Return each worker's rectangle, ``[pp rank][tp rank]``, as vLLM divides a model."""
     rows = []
     for pp_rank in range(pp_size):
         first, last = _layer_range(layout.layers, pp_rank, pp_size)
@@ -309,7 +309,7 @@ def _layer_range(layers: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def _head_range(heads: int, rank: int, size: int) -> tuple[int, int]:
-    """The KV heads of a tensor-parallel rank; ranks share a head where there are too few."""
+    """The KV heads of a tensor-parallel rank; ranks share a head if there are too few."""
     if heads >= size:
         each = heads // size
         return rank * each, (rank + 1) * each
@@ -323,16 +323,16 @@ class Stored(NamedTuple):
     dtype: str
     """A safetensors name."""
     scales: str
-    """Where the scales of a quantised cache come from: a part of the identity; else empty."""
+    """The origin of a quantised cache's scales: part of the identity; otherwise empty."""
 
 
 def stored_as(dtype: object, cache_config: Any, *, on_gpu: bool) -> Stored | None:  # noqa: ANN401
-    """Return how a cache with elements of ``dtype`` is stored; None where that is not known.
+    """Return how a cache with elements of ``dtype`` is stored; None if that is unknown.
 
     A cache of fp8 holds K and V divided by scales. vLLM takes these from the checkpoint, which the
-    weights' fingerprint covers, or they are 1; where it computes them from the first requests, or
-    keeps some layers in another dtype, no two engines' bytes are alike for certain. On the CPU
-    vLLM's own writer converts, and its pages cannot be learnt.
+    weights' fingerprint covers, or they are 1; if it computes them from the first requests, or
+    keeps some layers in another dtype, two engines' bytes are not equal for certain. On the CPU
+    vLLM's own writer converts, so its page form cannot be learnt.
     """
     kind = str(getattr(cache_config, "cache_dtype", "auto"))
     if kind in _FP8 and on_gpu:
@@ -345,15 +345,15 @@ def stored_as(dtype: object, cache_config: Any, *, on_gpu: bool) -> Stored | Non
 
 
 def _state_parts(spec: Any, tp_size: int) -> int:  # noqa: ANN401
-    """Return into how many parts tensor parallelism cuts a state of this kind."""
+    """Return into how many parts tensor parallelism divides a state of this kind."""
     return 1 if getattr(spec, "tp_replicated", False) else tp_size
 
 
 def _signature(spec: Any, tp_size: int) -> list[object]:  # noqa: ANN401
-    """Return what tells states of this kind from others of as many bytes, for the identity.
+    """Return what distinguishes states of this kind from others of the same size, for the identity.
 
-    The size of tensor parallelism belongs to it: a rank's part holds pieces of several projections
-    (queries, keys and values of a convolution, each cut by itself), so parts are not heads.
+    That includes the size of tensor parallelism: a rank's part holds pieces of several projections
+    (queries, keys and values of a convolution, each divided separately), so parts are not heads.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 

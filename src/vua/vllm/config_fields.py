@@ -1,11 +1,10 @@
 """Which fields of vLLM's configuration cannot change K and V: one table, each with its reason.
 
-Everything that is not listed in `EXCLUDED` counts, so a field that a new release adds counts by
-itself: what is unknown costs hits, never a wrong one. A field of `NEUTRAL` counts too, except with
-one of the values written there, with which the engine computes what every other one computes;
-these are not read from the classes, whose defaults may change.
-`tests/unit/vllm/test_vllm_fields.py` walks all fields of the releases that VUA knows and fails on
-one that stands in neither list.
+Everything not listed in `EXCLUDED` counts, including fields that a new release adds: an unknown
+field costs hits, never a wrong hit. A field of `NEUTRAL` counts too, unless it has one of the
+values listed there, with which the engine computes the usual result; these are not read from the
+classes, whose defaults may change. `tests/unit/vllm/test_vllm_fields.py` walks all fields of the
+releases that VUA knows and fails for one that is in neither list.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from vua.format.shared_config import (
 __all__ = ["ADAPTER_CLASSES", "EXCLUDED", "HOLDERS", "MEDIA_CLASSES", "NEUTRAL"]
 
 ADAPTER_CLASSES: Final = frozenset({"LoRAConfig"})
-"""What these say counts for requests with an adapter."""
+"""Their fields count for requests with an adapter."""
 MEDIA_CLASSES: Final = frozenset({"MultiModalConfig"})
-"""What these say counts from a prompt's first image, sound or video on."""
+"""Their fields count from a prompt's first image, sound or video on."""
 
 _MADE: Final = "made of what counts: the model's configuration and the fields listed beside it"
 _GUESS: Final = (
-    "which tokens are guessed; only verified ones are stored, and a draft with layers counts itself"
+    "which tokens are guessed; only verified ones are stored, and a draft's layers count separately"
 )
 _REFUSED: Final = "an engine that uses it is served uncached, see `vua.vllm.support`"
 
@@ -80,7 +79,7 @@ EXCLUDED: Final[Mapping[str, Mapping[str, str]]] = {
     "DeviceConfig": {KERNEL: "device device_type"},
     "DynamicShapesConfig": {KERNEL: "assume_32_bit_indexing evaluate_guards type"},
     "ECTransferConfig": {
-        # an engine that takes images' embeddings from others caches no prompt with an image
+        # an engine that receives images' embeddings caches no prompt with an image
         _REFUSED: "ec_connector ec_connector_extra_config ec_connector_module_path ec_role",
         WHERE: "ec_buffer_device ec_buffer_size ec_ip ec_port engine_id ec_parallel_size ec_rank "
         "mm_encoder_output_widths",
@@ -336,7 +335,7 @@ NEUTRAL: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
     },
     "VllmConfig": {"additional_config": ({},)},
 }
-"""Class, field, values with which it adds nothing; a word that ends with a dot stands for all that
+"""Class, field, values with which it adds nothing; a word that ends with a dot matches all that
 begin with it."""
 
 HOLDERS: Final[Mapping[str, str]] = {

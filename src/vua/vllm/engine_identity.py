@@ -1,22 +1,16 @@
-"""What an engine's K and V depend on beside weights and KV dtype, as one text config to digest.
+"""What an engine's K and V depend on besides weights and KV dtype, and its setup.
 
-The text config as vLLM resolved it, so that other engines with the same one share; and beside it,
-under names that begin with "vua.", whatever of vLLM's configuration makes this engine compute
-something else. An engine with nothing of that has the text config alone.
+The identity is the text config as vLLM resolved it, so that other engines with the same one share;
+and, under names that begin with "vua.", whatever in vLLM's configuration makes this engine compute
+something else, see `vua.vllm.config_fields`. It walks everything that vLLM's `VllmConfig` holds, as
+resolved for this engine. Two engines with equal settings then differ only in what that table
+excludes; a value without a canonical form is refused.
 
-What of an engine's whole configuration counts for K and V, see `vua.vllm.config_fields`.
-
-Walks everything that vLLM's `VllmConfig` holds, as resolved for this engine. Promises that two
-engines with equal settings differ in nothing but what the table excludes; a value without a lasting
-form is refused, for nothing could be said about it.
-
-A vLLM engine's setup: one that was proved before is not asked anew (`vua.connector.proved`).
-
-A *setup* is everything that can be seen of an engine: all of its configuration, the versions of
-what computes, the devices, the environment, and name, size, inode and times of each of the model's
-files. It is much more than the identity, on purpose: nothing is left out for being known to
-be harmless, since the witness is there for what is wrongly believed to be. Any difference, and the
-engine is asked again.
+The *setup* is everything visible of an engine: all of its configuration, the versions of what
+computes, the devices, the environment, and name, size, inode and times of each of the model's
+files. An engine whose setup was proved before is not tested again (`vua.connector.proved`). It
+deliberately covers much more than the identity: nothing is left out as harmless, since the witness
+exists to catch wrong assumptions. Any difference makes the engine be tested again.
 """
 
 from __future__ import annotations
@@ -67,7 +61,7 @@ class Settings:
 
 
 def known_fields(name: str) -> tuple[set[str], set[str]]:
-    """Return the fields of a class that are excluded, and those that count and are known."""
+    """Return a class's excluded fields, and the known ones that count."""
     return {*listed(EXCLUDED.get(name, {}))}, {
         *NEUTRAL.get(name, {}),
         *HOLDERS.get(name, "").split(),
@@ -75,9 +69,9 @@ def known_fields(name: str) -> tuple[set[str], set[str]]:
 
 
 def settings_of(vllm_config: Any, kv_dtype: torch.dtype) -> Settings:  # noqa: ANN401
-    """Return what counts of an engine's configuration whose KV cache has elements of ``kv_dtype``.
+    """Return what counts in an engine's configuration, with a KV cache of ``kv_dtype``.
 
-    Raises UncachedError for a value that has no lasting form, with the field's name.
+    Raises UncachedError, naming the field, for a value without a canonical form.
     """
     model = vllm_config.model_config
     same = {"ModelConfig.dtype": kv_dtype, "LoRAConfig.lora_dtype": model.dtype}
@@ -152,17 +146,17 @@ def _canonical(value: Any, place: str) -> Any:  # noqa: ANN401, C901, PLR0911 - 
         items = [_canonical(each, place) for each in value]
         return sorted(items, key=lambda item: json.dumps(item, sort_keys=True))
     msg = (
-        f"vLLM's setting {place} is a {type(value).__name__}: whether two engines have the same "
-        "one cannot be told"
+        f"vLLM's setting {place} is a {type(value).__name__}: two engines' values cannot be "
+        "compared"
     )
     raise UncachedError(msg)
 
 
 _TOWERS: Final = ("audio_config", "vision_config")
-"""Parts of a model's config that a prompt without images and sounds has nothing to do with."""
+"""Parts of a model's config that do not matter for prompts without images and sounds."""
 
 Folder = Callable[[str, str | None], Path]
-"""Where the files of a model of a revision lie. Raises UncachedError, OSError."""
+"""Returns the directory of a model's files at a revision. Raises UncachedError, OSError."""
 
 
 def engine_identity(
@@ -170,9 +164,9 @@ def engine_identity(
     kv_dtype: torch.dtype,
     folder: Folder,
 ) -> EngineIdentity:
-    """Return what counts of an engine whose KV cache has elements of ``kv_dtype``.
+    """Return what counts for an engine whose KV cache has elements of ``kv_dtype``.
 
-    Raises UncachedError, ConfigError: something cannot be told; OSError.
+    Raises UncachedError, ConfigError: something cannot be determined; OSError.
     """
     model = vllm_config.model_config
     settings = settings_of(vllm_config, kv_dtype)
@@ -202,7 +196,7 @@ def engine_identity(
 
 
 def _random_weights(vllm_config: Any) -> list[object]:  # noqa: ANN401
-    """Return what random weights depend on beside a seed: each rank draws its own part itself."""
+    """Return what random weights depend on besides a seed: each rank draws its own part."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -211,7 +205,7 @@ def _random_weights(vllm_config: Any) -> list[object]:  # noqa: ANN401
 
 
 def _draft(vllm_config: Any) -> list[str] | None:  # noqa: ANN401
-    """Return what the layers of a draft depend on beside its weights; None: there are none."""
+    """Return what the layers of a draft depend on besides its weights; None without one."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method not in DRAFTS:
         return None
@@ -221,7 +215,7 @@ def _draft(vllm_config: Any) -> list[str] | None:  # noqa: ANN401
 
 
 def _whole(model: Any) -> str:  # noqa: ANN401
-    """Digest what a config with parts says beside the text's part, which counts by itself."""
+    """Digest a multi-part config except for the text part, which counts separately."""
     text = model.hf_text_config.model_type
     config = model.hf_config.to_dict()
     return config_digest(
@@ -235,7 +229,7 @@ def _whole(model: Any) -> str:  # noqa: ANN401
 
 
 def _foreign_class(model: Any) -> str | None:  # noqa: ANN401
-    """Return the class that runs where it is not what vLLM itself has for this architecture."""
+    """Return the class that runs if it is not vLLM's own for this architecture."""
     from vllm.model_executor.models import registry
 
     used = registry.ModelRegistry.models.get(model.architecture)
@@ -254,7 +248,7 @@ def _foreign_class(model: Any) -> str | None:  # noqa: ANN401
 
 
 def _code(model: Any, folder: Folder) -> list[str]:  # noqa: ANN401
-    """Return digests of the Python code that the model's own files bring."""
+    """Return digests of the Python code among the model's own files."""
     configs = [model.hf_config.to_dict(), model.hf_text_config.to_dict()]
     maps = [each["auto_map"] for each in configs if isinstance(each.get("auto_map"), Mapping)]
     if not maps:
@@ -268,7 +262,7 @@ def _code(model: Any, folder: Folder) -> list[str]:  # noqa: ANN401
 
 
 def _media(vllm_config: Any, settings: Settings, folder: Folder) -> tuple[str, str]:  # noqa: ANN401
-    """Return what images' K and V depend on beside their content, or why they are not cached."""
+    """Return what images' K and V depend on besides their content, or why they are not cached."""
     model = vllm_config.model_config
     multimodal = model.multimodal_config
     if multimodal is None:
@@ -297,10 +291,10 @@ def _media(vllm_config: Any, settings: Settings, folder: Folder) -> tuple[str, s
 
 
 _RANDOM: Final = frozenset(("engine_id", "instance_id", "_engine_id"))
-"""Fields that vLLM fills anew at each start."""
+"""Fields that vLLM sets anew at each start."""
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _PORTS: Final = re.compile(r"port|_ip$|address|init_method|socket|path_or_url")
-"""Where processes meet each other: chosen anew at each start."""
+"""Addresses at which processes meet: chosen anew at each start."""
 _ENVIRONMENT: Final = ("CUDA_", "NCCL_", "NVIDIA_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "VLLM_")
 _CHANGING: Final = frozenset(
     ("VLLM_CACHE_ROOT", "VLLM_DIST_IDENT", "VLLM_PORT", "VLLM_RPC_BASE_PATH")
@@ -310,11 +304,11 @@ _MAX_DEPTH: Final = 12
 
 
 def setup_of(vllm_config: Any) -> str:  # noqa: ANN401
-    """Return what stands for an engine's setup, given its configuration."""
+    """Return a digest of an engine's setup, given its configuration."""
     model, load = vllm_config.model_config, vllm_config.load_config
     try:
         files = [*files_below(local_directory(model.model, model.revision, load.download_dir))]
-    except (UncachedError, OSError):  # weights made of nothing
+    except (UncachedError, OSError):  # random weights
         files = []
     seen: dict[str, object] = {
         "vua": vua.__version__,
@@ -346,7 +340,7 @@ def _devices() -> list[str]:
 
 
 def _plain(value: Any, depth: int) -> object:  # noqa: ANN401
-    """Return a value in JSON's types, as far as it can be looked into."""
+    """Return a value in JSON's types, as far as it can be inspected."""
     fields = _fields_of(value) if depth < _MAX_DEPTH else None
     if fields is not None:
         return {name: _plain(each, depth + 1) for name, each in fields.items()}
@@ -358,7 +352,7 @@ def _plain(value: Any, depth: int) -> object:  # noqa: ANN401
 
 
 def _fields_of(value: Any) -> Mapping[str, Any] | None:  # noqa: ANN401
-    """Return what a mapping or a configuration object holds, None for anything else."""
+    """Return the content of a mapping or configuration object, None for anything else."""
     if isinstance(value, type):
         return None
     if isinstance(value, Mapping):

@@ -1,18 +1,17 @@
-"""The vLLM worker beside this connector: its model, its adapters, and who calls into it.
+"""The vLLM worker that owns this connector: its model, its LoRA adapters, and calls into it.
 
-vLLM gives a connector the configuration and the KV cache, no handle on what computes them. The
-connector is made by its worker, so the worker is found among the callers, as the
-``WorkerWrapperBase`` through which every executor of vLLM 0.24 to 0.33 calls it. Where it is not
-found nothing is cached: what is in memory could not be told then.
+vLLM gives a connector the configuration and the KV cache, but no reference to the model. The
+connector is created by its worker, so the worker is found on the call stack, as the
+``WorkerWrapperBase`` through which every executor of vLLM 0.24 to 0.33 calls it. If it is not found
+nothing is cached, since the weights in memory would be unknown.
 
-LoRA adapters by what the engine has loaded, not by what lies at their path now.
-
-vLLM loads an adapter when a worker first needs it or is told to (``add_lora``), keeps it under a
-number, replaces it (``load_inplace``), and may drop it and read its files again. A worker copies an
-adapter when vLLM has read it: every tensor as loaded, with rank and scaling. A thread of its own
-takes the digest of that, while the engine goes on. The scheduler's half learns it from the workers;
-until all of them have said the same, a request with that adapter is neither loaded nor stored. What
-it then orders names the adapter that it means, and a worker that holds another one refuses.
+Adapters are identified by what the engine has loaded, not by what is at their path now. vLLM loads
+an adapter when a worker first needs it or on request (``add_lora``), keeps it under a number,
+replaces it (``load_inplace``), and may drop it and read its files again. A worker copies an adapter
+when vLLM has read it: every tensor as loaded, with rank and scaling. A separate thread digests that
+while the engine continues. The scheduler's half learns the digest from the workers; until all of
+them agree, a request with that adapter is neither loaded nor stored. Later orders name the
+adapter's content, and a worker that holds another one refuses.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__ = ["Adapters", "Calls", "EngineWorker", "adapter_content", "memory_of"]
 
 _VERSION: Final = b"vua.lora.v1"
 _NAMES: Final = frozenset({"id"})
-"""Attributes of a loaded adapter that do not tell what it does."""
+"""Attributes of a loaded adapter that do not affect its results."""
 
 
 class Adapters:
@@ -49,33 +48,34 @@ class Adapters:
             runner: vLLM's, with LoRA enabled; no adapter is loaded yet.
 
         Raises:
-            UncachedError: the manager is built in a way that is not known.
+            UncachedError: the structure of the manager is unknown.
         """
         manager = getattr(runner, "lora_manager", None)
         load = getattr(manager, "_load_adapter", None)
         kept: Any = getattr(manager, "_adapter_manager", None)
         if not (callable(load) and callable(getattr(kept, "list_adapters", None))):
-            msg = "this vLLM keeps its LoRA adapters in a way that is not known"
+            msg = "this vLLM's structure of LoRA adapters is unknown"
             raise UncachedError(msg)
         self._runner, self._kept = runner, kept
         self._load: Callable[[Any], Any] = load
         manager._load_adapter = self._load_and_copy  # type: ignore[union-attr]  # noqa: SLF001
         self._digests: weakref.WeakKeyDictionary[Any, Future[str]] = weakref.WeakKeyDictionary()
-        """Of what was loaded from files; what else there is has none."""
+        """Of adapters loaded from files; others have none."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vua-adapters")
         self._latest: dict[int, Adapter] = {}
         """The latest known content of each number."""
         self._since: dict[int, list[Future[str] | None]] = {}
-        """Digests of what else a number has held since then; None: nobody takes that one's."""
+        """Digests of other adapters that a number has held since then; None: that one has no
+        digest."""
         self._held: dict[int, Adapter] = {}
         self._told: dict[int, Adapter] = {}
         self._being_read: set[int] = set()
-        """What was there at the latest look, and has no digest yet."""
+        """What was present at the latest look, and has no digest yet."""
         self._asked: set[int] = set()
-        """What the scheduler's half wants to know, and has no answer to yet."""
+        """What the scheduler's half has asked for, still without an answer."""
 
     def _load_and_copy(self, lora_request: Any) -> Any:  # noqa: ANN401
-        """Load an adapter as vLLM does; its errors are its own. Begin to take its digest.
+        """Load an adapter as vLLM does, with its errors, and begin to digest it.
 
         vLLM packs the adapter next, which scales its tensors in place.
         """
@@ -88,7 +88,7 @@ class Adapters:
         return adapter
 
     def look(self) -> None:
-        """See what the manager holds now: what the step that ends has computed with."""
+        """Record what the manager holds now: the adapters that the ending step has used."""
         held, being_read = {}, set()
         for number, adapter in self._kept.list_adapters().items():
             digest = self._digests.get(adapter)
@@ -103,7 +103,7 @@ class Adapters:
     def _named(self, number: int, digest: str) -> Adapter:
         """Return what a number holds, now that its digest is known.
 
-        It is the same as before only where the number has held nothing else meanwhile.
+        It equals the previous one only if the number has held nothing else meanwhile.
         """
         latest, since = self._latest.get(number), self._since.pop(number, [])
         others = [one is None or not one.done() or one.result() != digest for one in since]
@@ -113,14 +113,14 @@ class Adapters:
         return latest
 
     def holds(self, adapter: Adapter | None) -> bool:
-        """Whether an adapter was there at the latest :meth:`look`. Any thread. None: none."""
+        """Whether an adapter was present at the latest :meth:`look`. Any thread. None: none."""
         return adapter is None or self._held.get(adapter.number) == adapter
 
     def news(self, wanted: Iterable[Any]) -> dict[int, AdapterNote]:
         """Return what has changed since the last time, and the answer for each that is wanted.
 
-        Behind a step's forward pass: what is wanted (vLLM's ``LoRARequest``) and not there is
-        loaded, as vLLM would in the next step. The answer comes when its digest is known.
+        After a step's forward pass: adapters (vLLM's ``LoRARequest``) that are wanted and missing
+        are loaded, as vLLM would in the next step. The answer comes when the digest is known.
         """
         for request in wanted:
             number = request.lora_int_id
@@ -140,21 +140,20 @@ class Adapters:
 
 
 def adapter_content(adapter: Any) -> Content:  # noqa: ANN401
-    """Return a copy of what a loaded adapter (vLLM's ``LoRAModel``) holds, to take its digest of.
+    """Return a copy of the content of a loaded adapter (vLLM's ``LoRAModel``), to be digested.
 
-    Covers every attribute but its number, and all bytes of all tensors; so nothing that a
-    release adds is forgotten. The engine's settings for adapters count beside it, see
-    `engine_identity`. Must be called before vLLM packs the adapter, which scales tensors in
-    place.
+    Covers every attribute except its number, and all bytes of all tensors, so nothing that a
+    release adds is missed. The engine's settings for adapters count separately, see
+    `engine_identity`. Must be called before vLLM packs the adapter, which scales tensors in place.
 
     Raises:
-        UncachedError: it has an attribute of a kind that has no lasting bytes.
+        UncachedError: it has an attribute of a kind that has no canonical bytes.
     """
     return Content(adapter, _VERSION, _attributes)
 
 
 def _attributes(value: Any) -> Mapping[str, Any] | None:  # noqa: ANN401
-    """Return what vLLM's own objects hold; None for others."""
+    """Return the content of vLLM's own objects; None for others."""
     if not type(value).__module__.startswith("vllm.lora."):
         return None
     return {name: item for name, item in vars(value).items() if name not in _NAMES}
@@ -180,44 +179,39 @@ _LEAVES_WEIGHTS: Final = frozenset(
     "reset_mm_cache reset_encoder_cache release_late_interaction_query_cache synchronize_device "
     "profile annotate_profile save_sharded_state save_tensorized_model".split()
 )
-"""What may be called or read from outside without a doubt about the weights: reviewed in the
-workers (GPU, CPU) of vLLM 0.24, 0.28, 0.32 and 0.33. Whatever is not here counts as a change."""
+"""What may be called or read from outside without affecting the weights: reviewed in the workers
+(GPU, CPU) of vLLM 0.24, 0.28, 0.32 and 0.33. Anything else counts as a change."""
 
 _READERS: Final = frozenset({"execute_model_ray", "_get_driver_model_for_cleanup"})
-"""Functions of vLLM that reach for the worker's model runner and leave its weights alone: the steps
-of the Ray executor, and what an engine in the caller's process keeps for its end."""
+"""Functions of vLLM that use the worker's model runner without changing its weights: the steps of
+the Ray executor, and what an engine in the caller's process keeps for its end."""
 
 
 class Calls:
-    """Takes the worker's place in its wrapper, passes everything on, and counts what may write.
+    """Replaces the worker in its wrapper, forwards everything, and counts calls that may write.
 
     So no list of ways to change weights is needed: ``reload_weights``, ``update_weights``,
-    ``apply_model``, ``wake_up``, a worker extension's method, and a function given to
-    ``collective_rpc`` that reaches for ``model_runner`` all come through here. For the worker's
-    thread.
+    ``apply_model``, ``wake_up``, a worker extension's method, and a function passed to
+    ``collective_rpc`` that uses ``model_runner`` all come through here. For the worker's thread.
     """
 
     __slots__ = ("_vua_calls", "_vua_last", "_vua_worker")
 
     def __init__(self, worker: Any) -> None:  # noqa: ANN401
-        """Stand before ``worker``."""
         object.__setattr__(self, "_vua_worker", worker)
         object.__setattr__(self, "_vua_calls", 0)
         object.__setattr__(self, "_vua_last", "")
 
     @property  # type: ignore[misc] # by mypy, no class has another one than its own
     def __class__(self) -> type:
-        """The worker's, for who looks at it."""
         return type(self._vua_worker)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Pass on what is read or called."""
         if name not in _LEAVES_WEIGHTS and not (name == "model_runner" and _by_a_reader()):
             self._vua_note(name)
         return getattr(self._vua_worker, name)
 
     def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
-        """Pass on what is set."""
         self._vua_note(name)
         setattr(self._vua_worker, name, value)
 
@@ -239,16 +233,16 @@ class EngineWorker:
     """The worker in whose process this is. For its thread."""
 
     def __init__(self, wrapper: Any) -> None:  # noqa: ANN401
-        """Stand between ``wrapper`` (a ``WorkerWrapperBase``) and its worker from now on.
+        """Insert :class:`Calls` between ``wrapper`` (a ``WorkerWrapperBase``) and its worker.
 
-        Raises UncachedError where it is built in a way that is not known.
+        Raises UncachedError if the wrapper's structure is unknown.
         """
         calls = wrapper.__dict__.get("worker")
-        if type(calls) is not Calls:  # another connector of this worker may stand there already
+        if type(calls) is not Calls:  # another connector of this worker may have done so already
             calls = Calls(calls)
             wrapper.worker = calls
         if wrapper.__dict__.get("worker") is not calls:
-            msg = "this worker's wrapper keeps its worker in a way that is not known"
+            msg = "the structure of this worker's wrapper is unknown"
             raise UncachedError(msg)
         self._calls: Calls = calls
         worker = calls._vua_worker  # noqa: SLF001
@@ -259,24 +253,24 @@ class EngineWorker:
         except (AttributeError, NotImplementedError):
             self.model = None
         if self.runner is None or not callable(getattr(self.model, "modules", None)):
-            msg = "this worker does not show the model that it runs, so nobody can tell its weights"
+            msg = "this worker does not expose its model, so its weights cannot be checked"
             raise UncachedError(msg)
 
     @classmethod
     def find(cls) -> EngineWorker:
-        """Return the worker that is making a connector right now. Raises UncachedError."""
+        """Return the worker that is creating a connector right now. Raises UncachedError."""
         frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
         while frame is not None:
             owner = frame.f_locals.get("self")
             if isinstance(owner, WorkerWrapperBase):
                 return cls(owner)
             frame = frame.f_back
-        msg = "vLLM did not make this connector within a worker's wrapper: its model is not found"
+        msg = "vLLM did not create this connector inside a worker: its model cannot be found"
         raise UncachedError(msg)
 
     @property
     def calls(self) -> int:
-        """How often something was called or read that may have changed the weights."""
+        """How many calls or reads may have changed the weights."""
         return self._calls._vua_calls  # noqa: SLF001
 
     @property
@@ -286,7 +280,7 @@ class EngineWorker:
 
 
 def memory_of(vllm_config: Any) -> Memory:  # noqa: ANN401
-    """Find the worker that is making a connector right now, and its model and adapters."""
+    """Find the worker that is creating a connector right now, and its model and adapters."""
     lora = vllm_config.lora_config
     try:
         engine = EngineWorker.find()

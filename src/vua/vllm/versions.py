@@ -1,7 +1,7 @@
-"""Which vLLM this connector works with, and everything that differs between its releases.
+"""Which vLLM versions this connector works with, and all differences between them.
 
-The connector itself is written for the newest one; what an older one lacks is asked for here.
-docs/vllm.md has the table of what was run and what was only read.
+The connector is written for the newest one; what an older one lacks is handled here. docs/vllm.md
+says which versions were run and which only read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ __all__ = [
 log = logger()
 
 OLDEST_ON_GPU: Final = Version("0.24")
-"""From here to `OLDEST` on NVIDIA GPUs alone: the forms of their pages on CPUs were not checked."""
+"""From here to `OLDEST` only on NVIDIA GPUs: the page forms of their CPU backends were not
+checked."""
 OLDEST: Final = Version("0.28")
 NEWEST: Final = Version("0.33")
 """The connector is tested with `OLDEST`, 0.32 and this one. Releases before `OLDEST` were compared
@@ -45,7 +46,7 @@ MEDIUM_STORAGE: Final[str] = getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")
 
 
 def _release() -> Version | None:
-    """The minor release of vLLM; None for somebody's own build: they know."""
+    """The minor release of vLLM; None for a custom build."""
     try:
         found = Version(vllm.__version__)
     except InvalidVersion:
@@ -54,10 +55,10 @@ def _release() -> Version | None:
 
 
 def check_version(*, allow_untested: bool) -> None:
-    """Refuse a vLLM whose interface this connector was never checked against.
+    """Refuse a vLLM whose interface was never checked.
 
     Args:
-        allow_untested: go on with a newer one all the same.
+        allow_untested: accept a newer one anyway.
 
     Raises:
         ConfigError: with the version found, the range, and what to do.
@@ -81,7 +82,7 @@ def check_version(*, allow_untested: bool) -> None:
 
 
 def caveat() -> str | None:
-    """Return what is to be said in the log about an accepted vLLM with which VUA was never run."""
+    """Return the warning to log about an accepted vLLM with which VUA was never run."""
     release = _release()
     if release is None or OLDEST <= release <= NEWEST:
         return None
@@ -93,7 +94,7 @@ def caveat() -> str | None:
 
 
 def announce(transfer: Any) -> None:  # noqa: ANN401
-    """Tell the log what is in use, and what its readers may want to change in ``transfer``."""
+    """Log what is in use, and what users may want to change in ``transfer``."""
     log.info("VUA: %s", native.status().text)
     if (text := caveat()) is not None:
         log.warning("VUA: %s", text)
@@ -125,9 +126,9 @@ def packs_k_and_v() -> bool:
 
 
 def event_extra_keys(request: Any, blocks: range, block_size: int) -> list[Any] | None:  # noqa: ANN401
-    """Return what beside tokens names each of a request's blocks, in the form of vLLM's events.
+    """Return what identifies a request's blocks besides tokens, in the form of vLLM's events.
 
-    None where that is nothing. vLLM 0.32 tags these keys and publishes them without the tags.
+    None if there is nothing. vLLM 0.32 tags these keys and publishes them without the tags.
     """
     if not (request.lora_request or request.cache_salt or request.mm_features):
         return None
@@ -143,7 +144,7 @@ def event_extra_keys(request: Any, blocks: range, block_size: int) -> list[Any] 
 
 
 def session_of(request: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return the field of an event that names the request's session, where vLLM (0.32) has it."""
+    """Return the field of an event that names the request's session, if vLLM (0.32) has it."""
     if "session_id" not in kv_events.BlockStored.__struct_fields__:
         return {}
     return {"session_id": request.session_id}

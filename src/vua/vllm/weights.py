@@ -1,7 +1,7 @@
-"""Which weights a vLLM engine has loaded.
+"""Identifies the weights that a vLLM engine has loaded.
 
-The files are those that vLLM's own loader chooses: it is asked, and where it cannot be, there is no
-answer. Nothing is downloaded.
+The files are those that vLLM's own loader chooses; without its answer there is none. Nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["find_weights", "has_secondary"]
 _READS_ALL: Final = frozenset(
     ("bitsandbytes", "gguf", "runai_streamer", "runai_streamer_sharded", "sharded_state")
 )
-"""Load formats whose loaders choose among the directory's weight files: here, all count."""
+"""Load formats whose loaders choose among the directory's weight files: all of them count."""
 _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".gguf")
 
 
@@ -30,7 +30,7 @@ def find_weights(vllm_config: Any, stop: threading.Event) -> Weights:  # noqa: A
     """Identify what the engine has loaded; takes as long as reading it, if it was never read.
 
     Raises:
-        UncachedError: nobody can tell what was loaded.
+        UncachedError: the loaded weights cannot be identified.
         CancelledError: ``stop`` was set.
     """
     model_config, load = vllm_config.model_config, vllm_config.load_config
@@ -51,8 +51,8 @@ def find_weights(vllm_config: Any, stop: threading.Event) -> Weights:  # noqa: A
         raise UncachedError(msg) from problem
     if changed:
         msg = (
-            "files of the weights were changed after the engine's start, so nobody can tell which "
-            "ones it loaded; start it again"
+            "weight files were changed after the engine's start, so the loaded weights are "
+            "unknown; restart the engine"
         )
         raise UncachedError(msg)
     return weights
@@ -78,14 +78,14 @@ def _engine_files(model_config: Any, load: Any) -> list[Path]:  # noqa: ANN401
         loader: Any = get_model_loader(load)
         copies = _load_format(load) == "npcache"  # loads a copy that it keeps beside the files
         if type(loader) is not DefaultModelLoader or copies:
-            msg = f"load_format {_load_format(load)!r}: what its loader loads is not known"
+            msg = f"load_format {_load_format(load)!r}: it is unknown what its loader loads"
             raise UncachedError(msg)
         files = _chosen_by(loader, model_config, root)
     return files + _quantisation_files(model_config, root)
 
 
 def _root(model_config: Any, load: Any) -> Path:  # noqa: ANN401
-    """Return where the model's files lie. Raises UncachedError."""
+    """Return the directory of the model's files. Raises UncachedError."""
     from vllm import envs
 
     model = model_config.model
@@ -122,7 +122,7 @@ def _chosen_by(loader: Any, model_config: Any, root: Path) -> list[Path]:  # noq
         wanted = inspect.signature(choose).parameters
         found = choose(**{name: value for name, value in arguments.items() if name in wanted})
         files = [Path(file) for file in found[1]]
-    except Exception as problem:  # whatever another release raises: nobody knows then
+    except Exception as problem:  # whatever another release raises: then it is unknown
         msg = f"vLLM's loader does not say what it loads from {root}: {problem}"
         raise UncachedError(msg) from problem
     if has_secondary(model_class):
@@ -132,9 +132,9 @@ def _chosen_by(loader: Any, model_config: Any, root: Path) -> list[Path]:  # noq
 
 
 def has_secondary(model_class: type) -> bool:
-    """Whether a model names further sources of weights, as its loader asks every model to.
+    """Whether a model names further sources of weights, as its loader expects of every model.
 
-    Instances do so in their code, and there is no instance here.
+    Instances do so in code, and there is no instance here.
     """
     functions = [member for base in model_class.__mro__ for member in vars(base).values()]
     codes = [one.__code__ for one in functions if inspect.isfunction(one)]

@@ -96,7 +96,10 @@ class TestLost(KeysTest):
         for arguments, words in (
             (("--lost-keys",), "needs the keys that are not lost"),
             (("--lost-keys", "--key-file", self.root / "own.kye"), "No such file"),
-            (("--lost-keys", *self.given[:2], "--tenant-keys", self.root / "kyes"), "no directory"),
+            (
+                ("--lost-keys", *self.given[:2], "--tenant-keys", self.root / "kyes"),
+                "not a directory",
+            ),
             (("--lost-keys", *self.given[:2], "--tenant-keys", empty), "holds no key"),
             (("--lost-keys", *self.given[:2], "--tenant-keys", garbage), "64 hex digits"),
             (("--lost-keys", *self.given[:2], "--tenant-keys", open_), "chmod it to 600"),

@@ -182,7 +182,7 @@ class ConnectorConfigTest(unittest.TestCase):
             ("timeouts", {"io": 1}, "the nearest is 'timeouts.io_s'"),
             ("timeouts", {"io_s": 0}, "timeouts.io_s must be positive"),
             ("worker", {"load_threads": 1.5}, "worker.load_threads must be int"),
-            ("limits", {"max_bytes": "much"}, "max_bytes: 'much' is no size"),
+            ("limits", {"max_bytes": "much"}, "max_bytes: 'much' is not a size"),
         ):
             with self.subTest(group=group, wrong=wrong):
                 self.assertIn(text, self.refused({"shared_storage_path": "/kv", group: wrong}))

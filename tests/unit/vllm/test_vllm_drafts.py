@@ -79,7 +79,7 @@ class DraftTest(unittest.TestCase):
         self.assertEqual((None, 2046), (plain.draft_tokens, both.draft_tokens))
         self.assertEqual((True, False), (plain.plain, both.plain))
         self.assertNotEqual(plain.identity.model, both.identity.model)
-        self.refused("not found among the others", layers=2, **draft)
+        self.refused("cannot be found", layers=2, **draft)
 
     def test_guesses_without_layers(self) -> None:
         """N-grams say nothing about K and V."""
