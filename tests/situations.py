@@ -667,7 +667,9 @@ def shut_down(place: Place) -> Iterator[str | None]:
         raise NotRunError(str(problem)) from problem
     yield "during"
     command("umount", "-l", at)
-    command("mount", "-t", "xfs", "-o", "loop,nouuid", place.folder / "image", at)
+    copy = place.folder / "repaired"  # the old one is in use for as long as it is held
+    command("cp", "--sparse=always", place.folder / "image", copy)
+    command("mount", "-t", "xfs", "-o", "loop,nouuid", copy, at)
 
 
 @situation("symlinked root")

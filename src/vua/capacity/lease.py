@@ -39,7 +39,7 @@ def upkeep_directory(root: str | os.PathLike[str]) -> int:
 
     The same users may write to it as to ``root``, and all others have no access: it gets the same
     group, and that group's rights if these allow writing. If a full file system has no space for
-    it, ``root`` itself is returned, as a :class:`Bare` one.
+    it, or if something else has its name, ``root`` itself is returned, as a :class:`Bare` one.
     """
     path, above = Path(root) / UPKEEP, os.stat(root)
     try:
@@ -55,7 +55,12 @@ def upkeep_directory(root: str | os.PathLike[str]) -> int:
             os.chown(path, -1, above.st_gid)
         shared = above.st_mode & 0o2070 if above.st_mode & stat.S_IWGRP else 0
         see_to_mode(path, 0o700 | shared)
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as problem:
+        if problem.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        return Bare(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 class Lease:

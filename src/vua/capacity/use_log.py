@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from vua.capacity.hit_density import Request
 from vua.capacity.lease import upkeep_directory
+from vua.capacity.lru import Bare
 from vua.io.files import see_to_mode
 from vua.io.posix import close_quietly
 from vua.storage.mark import UPKEEP, USES, is_marked
@@ -156,6 +157,8 @@ class UseLog:
             )
         above = upkeep_directory(self._root)
         try:
+            if isinstance(above, Bare):
+                raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             with contextlib.suppress(FileExistsError):
                 os.mkdir(USES, 0o700, dir_fd=above)
                 mode = stat.S_IMODE(os.fstat(above).st_mode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import tarfile
 import time
@@ -274,6 +275,30 @@ class TestClocks(UpkeepTest):
             os.utime(path, ns=(stamp, stamp))
             with lease(directory) as held:
                 self.assertEqual(taken, held is not None, seconds)
+
+    def test_something_else_has_its_name(self) -> None:
+        """A file or a link in the place of `.upkeep` stays; a full cache evicts all the same."""
+        path = self.root / ".upkeep"
+        for name, make in (
+            ("file", lambda: path.write_text("mine")),
+            ("link", lambda: path.symlink_to("/nowhere")),
+        ):
+            with self.subTest(name):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                path.unlink(missing_ok=True)
+                make()
+                before = path.readlink() if path.is_symlink() else path.read_text()
+                with VUA(config(4 * self.one), self.root) as vua:
+                    for number in range(1, 9):
+                        put(vua, number)
+                    self.assertGreater(self.stored(vua, 8), 0)
+                self.assertLess(measure(self.root).nbytes, 1.25 * 4 * self.one)
+                after = path.readlink() if path.is_symlink() else path.read_text()
+                self.assertEqual(before, after)
+                self.assertFalse((self.root / "uses").exists())
+                code, out, err = run("gc", self.root, "--max-bytes", "0", "--yes")
+                self.assertEqual(0, code, out + err)
 
     def test_no_lease_of_ours(self) -> None:
         """A file with something in it is no lease: it stays, and the reason is told."""
