@@ -293,6 +293,16 @@ def read_only(root: Path) -> Iterator[None]:
                 path.chmod(mode)
 
 
+def remove_tree(path: Path) -> None:
+    """`rm -rf`, again while a process that writes there makes something in it meanwhile."""
+
+    def gone() -> bool:
+        shutil.rmtree(path, ignore_errors=True)
+        return not path.exists()
+
+    until(gone)
+
+
 def contents(root: Path) -> dict[str, bytes]:
     """Every file below a directory."""
     return {

@@ -6,7 +6,6 @@ import doctest
 import gc
 import logging
 import os
-import shutil
 import stat
 import tempfile
 import tracemalloc
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from helpers import DirectoryTest, caches_of, flip, kv_bits, noise, read_only
+from helpers import DirectoryTest, caches_of, flip, kv_bits, noise, read_only, remove_tree
 from vua import core
 from vua.capacity.use_log import UseLog
 from vua.core import VUA, ClosestKV, VUAConfig
@@ -587,7 +586,7 @@ class TestDirectory(CoreTest):
     def test_emptied(self) -> None:
         """When somebody empties the directory meanwhile, another layout may move in."""
         self.vua.put(TOKENS, caches_of(layers=2, heads=2, tokens=12, dim=4))
-        shutil.rmtree(self.root)
+        remove_tree(self.root)
         self.root.mkdir()
         self.assertFalse(self.vua.get_closest(TOKENS))
         cache = caches_of(layers=1, heads=1, tokens=12, dim=2)
@@ -711,7 +710,7 @@ class TestDeletedDirectory(unittest.TestCase):
             with VUA(VUAConfig, path) as vua, VUA(VUAConfig, path) as other:
                 vua.put(tokens, cache)
                 self.assertEqual(64, other.get_closest(tokens).num_tokens)
-                shutil.rmtree(path)
+                remove_tree(path)
 
                 self.assertEqual(0, vua.get_closest(tokens).num_tokens)
                 self.assertEqual(0, other.get_closest(tokens).num_tokens)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from helpers import bits, flip, noise, swap
+from helpers import bits, flip, noise, remove_tree, swap
 from properties import HealthCheck, settings
 from vua.core import VUA, VUAConfig
 from vua.format.keys import KeyChain, token_ids
@@ -68,7 +68,7 @@ class CacheMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Close and remove the directory."""
         self.vua.close()
-        shutil.rmtree(self.root)
+        remove_tree(self.root)
 
     def files(self) -> list[Path]:
         """The entries, in order of name."""

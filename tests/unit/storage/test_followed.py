@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-from helpers import DirectoryTest, caches_of, kv_bits
+from helpers import DirectoryTest, caches_of, kv_bits, remove_tree
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
 from vua.storage.local import LOOK_S, LocalStorage
@@ -81,7 +81,7 @@ class FollowedTest(DirectoryTest):
 
     def deleted(self) -> None:
         """Delete it."""
-        shutil.rmtree(self.path)
+        remove_tree(self.path)
 
     def emptied(self) -> None:
         """Delete what lies in it."""
@@ -90,7 +90,7 @@ class FollowedTest(DirectoryTest):
 
     def without_namespace(self) -> None:
         """Delete the namespace."""
-        shutil.rmtree(self.space())
+        remove_tree(self.space())
 
     def without_chunks(self) -> None:
         """Delete the chunks."""
@@ -130,7 +130,7 @@ class FollowedTest(DirectoryTest):
                 self.assertEqual([64], looker.lookup(TOKENS))
                 self.assertEqual(kv_bits(CACHE), kv_bits(looker.get_closest(TOKENS).data))
                 self.assertEqual(4, len(list(found())))
-                shutil.rmtree(self.path)
+                remove_tree(self.path)
                 shutil.rmtree(self.root / "old", ignore_errors=True)
 
     def test_stored_again(self) -> None:
@@ -147,7 +147,7 @@ class FollowedTest(DirectoryTest):
                 with self.open() as other:
                     self.assertEqual(64, other.get_closest(TOKENS).num_tokens)
                 self.assertTrue((self.path / MARK).exists())
-                shutil.rmtree(self.path)
+                remove_tree(self.path)
                 shutil.rmtree(self.root / "old", ignore_errors=True)
 
     def test_one_line(self) -> None:
@@ -237,7 +237,7 @@ class FollowedTest(DirectoryTest):
                     writer.put(of(prompt), CACHE)
                 self.assertEqual(64, writer.get_closest(of(5)).num_tokens)
                 writer.close()
-                shutil.rmtree(self.path)
+                remove_tree(self.path)
                 shutil.rmtree(self.root / "old", ignore_errors=True)
 
     def test_other_layout(self) -> None:

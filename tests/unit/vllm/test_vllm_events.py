@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from commands import TOKENS
-from helpers import keys_of
+from helpers import keys_of, remove_tree
 from routers import SocketTest
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
@@ -264,7 +264,7 @@ class DirectoryTest(SocketTest):
             self.assertIsInstance(batch.events.pop(0), AllBlocksCleared)
             shutil.rmtree(self.entries()[0].parents[2])
             removed = decoder.decode(subscriber.recv_multipart()[2]).events[0]
-            shutil.rmtree(self.root)
+            remove_tree(self.root)
         chains: dict[str, list[bytes]] = {}
         for event in batch.events:
             self.assertIsInstance(event, BlockStored)
