@@ -33,7 +33,6 @@ from vua.io.posix import close_quietly
 from vua.native import Digest
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
-from vua.storage.bucket import Bucket
 from vua.storage.description import DESCRIPTION, Description
 from vua.storage.local import SUFFIX, version_of
 from vua.storage.location import BucketPath, is_url
@@ -41,7 +40,6 @@ from vua.storage.names import Kind as NamedKind
 from vua.storage.names import is_compressed, plain_path
 from vua.store.entry_reader import check_parts
 from vua.store.evidence import fits, settled
-from vua.store.far import description_at
 
 __all__ = [
     "NO_KEYS",
@@ -365,6 +363,8 @@ def check_at(where: str, checker: Checker) -> tuple[Check, Description | None, P
 
 def _object_at(url: str) -> BucketPath:
     """Return an object's location: below its cache's, if it has one."""
+    from vua.storage.bucket import Bucket  # noqa: PLC0415 - a directory's commands start without
+
     parts = url.split("/")
     depth = 4 if len(parts) > 7 and _is_digest(parts[-4]) else 1
     cache = BucketPath(Bucket.at("/".join(parts[:-depth])))
@@ -400,6 +400,8 @@ def _place_of(path: Path | BucketPath) -> tuple[Description | None, Place]:
         return None, Place(shard=shard)
     if chunk.parent.name != chunk.name[:2] or not _is_digest(directory.name):
         return None, Place(chunk=chunk.name, shard=shard)
+    from vua.store.far import description_at  # noqa: PLC0415 - see `_object_at`
+
     namespace = settled(description_at(directory))
     return namespace, Place(directory.name, chunk.name, shard, namespace.layout_of(shard))
 

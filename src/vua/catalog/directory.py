@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import multiprocessing
 import os
 import secrets
 import signal
@@ -89,7 +88,6 @@ from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, LocalStorage, chunk
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, claim, is_marked, make_mark, strangers
 from vua.storage.names import AFTER, PIN, SENT
 from vua.store.evidence import layouts_by, settled
-from vua.store.namespace import check_root, make_namespace
 
 __all__ = [
     "DirectoryCatalog",
@@ -252,6 +250,8 @@ class DirectoryCatalog(Catalog):
     @classmethod
     def open(cls, where: str, *, create: bool = False) -> DirectoryCatalog:
         """Return the catalog of a directory; see :func:`vua.catalog.opening.open_catalog`."""
+        from vua.store.namespace import check_root  # noqa: PLC0415 - `vua ls` starts without
+
         return cls(where, check_root(where, create=create))
 
     def is_local(self) -> bool:
@@ -562,6 +562,8 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, large: bool) -> Iterat
     if not large:
         yield from map(work, items)
         return
+    import multiprocessing  # noqa: PLC0415 - `vua ls` starts without
+
     with multiprocessing.get_context("fork").Pool(
         _PROCESSES, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
     ) as pool:
@@ -760,5 +762,7 @@ def _describe_anew(result: Verification) -> bool:
     with contextlib.suppress(OSError):
         mode = stat.S_IMODE(namespace.directory.stat().st_mode)
         security = replace(_ANYBODY, group_read=bool(mode & stat.S_IRGRP))
+        from vua.store.namespace import make_namespace  # noqa: PLC0415 - `vua ls` starts without
+
         make_namespace(namespace.directory, namespace.identity, layouts, security, anew=True)
     return read_description(namespace.directory).layouts == layouts

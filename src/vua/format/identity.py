@@ -16,7 +16,6 @@ as far as `vua.format.shared_config` knows the rest of the config.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -121,6 +120,8 @@ class Identity:
         known = ["version", "namespace", *names]
         for key in description:
             if key not in known:
+                import difflib  # noqa: PLC0415 - for a mistake alone
+
                 near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)[0]
                 raise ConfigError(f"an identity has no key {key!r}; the nearest one is {near!r}")
         if missing := [key for key in known if key not in description]:
