@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import shutil
+import time
 import unittest
 from pathlib import Path
 
@@ -10,10 +12,11 @@ import numpy as np
 import pytest
 
 from browser import CHROMIUM, Page, browser
-from commands import CliTest
+from commands import CliTest, run
 from forest import plant
-from helpers import ROOT
+from helpers import ROOT, until, write_log
 from ui import served
+from vua.storage.mark import UPKEEP, USES
 
 HOSTILE = "<img src=x onerror=document.title='taken'>"
 UNLIKE = 40
@@ -25,6 +28,12 @@ def thumbnail(png: bytes) -> np.ndarray:
     from PIL import Image
 
     return np.asarray(Image.open(io.BytesIO(png)).convert("L").resize((24, 24)), dtype=np.float64)
+
+
+def read_spaces(root: Path) -> list[tuple[str, list[str]]]:
+    """The namespaces, and the names of their chunks."""
+    return [(one.parent.name, sorted(chunk.name for chunk in one.parent.glob("??/*")))
+            for one in root.glob("*/namespace.json")]  # fmt: skip
 
 
 @pytest.mark.thorough
@@ -62,6 +71,60 @@ class PageTest(CliTest):
             tab.run("document.querySelector('#verify').click()")
             tab.until("document.querySelector('#verified').textContent.includes('read')")
             self.assertEqual([], tab.logged)
+
+    def test_three_questions(self) -> None:
+        """What is in it, was it worth it, what to do: in words, with commands to copy."""
+        plant(self.root, 300, seed=5)
+        (space,) = (one for one in read_spaces(self.root) if len(one[1]) > 100)
+        name, chunks = space
+        run("pin", self.root, chunks[0])
+        shutil.rmtree(self.root / UPKEEP / USES)
+        write_log(self.root, [(time.time() - 60 + n, chunks[:1]) for n in range(4)])
+        with served(self.root) as page, browser() as tab:
+            tab.size(1400, 900)
+            self.ready(tab, page.url)
+            tab.until("!document.querySelector('#worthwhile').hidden")
+            text = "document.querySelector('#headline').textContent"
+            tab.until(f"{text}.includes('4 requests asked for 4 chunks, about 3 found (75 %)')")
+            tab.run("const s = document.querySelector('#speed'); s.value = 32; s.oninput()")
+            self.assertIn("192 tokens, 6.0 s of prefill saved", tab.run(text))
+            buttons = "[...document.querySelectorAll('#namespaces button')]"
+            tab.run(f"{buttons}.find((one) => one.textContent === '{name[:12]}').click()")
+            tab.until("!document.querySelector('#pinned').hidden")
+            self.assertIn(chunks[0][:12], tab.run("document.querySelector('#pins').textContent"))
+            todo = tab.run("document.querySelector('#todo').textContent")
+            self.assertIn(f"vua rm {self.root} {name[:12]} --dry-run", todo)
+            boxes = "[...document.querySelector('#tree').children].map((b) => b.textContent)"
+            self.assertRegex(" ".join(tab.run(boxes)), r"[\d,]+ tokens")
+            tab.run(
+                "document.querySelector('#tokens').value = 'a text';"
+                "document.querySelector('#explain button').click()"
+            )
+            answers = "document.querySelector('#answers').textContent"
+            tab.until(f"{answers}.includes('--tokenizer MODELDIR')")
+            was = page.json("overview")["now_s"]
+            tab.until("document.querySelector('#facts').textContent.length > 0")
+            until(lambda: page.json("overview")["now_s"] > was + 2.5)  # the page has asked again
+            self.assertIn("expected a JSON list", tab.run(answers))
+            refused = [one for one in tab.logged if "400" not in one]  # the text above
+            self.assertEqual([], refused)
+
+    def test_nothing_stored(self) -> None:
+        """An empty directory says how to fill it; a foreign one, why no engine starts there."""
+        for name, word in (("empty", "vua-vllm serve MODEL"), ("foreign", "notes.txt")):
+            place = self.root.parent / f"{self.root.name}-{name}"
+            place.mkdir(mode=0o700)
+            self.addCleanup(shutil.rmtree, place)
+            if name == "foreign":
+                (place / "notes.txt").write_text("a")
+            with served(place) as page, browser() as tab:
+                tab.size(400, 800)
+                tab.open(page.url)
+                tab.until(f"document.querySelector('#nothing').innerText.includes('{word}')")
+                self.assertEqual(
+                    name == "foreign", tab.run("document.querySelector('#begin').hidden")
+                )
+                self.assertLessEqual(tab.run("document.documentElement.scrollWidth"), 400)
 
     def test_look(self) -> None:
         """Light, dark and narrow; it looks about as in the documentation."""

@@ -40,9 +40,11 @@ __all__ = [
     "Past",
     "Policy",
     "SimulatedStore",
+    "Worth",
     "advise",
     "leading",
     "simulate",
+    "worth",
 ]
 
 _APART_NS: Final = 10**7
@@ -323,6 +325,50 @@ def advise(directory: str, *, max_bytes: str | None = None) -> Advice:
     return Advice(report)
 
 
+class Worth(NamedTuple):
+    """What was asked for in the time up to now, and about how much of it was found."""
+
+    window_s: float
+    requests: int
+    chunks: int
+    found_chunks: int
+
+
+def worth(
+    requests: Sequence[Request], room_chunks: int, now_s: float, windows_s: Sequence[float]
+) -> list[Worth]:
+    """Return for each window what the log tells, where so many chunks have room.
+
+    The log has what was asked for, not what was found: that is simulated, of large logs with a
+    sample. What was asked for before the log begins counts as not found.
+    """
+    sound = _sound(requests)
+    part = min(1.0, _SAMPLE_CHUNKS / max(1, sum(len(one.whole) for one in sound)))
+    thin = [_thinned(one, part) for one in sound]
+    found = []
+    for window_s in windows_s:
+        first = next((n for n, one in enumerate(sound) if one.time_s >= now_s - window_s), None)
+        if first is None:
+            found.append(Worth(window_s, 0, 0, 0))
+            continue
+        store = Dense(max(1, int(room_chunks * part)), Past(part), _AHEAD_SHARE)
+        (outcome,) = simulate(thin, [store], first)
+        chunks = sum(len(one.whole) for one in sound[first:])
+        missed = (
+            round((outcome.blocks - outcome.hit_blocks) / part)
+            if part < 1
+            else (outcome.blocks - outcome.hit_blocks)
+        )
+        found.append(Worth(window_s, len(sound) - first, chunks, max(0, chunks - missed)))
+    return found
+
+
+def _thinned(request: _Asked, part: float) -> _Asked:
+    """Leave a part of the chunks, a fair one: names are hashes."""
+    below = int(part * 2**64)
+    return request._replace(whole=tuple(n for n in request.whole if n < below))
+
+
 def _sound(requests: Sequence[Request]) -> list[_Asked]:
     """Return the requests that form a tree, as chunk names do: each chunk has one predecessor."""
     before: dict[int, int] = {}
@@ -348,8 +394,8 @@ def _simulated(
     Hits may come from few, so they are computed as the complement of the misses (SHARDS,
     Waldspurger et al., 2015).
     """
-    below, cold = int(part * 2**64), int(len(requests) * _COLD_SHARE)
-    thin = [one._replace(whole=tuple(n for n in one.whole if n < below)) for one in requests]
+    cold = int(len(requests) * _COLD_SHARE)
+    thin = [_thinned(one, part) for one in requests]
     sample, uncounted = (
         [one for one in thin if one.whole],
         sum(bool(one.whole) for one in thin[:cold]),

@@ -36,6 +36,7 @@ from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES
 
 __all__ = [
     "COMMANDS",
+    "EXAMPLES",
     "VARIABLE",
     "argument",
     "as_owner",
@@ -117,6 +118,31 @@ COMMANDS: Final[dict[str, click.Command]] = {}
 """Commands of imported modules, by name."""
 _NAME: Final = re.compile("[0-9a-f]{6,64}")
 _NUMBER: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)
+EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
+    "ls": ("vua ls /mnt/kv --sort size",),
+    "inspect": ("vua inspect /mnt/kv/1cbb*/4f/4f90*/*.safetensors",),
+    "verify": ("vua verify /mnt/kv --repair", "vua verify s3://bucket/kv --sample 10%"),
+    "top": ("vua top /mnt/kv --interval 10s",),
+    "doctor": ("vua doctor /mnt/kv", "sudo -u vllm vua doctor /mnt/kv"),
+    "ui": ("vua ui /mnt/kv --port 8642",),
+    "events": ("vua events /mnt/kv --follow --zmq tcp://127.0.0.1:5557",),
+    "explain": ("vua explain /mnt/kv --prompt question.txt --model Qwen/Qwen3-8B",),
+    "du": ("vua du /mnt/kv --quick",),
+    "advise": ("vua advise /mnt/kv",),
+    "gc": ("vua gc /mnt/kv --max-bytes 500G --set", "vua gc /mnt/kv --dry-run"),
+    "ttl": ("vua ttl /mnt/kv 30d",),
+    "rm": ("vua rm /mnt/kv 1cbbd9 --dry-run", "vua rm /mnt/kv --all"),
+    "pin": ("vua pin /mnt/kv 4f90a1", "vua pin /mnt/kv"),
+    "adopt": ("vua adopt /mnt/old-kv",),
+    "export": ("vua export /mnt/kv docs.tar --prompt manual.txt --model MODELDIR",),
+    "import": ("vua import /mnt/kv docs.tar",),
+    "warm": ("vua warm prompts.txt --server http://127.0.0.1:8000 --path /mnt/kv",),
+    "args": ("python -m sglang.launch_server --model-path M $(vua args sglang /mnt/kv)",),
+    "key": ("vua key own.key", "vua key keys --salt tenant-a"),
+    "bench": ("vua bench path /mnt/kv --model Llama-3.1-8B --prefill 5000",),
+    "completion": ('eval "$(vua completion bash)"',),
+}
+"""Lines to begin with; a test parses them."""
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 F = TypeVar("F", bound=Callable[..., "Report | int"])
@@ -230,6 +256,14 @@ class _Command(click.Command):
         if told:
             with formatter.section("Arguments"):
                 formatter.write_dl(told)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write examples."""
+        del ctx
+        if lines := EXAMPLES.get(self.name or ""):
+            with formatter.section("Examples"):
+                for one in lines:
+                    formatter.write(f"{'':{formatter.current_indent}}{one}\n")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known = [name for one in self.get_params(ctx) for name in one.opts if name[:2] == "--"]

@@ -98,6 +98,11 @@ class Answer:
         return usable(self.groups) if self.groups else 0
 
     @property
+    def last_chunk(self) -> str | None:
+        """The name of the last usable chunk: pinned, it holds all before it."""
+        return self.groups[0].chunks[self.usable - 1].key.name if self.usable else None
+
+    @property
     def size(self) -> int:
         return self.groups[0].layout.chunk_tokens if self.groups else 0
 
@@ -153,13 +158,25 @@ def _reason(answer: Answer, gap: ChunkState) -> str:
     if gap.state != "absent" or others is None:
         return ""
     if gap.index == 0:
-        text = f"; of {others.others} other first chunks {others.with_extras} have extras"
-        return f"{text} (a salt, an adapter, an image)" if others.others else "; none is stored"
+        return f"; {_of_others(others, answer.size)}"
     if not others.others:
         return "; no stored chunk continues from there: never stored, or evicted"
     return (
         f"; {others.others} stored chunks continue differently: their tokens (or extras) differ "
         f"from the prompt's somewhere in {gap.key.start} to {gap.key.stop}"
+    )
+
+
+def _of_others(others: Continuations, size: int) -> str:
+    """What the other prompts say of a first chunk that is missing."""
+    if not others.others:
+        return "no prompt is stored here"
+    text = f"{others.others} other prompts are stored here. "
+    if not others.with_extras:
+        return f"{text}None has a salt, an adapter or an image: the first {size} tokens differ"
+    return (
+        f"{text}{others.with_extras} of them have a salt, an adapter or an image (--salt names a "
+        f"request's salt); of the rest the first {size} tokens differ"
     )
 
 
@@ -361,6 +378,7 @@ def _describe(answer: Answer) -> dict[str, object]:
         "key": answer.seal and answer.seal.key_id,
         "usable_chunks": answer.usable,
         "usable_tokens": answer.usable * answer.size,
+        "last_chunk": answer.last_chunk,
         "loads": {str(size): tokens for size, tokens in answer.loads.items()},
         "groups": [_describe_group(group) for group in answer.groups],
         "others": others and asdict(others),
@@ -400,8 +418,12 @@ def _describe_chunk(chunk: ChunkState) -> dict[str, object]:
 def _show_expected(expected: Expected, found: Sequence[Description]) -> None:
     identity = expected.identity
     there = any(one.name == identity.namespace for one in found)
-    told = "there" if there else "nothing is stored under that name"
-    lines = [("namespace", f"{identity.namespace[:SHORT]}, {told}")]
+    told = (
+        "is stored here"
+        if there
+        else ("is not stored here (normal: engines add settings to the identity)")
+    )
+    lines = [("namespace", f"{identity.namespace[:SHORT]} {told}")]
     lines += [("note", note) for note in expected.notes]
     if not any(one.identity is not None for one in found):
         lines.append(("nearest", "no namespace describes its model"))
@@ -429,6 +451,9 @@ def _lines(answer: Answer) -> Iterator[tuple[str, str]]:
             yield chunk.state, _chunk(chunk)
             for reason in chunk.reasons:
                 yield "", reason
+    if answer.last_chunk is not None:
+        name = answer.last_chunk[:SHORT]
+        yield "last chunk", f"{name}; `vua pin DIR {name}` keeps it and all before it"
     yield "verdict", verdict(answer)
 
 

@@ -25,9 +25,12 @@ import click
 import numpy as np
 import numpy.typing as npt
 
+from vua.capacity.hit_density import Request
 from vua.capacity.prefix_tree import PrefixTree
+from vua.capacity.use_log import UseLog
 from vua.catalog.base import Catalog, Content, Look
 from vua.catalog.opening import open_catalog
+from vua.cli.advise import worth
 from vua.cli.command import command, duration_s
 from vua.cli.output import (
     SHORT,
@@ -249,6 +252,11 @@ _WINDOWS_S: Final = (60, 3600, 86_400)
 _REST: Final = 5
 """Seconds of rest per second of a look."""
 _AGES_S: Final = (60, 3600, 86_400, 7 * 86_400)
+_WORTH_S: Final = (86_400, 7 * 86_400)
+"""The windows of the page's headline: a day and a week."""
+_BETWEEN_WORTHS_S: Final = 60.0
+_PINS: Final = 20
+"""That the page names."""
 
 
 def between_looks_s(said: float | None, catalog: Catalog, usual_s: float) -> float:
@@ -415,9 +423,12 @@ class _Seen:
 
 
 def watch(directory: str, talk: Talk) -> None:
-    """Look until the server ends. Sends "usage", "views", "look", "progress" and "problem"."""
+    """Look until the server ends.
+
+    Sends "usage", "views", "look", "worth", "progress" and "problem".
+    """
     seen: dict[str, _Seen] = {}
-    first = True
+    log, first = _Log(), True
     while True:
         began_s, least_s = time.monotonic(), _INTERVAL_S
         try:
@@ -425,10 +436,37 @@ def watch(directory: str, talk: Talk) -> None:
             least_s = catalog.look_s or _INTERVAL_S
             _look(catalog, seen, talk, first=first)
             first = False
+            log.look(catalog, seen, talk)
         except (VUAError, OSError) as problem:
             talk.tell("problem", plain(str(problem)))
         took_s = time.monotonic() - began_s
         talk.wait(max(least_s, _REST * took_s))
+
+
+class _Log:
+    """The requests of engines, as far as the directory's log goes."""
+
+    def __init__(self) -> None:
+        self._log: UseLog | None = None
+        self._requests: list[Request] = []
+        self._next_s = 0.0
+
+    def look(self, catalog: Catalog, seen: Mapping[str, _Seen], talk: Talk) -> None:
+        """Tell what the cache was worth, once a minute; nothing of a bucket, which has no log."""
+        if time.monotonic() < self._next_s or catalog.look_s is not None:
+            return
+        self._next_s = time.monotonic() + _BETWEEN_WORTHS_S
+        self._log = self._log or catalog.use_log()
+        self._requests += self._log.read()
+        now_s = max([time.time(), *(one.time_s for one in self._requests[-1:])])
+        self._requests = [one for one in self._requests if one.time_s >= now_s - _WORTH_S[-1]]
+        chunks = sum(len(one.tree.names) for one in seen.values())
+        nbytes = sum(int(one.tree.nbytes.sum()) for one in seen.values())
+        use = catalog.quick_use()
+        most = None if use is None else use.limits["max_bytes"]
+        room = int(most / nbytes * chunks) if most and nbytes else chunks
+        found = worth(self._requests, max(1, room), now_s, _WORTH_S)
+        talk.tell("worth", [one._asdict() for one in found])
 
 
 def _look(catalog: Catalog, seen: dict[str, _Seen], talk: Talk, *, first: bool) -> None:
@@ -507,11 +545,19 @@ def _view(catalog: Catalog, description: Description, now: _Seen) -> View:
     summary = {
         **_summary(content),
         "pinned": int(tree.pinned.sum()),
+        "pins": _pins(tree),
         "unreachable": runs.unreachable,
         "prompts": len(runs.beginnings),
         "ages": now.ages,
     }
     return View(summary, tree, runs)
+
+
+def _pins(tree: PrefixTree) -> list[str]:
+    """Name the last chunk of each pinned prompt: a pin holds all chunks before it, too."""
+    pinned = np.flatnonzero(tree.pinned)
+    inside = tree.parent[pinned[tree.parent[pinned] != pinned]]
+    return [tree.name(int(at)) for at in np.setdiff1d(pinned, inside)[:_PINS]]
 
 
 def _ages(tree: PrefixTree) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,8 +19,9 @@ import torch
 
 from commands import TOKENS, CliTest, run, run_json, verbs
 from helpers import caches_of, flip, read_only, swap
-from vua import __version__
+from vua import __version__, cli
 from vua.cli import output as text
+from vua.cli.command import EXAMPLES
 from vua.core import VUA, VUAConfig
 
 
@@ -464,6 +466,21 @@ class TestCommand(CliTest):
                 os.seteuid(65534)
             for command in ("ls", "verify"):
                 self.assertEqual((2, ""), run(command, closed)[:2])
+
+    def test_examples(self) -> None:
+        """Each command's help ends with lines that it takes."""
+        self.assertEqual(verbs(), EXAMPLES.keys())
+        for name, lines in EXAMPLES.items():
+            shown = run(name, "--help")[1]
+            for line in lines:
+                with self.subTest(line):
+                    self.assertIn(f"\n  {line}\n", shown)
+                    self.assertLessEqual(len(line), 78)
+                    words = shlex.split(line[line.index("vua ") :].rstrip(')"'))
+                    with cli.vua.make_context("vua", words[1:]) as context:
+                        found, command, more = cli.vua.resolve_command(context, words[1:])
+                        assert command is not None
+                        command.make_context(found, more, parent=context)
 
     def test_light(self) -> None:
         """The command needs no torch and no engine."""

@@ -14,9 +14,11 @@ from typing import Any
 
 from commands import CliTest, run, run_json
 from helpers import write_log
+from vua.capacity.hit_density import Request
 from vua.capacity.limits import Limits, write_bounds
 from vua.capacity.usage import measure
 from vua.capacity.use_log import UseLog
+from vua.cli.advise import Worth, worth
 from vua.storage.mark import UPKEEP, USES
 
 
@@ -28,6 +30,35 @@ def chunk(*place: int) -> str:
 PROMPTS = [[chunk(number, 0), chunk(number, 1)] for number in range(4)]
 TWICE_EACH = [PROMPTS[at // 2 % 4] for at in range(400)]
 """Each prompt is asked for twice, then the next one."""
+
+
+class TestWorth(unittest.TestCase):
+    """What the page of `vua ui` says of a day and a week."""
+
+    def test_counted_by_hand(self) -> None:
+        """Found: what was asked for before, also before the window; windows end now."""
+        now, day = 1e9, 86_400.0
+        prompts = [(now - 3 * day, [1, 2]), (now - 2 * day, [1, 2, 3]), (now - 60, [1, 2]),
+                   (now - 30, [7]), (now - 20 * day, [9])]  # fmt: skip
+        requests = sorted(Request(time_s, chunks) for time_s, chunks in prompts)
+        found = worth(requests, 100, now, (day, 7 * day, 1.0))
+        self.assertEqual([Worth(day, 2, 3, 2), Worth(7 * day, 4, 8, 4), Worth(1.0, 0, 0, 0)], found)
+        self.assertEqual([Worth(day, 0, 0, 0)], worth([], 100, now, (day,)))
+
+    def test_room(self) -> None:
+        """Where one chunk has room, another prompt in between takes its place."""
+        requests = [Request(1.0 + n, [1 + n % 2]) for n in range(100)]
+        (small,), (large,) = (worth(requests, room, 200.0, (1e3,)) for room in (1, 2))
+        self.assertEqual((100, 98), (large.chunks, large.found_chunks))
+        self.assertLess(small.found_chunks, 60)
+
+    def test_sample(self) -> None:
+        """Of many chunks a sample is simulated, and its errors are small."""
+        names = [int(chunk(n)[:16], 16) for n in range(20_000)]
+        requests = [Request(1.0 + n, names[50 * (n % 400) :][:50]) for n in range(800)]
+        (found,) = worth(requests, 1 << 20, 1e4, (1e6,))
+        self.assertEqual(40_000, found.chunks)
+        self.assertAlmostEqual(0.5, found.found_chunks / found.chunks, delta=0.02)
 
 
 class TestAdvise(CliTest):

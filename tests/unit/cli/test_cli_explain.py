@@ -103,7 +103,7 @@ class TestPrefix(ExplainTest):
         """Another first chunk, no first chunk, and a prompt shorter than a chunk."""
         self.put(TOKENS)
         _, (one,) = self.ask([1] * 4)
-        self.assertIn("of 1 other first chunks 0 have extras", one["verdict"])
+        self.assertIn("1 other prompts are stored here. None has a salt", one["verdict"])
         _, (one,) = self.ask([1] * 3)
         self.assertIn("3 tokens are less than one chunk of 4", one["verdict"])
         shutil.rmtree(self.cache)

@@ -7,7 +7,7 @@ history.replaceState(null, "", location.pathname);
 const AGES = [["in the last minute", 60], ["hour", 3600], ["day", 86400], ["week", 604800], ["older", Infinity]];
 const COLOURS = ["#ff9d5c", "#ffcf70", "#a8dba8", "#8ec5e8", "#b9bfd0"];
 const ROW_PX = 24;
-const view = { overview: null, namespace: "", focus: "", boxes: [], version: -1, trees: 0 };
+const view = { box: null, overview: null, namespace: "", focus: "", boxes: [], version: -1, trees: 0 };
 
 async function ask(path, body) {
   const said = { headers: { Authorization: `Bearer ${sessionStorage.getItem("token") || ""}` } };
@@ -58,10 +58,29 @@ function ago(seconds) {
   return `${Math.round(age / length)} ${unit} ago`;
 }
 
-function complain(problem) {
-  $("problem").textContent = problem;
-  $("problem").hidden = !problem;
+// One line each for what is wrong with the server and with what was asked: one does not wipe out the other.
+const problems = { server: "", asked: "" };
+
+function complain(problem, where = "server") {
+  problems[where] = problem;
+  const text = [problems.server, problems.asked].filter(Boolean).join(" · ");
+  $("problem").textContent = text;
+  $("problem").hidden = !text;
 }
+
+function command(text) {
+  const made = make("div", undefined, "command");
+  const copy = button("copy", async () => {
+    await navigator.clipboard.writeText(text);
+    copy.textContent = "copied";
+    setTimeout(() => { copy.textContent = "copy"; }, 1500);
+  });
+  made.append(make("code", text), copy);
+  return made;
+}
+
+// A word of a shell, whatever the directory is called.
+const quoted = (text) => (/^[\w./:@%+-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
 // -- what is known of the whole directory -----------------------------------------------------
 
@@ -109,16 +128,77 @@ function showOverview() {
   $("namespaces").tBodies[0].replaceChildren(...namespaces.map((one) => {
     const name = button(one.namespace.slice(0, 12), () => { view.namespace = one.namespace; choose(""); });
     const model = one.description === "ok" ? one.model || "-" : `(${one.description} description)`;
-    const made = row([name], [model, "long"], [count(one.chunk_tokens), "n"], [count(one.chunks), "n"],
-      [size(one.nbytes), "n"], [count(one.prompts), "n"], [ago(one.newest_s)]);
+    const made = row([name], [model, "long"], [count(one.chunk_tokens), "n less"], [count(one.chunks), "n less"],
+      [size(one.nbytes), "n"], [count(one.prompts), "n less"], [ago(one.newest_s)]);
     made.ariaSelected = one.namespace === view.namespace;
     return made;
   }));
+  $("nothing").hidden = first || namespaces.length > 0;
+  if (!$("nothing").hidden && !$("begin").children.length) {
+    $("begin").append(command(`vua-vllm serve MODEL --vua-path ${quoted(overview.directory)}`), command(`vua doctor ${quoted(overview.directory)}`));
+  }
+  showWorth();
+  showToDo();
+  showPins();
   showAges();
   showLooks();
   showVerified();
   $("textual").hidden = !overview.tokenizer;
-  $("traffic").hidden = $("prefixes").hidden = overview.bucket;
+  for (const one of document.querySelectorAll(".full")) one.hidden = !$("nothing").hidden;
+  $("traffic").hidden = $("prefixes").hidden = overview.bucket || !namespaces.length;
+}
+
+function took(seconds) {
+  if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+  return seconds < 5400 ? `${Math.round(seconds / 60)} minutes` : `${(seconds / 3600).toFixed(1)} hours`;
+}
+
+function showWorth() {
+  const { worth, namespaces } = view.overview;
+  $("worthwhile").hidden = !worth || !namespaces.length;
+  if ($("worthwhile").hidden) return;
+  const largest = namespaces.reduce((one, other) => (other.nbytes > one.nbytes ? other : one));
+  const speed = Math.max(1, Number($("speed").value) || 5000);
+  const lines = worth.map((one) => {
+    const name = one.window_s > 86400 ? "7 days" : "24 hours";
+    if (!one.requests) return make("div", `Last ${name}: no request was logged.`);
+    const tokens = one.found_chunks * (largest.chunk_tokens || 64);
+    const made = make("div", `Last ${name}: ${count(one.requests)} requests asked for ${count(one.chunks)} chunks, about `);
+    made.append(make("strong", `${count(one.found_chunks)} found (${Math.round((100 * one.found_chunks) / Math.max(1, one.chunks))} %)`),
+      `: ${count(tokens)} tokens, `, make("strong", `${took(tokens / speed)} of prefill saved`), ".");
+    return made;
+  });
+  $("headline").replaceChildren(...lines);
+}
+
+function showToDo() {
+  const { directory, usage } = view.overview;
+  const place = quoted(directory);
+  const one = chosen();
+  const rows = [["see what more room would bring", `vua advise ${place}`],
+    [usage ? `set the limit (now ${size(usage.limits.max_bytes)}) for all engines` : "set a limit for all engines", `vua gc ${place} --max-bytes 500G --set`],
+    ["delete what was not used for 30 days", `vua ttl ${place} 30d && vua gc ${place}`],
+    ["find out why a prompt misses", `vua explain ${place} --prompt FILE --model MODELDIR`],
+    ["check every file", `vua verify ${place}`]];
+  if (view.box && view.box.name) rows.unshift(["keep the prompt up to the chosen box", `vua pin ${place} ${view.box.name.slice(0, 12)}`]);
+  if (one) rows.push([`delete ${one.model || "this namespace"}`, `vua rm ${place} ${one.namespace.slice(0, 12)} --dry-run`]);
+  const now = JSON.stringify(rows);
+  if ($("todo").dataset.rows === now) return; // a button that was just pressed stays
+  $("todo").dataset.rows = now;
+  $("todo").tBodies[0].replaceChildren(...rows.map(([what, text]) => row([what], [command(text)])));
+}
+
+function showPins() {
+  const { pins, pinned } = chosen() || {};
+  $("pinned").hidden = !pinned;
+  if (!pinned) return;
+  const place = quoted(view.overview.directory);
+  $("held").textContent = `${count(pinned)} chunks`;
+  const all = row(["all pins"], [command(`vua pin ${place}`)]);
+  const now = JSON.stringify([pins, pinned]);
+  if ($("pins").dataset.rows === now) return;
+  $("pins").dataset.rows = now;
+  $("pins").tBodies[0].replaceChildren(...pins.map((name) => row([`the prompt up to ${name.slice(0, 12)}: release it`], [command(`vua pin ${place} ${name.slice(0, 12)} --remove`)])), all);
 }
 
 function showAges() {
@@ -149,8 +229,10 @@ function showLooks() {
   });
   $("timeline").replaceChildren(...bars);
   const last = looks.at(-1);
-  $("rates").textContent = last ? `last look: ${last.new} new, ${last.used} used, ${last.gone} gone; highest bar: ${count(most)}` : "no second look yet";
-  $("timeline").ariaLabel = $("rates").textContent;
+  $("rates").textContent = last ? `last look: ${last.new} new, ${last.used} used, ${last.gone} gone` : "no second look yet";
+  $("most").textContent = last ? `${count(most)} chunks` : "";
+  $("since").textContent = last ? ago(looks[0].at_s) : "";
+  $("timeline").ariaLabel = `${$("rates").textContent}; the highest bar has ${count(most)} chunks`;
 }
 
 // -- the tree ---------------------------------------------------------------------------------
@@ -176,7 +258,10 @@ async function showTree() {
 }
 
 function drawn(box, at, hottest) {
-  const made = make("div", box.name ? box.name.slice(0, 8) : "", box.name ? "" : "rest");
+  const tokens = (chosen() || {}).chunk_tokens || 0;
+  const px = box.width * $("tree").clientWidth;
+  const label = [px > 80 && `${count((box.place + box.own_chunks) * tokens)} tokens`, px > 150 && size(box.nbytes)].filter(Boolean).join(", ");
+  const made = make("div", box.name ? label : "", box.name ? "" : "rest");
   const heat = `color-mix(in srgb, #ff8a3d ${(100 * box.uses) / hottest}%, #b9bfd0)`;
   const age = COLOURS[AGES.findIndex((one) => view.overview.now_s - box.last_used_s <= one[1])];
   Object.assign(made.style, {
@@ -190,6 +275,7 @@ function drawn(box, at, hottest) {
   made.dataset.at = at;
   made.dataset.key = `${box.name}/${box.name ? "" : box.above}`;
   made.onfocus = made.onmouseenter = () => { $("detail").textContent = words(box); };
+  made.addEventListener("focus", () => { view.box = box; showToDo(); });
   made.onclick = () => box.name && choose(box.name);
   return made;
 }
@@ -204,13 +290,14 @@ function words(box) {
 
 function list(id, boxes) {
   const tokens = (chosen() || {}).chunk_tokens || 0;
-  const head = row(["prefix"], ["tokens to", "n"], ["chunks", "n"], ["size", "n"], ["uses seen", "n"], ["last used"]);
-  $(id).tBodies[0].replaceChildren(head, ...boxes.map((box) => row([button(box.name.slice(0, 12), () => choose(box.name))],
-    [count((box.place + box.own_chunks) * tokens), "n"], [count(box.chunks), "n"], [size(box.nbytes), "n"], [count(box.uses), "n"], [ago(box.last_used_s)])));
+  const head = row(["prefix"], ["tokens to", "n"], ["chunks", "n less"], ["size", "n"], ["uses seen", "n less"], ["last used"]);
+  $(id).tBodies[0].replaceChildren(head, ...boxes.slice(0, 10).map((box) => row([button(box.name.slice(0, 12), () => choose(box.name))],
+    [count((box.place + box.own_chunks) * tokens), "n"], [count(box.chunks), "n less"], [size(box.nbytes), "n"], [count(box.uses), "n less"], [ago(box.last_used_s)])));
 }
 
 async function choose(name) {
   view.focus = name;
+  view.box = view.boxes.find((one) => one.name === name) || null;
   showOverview();
   await guarded(showTree);
 }
@@ -245,7 +332,16 @@ function walk(event) {
 
 async function explain() {
   const said = { tokens: $("tokens").value, text: $("text").value, salt: $("salt").value };
-  const answer = await ask("explain", said);
+  let answer;
+  try {
+    if (!said.tokens.trim() && !said.text.trim()) throw new Error("paste the prompt's token ids first, for example 1 2 3");
+    answer = await ask("explain", said);
+  } catch (problem) {
+    if (problem instanceof TypeError) throw problem;
+    const hint = view.overview.tokenizer ? "" : ". To paste text, start `vua ui` with --tokenizer MODELDIR";
+    $("answers").replaceChildren(make("p", `${problem.message}${hint}`, "bad"));
+    return;
+  }
   $("answers").replaceChildren(make("p", `${count(answer.tokens)} tokens`), ...answer.namespaces.flatMap((one) => [
     make("h3", `${one.namespace.slice(0, 12)} ${one.identity ? one.identity.name || one.identity.model : ""}`),
     make("p", one.verdict, one.usable_chunks ? "good" : "mild"),
@@ -254,6 +350,9 @@ async function explain() {
 
 async function showHealth() {
   const found = await ask("health");
+  const bad = found.find((one) => one.level === "bad");
+  $("why").textContent = bad ? bad.text : "";
+  $("how").hidden = $("begin").hidden = Boolean(bad);
   $("health").tBodies[0].replaceChildren(...found.map((one) => row([one.level, { ok: "good", note: "mild", bad: "bad" }[one.level]], [one.name], [one.text, "long"])));
 }
 
@@ -272,12 +371,13 @@ function showVerified() {
 
 // -- the page ---------------------------------------------------------------------------------
 
-async function guarded(work) {
+async function guarded(work, where = "asked") {
   try {
     await work();
+    if (where !== "server") complain("", where); // what the server tells is shown by `showOverview`
     return true;
   } catch (problem) {
-    complain(problem instanceof TypeError ? `no answer: is \`vua ui\` still running? (${problem.message})` : problem.message);
+    complain(problem instanceof TypeError ? `no answer: is \`vua ui\` still running? (${problem.message})` : problem.message, where);
     return false;
   }
 }
@@ -290,7 +390,7 @@ async function poll() {
       view.version = view.overview.version;
       await showTree();
     }
-  });
+  }, "server");
   setTimeout(poll, well ? 1000 : 5000);
 }
 
@@ -306,6 +406,8 @@ $("theme").onclick = () => {
   localStorage.setItem("theme", document.documentElement.classList.contains("dark") ? "light" : "dark");
   theme(kept() === "dark");
 };
+$("speed").value = localStorage.getItem("speed") || 5000;
+$("speed").oninput = () => { localStorage.setItem("speed", $("speed").value); showWorth(); };
 $("tree").onkeydown = walk;
 $("by").onchange = $("colour").onchange = () => guarded(showTree);
 $("explain").onsubmit = (event) => { event.preventDefault(); guarded(explain); };
