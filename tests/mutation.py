@@ -148,7 +148,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "nobody is told of a chunk that cannot be loaded",
         "vua/connector/group_transfer.py",
-        "self.watch.gone(keys[0].prefix_hash, self.shard)",
+        "self.watch.gone(key.prefix_hash, self.shard)",
         "pass",
     ),
     Named(

@@ -488,7 +488,7 @@ class DeviceGroupTransfer(GroupTransfer):
         gds = self.gds
         sealed = self.store.keyring.seals(keys[0].tenant)  # what is sealed is opened on the host
         if gds is None or gds.mover is None or sealed:
-            return "pinned", self._loader(buffer).load(keys, believed)
+            return "pinned", self.files.read(buffer, keys, believed)
         mover, memory = gds.mover, buffer.device_bytes
         if buffer not in self._attached:
             self._attached.add(buffer)
@@ -499,7 +499,7 @@ class DeviceGroupTransfer(GroupTransfer):
             nbytes = chunks * self.shard.payload_nbytes(self.group.layout)
             return "gds", Loaded(chunks, nbytes)
         # One file the other way. That one judges: missing, foreign, corrupt, or right after all.
-        loaded = self._loader(buffer).load(keys[:1], believed)
+        loaded = self.files.read(buffer, keys[:1], believed)
         if loaded.chunks:
             self._stats.add("vua_gds_fallbacks_total")
             if wrong:

@@ -12,7 +12,8 @@ bucket or not in order is left to the way through a buffer. See docs/decisions/0
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
@@ -27,7 +28,7 @@ from vua.device.buffers import StagingBuffer, StagingPool
 from vua.device.cpu_pages import PagedKV
 from vua.device.gds import Gds
 from vua.device.paged import PagedCache, StatePages
-from vua.device.staging import Fence
+from vua.device.staging import DeviceBuffer, Fence
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import MemoryMap, Shard
 from vua.io.pool import Job
@@ -35,7 +36,7 @@ from vua.io.posix import machine_memory_nbytes
 from vua.serdes import DTYPES
 from vua.storage.bucket_cost import REQUESTS_AT_ONCE
 from vua.storage.location import is_url
-from vua.store.store import Loader, Store
+from vua.store.store import Loaded, Loader, Store
 from vua.store.writer import EntryWriter
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "GroupTransfer",
     "PageLayouts",
     "Rank",
+    "ShardFiles",
     "Tables",
     "load_chunks",
     "save_limit",
@@ -99,6 +101,7 @@ take a round trip of its own."""
 _BUCKET_BUFFER_NBYTES: Final = 64 << 20
 """The most memory for these chunks."""
 
+Buffer: TypeAlias = StagingBuffer | DeviceBuffer
 Tables: TypeAlias = Mapping[str, int]
 """The engine's cache group of each layer, by name."""
 BlockTables: TypeAlias = Sequence[Sequence[int]]
@@ -164,10 +167,118 @@ def load_chunks(config: ConnectorConfig, chunk_nbytes: int) -> int:
     return chunks
 
 
+class ShardFiles:
+    """The files of one shard in one store: read into buffers, and written from them.
+
+    Each buffer has a reader of its own, for the thread that holds the buffer. Safe for threads.
+    """
+
+    def __init__(self, store: Store, shard: Shard) -> None:
+        self.store, self._shard = store, shard
+        self._loaders: dict[Buffer, Loader] = {}
+        self._savers: dict[tuple[int, str], list[EntryWriter]] = {}
+        """Those that no thread uses, by their memory and the name that they write in."""
+        self._dtype = DTYPES[store.layout.dtype]
+
+    def read(
+        self, buffer: Buffer, keys: Sequence[ChunkKey], believed: Container[bytes] | None = None
+    ) -> Loaded:
+        """Read leading chunks into a buffer, and verify them."""
+        return self._loader(buffer).load(keys, believed)
+
+    def _loader(self, buffer: Buffer) -> Loader:
+        loader = self._loaders.get(buffer)
+        if loader is None:
+            loader = self._loaders[buffer] = Loader(self.store, buffer.memory, target=self._shard)
+        return loader
+
+    def load_run(
+        self,
+        buffer: StagingBuffer,
+        keys: Sequence[ChunkKey],
+        job: Job[Any],
+        scatter: Callable[[int], None],
+        *,
+        ready: Callable[[], None] = lambda: None,
+        believed: Container[bytes] | None = None,
+    ) -> Loaded:
+        """Read leading chunks into a buffer, and ``scatter`` so many while the job is wanted.
+
+        ``ready`` returns when that may be. Of a job that is not wanted any more nothing counts as
+        loaded.
+        """
+        loaded = self._loader(buffer).load(keys, believed)
+        job.progress()
+        ready()
+        with job.use() as wanted:
+            if not wanted:  # the blocks may be another request's by now
+                return Loaded(0, 0)
+            if loaded.chunks:
+                scatter(loaded.chunks)
+        return loaded
+
+    def weed(
+        self,
+        buffer: Buffer,
+        keys: Sequence[ChunkKey],
+        reason: str | None,
+        chunks: int,
+        job: Job[Any],
+        *,
+        goes_on: Callable[[], bool] = lambda: True,
+        gone: Callable[[ChunkKey], None] = lambda _: None,
+        believed: Container[bytes] | None = None,
+    ) -> None:
+        """Tell that the first of these chunks is ``gone``, for ``reason``; read what follows it.
+
+        What else is damaged is then out of sight before the recomputed chunks are saved; otherwise
+        each load would find, and heal, only one. After an error nothing is known to be gone; what a
+        writer wrote who is not believed is there. ``chunks`` at a time are read while it
+        ``goes_on``.
+        """
+        while reason not in ("error", "writer"):
+            if reason is not None:
+                gone(keys[0])
+                keys = keys[1:]
+            if not (keys and goes_on()):
+                return
+            loaded = self.read(buffer, keys[:chunks], believed)
+            job.progress()
+            keys, reason = keys[loaded.chunks :], loaded.reason
+
+    @contextlib.contextmanager
+    def saver(self, memory: MemoryMap, writer: str) -> Iterator[EntryWriter]:
+        """Yield what saves the shard from ``memory`` in the name of ``writer``, for one thread."""
+        savers = self._savers.setdefault((id(memory), writer), [])
+        try:
+            saver = savers.pop()
+        except IndexError:
+            saver = EntryWriter(self.store, memory, shard=self._shard, writer=writer)
+        yield saver
+        savers.append(saver)
+
+    def tensors(self, buffer: Buffer, place: int) -> list[torch.Tensor]:
+        """Return K, and V where there is one, of one chunk in a buffer's memory.
+
+        ``[heads, layers, tokens, dim]`` each, of the cache's dtype.
+        """
+        return [
+            torch.from_numpy(data).view(self._dtype).view(shape)
+            for data, shape in buffer.arrays(place)
+        ]
+
+    def leading(self, buffer: StagingBuffer, chunks: int) -> list[torch.Tensor]:
+        """Return :meth:`tensors` of leading chunks at once, ``[chunks, ...]``."""
+        return [
+            torch.from_numpy(rows[:chunks]).view(self._dtype).view(chunks, *shape)
+            for rows, shape in buffer.rows()
+        ]
+
+
 class GroupTransfer:
     """One group's files, buffers, and its layers in the engine's memory, on one rank."""
 
-    store: Store
+    files: ShardFiles
     """There once :meth:`reopen` was called; nothing is moved before."""
     gds: Gds | None = None
     """What may read files straight into GPU memory."""
@@ -201,10 +312,7 @@ class GroupTransfer:
         self.save_buffers: Any = StagingPool(
             layout, self.shard, chunks=1, limit=self.save_limit, adjoining=True
         )
-        self._loader_of: dict[Any, Loader] = {}
         self._cached: list[CachedLoads] = []
-        """Those that no thread uses."""
-        self._savers: list[EntryWriter] = []
         """Those that no thread uses."""
         self._places: list[tuple[int, slice, PagedKV | StatePages]] = []
         """Where layers lie: (cache group, which of this rank's layers, the pages)."""
@@ -240,14 +348,14 @@ class GroupTransfer:
         pages = layouts.host_pages(self.group, caches, self._model.block_sizes[table])
         self._places.append((table, layers, pages))
 
-    def name_writer(self, writer: str) -> None:
-        """Write in this name from now on."""
-        self.writer, self._savers = writer, []
+    @property
+    def store(self) -> Store:
+        """What chunks are loaded from, and stored in."""
+        return self.files.store
 
     def reopen(self, store: Store) -> None:
         """Use a store from now on; what is running goes on with the one it began with."""
-        self.store, self._loader_of, self._savers = store, {}, []
-        self._cached = []
+        self.files, self._cached = ShardFiles(store, self.shard), []
 
     # What blocks in GPU memory need, see `vua.connector.device_transfer`; nothing on the CPU.
 
@@ -292,7 +400,13 @@ class GroupTransfer:
                     buffer, path = buffer or self.load_buffers.take(), "slab"
                     if buffer is None:
                         return reached, "unable"
-                    done, reason = self._load_by(buffer, part, at, job, ready)
+                    keys, order = part.keys[at : at + buffer.chunks], job.what
+                    scatter = partial(self._scatter, buffer, keys, part, order)
+                    loaded = self.files.load_run(
+                        *(buffer, keys, job, scatter), ready=ready, believed=order.believed
+                    )
+                    done, reason = loaded.chunks, loaded.reason
+                    self._weed(buffer, part.keys[at + done :], reason, job)
                 job.progress()
                 if done:
                     at += done
@@ -317,38 +431,17 @@ class GroupTransfer:
             return None
         return CachedLoads.of(self.store, self.shard, pages, table)
 
-    def _load_by(
+    def _scatter(
         self,
         buffer: StagingBuffer,
+        keys: Sequence[ChunkKey],
         part: GroupLoad,
-        at: int,
-        job: Job[LoadOrder],
-        ready: Callable[[], None],
-    ) -> tuple[int, str | None]:
-        """Load some chunks by way of a buffer; return how many, and why they are the last."""
-        keys = part.keys[at : at + buffer.chunks]
-        loaded = self._loader(buffer).load(keys, job.what.believed)
-        job.progress()
-        ready()
-        with job.use() as wanted:
-            if not wanted:
-                return 0, None
-            if loaded.chunks:
-                self._scatter(buffer, keys[: loaded.chunks], part, job.what)
-        if loaded.reason is not None:
-            self._weed(buffer, part.keys[at + loaded.chunks :], loaded.reason, job)
-        return loaded.chunks, loaded.reason
-
-    def _scatter(
-        self, buffer: StagingBuffer, keys: Sequence[ChunkKey], part: GroupLoad, order: LoadOrder
+        order: LoadOrder,
+        chunks: int,
     ) -> None:
-        """Bring chunks from the buffer into their blocks."""
-        start, stop = max(keys[0].start, part.start), min(keys[-1].stop, part.stop)
-        skip, dtype = start - keys[0].start, DTYPES[self.group.layout.dtype]
-        arrays = [
-            torch.from_numpy(rows[: len(keys)]).view(dtype).view(len(keys), *shape)
-            for rows, shape in buffer.rows()
-        ]
+        """Bring leading chunks from the buffer into their blocks."""
+        start, stop = max(keys[0].start, part.start), min(keys[chunks - 1].stop, part.stop)
+        skip, arrays = start - keys[0].start, self.files.leading(buffer, chunks)
         for table, layers, pages in self._places:
             k, *rest = (array[:, :, layers] for array in arrays)
             v = rest[0] if rest else None
@@ -361,56 +454,27 @@ class GroupTransfer:
         reason: str | None,
         job: Job[LoadOrder],
     ) -> None:
-        """Tell that the first of these chunks is gone, for ``reason``; read what follows it, too.
+        if reason is None:
+            return
+        self.files.weed(
+            *(buffer, keys, reason, self.load_buffers.chunks, job),
+            goes_on=lambda: job.wanted,
+            gone=self._tell_gone,
+            believed=job.what.believed,
+        )
 
-        What else is damaged is then out of sight before the recomputed chunks are saved; otherwise
-        each run would find, and heal, only one. After an error nothing is known to be gone; what a
-        writer wrote who is not believed is there.
-        """
-        while reason not in ("error", "writer"):
-            if reason is not None:
-                if self.watch is not None:
-                    self.watch.gone(keys[0].prefix_hash, self.shard)
-                keys = keys[1:]
-            if not (keys and job.wanted):
-                return
-            run = keys[: self.load_buffers.chunks]
-            loaded = self._loader(buffer).load(run, job.what.believed)
-            job.progress()
-            keys, reason = keys[loaded.chunks :], loaded.reason
-
-    def _loader(self, buffer: Any) -> Loader:  # noqa: ANN401
-        """Return what loads into a buffer, for who holds it."""
-        loader = self._loader_of.get(buffer)
-        if loader is None:
-            loader = self._loader_of[buffer] = Loader(self.store, buffer.memory, target=self.shard)
-        return loader
-
-    @contextlib.contextmanager
-    def saver(self, store: Store) -> Iterator[EntryWriter]:
-        """Yield what saves this rank's shard from the buffers, for one thread.
-
-        Chunk places are the buffers' numbers.
-        """
-        savers, writer = self._savers, self.writer
-        try:
-            saver = savers.pop()
-        except IndexError:
-            saver = None
-        if saver is None or saver.store is not store:
-            memory = self.save_buffers.memory
-            saver = EntryWriter(store, memory, shard=self.shard, writer=writer)
-        yield saver
-        savers.append(saver)
+    def _tell_gone(self, key: ChunkKey) -> None:
+        if self.watch is not None:
+            self.watch.gone(key.prefix_hash, self.shard)
 
     def gather(
         self, buffers: Sequence[Any], keys: Sequence[ChunkKey], tables: Sequence[BlockTables]
     ) -> None:
         """Copy chunks out of their prompts' blocks, each to a buffer; ``tables`` of each prompt."""
         for buffer, key, block_ids in zip(buffers, keys, tables, strict=True):
-            k, v = self._tensors(buffer, 0)
+            k, *rest = self.files.tensors(buffer, 0)
             for table, layers, pages in self._places:
-                v_part = None if v is None else v[:, layers]
+                v_part = rest[0][:, layers] if rest else None
                 count = key.stop - key.start
                 pages.gather(block_ids[table], key.start, count, k[:, layers], v_part)
 
@@ -419,13 +483,4 @@ class GroupTransfer:
 
         ``[heads, layers, tokens, dim]`` each, of the cache's dtype, in the buffer's memory.
         """
-        return [array for array in self._tensors(buffer, 0) if array is not None]
-
-    def _tensors(
-        self, buffer: StagingBuffer, place: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        dtype = DTYPES[self.group.layout.dtype]
-        arrays = [
-            torch.from_numpy(data).view(dtype).view(shape) for data, shape in buffer.arrays(place)
-        ]
-        return arrays[0], arrays[1] if len(arrays) == 2 else None
+        return self.files.tensors(buffer, 0)

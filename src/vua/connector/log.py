@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-__all__ = ["ROOT", "logger"]
+__all__ = ["ROOT", "WarnOnce", "logger"]
 
 ROOT: Final = "vllm.vua"
 
@@ -19,3 +19,16 @@ ROOT: Final = "vllm.vua"
 def logger(part: str = "") -> logging.Logger:
     """Return the logger of a part of the connector: ``scheduler``, ``worker``, ``requests``..."""
     return logging.getLogger(f"{ROOT}.{part}" if part else ROOT)
+
+
+class WarnOnce:
+    """Logs a warning once for each cause."""
+
+    def __init__(self, to: logging.Logger) -> None:
+        self._log, self._causes = to, set[str]()
+
+    def __call__(self, cause: str, text: str) -> None:
+        """Warn of ``text``, unless there was a warning for ``cause`` before."""
+        if cause not in self._causes:
+            self._causes.add(cause)
+            self._log.warning("VUA: %s", text)

@@ -17,7 +17,7 @@ from vua.connector.adapters import Adapter
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
-from vua.connector.log import logger
+from vua.connector.log import WarnOnce, logger
 from vua.connector.media import Media
 from vua.connector.prefix_match import PrefixMatch, find
 from vua.connector.proved import Remembered, kind_of
@@ -185,7 +185,7 @@ class Lookups:
         self._pool = Pool[Lookup](
             2, "vua-lookup", timeout_s=config.timeouts.io_s, breaker=self._breaker, clock=clock
         )
-        self._warned: set[str] = set()
+        self._warn_once = WarnOnce(log)
 
     def ask(
         self,
@@ -319,8 +319,3 @@ class Lookups:
             chunk = feature.mm_position.offset // size
             extras.setdefault(chunk, []).append(("multimodal", name))
         return self._namespace.keys(token_ids(ids), extras, salt)
-
-    def _warn_once(self, cause: str, text: str) -> None:
-        if cause not in self._warned:
-            self._warned.add(cause)
-            log.warning("VUA: %s", text)

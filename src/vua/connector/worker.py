@@ -353,7 +353,7 @@ class WorkerSide:
             ]
             for side, before in zip(groups, self.groups, strict=True):
                 side.watch = before.watch
-                side.name_writer(before.writer)
+                side.writer = before.writer
                 if self._identity is not None:
                     side.reopen(before.store)
             self.groups = [*groups]
@@ -570,7 +570,7 @@ class WorkerSide:
         if orders.writer != self._writer:  # before what opens the first store
             self._writer = orders.writer
             for group in self.groups:
-                group.name_writer(orders.writer)
+                group.writer = orders.writer
         is_open = self._follow(orders.identity)
         for asked in orders.witnesses:
             if self._registered and current and is_open:

@@ -18,8 +18,8 @@ from typing import Any, Final
 
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
-from vua.connector.group_transfer import GroupTransfer
-from vua.connector.log import logger
+from vua.connector.group_transfer import GroupTransfer, ShardFiles
+from vua.connector.log import WarnOnce, logger
 from vua.connector.metadata import SaveOrder
 from vua.connector.metrics import Recorder
 from vua.connector.weights_watch import Memory
@@ -27,7 +27,6 @@ from vua.errors import StorageError
 from vua.format.keys import ChunkKey
 from vua.io.pool import Breaker, Job, Pool
 from vua.storage.base import FAILED, WRITTEN
-from vua.store.store import Store
 
 __all__ = ["WriteQueue", "WriterCount"]
 
@@ -113,7 +112,7 @@ class _Save:
     """Chunks of a prompt that follow each other, on their way to storage."""
 
     group: GroupTransfer
-    store: Store
+    files: ShardFiles
     """Taken when they are copied: after a reset they must not get into the new epoch."""
     keys: Sequence[ChunkKey]
     buffers: Sequence[Any]
@@ -128,7 +127,7 @@ class _Save:
         """Return some of them."""
         keys, buffers = self.keys[first:stop], self.buffers[first:stop]
         pin = self.pin and stop == len(self.keys)
-        return _Save(self.group, self.store, keys, buffers, self.proven, self.order, pin)
+        return _Save(self.group, self.files, keys, buffers, self.proven, self.order, pin)
 
     def free(self) -> None:
         """Give the buffers back; not while a write may still read them."""
@@ -186,7 +185,7 @@ class WriteQueue:
         self._open_orders: dict[int, int] = {}
         """By their numbers: how many of their chunks are under way."""
         self._ended: list[int] = []
-        self._warned: set[str] = set()
+        self._warn_once = WarnOnce(log)
 
     @property
     def pending(self) -> int:
@@ -306,10 +305,10 @@ class WriteQueue:
         for key, buffer in zip(keys, taken, strict=False):
             pin = order.hints.pin and buffer is taken[-1]  # holds those before it too
             before = saves.pop() if saves else None
-            save = _Save(group, group.store, [key], [buffer], proven, order, pin)
+            save = _Save(group, group.files, [key], [buffer], proven, order, pin)
             if before is not None and before.buffers[-1].number + 1 == buffer.number:
                 some, memory = [*before.keys, key], [*before.buffers, buffer]
-                save = _Save(group, group.store, some, memory, proven, order, pin)
+                save = _Save(group, group.files, some, memory, proven, order, pin)
             elif before is not None:
                 saves.append(before)
             saves.append(save)
@@ -413,13 +412,14 @@ class WriteQueue:
             elif not save.proven():
                 rest = "reset"
             else:
-                with save.group.saver(save.store) as saver:
+                memory, name = save.group.save_buffers.memory, save.group.writer
+                with save.files.saver(memory, name) as saver:
                     saver.ttl_s = save.order.hints.ttl_s
                     for statuses in saver.save_each(wanted, save.buffers[0].number):
                         good = takewhile(lambda one: one != FAILED, statuses)
                         outcomes += ["written" if one == WRITTEN else "present" for one in good]
                 outcomes += ["refused"] * (len(wanted) - len(outcomes))
-                capacity, rest = save.store.capacity, "dropped"
+                capacity, rest = save.files.store.capacity, "dropped"
                 if save.pin and len(wanted) == len(save.keys) and capacity is not None:
                     capacity.pin(wanted[-1].name)
         except StorageError as problem:
@@ -447,7 +447,7 @@ class WriteQueue:
     def _count_saves(self, save: _Save, outcomes: Sequence[str], seconds: float) -> None:
         group, written = save.group, outcomes.count("written")
         self._count_pending(-len(outcomes))
-        current = save.store is group.store  # not of an epoch that was left
+        current = save.files is group.files  # not of an epoch that was left
         for key, outcome in zip(save.keys, outcomes, strict=True):
             self._stats.add("vua_chunks_saved_total", label=outcome)
             if outcome not in ("written", "present", "dropped"):
@@ -468,8 +468,3 @@ class WriteQueue:
         with self._lock:
             self._pending += by
             self._stats.set("vua_pending_saves", self._pending, str(self._rank))
-
-    def _warn_once(self, cause: str, text: str) -> None:
-        if cause not in self._warned:
-            self._warned.add(cause)
-            log.warning("VUA: %s", text)

@@ -13,21 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
 from vua.connector.config import ConnectorConfig
-from vua.connector.group_transfer import load_chunks
-from vua.connector.log import logger
+from vua.connector.group_transfer import ShardFiles, load_chunks
+from vua.connector.log import WarnOnce, logger
 from vua.connector.metrics import Recorder
 from vua.device.buffers import StagingBuffer, StagingPool
 from vua.errors import StorageError
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
 from vua.io.pool import Breaker, Job, Pool
-from vua.serdes import DTYPES
 from vua.sglang.host_pages import HostPages
-from vua.store.store import Loader, Store
-from vua.store.writer import EntryWriter, process_writer
+from vua.store.store import Store
+from vua.store.writer import process_writer
 
 __all__ = ["Transfers"]
 
@@ -82,9 +79,8 @@ class Transfers:
             breaker=Breaker("saves", storage),
             late=self._save_is_late,
         )
-        self._loader_of: dict[StagingBuffer, Loader] = {}
-        self._writer_of: dict[StagingBuffer, EntryWriter] = {}
-        self._warned: set[str] = set()
+        self._files = ShardFiles(store, shard)
+        self._warn_once = WarnOnce(log)
 
     def close(self) -> None:
         """Stop the threads; waits for no storage that hangs."""
@@ -131,56 +127,31 @@ class Transfers:
         self._stats.add("vua_load_stops_total", label="timeout")
 
     def _read(self, job: Job[_Work]) -> None:
-        work = job.what
-        try:
-            loader = self._loader_of.get(work.buffer)
-            if loader is None:
-                loader = Loader(self.store, work.buffer.memory, target=self.shard)
-                self._loader_of[work.buffer] = loader
-            self._fill(job, loader)
-        finally:
-            self._load_buffers.give_back(work.buffer)  # not earlier: a hanging read may write to it
-
-    def _fill(self, job: Job[_Work], loader: Loader) -> None:
         """Load, and copy into the pool while somebody waits for it."""
         work, done, reason = job.what, 0, "error"
+
+        def scatter(chunks: int) -> None:
+            nonlocal done
+            if work.proven():
+                self._pages.scatter(work.pages[:chunks], self._files.leading(work.buffer, chunks))
+                done = chunks
+
         try:
-            loaded = loader.load(work.keys)
-            with job.use() as wanted:
-                if wanted and work.proven():
-                    self._scatter(work, loaded.chunks)
-                    done = loaded.chunks
+            loaded = self._files.load_run(work.buffer, work.keys, job, scatter)
             reason = loaded.reason or ("" if done == len(work.keys) else "reset")
             self._stats.add("vua_loaded_bytes_total", loaded.nbytes, "slab")
         except Exception:
             log.exception("a load failed")
-        if job.settle(well=reason != "error"):
-            if reason:
-                self._stats.add("vua_load_stops_total", label=reason)
-            job.tell(done)
-            if reason not in ("", "error", "reset"):
-                self._weed(job, loader, [*work.keys[done + 1 :], *work.behind])
-
-    def _scatter(self, work: _Work, chunks: int) -> None:
-        if chunks:
-            dtype = DTYPES[self.store.layout.dtype]
-            arrays = [
-                torch.from_numpy(rows[:chunks]).view(dtype).view(chunks, *shape)
-                for rows, shape in work.buffer.rows()
-            ]
-            self._pages.scatter(work.pages[:chunks], arrays)
-
-    def _weed(self, job: Job[_Work], loader: Loader, keys: Sequence[ChunkKey]) -> None:
-        """Read what follows a bad chunk too, so that all damage is out of sight soon.
-
-        The prompt is computed and saved next; what is still there then would not be written anew.
-        """
-        while keys:
-            loaded = loader.load(keys[: self.chunks])
-            job.progress()
-            if loaded.reason == "error":
-                return
-            keys = keys[loaded.chunks + (loaded.reason is not None) :]
+        try:
+            if job.settle(well=reason != "error"):
+                if reason:
+                    self._stats.add("vua_load_stops_total", label=reason)
+                job.tell(done)
+                if reason not in ("", "error", "reset"):
+                    rest = [*work.keys[done:], *work.behind]
+                    self._files.weed(work.buffer, rest, reason, self.chunks, job)
+        finally:
+            self._load_buffers.give_back(work.buffer)  # not earlier: a hanging read may write to it
 
     # -- saves --------------------------------------------------------------------------------
 
@@ -205,7 +176,7 @@ class Transfers:
             self._stats.add("vua_chunks_saved_total", len(keys), "paused")
             return 0
         for place, page in enumerate(pages):
-            self._pages.gather(page, self._arrays(buffer, place))
+            self._pages.gather(page, self._files.tensors(buffer, place))
         work = _Work(keys, pages, buffer, proven)
         return self._result(self._saves, self._write, work, self._save_buffers)
 
@@ -214,28 +185,14 @@ class Transfers:
             self._save_buffers.give_back(job.what.buffer)
         self._count(job.what, 0, "timeout")
 
-    def _arrays(self, buffer: StagingBuffer, place: int) -> list[torch.Tensor]:
-        dtype = DTYPES[self.store.layout.dtype]
-        return [
-            torch.from_numpy(data).view(dtype).view(shape) for data, shape in buffer.arrays(place)
-        ]
-
     def _write(self, job: Job[_Work]) -> int:
         work, done, written, outcome = job.what, 0, 0, "error"
         try:
-            writer = self._writer_of.get(work.buffer)
-            if writer is None:
-                writer = EntryWriter(
-                    self.store,
-                    work.buffer.memory,
-                    shard=self.shard,
-                    writer=process_writer("sglang"),
-                )
-                self._writer_of[work.buffer] = writer
             if work.proven():
-                written = writer.save_all(work.keys)
+                with self._files.saver(work.buffer.memory, process_writer("sglang")) as saver:
+                    written = saver.save_all(work.keys)
                 done, outcome = len(work.keys), "present"
-                if writer.refused:
+                if saver.refused:
                     done, outcome = written, "refused"
             else:
                 outcome = "reset"
@@ -278,8 +235,3 @@ class Transfers:
             return int(job.result())
         except Exception:  # noqa: BLE001 - overdue, or in the log already
             return 0
-
-    def _warn_once(self, cause: str, text: str) -> None:
-        if cause not in self._warned:
-            self._warned.add(cause)
-            log.warning("VUA: %s", text)
