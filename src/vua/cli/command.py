@@ -119,7 +119,7 @@ COMMANDS: Final[dict[str, click.Command]] = {}
 _NAME: Final = re.compile("[0-9a-f]{6,64}")
 _NUMBER: Final = re.compile(r"[0-9.e+]+[smhdw]?|inf|nan", re.IGNORECASE)
 EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
-    "ls": ("vua ls /mnt/kv --sort size",),
+    "ls": ("vua ls /mnt/kv --sort size", "vua ls /mnt/kv --model qwen --sort prompt"),
     "inspect": ("vua inspect /mnt/kv/1cbb*/4f/4f90*/*.safetensors",),
     "verify": ("vua verify /mnt/kv --repair", "vua verify s3://bucket/kv --sample 10%"),
     "top": ("vua top /mnt/kv --interval 10s",),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import click
 
+from vua.capacity.prefix_tree import PrefixTree
 from vua.catalog.base import Content, Item
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
@@ -17,7 +18,7 @@ from vua.errors import ConfigError
 
 __all__ = ["SORTS", "Listing", "ls"]
 
-SORTS: Final = ("name", "size", "newest")
+SORTS: Final = ("name", "size", "newest", "prompt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,8 @@ class Listing(Report):
     strays: Sequence[str]
     """Names and paths of files that are not VUA's."""
     long: bool
+    places: Mapping[str, int] | None = None
+    """By chunk, how many chunks are before it in its prompt; in the order of prompts."""
 
     def describe(self) -> object:
         namespaces = [_describe(one, long=self.long) for one in self.contents]
@@ -48,7 +51,7 @@ class Listing(Report):
             head = ["namespace", "model", "dtype", " chunk", " chunks", " files", " size", "newest"]
             table(head, [_row(one) for one in self.contents])
         for one in self.contents if self.long else ():
-            _show_chunks(one)
+            _show_chunks(one, self.places)
         print_strays(self.strays)
 
 
@@ -87,7 +90,7 @@ def _row(content: Content) -> list[object]:
     ]
 
 
-def _show_chunks(content: Content) -> None:
+def _show_chunks(content: Content, places: Mapping[str, int] | None) -> None:
     print()
     line("", f"{content.description.path}  {content.model}".rstrip())
     if not content.entries:
@@ -96,6 +99,16 @@ def _show_chunks(content: Content) -> None:
     chunks: dict[str, list[Item]] = defaultdict(list)
     for item in content.entries:
         chunks[item.chunk].append(item)
+    layout = content.description.layout
+    if places is not None and layout is not None:
+        order = {chunk: at for at, chunk in enumerate(places)}
+        rows = [
+            [(places[chunk] + 1) * layout.chunk_tokens if chunk in places else "-", chunk,
+             size(sum(one.nbytes for one in chunks[chunk]))]
+            for chunk in sorted(chunks, key=lambda one: order.get(one, len(order)))
+        ]  # fmt: skip
+        table([" tokens to", "chunk", " size"], rows)
+        return
     rows = [
         [
             chunk,
@@ -110,17 +123,21 @@ def _show_chunks(content: Content) -> None:
 
 @command("ls", "list what a cache holds")
 @click.option("-l", "--long", is_flag=True, help="list every chunk")
+@click.option("--model", metavar="TEXT", help="only models whose name has this, or a namespace")
 @click.option(
     "--sort",
     type=click.Choice(SORTS),
     default="name",
-    help="the largest or newest first; default by name",
+    help="the largest or newest first; chunks in the order of prompts; default by name",
 )
-def ls(directory: str, *, long: bool = False, sort: str = "name") -> Listing:
-    """List the namespaces of a cache; ``sort`` is one of SORTS.
+def ls(
+    directory: str, *, long: bool = False, model: str | None = None, sort: str = "name"
+) -> Listing:
+    """List the namespaces of a cache; ``sort`` is one of SORTS, "prompt" lists chunks.
 
-    Raises ConfigError if a directory holds something else.
+    Raises ConfigError if a directory holds something else, or names do not say the order.
     """
+    long = long or sort == "prompt"
     catalog = open_catalog(directory)
     found, others = catalog.contents()
     if others and not found and catalog.is_foreign():
@@ -129,8 +146,42 @@ def ls(directory: str, *, long: bool = False, sort: str = "name") -> Listing:
         )
     with progress() as show:
         contents = [catalog.content(one, show, long=long) for one in found]
+    if model is not None:
+        contents = [one for one in contents if _is_meant(one, model)]
+    places: dict[str, int] | None = None
+    if sort == "prompt":
+        places = {}
+        with progress() as show:
+            for one in contents:
+                if (tree := catalog.tree(one.description, show)) is None:
+                    raise ConfigError(f"{directory}: names in a bucket do not say the prompt")
+                places |= _places(tree)
     strays = others + [f"{one.description.name}/{path}" for one in contents for path in one.strays]
-    if sort != "name":
+    if sort in ("size", "newest"):
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
         contents.reverse()
-    return Listing(directory, contents, strays, long)
+    return Listing(directory, contents, strays, long, places)
+
+
+def _is_meant(content: Content, text: str) -> bool:
+    return text.lower() in content.model.lower() or content.description.name.startswith(text)
+
+
+def _places(tree: PrefixTree) -> dict[str, int]:
+    """Return how many chunks are before each one, in the order of prompts; orphans are left out."""
+    after: dict[int, list[int]] = defaultdict(list)
+    parents = tree.parent.tolist()
+    first = []
+    for at, before in enumerate(parents):
+        (first if before == at else after[before]).append(at)
+
+    def by_name(chunks: list[int]) -> list[int]:
+        return sorted(chunks, key=tree.name, reverse=True)
+
+    waiting = [(at, 0) for at in by_name(first)]
+    found = {}
+    while waiting:
+        at, place = waiting.pop()
+        found[tree.name(at)] = place
+        waiting += [(one, place + 1) for one in by_name(after[at])]
+    return found

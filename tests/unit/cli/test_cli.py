@@ -46,6 +46,26 @@ class TestLs(CliTest):
             self.assertIn(str(path.parents[2]), out)
         self.assertIn("l0-3.h0-2", out)
 
+    def test_model(self) -> None:
+        """Namespaces are chosen by a part of their model's name, or by their own."""
+        name = self.entries()[0].parents[2].name
+        for wanted in ("LLA", name[:8]):
+            _, report = run_json("ls", self.root, "--model", wanted)
+            self.assertEqual(["llama"], [n["identity"]["name"] for n in report["namespaces"]])
+        self.assertEqual([], run_json("ls", self.root, "--model", "mistral")[1]["namespaces"])
+
+    def test_prompt(self) -> None:
+        """Chunks are listed as prompts have them, each after the one before it."""
+        with VUA(VUAConfig(split_factor=4, model="llama"), self.root) as vua:
+            other = torch.cat([TOKENS[:4], TOKENS[:8] + 7])
+            vua.put(other, caches_of(layers=3, heads=2, tokens=12, dim=8))
+        _, out, _ = run("ls", self.root, "--model", "llama", "--sort", "prompt")
+        rows = [line.split() for line in out.splitlines() if re.search(r" [0-9a-f]{64} ", line)]
+        self.assertEqual(["4", "8", "12", "8", "12"], [row[0] for row in rows])
+        _, report = run_json("ls", self.root, "--long", "--model", "llama")
+        known = {one["path"].split("/")[1] for one in report["namespaces"][0]["entries"]}
+        self.assertEqual(known, {row[1] for row in rows})
+
     def test_json(self) -> None:
         """The same for programs."""
         code, report = run_json("ls", "--long", self.root)
