@@ -171,7 +171,7 @@ def _places(tree: PrefixTree) -> dict[str, int]:
     """Return how many chunks are before each one, in the order of prompts; orphans are left out."""
     after: dict[int, list[int]] = defaultdict(list)
     parents = tree.parent.tolist()
-    first = []
+    first: list[int] = []
     for at, before in enumerate(parents):
         (first if before == at else after[before]).append(at)
 
