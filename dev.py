@@ -571,6 +571,15 @@ def shares(*arguments: str) -> int:
     return run("-m", "lab.shares", *arguments, paths=("src", "benchmarks", str(simulators)))
 
 
+def olympics(*arguments: str) -> int:
+    """Brings the same accidents over VUA and other stores: --only, --accidents, --seed, --page."""
+    install_sglang()
+    install_lmcache()
+    for what in ("lifeboatcache==0.1.11", "xllamacpp==2026.10.11549", "mfusepy==3.1.1"):
+        install_apart(what.replace("==", "-"), what)
+    return run("-m", "olympics", *arguments, paths=("src", "tests", "benchmarks"))
+
+
 def install_apart(name: str, *what: str) -> Path:
     """Installs packages, without what they need, into a folder of the user's cache, once."""
     folder = CACHE / "engines" / name
@@ -694,6 +703,7 @@ TARGETS = {
             sglang,
             peers,
             scorecard,
+            olympics,
             situations,
             identity_campaign,
             sglang_campaign,
