@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import click
 
@@ -17,6 +17,12 @@ from vua.errors import ConfigError
 from vua.security.settings import Security
 
 __all__ = ["Diagnosis", "doctor"]
+
+_PLAIN: Final = frozenset(
+    ["publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT", "cachestat", "permissions",
+     "time stamps", "visibility", "hard links"]
+)  # fmt: skip
+"""Findings without a figure: passed, they are one row; `--json` has them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,10 @@ class Diagnosis(Report):
         }
 
     def show(self) -> None:
-        rows = [(one.level, one.name, one.text) for one in self.findings]
+        passed = [one.name for one in self.findings if one.level == "ok" and one.name in _PLAIN]
+        rows = [(one.level, one.name, one.text) for one in self.findings if one.name not in passed]
+        if passed:
+            rows.append(("ok", f"{len(passed)} more", ", ".join(passed)))
         table(["state", "what", "found"], rows)
         if self.rules is not None:
             days = self.rules.days
