@@ -222,12 +222,7 @@ class UncachedModelsTest(EngineTest):
         """MLA on a CPU, where vLLM's reference backend cannot continue a prefix, goes without."""
         self.check({"model": str(deepseek()), "block_size": 16}, "MLA backend")
 
-    @unittest.skipUnless(AVX512, "vLLM's CPU backend has fp8 caches with AVX-512 only")
-    def test_fp8_cache(self) -> None:
-        """A cache of a type that VUA does not know is not stored."""
-        self.check({"model": str(llama()), "kv_cache_dtype": "fp8"}, "not supported")
-
     @pytest.mark.thorough
     def test_cache_of_another_dtype(self) -> None:
-        """A bfloat16 cache of a float32 model has a form of its own on CPUs."""
-        self.check({"model": str(llama()), "kv_cache_dtype": "bfloat16"}, "is not known")
+        """A bfloat16 cache of a float32 model: vLLM on CPUs puts a block's bytes into others."""
+        self.check({"model": str(llama()), "kv_cache_dtype": "bfloat16"}, "mixes up blocks")

@@ -148,6 +148,7 @@ def kv_cache_config(settings: Settings, config: Any) -> Any:
                 dtypes=(torch.int16,),
                 page_size_padded=spec.page_size_bytes,
                 mamba_cache_mode="align",
+                num_speculative_blocks=settings.drafts,
             )
     groups = get_kv_cache_groups(config, specs)
     return KVCacheConfig(

@@ -9,7 +9,7 @@ from unittest import mock
 from sim.mutants import change_orders, instead, mutation
 from vua.connector import save_scheduler as saving
 from vua.connector.metadata import ConnectorMetadata
-from vua.device.paged import StatePages
+from vua.device.paged import WholePages
 
 STATES: dict[str, Any] = {"model": "states", "prefix_caching": True, "asynchronous": False}
 STATES |= {"drafts": 0, "block_sizes": (32, 32), "chunk_tokens": 64, "requests": 10}
@@ -37,7 +37,7 @@ def drafts_are_not_loaded(patches: ExitStack) -> None:
 def states_of_any_point_are_saved(patches: ExitStack) -> None:
     """What a step leaves is stored as the state behind a chunk that ended before."""
 
-    def gather(original: Any, self: StatePages, ids: Any, start: int, *rest: Any) -> None:
+    def gather(original: Any, self: WholePages, ids: Any, start: int, *rest: Any) -> None:
         latest = next(block for block in reversed(ids) if block)
         original(self, [latest] * len(ids), start, *rest)
 
@@ -48,7 +48,7 @@ def states_of_any_point_are_saved(patches: ExitStack) -> None:
         tables = [[1] * len(table) for table in step.tables]
         return original(model, group, number, found, step._replace(complete=last, tables=tables), 1)
 
-    instead(patches, StatePages, "gather", gather)
+    instead(patches, WholePages, "gather", gather)
     patches.enter_context(mock.patch.object(saving, "state_to_save", state))
 
 

@@ -151,17 +151,15 @@ class Worker:
             drafts = output.scheduled_spec_decode_tokens.get(request_id, [])
             start, row = started[request_id], self._rows[request_id]
             stop = start + count - len(drafts)
-            for group, table in enumerate(row.tables):
-                if self._windows[group] == STATE:
-                    block = table[(stop - 1) // self.cache.block_size]
-                    after = int(row.chain.hashes(stop - 1, stop)[0])
-                    self.cache.states(block, group)[:] = self.cache.state(after, group)
-                    continue
-                self.cache.write(group, table, start, row.chain.hashes(start, stop, drafts))
             right = row.chain.tokens(stop, stop + len(drafts) + 1)
             accepted = 0
             while accepted < len(drafts) and drafts[accepted] == right[accepted]:
                 accepted += 1
+            for group, table in enumerate(row.tables):
+                if self._windows[group] == STATE:
+                    self._leave_states(row, group, stop, accepted, len(drafts))
+                    continue
+                self.cache.write(group, table, start, row.chain.hashes(start, stop, drafts))
             sampled[request_id] = right[: accepted + 1] if stop >= known[request_id] else []
             row.end = stop + accepted + 1
             self.counts["computed tokens"] += count
@@ -172,6 +170,23 @@ class Worker:
         for name, layer in self.cache.layers.items():
             self.connector.save_kv_layer(name, layer, self)
         return sampled
+
+    def _leave_states(self, row: Row, group: int, stop: int, accepted: int, drafts: int) -> None:
+        """Leave the states behind a step: behind the last accepted token, and in each full block.
+
+        First a state of each guess lies in the blocks from the last token's on, as vLLM has them;
+        then those that were accepted are copied to where the next step, or another request, finds
+        them.
+        """
+        size, table = self.cache.block_size, row.tables[group]
+        first = (stop + drafts - 1) // size
+        for block in [one for one in table[first : first + 1 + drafts] if one] if drafts else ():
+            self.cache.states(block, group)[:] = self._random.randrange(256)
+        end = stop + accepted
+        for after in [*(n for n in range(stop, end) if n % size == 0), end]:
+            if block := table[(after - 1) // size]:
+                hashed = int(row.chain.hashes(after - 1, after)[0])
+                self.cache.states(block, group)[:] = self.cache.state(hashed, group)
 
     def _check(self, request_id: str, start: int, count: int, drafts: Sequence[int]) -> None:
         """Compare every slot that attention reads for tokens ``start`` and following."""

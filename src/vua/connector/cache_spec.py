@@ -65,6 +65,10 @@ class Group:
     """The rectangle of each worker: ``shards[pp rank][tp rank]``."""
     tables: tuple[int, ...]
     """The engine's cache groups that these layers are spread over."""
+    names: tuple[str, ...] = ()
+    """What the engine calls their caches, in order; nothing where a layer's number tells it."""
+    page_nbytes: int = 0
+    """Bytes of a page that is stored as the engine has it; 0 where its form is known."""
 
     @property
     def written(self) -> tuple[Shard, ...]:
@@ -88,7 +92,7 @@ def division(groups: Sequence[Group]) -> dict[str, object]:
     """
     if not any(group.layout.window for group in groups):
         return {}
-    return {"vua.groups": [[group.layout.group, *group.layers] for group in groups]}
+    return {"vua.groups": sorted([group.layout.group, *group.layers] for group in groups)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,12 @@ class Model:
     def align(self) -> int:
         """What the length of a hit must be a multiple of: it ends with a block in every group."""
         return math.lcm(*self.block_sizes, alignment(self.kinds))
+
+    @property
+    def whole_blocks(self) -> int:
+        """What the tokens that an engine has are a multiple of where a load can begin."""
+        whole = any(group.keeps_state or group.page_nbytes for group in self.groups)
+        return math.lcm(*self.block_sizes) if whole else 1
 
     @property
     def kinds(self) -> tuple[Kind, ...]:

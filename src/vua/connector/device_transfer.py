@@ -46,7 +46,7 @@ from vua.connector.log import logger
 from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.device.gds import DirectReader, Gds
 from vua.device.movers import CuFileMover, Mover, PosixMover
-from vua.device.paged import PagedCache, slots_of
+from vua.device.paged import PagedCache, PageRows, slots_of
 from vua.device.staging import DeviceBuffer, Fence, Staging
 from vua.device.xxh3 import SHORT, DigestCheck, Digests, kernel_for
 from vua.errors import ConfigError, LayoutError
@@ -298,6 +298,22 @@ class _Part(NamedTuple):
     table: int
     block_size: int
     pages: PagedCache
+    rows: PageRows | None
+    """Where pages are moved whole."""
+
+    def slots(
+        self,
+        block_ids: Sequence[int],
+        start: int,
+        stop: int,
+        chunk_tokens: int,
+        wanted: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """Return the slots of chunks' tokens ``[start, stop)``, ``[chunks, slots]``."""
+        if self.rows is not None:
+            return self.rows.slots(block_ids, start, stop, chunk_tokens, wanted=wanted)
+        slots = slots_of(block_ids, self.block_size, start, stop, wanted=wanted)
+        return slots.view(-1, chunk_tokens)
 
 
 class DeviceGroupTransfer(GroupTransfer):
@@ -322,6 +338,7 @@ class DeviceGroupTransfer(GroupTransfer):
         try:
             super().register(kv_caches, layer_of, tables, layouts)
             pages = [part.pages for part in self._parts]
+            rows = self._parts[0].rows
             share = _LOAD_NBYTES // len(self._model.groups)
             self.load_buffers = Staging(
                 pages,
@@ -330,6 +347,7 @@ class DeviceGroupTransfer(GroupTransfer):
                 chunks=max(self.load_chunks, share // self.shard.payload_nbytes(layout)),
                 limit=2 * self.load_threads + 2,
                 adjoining=True,
+                rows=rows,
             )
             self.save_buffers = Staging(
                 pages,
@@ -338,6 +356,7 @@ class DeviceGroupTransfer(GroupTransfer):
                 chunks=1,
                 limit=self._on_device(pages[0].device),
                 adjoining=True,
+                rows=rows,
             )
             self.save_limit = self.save_buffers.limit
             self.load_buffers.prepare(self.load_buffers.limit)  # page-locking takes milliseconds
@@ -357,7 +376,8 @@ class DeviceGroupTransfer(GroupTransfer):
     def _warm_up(self) -> None:
         """Move nothing both ways: kernels are compiled now, which takes seconds."""
         warm_up(self.load_buffers)
-        size = self.group.layout.chunk_tokens
+        size, rows = self.group.layout.chunk_tokens, self._parts[0].rows
+        size = size if rows is None else rows.tokens
         nowhere = [torch.full((1, size), -1, dtype=torch.int64) for _ in self._parts]
         for staging in (self.save_buffers, self.load_buffers):
             buffer = staging.take()
@@ -372,8 +392,10 @@ class DeviceGroupTransfer(GroupTransfer):
         self, table: int, layers: slice, caches: Sequence[torch.Tensor], layouts: PageLayouts
     ) -> None:
         block_size = self._model.block_sizes[table]
-        pages = layouts.device_pages(self.group, self.shard, caches, block_size)
-        self._parts = (*self._parts, _Part(table, block_size, pages))
+        found = layouts.device_pages(self.group, self.shard, caches, block_size)
+        rows = found if isinstance(found, PageRows) else None
+        pages = found.cache if isinstance(found, PageRows) else found
+        self._parts = (*self._parts, _Part(table, block_size, pages, rows))
 
     def mark(self) -> Fence:
         """See :meth:`GroupTransfer.mark`."""
@@ -518,11 +540,11 @@ class DeviceGroupTransfer(GroupTransfer):
     ) -> list[torch.Tensor]:
         """Return where the chunks' tokens belong, ``[chunks, tokens]`` per part; -1: nowhere."""
         start, stop = keys[0].start, keys[-1].stop
-        wanted = (max(start, part.start), min(stop, part.stop))
-        return [
-            slots_of(block_ids[table], size, start, stop, wanted=wanted).view(len(keys), -1)
-            for table, size, _ in self._parts
-        ]
+        wanted, size = (
+            (max(start, part.start), min(stop, part.stop)),
+            self.store.layout.chunk_tokens,
+        )
+        return [one.slots(block_ids[one.table], start, stop, size, wanted) for one in self._parts]
 
     # -- saves --------------------------------------------------------------------------------
 
@@ -539,11 +561,14 @@ class DeviceGroupTransfer(GroupTransfer):
             if stretches and stretches[-1][0] is block_ids and stretches[-1][2] == start:
                 start = stretches.pop()[1]
             stretches.append((block_ids, start, key.stop))
+        size = self.group.layout.chunk_tokens
         slots = [
-            torch.cat([slots_of(ids[table], size, start, stop) for ids, start, stop in stretches])
-            for table, size, _ in self._parts
+            torch.cat(
+                [one.slots(ids[one.table], start, stop, size) for ids, start, stop in stretches]
+            )
+            for one in self._parts
         ]
-        self.save_buffers.gather(buffers, [some.view(len(keys), -1) for some in slots])
+        self.save_buffers.gather(buffers, slots)
 
     def fetch(self, buffers: Sequence[DeviceBuffer]) -> None:
         """See :meth:`GroupTransfer.fetch`."""

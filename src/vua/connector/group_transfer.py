@@ -27,7 +27,7 @@ from vua.connector.metrics import Recorder
 from vua.device.buffers import StagingBuffer, StagingPool
 from vua.device.cpu_pages import PagedKV
 from vua.device.gds import Gds
-from vua.device.paged import PagedCache, StatePages
+from vua.device.paged import PagedCache, PageRows, WholePages
 from vua.device.staging import DeviceBuffer, Fence
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import MemoryMap, Shard
@@ -113,7 +113,7 @@ class PageLayouts(Protocol):
 
     def host_pages(
         self, group: Group, caches: Sequence[torch.Tensor], block_size: int
-    ) -> PagedKV | StatePages:
+    ) -> PagedKV | WholePages:
         """Return the blocks of some of a group's layers, in CPU memory.
 
         ``block_size``: tokens per block of the block table. Raises VUAError: they are not known.
@@ -121,7 +121,7 @@ class PageLayouts(Protocol):
 
     def device_pages(
         self, group: Group, shard: Shard, caches: Sequence[torch.Tensor], block_size: int
-    ) -> PagedCache:
+    ) -> PagedCache | PageRows:
         """Return the same in GPU memory, of which this rank holds ``shard``."""
 
 
@@ -314,7 +314,7 @@ class GroupTransfer:
         )
         self._cached: list[CachedLoads] = []
         """Those that no thread uses."""
-        self._places: list[tuple[int, slice, PagedKV | StatePages]] = []
+        self._places: list[tuple[int, slice, PagedKV | WholePages]] = []
         """Where layers lie: (cache group, which of this rank's layers, the pages)."""
 
     def register(
@@ -325,22 +325,36 @@ class GroupTransfer:
         layouts: PageLayouts,
     ) -> None:
         """Find this group's layers among the engine's tensors. Raises UncachedError."""
-        layers = self.group.layers[self.shard.layer_start : self.shard.layer_stop]
+        names = self._names(kv_caches, layer_of, tables)
+        table_of = [tables[name] for name in names]
+        edges = [n for n in range(1, len(names)) if table_of[n] != table_of[n - 1]]
+        for first, stop in pairwise([0, *edges, len(names)]):
+            caches = [kv_caches[name] for name in names[first:stop]]
+            self._place(table_of[first], slice(first, stop), caches, layouts)
+
+    def _names(
+        self, kv_caches: Mapping[str, torch.Tensor], layer_of: Mapping[str, int], tables: Tables
+    ) -> Sequence[str]:
+        """Return what the engine calls this shard's caches, in order. Raises UncachedError."""
+        part = slice(self.shard.layer_start, self.shard.layer_stop)
+        if self.group.names:
+            named = self.group.names[part]
+            if missing := [name for name in named if name not in kv_caches]:
+                msg = f"expected the caches {list(named)}, not found: {missing}"
+                raise UncachedError(msg)
+            return named
+        layers = self.group.layers[part]
         theirs = {layer for group in self._model.groups for layer in group.layers}
         theirs -= {*self.group.layers}  # a draft's layers may have a table with the model's
-        names = {
+        found = {
             layer_of[name]: name
             for name in kv_caches
             if tables[name] in self.group.tables and layer_of[name] not in theirs
         }
-        if sorted(names) != list(layers):
-            msg = f"expected the layers {list(layers)}, found {sorted(names)}"
+        if sorted(found) != list(layers):
+            msg = f"expected the layers {list(layers)}, found {sorted(found)}"
             raise UncachedError(msg)
-        table_of = [tables[names[layer]] for layer in layers]
-        edges = [n for n in range(1, len(layers)) if table_of[n] != table_of[n - 1]]
-        for first, stop in pairwise([0, *edges, len(layers)]):
-            caches = [kv_caches[names[layer]] for layer in layers[first:stop]]
-            self._place(table_of[first], slice(first, stop), caches, layouts)
+        return [found[layer] for layer in layers]
 
     def _place(
         self, table: int, layers: slice, caches: Sequence[torch.Tensor], layouts: PageLayouts
@@ -427,7 +441,7 @@ class GroupTransfer:
         if len(self._places) > 1:
             return None
         ((table, _, pages),) = self._places
-        if isinstance(pages, StatePages):
+        if isinstance(pages, WholePages):
             return None
         return CachedLoads.of(self.store, self.shard, pages, table)
 

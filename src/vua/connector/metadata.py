@@ -220,6 +220,8 @@ class ScheduledRequest:
     """The blocks that it got for this step."""
     begins: bool
     """Whether it begins, or goes on after a preemption: ``new_blocks`` is its whole table then."""
+    guesses: int = 0
+    """How many of the tokens are guesses."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,8 @@ class Step(NamedTuple):
     reused: range = range(0)
     """In a request's first step: chunks before it that the engine's own prefix cache had, whose
     windows and states may not be stored."""
+    guessed: bool = False
+    """Whether it computes guesses, too: an engine keeps a state for each of them."""
 
 
 def to_save(
@@ -172,7 +174,7 @@ def state_to_save(
     keys = []
     for end, chunks in ((step.computed, step.reused), (step.complete, step.chunks)):
         chunk = end // model.chunk_tokens - 1
-        if end % model.align or chunk not in chunks:
+        if end % model.align or chunk not in chunks or (step.guessed and chunks is step.chunks):
             continue
         wanted = chunk in found.windows[number] or chunk >= found.prompt_chunks
         wanted |= chunks is step.chunks and end // every_tokens > step.computed // every_tokens
@@ -612,7 +614,8 @@ class SaveScheduler:
         if stop == first and not reused:
             return
         tables = self._tables(state, step)
-        progress = Step(range(first, stop), computed, complete, tables, reused)
+        guessed = scheduled.guesses > 0
+        progress = Step(range(first, stop), computed, complete, tables, reused, guessed=guessed)
         every = self._config.window_every_tokens
         parts: list[tuple[int, Sequence[ChunkKey]]] = []
         for number in range(len(self.model.groups)):

@@ -287,6 +287,7 @@ class SchedulerSide:
             self._patience.pause()
             return None, False
         loads = loads and not self._unsure
+        loads = loads and num_computed_tokens % self.model.whole_blocks == 0  # else it copies one
         self._account(state, state.lookup.outcome)
         if found is not None and found.states:
             start = found.tokens if loads else 0

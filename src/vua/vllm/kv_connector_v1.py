@@ -59,7 +59,7 @@ from vua.io import forks
 from vua.security.keyring import check_keys
 from vua.store.place import locate, prepare
 from vua.vllm import page_layout
-from vua.vllm.cache_spec import describe
+from vua.vllm.cache_spec import describe, layer_number
 from vua.vllm.engine_identity import setup_of
 from vua.vllm.engine_worker import memory_of
 from vua.vllm.versions import MEDIUM_STORAGE, announce, check_version, event_extra_keys, session_of
@@ -174,6 +174,7 @@ class VUAPromMetrics(KVConnectorPromMetrics):
 def step_of(output: Any) -> ScheduledStep:  # noqa: ANN401
     """Return what a step computes, from vLLM's ``SchedulerOutput``."""
     tokens, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
+    guesses = output.scheduled_spec_decode_tokens
     requests = [
         ScheduledRequest(
             new.req_id, new.num_computed_tokens, tokens[new.req_id], new.block_ids, begins=True
@@ -187,6 +188,7 @@ def step_of(output: Any) -> ScheduledStep:  # noqa: ANN401
             tokens[name],
             cached.new_block_ids[at] or (),
             begins=name in cached.resumed_req_ids,
+            guesses=len(guesses.get(name, ())),
         )
         for at, name in enumerate(cached.req_ids)
     ]
@@ -451,15 +453,13 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the worker's cache tensors."""
-        from vllm.model_executor.models.utils import extract_layer_index
-
         if self.worker is None:
             return
         try:
             groups = self._kv_cache_config.kv_cache_groups
             tables = {name: n for n, group in enumerate(groups) for name in group.layer_names}
             own = page_layout.own_caches(kv_caches, tables)
-            layer_of = {name: extract_layer_index(name) for name in own}
+            layer_of = {name: layer_number(name) for name in own}
             self.worker.register(own, layer_of, tables, page_layout)
         except ConfigError:
             raise  # GPUDirect Storage is required and does not work

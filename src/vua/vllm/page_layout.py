@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vua.connector.cache_spec import Group, UncachedError
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
-from vua.device.paged import WORDS, PagedCache, StatePages
+from vua.device.paged import WORDS, PagedCache, PageRows, WholePages
 from vua.errors import LayoutError, VUAError
 from vua.format.layout import Shard, state_nbytes
 from vua.vllm.versions import packs_k_and_v
@@ -44,15 +44,15 @@ class UnknownFormError(VUAError):
     """The form of the engine's pages is unknown, so its KV cache stays uncached."""
 
 
-def host_pages(group: Group, caches: Sequence[Tensor], block_size: int) -> PagedKV | StatePages:
+def host_pages(group: Group, caches: Sequence[Tensor], block_size: int) -> PagedKV | WholePages:
     """Return the blocks of some layers of a group in CPU memory; see `group_transfer.PageLayouts`.
 
     Raises LayoutError, UnknownFormError.
     """
     layout = group.layout
-    nbytes, slots = state_nbytes(layout), caches[0].shape[-2]
-    if nbytes is not None:
-        return StatePages(caches, nbytes, block_size)
+    nbytes, slots = group.page_nbytes or state_nbytes(layout), caches[0].shape[-2]
+    if nbytes:
+        return WholePages(caches, nbytes, block_size, last=group.keeps_state)
     if not layout.v_dim:
         form = latent_form(slots, layout.k_dim)
     elif layout.k_dim != layout.v_dim:
@@ -64,12 +64,12 @@ def host_pages(group: Group, caches: Sequence[Tensor], block_size: int) -> Paged
 
 def device_pages(
     group: Group, shard: Shard, caches: Sequence[Tensor], block_size: int
-) -> PagedCache:
+) -> PagedCache | PageRows:
     """Return the same in GPU memory. Raises LayoutError, UncachedError."""
-    if group.keeps_state:
-        msg = "states of a state-space model are not moved to and from a GPU yet"
-        raise UncachedError(msg)
     layout, shape = group.layout, tuple(caches[0].shape)
+    if nbytes := group.page_nbytes or state_nbytes(layout):
+        size, last = layout.chunk_tokens, group.keeps_state
+        return PageRows.of(caches, nbytes, block_size, chunk_tokens=size, last=last)
     axes = axes_of(shape, heads=shard.heads, block_size=block_size, dims=layout.dims)
     if axes == "BHNC" and not packs_k_and_v():
         msg = "K and V of different sizes, as vLLM before 0.26 lays them out, are not supported"

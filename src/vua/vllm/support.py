@@ -1,4 +1,7 @@
-"""Reasons for which an engine's KV cache is not stored, each in one place."""
+"""Reasons for which an engine's KV cache is not stored, each in one place.
+
+A cache whose form is not known is no reason: its pages are stored as they are.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ __all__ = [
     "check_engine",
     "check_groups",
     "check_latent",
-    "check_states",
 ]
 
 DRAFTS: Final = ("eagle", "eagle3", "mtp")
@@ -28,35 +30,45 @@ def check_engine(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: AN
     """Refuse engines whose K and V depend on more than the identity covers."""
     from vllm.platforms import current_platform
 
-    rocm = current_platform.is_rocm() and "untested_rocm" in config.allow
-    if not (current_platform.is_cpu() or current_platform.is_cuda() or rocm):
-        msg = f"KV caches on {current_platform.device_type} are not supported yet"
-        if current_platform.is_rocm():
-            msg = 'ROCm was never tested; "allow": ["untested_rocm"] tries it'
-        raise UncachedError(msg)
-    computed = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    kept = vllm_config.cache_config.cache_dtype
-    if current_platform.is_cpu() and kept in ("bfloat16", "float16") and kept != computed:
-        msg = (  # its blocks are not an array of either dtype
-            f"vLLM's CPU backend keeps a KV cache of {kept} while computing in {computed} in an "
-            "unknown form"
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    rocm, runner = current_platform.is_rocm(), getattr(model, "runner_type", "generate")
+    served = current_platform.is_cpu() or current_platform.is_cuda()
+    if not served and not (rocm and "untested_rocm" in config.allow):
+        msg = f"KV caches on {current_platform.device_type} are not supported"
+        raise UncachedError(
+            'ROCm was never tested; "allow": ["untested_rocm"] tries it' if rocm else msg
         )
-        raise UncachedError(msg)
-    for phase in ("decode", "prefill"):  # a worker may have only some of each block's tokens
-        if getattr(vllm_config.parallel_config, f"{phase}_context_parallel_size", 1) > 1:
-            msg = f"{phase} context parallelism is not supported"
-            raise UncachedError(msg)
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
-        msg = "sleep mode frees GPU memory that transfers still use"
-        raise UncachedError(msg)
+    computed = str(getattr(model, "dtype", "")).removeprefix("torch.")
+    kept = getattr(vllm_config.cache_config, "cache_dtype", "auto")
+    aside = current_platform.is_cpu() and kept in ("bfloat16", "float16") and kept != computed
+    sizes = (getattr(parallel, f"{one}_context_parallel_size", 1) for one in ("decode", "prefill"))
+    reasons = (
+        (max(sizes) > 1, "context parallelism is not supported: use tensor parallelism"),
+        (
+            getattr(model, "enable_sleep_mode", False),
+            "sleep mode frees GPU memory that transfers still use: leave out --enable-sleep-mode",
+        ),
+        (
+            getattr(vllm_config.cache_config, "calculate_kv_scales", False),
+            "each engine has scales of its own: leave out calculate_kv_scales",
+        ),
+        (  # seen: it lets a block's bytes lie in others
+            aside,
+            f"vLLM's CPU backend mixes up blocks of a {kept} KV cache: leave out --kv-cache-dtype",
+        ),
+        (
+            getattr(model, "is_encoder_decoder", False),
+            "vLLM runs no encoder-decoder model with a KV connector: start it without one",
+        ),
+        (
+            runner != "generate",
+            f"a {runner} model does not continue prompts",
+        ),
+    )
+    for holds, reason in reasons:
+        if holds:
+            raise UncachedError(reason)
     check_drafts(vllm_config)
-    if hasattr(vllm_config.model_config.hf_text_config, "index_topk"):
-        # their layers have two caches each, which the scheduler's configuration does not show
-        msg = "a model with sparse attention chosen by an indexer (DeepSeek-V3.2 and others)"
-        raise UncachedError(msg)
-    if vllm_config.model_config.runner_type != "generate":
-        msg = f"a {vllm_config.model_config.runner_type} model does not continue prompts"
-        raise UncachedError(msg)
 
 
 def adapters_spill(vllm_config: Any) -> bool:  # noqa: ANN401
@@ -75,21 +87,28 @@ def check_drafts(vllm_config: Any) -> None:  # noqa: ANN401
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in _WITHOUT_LAYERS:
         return
-    named = f"speculative decoding by {speculative.method!r}"
+    named, parallel = f"speculative decoding by {speculative.method!r}", vllm_config.parallel_config
     if speculative.method not in DRAFTS:
-        msg = f"{named}: it is unknown how its draft's K and V depend on the prompt"
+        msg = (
+            f"{named}: it is unknown how its draft's K and V depend on the prompt; use eagle or mtp"
+        )
         raise UncachedError(msg)
     check_groups(named)
-    parallel = vllm_config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        msg = f"{named} together with pipeline parallelism"
-        raise UncachedError(msg)
-    if speculative.draft_parallel_config.tensor_parallel_size != parallel.tensor_parallel_size:
-        msg = f"{named} with a draft on fewer ranks than the model"
-        raise UncachedError(msg)
-    if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
-        msg = f"{named} for some steps only: in the others the draft has no K and V"
-        raise UncachedError(msg)
+    own = speculative.draft_parallel_config.tensor_parallel_size
+    reasons = (
+        (parallel.pipeline_parallel_size > 1, "together with pipeline parallelism: leave that out"),
+        (
+            own != parallel.tensor_parallel_size,
+            "with a draft on fewer ranks than the model: divide it alike",
+        ),
+        (
+            getattr(speculative, "num_speculative_tokens_per_batch_size", None),
+            "for some steps only: leave out num_speculative_tokens_per_batch_size",
+        ),
+    )
+    for holds, reason in reasons:
+        if holds:
+            raise UncachedError(f"{named} {reason}")
 
 
 def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: ANN401
@@ -97,39 +116,17 @@ def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: AN
 
     vLLM's reference backend on CPUs has that bug with or without a connector.
     """
-    if (
-        "inexact_continuation" in config.allow
-        or vllm_config.scheduler_config.enable_chunked_prefill
-    ):
-        return
-    msg = (
-        "this MLA backend cannot continue a cached prefix (vLLM turned prefix caching off); "
-        '"allow": ["inexact_continuation"] loads correct bytes anyway'
-    )
-    raise UncachedError(msg)
+    chunked = vllm_config.scheduler_config.enable_chunked_prefill
+    if not ("inexact_continuation" in config.allow or chunked):
+        msg = (
+            "this MLA backend cannot continue a cached prefix (vLLM turned prefix caching off); "
+            '"allow": ["inexact_continuation"] loads correct bytes anyway'
+        )
+        raise UncachedError(msg)
 
 
 def check_groups(kind: str) -> None:
     """Refuse layers that need more of the load interface than this vLLM has."""
     if not (can_fail_requests() and knows_current_blocks()):
         msg = f"{kind} needs vLLM 0.32 or newer"
-        raise UncachedError(msg)
-
-
-def check_states(spec: Any, vllm_config: Any) -> None:  # noqa: ANN401
-    """Refuse states (a ``MambaSpec``) that are not kept at the ends of blocks, see `state`."""
-    from vllm.platforms import current_platform
-
-    check_groups("a state-space model")
-    if not current_platform.is_cpu():
-        msg = "states of a state-space model are not moved to and from a GPU yet"
-        raise UncachedError(msg)
-    if spec.mamba_cache_mode != "align":
-        msg = (
-            f'a state-space model in cache mode "{spec.mamba_cache_mode}": its states are stored '
-            "where vLLM keeps them at the ends of blocks, so with --enable-prefix-caching"
-        )
-        raise UncachedError(msg)
-    if vllm_config.speculative_config is not None or spec.num_speculative_blocks:
-        msg = "a state-space model with speculative decoding"
         raise UncachedError(msg)

@@ -96,7 +96,6 @@ class DraftTest(unittest.TestCase):
         sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         chunked = ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=128)
         self.refused("within chunks of 128 tokens .Llama 4.", self.full(), chunked, layers=2)
-        self.refused("Gemma 4", self.full(), self.full(num_kv_heads=1), layers=2)
 
         parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=2)
         alike = {"num_speculative_tokens_per_batch_size": None, "draft_parallel_config": parallel}
