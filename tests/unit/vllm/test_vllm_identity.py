@@ -125,8 +125,8 @@ class EngineFieldsTest(unittest.TestCase):
         usual = self.namespace(**pages)
         self.assertNotEqual(usual, self.namespace())
         cases: tuple[Any, ...] = (
-            mock.patch("vua.vllm.engine_identity._devices", return_value=["another"]),
-            mock.patch("vua.vllm.engine_identity._version", return_value="9"),
+            mock.patch("torch.backends.cpu.get_cpu_capability", return_value="another"),
+            mock.patch("vua.vllm.engine_identity.version", return_value="9"),
             mock.patch.dict(os.environ, {"VLLM_KV_CACHE_LAYOUT": "HND"}),
             mock.patch.dict(os.environ, {"VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "1"}),
         )
