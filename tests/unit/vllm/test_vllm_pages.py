@@ -427,7 +427,7 @@ class ClassesTest(GeneratedModelsTest):
         cases = (
             ("--enable-prefix-caching", {"a.0": full}, {"a.1": state}),
             ("not known", {"a.0": found.SinkFullAttentionSpec(**same, sink_len=4)}),
-            ("has no prefix", {"a.1": found.MambaSpec(**self.state())}),
+            ("without attention", {"a.1": found.MambaSpec(**self.state())}),
         )
         for reason, *tables in cases:
             with self.subTest(reason), self.assertRaisesRegex(UncachedError, reason):
