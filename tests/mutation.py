@@ -160,7 +160,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "what a GPU reads wrong by itself it goes on reading",
         "vua/connector/device_transfer.py",
-        'gds.give_up("it read other bytes than the file holds")',
+        'gds.give_up("it read bytes that differ from the file")',
         "pass",
     ),
     Named(

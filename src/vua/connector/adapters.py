@@ -21,22 +21,22 @@ class Adapter(NamedTuple):
     number: int
     """The engine's, ``lora_int_id``."""
     digest: str
-    """What stands for its content in the keys of chunks."""
+    """Identifies its content in the keys of chunks."""
     generation: int
     """How many different contents this engine has seen under this number before."""
 
 
 class AdapterNote(NamedTuple):
-    """What workers say about one number."""
+    """What workers report about one number."""
 
     adapter: Adapter | None
-    """None: it is not there, its content is not known, or they do not agree."""
+    """None: it is absent, its content is unknown, or they disagree."""
     workers: int
-    """How many say so."""
+    """How many reported it."""
 
 
 def together(one: Mapping[int, AdapterNote], other: Mapping[int, AdapterNote]) -> dict[int, Any]:
-    """Return what two notes of workers say together: the same, or nothing."""
+    """Merge two notes of workers: the same content, or none."""
     notes = dict(one)
     for number, note in other.items():
         mine = notes.get(number, AdapterNote(note.adapter, 0))
@@ -47,7 +47,7 @@ def together(one: Mapping[int, AdapterNote], other: Mapping[int, AdapterNote]) -
 
 @dataclass(slots=True)
 class _Question:
-    """Asked of the workers."""
+    """A question to the workers."""
 
     request: Any
     asked_s: float
@@ -66,20 +66,20 @@ class AdapterBook:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Believe what ``workers`` say together; wait for their answer no longer than that."""
+        """Trust what ``workers`` agree on; wait no longer than ``patience_s`` for their answer."""
         self._clock = clock
         self._workers, self._patience_s = workers, patience_s
         self._known: dict[int, Adapter] = {}
         self._latest: dict[int, Adapter] = {}
-        """What was known last of each number, also when nobody holds it any more."""
+        """The last known content of each number, even if no worker holds it any more."""
         self._questions: dict[int, _Question] = {}
         self._wanted: dict[int, Any] = {}
 
     def find(self, lora_request: Any) -> tuple[Adapter | None, bool]:  # noqa: ANN401
-        """Return (what the workers hold for it, whether that is the answer).
+        """Return (what the workers hold for it, whether that is final).
 
-        (None, False): the workers are being asked; they read an adapter for a while. (None, True):
-        they do not hold it, do not agree, or took too long; the next one to ask asks them again.
+        (None, False): the workers are being asked; reading an adapter takes a while. (None, True):
+        they do not hold it, disagree, or took too long; the next request asks them again.
         """
         number = lora_request.lora_int_id
         known = self._known.get(number)
@@ -106,9 +106,9 @@ class AdapterBook:
         return list(wanted.values())
 
     def learn(self, notes: Mapping[int, AdapterNote]) -> set[int]:
-        """Take what the workers say; return the numbers that have another content now.
+        """Take the workers' reports; return the numbers whose content has changed.
 
-        Who says nothing yet of what it was asked still reads the adapter: all are asked again.
+        A worker without an answer is still reading the adapter: all are asked again.
         """
         changed = set()
         for number, note in notes.items():
@@ -132,7 +132,7 @@ def content_digest(
     version: bytes,
     attributes: Callable[[Any], Mapping[str, Any] | None] = lambda _: None,
 ) -> str:
-    """Return 64 hex digits that stand for all that a loaded adapter holds, tensors byte for byte.
+    """Return 64 hex digits that identify the content of a loaded adapter, tensors byte for byte.
 
     Has the arguments, and raises, as :class:`Content`.
     """
@@ -140,7 +140,7 @@ def content_digest(
 
 
 class Content:
-    """All that a loaded adapter holds, in one order."""
+    """The complete content of a loaded adapter, in a fixed order."""
 
     def __init__(
         self,
@@ -150,30 +150,30 @@ class Content:
         *,
         copied: bool = True,
     ) -> None:
-        """Look at an adapter.
+        """Collect an adapter's content.
 
         Args:
             adapter: mappings and lists of tensors and plain values, at any depth.
-            version: of the engine's rule for what is handed over here.
-            attributes: what an object of the engine's own holds, or None for any other object.
+            version: of the engine's rule for what is passed here.
+            attributes: returns the content of an engine's own object, or None for any other object.
             copied: whether the adapter may change before :meth:`digest`, so that it is copied.
 
         Raises:
-            UncachedError: it holds an object of another kind, which has no lasting bytes.
+            UncachedError: it holds an object of another kind, which has no canonical bytes.
         """
         self._attributes, self._copied = attributes, copied
         self._parts: list[Any] = [version]
         self._add(adapter)
 
     def digest(self) -> str:
-        """Return 64 hex digits that stand for it: on any thread, and most of the time spent."""
+        """Return 64 hex digits that identify it. Slow; may run on any thread."""
         digest: Any = hashlib.sha256()  # takes arrays, too
         for part in self._parts:
             digest.update(part)
         return str(digest.hexdigest())
 
     def _add(self, value: Any) -> None:  # noqa: ANN401
-        """Add a value; kind and length come first, so different values never give the same."""
+        """Add a value; kind and length come first, so different values never collide."""
         if isinstance(value, torch.Tensor):
             shape = ",".join(map(str, value.shape))
             self._parts.append(f"tensor {value.dtype} {shape};".encode())
@@ -195,5 +195,5 @@ class Content:
             self._add(type(value).__name__)
             self._add(held_by)
         else:
-            msg = f"it holds a {type(value).__name__}, which has no lasting digest"
+            msg = f"it holds a {type(value).__name__}, which has no digest"
             raise UncachedError(msg)

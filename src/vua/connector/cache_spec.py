@@ -1,9 +1,7 @@
 """What both halves of a connector know of an engine's KV cache.
 
-An engine's own package fills this in from the engine's configuration alone, so that the scheduler's
-process and every worker agree.
-
-Where the files of the model lie that an engine serves. Nothing is downloaded.
+An engine's own package creates this from the engine's configuration alone, so that the scheduler's
+process and every worker agree. Also finds the local files of a model; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ class EngineIdentity:
     config: Mapping[str, object]
     """For `vua.format.identity.config_digest`."""
     adapters: str
-    """Counts beside an adapter's own files; "" for nothing."""
+    """Counts in addition to an adapter's own files; "" for nothing."""
     media: str
     """Counts from the first image on."""
     media_refused: str
-    """Why prompts with an image are not cached; "" where they are."""
+    """Why prompts with an image are not cached; "" if they are."""
 
 
 NOTHING_MORE: Final = EngineIdentity({}, "", "", "")
@@ -53,7 +51,7 @@ NOTHING_MORE: Final = EngineIdentity({}, "", "", "")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The layers of one kind: attending to the whole prefix or a window of it, or with a state.
+    """The layers of one kind: full attention, a sliding window, or a state.
 
     An engine may spread one kind over several of its own cache groups, each with a block table.
     """
@@ -81,14 +79,14 @@ class Group:
         return self.layout.keeps_state
 
     def first_needed(self, tokens: int) -> int:
-        """The first token whose K/V matter to whoever goes on behind ``tokens`` tokens."""
+        """The first token whose K/V are needed to continue after ``tokens`` tokens."""
         return first_needed(self.layout, tokens)
 
 
 def division(groups: Sequence[Group]) -> dict[str, object]:
-    """Return what a model's config says beside its own keys where some layers have windows.
+    """Return what a model's config gets in addition if some layers have windows.
 
-    The identity tells caches that are divided into these groups from those that are not.
+    So the identity distinguishes caches divided into these groups from others.
     """
     if not any(group.layout.window for group in groups):
         return {}
@@ -101,22 +99,22 @@ class Model:
 
     identity: Identity
     groups: tuple[Group, ...]
-    """Those that attend to everything first."""
+    """Those with full attention first."""
     block_sizes: tuple[int, ...]
     """Tokens per block of each of the engine's cache groups."""
     quantised: bool = False
     """Whether the model computes with quantised weights or activations."""
     engine: EngineIdentity = NOTHING_MORE
-    """What counts beside the identity for requests with an adapter or an image."""
+    """What counts in addition for requests with an adapter or an image."""
     blocks: int = 0
     """Number of blocks in the engine's own cache, of each of its groups."""
     step_tokens: int = 8192
     """The most tokens that the engine computes in one step."""
     draft_tokens: int | None = None
-    """Where a draft model has layers here: beyond so many tokens the engine does not run it, for
-    none of the requests of a step."""
+    """If a draft model has layers here: with a request longer than this the engine skips the draft
+    for a whole step."""
     adapters_spill: bool = False
-    """Whether the engine computes requests without adapter wrongly in a step beside one with."""
+    """Whether the engine computes requests without an adapter wrongly in a step with one."""
     identified: bool = True
     """Whether the identity is complete: the weights' fingerprint takes longer than the rest."""
 
@@ -131,17 +129,16 @@ class Model:
 
     @property
     def workers(self) -> int:
-        """Number of workers that each hold a part of it."""
+        """Number of workers that each hold a part of the cache."""
         return sum(len(row) for row in self.groups[0].shards)
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens per chunk."""
         return self.groups[0].layout.chunk_tokens
 
     @property
     def align(self) -> int:
-        """What the length of a hit must be a multiple of: it ends with a block in every group."""
+        """The length of a hit must be a multiple of this: it ends with a block in every group."""
         return math.lcm(*self.block_sizes, alignment(self.kinds))
 
     @property
@@ -152,14 +149,14 @@ class Model:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The groups as the rule for usable prefixes takes them."""
+        """The groups, in the form that the rule for usable prefixes needs."""
         return tuple(self._kind(group) for group in self.groups)
 
     def _kind(self, group: Group) -> Kind:
         return Kind(group.layout, math.lcm(*(self.block_sizes[table] for table in group.tables)))
 
     def first_loaded(self, group: Group, tokens: int) -> int:
-        """The first token to load of a group for whoever goes on behind ``tokens`` tokens."""
+        """The first token of a group to load in order to continue after ``tokens`` tokens."""
         return first_token(self._kind(group), tokens)
 
     def loaded_nbytes(self, start: int, stop: int) -> int:
@@ -173,21 +170,21 @@ class Model:
 
     @property
     def plain(self) -> bool:
-        """Whether all layers are of one kind and attend to everything: any part of a hit is of use.
+        """Whether all layers have full attention, in one cache group: any part of a hit is usable.
 
-        And lie in one of the engine's cache groups: blocks that were not loaded can be named then.
+        Blocks that were not loaded can then be named to the engine.
         """
         (first, *others) = self.groups
         return first.layout.window is None and not others and len(self.block_sizes) == 1
 
     @property
     def leading(self) -> tuple[Group, ...]:
-        """The groups of which every chunk is stored: they tell how much of a prompt is shared."""
+        """The groups of which every chunk is stored: they decide how much of a prompt is shared."""
         return tuple(self.groups[at] for at in leading([one.layout for one in self.groups]))
 
 
 def local_directory(model: str, revision: str | None, download_dir: str | None) -> Path:
-    """Return where a model's files lie on this machine.
+    """Return where a model's files are on this machine.
 
     Args:
         model: a path, or a name on the Hugging Face hub.

@@ -1,8 +1,8 @@
-"""Settings of the connector: what may stand in ``kv_connector_extra_config``.
+"""Settings of the connector: the keys of ``kv_connector_extra_config``.
 
-Every setting is described here and in the two groups that it takes from elsewhere
-(`vua.capacity.limits.Limits`, `vua.security.settings.Security`); the table in docs/settings.md is
-made of these descriptions.
+Every setting is described here and in the two groups from elsewhere (`vua.capacity.limits.Limits`,
+`vua.security.settings.Security`); the table in docs/settings.md is generated from these
+descriptions.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class WorkerResources:
     """What each worker process may take from its host."""
 
     load_threads: int = 2
-    """Requests of one worker that are loaded at the same time. Raise it for storage with many
-    disks or servers."""
+    """Requests of one worker that are loaded at the same time. Raise it for storage with many disks
+    or servers."""
     max_pending_save_mib: int = 0
     """MiB of memory for chunks that wait to be written. Chunks that do not fit are tried again
     while their request runs. 0 chooses by itself: two full steps of the engine
@@ -113,8 +113,8 @@ class ConnectorConfig:
     """The connector's settings; every one has a safe default except the directory."""
 
     shared_storage_path: str | tuple[str, ...]
-    """Directory of the cache, a bucket (`"s3://bucket/prefix"`), or a list: a local
-    directory and then slower tiers. The environment's `VUA_PATH` is used when it is not set."""
+    """Directory of the cache, a bucket (`"s3://bucket/prefix"`), or a list: a local directory and
+    then slower tiers. The environment's `VUA_PATH` is used when it is not set."""
     chunk_tokens: int = 64
     """Tokens per chunk, the granularity of reuse. Engines that share chunks use the same."""
     epoch: str = ""
@@ -150,10 +150,10 @@ class ConnectorConfig:
     allow: tuple[str, ...] = ()
     """Things that are refused by default. `"pins"`: clients may pin the chunks of their requests;
     all pins together hold half of `limits.max_bytes` at most. `"untested_vllm"`: start with a vLLM
-    that is newer than those this version was checked against. `"untested_rocm"`: cache on AMD
-    GPUs, where VUA was never run.
-    `"inexact_continuation"`: cache also with an attention backend that itself, without any cache,
-    computes other values after a cached prefix than for a whole prompt (MLA on CPUs)."""
+    that is newer than those this version was checked against. `"untested_rocm"`: cache on AMD GPUs,
+    where VUA was never run. `"inexact_continuation"`: cache also with an attention backend that
+    itself, without any cache, computes other values after a cached prefix than for a whole prompt
+    (MLA on CPUs)."""
     strict: bool = False
     """Let errors of the connector stop the engine instead of costing hits: for tests."""
 
@@ -169,19 +169,19 @@ class ConnectorConfig:
 
     @property
     def directory(self) -> Path | None:
-        """The directory of the cache, if it is a directory alone: no bucket, no tiers."""
+        """The directory of the cache, if there is only a directory: no bucket, no tiers."""
         path = self.shared_storage_path
         return Path(path) if is_directory_name(path) else None
 
     @property
     def load_margin(self) -> float:
-        """How many times the compute time a load may take; of no effect with "always"."""
+        """How many times the compute time a load may take; without effect with "always"."""
         is_number = not isinstance(self.load_policy, str)
         return float(self.load_policy) if is_number else _DEFAULT_LOAD_MARGIN
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, object]) -> ConnectorConfig:
-        """Read vLLM's free-form mapping, with names of today or of earlier versions.
+        """Read vLLM's free-form mapping, with current names or those of earlier versions.
 
         Raises ConfigError, naming the nearest valid name for an unknown one.
         """
@@ -220,9 +220,9 @@ _OFTEN: Final = {
     "storage_path": "shared_storage_path",
     "vua_path": "shared_storage_path",
 }
-"""What users write for a setting, as other programs call it."""
+"""Common names of settings in other programs."""
 _NOT_HERE: Final = frozenset({"max_bytes_per_salt", "min_free_inodes"})
-"""Limits that `vua gc` alone keeps."""
+"""Limits that only `vua gc` applies."""
 
 
 def defaults() -> dict[str, object]:
@@ -239,7 +239,7 @@ def defaults() -> dict[str, object]:
 
 
 def _with_new_names(extra: Mapping[str, object]) -> dict[str, Any]:
-    """Return the settings under their names of today; one warning names the old ones."""
+    """Return the settings under their current names; one warning lists the old ones."""
     values: dict[str, Any] = {}
     for name, value in extra.items():
         if name not in OLD_NAMES:
@@ -255,7 +255,7 @@ def _with_new_names(extra: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _move(name: str, value: object, values: dict[str, Any]) -> None:
-    """Put the setting with the old ``name`` where it is now."""
+    """Move the setting with the old ``name`` to its current place."""
     new = OLD_NAMES[name]
     if new is None:
         return
@@ -301,7 +301,7 @@ def _known(name: str, names: list[str], group: str = "") -> None:
 
 
 def _nearest(name: str, names: list[str]) -> str:
-    """Say which of the settings (`group.name` within a group) is meant by an unknown name.
+    """Return a hint which setting (`group.name` within a group) an unknown name may mean.
 
     >>> _nearest("max_byte", ["durable", "limits.max_bytes"])
     "the nearest is 'limits.max_bytes'"
@@ -317,7 +317,7 @@ def _refused(name: str, expected: str, found: object) -> ConfigError:
 
 
 def _check(settings: Any, group: str = "") -> None:  # noqa: ANN401
-    """Refuse values of another type than their default's, and numbers that make no sense."""
+    """Refuse values of another type than their default's, and numbers out of range."""
     for one in fields(settings):
         value, kind = getattr(settings, one.name), str(one.type)
         if one.name in _GROUPS:

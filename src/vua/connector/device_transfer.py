@@ -1,30 +1,28 @@
-"""A group of layers whose blocks lie in GPU memory: files reach them through page-locked buffers.
+"""Transfers between files and blocks in GPU memory, through page-locked buffers.
 
-The order of things, which is all that is subtle here; see `vua.device.staging` for the transfers:
+The order of operations is the subtle part; see `vua.device.staging` for the transfers:
 
 - *A load* reads files at once, and fills its blocks after the engine's earlier use of them, for
   which its thread waits. `GroupTransfer.mark` is called in the engine's thread when the load is
-  ordered: all work that may still read or write the blocks' last life has been queued by then, in
-  this step or before (asynchronous scheduling runs ahead of the GPU, not of its queue; a CUDA graph
-  is queued as a whole). Nobody uses the new blocks before the load is reported, and it is reported
-  only when the last scatter has ended on the GPU.
-- *A load that is given up* may have queued scatters whose blocks go to somebody else then:
-  `GroupTransfer.fence` lets the engine's stream wait for them. None is queued afterwards, because
-  that happens inside of `Job.use` only.
-- *A save* gathers on the engine's own stream, behind the forward pass that wrote the blocks and
-  before whatever may overwrite them. Only the transfer to the host has a stream of its own, and the
+  ordered: all work that may still read or write the blocks' previous content has been queued by
+  then, in this step or before (asynchronous scheduling runs ahead of the GPU, not of its queue; a
+  CUDA graph is queued as a whole). The new blocks are unused until the load is reported, and it is
+  reported only when the last scatter has ended on the GPU.
+- *A load that is given up* may have queued scatters whose blocks are then given to another request:
+  `GroupTransfer.fence` makes the engine's stream wait for them. None is queued afterwards, because
+  that happens only inside `Job.use`.
+- *A save* gathers on the engine's own stream, after the forward pass that wrote the blocks and
+  before anything that may overwrite them. Only the transfer to the host has its own stream, and the
   file is written when that has ended. So the blocks may be freed at once.
 
-There are no hooks per layer: full CUDA graphs skip them, and loads run beside the engine's steps as
-they are, see docs/decisions/0009-gds.md.
+There are no hooks per layer: full CUDA graphs skip them, and loads run beside the engine's steps
+anyway, see docs/decisions/0009-gds.md.
 
-Loads into GPU blocks by a ring of page-locked buffers: reading, copying and checking overlap.
-
-Threads of C read files ahead into the ring, for as long as the load lasts. For each buffer that is
-full this thread makes the headers' check, queues the transfer to the GPU, the comparison of the
-checksums there, and the scatter into blocks; when these have ended the buffer is read into again.
-A chunk counts as loaded once its checksums were found right. What is not, is read by `Loader`,
-which judges: here nothing is.
+Loads use a ring of buffers, so that reading, copying and checking overlap. C threads read files
+ahead into the ring during the whole load. For each full buffer the load's thread checks the
+headers, queues the transfer to the GPU, the comparison of the checksums there, and the scatter into
+blocks; when these have ended the buffer is reused. A chunk counts as loaded once its checksums were
+found right. Any other chunk is read again by `Loader`, which decides what is wrong with it.
 """
 
 from __future__ import annotations
@@ -73,22 +71,22 @@ _LEAST, _MOST = 2, 4
 """Buffers of a ring: one is read into while another one is sent, or three."""
 
 Slots: TypeAlias = Sequence[torch.Tensor]
-"""Where all of the chunks' tokens belong, as :meth:`Staging.load` wants it."""
+"""Where all of the chunks' tokens belong, as :meth:`Staging.load` expects it."""
 
 
 class RingResult(NamedTuple):
-    """What became of a load."""
+    """The result of a load."""
 
     chunks: int
-    """Leading ones that are in their blocks, and right."""
+    """Leading chunks that are in their blocks, and right."""
     wanted: bool = True
-    """Whether anybody waits for more."""
+    """Whether the rest is still wanted."""
     doubted: bool = False
     """Whether the device found the next one's bytes wrong."""
 
 
 class _Sent(NamedTuple):
-    """A buffer on its way into blocks."""
+    """A buffer being sent to blocks."""
 
     buffer: DeviceBuffer
     first: int
@@ -97,14 +95,14 @@ class _Sent(NamedTuple):
     check: DigestCheck | None
 
     def right(self) -> int:
-        """Wait for it; return up to which chunk all is right."""
+        """Wait for it; return the chunk up to which all is right."""
         self.buffer.fence.wait()
         count = self.stop - self.first
         return self.first + (count if self.check is None else self.check.right(count))
 
 
 class RingLoads:
-    """Loads of one shard from one store. Safe for threads: each load takes buffers of its own."""
+    """Loads of one shard from one store. Thread-safe: each load takes its own buffers."""
 
     def __init__(
         self,
@@ -121,7 +119,7 @@ class RingLoads:
             store: which.
             shard: which part of its chunks.
             staging: with adjoining buffers.
-            left: so many of them are left for others, where two are enough.
+            left: so many of them are left to other users, if two are enough.
             kernel: compares checksums where the cache is; None: what works there, or C on the host.
         """
         self._store, self._staging, self._left = store, staging, left
@@ -198,7 +196,7 @@ class RingLoads:
         ready: Callable[[], None],
         slots: Slots,
     ) -> RingResult:
-        """Send what was read into blocks, buffer after buffer in turn; as :meth:`load`."""
+        """Send what was read to blocks, buffer after buffer in turn; as :meth:`load`."""
         chunks, kernel, sent = self._staging.chunks, self._kernel, deque[_Sent]()
         done = first = 0
         end = len(keys)
@@ -230,7 +228,7 @@ class RingLoads:
         return RingResult(done)
 
     def _check_of(self, buffer: DeviceBuffer, kernel: Digests) -> DigestCheck:
-        """Return what compares a buffer's chunks; for who holds the buffer."""
+        """Return what compares a buffer's chunks, for the holder of the buffer."""
         check = self._checks.get(buffer)
         if check is None:
             plan, codec = self._transfer.plan, self._codec
@@ -249,7 +247,7 @@ class RingLoads:
 
 
 def warm_up(staging: Staging) -> None:
-    """Compile what compares checksums, as it will be called: that takes seconds."""
+    """Compile the checksum comparison, in the form used later: that takes seconds."""
     kernel, buffer = kernel_for(staging.device), staging.take()
     if buffer is None:
         return
@@ -265,23 +263,24 @@ def warm_up(staging: Staging) -> None:
 log = logger("worker")
 
 _LOAD_NBYTES: Final = 32 << 20
-"""Of a buffer for loads: each costs some 0.3 ms of Python, as long as a GPU takes for 16 MiB."""
+"""Size of a buffer for loads: each costs some 0.3 ms of Python, the time in which a GPU takes 16
+MiB."""
 STAGED_DEVICES: Final = {"cuda"}
 """Types of devices whose blocks `vua.device` moves. Tests add the CPU, with plain pages."""
 
 
 def lies_on_device(kv_caches: Mapping[str, torch.Tensor]) -> bool:
-    """Whether all of an engine's tensors lie where :class:`DeviceGroupTransfer` can reach them."""
+    """Whether all of an engine's tensors are where :class:`DeviceGroupTransfer` can reach them."""
     return {cache.device.type for cache in kv_caches.values()} <= STAGED_DEVICES
 
 
 def mover_for(device: torch.device) -> Mover:
-    """Open what can bring files straight to a device. Raises StorageError."""
+    """Open what can move files directly to a device. Raises StorageError."""
     return PosixMover() if device.type == "cpu" else CuFileMover(device)
 
 
 def open_gds(config: ConnectorConfig, device: torch.device) -> Gds | None:
-    """Begin to try GPUDirect Storage, if asked to. Raises ConfigError: required, and fails."""
+    """Begin to try GPUDirect Storage, if configured. Raises ConfigError: required, and fails."""
     if config.gds_mode == "disabled":
         return None
     root = config.directory
@@ -317,7 +316,7 @@ class _Part(NamedTuple):
 
 
 class DeviceGroupTransfer(GroupTransfer):
-    """As `GroupTransfer`, over tensors on a GPU. Loads have two buffers: one is read, one sent."""
+    """As `GroupTransfer`, for tensors on a GPU. Loads have two buffers: one is read, one sent."""
 
     load_buffers: Staging
     save_buffers: Staging
@@ -332,7 +331,7 @@ class DeviceGroupTransfer(GroupTransfer):
         tables: Tables,
         layouts: PageLayouts,
     ) -> None:
-        """Find this group's layers and make the ways to them. Raises UncachedError."""
+        """Find this group's layers and prepare their transfers. Raises UncachedError."""
         self._attached: set[DeviceBuffer] = set()
         layout = self.group.layout
         try:
@@ -374,7 +373,7 @@ class DeviceGroupTransfer(GroupTransfer):
         return max(1, min(self.save_limit, room // self.shard.payload_nbytes(self.group.layout)))
 
     def _warm_up(self) -> None:
-        """Move nothing both ways: kernels are compiled now, which takes seconds."""
+        """Make an empty transfer both ways: kernels are compiled now, which takes seconds."""
         warm_up(self.load_buffers)
         size, rows = self.group.layout.chunk_tokens, self._parts[0].rows
         size = size if rows is None else rows.tokens
@@ -398,16 +397,13 @@ class DeviceGroupTransfer(GroupTransfer):
         self._parts = (*self._parts, _Part(table, block_size, pages, rows))
 
     def mark(self) -> Fence:
-        """See :meth:`GroupTransfer.mark`."""
         return self.load_buffers.mark() if self._parts else Fence()
 
     def fence(self) -> None:
-        """See :meth:`GroupTransfer.fence`."""
         if self._parts:
             self.load_buffers.join()
 
     def close(self) -> None:
-        """See :meth:`GroupTransfer.close`."""
         if self._parts:
             mover = None if self.gds is None else self.gds.mover
             if mover is not None:
@@ -437,7 +433,9 @@ class DeviceGroupTransfer(GroupTransfer):
             return reached, None
         reached, reason = self._load_rest(part, came.chunks, job, ready)
         if came.doubted and reached > part.keys[came.chunks].start:
-            log.warning("VUA: checksums are compared on the host: the GPU found right bytes wrong")
+            log.warning(
+                "VUA: checksums are compared on the host: the GPU reported correct bytes as wrong"
+            )
             ring.distrust()
         return reached, reason
 
@@ -455,7 +453,7 @@ class DeviceGroupTransfer(GroupTransfer):
         job: Job[LoadOrder],
         ready: Callable[[], None],
     ) -> tuple[int, str | None]:
-        """Load what follows the first chunks, buffer by buffer, or learn why it cannot be had."""
+        """Load what follows the first chunks, buffer by buffer, or learn why that is impossible."""
         buffers: list[DeviceBuffer] = []
         try:
             for _ in range(2):
@@ -506,9 +504,9 @@ class DeviceGroupTransfer(GroupTransfer):
         keys: Sequence[ChunkKey],
         believed: frozenset[bytes] | None,
     ) -> tuple[str, Loaded]:
-        """Read leading chunks into a buffer, on its device or on the host; say which."""
+        """Read leading chunks into a buffer, on its device or on the host; return which."""
         gds = self.gds
-        sealed = self.store.keyring.seals(keys[0].tenant)  # what is sealed is opened on the host
+        sealed = self.store.keyring.seals(keys[0].tenant)  # sealed chunks are opened on the host
         if gds is None or gds.mover is None or sealed:
             return "pinned", self.files.read(buffer, keys, believed)
         mover, memory = gds.mover, buffer.device_bytes
@@ -520,12 +518,12 @@ class DeviceGroupTransfer(GroupTransfer):
         if chunks:
             nbytes = chunks * self.shard.payload_nbytes(self.group.layout)
             return "gds", Loaded(chunks, nbytes)
-        # One file the other way. That one judges: missing, foreign, corrupt, or right after all.
+        # One file through the host, which decides: missing, foreign, corrupt, or right after all.
         loaded = self.files.read(buffer, keys[:1], believed)
         if loaded.chunks:
             self._stats.add("vua_gds_fallbacks_total")
             if wrong:
-                gds.give_up("it read other bytes than the file holds")
+                gds.give_up("it read bytes that differ from the file")
         return "pinned", loaded
 
     def _direct_reader(self, gds: Gds) -> DirectReader:
@@ -571,6 +569,5 @@ class DeviceGroupTransfer(GroupTransfer):
         self.save_buffers.gather(buffers, slots)
 
     def fetch(self, buffers: Sequence[DeviceBuffer]) -> None:
-        """See :meth:`GroupTransfer.fetch`."""
         self.save_buffers.enter_thread()
         self.save_buffers.fetch(buffers).wait()

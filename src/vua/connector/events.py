@@ -1,13 +1,13 @@
 """KV cache events: tells an engine's event stream which blocks the directory holds, for routers.
 
-A chunk is announced in the engine's own words (hashes, tokens and size of its blocks), so that a
-consumer sees one more place of blocks that it knows from the engine's events already.
+A chunk is announced as blocks of the engine (their hashes, tokens and size), so that a consumer
+sees one more location of blocks that it knows from the engine's events.
 
-Workers know what happened to files (:class:`FileEventLog`), the scheduler's half knows what they
-are (:class:`KVEventPublisher`); what workers say comes with each step's output. So events come with
-steps: what ends while the engine is idle is announced by the next step. All memory here is bounded;
-what does not fit is not announced, or is announced as removed when it is forgotten: that costs a
-router's knowledge, and it never believes in what is gone.
+Workers know what happened to files (:class:`FileEventLog`), the scheduler's half knows which chunks
+they are (:class:`KVEventPublisher`); workers' reports come with each step's output. So events come
+with steps: what ends while the engine is idle is announced by the next step. All memory here is
+bounded; what does not fit is not announced, or is announced as removed when it is forgotten: a
+router then knows less, but never relies on deleted chunks.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ log = logger("events")
 
 _GONE: Final = -1
 _LOST: Final = -2
-"""A worker could not remember which chunks are gone: none counts as stored any more."""
+"""A worker could not record which chunks are gone: none counts as stored any more."""
 MAX_SEEN: Final = 1 << 14
 """Files of one worker between two steps."""
 MAX_PENDING: Final = 1 << 12
-"""Units ordered to be stored that no worker has confirmed: more than fit into save buffers."""
+"""Units ordered to be stored but not confirmed: more than fit into save buffers."""
 _MAX_ANNOUNCED: Final = 1 << 16
-"""Chunks whose block hashes are remembered, some 300 bytes each; an older one is announced as
-removed, for nobody could tell later when it goes."""
+"""Chunks whose block hashes are remembered, some 300 bytes each; older ones are announced as
+removed, since their later removal would go unnoticed."""
 MAX_QUEUED: Final = 10_000
 """Events that the engine has not taken; it takes them in every step. Removals may be more: one for
 each chunk that was announced."""
 
 
 class Seen(NamedTuple):
-    """What a worker saw happen to a chunk."""
+    """An event of a chunk, seen by a worker."""
 
     chunk: bytes
     """Prefix hash."""
@@ -54,28 +54,28 @@ class Seen(NamedTuple):
 
 
 def _files(model: Model) -> list[Shard]:
-    """The files that all have to be there for a chunk to count as stored."""
+    """The files that must all exist for a chunk to count as stored."""
     return [shard for group in model.leading for shard in group.written]
 
 
 class FileEventLog:
-    """Collects what happens to one worker's files. Any thread may note; never blocks for long."""
+    """Collects events of one worker's files. Any thread may add; never blocks for long."""
 
     def __init__(self, model: Model) -> None:
-        """Watch the files that tell whether a chunk of ``model`` is stored."""
+        """Watch the files that decide whether a chunk of ``model`` is stored."""
         self._numbers = {shard: number for number, shard in enumerate(_files(model))}
         self._lock = threading.Lock()
         self._seen: deque[Seen] = deque(maxlen=MAX_SEEN)
         self._lost = False
 
     def stored(self, key: ChunkKey, shard: Shard) -> None:
-        """Note that a file is there."""
+        """Note that a file exists."""
         number = self._numbers.get(shard)
         if number is not None:
             self._note(Seen(key.prefix_hash, number))
 
     def gone(self, chunk: bytes, shard: Shard | None = None) -> None:
-        """Note that a chunk cannot be loaded: for want of one file, or None: as a whole."""
+        """Note that a chunk cannot be loaded: one file is missing, or None: all of it."""
         if shard is None or shard in self._numbers:
             self._note(Seen(chunk, _GONE))
 
@@ -86,7 +86,7 @@ class FileEventLog:
             self._seen.append(seen)
 
     def take(self) -> list[Seen]:
-        """Return what was noted since the last call, in order. O(1) when that is nothing."""
+        """Return the events since the last call, in order. O(1) if there are none."""
         if not self._seen:
             return []
         with self._lock:
@@ -96,14 +96,14 @@ class FileEventLog:
 
 
 class StoredEvent(Protocol):
-    """An engine's event for stored blocks, as far as it is looked at here."""
+    """The part of an engine's event for stored blocks that is used here."""
 
     block_hashes: list[Any]
 
 
 @dataclass(slots=True)
 class _Unit:
-    """Chunks that begin and end with a block, on their way to storage."""
+    """Chunks that begin and end with a block, being stored."""
 
     event: StoredEvent
     chunks: tuple[bytes, ...]
@@ -112,7 +112,7 @@ class _Unit:
 
 
 class KVEventPublisher(ABC):
-    """Turns what workers see into an engine's events; a subclass has its words. Safe for threads.
+    """Turns what workers see into an engine's events; a subclass creates these. Thread-safe.
 
     What a lookup finds is described on the lookup's thread, what is stored step by step on the
     scheduler's, at some 10 us a chunk.
@@ -145,10 +145,10 @@ class KVEventPublisher(ABC):
     # -- what the scheduler's half knows ------------------------------------------------------
 
     def found(self, request: Any, keys: KeyChain, chunks: int) -> None:  # noqa: ANN401
-        """Announce the chunks that a lookup found, those that were not yet; a run is one event.
+        """Announce the chunks that a lookup found, unless announced before; a run is one event.
 
-        What was announced of the rest of the prompt cannot be loaded (any more): somebody else has
-        deleted it.
+        Earlier announcements of the rest of the prompt are withdrawn: another process has deleted
+        it.
         """
         known, size = self._announced, self._unit
         names = [key.prefix_hash for key in keys.first(len(keys))]
@@ -171,7 +171,7 @@ class KVEventPublisher(ABC):
                     self._announce(event, names[first:stop])
 
     def ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:  # noqa: ANN401
-        """Remember what chunks are that workers are told to store; announced when they have."""
+        """Remember the chunks that workers are told to store; announced when they have."""
         with self._lock:
             self._ordered(request, keys, chunks)
 
@@ -201,7 +201,7 @@ class KVEventPublisher(ABC):
     # -- what workers saw ---------------------------------------------------------------------
 
     def learn(self, seen: Iterable[Seen]) -> None:
-        """Announce what is stored in all files now, and what is gone."""
+        """Announce which chunks now have all files, and which are gone."""
         with self._lock:
             for one in seen:
                 self._learn(one)
@@ -226,7 +226,7 @@ class KVEventPublisher(ABC):
         if len(self._queue) >= MAX_QUEUED - 1:
             if not self._full:
                 self._full = True
-                log.warning("VUA: nobody takes KV cache events; some are not published")
+                log.warning("VUA: KV cache events are not fetched; some are not published")
             return
         self._queue.append(event)
         each = self._unit * self._chunk_tokens // self._block
@@ -245,7 +245,7 @@ class KVEventPublisher(ABC):
             hashes.clear()  # a unit's other chunks share the list
 
     def forget(self) -> None:
-        """After a reset of the cache: nothing that was announced can be loaded any more."""
+        """After a reset of the cache: withdraw all announcements."""
         with self._lock:
             self._forget()
 

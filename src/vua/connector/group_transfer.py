@@ -1,12 +1,12 @@
-"""One group of layers on one rank: its files, its buffers, and its pages in the engine's memory.
+"""One group of layers on one rank: moves chunks between files, buffers and the engine.
 
-Moves chunks between them. Whether a result is still wanted is the :class:`vua.io.pool.Job`'s
-to say: an engine gives the blocks of a load that was reported as failed to other requests.
+Whether a result is still wanted is decided by :class:`vua.io.pool.Job`: an engine gives the blocks
+of a load reported as failed to other requests.
 
-Loads of files that the page cache has, straight into an engine's blocks in CPU memory.
-
-A short cut of `vua.connector.group_transfer`, which judges nothing: what is not warm, sealed, in a
-bucket or not in order is left to the way through a buffer. See docs/decisions/0006-native-loops.md.
+Files in the page cache are loaded directly into an engine's blocks in CPU memory
+(:class:`CachedLoads`). That shortcut decides nothing: files that are not cached, sealed, in a
+bucket or out of order are left to the way through a buffer. See
+docs/decisions/0006-native-loops.md.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 _NBYTES: Final = 64 << 20
-"""What is read at a time: some milliseconds, in which no load is given up."""
+"""Bytes read at a time: some milliseconds, in which no load is given up."""
 _CHUNKS: Final = 256
 
 
@@ -66,12 +66,12 @@ class CachedLoads:
         self._pages, self._memory, self._table = pages, memory, table
         self._chunks = memory.chunks(store.layout)
         self.loader = Loader(store, memory, target=shard)
-        """What loads the keys that :meth:`aim` returns; of the bytes that it copies all have the
-        checksums of their file's header, and some may be of a file that is another chunk's."""
+        """Loads the keys that :meth:`aim` returns. All copied bytes match the checksums of their
+        file's header, but the file may belong to another chunk."""
 
     @classmethod
     def of(cls, store: Store, shard: Shard, pages: PagedKV, table: int) -> CachedLoads | None:
-        """Return what loads a store's files; None: there are no files, or C cannot write there."""
+        """Return an object for a store; None: it has no files, or C cannot write to the blocks."""
         chunks = max(1, min(_CHUNKS, _NBYTES // shard.payload_nbytes(store.layout)))
         memory = pages.memory(store.layout.chunk_tokens, chunks)
         if memory is None or store.files is None:
@@ -79,9 +79,9 @@ class CachedLoads:
         return cls(store, shard, pages, memory, table)
 
     def aim(self, part: GroupLoad, at: int, order: LoadOrder) -> Keys:
-        """Aim at the blocks of chunks from the part's number ``at`` on; return their keys.
+        """Target the blocks of chunks from the part's number ``at`` on; return their keys.
 
-        None where C cannot write there.
+        None if C cannot write there.
         """
         keys = part.keys[at : at + self._chunks]
         start, stop = max(keys[0].start, part.start), min(keys[-1].stop, part.stop)
@@ -91,13 +91,13 @@ class CachedLoads:
 
 _LEAST_NBYTES: Final = 512 << 20
 _LEAST_CHUNKS: Final = 256
-"""Buffers for saves, as many as one of these allows: a disk may stand still for a while."""
+"""Buffers for saves, at least as many as one of these allows: a disk may stall for a while."""
 _LOAD_BUFFER_NBYTES: Final = 16 << 20
 """Memory that one load fills at a time."""
 _BUCKET_LOAD_CHUNKS: Final = 4 * REQUESTS_AT_ONCE
-"""Chunks that one load from a bucket asks for at once. They are more than are under way, so that
-the link is busy while those that have come are verified; and a multiple of it, since a rest would
-take a round trip of its own."""
+"""Chunks that one load requests from a bucket at once. More than the requests under way, so that
+the link is busy while chunks are verified; and a multiple of it, since a rest would take its own
+round trip."""
 _BUCKET_BUFFER_NBYTES: Final = 64 << 20
 """The most memory for these chunks."""
 
@@ -109,14 +109,14 @@ BlockTables: TypeAlias = Sequence[Sequence[int]]
 
 
 class PageLayouts(Protocol):
-    """How K and V lie in an engine's tensors: what its own package knows."""
+    """The layout of K and V in an engine's tensors, known to its own package."""
 
     def host_pages(
         self, group: Group, caches: Sequence[torch.Tensor], block_size: int
     ) -> PagedKV | WholePages:
         """Return the blocks of some of a group's layers, in CPU memory.
 
-        ``block_size``: tokens per block of the block table. Raises VUAError: they are not known.
+        ``block_size``: tokens per block of the block table. Raises VUAError: the layout is unknown.
         """
 
     def device_pages(
@@ -133,12 +133,12 @@ class Rank(NamedTuple):
 
 
 def save_limit(model: Model, chunk_nbytes: int, max_pending_mib: int) -> int:
-    """Return for how many chunks of one group a rank has buffers: those of two full steps at least.
+    """Return how many chunks of one group a rank has buffers for: two full steps at least.
 
     Args:
         model: the engine's KV cache; its groups share the memory.
-        chunk_nbytes: what this rank holds of one chunk of the group.
-        max_pending_mib: the memory for all groups; 0: for two steps, or 512 MiB where that is more,
+        chunk_nbytes: size of this rank's part of one chunk of the group.
+        max_pending_mib: the memory for all groups; 0: for two steps, or 512 MiB if that is more,
             and at most an eighth of the machine's, which all ranks share.
     """
     most = (max_pending_mib << 20) or machine_memory_nbytes() // 8 // model.workers
@@ -154,8 +154,8 @@ def load_chunks(config: ConnectorConfig, chunk_nbytes: int) -> int:
     """Return how many chunks are loaded at once.
 
     Args:
-        config: the settings, which say whether any place is a bucket.
-        chunk_nbytes: what this rank holds of one chunk.
+        config: the settings, which tell whether a tier is a bucket.
+        chunk_nbytes: size of this rank's part of one chunk.
     """
     chunks = max(1, _LOAD_BUFFER_NBYTES // chunk_nbytes)
     path = config.shared_storage_path
@@ -276,12 +276,12 @@ class ShardFiles:
 
 
 class GroupTransfer:
-    """One group's files, buffers, and its layers in the engine's memory, on one rank."""
+    """One group's files and buffers, and its layers in the engine's memory, on one rank."""
 
     files: ShardFiles
     """There once :meth:`reopen` was called; nothing is moved before."""
     gds: Gds | None = None
-    """What may read files straight into GPU memory."""
+    """May read files directly into GPU memory."""
 
     def __init__(
         self,
@@ -291,10 +291,9 @@ class GroupTransfer:
         config: ConnectorConfig,
         stats: Recorder,
     ) -> None:
-        """Move group ``number`` of the model; record into ``stats``."""
         self.number, self._stats = number, stats
         self.writer = ""
-        """The engine's name, for the headers; there before the first save."""
+        """The engine's name, for the headers; set before the first save."""
         self.watch: FileEventLog | None = None
         """Told of chunks that cannot be loaded."""
         self.group, self._model = model.groups[number], model
@@ -315,7 +314,7 @@ class GroupTransfer:
         self._cached: list[CachedLoads] = []
         """Those that no thread uses."""
         self._places: list[tuple[int, slice, PagedKV | WholePages]] = []
-        """Where layers lie: (cache group, which of this rank's layers, the pages)."""
+        """Where the layers are: (cache group, which of this rank's layers, the pages)."""
 
     def register(
         self,
@@ -368,20 +367,20 @@ class GroupTransfer:
         return self.files.store
 
     def reopen(self, store: Store) -> None:
-        """Use a store from now on; what is running goes on with the one it began with."""
+        """Use a store from now on; running transfers continue with the previous one."""
         self.files, self._cached = ShardFiles(store, self.shard), []
 
-    # What blocks in GPU memory need, see `vua.connector.device_transfer`; nothing on the CPU.
+    # For blocks in GPU memory, see `vua.connector.device_transfer`; nothing on the CPU.
 
     def mark(self) -> Fence:
-        """Return the end of what the engine's thread, which calls this, has ordered so far."""
+        """Return the end of what the engine's thread, the caller, has ordered so far."""
         return Fence()
 
     def fence(self) -> None:
-        """Let what the engine's thread orders from now on come after all loads."""
+        """Make what the engine's thread orders from now on wait for all loads."""
 
     def fetch(self, buffers: Sequence[Any]) -> None:
-        """Wait until what :meth:`gather` copies is in buffers."""
+        """Wait until the copies of :meth:`gather` are in the buffers."""
 
     def close(self) -> None:
         """Release what transfers used, after the last of them."""
@@ -389,9 +388,9 @@ class GroupTransfer:
     def load(
         self, part: GroupLoad, job: Job[LoadOrder], ready: Callable[[], None]
     ) -> tuple[int, str | None]:
-        """Load until something is missing or nobody waits any more.
+        """Load until something is missing or the result is no longer wanted.
 
-        ``ready`` returns when what :meth:`mark` gave has passed: from then on the blocks may be
+        ``ready`` returns when the mark of :meth:`mark` has passed: from then on the blocks may be
         written. It is called when something has been read. Returns the token up to which all is in
         its blocks, and why it stopped early, or None.
         """
@@ -435,7 +434,7 @@ class GroupTransfer:
         return reached, reason
 
     def _cached_loads(self) -> CachedLoads | None:
-        """Return one that no other thread uses; None: pages or files allow no short way."""
+        """Return one that no other thread uses; None: pages or files do not allow the shortcut."""
         with contextlib.suppress(IndexError):
             return self._cached.pop()
         if len(self._places) > 1:
@@ -468,6 +467,12 @@ class GroupTransfer:
         reason: str | None,
         job: Job[LoadOrder],
     ) -> None:
+        """Report that the first of these chunks is gone, for ``reason``; read what follows it, too.
+
+        Other damaged chunks are then removed before the recomputed ones are saved; otherwise each
+        run would find, and heal, only one. After an error nothing is known to be gone; chunks of an
+        untrusted writer exist.
+        """
         if reason is None:
             return
         self.files.weed(
@@ -493,7 +498,7 @@ class GroupTransfer:
                 pages.gather(block_ids[table], key.start, count, k[:, layers], v_part)
 
     def arrays(self, buffer: Any) -> list[torch.Tensor]:  # noqa: ANN401
-        """Return K, and V where there is one, of what :meth:`gather` copied, once it is there.
+        """Return K, and V if there is one, of what :meth:`gather` copied, once it has arrived.
 
         ``[heads, layers, tokens, dim]`` each, of the cache's dtype, in the buffer's memory.
         """

@@ -1,14 +1,14 @@
-"""Whether to load a stored prefix or to compute it: what is predicted to be faster.
+"""Whether to load a stored prefix or to compute it: whichever is predicted to be faster.
 
 Both costs are measured while the engine runs. A load also waits for those under way, and a prompt
 for those that this step has admitted before it. Computing delays every other request of the batch,
-a load only its own; so a load may take up to 1.5 times as long (the setting ``load_policy``).
-It is all or nothing: later tokens cost no less to compute than the first.
+a load only its own; so a load may take up to 1.5 times as long (the setting ``load_policy``). It is
+all or nothing: later tokens cost no less to compute than the first.
 
-While loads are left out, a short one (a probe) is tried after a second, then after pauses that
-double for as long as probes are slow. A fast one is followed by the next at once; after three
-loads go on. Nothing here does I/O; all calls are for the scheduler's thread and take microseconds.
-Why it is done this way: docs/decisions/0010-load-or-recompute.md and 0026-fewer-settings.md.
+While loads are skipped, a short one (a probe) is tried after a second, then after pauses that
+double as long as probes are slow. A fast one is followed by the next at once; after three, loads
+resume. Nothing here does I/O; all calls are for the scheduler's thread and take microseconds.
+Reasons: docs/decisions/0010-load-or-recompute.md and 0026-fewer-settings.md.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ __all__ = [
     "Regression",
 ]
 
-_MIN_MEASURED: Final = 3  # to decide by, and in a row to believe in a change
+_MIN_MEASURED: Final = 3  # needed to decide, and in a row to accept a change
 _WINDOW: Final = 32  # the latest so many measurements count
 _MIN_SPREAD: Final = 0.25  # a slope needs small and large x that differ by this part of the large
-_RESUME_RATIO: Final = 1.5  # loads go on when they are so much faster than where they stopped
-_SAMPLE_TOKENS: Final = 512  # of a hit, computed to measure prefills where everything is stored
+_RESUME_RATIO: Final = 1.5  # loads resume when they are so much faster than when they stopped
+_SAMPLE_TOKENS: Final = 512  # of a hit, computed to measure prefills even if everything is stored
 _FIRST_PAUSE_S: Final = 1.0
 _MAX_PAUSE_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadDecision:
-    """What was decided about one request, and the numbers behind it."""
+    """The decision about one request, and the numbers behind it."""
 
     tokens: int
     """How many to load; 0: all are computed."""
     reason: str
     """``faster``; ``unmeasured``, so tried; ``probe``; ``asked`` for by the settings or the client;
-    ``compute``: nothing is loaded; ``witness``: likewise, to compare what is stored with it;
-    ``nothing``: there is nothing to load."""
+    ``compute``: nothing is loaded; ``witness``: nothing is loaded, to compare what is stored with
+    the computed; ``nothing``: there is nothing to load."""
     load_s: float | None = None
-    """Predicted seconds to load ``tokens``, or all where nothing is loaded; None: unmeasured."""
+    """Predicted seconds to load ``tokens``, or all if nothing is loaded; None: unmeasured."""
     compute_s: float | None = None
-    """Predicted seconds to compute them, likewise."""
+    """Predicted seconds to compute the same tokens."""
 
     @property
     def left_out(self) -> bool:
@@ -75,10 +75,10 @@ TO_COMPARE: Final = LoadDecision(0, "witness")
 class Regression:
     """``y = intercept + slope * x`` through the latest measurements; neither is negative.
 
-    Where all of them are of about one x, y is taken to be constant. With this line the median
-    residual of the measurements with smaller x is that of those with larger x (Tukey's resistant
-    line, of two groups): a quarter of them may be outliers. Three in a row that are off by a factor
-    of two to one side are a change: what came before them is forgotten.
+    If all of them have about the same x, y is taken to be constant. With this line the median
+    residual of the measurements with smaller x equals that of those with larger x (Tukey's
+    resistant line, of two groups): a quarter of them may be outliers. Three in a row that are off
+    by a factor of two to one side are a change: earlier ones are forgotten.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Regression:
         return self._intercept + self._slope * x if len(self._seen) >= least else None
 
     def add(self, x: float, y: float) -> int:
-        """Add a measurement; return 1 where it is off and larger than predicted, -1: smaller."""
+        """Add a measurement; return 1 if it is off and larger than predicted, -1: smaller."""
         expected = self.at(x)
         off = 0 if expected is None else (y > 2 * expected) - (2 * y < expected)
         self._off = off + (self._off if off * self._off > 0 else 0)
@@ -117,10 +117,10 @@ class Regression:
 class PrefillSpeed(Regression):
     """Seconds per prompt token over the tokens before it, of recent steps that computed prompts.
 
-    A step takes from its scheduling, or from the end of the step before it where that is later (an
-    engine may schedule ahead), to its own end; ``clock`` gives seconds. Steps with fewer than
-    ``least_tokens`` of prompts do not count: there the time is not spent on them. Limits: what a
-    step does for other requests is counted in, so a prefill seems slower and a load worth more.
+    A step takes from its scheduling, or from the end of the previous step if that is later (an
+    engine may schedule ahead), to its own end; ``clock`` returns seconds. Steps with fewer than
+    ``least_tokens`` of prompts do not count: their time is not spent on them. Limits: a step's work
+    for other requests is included, so a prefill seems slower and a load more useful.
     """
 
     def __init__(self, least_tokens: int, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -140,12 +140,12 @@ class PrefillSpeed(Regression):
             self._last_end_s = now
 
     def measured(self, tokens: int, attended: float, seconds: float) -> None:
-        """Note what so much work took, for who sees no steps."""
+        """Note how long so much work took, for engines without visible steps."""
         if tokens >= self._least_tokens:
             self.add(max(1.0, attended / tokens), seconds / tokens)
 
     def seconds(self, tokens: int, before: int = 0, least: int = 1) -> float | None:
-        """Return what ``tokens`` behind ``before`` others take; None before ``least`` steps."""
+        """Return the time of ``tokens`` after ``before`` others; None before ``least`` steps."""
         x = min(before + tokens / 2, self.high)  # no line beyond what was measured
         token_s = self.at(x, least)
         return None if token_s is None else tokens * token_s
@@ -160,10 +160,11 @@ class LoadPolicy:
         self._model, self._clock, self._threads = model, clock, config.worker.load_threads
         self._always, self._margin = config.load_policy == "always", config.load_margin
         self.prefill = PrefillSpeed(model.chunk_tokens, clock=clock)
-        """Told of every step by who sees them."""
+        """Told of every step, by callers that see steps."""
         self._byte_s = Regression()  # of a load by itself, over 1 / bytes: its slope is fixed cost
         self._running: dict[str, tuple[int, float, float]] = {}
-        """Loads: bytes, when each began, what the slowest worker took that has ended its part."""
+        """Loads: bytes, when each began, and the time of the slowest worker that has ended its
+        part."""
         self._last_end_s = self._admitted_s = 0.0
         self._probe_at_s: float | None = None  # when a load is tried; None: none are left out
         self._pause_s = _FIRST_PAUSE_S
@@ -171,8 +172,8 @@ class LoadPolicy:
     def decide(self, start: int, stop: int, *, asked: bool = False) -> LoadDecision:
         """Decide about tokens [start, stop) of a request, all of them stored.
 
-        ``asked``: the client waited for them, so they are loaded. An engine may ask as often as it
-        likes: a probe begins only when it is ordered.
+        ``asked``: the client waited for them, so they are loaded. An engine may ask any number of
+        times: a probe begins only when it is ordered.
         """
         load_s, compute_s = self._predict(start, stop)
         wait_s = self._queue_s() if load_s is None else load_s
@@ -192,7 +193,9 @@ class LoadPolicy:
                 return LoadDecision(0, "compute", wait_s, compute_s)
             end, reason = min(stop, start + int((stop - start) * compute_s / wait_s)), "probe"
         if end < stop:
-            granule = math.lcm(self._model.chunk_tokens, self._model.align)  # of use are whole ones
+            granule = math.lcm(
+                self._model.chunk_tokens, self._model.align
+            )  # only whole ones are usable
             end = max(start // granule + 1, end // granule) * granule
             end = end if self._model.plain and end < stop else stop
             load_s, compute_s = self._predict(start, end)
@@ -206,12 +209,12 @@ class LoadPolicy:
         return load_s, None if compute_s is None else self._admitted_s + compute_s
 
     def _own_s(self, nbytes: int) -> float | None:
-        """Return what a load takes by itself; a long one as much per byte as the longer half."""
+        """Return a load's own time; a long one takes as much per byte as the longer half."""
         byte_s = self._byte_s.at(max(1 / nbytes, self._byte_s.low), _MIN_MEASURED)
         return None if byte_s is None else nbytes * byte_s
 
     def _queue_s(self) -> float:
-        """How long a load ordered now waits; one before it that is late is so for as long again."""
+        """How long a load ordered now waits; overdue ones are expected to take as long again."""
         if len(self._running) < self._threads:
             return 0.0
         loads = list(self._running.values())
@@ -219,7 +222,7 @@ class LoadPolicy:
         return abs(work_s / self._threads - (self._clock() - max(self._last_end_s, loads[0][1])))
 
     def step_begins(self) -> None:
-        """Note that a new step is put together."""
+        """Note that a new step is being scheduled."""
         self._admitted_s = 0.0
 
     def admitted(self, start: int, stop: int) -> None:
@@ -231,7 +234,7 @@ class LoadPolicy:
         self._running[request_id] = (self._model.loaded_nbytes(start, stop), self._clock(), 0.0)
 
     def measured(self, seconds: Mapping[str, float]) -> None:
-        """Learn how long loads took workers: of those that failed, only what took too long."""
+        """Learn how long loads took workers: of failed ones only times that were too long."""
         for request_id in self._running.keys() & seconds:
             nbytes, began_s, took_s = self._running[request_id]
             self._running[request_id] = (nbytes, began_s, max(took_s, seconds[request_id]))

@@ -1,9 +1,8 @@
-"""The names of the connector's loggers: the one place that decides them.
+"""The names of the connector's loggers, in one place.
 
-All lie below ``vllm``, also those of modules that know no engine: vLLM gives its format and its
-level to loggers below that name and to no others, so their lines stand among the engine's own.
-Another engine's package that wants them elsewhere takes ``logging.getLogger(ROOT)``, from which all
-of them inherit; until then Python itself prints warnings and errors.
+All are below ``vllm``, even those of modules that know no engine: vLLM applies its format and level
+only to loggers below that name. Another engine's package may configure ``logging.getLogger(ROOT)``,
+from which all of them inherit; until then Python itself prints warnings and errors.
 """
 
 from __future__ import annotations

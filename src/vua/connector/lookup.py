@@ -1,8 +1,8 @@
-"""Lookups of prompts on threads of their own: naming chunks and asking the storage for them.
+"""Lookups of prompts on their own threads: naming chunks and querying the storage for them.
 
-A lookup may take long or hang without anything else in the engine waiting for it. After some that
-took too long there are none for a while (see `vua.io.pool.Breaker`): a request is then neither
-loaded nor stored.
+A lookup may take long or hang while the rest of the engine continues. After several that took too
+long there are none for a while (see `vua.io.pool.Breaker`): requests are then neither loaded nor
+stored.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ __all__ = ["Lookup", "Lookups", "StepPatience", "early", "unasked"]
 log = logger("scheduler")
 
 _STEP_WAIT_S: Final = 0.001
-"""Time per step that lookups are waited for. Mostly they are done by then; and an engine with
-nothing else to do would otherwise spin, and starve the lookup's thread of the GIL."""
+"""How long a step waits for lookups. Most have ended by then; and an engine with nothing else to do
+would otherwise spin, and starve the lookup's thread of the GIL."""
 _IDLE_STEP_WAIT_S: Final = 0.01
-"""The same where no request computes or loads: nobody else waits then, and prompts that came
-together are computed in one step, not the first one alone."""
+"""The same if no request computes or loads: no other request is delayed then, and prompts that
+arrive together are computed in one step."""
 
 
 class Lookup:
-    """One question about a prompt. For the scheduler's thread, except `answer`."""
+    """The lookup of one prompt. For the scheduler's thread, except `answer`."""
 
     def __init__(
         self,
@@ -57,30 +57,29 @@ class Lookup:
         """The request's LoRA adapter as the workers hold it."""
         self.request = request
         self.most_tokens: int = request.num_tokens
-        """Tokens of which at least one is left to compute."""
+        """Tokens of the request, at least one of which is left to compute."""
         if options.max_load_tokens is not None:
             self.most_tokens = min(self.most_tokens, options.max_load_tokens + 1)
         self.hints = options.hints if options.store and options.hints != SaveHints() else None
-        """For what is stored already; a worker sees to what is not."""
+        """For chunks that are already stored; workers apply them to new ones."""
         self.token_ids: Sequence[int] | None = request.prompt_token_ids
         self.media: list[bytes] | UncachedError = []
-        """What stands for each image, sound or video of the request."""
+        """Identifies each image, sound or video of the request."""
         self.asked_s = asked_s
         self.answer: Future[PrefixMatch | None] = Future()
-        """None where the prompt has no name, and where nobody asked the storage."""
+        """None if the prompt has no name, or if the storage was not asked."""
         self.not_asked = ""
-        """The word for why the storage was not asked: it did not answer others (``paused``), or the
+        """Why the storage was not asked: it did not answer earlier lookups (``paused``), or the
         model is not identified yet (``unidentified``)."""
         self._breaker = breaker
         self._late = False
 
     def __bool__(self) -> bool:
-        """Whether there is an answer."""
         return self.answer.done()
 
     @property
     def outcome(self) -> str:
-        """The word for the answer in the metrics."""
+        """The metrics' word for the answer."""
         if self.not_asked:
             return self.not_asked
         found = self.answer.result()
@@ -130,12 +129,10 @@ class StepPatience:
     """How long the engine's thread waits for lookups in one step: for all of them together."""
 
     def __init__(self) -> None:
-        """Begin with a step."""
         self._left_s: float | None = None
         """None before the first wait."""
 
     def renew(self) -> None:
-        """Begin another step."""
         self._left_s = None
 
     def wait(self, lookup: Lookup, busy: Callable[[], bool]) -> None:
@@ -157,7 +154,7 @@ class StepPatience:
 
 
 class Lookups:
-    """Answers questions about prompts; asked by one thread, never blocks it."""
+    """Looks up prompts for one thread, without blocking it."""
 
     def __init__(
         self,
@@ -172,8 +169,8 @@ class Lookups:
     ) -> None:
         """Look up in ``namespace``, of one store per group; tell ``events`` what is found.
 
-        For ``remembered`` it is found out who wrote what is stored, and what is known of them.
-        ``clock`` gives seconds.
+        For ``remembered`` the writers of stored chunks are read, and what is known of them.
+        ``clock`` returns seconds.
         """
         pairs = zip(namespace.stores, model.groups, strict=True)
         self._remembered = remembered
@@ -193,7 +190,7 @@ class Lookups:
         options: RequestOptions,
         adapter: Adapter | None = None,
     ) -> Lookup:
-        """Begin a lookup; while the storage hangs, or for one that is not wanted, there is none."""
+        """Begin a lookup; none while the storage hangs, or if the request wants none."""
         lookup = Lookup(request, options, self._breaker, self._clock(), adapter)
         lookup.media = self._media.look_at(request.mm_features)
         if self._config.save_generated and request.num_output_tokens:  # it was preempted
@@ -207,11 +204,11 @@ class Lookups:
         return lookup
 
     def submit(self, lookup: Lookup) -> None:
-        """Have a lookup answered that came before there were threads for it, see :func:`early`."""
+        """Answer a lookup that came before there were threads for it, see :func:`early`."""
         self._pool.submit(self._answer, lookup)
 
     def close(self) -> None:
-        """Stop the threads; waits for none, and announces nothing more."""
+        """Stop the threads without waiting, and announce nothing more."""
         self._events = None
         self._pool.close(finish=False)
 
@@ -242,23 +239,23 @@ class Lookups:
         except (VUAError, OSError) as problem:
             self._warn_once(type(problem).__name__, f"not cached: {problem}")
             return None
-        except Exception:  # one prompt that breaks something costs no other request
+        except Exception:  # an error of one prompt must not affect other requests
             log.exception("request %s is not cached", request.request_id)
             return None
         self._name_writers(request, found)
-        self._namespace.stores[0].used(keys, found.stored)  # which all groups' files are
+        self._namespace.stores[0].used(keys, found.stored)  # as are all groups' files
         if self._events is not None:
             self._events.found(request, keys, found.stored)
         if found.stored and lookup.hints is not None:
             self._keep(keys[found.stored - 1].name, lookup.hints)
         log.debug(
-            "request %s: %d of %d chunks stored, %d tokens of use",
+            "request %s: %d of %d chunks stored, %d tokens usable",
             *(request.request_id, found.stored, len(keys), found.tokens),
         )
         return found
 
     def _name_writers(self, request: Any, found: PrefixMatch) -> None:  # noqa: ANN401
-        """Note who wrote what could be loaded."""
+        """Add the writers of what could be loaded."""
         if self._remembered is None or not found.stored:
             return
         first, *others = self._writers
@@ -280,7 +277,7 @@ class Lookups:
                 search.came(chunk.hex() for chunk in chunks)
 
     def learn(self, refused: Mapping[bytes, bytes]) -> None:
-        """Note of which writers chunks are, by prefix hash, that loads refused."""
+        """Note the writers of chunks, by prefix hash, that loads refused."""
         for prefix_hash, writer in refused.items():
             for writers in self._writers:
                 writers.learn(prefix_hash, writer)
@@ -305,10 +302,10 @@ class Lookups:
         extras: dict[int, list[tuple[str, bytes]]] = {}
         if adapter is not None:
             extras.setdefault(0, []).append(("lora", adapter.digest.encode()))
-            if adapters:  # what of an adapter the engine applies
+            if adapters:  # the parts of an adapter that the engine applies
                 extras[0].append(("lora settings", adapters.encode()))
         elif request.lora_request is not None:
-            self._warn_once("lora", "requests whose LoRA adapter is not known are not cached")
+            self._warn_once("lora", "requests with an unknown LoRA adapter are not cached")
             return None
         salt = (request.cache_salt or "").encode()
         if salt:

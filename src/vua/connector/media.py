@@ -1,14 +1,14 @@
-"""What a request's images, sounds and videos are, by content.
+"""Identifies a request's images, sounds and videos by content.
 
-vLLM names each of them by an identifier. That may be made from the content, but also come from the
-client (``multi_modal_uuids``), from a counter, or from a mark within a picture's file, and no
-request says which; so identifiers are in no key. What is digested is the tensors that the model
+vLLM names each of them by an identifier. That may be derived from the content, but also come from
+the client (``multi_modal_uuids``), from a counter, or from a mark within a picture's file, and no
+request says which; so no key contains identifiers. The digest is of the tensors that the model
 gets.
 
-vLLM itself believes identifiers: its caches of encoder outputs and of blocks give whoever has one
-what was computed for the first who had it. So once one identifier has stood for two contents, no
-request with it is loaded or stored any more. All methods are for the scheduler's thread, which asks
-about every request before it is computed. Large contents are digested by a thread beside it
+vLLM itself trusts identifiers: its caches of encoder outputs and of blocks return what was computed
+for the first content with that identifier. So once one identifier has had two contents, no request
+with it is loaded or stored any more. All methods are for the scheduler's thread, which calls them
+for every request before it is computed. Large contents are digested by another thread
 (:meth:`Media.ready`).
 """
 
@@ -35,7 +35,7 @@ _AT_ONCE_NBYTES: Final = 1 << 20
 """Contents of a request that are digested in a millisecond or two."""
 _THREADS: Final = Pool[None](2, "vua-media")
 _UNKNOWN: Final = b""
-"""Stands for the content of an identifier that must not be believed."""
+"""Represents the content of an identifier that must not be trusted."""
 
 
 class Media:
@@ -46,22 +46,22 @@ class Media:
 
         Args:
             settings: the digest.
-            refused: why no prompt with an image is cached; "" where they are.
+            refused: why no prompt with an image is cached; "" if they are.
             blocks: how many blocks vLLM's own prefix cache has; each holds at least one token of an
-                image, so of identifiers that were not seen for so long nothing is left there.
+                image, so it holds nothing of identifiers that were unseen for so long.
         """
         self._settings, self._refused = settings, refused
         self._limit = _MORE_REMEMBERED + blocks
         self._content: OrderedDict[str, bytes] = OrderedDict()
         self._digested: dict[int, tuple[weakref.ref[Any], bytes | None]] = {}
-        """By the object's id; None for what has no digest."""
+        """By the object's id; None for objects without a digest."""
         self._jobs: dict[str, Job[None]] = {}
         """Of requests whose contents are being digested."""
 
     def ready(self, request_id: str, features: Sequence[Any]) -> bool:
-        """Whether :meth:`look_at` takes no time; begins to digest what is large.
+        """Whether :meth:`look_at` is fast; begins to digest large contents.
 
-        Until then the request is not to be computed: what its identifiers stand for is not known.
+        Until then the request must not be computed: the content of its identifiers is unknown.
         """
         job = self._jobs.get(request_id)
         if job is None:
@@ -84,9 +84,9 @@ class Media:
         self._jobs.pop(request_id, None)
 
     def look_at(self, features: Sequence[Any]) -> list[bytes] | UncachedError:
-        """Return what stands for each feature in the keys, or why the request is not cached.
+        """Return the keys' part for each feature, or why the request is not cached.
 
-        Also remembers what each identifier stands for: call it for each request that vLLM gets.
+        Also remembers the content of each identifier: call it for each request that vLLM gets.
         """
         if features and self._refused:
             return UncachedError(self._refused)
@@ -103,12 +103,12 @@ class Media:
         return problem or names
 
     def still_named(self, names: list[bytes] | UncachedError, features: Sequence[Any]) -> bool:
-        """Whether names that :meth:`look_at` gave before still tell what a request computes."""
+        """Whether names that :meth:`look_at` returned still describe what a request computes."""
         named = not isinstance(names, UncachedError) and len(names) == len(features)
         return named and not self.doubtful(features)
 
     def doubtful(self, features: Sequence[Any]) -> bool:
-        """Whether some identifier has stood for something else, or for something unknown."""
+        """Whether some identifier has had another, or an unknown, content."""
         return any(not self._content.get(each.identifier) for each in features)
 
     def _content_of(self, feature: Any) -> bytes:  # noqa: ANN401
@@ -136,7 +136,7 @@ class Media:
         return known[1:] if known is not None and known[0]() is item else None
 
     def _digest(self, item: Any) -> bytes:  # noqa: ANN401
-        """Return 64 hex digits for what a model gets of one image; of the same object only once."""
+        """Return 64 hex digits for the model's input of one image; once per object."""
         known = self._known(item)
         if known is not None and known[0] is not None:
             return known[0]
@@ -171,7 +171,7 @@ def _nbytes(value: Any) -> int:  # noqa: ANN401
 
 
 def _place(feature: Any) -> tuple[bytes, ...]:  # noqa: ANN401
-    """Return where the tokens of a feature are, and which of them stand for parts of it."""
+    """Return where the tokens of a feature are, and which of them represent parts of it."""
     place = feature.mm_position
     where = f"{place.offset}+{place.length}:{feature.modality}".encode()
     chosen = getattr(place, "is_embed", None)
@@ -186,7 +186,7 @@ def _feed(digest: Any, value: Any) -> None:  # noqa: ANN401
     """Digest a value so that different ones never give the same bytes. Raises UncachedError."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
-            raise UncachedError("the content of an image lies in a device's memory")
+            raise UncachedError("the content of an image is in a device's memory")
         flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
         _head(digest, "tensor", str(value.dtype), *value.shape)
         digest.update(flat.numpy().data)

@@ -1,6 +1,6 @@
-"""What the scheduler's side tells the workers each step, and they tell it.
+"""What the scheduler's side and the workers tell each other in each step.
 
-One step of an engine, as its connector is told: which requests it computes, and where.
+Includes the description of an engine's step: which requests it computes, and in which blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class GroupLoad:
     """Load tokens [start, stop) of one group of layers."""
 
     group: int
-    """Place in `Model.groups`."""
+    """Index in `Model.groups`."""
     start: int
     stop: int
     keys: Sequence[ChunkKey]
@@ -55,7 +55,7 @@ class LoadOrder:
     adapter: Adapter | None = None
     """The request's LoRA adapter, which the worker must hold."""
     believed: frozenset[bytes] | None = None
-    """The writers of whom chunks are loaded (see `vua.store.writer`); None: all."""
+    """The writers whose chunks are loaded (see `vua.store.writer`); None: all."""
 
 
 @dataclass(slots=True)
@@ -65,15 +65,16 @@ class SaveOrder:
     block_ids: list[list[int]]
     """The request's block table from its first token on, per cache group."""
     parts: list[tuple[int, Sequence[ChunkKey]]]
-    """Per group of layers (its place in `Model.groups`): the chunks."""
+    """Per group of layers (its index in `Model.groups`): the chunks."""
     hints: SaveHints = field(default_factory=SaveHints)
     adapter: Adapter | None = None
     """The request's LoRA adapter, which the worker must hold."""
     request_id: str = ""
     start: int = 0
-    """The request's first token that is not stored, or ordered to be: the order begins there."""
+    """The request's first token that is neither stored nor ordered to be: the order begins
+    there."""
     number: int = 0
-    """Of the order, one more each time; 0: nobody wants to know when it has ended."""
+    """The order's sequence number; 0: its end need not be reported."""
 
 
 @dataclass(slots=True)
@@ -84,21 +85,21 @@ class WitnessOrder:
     """
 
     number: int
-    """Of the comparison, one more each time."""
+    """The comparison's sequence number."""
     block_ids: list[list[int]]
     """The request's block table from its first token on, per cache group."""
     parts: list[tuple[int, Sequence[ChunkKey]]]
-    """Per group of layers (its place in `Model.groups`): the chunks."""
+    """Per group of layers (its index in `Model.groups`): the chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What one worker found of one chunk."""
+    """One worker's result for one chunk."""
 
     start: int
     """The chunk's first token."""
     writers: frozenset[bytes]
-    """Who wrote what was compared."""
+    """Who wrote the compared chunk."""
     ratio: float
     """The largest distance, in tolerances; see `vua.store.agreement`. Up to 1 they agree."""
     text: str = ""
@@ -106,20 +107,20 @@ class Compared:
 
     @property
     def same(self) -> bool:
-        """Whether it is what this worker has computed."""
+        """Whether it equals what this worker has computed."""
         return self.ratio <= 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one worker's comparison came to."""
+    """The result of one worker's comparison."""
 
     number: int
     """The order's."""
     chunks: tuple[Compared, ...] = ()
     """Those that could be compared."""
     text: str = ""
-    """Why others could not."""
+    """Why the rest could not."""
 
 
 @dataclass(slots=True)
@@ -130,53 +131,52 @@ class ConnectorMetadata:
     saves: list[SaveOrder] = field(default_factory=list)
     witnesses: list[WitnessOrder] = field(default_factory=list)
     identity: Identity | None = None
-    """Whose stores they concern: a worker opens what is ordered, and another one after a reset.
-    None: as before, or not known yet."""
+    """Whose stores they concern: a worker opens this one, and another one after a reset. None: as
+    before, or not known yet."""
     writer: str = ""
     """The engine's name as a writer, see `vua.store.writer`."""
     epoch: str | None = None
-    """Which epoch they belong to, another one after a reset; None: nobody says."""
+    """Which epoch they belong to, a new one after a reset; None: unknown."""
     doubt: int = 0
-    """How often the engine's cache was reset. One more than before: the workers are to compare
-    their weights with those that the epoch began with."""
+    """How often the engine's cache was reset. When it increases, workers compare their weights with
+    those at the start of the epoch."""
     adapters: list[Any] = field(default_factory=list)
-    """LoRA adapters (the engine's own objects) that the scheduler's half wants to know."""
+    """LoRA adapters (the engine's own objects) that the scheduler's half asks about."""
     idle: bool = False
-    """Whether the step computes nothing. A worker cannot tell by itself: a step that is one CUDA
-    graph has no attention metadata either."""
+    """Whether the step computes nothing. A worker cannot tell: a step that is one CUDA graph has no
+    attention metadata either."""
 
 
 @dataclass(slots=True)
 class WorkerOutput:
-    """What one worker, or all of them together, tell the scheduler's half at the end of a step."""
+    """The report of one worker, or of all together, to the scheduler's half after a step."""
 
     load_s: dict[str, float] = field(default_factory=dict)
-    """Per request id how long its load took that ended in this step, from the first read to the
-    last byte in its block; by the slowest worker of those that ended it."""
+    """Per request id the time of its load that ended in this step, from the first read to the last
+    byte in its block; of the slowest worker."""
     seen: list[Seen] = field(default_factory=list)
-    """What happened to files; nothing where no events are wanted."""
+    """Events of files; empty if events are off."""
     verdicts: list[Verdict] = field(default_factory=list)
     """Of comparisons that ended; one per worker and order."""
     left_epoch: str | None = None
-    """The epoch with whose weights this engine does not run any more; None: none."""
+    """The epoch whose weights this engine no longer has; None: none."""
     adapters: dict[int, AdapterNote] = field(default_factory=dict)
-    """What changed among LoRA adapters, and what was asked about them, by number."""
+    """Changes of LoRA adapters and answers about them, by number."""
     unsaved: dict[str, int] = field(default_factory=dict)
-    """Per request id: the first token that is not stored; so none behind it is, for now."""
+    """Per request id: the first token that is not stored; so none after it is, for now."""
     retry: set[str] = field(default_factory=set)
-    """Of the requests with such a token: those whose chunks there are buffers for by now."""
+    """Requests with such a token for whose chunks there are buffers now."""
     opened: dict[str, int] = field(default_factory=dict)
     """How many workers have opened a namespace, by its name."""
     ended: dict[int, int] = field(default_factory=dict)
-    """How many workers have ended a save order, by its number: all of it is written, or is not
-    going to be (then ``unsaved`` says so)."""
+    """How many workers have ended a save order, by its number: all of it is written, or will not be
+    (then ``unsaved`` says so)."""
     refused: dict[bytes, bytes] = field(default_factory=dict)
-    """By prefix hash the writers of chunks that were not loaded since they are not believed."""
+    """By prefix hash the writers of chunks that were not loaded since they are not trusted."""
     sure: dict[int, int] = field(default_factory=dict)
     """How many workers have found their weights unchanged, by the number of the doubt."""
 
     def aggregate(self, other: object) -> WorkerOutput:
-        """Return what both say together."""
         if not isinstance(other, WorkerOutput):
             return self
         slowest = dict(self.load_s)
@@ -201,10 +201,10 @@ class WorkerOutput:
 
 
 _PROMPT_TOKENS: Final = 16
-"""What generates computes fewer in a step, with its guesses."""
+"""A generating request computes fewer in a step, guesses included."""
 
 Tables = Sequence[Sequence[int]]
-"""A request's block table from its first token on, per cache group; 0 where a block is freed."""
+"""A request's block table from its first token on, per cache group; 0 if a block is freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +217,9 @@ class ScheduledRequest:
     tokens: int
     """Tokens that the step computes; guesses are the last of them."""
     new_blocks: Tables
-    """The blocks that it got for this step."""
+    """Its new blocks for this step."""
     begins: bool
-    """Whether it begins, or goes on after a preemption: ``new_blocks`` is its whole table then."""
+    """Whether it begins, or resumes after a preemption: ``new_blocks`` is then its whole table."""
     guesses: int = 0
     """How many of the tokens are guesses."""
 
@@ -230,11 +230,11 @@ class ScheduledStep:
 
     requests: Sequence[ScheduledRequest]
     tables: Callable[[str], Tables]
-    """The block table that a request has now, by its id; asked where blocks may have been freed."""
+    """A request's current block table, by its id; called if blocks may have been freed."""
 
 
 def prompt_work(requests: Iterable[ScheduledRequest]) -> tuple[int, float]:
-    """Return what a step computes of prompts: (tokens, attended).
+    """Return the work of a step on prompts: (tokens, attended).
 
     ``attended`` is the sum over these tokens of how many tokens are before each.
     """

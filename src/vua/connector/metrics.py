@@ -1,14 +1,13 @@
-"""A connector's metrics: what they mean, and how they are recorded and added up.
+"""A connector's metrics: their meaning, recording and aggregation.
 
 Each half of the connector owns a :class:`Recorder`; any thread may record into it. Once per step
-the engine takes what is new, adds up those of all ranks and of the scheduler's half
-(:func:`add_up`) and sends them to where they are shown; so they hold only dicts, lists, strings and
-numbers.
+the engine takes the new values, adds up those of all ranks and of the scheduler's half
+(:func:`add_up`) and sends them to the process that exposes them; so they consist only of dicts,
+lists, strings and numbers.
 
-What concerns a request as a whole (tokens, lookups, loads) is recorded by the scheduler's half and
-so counts once however many ranks there are; what concerns files (bytes, chunks) by each rank.
-
-What this process asks of buckets, as metrics: whoever pays for the requests sees them there.
+Values of a request as a whole (tokens, lookups, loads) are recorded by the scheduler's half, once
+for all ranks; values of files (bytes, chunks) by each rank. Requests to buckets are metrics, too,
+since they cost money.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Metric:
     kind: str
     documentation: str
     label: str = ""
-    """Name of the one label that it has beside vLLM's own (model, engine)."""
+    """Name of its own label, besides vLLM's (model, engine)."""
     values: tuple[str, ...] = ()
     """Label values that are shown as 0 before they first occur."""
 
@@ -175,10 +174,10 @@ METRICS: Final[dict[str, Metric]] = {
 
 
 def add_up(mine: Series, other: Series) -> None:
-    """Add what ``other`` holds, which stays as it is, to ``mine``.
+    """Add the values of ``other``, which stays unchanged, to ``mine``.
 
-    Used over the ranks of one step and over steps alike: gauges are labelled by rank, so the latest
-    of each is right in both.
+    Used both over the ranks of one step and over steps: gauges are labelled by rank, so the latest
+    value is right in both cases.
     """
     for name, theirs in other.items():
         kind, series = METRICS[name].kind, mine.setdefault(name, {})
@@ -211,21 +210,18 @@ def summary(data: Series) -> dict[str, int | float]:
 
 
 class Recorder:
-    """Collects what happens between two steps. Safe for threads; :meth:`take` is O(1)."""
+    """Collects values between two steps. Thread-safe; :meth:`take` is O(1)."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._lock = threading.Lock()
         self._data: Series = {}
 
     def add(self, name: str, by: float = 1, label: str = "") -> None:
-        """Increase a counter."""
         with self._lock:
             series = self._data.setdefault(name, {})
             series[label] = series.get(label, 0) + by
 
     def set(self, name: str, value: float, label: str = "") -> None:
-        """Set a gauge."""
         with self._lock:
             self._data.setdefault(name, {})[label] = value
 
@@ -235,8 +231,8 @@ class Recorder:
             self._data.setdefault(name, {}).setdefault(label, []).append(value)
 
     def take(self) -> Series | None:
-        """Return what was recorded since the last call; None when that is nothing."""
-        if not self._data:  # without the lock: what is just being recorded waits for the next step
+        """Return what was recorded since the last call; None if nothing was."""
+        if not self._data:  # without the lock: values being recorded now wait for the next step
             return None
         with self._lock:
             data, self._data = self._data, {}
@@ -244,14 +240,14 @@ class Recorder:
 
 
 class _Taken:
-    """What of the process's counts was recorded already, in whichever half of the connector."""
+    """The part of the process's counts that was recorded already, by any half of the connector."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.lock = new_lock()
 
     def new(self) -> Counter[str]:
-        """Return what came since the last call, and note that it was taken."""
+        """Return the counts since the last call, and mark them as recorded."""
         with self.lock:
             before, self.counts = self.counts, requests.copy()
             return self.counts - before

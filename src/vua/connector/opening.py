@@ -1,9 +1,8 @@
-"""When an engine's namespace is opened: as soon as its weights are known, and not before.
+"""Opens an engine's namespace as soon as its weights are known, and not before.
 
-Until then nothing is loaded or stored. Digesting weights and opening directories is the work of
-threads beside the engine's, in the scheduler's process and in each worker: a storage may take as
-long as it likes for that. A namespace that cannot be told is never opened; one that could not be
-opened is tried again.
+Until then nothing is loaded or stored. Weights are digested and directories opened by threads
+beside the engine's, in the scheduler's process and in each worker: a slow storage delays nothing. A
+namespace that cannot be determined is never opened; after a failure opening is tried again.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ __all__ = ["Opened", "Opening", "close_within", "open_namespace"]
 log = logger("scheduler")
 
 _START_WAIT_S: Final = 1.0
-"""How long the engine's start waits: for small models, and weights whose digest is remembered."""
+"""How long the engine's start waits: enough for small models and remembered weights."""
 _AGAIN_S: Final = 1.0
-"""How long after a failure a namespace is tried again."""
+"""How long after a failure opening is tried again."""
 
 
 class Opened(NamedTuple):
-    """What a model's identity leads to."""
+    """An opened namespace of a model's identity."""
 
     model: Model
     namespace: Namespace
@@ -57,17 +56,17 @@ def open_namespace(config: ConnectorConfig, model: Model, identity: Identity) ->
 
 
 def close_within(close: Callable[[], None], timeout_s: float) -> None:
-    """Close something that asks the storage, and wait no longer than that for it."""
+    """Close an object that uses the storage, waiting at most ``timeout_s``."""
     try:
         thread = threading.Thread(target=close, name="vua-close", daemon=True)
         thread.start()
-    except RuntimeError:  # the system has no more threads: what is open ends with the process
+    except RuntimeError:  # the system has no more threads: it is closed with the process
         return
     thread.join(timeout_s)
 
 
 class Opening:
-    """Opens the namespaces of one half of a connector, the latest wanted. Safe for threads."""
+    """Opens the namespaces of one half of a connector, the latest wanted. Thread-safe."""
 
     def __init__(
         self,
@@ -77,10 +76,10 @@ class Opening:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open now what is identified, else when ``identification``, if any, has its answer.
+        """Open now what is identified, else when ``identification``, if any, has its result.
 
-        Waits up to a second for that. ``clock`` gives seconds: it says when to try again. Raises
-        StorageError, LayoutError only for what is identified.
+        Waits up to a second for that. ``clock`` returns seconds, for retries. Raises StorageError,
+        LayoutError only for an identified model.
         """
         self._model, self._config, self._clock = model, config, clock
         self._changed = threading.Condition()
@@ -88,7 +87,7 @@ class Opening:
         self._wanted: Identity | None = None
         self._opened: Opened | None = None
         self._running: Identity | None = None
-        """What a thread is opening; it may not be wanted any more."""
+        """What a thread is opening; possibly no longer wanted."""
         self._again_s: float | None = None
         self._warned = self._closed = False
         self._weights: Weights | None = None
@@ -109,7 +108,7 @@ class Opening:
         return self._wanted is not None and self._opened is None and not self._warned
 
     def begin(self, identity: Identity) -> None:
-        """Want another namespace from now on; returns at once."""
+        """Switch to another namespace; returns at once."""
         with self._changed:
             if identity == self._wanted or self._closed:
                 return
@@ -133,7 +132,7 @@ class Opening:
             return self._changed.wait_for(lambda: self._opened is not None, timeout_s)
 
     def close(self) -> None:
-        """Open nothing more, and let the search for the weights stop."""
+        """Open nothing more, and stop the search for the weights."""
         with self._changed:
             self._closed, self._again_s = True, None
         if self._identification is not None:
@@ -171,7 +170,7 @@ class Opening:
         return Opened(model, open_namespace(self._config, model, identity))
 
     def _start(self) -> None:
-        """Open what is wanted on a thread; called with the lock. One thread at a time."""
+        """Open the wanted namespace on a thread; called with the lock. One thread at a time."""
         if self._running is not None or self._wanted is None or self._closed:
             return
         self._running = self._wanted
@@ -205,7 +204,7 @@ class Opening:
             else:
                 self._start()
             self._changed.notify_all()
-        if opened is not None:  # nobody wants it any more
+        if opened is not None:  # no longer wanted
             opened.namespace.close()
 
     def _warn(self, problem: VUAError) -> None:

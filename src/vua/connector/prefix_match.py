@@ -1,10 +1,10 @@
 """How much of a prompt can be loaded, and which of its chunks are worth storing.
 
-A layer that attends to everything needs every chunk of the prefix. One with a sliding window needs
-only what the window holds at the point where the computation goes on; and only there its chunks are
-stored: at the end of a prompt, at the point where it turned out to leave another one, and at
-regular distances. One with a state needs the state right there, stored at the same points as far
-as the engine's blocks end there. So a hit ends where every group has what it needs.
+A layer with full attention needs every chunk of the prefix. One with a sliding window needs only
+the chunks inside the window at the point where the computation continues; these chunks are stored
+only at such points: at the end of a prompt, where it diverged from another one, and at regular
+distances. One with a state needs the state at that point, stored at the same points if a block of
+the engine ends there. So a hit ends where every group has what it needs.
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ there."""
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """What a lookup learned about a prompt."""
+    """The result of looking up a prompt."""
 
     keys: KeyChain
-    """The prompt's chunks; later perhaps those of generated tokens too."""
+    """The prompt's chunks; later possibly those of generated tokens, too."""
     tokens: int
     """Tokens from its start on that can be loaded; ends with a block of every cache group."""
     stored: int
-    """Leading chunks of which the leading groups' files are there."""
+    """Leading chunks whose files exist in the leading groups."""
     windows: tuple[frozenset[int], ...]
-    """Per group of layers, the chunks to store: of use only to groups with a window or a state."""
+    """Per group of layers, the chunks to store: only needed for groups with a window or a state."""
     prompt_chunks: int
     """How many chunks the prompt has."""
     writers: tuple[Run, ...] = ()
-    """Who wrote the chunks of the first group; nothing where nobody looks."""
+    """Who wrote the chunks of the first group; empty if writers are not read."""
     beside: frozenset[bytes] = frozenset()
-    """Who wrote what is needed of the other groups."""
+    """Who wrote the required chunks of the other groups."""
     states: frozenset[int] = frozenset()
-    """Where there are layers with a state: the numbers of tokens behind which it is worth a file.
-    """
+    """For layers with a state: the numbers of tokens after which it is worth a file."""
 
 
 def find(
@@ -79,7 +78,7 @@ def find(
     whole = len(keys) * size
     states = {whole // align * align, (max(whole, num_tokens) - 1) // align * align}
     if tokens < min(stored * size, most) // align * align:
-        # somebody else's prompt went another way here, others may follow
+        # another prompt diverged here, more may follow
         ends.add(stored)
         states.add(stored * size // align * align)
     windows = tuple(
@@ -94,7 +93,7 @@ def find(
 
 
 def longest(model: Model, stores: Sequence[Store], keys: Keys, stored: int, most: int) -> int:
-    """Return how many tokens can be loaded: behind them every window and state is there.
+    """Return how many tokens can be loaded: every window and state after them is stored.
 
     Touches the storage; raises StorageError, OSError.
 
@@ -116,7 +115,7 @@ def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]
     size, wanted = model.chunk_tokens, set[int]()
     for end in ends:
         # one chunk more: a request that ends with this chunk has to compute its last token, and
-        # goes on at the end of a block, which may be longer than a chunk
+        # continues at the end of a block, which may be longer than a chunk
         hit = min((end - 1) * size, (end * size - 1) // model.align * model.align)
         first = model.first_loaded(group, max(0, hit))
         wanted.update(range(first // size, end))
@@ -124,7 +123,7 @@ def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]
 
 
 class WindowProbe:
-    """Looks for the chunks that hold windows and states; each is asked for once."""
+    """Looks for the chunks that hold windows and states; queries each once."""
 
     def __init__(self, model: Model, stores: Sequence[Store], keys: Keys) -> None:
         self._groups = list(zip(model.groups, stores, strict=True))
@@ -132,7 +131,7 @@ class WindowProbe:
         self._seen: dict[tuple[int, int], bool] = {}
 
     def missing(self, number: int, chunks: Sequence[int]) -> int | None:
-        """Return the first of a group's chunks that is not stored; None where all are."""
+        """Return the first of a group's chunks that is not stored; None if all are."""
         group, store = self._groups[number]
         if store.search is not None:  # all at once: it remembers the answers
             store.search.holds([self._keys[chunk] for chunk in chunks], group.written)

@@ -1,4 +1,4 @@
-"""A connector's metrics as Prometheus has them. Needs ``prometheus_client``, as engines do."""
+"""A connector's metrics for Prometheus. Needs ``prometheus_client``, as engines do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PLAIN: Final[Mapping[type, Any]] = {Counter: Counter, Gauge: Gauge, Histogram: 
 
 
 class Families:
-    """All of :data:`METRICS`, registered. One per process: an earlier one's are taken out."""
+    """All of :data:`METRICS`, registered. One per process: earlier ones are removed."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class Families:
         """Register them.
 
         Args:
-            labelnames: labels that each has beside its own.
-            engines: values of these, of all engines that are known now; they begin with 0.
-            types: what to make in place of Prometheus's own types.
+            labelnames: labels that each has besides its own.
+            engines: values of these, of all engines that are known now; they start at 0.
+            types: replaces Prometheus's own types.
         """
         _unregister()
         self._families: dict[str, Any] = {}
@@ -54,7 +54,7 @@ class Families:
                     self._child(name, label, engine)
 
     def add(self, data: Series, engine: Sequence[object]) -> None:
-        """Add what happened in an engine, by the values of its labels."""
+        """Add an engine's values, by the values of its labels."""
         for name, series in data.items():
             kind = METRICS[name].kind
             for label, value in series.items():
@@ -76,7 +76,7 @@ class Families:
 
 
 def _unregister() -> None:
-    """Remove the metrics of an engine that this process had before."""
+    """Remove the metrics of an earlier engine of this process."""
     for collector in list(REGISTRY._collector_to_names):  # noqa: SLF001 - there is no public way
         if getattr(collector, "_name", "").removesuffix("_total") in _NAMES:
             REGISTRY.unregister(collector)

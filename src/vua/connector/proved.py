@@ -1,14 +1,13 @@
-"""What engines of one setup have learned of writers on this host: a restart asks nobody anew.
+"""What engines of one setup know of writers on this host: a restart compares none again.
 
-That a writer's chunks of a kind were the same as an engine's own, or that they differed, is an
-empty file of the user's own cache, ``~/.cache/vua/proved`` and ``~/.cache/vua/aside``, named by a
+A note is an empty file in the user's own cache, ``~/.cache/vua/proved`` for writers whose chunks of
+a kind equalled an engine's own, ``~/.cache/vua/aside`` for those whose chunks differed, named by a
 digest of the namespace, the engine's setup, the kind and the writer. An engine that stores notes
 itself: after a restart it is another writer, of the same setup.
 
-How many of the chunks compared at random were wrong, and what follows for all that are loaded.
-
-Each comparison is one byte, appended to a file of the user's own cache, ``~/.cache/vua/compared``,
-one for each namespace: engines of several processes count together, and `vua doctor` reads it.
+Also how many of the chunks compared at random were wrong, and the resulting bound for all loaded
+ones. Each comparison is one byte, appended to a file per namespace in ``~/.cache/vua/compared``:
+engines of several processes count together, and `vua doctor` reads it.
 """
 
 from __future__ import annotations
@@ -46,20 +45,20 @@ __all__ = [
 log = logger("scheduler")
 
 NOTES: Final = Pool[None](1, "vua-notes")
-"""Writes to the user's cache, which may lie on a storage that hangs: an engine's own thread does
-not wait for it."""
+"""Writes to the user's cache, which may be on a storage that hangs: an engine's own thread does not
+wait for it."""
 _KEPT_S: Final = 90 * 86400.0
-"""What was not asked about for so long is forgotten."""
+"""Notes unused for so long are deleted."""
 _MOST: Final = 1 << 14
-"""Notes of one sort that are kept; of more the oldest are forgotten."""
+"""Notes of one sort that are kept; the oldest ones beyond that are deleted."""
 _MOST_KNOWN: Final = 1 << 13
 """Answers that are kept in memory, of each of two questions."""
 _TIDIED_EVERY: Final = 256
-"""Notes of one process after which it looks for what to forget; and at its first."""
+"""A process cleans up at its first note and after every so many."""
 
 
 Kind = tuple[str, ...]
-"""What is proved by itself: the adapter's path or "", then what there is beside text."""
+"""Proved separately: the adapter's path or "", then the inputs besides text."""
 
 
 def kind_of(request: Any, tokens: int) -> Kind:  # noqa: ANN401
@@ -70,13 +69,13 @@ def kind_of(request: Any, tokens: int) -> Kind:  # noqa: ANN401
 
 
 def written() -> None:
-    """Return when all that was to be written to the user's cache so far is written."""
+    """Return when everything queued for the user's cache is written."""
     with suppress(RuntimeError):  # the process ends
         NOTES.submit(lambda _: None).wait()
 
 
 def files_below(root: Path) -> Iterator[list[object]]:
-    """Yield of each file below a directory its name and what changes when it is exchanged."""
+    """Yield for each file below a directory its name and what changes when it is replaced."""
     for folder, folders, names in os.walk(root, followlinks=False):
         folders.sort()
         for name in sorted(names):
@@ -90,13 +89,13 @@ def files_below(root: Path) -> Iterator[list[object]]:
 
 
 def folder_of(what: str) -> Path:
-    """Return where the user's cache keeps notes of one sort."""
+    """Return the directory of one sort of notes in the user's cache."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "vua" / what
 
 
 def name_of(namespace: Path, parts: object) -> str | None:
-    """Return a digest of a namespace's directory and of ``parts``; None where there is none."""
+    """Return a digest of a namespace's directory and of ``parts``; None if there is none."""
     try:
         status = (namespace / "namespace.json").stat()
     except OSError:
@@ -106,7 +105,7 @@ def name_of(namespace: Path, parts: object) -> str | None:
 
 
 def trusted(path: Path) -> bool:
-    """Whether a note is there that only this user can have written."""
+    """Whether a note exists that only this user can have written."""
     try:
         for part in (path, path.parent):
             status = part.stat(follow_symlinks=False)
@@ -118,7 +117,7 @@ def trusted(path: Path) -> bool:
 
 
 def replaced_by(path: Path, data: bytes) -> None:
-    """Replace a file as a whole. Raises OSError."""
+    """Replace a file atomically. Raises OSError."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     fresh.write_bytes(data)
     fresh.chmod(0o600)
@@ -129,21 +128,19 @@ class Remembered:
     """What engines of one setup know of writers in one namespace. Never raises for the file system.
 
     A writer is the 48 bytes of its name, a kind what :func:`kind_of` returns. Files are read by
-    :meth:`learn` and written by a thread; everything else is about what is in memory. Safe for
-    threads.
+    :meth:`learn` and written by a thread; the rest is in memory. Thread-safe.
     """
 
     def __init__(self, namespace: Path | None, setup: str) -> None:
         """Remember for engines of ``setup`` what concerns a namespace's directory.
 
-        An empty ``setup`` is that of nobody: nothing is remembered. Nor is it of what is no
-        directory alone (None).
+        Nothing is remembered for an empty ``setup``, or without a directory (None).
         """
         self._namespace, self._setup = namespace, setup
         self._proved: dict[tuple[Kind, bytes], bool] = {}
         self._put_aside: dict[bytes, bool] = {}
         self._proofs: dict[tuple[Kind, bytes], Path | None] = {}
-        """Where proofs are noted, by the adapters' files at the lookup."""
+        """Paths of proofs, which depend on the adapters' files at the lookup."""
         self._added = 0
 
     def learn(self, kind: Kind, writers: Iterable[bytes]) -> None:
@@ -157,7 +154,7 @@ class Remembered:
                 self._keep(self._proved, (kind, writer), self._holds(proof))
 
     def holds(self, kind: Kind, writer: bytes) -> bool:
-        """Whether a writer's chunks of a kind were proved before, as far as that was learned."""
+        """Whether a writer's chunks of a kind were proved before, as far as was read."""
         return self._proved.get((kind, writer), False)
 
     def add(self, kind: Kind, writer: bytes) -> None:
@@ -170,7 +167,7 @@ class Remembered:
             self._write(lambda: self._proof(kind, writer))
 
     def is_aside(self, writer: bytes) -> bool:
-        """Whether a writer's chunks differed before, as far as that was learned."""
+        """Whether a writer's chunks differed before, as far as was read."""
         return self._put_aside.get(writer, False)
 
     def put_aside(self, writer: bytes) -> None:
@@ -210,9 +207,9 @@ class Remembered:
             log.debug("not remembered: %s", problem)
 
     def _proof(self, kind: Kind, writer: bytes) -> Path | None:
-        """Where that would be noted; None where something cannot be seen."""
+        """The path of that note; None if something cannot be read."""
         adapter = list(files_below(Path(kind[0]))) if kind[0] else []
-        if kind[0] and not adapter:  # its files are not where its name says
+        if kind[0] and not adapter:  # its files are not at the path of its name
             return None
         return self._path("proved", [self._setup, kind, adapter, writer.hex()])
 
@@ -236,7 +233,7 @@ def _forget_old(folder: Path) -> None:
 
 _SAME, _DIFFERENT = b"=", b"x"
 _MOST_TALLY: Final = 1 << 17
-"""Comparisons that are kept; at twice as many the older half goes."""
+"""Comparisons that are kept; at twice as many the older half is deleted."""
 
 
 class Sampled(NamedTuple):
@@ -247,7 +244,7 @@ class Sampled(NamedTuple):
 
     @property
     def bound(self) -> float:
-        """The share of wrong chunks among all, at most; right with a probability of 95 %."""
+        """The largest share of wrong chunks among all, with a probability of 95 %."""
         return upper_bound(self.different, self.compared)
 
 
@@ -276,11 +273,10 @@ class Tally:
     """The comparisons in one namespace. Never raises for the file system, which it touches."""
 
     def __init__(self, namespace: Path | None) -> None:
-        """Count for a namespace's directory; None: for this process alone."""
+        """Count for a namespace's directory; None: only for this process."""
         self._namespace, self._own = namespace, bytearray()
 
     def add(self, *, same: bool) -> None:
-        """Count a comparison."""
         mark = _SAME if same else _DIFFERENT
         self._own += mark
         del self._own[:-_MOST_TALLY]
@@ -299,7 +295,7 @@ class Tally:
 
     @property
     def counted(self) -> Sampled:
-        """What was counted, by all engines of this user on this host where that can be told."""
+        """The comparisons so far, of all engines of this user on this host if known."""
         marks, path = bytes(self._own), self._path()
         if path is not None and trusted(path):
             with suppress(OSError):

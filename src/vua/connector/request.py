@@ -1,11 +1,11 @@
-"""What a client may say about one request's KV cache, in vLLM's ``kv_transfer_params``.
+"""A client's options for one request's KV cache, in vLLM's ``kv_transfer_params``.
 
 ``{"kv_transfer_params": {"vua": {"store": false, "ttl_s": 3600}}}`` in the body of an OpenAI
-request, or ``SamplingParams(extra_args={"kv_transfer_params": {...}})``. VUA's settings stand in an
-object of their own, so that they never meet those of other connectors. A client must not be able to
-fail or delay a request, here or in the engine, by what it says about a cache: whatever cannot be
-understood is ignored, with one line in the log for each kind of mistake. The options are read on
-the engine's thread, so the time for that does not depend on how much a client sent.
+request, or ``SamplingParams(extra_args={"kv_transfer_params": {...}})``. VUA's options are in their
+own object, so that they cannot clash with those of other connectors. A client's options must not be
+able to fail or delay a request, here or in the engine: whatever cannot be understood is ignored,
+with one line in the log for each kind of mistake. The options are read on the engine's thread, so
+the time for that does not depend on how much a client sent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logger("requests")
 
 SECTION: Final = "vua"
 MAX_WAIT_S: Final = 60.0
-"""A client may let its own request wait for so long, not for ever."""
+"""The longest time that a client may make its own request wait."""
 _SHOWN: Final = 60
 """Characters of a client's value that a log line shows."""
 _MAX_TOKENS: Final = 1 << 62
@@ -32,25 +32,25 @@ _MAX_TOKENS: Final = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class SaveHints:
-    """How long what is stored for a request is worth keeping."""
+    """How long the stored chunks of a request are worth keeping."""
 
     ttl_s: float | None = None
     """Seconds without use after which the chunks may be deleted, if the directory's own time to
-    live does not end before; None: that alone. See :mod:`vua.capacity.marks`."""
+    live does not end before; None: only that one. See :mod:`vua.capacity.marks`."""
     pin: bool = False
-    """Whether they should stay however long they are not used; where the operator allows that."""
+    """Whether they should stay even if unused; if the operator allows that."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What was asked for; the defaults are what happens without any words."""
+    """A request's options; the defaults apply if a client sets none."""
 
     store: bool = True
     """Whether the prompt's chunks may be stored."""
     load: bool = True
     """Whether stored chunks may be used."""
     max_load_tokens: int | None = None
-    """Load no more than the first so many tokens of the prompt; None: all that are stored."""
+    """Load at most so many tokens from the prompt's start; None: all that are stored."""
     wait_s: float = 0.0
     """How long to wait for chunks that another engine is still writing, see
     examples/disaggregated."""
@@ -61,10 +61,10 @@ _DEFAULT: Final = RequestOptions()
 
 
 class OptionReader:
-    """Reads requests' options and remembers what it has complained about. For one thread."""
+    """Reads requests' options and remembers its complaints. For one thread."""
 
     def __init__(self, *, allow_pins: bool = False) -> None:
-        """Start without complaints; without ``allow_pins`` requests that pin are not heard."""
+        """Start without complaints; without ``allow_pins`` pins are refused."""
         self._allow_pins = allow_pins
         self._complained: set[str] = set()
 
@@ -95,9 +95,9 @@ class OptionReader:
         return RequestOptions(**good, hints=SaveHints(**hints))
 
     def _value(self, name: str, value: object) -> Any:  # noqa: ANN401
-        """Return a sound value of an option; None when there is none."""
+        """Return a valid value of an option; None otherwise."""
         kind = _KINDS[name]
-        if value is None:  # as if it were not given
+        if value is None:  # as if it were absent
             return None
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if kind == "bool" and isinstance(value, bool):
@@ -135,7 +135,7 @@ def _shown(value: object) -> str:
 
 
 def _finite(value: Any) -> float:  # noqa: ANN401
-    """The number as a float; -1 for one that is none or too large."""
+    """The number as a float; -1 if it is not a number or too large."""
     try:
         number = float(value)
     except OverflowError:

@@ -1,6 +1,6 @@
-"""What became of each request, for the metrics and the log: kept by the scheduler's half.
+"""The history of each request, for the metrics and the log: kept by the scheduler's half.
 
-Only the scheduler sees a request as a whole (what was found, promised, and came to all ranks), so
+Only the scheduler sees a request as a whole (what was found, promised, and loaded by all ranks), so
 tokens, lookups and loads are counted here, once, and bytes by the workers.
 """
 
@@ -22,13 +22,13 @@ log = logger("requests")
 
 @dataclass(slots=True)
 class _Account:
-    """One request so far."""
+    """The history of one request."""
 
     prompt_tokens: int
     outcome: str = "not asked"
     lookup_s: float = 0.0
     decision: LoadDecision = NOTHING_STORED
-    """What was decided about the tokens found."""
+    """The decision about the tokens found."""
     ordered_s: float | None = None
     """When the running load was ordered."""
     start: int = 0
@@ -51,7 +51,7 @@ class RequestMetrics:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Record into ``stats``; what happens to loads is passed on to ``policy``."""
+        """Record into ``stats``; events of loads are forwarded to ``policy``."""
         self._stats, self._policy, self._clock = stats, policy, clock
         self._saved = {"predicted": 0.0, "measured": 0.0}
         self._accounts: dict[str, _Account] = {}
@@ -67,9 +67,9 @@ class RequestMetrics:
         *,
         local_tokens: int = 0,
     ) -> None:
-        """Note the answer to a lookup; further calls for the same request change nothing.
+        """Note the answer to a lookup; later calls for the same request change nothing.
 
-        ``local_tokens`` of the prompt lie in the engine's own prefix cache already.
+        ``local_tokens`` of the prompt are in the engine's own prefix cache already.
         """
         if request_id in self._accounts:
             return
@@ -80,7 +80,7 @@ class RequestMetrics:
         self._stats.observe("vua_lookup_seconds", seconds)
 
     def computing(self, request: Any, start: int, decision: LoadDecision) -> None:  # noqa: ANN401
-        """Note that ``request`` is computed, behind ``start`` tokens or what was loaded."""
+        """Note that ``request`` is computed after ``start`` tokens or the loaded ones."""
         self._policy.admitted(max(start, request.num_computed_tokens), request.num_tokens)
         if decision.left_out:
             self._chosen(request.request_id, decision)
@@ -101,7 +101,7 @@ class RequestMetrics:
             account.promised = account.limit = stop - start
 
     def load_failed(self, request_id: str, good_tokens: int) -> None:
-        """Note that no more than ``good_tokens`` of the running load came."""
+        """Note that only ``good_tokens`` of the running load were loaded."""
         account = self._accounts.get(request_id)
         if account is not None:
             account.limit = min(account.limit, good_tokens)
@@ -141,7 +141,7 @@ class RequestMetrics:
             account.saves += chunks
 
     def prompt_ended(self, chunks: int, stored: int, chunk_tokens: int) -> None:
-        """Note of how many of a prompt's whole chunks the leading ``stored`` ones are stored."""
+        """Note that ``stored`` leading ones of a prompt's whole chunks are stored."""
         name = "vua_prompt_chunk_tokens_total"
         self._stats.add(name, stored * chunk_tokens, "yes")
         self._stats.add(name, (chunks - stored) * chunk_tokens, "no")
@@ -167,7 +167,7 @@ class RequestMetrics:
     # -- per step -----------------------------------------------------------------------------
 
     def step_scheduled(self, tokens: int, attended: float) -> None:
-        """Note that a step was scheduled; what of it are prompts: see `prompt_work`."""
+        """Note that a step was scheduled, and its work on prompts: see `prompt_work`."""
         self._policy.prefill.scheduled(tokens, attended)
 
     def step_ended(self) -> None:

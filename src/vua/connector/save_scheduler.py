@@ -1,18 +1,14 @@
-"""The saving half of the scheduler's side: what a step completes is ordered to be stored.
+"""The saving half of the scheduler's side: orders completed chunks to be stored or compared.
 
-Likewise what is to be compared with what is stored already, see `vua.connector.witness`.
+Chunks are compared with stored ones for the witness, see `vua.connector.witness`. For each group of
+layers this module decides which tokens to load, and which complete chunks to store.
 
-Which weights and which adapter have computed what lies in the engine's blocks.
-
+It also tracks which weights and which adapter have computed the engine's blocks (:class:`Origins`).
 The engine's own prefix cache knows an adapter by its name, and weights not at all: after either was
-replaced it goes on offering blocks of before, unless somebody resets it. A request that begins with
-such blocks computes on top of them, so nothing of it may be stored as if it were of now. Blocks are
-told apart by their numbers; those that nobody has written since the start, or since then only with
-the first weights and no adapter, take no memory here.
-
-For each group of layers: which tokens to load, and which complete chunks to store.
-
-What the scheduler's half of the connector knows of one request.
+replaced it keeps offering older blocks, unless it is reset. A request that begins with such blocks
+computes on top of them, so nothing of it may be stored under the current identity. Blocks are
+tracked by number; those never written since the start, or only with the first weights and no
+adapter, take no memory here.
 """
 
 from __future__ import annotations
@@ -61,34 +57,34 @@ __all__ = [
 
 @dataclass(slots=True)
 class RequestState:
-    """One request, from its first lookup to its end."""
+    """The state of one request, from its first lookup to its end."""
 
     request: Any
     options: RequestOptions
     lookup: Lookup
     arrived_s: float
     adapter: Adapter | None = None
-    """Its LoRA adapter, as the workers held it when it was first asked about."""
+    """Its LoRA adapter, as the workers held it at the first lookup."""
     local_tokens: int = 0
     """The engine's own prefix-cache hit when it last asked."""
     decision: LoadDecision = NOTHING_STORED
-    """What was decided then."""
+    """The decision made then."""
     admitted: bool = False
-    """It has blocks: it computes, or loads."""
+    """It has blocks: it computes or loads."""
     failed: bool = False
     """A load for it failed: it is computed, not looked up again."""
     outdated: bool = False
-    """It began before a reset, its adapter was replaced since, nobody knows its adapter, or the
+    """It began before a reset, its adapter was replaced since, its adapter is unknown, or the
     engine did not run its draft for it, or applied another request's adapter to it."""
     loading: list[int] = field(default_factory=list)
-    """Blocks that a running load fills; empty where a load fails as a whole."""
+    """Blocks that a running load fills; empty if the load can only fail as a whole."""
     block_ids: list[list[int]] = field(default_factory=list)
     """Its block table, per cache group."""
     next_save: int | None = None
     """First chunk not yet ordered to be saved; None until the lookup's answer is known."""
     unsaved: int | None = None
     """First chunk that a worker could not store: nothing is ordered before it says "again". None:
-    all that was ordered is on its way."""
+    all that was ordered is being stored."""
 
     def extend(self, new: Tables, *, begins: bool) -> None:
         """Append blocks to the block table; ``begins``: to a new one."""
@@ -103,14 +99,14 @@ def to_load(
 ) -> GroupLoad:
     """Return what to load of group ``number`` of a request's tokens [start, stop).
 
-    Nothing of what the engine has already, and of a window no more than it. ``found`` is what the
-    lookup learned about the prompt.
+    Nothing that the engine has already, and of a window no more than it. ``found`` is the result of
+    the prompt's lookup.
     """
-    if found is None:  # cannot be; a load without keys fails, and no engine waits for ever
+    if found is None:  # impossible; a load without keys fails, and no engine waits for ever
         return GroupLoad(number, start, stop, [])
     group, size = model.groups[number], model.chunk_tokens
     first = model.first_loaded(group, stop)
-    if not group.keeps_state:  # of a state there is no half
+    if not group.keeps_state:  # a state cannot be divided
         first = max(first, start)
     return GroupLoad(number, first, stop, found.keys.run(first // size, -(-stop // size)))
 
@@ -125,10 +121,10 @@ class Step(NamedTuple):
     complete: int
     """Tokens computed after it."""
     tables: Sequence[Sequence[int]]
-    """The request's block table in this step, per cache group; 0 where a block is freed."""
+    """The request's block table in this step, per cache group; 0 if a block is freed."""
     reused: range = range(0)
-    """In a request's first step: chunks before it that the engine's own prefix cache had, whose
-    windows and states may not be stored."""
+    """In a request's first step: chunks before it from the engine's own prefix cache, whose windows
+    and states may not be stored."""
     guessed: bool = False
     """Whether it computes guesses, too: an engine keeps a state for each of them."""
 
@@ -136,12 +132,12 @@ class Step(NamedTuple):
 def to_save(
     model: Model, number: int, found: PrefixMatch, step: Step, every_tokens: int
 ) -> Sequence[ChunkKey]:
-    """Return those of the step's chunks that are of use to a group, and still in its blocks.
+    """Return those of the step's chunks that a group needs, and that are still in its blocks.
 
     Args:
         model: the engine's KV cache.
-        number: the group's place in it.
-        found: what the lookup learned about the prompt.
+        number: the group's index in it.
+        found: the result of the prompt's lookup.
         step: what happens now.
         every_tokens: distance of the points at which windows and states are stored in any case.
     """
@@ -167,7 +163,7 @@ def to_save(
 def state_to_save(
     model: Model, group: Group, number: int, found: PrefixMatch, step: Step, every_tokens: int
 ) -> Sequence[ChunkKey]:
-    """The chunk with which the step ends, if its state is worth a file, and likewise begins.
+    """The chunk with which the step ends, if its state is worth a file; the same for its start.
 
     An engine has the states of no other chunks.
     """
@@ -185,7 +181,7 @@ def state_to_save(
 
 
 class Origin(NamedTuple):
-    """What computed a block."""
+    """Which weights and adapter computed a block."""
 
     epoch: int = 0
     """How often the cache was reset before."""
@@ -193,23 +189,23 @@ class Origin(NamedTuple):
 
 
 MIXED = Origin(-1)
-"""More than one of them, or nobody knows: like nothing else, not even like another one."""
+"""Several of them, or unknown: equal to nothing else, not even to another one."""
 _FIRST = Origin()
 
 
 class Origins:
-    """For the scheduler's thread."""
+    """Tracks the origin of blocks. For the scheduler's thread."""
 
     def __init__(self, block_sizes: Sequence[int]) -> None:
-        """Know the blocks of cache groups with so many tokens per block."""
+        """Track the blocks of cache groups with so many tokens per block."""
         self._block_sizes = block_sizes
         self._of: dict[int, Origin] = {}
 
     def begins(self, tables: Sequence[Sequence[int]], cached_tokens: int, origin: Origin) -> bool:
-        """Note a request with its first blocks; whether what it begins with is of its ``origin``.
+        """Note a request with its first blocks; whether its beginning has its ``origin``.
 
         Args:
-            tables: its block table per cache group; 0 where there is no block.
+            tables: its block table per cache group; 0 if there is no block.
             cached_tokens: tokens at its start that the engine's own prefix cache had.
             origin: what computes the rest.
         """
@@ -226,7 +222,7 @@ class Origins:
         return pure
 
     def spoils(self, tables: Sequence[Sequence[int]], first_token: int) -> None:
-        """Note that nothing from a token on, in these block tables, is what it should be."""
+        """Note that the content from a token on, in these block tables, is wrong."""
         for table, size in zip(tables, self._block_sizes, strict=False):  # empty: it begins now
             self.computes(table[first_token // size :], MIXED)
 
@@ -244,11 +240,11 @@ _MAX_COPIES: Final = 1 << 16
 
 
 def stop_at_state(request: Any, found: PrefixMatch, computed: int) -> None:  # noqa: ANN401
-    """Let the engine end a step where a state is to be stored, behind ``computed`` tokens.
+    """Make the engine end a step where a state is to be stored, after ``computed`` tokens.
 
-    vLLM does so by itself where its own prefix cache knows that others share the prefix (its
-    scheduler's "junction"), and, but for an odd size of its blocks, at the end of the prompt. An
-    engine without ``shared_prefix_boundary`` is left alone.
+    vLLM does so by itself if its own prefix cache knows that another request shares the prefix (its
+    scheduler's "junction"), and, except with an odd size of its blocks, at the end of the prompt.
+    An engine without ``shared_prefix_boundary`` is not changed.
     """
     if getattr(request, "shared_prefix_boundary", computed + 1) <= computed:
         further = [at for at in found.states if at > computed]
@@ -257,7 +253,7 @@ def stop_at_state(request: Any, found: PrefixMatch, computed: int) -> None:  # n
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """What one order has copied out for one group of layers."""
+    """The chunks that one order has copied for one group of layers."""
 
     number: int
     request_id: str
@@ -265,7 +261,7 @@ class _Copy:
     hints: SaveHints
     names: list[bytes]
     chunks: Sequence[int]
-    """The places of the names in their prompt."""
+    """The indices of the names in their prompt."""
     waiting: dict[str, int] = field(default_factory=dict)
     """Requests that have the same chunks and did not order them: the first one of each."""
     ended_s: float | None = None
@@ -275,8 +271,8 @@ class _Copy:
 class _Copies:
     """The chunks that this engine has ordered to be stored, so that each is ordered once.
 
-    A lookup says what was stored when it was asked; what was ordered since, for another request
-    with the same prefix, it does not know. No Python work per chunk where nothing is shared.
+    A lookup knows what was stored at its time, but not what was ordered since, for another request
+    with the same prefix. No Python work per chunk unless prefixes are shared.
     """
 
     def __init__(self) -> None:
@@ -288,7 +284,7 @@ class _Copies:
     def left(
         self, group: int, keys: Sequence[ChunkKey], state: RequestState, size: int
     ) -> Sequence[ChunkKey]:
-        """Return those of a request's chunks for a group that are to be ordered."""
+        """Return those of a request's chunks for a group that are still to be ordered."""
         names, chunks = _names(keys, size)
         known = [self._of.get((group, name)) for name in names]
         if not any(known):
@@ -304,13 +300,13 @@ class _Copies:
 
     @staticmethod
     def _covers(copy: _Copy, state: RequestState) -> bool:
-        """Whether a copy is, or was, under way since a request was looked up."""
+        """Whether a copy has been under way at some time since a request was looked up."""
         since = copy.ended_s is None or copy.ended_s > state.lookup.asked_s
         own = copy.request_id == state.request.request_id
         return since and not own and state.options.hints in (SaveHints(), copy.hints)
 
     def ordered(self, order: SaveOrder, size: int) -> None:
-        """Note what an order names."""
+        """Note an order's chunks."""
         copies = []
         for group, keys in order.parts:
             names, chunks = _names(keys, size)
@@ -324,7 +320,7 @@ class _Copies:
     def failed(self, request_id: str, chunk: int) -> dict[str, int]:
         """Forget a request's copies from a chunk on, which are not stored.
 
-        Return the other requests that relied on them, and from which chunk on each is to order.
+        Return the other requests that relied on them, and the chunk from which each must order.
         """
         waiting: dict[str, int] = {}
         for copies in self._orders.values():
@@ -340,9 +336,9 @@ class _Copies:
     def learn(
         self, ended: Mapping[int, int], workers: int, now_s: float
     ) -> Iterator[tuple[int, list[bytes]]]:
-        """Note how many workers have ended orders; yield what all of them have ended.
+        """Note how many workers have ended orders; yield those that all have ended.
 
-        That is the group, and the chunks' prefix hashes.
+        As the group, and the chunks' prefix hashes.
         """
         for number, count in ended.items():
             if number not in self._orders:
@@ -357,7 +353,7 @@ class _Copies:
                 yield copy.group, copy.names
 
     def tidy(self, states: Iterable[RequestState]) -> None:
-        """Forget the copies that have ended before any request was looked up that is still here."""
+        """Forget the copies that ended before any current request was looked up."""
         if not self._has_ended:
             return
         first_s = min((state.lookup.asked_s for state in states), default=math.inf)
@@ -409,22 +405,22 @@ class SaveScheduler:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without an order; :meth:`use` comes before everything else.
+        """Start without an order; :meth:`use` must be called first.
 
         Args:
             config: the connector's settings.
             block_sizes: tokens per block of each of the engine's cache groups.
-            media: tells whether a request's images still are what its keys name.
-            metrics: counts what is ordered.
-            events: announces what is stored; None: nobody wants to know.
-            clock: gives seconds, as that of the lookups.
+            media: checks whether a request's images still are what its keys name.
+            metrics: counts orders.
+            events: announces what is stored; None: no events.
+            clock: returns seconds, as that of the lookups.
         """
         self._config, self._media, self._metrics, self._events = config, media, metrics, events
         self._origins, self._resets = Origins(block_sizes), 0
         self._copies, self._orders, self._clock = _Copies(), 0, clock
         self._ended: dict[str, tuple[int, int]] = {}
         """Per request that ended in this step: its prompt's whole chunks, and how many leading ones
-        are stored or on their way."""
+        are stored or being stored."""
 
     def use(self, model: Model, witness: Witness) -> None:
         """Order for another namespace from now on."""
@@ -436,7 +432,7 @@ class SaveScheduler:
         self._copies.clear()
 
     def begins(self, state: RequestState | None, tables: Tables, cached_tokens: int) -> bool:
-        """Note a request's first blocks; whether all it begins with is of its own origin.
+        """Note a request's first blocks; whether their cached content has its own origin.
 
         ``cached_tokens``: tokens at its start that are in its blocks already.
         """
@@ -470,7 +466,7 @@ class SaveScheduler:
                 continue
             if scheduled.begins:
                 cached = min(state.local_tokens, scheduled.computed)
-                # nothing of a request is stored that begins with what others computed
+                # a request that begins with blocks of another origin is not stored
                 state.outdated |= not self.begins(state, scheduled.new_blocks, cached)
             state.extend(scheduled.new_blocks, begins=scheduled.begins)
             if state.outdated or not state.lookup:
@@ -488,7 +484,7 @@ class SaveScheduler:
     def _note_lack_of_drafts(self, states: Mapping[str, RequestState], step: ScheduledStep) -> None:
         """Store nothing more of requests for which the engine did not run its draft.
 
-        What is in their blocks of the draft's layers is of somebody else.
+        Their blocks of the draft's layers contain another request's data.
         """
         limit = self.model.draft_tokens
         if limit is None or all(one.computed + one.tokens <= limit for one in step.requests):
@@ -502,9 +498,9 @@ class SaveScheduler:
     def _note_spilled_adapters(
         self, states: Mapping[str, RequestState], step: ScheduledStep
     ) -> None:
-        """Store nothing more of requests without adapter that compute beside one with.
+        """Store nothing more of requests without adapter that compute in a step with one.
 
-        What an earlier step computed of them is right, and so is what has an adapter.
+        What an earlier step computed for them is right, and so are requests with an adapter.
         """
         known = [(each, states.get(each.request_id)) for each in step.requests]
         adapted = [state is None or state.request.lora_request is not None for _, state in known]
@@ -522,11 +518,11 @@ class SaveScheduler:
         retry: Collection[str],
         ended: Mapping[int, int],
     ) -> list[tuple[int, list[bytes]]]:
-        """Take what workers say of chunks that they could not store, and of orders that have ended.
+        """Take the workers' reports of chunks that they could not store, and of ended orders.
 
-        Returns of the orders that all workers have ended the group, and the chunks' prefix hashes.
+        Returns, for orders that all workers have ended, the group and the chunks' prefix hashes.
 
-        A chunk behind a missing one would never be found. So nothing more is ordered for these
+        A chunk after a missing one would never be found. So nothing more is ordered for these
         requests until there are buffers again (``retry``), and then from the missing chunk on. If
         the request ends before, its blocks are freed and the rest of its prompt is not stored.
         """
@@ -559,7 +555,7 @@ class SaveScheduler:
             self._ended[request_id] = chunks, min(stored, chunk)
 
     def ended(self, state: RequestState) -> None:
-        """Note that a request is gone, to count how much of its prompt was stored."""
+        """Note that a request has ended, to count how much of its prompt was stored."""
         found = state.lookup.answer.result() if state.lookup else None
         if found is None or state.next_save is None or state.outdated or not state.options.store:
             return
@@ -567,20 +563,20 @@ class SaveScheduler:
         self._ended[state.request.request_id] = found.prompt_chunks, stored
 
     def step_ended(self, states: Iterable[RequestState]) -> None:
-        """Count the requests that ended in this step; the workers have told all about it."""
+        """Count the requests that ended in this step; the workers have reported everything."""
         self._copies.tidy(states)
         for chunks, stored in self._ended.values():
             self._metrics.prompt_ended(chunks, min(stored, chunks), self.model.chunk_tokens)
         self._ended.clear()
 
     def _tables(self, state: RequestState, step: ScheduledStep) -> Tables:
-        """Return a request's block tables; of a window's blocks an engine keeps what it needs."""
+        """Return a request's block tables; of a window an engine keeps only the needed blocks."""
         return state.block_ids if self.model.plain else step.tables(state.request.request_id)
 
     def _first_chunk(
         self, state: RequestState, found: PrefixMatch, computed: int
     ) -> tuple[range, int]:
-        """Return the chunks to look at again (see `Step.reused`), and the first one to save."""
+        """Return the chunks to look up again (see `Step.reused`), and the first one to save."""
         if state.next_save is not None or self.model.plain:
             return range(0), found.stored if state.next_save is None else state.next_save
         # windows before it may be missing, and come by now
@@ -598,12 +594,12 @@ class SaveScheduler:
         step: ScheduledStep,
     ) -> None:
         request, computed, size = state.request, scheduled.computed, self.model.chunk_tokens
-        if state.unsaved is not None:  # what follows would be behind a hole
+        if state.unsaved is not None:  # later chunks would follow a missing one
             return
         if not self._media.still_named(state.lookup.media, request.mm_features):
             return
         reused, first = self._first_chunk(state, found, computed)
-        # of scheduled tokens those after the last known one are guesses
+        # scheduled tokens after the last known one are guesses
         complete = min(computed + scheduled.tokens, request.num_tokens)
         if found.states:
             stop_at_state(request, found, complete)

@@ -1,8 +1,8 @@
 """The connector's half in the scheduler's process: what to load, what to save, what has failed.
 
 Everything here runs between engine steps and delays all requests, so it touches neither storage nor
-tensors: hashing and lookups run on a thread of their own, and the answer until they are done is
-"ask again". Tokens are counted from the start of the prompt.
+tensors: hashing and lookups run on their own thread, and until they are done the answer is "ask
+again". Tokens are counted from the start of the prompt.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LOOK_AGAIN_S: Final = 0.02
 """How often chunks are looked up that another engine is still writing."""
 
 _END_S: Final = 1.0
-"""How long the end of this half waits: it stores nothing, the workers do."""
+"""How long the end of this half waits: the workers, not this half, store chunks."""
 
 log = logger("scheduler")
 
@@ -74,36 +74,36 @@ class SchedulerSide:
             model: the engine's KV cache.
             config: the connector's settings.
             loads: whether the engine's role permits it to load.
-            saves: likewise to save.
-            events: announces what is stored; None: nobody wants to know.
+            saves: whether it permits it to save.
+            events: announces what is stored; None: no events.
             identification: the search for the weights of a model that is not `Model.identified`.
             setup: the engine's, see `vua.connector.proved`; empty: nothing is remembered.
-            clock: gives seconds.
+            clock: returns seconds.
         """
         self.model, self._config, self._events = model, config, events
         self._clock = clock
         self._setup, self.stats = setup, Recorder()
         self.writer = new_writer(ROOT.partition(".")[0])
-        """This engine's name, in which its workers write."""
+        """This engine's name, under which its workers write."""
         self.witness = self._witness(model)
         self._may_load, self._may_save = loads, saves
         engine, blocks = model.engine, model.blocks * len(model.block_sizes)
         self._media = Media(engine.media, engine.media_refused, blocks)
         self._opening = Opening(model, config, identification, clock=clock)
         self._open = False
-        """Whether there is a namespace: the two below are there then."""
+        """Whether there is a namespace: the two below then exist."""
         self.namespace: Namespace
         self.lookups: Lookups
         self._early: list[Lookup] = []
-        """Of requests that came while the namespace was being opened."""
+        """Lookups of requests that came while the namespace was being opened."""
         self._ready_s: float | None = None
-        """When all is ordered although not all workers have said that they have opened it; infinite
-        until the first request asks. None: they have."""
+        """When orders begin although not all workers have reported that they have opened it;
+        infinite until the first request. None: all have."""
         self._workers_open = 0
         self.doubt = 0
         """How often the cache was reset, for the workers."""
         self._unsure = 0
-        """How many workers have not said yet that their weights are the same as before that."""
+        """How many workers have not reported yet that their weights are the same as before that."""
         self._doubt_ends_s: float | None = None
         """Until when requests wait for them; None before they are asked."""
         self._options = OptionReader(allow_pins="pins" in config.allow)
@@ -122,7 +122,7 @@ class SchedulerSide:
             self._ready_s = None
 
     def _use_what_is_known(self) -> None:
-        """Use the namespace that was opened meanwhile."""
+        """Use a namespace that was opened meanwhile."""
         if self._open:
             return
         opened, identity = self._opening.take(), self._opening.identity
@@ -155,7 +155,7 @@ class SchedulerSide:
 
     @property
     def _workers_are_late(self) -> bool:
-        """Whether workers open the namespace still: orders would be failed loads, lost saves."""
+        """Whether workers are still opening the namespace: loads would fail, saves be lost."""
         if self._ready_s is None:
             return False
         if self._ready_s == math.inf:  # an idle engine's workers hear of it with its next step
@@ -174,24 +174,24 @@ class SchedulerSide:
         return self._unsure > 0 and (ends_s is None or self._clock() < ends_s)
 
     def reset(self) -> None:
-        """Use nothing that is stored until the workers say whether they have the same weights.
+        """Use nothing that is stored until the workers report whether they have the same weights.
 
-        They compare all of them, in the background. If these are the same, all goes on; else an
-        epoch begins. What is running already is neither loaded nor stored in either case.
+        They compare all of them, in the background. If these are the same, loads and saves resume;
+        else a new epoch begins. Running requests are neither loaded nor stored in either case.
         """
         self.doubt += 1
         self._unsure, self._doubt_ends_s = self.model.workers, None
         self._saves.reset()
         for state in self.states.values():
             state.outdated |= state.admitted
-        log.info("VUA: the cache was reset: the workers look whether the weights have changed")
+        log.info("VUA: the cache was reset: the workers check whether the weights have changed")
 
     def _begin_epoch(self) -> None:
-        """Leave everything stored so far unused: the weights were replaced, or may have been.
+        """Abandon everything stored so far: the weights were replaced, or may have been.
 
-        What is stored from now on is of an epoch that only this engine knows, since nobody can tell
-        which weights those are. Requests that are running already are neither loaded nor stored.
-        The epoch's namespace is opened in the background.
+        What is stored from now on belongs to an epoch that only this engine knows, since those
+        weights are unknown. Running requests are neither loaded nor stored. The epoch's namespace
+        is opened in the background.
         """
         self._unsure = 0
         epoch = f"{self._config.epoch}+{secrets.token_hex(8)}"
@@ -210,9 +210,9 @@ class SchedulerSide:
         log.info("VUA: this engine now uses epoch %s", epoch)
 
     def learn(self, notes: WorkerOutput) -> None:
-        """Take what the workers say about weights, adapters, and what they have opened.
+        """Take the workers' reports about weights, adapters, and opened namespaces.
 
-        Weights that have changed begin an epoch.
+        Changed weights begin an epoch.
         """
         for number in self._adapters.learn(notes.adapters):
             for state in self.states.values():
@@ -231,10 +231,12 @@ class SchedulerSide:
         elif self._unsure and (sure := notes.sure.get(self.doubt)):
             self._unsure = max(0, self._unsure - sure)
             if not self._unsure:
-                log.info("VUA: the weights are those of before the reset; what is stored is used")
+                log.info(
+                    "VUA: the weights are unchanged since before the reset; what is stored is used"
+                )
 
     def shutdown(self) -> None:
-        """Stop the lookup threads, and let what was learned of writers be written."""
+        """Stop the lookup threads, and write what was learned of writers."""
         close_within(written, min(_END_S, self._config.timeouts.drain_s))
         self._opening.close()
         self._use_what_is_known()
@@ -251,7 +253,7 @@ class SchedulerSide:
         """
         self._use_what_is_known()
         state = self._state(request)
-        if state is None:  # not yet which adapter it has, or which images
+        if state is None:  # its adapter or images are not known yet
             return None, False
         if state.block_ids:  # it ran before and was preempted: more of it may be stored by now
             state.block_ids, state.next_save, state.unsaved = [], None, None
@@ -292,7 +294,7 @@ class SchedulerSide:
         if found is not None and found.states:
             start = found.tokens if loads else 0
             stop_at_state(request, found, max(start, num_computed_tokens))
-        # where it only stores: what to store is known now
+        # if it only stores: what to store is known now
         if not loads or found is None or found.tokens <= num_computed_tokens:
             return 0, False
         return self._offer(state, found, num_computed_tokens)
@@ -300,7 +302,7 @@ class SchedulerSide:
     def _offer(
         self, state: RequestState, found: PrefixMatch, start: int
     ) -> tuple[int | None, bool]:
-        """Decide how much to load of what was found behind ``start`` tokens."""
+        """Decide how much to load of what was found after ``start`` tokens."""
         limit = self.witness.limit(state.request, found, start)
         if limit is None:
             self._patience.pause()
@@ -337,7 +339,7 @@ class SchedulerSide:
         )
 
     def _state(self, request: Any) -> RequestState | None:  # noqa: ANN401
-        """What is known of a request; None: not yet which adapter it has, or which images."""
+        """Return a request's state; None: its adapter or images are not known yet."""
         state = self.states.get(request.request_id)
         if state is None:
             if not self._media.ready(request.request_id, request.mm_features):
@@ -363,7 +365,7 @@ class SchedulerSide:
             if not lookup:
                 self._early.append(lookup)
             return lookup
-        self._media.look_at(request.mm_features)  # to know what identifiers stood for later
+        self._media.look_at(request.mm_features)  # to know the content of identifiers later
         return unasked(request, options, self._clock())
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
@@ -399,7 +401,7 @@ class SchedulerSide:
         self._media.gone(request.request_id)
 
     def judge(self, verdicts: Sequence[Verdict]) -> None:
-        """Learn what comparisons came to; leave the namespace where one differs."""
+        """Take the results of comparisons; leave the namespace if one differs."""
         if (text := self.witness.learn(verdicts)) is None:
             return
         log.error("VUA: %s", text)
@@ -411,7 +413,7 @@ class SchedulerSide:
         """Learn which loads have ended, which have failed, and which blocks were not filled.
 
         A request with such blocks is computed and stored anew. Without remembering that, one whose
-        first block fails would be asked about, promised and failed again for ever.
+        first block fails would be looked up, promised and failed again for ever.
         """
         for request_id, state in self.states.items():
             if request_id in failed_ids or not failed_blocks.isdisjoint(state.loading):
@@ -427,7 +429,10 @@ class SchedulerSide:
     # -- per step -----------------------------------------------------------------------------
 
     def take_loads(self) -> list[LoadOrder]:
-        """Return the loads ordered since the last step. None may get lost: they are waited for."""
+        """Return the loads ordered since the last step.
+
+        None may be lost: the engine waits for them.
+        """
         loads, self._loads = self._loads, []
         self._use_what_is_known()
         if self._unsure and self._doubt_ends_s is None:  # this step asks the workers
@@ -444,14 +449,14 @@ class SchedulerSide:
         return self.stats.take()
 
     def take_wanted_adapters(self) -> list[Any]:
-        """Return the LoRA adapters that the workers are to tell about."""
+        """Return the LoRA adapters that the workers must report on."""
         return self._adapters.take_wanted()
 
     @property
     def identity(self) -> Identity | None:
-        """Whose stores orders concern; None before the model is identified: there are none.
+        """Whose stores orders concern; None before the model is identified: there are no orders.
 
-        Workers open them with the first step that names them, also if it orders nothing.
+        Workers open them with the first step that names them, even if it orders nothing.
         """
         return self._opening.identity
 

@@ -1,27 +1,24 @@
-"""Notices that the weights of a running engine have changed, however that was done.
+"""Notices changes of a running engine's weights, however made, and holds its adapters.
 
-Three looks, from the surest to the widest:
+Three checks, from the surest to the broadest:
 
-- calls into the worker that are no steps and not known to leave the weights alone;
-- each parameter and buffer of the model: the same object, at the same address, and by PyTorch's
-  version counter not written to;
-- bytes: lines spread over the memory of each, a few at a time in turns, compared with what they
-  were. A write through ``param.data``, by a kernel or by another process leaves no other trace.
+- calls into the worker that are neither steps nor known to leave the weights unchanged;
+- each parameter and buffer of the model: the same object, at the same address, and not written to
+  according to PyTorch's version counter;
+- bytes: lines spread over the memory of each, a few at a time in turns, compared with their earlier
+  content. A write through ``param.data``, by a kernel or by another process leaves no other trace.
 
 The engine's thread only compares the number of calls in each step. The rest happens on the threads
 that load and save, before a load counts and before a chunk is written: counters and addresses that
 are unchanged then were unchanged during the step, too.
 
-When somebody says that the weights may be others, every byte is read and compared with a digest of
-what was there when the epoch began, on a thread of its own. Where that digest was not ready yet the
-weights count as changed.
+If the weights may have changed (a doubt), every byte is read and compared with a digest from the
+start of the epoch, on a separate thread. If that digest was not complete, the weights count as
+changed.
 
-What none of this sees: a write past calls and counters that leaves every sampled line as it was,
-until its turn or until every byte is compared; and weights that a backend keeps packed outside of
-all parameters and buffers (oneDNN on some CPUs), when something writes there without a call into
-the worker.
-
-What one worker computes with: its weights and its adapters, as they are in memory.
+Not noticed: a write without calls and counters that leaves every sampled line unchanged, until its
+turn or until every byte is compared; and weights that a backend keeps packed outside all parameters
+and buffers (oneDNN on some CPUs), if they are written without a call into the worker.
 """
 
 from __future__ import annotations
@@ -51,30 +48,30 @@ log = logger("worker")
 _LINE_BYTES: Final = 64
 """A cache line: the unit in which memory is read."""
 _LINES: Final = 16
-"""Lines of a tensor per look, spread evenly over it."""
+"""Lines of a tensor per check, spread evenly over it."""
 _PHASES: Final = 8
 """Sets of lines per tensor, taken in turns."""
 _LOOKS: Final = 32
-"""Tensors per comparison: 32 KiB in all. A change of all weights is found by the first one."""
+"""Tensors per comparison: 32 KiB in all. The first one finds a change of all weights."""
 _PART_NBYTES: Final = 8 << 20
-"""Of a tensor in the host's memory, read at once for the digest."""
+"""Bytes of a tensor in the host's memory that are read at once for the digest."""
 _PIECE_NBYTES: Final = 64 << 10
-"""Of a tensor on a device, hashed by itself: as many beside each other as a GPU wants."""
+"""Bytes of a tensor on a device that are hashed separately, in parallel."""
 _CLOSE_S: Final = 1.0
-"""How long the end waits for a digest: it stops after the part that it reads."""
+"""How long the end waits for a digest, which stops after the part being read."""
 _VERSION: Final = attrgetter("_version")
 """How often PyTorch wrote to a tensor."""
 
 
 class EngineMemory(Protocol):
-    """The engine's worker in this process, as far as its weights go."""
+    """The weights of the engine's worker in this process."""
 
     model: Any
     """Has ``modules()``, as every `torch.nn.Module`."""
 
     @property
     def calls(self) -> int:
-        """How often something was called that may have changed the weights."""
+        """How many calls may have changed the weights."""
 
     @property
     def last_call(self) -> str:
@@ -85,18 +82,17 @@ class WeightsWatch:
     """Watches one worker's model. For the worker's thread."""
 
     def __init__(self, engine: EngineMemory) -> None:
-        """Take the weights as they are now for those that everybody expects."""
         self._engine = engine
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        """The latest that reads."""
+        """The latest reading thread."""
         self._comparison: threading.Thread | None = None
         self._read_from: Snapshot | None = None
         """Whose bytes are being read, or were."""
         self.rebase()
 
     def rebase(self) -> None:
-        """Expect the weights that are there now from here on. Reads 8 KiB of each tensor."""
+        """Expect the current weights from now on. Reads 8 KiB of each tensor."""
         self._calls, self.expected = self._engine.calls, Snapshot(self._engine.model)
         self._comparison = None
         if self.expected.on_host:
@@ -105,7 +101,7 @@ class WeightsWatch:
     def changed(self) -> str | None:
         """Return what shows that the weights have changed since :meth:`rebase`; None if nothing.
 
-        For each step: compares a number. What looks of other threads have found counts too.
+        For each step: compares a number. Includes findings of other threads.
         """
         if self._engine.calls != self._calls:
             return f"a call of {self._engine.last_call!r} into the worker"
@@ -114,7 +110,7 @@ class WeightsWatch:
         return self.expected.differs
 
     def doubt(self) -> None:
-        """Compare every byte in the background; :meth:`changed` tells what was found."""
+        """Compare every byte in the background; :meth:`changed` gives the result."""
         expected = self.expected
         self._comparison = self._start(expected.compare) if expected.read else None
         if self._comparison is None:
@@ -122,7 +118,7 @@ class WeightsWatch:
 
     @property
     def comparing(self) -> bool:
-        """Whether a doubt is being looked into."""
+        """Whether such a comparison is under way."""
         return self._comparison is not None and self._comparison.is_alive()
 
     def close(self) -> None:
@@ -136,7 +132,7 @@ class WeightsWatch:
         self._start(self.expected.read_all)
 
     def _start(self, read: Callable[[threading.Event], None]) -> threading.Thread | None:
-        """Read on a thread of its own, behind what the last one reads."""
+        """Read on a thread, after the previous reader."""
         before = self._thread
 
         def run() -> None:
@@ -147,14 +143,14 @@ class WeightsWatch:
         thread = threading.Thread(target=run, name="vua-weights", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the system has no more threads: a doubt is a change then
+        except RuntimeError:  # the system has no more threads: a doubt then counts as a change
             return None
         self._thread = thread
         return thread
 
 
 class Snapshot:
-    """What a model's tensors were at one time. Safe for threads."""
+    """The state of a model's tensors at one time. Thread-safe."""
 
     def __init__(self, model: Any) -> None:  # noqa: ANN401
         found = list(_found(model))
@@ -171,18 +167,18 @@ class Snapshot:
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._distinct = [weakref.ref(tensor) for tensor in distinct.values()]
         self.on_host = all(tensor.device.type == "cpu" for tensor in tensors)
-        """Whether all lies in the host's memory."""
+        """Whether all are in the host's memory."""
         self._digest: list[int] | None = None
         self._lock = threading.Lock()
         self._confirmed_s = -1.0
-        """When the latest look began that found nothing."""
+        """When the latest check began that found nothing."""
         self.differs: str | None = None
-        """What a look has found to be otherwise; stays."""
+        """The difference that a check has found; stays."""
 
     def still_at(self, moment_s: float) -> bool:
-        """Whether the tensors are what they were, by a look at ``moment_s`` or later.
+        """Whether the tensors are unchanged, by a check at ``moment_s`` or later.
 
-        ``moment_s`` is of ``time.monotonic``. Most answers are known without a look.
+        ``moment_s`` is of ``time.monotonic``. Most answers need no check.
         """
         with self._lock:
             if self.differs is None and self._confirmed_s < moment_s:
@@ -191,7 +187,7 @@ class Snapshot:
 
     @property
     def read(self) -> bool:
-        """Whether all bytes were read: :meth:`compare` can tell then."""
+        """Whether all bytes were read, as :meth:`compare` requires."""
         return self._digest is not None
 
     def read_all(self, stop: threading.Event) -> None:
@@ -199,7 +195,7 @@ class Snapshot:
         self._digest = self._read(stop)
 
     def compare(self, stop: threading.Event) -> None:
-        """Compare every byte with what was read; :attr:`differs` says so where that fails."""
+        """Compare every byte with what was read; sets :attr:`differs` at a difference."""
         now = self._read(stop)
         same = now is not None and now == self._digest
         same = self.still_at(time.monotonic()) and same
@@ -207,7 +203,7 @@ class Snapshot:
             self.differs = "parameters that hold other bytes"
 
     def _read(self, stop: threading.Event) -> list[int] | None:
-        """Return digests of all bytes; None where not all could be read."""
+        """Return digests of all bytes; None if not all could be read."""
         try:
             digests = []
             with self._aside():
@@ -218,13 +214,13 @@ class Snapshot:
                         return None
                     digests.append(digest)
         except (AttributeError, RuntimeError, ValueError) as problem:
-            # no memory of the device for it, a tensor that is gone: nobody can tell then
+            # no memory on the device for it, or a tensor is gone: unknown then
             log.debug("the weights could not be read: %s", problem)
             return None
         return digests
 
     def _look(self) -> None:
-        """Look at every tensor's counter and address, and at some of the bytes."""
+        """Check every tensor's counter and address, and some of the bytes."""
         began = time.monotonic()
         try:
             self.differs = self._tensors_differ() or self._bytes_differ()
@@ -239,11 +235,11 @@ class Snapshot:
         if list(map(_VERSION, compress(tensors, self._counting))) != self._versions:
             return "parameters that were written to"
         if [tensor.data_ptr() for tensor in tensors] != self._addresses:
-            return "parameters that lie elsewhere"
+            return "parameters that have moved"
         return None
 
     def _aside(self) -> AbstractContextManager[object]:
-        """Queue work on a stream of its own: on the engine's it would wait for a step."""
+        """Queue work on a separate stream: on the engine's it would wait for a step."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _bytes_differ(self) -> str | None:
@@ -265,15 +261,15 @@ class _Look(NamedTuple):
     parts: Sequence[tuple[weakref.ref[torch.Tensor], int]]
     """The tensors, and the phase of each."""
     lines: torch.Tensor
-    """What they held: uint8 [lines, bytes]."""
+    """Their expected content: uint8 [lines, bytes]."""
 
     def now(self) -> torch.Tensor:
-        """Return what they hold now. Raises AttributeError where one is gone."""
+        """Return their current content. Raises AttributeError if one is gone."""
         return torch.cat([_lines(reference(), phase) for reference, phase in self.parts])
 
 
 def _looks(tensors: Sequence[torch.Tensor]) -> Iterator[_Look]:
-    """Yield looks at tensors that lie apart, phase by phase, at :data:`_LOOKS` tensors at most."""
+    """Yield checks of separate tensors, phase by phase, :data:`_LOOKS` tensors at most."""
     for phase in range(_PHASES):
         alike: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
         for tensor in tensors:
@@ -287,7 +283,7 @@ def _looks(tensors: Sequence[torch.Tensor]) -> Iterator[_Look]:
 
 
 def _found(model: Any) -> Iterator[tuple[Mapping[str, Any], str, torch.Tensor]]:  # noqa: ANN401
-    """A model's parameters and buffers: (where a module keeps it, under which name, itself)."""
+    """A model's parameters and buffers: (the module's mapping, the name in it, the tensor)."""
     for module in model.modules():
         for place in (module._parameters, module._buffers):  # noqa: SLF001
             for name, tensor in place.items():
@@ -296,7 +292,7 @@ def _found(model: Any) -> Iterator[tuple[Mapping[str, Any], str, torch.Tensor]]:
 
 
 def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
-    """Return the memory that a tensor lies in, uint8 [bytes]; not a copy. Raises AttributeError."""
+    """Return the memory of a tensor, uint8 [bytes]; not a copy. Raises AttributeError."""
     storage = tensor.untyped_storage()  # type: ignore[union-attr] # of None: it is gone
     flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return flat.set_(storage)
@@ -312,7 +308,7 @@ def _host_digest(flat: torch.Tensor, stop: threading.Event) -> int | None:
 
 
 def device_digest(flat: torch.Tensor, stop: threading.Event) -> int | None:
-    """Return a digest of bytes, uint8 [bytes], taken where they lie; None after ``stop``.
+    """Return a digest of bytes, uint8 [bytes], computed on their device; None after ``stop``.
 
     On the current stream, by one launch: the engine's thread waits for the GIL meanwhile.
     """
@@ -325,7 +321,7 @@ def device_digest(flat: torch.Tensor, stop: threading.Event) -> int | None:
 
 
 def _lines(tensor: torch.Tensor | None, phase: int) -> torch.Tensor:
-    """Return lines of the memory that a tensor lies in, uint8 [lines, bytes]; not a copy."""
+    """Return lines of a tensor's memory, uint8 [lines, bytes]; not a copy."""
     flat = _flat(tensor)
     nbytes = flat.numel()
     if nbytes <= _LINES * _LINE_BYTES * _PHASES:
@@ -336,20 +332,23 @@ def _lines(tensor: torch.Tensor | None, phase: int) -> torch.Tensor:
 
 
 class AdapterWatch(Protocol):
-    """Sees which LoRA adapters the engine holds. For the worker's thread, except :meth:`holds`."""
+    """Knows the engine's LoRA adapters. For the worker's thread, except :meth:`holds`."""
 
     def look(self) -> None:
-        """See what is there now: what the step that ends has computed with."""
+        """Record the present adapters: those that the ending step has used."""
 
     def holds(self, adapter: Adapter | None) -> bool:
-        """Whether an adapter was there at the latest :meth:`look`. Any thread. None: none."""
+        """Whether an adapter was present at the latest :meth:`look`. Any thread. None: none."""
 
     def news(self, wanted: Iterable[Any]) -> dict[int, AdapterNote]:
         """Return what has changed since the last time, and the answer for each that is wanted."""
 
 
 class Memory:
-    """For the worker's thread, except :meth:`holds` and what :meth:`proof` returns."""
+    """One worker's weights and adapters in memory.
+
+    For the worker's thread, except :meth:`holds` and the result of :meth:`proof`.
+    """
 
     def __init__(
         self,
@@ -357,34 +356,34 @@ class Memory:
         adapters: AdapterWatch | None = None,
         unknown: str | None = None,
     ) -> None:
-        """Look at what is given; None: weights never change, there are no adapters.
+        """Watch the given parts; None: weights never change, there are no adapters.
 
-        ``unknown``: why nobody can tell what is in memory; nothing may be stored or loaded then.
+        ``unknown``: why the memory's content is unknown; nothing may then be stored or loaded.
         """
         self._weights, self._adapters = weights, adapters
         self.unknown = unknown
         self._told = unknown is None
 
     def rebase(self) -> None:
-        """Take the weights for those that are expected."""
+        """Expect the current weights."""
         self._told = True
         if self._weights is not None:
             self._weights.rebase()
 
     def weights_changed(self) -> str | None:
-        """Return what shows that they are other ones; None if nothing does. For every step.
+        """Return what shows that the weights changed; None if nothing does. For every step.
 
-        Weights that are not known count as changed once: the engine then leaves what others stored.
+        Unknown weights count as changed once: the engine then leaves the shared namespace.
         """
         if not self._told:
             return self.unknown
         return None if self._weights is None else self._weights.changed()
 
     def doubt(self) -> None:
-        """Compare all of the weights in the background: somebody says that they may have changed.
+        """Compare all of the weights in the background: they may have changed.
 
-        Then :meth:`weights_changed` tells, when :attr:`comparing` ends. Weights that are not known
-        count as changed.
+        :meth:`weights_changed` has the result when :attr:`comparing` ends. Unknown weights count as
+        changed.
         """
         self._told = self.unknown is None
         if self._weights is not None:
@@ -392,7 +391,7 @@ class Memory:
 
     @property
     def comparing(self) -> bool:
-        """Whether :meth:`weights_changed` is to be asked again before anything is believed."""
+        """Whether to call :meth:`weights_changed` again before trusting the weights."""
         return self._weights is not None and self._weights.comparing
 
     def close(self) -> None:
@@ -406,11 +405,11 @@ class Memory:
             self._adapters.look()
 
     def holds(self, adapter: Adapter | None) -> bool:
-        """Whether an adapter was there at the latest :meth:`look`. None: none is needed."""
+        """Whether an adapter was present at the latest :meth:`look`. None: none is needed."""
         return adapter is None or (self._adapters is not None and self._adapters.holds(adapter))
 
     def proof(self) -> Callable[[], bool]:
-        """Return what tells, on any thread, whether the weights still are what is expected now.
+        """Return a function that checks, on any thread, for still the same weights.
 
         If so, they have been since this call.
         """
@@ -419,7 +418,7 @@ class Memory:
         return partial(self._weights.expected.still_at, time.monotonic())
 
     def adapter_news(self, wanted: Iterable[Any]) -> dict[int, AdapterNote]:
-        """Return what the scheduler's half is to know; behind a step's forward pass.
+        """Return the report for the scheduler's half; after a step's forward pass.
 
         ``wanted``: the engine's requests for adapters (``lora_int_id``) that it asks about.
         """

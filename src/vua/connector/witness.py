@@ -1,23 +1,24 @@
-"""The scheduler's half of the witness: nothing is loaded on the word of the identity alone.
+"""The scheduler's half of the witness: loading never relies on the identity alone.
 
-Everything that is known to change K and V is in the identity. What nobody has thought of is not. So
-an engine compares what others have stored with what it computes (`vua.connector.worker`,
-`vua.store.agreement`), and what it learns concerns the *writer*: the process that is named in a
-chunk's header (`vua.store.writer`). See docs/decisions/0051-a-witness-for-a-writer.md.
+Everything known to change K and V is in the identity; unknown influences are not. So an engine
+compares stored chunks of other writers with what it computes (`vua.connector.worker`,
+`vua.store.agreement`), and the result concerns the *writer*: the process named in a chunk's header
+(`vua.store.writer`). See docs/decisions/0051-a-witness-for-a-writer.md.
 
 - Before the first chunk of a writer is loaded, one prompt that has some is computed, and they are
   compared. Requests that could load wait a little for the verdict. Each *kind* of prompt is proved
-  by itself: without or with an adapter, and with images or other inputs.
-- For ever after, chunks are drawn at random from all that could be loaded, each with the same
-  chance. The prompt of one that is drawn is computed, and the chunk compared. What these draws say
-  of all chunks is a metric (`vua.connector.proved`). So is, once, a prompt twice as long as any
-  before.
-- A writer of whom a chunk differs is put aside: this engine, and those of its setup on this host,
-  load nothing of it. Where more writers differ than agree, and several, it is this engine that is
-  the odd one: it leaves the namespace.
+  separately: without or with an adapter, and with images or other inputs.
+- Afterwards chunks are drawn at random from all that could be loaded, each with the same chance.
+  The prompt of a drawn one is computed, and the chunk compared. What these draws show about all
+  chunks is a metric (`vua.connector.proved`). The same is done once for a prompt twice as long as
+  any before.
+- A writer with a differing chunk is put aside: this engine, and those of its setup on this host,
+  load nothing of it. If several writers differ, and more than agree, this engine is probably the
+  odd one: it leaves the namespace.
 
-A comparison loads nothing of its prompt: no token depends on what is unproved, and what differs is
-not computed on top of it. What this engine itself has stored is believed, and drawn as all.
+A comparison loads nothing of its prompt: no token depends on unproved chunks, and no differing
+chunk has been computed on top of them. What this engine itself has stored is trusted, and drawn
+like the rest.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ __all__ = ["Witness"]
 log = logger("scheduler")
 
 _COMPLAIN_AFTER: Final = 3
-"""Comparisons without an answer in a row after which the log says so."""
+"""After this many comparisons in a row without an answer a warning is logged."""
 _FAR: Final = 1 << 40
 _MOST_CHUNKS: Final = 8
-"""Chunks that one comparison is about."""
+"""Chunks in one comparison at most."""
 _MOST_KNOWN: Final = 1 << 12
-"""Writers (and kinds of each) that are remembered in memory; one that is forgotten is compared
-again, or found in the user's cache."""
+"""Writers (and kinds of each) remembered in memory; a forgotten one is compared again, or found in
+the user's cache."""
 _ODD: Final = 2
-"""Writers that must differ, at least, before this engine takes itself for the odd one."""
+"""Writers that must differ, at least, before this engine considers itself the odd one."""
 _NAMELESS: Final = frozenset((written_name("").encode(),))
 _ASIDE: Final = (
     "VUA: what the writer [%s] has stored in namespace %s is not what this engine computes: %s. "
@@ -82,20 +83,20 @@ class _Case:
     drawn: int | None
     """The chunk that was drawn at random, if one was."""
     awaited: frozenset[bytes]
-    """Writers of whom nothing is loaded before the verdict."""
+    """Writers whose chunks are not loaded before the verdict."""
     began_s: float
     open: int
-    """Workers that have not said anything yet."""
+    """Workers that have not answered yet."""
     ordered_s: float | None = None
     expected: dict[int, int] = field(default_factory=dict)
-    """Answers that make up the one about a chunk, by its first token."""
+    """How many answers are needed for a chunk, by its first token."""
     found: dict[int, list[Compared]] = field(default_factory=dict)
     nothing: str = ""
     """Why a worker had nothing to compare."""
 
 
 class Witness:
-    """Says how much of a hit may be loaded. For the scheduler's thread only; no call blocks."""
+    """Decides how much of a hit may be loaded. For the scheduler's thread only; no call blocks."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class Witness:
         clock: Callable[[], float] = time.monotonic,
         chance: random.Random | None = None,
     ) -> None:
-        """Begin without an opinion of anybody but this engine.
+        """Start with trust in this engine only.
 
         Args:
             model: the engine's KV cache.
@@ -116,7 +117,7 @@ class Witness:
             stats: where the metrics are recorded.
             setup: the engine's, see `vua.connector.proved`.
             writer: the engine's name in the headers of what it stores.
-            clock: gives seconds.
+            clock: returns seconds.
             chance: draws chunks.
         """
         self._model, self._stats, self._every = model, stats, config.witness_every
@@ -129,7 +130,7 @@ class Witness:
         self._proved: dict[tuple[Kind, bytes], bool] = {}
         self._aside: dict[bytes, bool] = {}
         self._agreed: set[bytes] = set()
-        """Other writers whose latest comparison was in order."""
+        """Other writers whose latest comparison agreed."""
         self._longest: dict[Kind, int] = {}
         """Chunks of the longest prompt that was compared."""
         self._noted: set[Kind] = set()
@@ -137,17 +138,17 @@ class Witness:
         self._cases: dict[str, _Case] = {}
         """Those whose chunks are still to be computed, by the request's id."""
         self._ordered: dict[int, _Case] = {}
-        """Those that the workers are at."""
+        """Those that the workers are comparing."""
         self._pending: dict[tuple[Kind, bytes], _Case] = {}
         self._unanswered = 0
         self._chance = chance or random.Random()  # noqa: S311
         self._until_next = self._chance.expovariate(1.0)
-        """Until the next draw, in mean distances."""
+        """Distance to the next draw, in mean distances."""
         self._loads, self._chunks = 0, 0
         self._asked: set[str] = set()
         """Requests that took part in the draw, which may ask again."""
         self._leave: str | None = None
-        own = model.identity.epoch != config.epoch  # nobody else writes there
+        own = model.identity.epoch != config.epoch  # no other engine writes there
         comparable = any(self._compares(group) for group in model.leading)
         self.on = self._every > 0 and model.identified and not own and comparable
         """Whether anything is compared."""
@@ -168,12 +169,12 @@ class Witness:
     # -- deciding -----------------------------------------------------------------------------
 
     def limit(self, request: Any, found: PrefixMatch, local_tokens: int) -> int | None:  # noqa: ANN401
-        """Return up to which token a request may load; None: that will be known soon.
+        """Return up to which token a request may load; None: not known yet.
 
         Args:
             request: the engine's.
             found: the answer to its lookup; more than ``local_tokens`` of it could be loaded.
-            local_tokens: what the engine's own prefix cache has.
+            local_tokens: the hit in the engine's own prefix cache.
         """
         if not self.on:
             return found.tokens
@@ -196,7 +197,7 @@ class Witness:
         found: PrefixMatch,
         span: tuple[int, int],
     ) -> bool:
-        """Whether a prompt of which the tokens of ``span`` could be loaded is compared instead."""
+        """Whether a prompt whose tokens in ``span`` could be loaded is compared instead."""
         if request.request_id in self._asked:
             return False
         self._asked.add(request.request_id)
@@ -210,7 +211,7 @@ class Witness:
     def _believed_tokens(
         self, kind: Kind, found: PrefixMatch, local_tokens: int
     ) -> tuple[int, dict[bytes, int]]:
-        """Return how many tokens no writer was put aside for, and who of theirs is not proved.
+        """Return the tokens before any chunk of a writer put aside, and their unproved writers.
 
         The latter with the first chunk of each.
         """
@@ -234,8 +235,8 @@ class Witness:
         return tokens, unproved
 
     def _before(self, chunk: int) -> int:
-        """Tokens that may be loaded where those from a chunk on may not."""
-        align = self._model.align  # of windows and states a part of a hit is of no use
+        """Tokens that may be loaded if those from a chunk on may not."""
+        align = self._model.align  # for windows and states a part of a hit is useless
         return chunk * self._model.chunk_tokens // align * align if self._model.plain else 0
 
     def _is_proved(self, kind: Kind, writer: bytes) -> bool:
@@ -290,10 +291,10 @@ class Witness:
         return lambda writer: self._pending.get((kind, writer))
 
     def _draw(self, first: int, stop: int) -> int | None:
-        """Return which of these chunks, which could be loaded, is compared: mostly none.
+        """Return which of these chunks, which could be loaded, is compared: usually none.
 
-        Each chunk has the same chance, so that what the draws say holds for all. It is such that a
-        load of the mean length is drawn once in ``witness_every``.
+        Each chunk has the same chance, so that the result of the draws holds for all. A load of the
+        mean length is drawn once in ``witness_every``.
         """
         if stop <= first:
             return None
@@ -315,7 +316,7 @@ class Witness:
         drawn: int | None,
         awaited: frozenset[bytes] = frozenset(),
     ) -> bool:
-        """Let a prompt be computed, to compare chunks of it; False where it has none whole."""
+        """Have a prompt computed, to compare chunks of it; False if it has no whole chunk."""
         for case in list(self._ordered.values()):
             self._expire(case)
         first = -(-local_tokens // self._model.chunk_tokens)
@@ -323,7 +324,7 @@ class Witness:
             return False
         wanted = [] if drawn is None else [drawn]
         wanted += [found.stored - 1, *self._with_most_inputs(request, found.stored)]
-        # both ends of each writer's stretches: the first that differs tells who is to blame
+        # both ends of each writer's runs: the first that differs shows the writer at fault
         ends = [
             (not writers & awaited, at)
             for start, stop, writers in _runs(found)
@@ -360,7 +361,7 @@ class Witness:
             self._conclude(case)
 
     def believed(self, found: PrefixMatch | None) -> frozenset[bytes] | None:
-        """Return the writers of whom a load that is ordered now may take chunks; None: all."""
+        """Return the writers whose chunks a load ordered now may use; None: all."""
         if not self.on or found is None:
             return None
         writers = found.beside.union(*(writers for _, _, writers in _runs(found)))
@@ -419,13 +420,13 @@ class Witness:
         return WitnessOrder(case.number, [list(table) for table in tables], parts)
 
     def gone(self, request_id: str) -> None:
-        """Note that a request has ended; a comparison that waits for it never comes."""
+        """Note that a request has ended; a comparison waiting for it is dropped."""
         self._asked.discard(request_id)
         if (case := self._cases.pop(request_id, None)) is not None:
             self._forget(case)
 
     def learn(self, verdicts: Iterable[Verdict]) -> str | None:
-        """Take in what workers have found; return why to leave the namespace, if that is so."""
+        """Take the workers' results; return why to leave the namespace, if so."""
         for verdict in verdicts:
             case = self._ordered.get(verdict.number)
             if case is None:
@@ -446,7 +447,7 @@ class Witness:
                 del self._pending[case.kind, writer]
 
     def _conclude(self, case: _Case) -> None:
-        """All workers have answered, or it was given up."""
+        """End a comparison: all workers have answered, or it was given up."""
         self._forget(case)
         differing = sorted(at for at, found in case.found.items() if not _same(found))
         whole = {at for at, found in case.found.items() if len(found) >= case.expected.get(at, 1)}
@@ -455,7 +456,7 @@ class Witness:
         good = {at for at in whole if not differing or at < differing[0]}
         writers = frozenset[bytes]().union(*(one.writers for at in good for one in case.found[at]))
         bad = frozenset[bytes]()
-        if differing:  # what comes behind the first may be computed on top of it
+        if differing:  # later chunks may be computed on top of the first
             first = [one for one in case.found[differing[0]] if not one.same]
             worst = max(first, key=lambda one: one.ratio)
             bad = bad.union(*(one.writers for one in first))
@@ -485,7 +486,7 @@ class Witness:
         self._judge_oneself()
 
     def _count(self, start: int, whole: set[int], differing: Sequence[int]) -> None:
-        """Count what a chunk that was drawn turned out to be."""
+        """Count the result of a drawn chunk."""
         if start in whole or start in differing:
             same = start not in differing
             with suppress(RuntimeError):  # the process ends, or has no thread
@@ -521,7 +522,7 @@ class Witness:
         log.error(_ASIDE, in_words(writer), self._model.identity.namespace, text)
 
     def _judge_oneself(self) -> None:
-        """Leave where several writers differ from this engine, and fewer agree with it."""
+        """Leave if several writers differ from this engine, and fewer agree with it."""
         aside = sum(self._aside.values())
         if aside >= _ODD and aside > len(self._agreed) and self._leave is None:
             self._leave = _LEAVES.format(
@@ -531,7 +532,7 @@ class Witness:
 
 
 def _runs(found: PrefixMatch) -> Iterator[tuple[int, int, frozenset[bytes]]]:
-    """Yield first and end of each stretch of one writer's chunks, and their writers."""
+    """Yield start and end of each run of one writer's chunks, and their writers."""
     runs = found.writers or ((0, _NAMELESS),)
     for (start, writers), (stop, _) in pairwise((*runs, (found.stored, _NAMELESS))):
         yield start, stop, writers
@@ -542,6 +543,6 @@ def _same(found: Iterable[Compared]) -> bool:
 
 
 def _shorten(known: dict[Any, bool]) -> None:
-    """Make room for one more: forget who was asked about first."""
+    """Make space for one more: forget the oldest entry."""
     if len(known) >= _MOST_KNOWN:
         del known[next(iter(known))]

@@ -1,14 +1,13 @@
 """The connector's half in each worker: moves chunks between files and the engine's paged KV cache.
 
-Loads run on their own threads, into blocks that nobody else reads until they are reported. Saves
-copy the blocks out on the engine's thread, after the forward pass and before anything may overwrite
-them, and are written in the background. Nothing here raises for the state of the storage: a chunk
-that cannot be loaded is reported as blocks with load errors, one that cannot be stored is dropped.
+Loads run on their own threads, into blocks that are unused until they are reported. Saves copy the
+blocks out on the engine's thread, after the forward pass and before anything may overwrite them,
+and are written in the background. Nothing here raises for storage failures: a chunk that cannot be
+loaded is reported as blocks with load errors, one that cannot be stored is dropped.
 
-A worker's half of the witness: chunks that it has computed against the files that hold them.
-
-The engine's thread only copies the chunk out of its blocks, as for a save; reading the file and
-comparing are done on a thread of their own. See `vua.connector.witness`.
+The worker's half of the witness (:class:`Comparisons`, see `vua.connector.witness`) compares chunks
+that it has computed with the files that hold them. The engine's thread only copies the chunk out of
+its blocks, as for a save; a separate thread reads the file and compares.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ __all__ = ["Comparisons", "Rank", "WorkerSide"]
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """One chunk of one group as it was computed."""
+    """One computed chunk of one group."""
 
     group: GroupTransfer
     key: ChunkKey
@@ -98,7 +97,7 @@ class Comparisons:
                     chunks.append(_Computed(groups[number], key, buffer))
                     groups[number].gather([buffer], [key], [order.block_ids])
             self._pool.submit(self._compare, _Comparison(order.number, chunks))
-        except Exception as problem:  # costs a comparison, never a request
+        except Exception as problem:  # an error costs a comparison, never a request
             log.exception("a chunk could not be copied to be compared")
             self._give_back(chunks)
             self._tell(Verdict(order.number, text=f"{problem}"))
@@ -108,7 +107,7 @@ class Comparisons:
         self._tell(Verdict(order.number, text="the worker cannot read its blocks"))
 
     def take(self) -> list[Verdict]:
-        """Return the verdicts since the last call; what hangs is given up."""
+        """Return the verdicts since the last call; gives up hanging comparisons."""
         self._pool.give_up()
         if not self._verdicts:
             return []
@@ -122,7 +121,7 @@ class Comparisons:
         self._tell(Verdict(job.what.number, text="the storage does not answer"))
 
     def close(self, timeout_s: float) -> None:
-        """Finish what is being compared, for so long at most."""
+        """Finish running comparisons, for ``timeout_s`` at most."""
         self._pool.close(timeout_s=timeout_s)
 
     def _compare(self, job: Job[_Comparison]) -> None:
@@ -152,7 +151,7 @@ class Comparisons:
         return Verdict(job.what.number, tuple(found), "" if found else missing)
 
     def _agreement(self, chunk: _Computed) -> tuple[Agreement | str, frozenset[bytes]]:
-        """Compare one chunk, and say who wrote it; why not, where its file cannot be loaded."""
+        """Compare one chunk, and return its writers; a reason, if its file cannot be loaded."""
         group, noted = chunk.group, Noted()
         stored = StagingBuffer(group.group.layout, group.shard, 1)
         loader = Loader(group.store, stored.memory, target=group.shard)
@@ -179,9 +178,9 @@ class Comparisons:
 log = logger("worker")
 
 _POLL_S: Final = 0.0005
-"""How often a load looks whether the engine has done with its blocks, when it has read."""
+"""How often a load that has read checks whether the engine has finished with its blocks."""
 _IO_SHARE: Final = 0.9
-"""Of the time for the end: what loads and saves have; the rest is for eviction under way."""
+"""Share of the time for the end for loads and saves; the rest is for eviction under way."""
 _IDLE_WAIT_S: Final = 0.005
 """How long a step without a forward pass waits for a load to end, see take_received()."""
 
@@ -201,16 +200,16 @@ class WorkerSide:
         """Move the rectangles that ``rank`` holds.
 
         The namespace is opened now if it is known, else in the background as soon as the
-        scheduler's half says which. Until it is open, loads end without a token and saves are to
-        be ordered again.
+        scheduler's half names it. Until it is open, loads end without a token and saves must be
+        ordered again.
 
         Args:
             model: the engine's KV cache.
             config: the connector's settings.
             rank: which worker this is.
-            watch: told of files; None: nobody wants to know.
-            memory: what this worker computes with; None: always the same, without adapters.
-            clock: gives seconds.
+            watch: told of files; None: no events.
+            memory: this worker's weights and adapters; None: constant weights, no adapters.
+            clock: returns seconds.
         """
         self._model, self._config, self._clock = model, config, clock
         self._begun = model.identity.epoch
@@ -230,7 +229,7 @@ class WorkerSide:
         if (opened := self._opening.take()) is not None:
             self._use(opened)
         self._told: Identity | None = self._identity
-        """Of which the scheduler's half knows that it is open."""
+        """The identity whose stores the scheduler's half knows to be open."""
         self._loads = Pool[LoadOrder](
             *(config.worker.load_threads, "vua-load"),
             timeout_s=config.timeouts.io_s,
@@ -240,12 +239,12 @@ class WorkerSide:
         )
         self._memory = Memory() if memory is None else memory
         self._left: str | None = None
-        """The epoch whose weights this engine does not run any more; None: that of the orders."""
+        """The epoch whose weights this engine no longer has; None: that of the orders."""
         self._asked = self._answered = 0
-        """Which doubt about the weights is being looked into, and which is settled."""
+        """Which doubt about the weights is being checked, and which is settled."""
         self._wanted: list[Any] = []
         self._writer = ""
-        """The engine's name, in which is written."""
+        """The engine's name, used for writing."""
         self.saves = WriteQueue(config, self._rank, self.stats, watch, self._memory, clock=clock)
         self._comparisons = Comparisons(config, quantised=model.quantised)
         self._lock = threading.Condition()
@@ -284,10 +283,10 @@ class WorkerSide:
         self._identity = opened.model.identity
 
     def _is_current(self, orders: ConnectorMetadata) -> bool:
-        """Whether what this step computes, and reads, is of the epoch that its orders name.
+        """Whether this step's results and reads belong to the epoch that its orders name.
 
-        An epoch whose first orders these are is of the weights that are in memory now. While
-        weights that are in doubt are compared, nothing is.
+        A new epoch takes the weights that are in memory at its first orders. False while doubtful
+        weights are being compared.
         """
         if orders.epoch not in (self._begun, None):
             self._memory.rebase()
@@ -296,12 +295,12 @@ class WorkerSide:
         elif orders.doubt > self._asked:
             self._asked = orders.doubt
             self._memory.doubt()
-        comparing = self._memory.comparing  # asked first: what it found is there when it has ended
+        comparing = self._memory.comparing  # asked first: its result is available when it has ended
         self._see_weights()
         return self._left is None and not comparing
 
     def _see_weights(self) -> None:
-        """Leave the epoch where its weights are not those in memory any more."""
+        """Leave the epoch if the weights in memory have changed."""
         if self._left is None and (change := self._memory.weights_changed()) is not None:
             self._left = self._begun
             log.warning(
@@ -321,7 +320,7 @@ class WorkerSide:
         return {self._asked: 1}
 
     def _watch(self, namespace: Namespace) -> None:
-        """Have the watch told of chunks that this process evicts."""
+        """Inform the watch of chunks that this process evicts."""
         watch = self.watch
         if watch is not None:
             namespace.capacity.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
@@ -339,7 +338,7 @@ class WorkerSide:
             kv_caches: the engine's tensor of each layer.
             layer_of: the number of each in the model.
             tables: the engine's cache group of each.
-            layouts: what tells how blocks lie in them.
+            layouts: the layout of blocks in them.
 
         Raises UncachedError when their form is unknown, and ConfigError when GPUDirect Storage is
         required and does not work.
@@ -368,7 +367,7 @@ class WorkerSide:
     def shutdown(self) -> None:
         """Finish what was ordered: all loads, and the saves that are waiting.
 
-        Ends within ``timeouts.drain_s``, and says how many chunks are not stored then.
+        Ends within ``timeouts.drain_s``, and logs how many chunks were not stored.
         """
         drain_s = self._config.timeouts.drain_s
         stop_s = time.monotonic() + drain_s
@@ -377,7 +376,7 @@ class WorkerSide:
             return max(0.0, stop_s - time.monotonic() - (1 - share) * drain_s)
 
         self._opening.close()
-        self._loads.close(timeout_s=left_s(_IO_SHARE))  # saves go on meanwhile
+        self._loads.close(timeout_s=left_s(_IO_SHARE))  # saves continue meanwhile
         self._comparisons.close(left_s(_IO_SHARE))
         if chunks := self.saves.close(left_s(_IO_SHARE)):
             log.warning(
@@ -397,17 +396,17 @@ class WorkerSide:
     # -- loads --------------------------------------------------------------------------------
 
     def mark_loads(self, orders: ConnectorMetadata) -> None:
-        """Let this step's loads wait for what the engine has ordered of its device so far.
+        """Make this step's loads wait for what the engine has ordered from its device so far.
 
-        To be called before the step's forward pass, which uses none of their blocks; where
-        :meth:`start_loads` comes behind it the loads would otherwise wait for it.
+        To be called before the step's forward pass, which uses none of their blocks; if
+        :meth:`start_loads` is called after it, the loads would otherwise wait for it.
         """
         self._after = self.groups[0].mark() if orders.loads else None
 
     def start_loads(self, orders: ConnectorMetadata) -> None:
         """Begin this step's loads; returns before they have ended.
 
-        The engine waits for each: whatever happens, it is reported when it has ended.
+        The engine waits for each: in any case, its end is reported.
         """
         self._wanted = orders.adapters
         current = self._is_current(orders)
@@ -441,7 +440,7 @@ class WorkerSide:
             nonlocal waited_s
             since = self._clock()
             while job.wanted and not after.passed():
-                job.progress()  # a long step of the engine is no hang of the storage
+                job.progress()  # a long step of the engine is not a hang of the storage
                 time.sleep(_POLL_S)
             waited_s += self._clock() - since
 
@@ -477,7 +476,7 @@ class WorkerSide:
     def _report(
         self, order: LoadOrder, short: int | None, reason: str | None, seconds: float | None = None
     ) -> None:
-        """Tell the next step that a load has ended: at token ``short``, for ``reason``."""
+        """Report in the next step that a load has ended: at token ``short``, for ``reason``."""
         if reason is not None:
             self.stats.add("vua_load_stops_total", label=reason)
         with self._lock:
@@ -495,14 +494,14 @@ class WorkerSide:
         if self._model.plain:
             (part,), (table,), block = order.parts, order.block_ids, self._model.align
             self._failed_blocks.update(table[reached // block : -(-part.stop // block)])
-        else:  # what lies before a gap is of no use: the windows there are not in any block
+        else:  # tokens before a gap are useless: the windows there are not in any block
             self._failed.add(order.request_id)
 
     def take_received(self, *, idle: bool) -> set[str]:
-        """Return the requests whose loads have ended, well or not, each once.
+        """Return the requests whose loads have ended, successfully or not, each once.
 
-        ``idle``: this step computes nothing. While all requests wait for loads an engine goes
-        round in such steps as fast as it can, holding the GIL; a short wait lets the loads run.
+        ``idle``: this step computes nothing. While all requests wait for loads an engine spins in
+        such steps, holding the GIL; a short wait lets the loads run.
         """
         self._loads.give_up()
         with self._lock:
@@ -512,7 +511,7 @@ class WorkerSide:
         return received
 
     def take_notes(self) -> WorkerOutput | None:
-        """Return what the scheduler's half wants to know of this step; None when nothing."""
+        """Return the report of this step for the scheduler's half; None if it is empty."""
         seen = self.watch.take() if self.watch is not None else []
         wanted, self._wanted = self._wanted, []
         adapters, verdicts = self._memory.adapter_news(wanted), self._comparisons.take()
@@ -590,7 +589,7 @@ class WorkerSide:
         self.saves.copy_out([one for one in orders.saves if id(one) in held], self.groups)
 
     def finished(self, request_ids: Collection[str]) -> None:
-        """Forget what was to be stored of requests whose blocks are freed now."""
+        """Forget what was still to be stored of requests whose blocks are freed now."""
         self.saves.forget(request_ids)
 
     def take_stats(self) -> Series | None:

@@ -1,10 +1,11 @@
 """The saving half of a worker: chunks copied out of the cache, written in the background.
 
-The engine never waits for storage: there are buffers for two of its full steps. What does not fit
-is not queued but told to the scheduler's half, which orders it again from the first missing chunk
-when there are buffers. No chunk is stored behind one that is missing: it would never be found.
+The engine never waits for storage: there are buffers for two of its full steps. Chunks that do not
+fit are not queued but reported to the scheduler's half, which orders them again from the first
+missing chunk when there are buffers. No chunk is stored after a missing one: it would never be
+found.
 
-How many threads write: as many as make the storage faster, measured while chunks wait.
+The number of writing threads is the one that makes the storage fastest, measured while chunks wait.
 """
 
 from __future__ import annotations
@@ -34,22 +35,23 @@ _MOST: Final = 16
 _WRITES: Final = 8
 """Writes per thread count that are measured before it is judged; at least two for each thread."""
 _FASTER: Final = 1.15
-"""Twice the threads must be this much faster, or half of them this much slower, to be worth it."""
+"""A change to twice the threads must be this much faster, to half of them at most this much
+slower."""
 _FIRST_PAUSE: Final = 8
 _MAX_PAUSE: Final = 256
-"""Measurements until another thread count is tried again; doubled after each try for nothing."""
+"""Measurements until another thread count is tried again; doubled after each useless try."""
 
 
 class WriterCount:
-    """Doubles or halves the number of threads, and keeps what was faster. Safe for threads.
+    """Doubles or halves the number of threads, and keeps the faster one. Thread-safe.
 
     A local file system may be as fast with one thread as the machine can copy; one over a network
-    takes some milliseconds per file and many files at a time. Only times in which work waits say
-    anything, so a queue that runs empty starts a measurement anew.
+    takes some milliseconds per file and many files at a time. Only times in which work waits are
+    meaningful, so an empty queue restarts the measurement.
     """
 
     def __init__(self, *, most: int = _MOST, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin with one thread; never say more than ``most``. ``clock`` gives seconds."""
+        """Begin with one thread; never return more than ``most``. ``clock`` returns seconds."""
         self.threads = 1
         """How many threads there should be now."""
         self._most, self._clock, self._lock = most, clock, threading.Lock()
@@ -104,33 +106,32 @@ log = logger("worker")
 _WRITE_NBYTES: Final = 64 << 20
 """The most that one call writes: its buffers are free when all of it is stored."""
 _MAX_HOLES: Final = 1000
-"""Requests with a missing chunk that are remembered: those of the engine that still run."""
+"""Requests with a missing chunk that are remembered: the running ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """Chunks of a prompt that follow each other, on their way to storage."""
+    """Consecutive chunks of a prompt, being stored."""
 
     group: GroupTransfer
     files: ShardFiles
     """Taken when they are copied: after a reset they must not get into the new epoch."""
     keys: Sequence[ChunkKey]
     buffers: Sequence[Any]
-    """One for each, which lie one behind the other."""
+    """One for each, adjacent in memory."""
     proven: Callable[[], bool]
     """Whether they were computed with the weights of their epoch."""
     order: SaveOrder
     pin: bool
-    """Whether the last one, and so all of its prefix, is to stay."""
+    """Whether the last one, and so all of its prefix, is pinned."""
 
     def part(self, first: int, stop: int) -> _Save:
-        """Return some of them."""
         keys, buffers = self.keys[first:stop], self.buffers[first:stop]
         pin = self.pin and stop == len(self.keys)
         return _Save(self.group, self.files, keys, buffers, self.proven, self.order, pin)
 
     def free(self) -> None:
-        """Give the buffers back; not while a write may still read them."""
+        """Release the buffers; not while a write may still read them."""
         for buffer in self.buffers:
             self.group.save_buffers.give_back(buffer)
 
@@ -144,12 +145,12 @@ class _Hole:
     chunks: int
     """How many are missing, as far as they were ordered."""
     again: bool
-    """Whether to order it again when there are buffers; not where storage has failed."""
+    """Whether to order it again when there are buffers; False if storage has failed."""
     told: bool = False
 
 
 class WriteQueue:
-    """One rank's saves. Called from the worker's thread only; writes on threads of its own."""
+    """One rank's saves. Called from the worker's thread only; writes on its own threads."""
 
     def __init__(
         self,
@@ -161,10 +162,10 @@ class WriteQueue:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start threads as ``config`` says; count for ``rank`` in ``stats``, tell ``watch``.
+        """Start threads as ``config`` says; count for ``rank`` in ``stats``, inform ``watch``.
 
-        What was copied is stored only if ``memory`` then holds the weights that it held before.
-        ``clock`` gives seconds.
+        Copied chunks are stored only if ``memory`` then holds the same weights as before. ``clock``
+        returns seconds.
         """
         self._memory, self._clock = memory, clock
         self._stats, self._rank, self._watch = stats, rank, watch
@@ -193,14 +194,14 @@ class WriteQueue:
         return self._pending
 
     def close(self, timeout_s: float) -> int:
-        """Write what is waiting, for so long at most; return how many chunks are not stored."""
+        """Write waiting chunks, for ``timeout_s`` at most; return how many are not stored."""
         self._pool.close(timeout_s=timeout_s)
         return self._pending
 
     def refuse(
         self, orders: Sequence[SaveOrder], groups: Sequence[GroupTransfer], *, again: bool
     ) -> None:
-        """Copy nothing of these orders; with ``again`` they are to be made again some time."""
+        """Copy nothing of these orders; with ``again`` they are to be ordered again later."""
         for order in orders:
             ordered = [len(keys) for number, keys in order.parts if groups[number].writes]
             outcome = "dropped" if again else "reset"
@@ -217,7 +218,7 @@ class WriteQueue:
                 self._open_orders[order.number] = chunks
 
     def _came_to_an_end(self, order: SaveOrder) -> None:
-        """Note that one chunk of an order is not under way any more. For any thread."""
+        """Note that one chunk of an order is no longer under way. For any thread."""
         with self._lock:
             left = self._open_orders.pop(order.number, 0) - 1
             if left > 0:
@@ -236,7 +237,7 @@ class WriteQueue:
     def copy_out(self, orders: Sequence[SaveOrder], groups: Sequence[GroupTransfer]) -> None:
         """Copy a step's chunks out of the cache, to be written after :meth:`hand_over`.
 
-        Those of a group all at once: on a GPU each call takes time of the engine's thread.
+        Those of a group at once: on a GPU each call takes time of the engine's thread.
         """
         proven = self._memory.proof()
         taken: list[_Save] = []
@@ -261,9 +262,9 @@ class WriteQueue:
     def _take(
         self, order: SaveOrder, groups: Sequence[GroupTransfer], proven: Callable[[], bool]
     ) -> list[_Save]:
-        """Take buffers for an order's chunks, in each group up to the first that there is none for.
+        """Take buffers for an order's chunks, in each group up to the first without a buffer.
 
-        An order that begins behind a missing chunk was made before the scheduler's half knew of it.
+        An order that begins after a missing chunk was made before the scheduler's half knew of it.
         """
         hole = self._holes.get(order.request_id)
         if hole is not None and order.start > hole.token:
@@ -320,7 +321,7 @@ class WriteQueue:
         return hole is not None and key.start > hole.token
 
     def _leave(self, order: SaveOrder, token: int, chunks: int, *, again: bool) -> None:
-        """Note that an order's chunk that begins with ``token``, and those behind it, are missing.
+        """Note that an order's chunk that begins with ``token``, and those after it, are missing.
 
         For any thread.
         """
@@ -337,11 +338,11 @@ class WriteQueue:
     def take_unsaved(
         self, groups: Sequence[GroupTransfer], *, retries: bool = True
     ) -> tuple[dict[str, int], set[str]]:
-        """Return what the scheduler's half is to know, see `WorkerOutput`: ``unsaved``, ``retry``.
+        """Return the report for the scheduler's half, see `WorkerOutput`: ``unsaved``, ``retry``.
 
-        Without ``retries`` no request is to try again yet.
-        A request is to try again when there are buffers for all that is missing of it, or for a
-        quarter of a full step: with one at a time it would be ordered as often.
+        Without ``retries`` no request may try again yet. A request is to try again when there are
+        buffers for all of its missing chunks, or for a quarter of a full step: with one at a time
+        it would be ordered as often.
         """
         if not self._holes:
             return {}, set()
@@ -359,18 +360,18 @@ class WriteQueue:
         return unsaved, retry
 
     def forget(self, request_ids: Collection[str]) -> None:
-        """Take it that requests have no blocks any more: what is missing of them stays away."""
+        """Forget requests that have no blocks any more: their missing chunks stay missing."""
         if self._holes:
             with self._lock:
                 for request_id in self._holes.keys() & set(request_ids):
-                    if self._holes[request_id].again:  # else some of it may still wait
+                    if self._holes[request_id].again:  # otherwise some of it may still wait
                         del self._holes[request_id]
 
     def hand_over(self) -> None:
-        """Have what was copied written.
+        """Start writing the copied chunks.
 
-        Only now, since threads that write beside the copies take cores, the memory's bandwidth and
-        the GIL from the engine's thread, which waits for the copies ("caller blocked" in C3).
+        Only now, since threads that write beside the copies take cores, memory bandwidth and the
+        GIL from the engine's thread, which waits for the copies ("caller blocked" in C3).
         """
         copied, self._copied = self._copied, []
         saves = [part for save in copied for part in self._parts(save)]
@@ -383,7 +384,7 @@ class WriteQueue:
                 return
 
     def _parts(self, save: _Save) -> Iterator[_Save]:
-        """Cut chunks into as many parts as there are threads, none of them large.
+        """Divide chunks into as many parts as there are threads, none of them large.
 
         The engine's thread waits for the GIL whenever a thread here holds it, and each call of one
         takes as much of it for many chunks as for one.
@@ -395,7 +396,7 @@ class WriteQueue:
             yield save.part(first, min(first + size, chunks))
 
     def _lose(self, saves: Sequence[_Save]) -> None:
-        """Give the buffers back of what is not written."""
+        """Release the buffers of chunks that are not written."""
         for save in saves:
             save.free()
             self._count_saves(save, ["error"] * len(save.keys), 0.0)
@@ -447,7 +448,7 @@ class WriteQueue:
     def _count_saves(self, save: _Save, outcomes: Sequence[str], seconds: float) -> None:
         group, written = save.group, outcomes.count("written")
         self._count_pending(-len(outcomes))
-        current = save.files is group.files  # not of an epoch that was left
+        current = save.files is group.files  # not for an epoch that was left
         for key, outcome in zip(save.keys, outcomes, strict=True):
             self._stats.add("vua_chunks_saved_total", label=outcome)
             if outcome not in ("written", "present", "dropped"):

@@ -17,16 +17,16 @@ __all__ = ["Kind", "alignment", "first_needed", "first_token", "leading", "longe
 
 
 class Kind(NamedTuple):
-    """Layers of one kind, as an engine keeps them."""
+    """Layers of one kind, as an engine holds them."""
 
     layout: KVLayout
     block_tokens: int
-    """Tokens per block: the least common multiple where an engine has several sizes; 1 without
+    """Tokens per block: the least common multiple if an engine has several sizes; 1 without
     blocks."""
 
 
 def first_needed(layout: KVLayout, tokens: int) -> int:
-    """Return the first token whose K/V count to go on behind ``tokens`` tokens.
+    """Return the first token whose K/V are needed to continue after ``tokens`` tokens.
 
     >>> first_needed(KVLayout(1, 1, 4, 4, "U8", 8, "w20"), 64)
     45
@@ -37,10 +37,10 @@ def first_needed(layout: KVLayout, tokens: int) -> int:
 
 
 def first_token(kind: Kind, tokens: int) -> int:
-    """Return the first token to load of layers to go on behind ``tokens`` tokens.
+    """Return the first token to load of layers in order to continue after ``tokens`` tokens.
 
-    Of a window's first block the whole block counts: the engine's own prefix cache offers it to
-    other requests, whose windows may begin earlier.
+    A window's first block counts as a whole: the engine's own prefix cache offers it to other
+    requests, whose windows may begin earlier.
 
     >>> layout = KVLayout(1, 1, 4, 4, "U8", 8, "w20")
     >>> first_token(Kind(layout, 1), 64), first_token(Kind(layout, 16), 64)
@@ -51,18 +51,18 @@ def first_token(kind: Kind, tokens: int) -> int:
 
 
 def alignment(kinds: Sequence[Kind]) -> int:
-    """Return what the length of a prefix is a multiple of: it ends with a block of every kind.
+    """Return a number that divides a prefix's length: it ends with a block of every kind.
 
-    Where there are states it ends with a chunk too: a state's file is that of the last chunk.
+    With states it also ends with a chunk: a state's file is that of the last chunk.
     """
     states = (kind.layout.chunk_tokens for kind in kinds if kind.layout.keeps_state)
     return math.lcm(*(kind.block_tokens for kind in kinds), *states)
 
 
 def leading(layouts: Sequence[KVLayout]) -> list[int]:
-    """Return the places of the layouts of which every chunk is stored.
+    """Return the indices of the layouts of which every chunk is stored.
 
-    These attend to everything; where none does, they are those with windows.
+    These have full attention; if none has, they are those with windows.
     """
     full = [at for at, layout in enumerate(layouts) if layout.window is None]
     return full or [at for at, layout in enumerate(layouts) if not layout.keeps_state]
@@ -75,15 +75,15 @@ def longest_prefix(
     missing: Callable[[int, Sequence[int]], int | None],
     align: int = 1,
 ) -> int:
-    """Return how many tokens of a prompt can be used: behind them every window and state is there.
+    """Return how many tokens of a prompt can be used: every window and state after them is stored.
 
     Args:
         kinds: the model's, in any order.
         stored: how many of the prompt's chunks, from the first on, the :func:`leading` kinds have.
         most: tokens to use at most.
-        missing: tells, for a kind's place and some chunks, the first of these that is not stored;
-            None: all are. It is asked about the other kinds only.
-        align: what the answer is a multiple of, beside :func:`alignment`.
+        missing: returns, for a kind's index and some chunks, the first of these that is not stored;
+            None: all are. It is called for the other kinds only.
+        align: divides the answer, besides :func:`alignment`.
     """
     lead = set(leading([kind.layout for kind in kinds]))
     others = [(at, kind) for at, kind in enumerate(kinds) if at not in lead]

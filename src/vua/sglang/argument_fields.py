@@ -1,8 +1,8 @@
 """Which of SGLang's arguments and environment cannot change K and V: tables, each with its reason.
 
-All arguments and variables that are in no table count, so what a new release adds counts by itself:
-what is unknown costs hits, never a wrong one. `tests/unit/sglang/test_sglang_fields.py` walks all
-arguments and variables of the release that VUA knows and fails on one that is in no table.
+All arguments and variables in no table count, including those that a new release adds: an unknown
+one costs hits, never a wrong hit. `tests/unit/sglang/test_sglang_fields.py` walks all arguments and
+variables of the release that VUA knows and fails on one that is in no table.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MADE: Final = "set by SGLang from an argument that counts"
 _GUESS: Final = "which tokens are guessed; only verified ones are stored"
 _REFUSED: Final = "an engine that uses it is served uncached, see `vua.sglang.identity`"
 _IMAGES: Final = "prompts with images and sounds are not cached"
-_ADAPTERS: Final = "adapters count by content, and each prompt's is in its names"
+_ADAPTERS: Final = "adapters count by content, and the names contain each prompt's"
 _UPDATES: Final = "used by an update of the weights alone, after which nothing is cached"
-_CHECKS: Final = "checks and test modes that leave what is computed alone"
+_CHECKS: Final = "checks and test modes that do not change results"
 
 EXCLUDED: Final[Mapping[str, str]] = {
     KERNEL: "bf16_gemm_backend cuda_graph_backend_decode cuda_graph_backend_prefill "
@@ -276,7 +276,7 @@ NEUTRAL: Final[tuple[tuple[tuple[object, ...], str], ...]] = (
 may change."""
 
 FAMILIES: Final = ("SGLANG_", "SGL_")
-"""A variable whose name begins so counts although no table has it."""
+"""A variable whose name begins like this counts although it is in no table."""
 
 EXCLUDED_VARIABLES: Final[Mapping[str, str]] = {
     WHERE: "AIP_PREDICT_ROUTE ASCEND_MF_STORE_URL ASCEND_MF_TRANSFER_PROTOCOL AWS_DEFAULT_BUCKET "
@@ -736,4 +736,4 @@ COUNTED_VARIABLES: Final = frozenset(
     "TRTLLM_DISABLE_FP4_QUANT_FAST_MATH USE_ROCM_AITER_ROPE_BACKEND "
     "USE_TRITON_W8A8_FP8_KERNEL".split()
 )
-"""Variables that count where they are set."""
+"""Variables that count if they are set."""

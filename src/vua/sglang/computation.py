@@ -1,15 +1,14 @@
-"""Which arguments and variables of an SGLang engine count: all but what a table excludes.
+"""Which arguments, variables and foreign code of an SGLang engine count for its K and V.
 
-The tables are `vua.sglang.argument_fields`. A name of a file counts with the file's content.
-Promises that two engines with equal answers differ in nothing but what the tables exclude; what has
-no lasting form is refused. Code that is not SGLang's is `vua.sglang.computation`'s.
+All arguments and variables count, except those in the tables of `vua.sglang.argument_fields`. A
+file's name counts with the file's content. Two engines with equal results then differ only in what
+the tables exclude; a value without a canonical form is refused.
 
-Code that runs in an SGLang engine and is not SGLang's own: where it stands, and its content.
-
-That is: classes of the model and of its modules, functions that stand in the place of theirs, hooks
-of modules, and plug-ins. Source counts by content, and so does what a function holds (closure,
-defaults, attributes of its object). Promises that two engines with equal answers run the same code
-with the same values, as far as these do not read files, clocks or random numbers while they run.
+Foreign code is code that runs in an SGLang engine and is not SGLang's own: classes of the model and
+of its modules, functions that replace theirs, hooks of modules, and plug-ins. Source counts by
+content, and so do the values that a function holds (closure, defaults, attributes of its object).
+Two engines with equal results run the same code with the same values, as long as it reads no files,
+clocks or random numbers while it runs.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ __all__ = [
 
 _PLUGINS: Final = ("sglang.srt.plugins", "sglang.srt.platforms")
 _OF_SGLANG: Final = frozenset(("smg-grpc-servicer",))
-"""Packages that SGLang itself requires, and whose plug-ins only take requests."""
+"""Packages that SGLang itself requires, whose plug-ins only receive requests."""
 _CODE: Final = b"vua.sglang.code.v1"
 _INSTALLED: Final = tuple(
     f"{os.path.realpath(path)}{os.sep}"
@@ -74,21 +73,18 @@ _OWN: Final = tuple(
     f"{os.path.realpath(Path(str(module.__file__)).parent)}{os.sep}"
     for module in (sglang, torch, vua)
 )
-"""SGLang's, whose version is checked, and torch's; what VUA adds to an engine changes nothing."""
+"""SGLang's, whose version is checked, and torch's; VUA's own additions change nothing."""
 _TRUSTED: Final = frozenset(("sglang", "torch", "builtins", "abc", "typing", ""))
 """Packages whose functions may have no file."""
 _HANDLES: Final = frozenset(("_io", "_thread", "_random", "random", "socket"))
-"""Modules whose objects have a state that cannot be told."""
+"""Modules whose objects have unknown state."""
 _STARTERS: Final = frozenset(("__main__", "__mp_main__", "sitecustomize"))
 
 
 def foreign_code(runner: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return what runs in an engine beside SGLang's own code: its places, and its content.
+    """Return the code in an engine that is not SGLang's own: where it is, and its content.
 
-    That is: classes of the model and of its modules, functions that stand in the place of theirs,
-    hooks of modules, and plug-ins. ``{}``: nothing.
-
-    Raises UncachedError: the content of one cannot be told.
+    Raises UncachedError: the content of one is unknown.
     """
     found: dict[str, Any] = {}
     for place, code in _foreign(runner.model):
@@ -120,7 +116,7 @@ def _foreign(model: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
 
 
 def _of_instances(model: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
-    """Yield hooks, and what objects have in the place of their class's methods."""
+    """Yield hooks, and attributes of objects that replace their class's methods."""
     everywhere = torch.nn.modules.module
     held: list[tuple[str, Mapping[int, Any]]] = [
         (name, getattr(everywhere, name))
@@ -152,7 +148,7 @@ def _unbound(value: Any) -> Any:  # noqa: ANN401
 
 
 def _file_of(value: Any) -> str | None:  # noqa: ANN401
-    """Return the file of a function's or class's code; None: it has none, as built-in ones."""
+    """Return the file of a function's or class's code; None: it has none (built-in)."""
     value = _unbound(value)
     if isinstance(value, functools.partial):
         return _file_of(value.func)
@@ -180,7 +176,7 @@ def _is_standard(file: str) -> bool:
 
 
 def _is_local(value: Any) -> bool:  # noqa: ANN401
-    """Whether code lies outside of everything that is installed."""
+    """Whether code is outside all installed packages."""
     file = _file_of(value)
     if file is None or file.startswith("<"):
         return False
@@ -188,7 +184,7 @@ def _is_local(value: Any) -> bool:  # noqa: ANN401
 
 
 def _state(code: Any) -> str:  # noqa: ANN401
-    """Return a digest of code and of all that it holds: closures, defaults, attributes."""
+    """Return a digest of code and of all values that it holds: closures, defaults, attributes."""
     seen: set[int] = set()
 
     def attributes(value: Any) -> Mapping[str, Any] | None:  # noqa: ANN401
@@ -205,7 +201,7 @@ def _state(code: Any) -> str:  # noqa: ANN401
 
 
 def _held(value: Any) -> Mapping[str, Any] | None:  # noqa: ANN401, PLR0911 - each kind
-    """Return what a function, class or object is made of; None: that cannot be told."""
+    """Return the parts of a function, class or object; None: unknown."""
     if isinstance(value, types.ModuleType):
         return {"module": value.__name__}
     if isinstance(value, type):
@@ -244,7 +240,7 @@ def _cell(cell: Any) -> Any:  # noqa: ANN401
 
 
 def _source(code: Any) -> str:  # noqa: ANN401
-    """Return what stands for the source of a function or class."""
+    """Return the source of a function or class, or a substitute."""
     file = _file_of(code)
     if file is None:
         return ""
@@ -253,14 +249,13 @@ def _source(code: Any) -> str:  # noqa: ANN401
     if not Path(file).is_file():
         compiled = getattr(_unbound(code), "__code__", None)
         if compiled is None:
-            msg = f"there is no source of {code!r:.80}"
+            msg = f"there is no source code of {code!r:.80}"
             raise UncachedError(msg)
         return _compiled(compiled)
     return file_digest(Path(file))
 
 
 def _compiled(code: types.CodeType) -> str:
-    """Return a digest of code that has no file."""
     constants = [
         _compiled(one) if isinstance(one, types.CodeType) else repr(one) for one in code.co_consts
     ]
@@ -344,7 +339,7 @@ def settings_that_count(arguments: Any, folder: Path | None = None) -> dict[str,
         arguments: SGLang's ``ServerArgs``.
         folder: the model's, in which files may be named.
 
-    Raises UncachedError: a value has no form that lasts, or a file cannot be read.
+    Raises UncachedError: a value has no canonical form, or a file cannot be read.
     """
     found = {}
     for name in arguments.__struct_fields__:
@@ -374,10 +369,10 @@ def variables_that_count(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def attention_that_counts(runner: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return what the choice of kernels means for more than rounding.
+    """Return the effects of the choice of kernels beyond rounding.
 
-    An attention backend that does not read soft caps or sinks computes another function for a model
-    that has them; an engine whose results are to be equal bit by bit shares with its like alone.
+    An attention backend that ignores soft caps or sinks computes another function for a model that
+    has them; an engine whose results must be equal bit by bit shares only with engines like it.
     """
     arguments, found = runner.server_args, dict[str, Any]()
     backends = sorted({str(one) for one in _backends(runner)})
@@ -414,7 +409,7 @@ def _backends(runner: Any) -> Iterator[object]:  # noqa: ANN401
 
 
 def _told(value: Any, what: str, folder: Path | None) -> Any:  # noqa: ANN401, C901, PLR0911 - each kind
-    """Return a value in a form that lasts, files by their content."""
+    """Return a value in a canonical form, files by their content."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, enum.Enum):
@@ -441,12 +436,12 @@ def _told(value: Any, what: str, folder: Path | None) -> Any:  # noqa: ANN401, C
                 name: _told(getattr(value, name), what, folder) for name in fields
             }
         }
-    msg = f"SGLang's {what} is a {type(value).__name__}: whether two engines have the same one "
-    raise UncachedError(f"{msg}cannot be told")
+    msg = f"SGLang's {what} is a {type(value).__name__}: two engines' values cannot be "
+    raise UncachedError(f"{msg}compared")
 
 
 def _text(value: str, what: str, folder: Path | None) -> Any:  # noqa: ANN401
-    """Return a text; of JSON what it says, of the name of a file or directory what it holds."""
+    """Return a text: JSON by its value, the name of a file or directory by its content."""
     if value.lstrip().startswith(("{", "[")):
         try:
             return _told(json.loads(value), what, folder)
@@ -464,6 +459,6 @@ def _text(value: str, what: str, folder: Path | None) -> Any:  # noqa: ANN401
     except (OSError, ConfigError) as problem:
         msg = f"SGLang's {what} names {value!r}, which cannot be read: {problem}"
         raise UncachedError(msg) from problem
-    except ValueError:  # no name of a file
+    except ValueError:  # not the name of a file
         return value
     return value

@@ -1,8 +1,8 @@
-"""The SGLang engine around the backend: its model, its settings, and whether its weights change.
+"""The SGLang engine that owns the backend: its model, its settings, and changes of its weights.
 
-SGLang gives a backend neither. The backend is made on the scheduler's thread, at the start or when
-it is attached later, so the scheduler is found among the callers. Where it is not found nothing is
-cached: what the pages were computed with could not be told then.
+SGLang passes a backend neither. The backend is created on the scheduler's thread, at the start or
+when it is attached later, so the scheduler is found on the call stack. If it is not found nothing
+is cached, since the weights would be unknown.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _UPDATES: Final = (
     "begin_weight_update",
     "end_weight_update",
 )
-"""The ways in which a model runner of SGLang gets other weights; others are seen in memory."""
+"""The methods by which a model runner of SGLang gets new weights; other changes are seen in
+memory."""
 _DISK_FORMATS: Final = ("auto", "safetensors")
 """Those with which an update loads all tensors of the files that `checkpoint_files` names."""
 _MAKES_REQUESTS: Final = "_create_generation_req"
@@ -53,45 +54,45 @@ _LIKE_AN_ADAPTER: Final = re.compile(r"(?:[0-9a-f]{32}|\|no-adapter|\|adapter)\Z
 
 
 def passes_prefix_keys() -> bool:
-    """Whether SGLang tells this backend, which is being made, what stands before each page."""
+    """Whether SGLang passes this backend, which is being created, the pages before each page."""
     name = "hicache_storage_pass_prefix_keys"
     return any(frame.f_locals.get(name) is True for frame in _callers())
 
 
 class Engine:
-    """The engine that makes a backend, watched from its start on. Safe for threads."""
+    """The engine that creates a backend, watched from its start on. Thread-safe."""
 
     def __init__(self, runner: Any, scheduler: Any) -> None:  # noqa: ANN401
         """Watch SGLang's model runner; :meth:`find` calls this. Raises UncachedError."""
         self.runner: Any = runner
         self.directory: Path | None = None
-        """Where the expected weights come from; None: from where the engine was started."""
+        """The directory of the expected weights; None: that of the engine's start."""
         self.loaded_s = process_began_s()
         """When their loading began at the earliest, in seconds since the epoch."""
         self.adapters = _adapters(runner.lora_manager)
         """The content of the LoRA adapters that it was started with, by SGLang's id."""
         self._lock = threading.Lock()
         self._names = _loaded_names(runner)
-        """The tensors that it was started from; None: not known."""
+        """The tensors that it was started from; None: unknown."""
         self._beyond = False
-        """Whether something may have been changed that a checkpoint does not set."""
+        """Whether something outside a checkpoint may have been changed."""
         self._snapshot = Snapshot(runner.model)
         self._left: str | None = None
-        """What shows that the weights are not those that are expected; None: they are."""
+        """What shows that the weights are not the expected ones; None: they are."""
         self._next: Path | None = None
-        """Where the weights come from that the runner has now, if an update told it."""
+        """The directory of the runner's current weights, if an update named it."""
         self._cleared = False
-        """Whether nothing that earlier weights computed is cached any more."""
+        """Whether nothing computed by earlier weights is cached any more."""
         self._pool: Any = None
         self._watch_updates()
         _keep_adapters_apart(scheduler)
 
     @classmethod
     def find(cls) -> Engine:
-        """Return the engine that makes a backend right now.
+        """Return the engine that is creating a backend right now.
 
-        Raises UncachedError: it is not found; or it runs already and was not watched, so that its
-        weights may be others than those of its start.
+        Raises UncachedError: it is not found; or it is running already and was not watched, so that
+        its weights may have changed since its start.
         """
         runner: Any = None
         owner: Any = None
@@ -103,7 +104,7 @@ class Engine:
                 starting = frame.f_code.co_name == "__init__"
                 break
         else:
-            msg = "SGLang did not make this backend in its scheduler: its model is not found"
+            msg = "SGLang did not create this backend in its scheduler: its model cannot be found"
             raise UncachedError(msg)
         if isinstance(watched := runner.weight_updater, _Updater):
             return watched.vua_engine
@@ -116,7 +117,7 @@ class Engine:
         return cls(runner, owner)
 
     def proof(self) -> Callable[[], bool]:
-        """Return what tells, on any thread, whether the weights still are those expected now.
+        """Return a function that checks, on any thread, for still the same weights.
 
         If so, they have been since this call.
         """
@@ -126,16 +127,16 @@ class Engine:
         )
 
     def unchanged(self) -> bool:
-        """Whether the weights are those that are expected; looks at some of them."""
+        """Whether the weights are the expected ones; checks some of them."""
         if self._left is None and not self.proof()():
             self._beyond = True
             self._leave(self._snapshot.differs or "other weights")
         return self._left is None
 
     def take_directory(self) -> Path | None:
-        """Return where other weights were loaded from, once nothing of earlier ones is cached.
+        """Return where new weights were loaded from, once nothing of earlier ones is cached.
 
-        From then on these are the expected ones. None: there is nothing new, or nobody knows.
+        From then on these are the expected ones. None: there are no new ones, or they are unknown.
         """
         with self._lock:
             if self._left is None or self._next is None or not self._cleared:
@@ -158,7 +159,7 @@ class Engine:
         pool.clear = cleared
 
     def _watch_updates(self) -> None:
-        """Stand before what updates the runner's weights."""
+        """Wrap the methods that update the runner's weights."""
         updater = self.runner.weight_updater
         if missing := [name for name in _UPDATES if not hasattr(updater, name)]:
             msg = f"SGLang's weight updater has no {missing[0]}: updates could not be noticed"
@@ -166,10 +167,10 @@ class Engine:
         self.runner.weight_updater = _Updater(updater, self)
 
     def update(self, name: str, update: Callable[..., Any], *args: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Let SGLang update the weights; nothing is loaded or stored from before it on.
+        """Let SGLang update the weights; from its start on nothing is loaded or stored.
 
-        What was loaded last is known again after an update that sets all tensors which the engine
-        was started with, unless an earlier one set something else.
+        The weights are known again after an update that sets all tensors with which the engine was
+        started, unless an earlier one set something else.
         """
         self._leave(name)
         began_s = time.time()
@@ -215,14 +216,13 @@ class Engine:
 
 
 class _Updater:
-    """Takes the place of SGLang's weight updater, and passes everything on."""
+    """Replaces SGLang's weight updater, and forwards everything."""
 
     def __init__(self, updater: Any, engine: Engine) -> None:  # noqa: ANN401
-        """Stand before ``updater``; tell ``engine`` of updates."""
         self._vua_updater, self.vua_engine = updater, engine
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Return what the updater has, or what tells of the update beside it."""
+        """Return the updater's attribute, or one that reports the update, too."""
         found = getattr(self._vua_updater, name)
         return functools.partial(self.vua_engine.update, name, found) if name in _UPDATES else found
 
@@ -230,11 +230,11 @@ class _Updater:
 def _adapters(manager: Any) -> dict[str, str]:  # noqa: ANN401
     """Return digests of the adapters that SGLang's LoRA manager (or None) has loaded, by id.
 
-    An id is in the names of all pages that its adapter computes. SGLang makes the ids of those that
-    it starts with of their names and paths, so another adapter at the same path has the same id.
-    The ids of adapters that are loaded later are drawn anew each time.
+    An id is in the names of all pages that its adapter computes. SGLang derives the ids of initial
+    adapters from their names and paths, so another adapter at the same path has the same id. The
+    ids of adapters that are loaded later are drawn anew each time.
 
-    Raises UncachedError: one of them holds what has no lasting bytes.
+    Raises UncachedError: one of them holds something without canonical bytes.
     """
     found = {}
     for name, adapter in (manager.loras if manager else {}).items():
@@ -251,9 +251,9 @@ def _adapters(manager: Any) -> dict[str, str]:  # noqa: ANN401
 def _names_given(
     name: str, args: tuple[Any, ...], named: Mapping[str, Any]
 ) -> frozenset[str] | None:
-    """Return the names of the tensors that an update sets, as files have them; None: not known."""
+    """Return the names of the tensors that an update sets, as in files; None: unknown."""
     if name == "begin_weight_update":
-        return frozenset()  # what is packed in place is unpacked; the end packs it again
+        return frozenset()  # tensors packed in place are unpacked; packed again at the end
     if name == "end_weight_update":
         return None if named.get("run_post_load", True) else frozenset()
     if name == "update_weights_from_ipc":
@@ -291,11 +291,11 @@ def _all_names(files: Iterable[Path]) -> Iterable[str]:
 
 
 def kept_apart(extra_key: str | None, lora_id: str | None) -> str | None:
-    """Return the ``extra_key`` of a request, so that no client's word is taken for an adapter.
+    """Return the ``extra_key`` of a request, changed if it looks like one with an adapter.
 
-    SGLang appends an adapter's id to a request's ``extra_key``, and names pages by what comes out.
-    A client may send a key that ends with such an id: it gets an ending that no adapter's has.
-    Different keys stay different, and all others stay as they are.
+    SGLang appends an adapter's id to a request's ``extra_key``, and names pages by the result. A
+    client may send a key that ends with such an id: it gets an ending that no adapter has.
+    Different keys stay different, and all others stay unchanged.
 
     Args:
         extra_key: as SGLang made it; with an adapter it ends with ``lora_id``.
@@ -312,7 +312,10 @@ def kept_apart(extra_key: str | None, lora_id: str | None) -> str | None:
 
 
 def _keep_adapters_apart(scheduler: Any) -> None:  # noqa: ANN401
-    """Stand behind what makes requests. Raises UncachedError: SGLang makes them elsewhere."""
+    """Wrap the method that creates requests.
+
+    Raises UncachedError: SGLang creates them elsewhere.
+    """
     make = getattr(scheduler, _MAKES_REQUESTS, None)
     if make is None:
         msg = f"SGLang's scheduler has no {_MAKES_REQUESTS}: adapters cannot be kept apart"

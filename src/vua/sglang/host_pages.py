@@ -1,4 +1,4 @@
-"""Where SGLang's host pools keep K and V of a token, in each of their layouts."""
+"""The memory layouts of K and V in SGLang's host pools."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class HostPages:
     """The pages of one host pool, of K and V or of one latent.
 
     Copies whole pages only. Threads may use it at once for different pages. Raises UncachedError
-    for a pool whose form is not known.
+    for a pool of unknown form.
     """
 
     def __init__(self, pool: Any, *, latent: bool) -> None:  # noqa: ANN401
-        """Look at ``pool``, an ``MHATokenToKVPoolHost`` or an ``MLATokenToKVPoolHost``."""
+        """Inspect ``pool``, an ``MHATokenToKVPoolHost`` or an ``MLATokenToKVPoolHost``."""
         arrays = _arrays(pool, latent=latent)
         axes = (_LATENT if latent else _PAIRS)[pool.layout]
         self.page_tokens: int = pool.page_size
@@ -56,7 +56,7 @@ class HostPages:
                 for array in arrays
             ]
         except (LayoutError, RuntimeError) as problem:  # RuntimeError: torch cannot view it so
-            msg = f"the host pool's layout {pool.layout!r} has a form that is not known: {problem}"
+            msg = f"the host pool's layout {pool.layout!r} has an unknown form: {problem}"
             raise UncachedError(msg) from problem
 
     def numbers(self, host_indices: torch.Tensor, pages: int) -> npt.NDArray[np.int64]:
@@ -71,7 +71,7 @@ class HostPages:
         found = slots[::size] // size
         expected = (found[:, None] * size + np.arange(size)).ravel()
         if not np.array_equal(slots, expected) or not np.all((found >= 0) & (found < self._pages)):
-            raise InputError("slots that are no whole pages of the host pool")
+            raise InputError("the slots are not whole pages of the host pool")
         return found
 
     def gather(self, page: int, arrays: Sequence[torch.Tensor]) -> None:
@@ -90,10 +90,10 @@ def _arrays(pool: Any, *, latent: bool) -> list[torch.Tensor]:  # noqa: ANN401
     """Return the pool's tensors of K and of V, or the one of latents. Raises UncachedError."""
     known = _LATENT if latent else _PAIRS
     if pool.layout not in known:
-        msg = f"the host memory layout {pool.layout!r} is not known; use one of {', '.join(known)}"
+        msg = f"host memory layout {pool.layout!r} is not supported; use one of {', '.join(known)}"
         raise UncachedError(msg)
     if pool.kv_buffer is None:
-        msg = "this rank keeps no host pages of its own, which is not known"
+        msg = "this rank has no host pages of its own, which is not supported"
         raise UncachedError(msg)
     if latent:
         return [pool.kv_buffer]

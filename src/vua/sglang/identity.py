@@ -1,8 +1,8 @@
 """What an SGLang engine's K and V depend on: the identity of its caches, and their layouts.
 
-The identity is computed from the served model's files, so a model that other engines serve in the
-same dtype has the same one here. Whatever else an engine computes with counts beside that, unless
-it is listed as harmless (`vua.sglang.computation`): such an engine has a namespace of its own.
+The identity is computed from the served model's files, so a model served by other engines in the
+same dtype has the same one. Anything else that affects the engine's results counts, too, unless it
+is listed as harmless (`vua.sglang.computation`): such an engine has its own namespace.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Described", "described", "settings_that_count", "shard_of"]
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _KINDS: Final = ("BF16", "F16", "F32")
-_ELSEWHERE: Final = "weights, or K and V, come from another process, which is not asked"
+_ELSEWHERE: Final = "weights, or K and V, come from another process, which is unknown"
 _ONLY: Final[Mapping[str, tuple[object, ...]]] = {
     "weight_cache_mode": ("off",),
     "disaggregation_mode": ("null", "prefill"),
@@ -44,17 +44,17 @@ _ONLY: Final[Mapping[str, tuple[object, ...]]] = {
     "enable_flexkv": (False,),
     "enable_unified_cache_external_linker": (False,),
 }
-"""Arguments, and the values with which an engine computes all that it stores."""
+"""Arguments, and the values with which an engine computes everything that it stores."""
 _LOAD_FORMATS: Final = ("auto", "safetensors")
 """Those that load the files which `vua.weights.checkpoint_files` names."""
 
 
 class Described(NamedTuple):
-    """An engine's caches, but for its weights, which take longer to identify."""
+    """An engine's caches, without their weights, which take longer to identify."""
 
     identity: Identity
     groups: dict[str, Group]
-    """By the pool of SGLang's that keeps these layers; the one of all tokens first."""
+    """By the pool of SGLang's that holds these layers; the one of all tokens first."""
 
 
 def described(
@@ -65,18 +65,18 @@ def described(
     epoch: str,
     adapters: Mapping[str, str],
 ) -> Described:
-    """Describe the caches that a model runner of SGLang computes and its host pools keep.
+    """Describe the caches that a model runner of SGLang computes and its host pools hold.
 
     Args:
         runner: SGLang's ``ModelRunner``.
-        pools: the host pools, by SGLang's names: ``kv``, and ``swa`` where layers with a sliding
-            window have a pool that holds the window alone.
+        pools: the host pools, by SGLang's names: ``kv``, and ``swa`` if layers with a sliding
+            window have a pool that holds only the window.
         latent: whether it is one of latents (MLA).
         epoch: the setting.
         adapters: `vua.sglang.engine.Engine.adapters`.
 
     Raises:
-        UncachedError: caches of this engine cannot be shared or cannot be told from others.
+        UncachedError: caches of this engine cannot be shared or cannot be distinguished.
         ConfigError: the model's code cannot be identified.
         OSError: a file cannot be read.
     """
@@ -131,10 +131,10 @@ def shard_of(
     rank: int,
     ranks: int,
 ) -> tuple[Shard, bool]:
-    """Return the rectangle that a rank's pool holds, and whether it is this rank that writes it.
+    """Return the rectangle that a rank's pool holds, and whether this rank writes it.
 
-    Ranks share a head where there are fewer heads than ranks, and a latent always; then the first
-    of them writes.
+    Ranks share a head if there are fewer heads than ranks, and always a latent; then the first of
+    them writes.
 
     Args:
         group: the layers that such pools hold on all ranks together.
@@ -181,7 +181,7 @@ def _groups(
         heads = 1 if latent else models.get_total_num_kv_heads()
         return {PoolName.KV: _group(layers, pools[PoolName.KV], heads, dtype, latent=latent)}
     if latent:
-        msg = "a model with latents (MLA) and sliding windows is not known"
+        msg = "a model with latents (MLA) and sliding windows is not supported"
         raise UncachedError(msg)
     kept = _group(
         models.full_attention_layer_ids,
@@ -232,7 +232,7 @@ def _dtype(pool: Any) -> str:  # noqa: ANN401
 
 
 def _build() -> str | None:
-    """Return what somebody's own build of SGLang calls itself; None: it is a release."""
+    """Return the version of a custom build of SGLang; None: it is a release."""
     try:
         released = Version(sglang.__version__).local is None
     except InvalidVersion:
@@ -241,16 +241,18 @@ def _build() -> str | None:
 
 
 def _check_supported(arguments: Any, models: Any, is_text: bool) -> None:  # noqa: ANN401, FBT001
-    """Raise UncachedError for engines whose caches depend on what a backend is not told."""
+    """Raise UncachedError for engines whose caches depend on information that a backend lacks."""
     for name, only in _ONLY.items():
         if getattr(arguments, name) not in only:
             msg = f"{name}={getattr(arguments, name)!r}: {_ELSEWHERE}"
             raise UncachedError(msg)
     if envs.SGLANG_USE_MODELSCOPE.get() and not Path(arguments.model_path).exists():
-        msg = "SGLANG_USE_MODELSCOPE: which files were loaded is not known; serve a local directory"
+        msg = (
+            "SGLANG_USE_MODELSCOPE: it is unknown which files were loaded; serve a local directory"
+        )
         raise UncachedError(msg)
     if arguments.load_format not in _LOAD_FORMATS:
-        msg = f"load_format {arguments.load_format!r}: which weights it loads is not known"
+        msg = f"load_format {arguments.load_format!r}: it is unknown which weights it loads"
         raise UncachedError(msg)
     if not is_text or getattr(models, "is_multimodal", False):
         msg = "models that take images or sounds are not cached: SGLang names these by 30 bits"
@@ -258,7 +260,7 @@ def _check_supported(arguments: Any, models: Any, is_text: bool) -> None:  # noq
 
 
 def _code(text: Any, directory: Path) -> list[str]:  # noqa: ANN401
-    """Return digests of the Python code that the model's own files bring."""
+    """Return digests of the Python code among the model's own files."""
     named = getattr(text, "auto_map", None) or {}
     if not named:
         return []

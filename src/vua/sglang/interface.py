@@ -1,4 +1,4 @@
-"""What SGLang's interface of a storage has beside pages that are moved in place.
+"""The rest of SGLang's storage interface, besides pages that are moved in place.
 
 SGLang calls none of it with ``"interface_v1": 1``.
 """
@@ -14,7 +14,7 @@ __all__ = ["PagesInPlace"]
 
 
 class PagesInPlace(HiCacheStorage):
-    """Finds, brings and stores nothing by the other ways."""
+    """Refuses everything through the other methods."""
 
     def exists(self, key: str) -> bool:
         """Return False: pages are looked up by `batch_exists`."""
@@ -29,7 +29,7 @@ class PagesInPlace(HiCacheStorage):
         target_locations: Any = None,  # noqa: ANN401
         target_sizes: Any = None,  # noqa: ANN401
     ) -> list[torch.Tensor | None]:
-        """Return None for each, likewise."""
+        """Return None for each: pages go through `batch_get_v1`."""
         return [None] * len(keys)
 
     def set(
@@ -49,5 +49,5 @@ class PagesInPlace(HiCacheStorage):
         target_locations: Any = None,  # noqa: ANN401
         target_sizes: Any = None,  # noqa: ANN401
     ) -> bool:
-        """Return False, likewise."""
+        """Return False: pages go through `batch_set_v1`."""
         return False

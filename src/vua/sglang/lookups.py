@@ -1,4 +1,4 @@
-"""Questions to the storage, each within a limit on its time: SGLang's thread waits for it."""
+"""Lookups in the storage, with a time limit: SGLang's thread waits for them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class _Lookup:
     stores: Sequence[Store]
     keys: Sequence[ChunkKey]
     before: int
-    """How many of the keys stand before those that are asked about."""
+    """How many of the keys come before those to look up."""
 
 
 class Lookups:
-    """Answers one rank's questions. For one thread."""
+    """Does one rank's lookups. For one thread."""
 
     def __init__(self, config: ConnectorConfig, stats: Recorder) -> None:
         """Wait for answers as the settings say; count in ``stats``."""
@@ -51,16 +51,16 @@ class Lookups:
     def find(
         self, model: Model, stores: Sequence[Store], keys: Sequence[ChunkKey], before: int
     ) -> int:
-        """Return how many of the keys behind the first ``before`` can be loaded; 0 in doubt.
+        """Return how many of the keys after the first ``before`` can be loaded; 0 in doubt.
 
-        That is, all of them are stored, and where layers have a sliding window what it holds behind
-        the last of them.
+        That is, all of them are stored, and if layers have a sliding window its chunks before the
+        last of them.
 
         Args:
             model: what is looked for, with the rectangles of this rank.
             stores: one per group of the model.
             keys: a prompt's chunks from its first one on.
-            before: how many of them are not asked about.
+            before: how many of them are not looked up.
         """
         outcome, found, began = "paused", 0, time.monotonic()
         if self._breaker.allows():
@@ -97,7 +97,7 @@ def _with_windows(
 ) -> int:
     """Return up to how many of the stored chunks every window is stored, too.
 
-    SGLang loads a window only as a whole, so behind other pages it has to lie behind these.
+    SGLang loads a window only as a whole, so after other pages it must be within these.
     """
     size = model.chunk_tokens
     tokens = longest(model, stores, keys, before + stored, len(keys) * size)

@@ -1,7 +1,7 @@
-"""The host pools of one rank: their layers, their heads, and where they lie in memory.
+"""The host pools of one rank: their layers, heads and memory.
 
 SGLang has one pool for K and V of all tokens. For some models it has a second one, for the layers
-with a sliding window: it holds the window alone. An engine with a pool of another kind is not
+with a sliding window: it holds only the window. An engine with a pool of another kind is not
 cached.
 """
 
@@ -33,13 +33,13 @@ KNOWN: Final = (PoolName.KV, PoolName.SWA)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one pool keeps."""
+    """The content of one pool."""
 
     group: Group
-    """Its layers, with the rectangle that this rank holds as the only one."""
+    """Its layers, with this rank's rectangle as the only one."""
     pages: HostPages
     writes: bool
-    """Whether it is this rank that stores it."""
+    """Whether this rank stores it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class Pools:
         """Describe a rank's pools.
 
         Args:
-            engine: whose K and V they keep.
+            engine: whose K and V they hold.
             pools: the host pools by SGLang's names.
             place: SGLang's ``HiCacheStorageConfig``.
             epoch: the setting.
 
         Raises:
-            UncachedError: what the engine keeps cannot be stored, shared or told from others.
+            UncachedError: the pools cannot be stored, shared or distinguished.
             ConfigError: the model's code cannot be identified.
             LayoutError: a pool of no layers, or of more than any model has.
             OSError: a file of the model cannot be read.
@@ -94,7 +94,7 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Pages of one pool that SGLang wants to be loaded or stored."""
+    """Pages of one pool that SGLang wants to load or store."""
 
     pools: OpenPools
     name: str
@@ -103,7 +103,7 @@ class Moved:
     pages: Sequence[int]
     """Their numbers in the host pool."""
     proven: Callable[[], bool]
-    """Whether the weights still are those of the call's begin."""
+    """Whether the weights are still those at the start of the call."""
 
     @property
     def nbytes(self) -> int:
@@ -112,11 +112,11 @@ class Moved:
         return transfers.shard.payload_nbytes(transfers.store.layout)
 
     def load(self) -> int:
-        """Bring them; returns how many leading ones are in place, see :meth:`Transfers.load`."""
+        """Load them; returns how many leading ones are in place, see :meth:`Transfers.load`."""
         return self.pools.transfers[self.name].load(self.keys, self.pages, self.proven)
 
     def save(self) -> bool:
-        """Store them; returns whether it is this rank that does, see :meth:`Transfers.save`."""
+        """Store them; returns whether this rank does, see :meth:`Transfers.save`."""
         writes = self.pools.parts[self.name].writes
         if writes:
             self.pools.transfers[self.name].save(self.keys, self.pages, self.proven)
@@ -124,12 +124,12 @@ class Moved:
 
 
 class OpenPools:
-    """What pages of all pools are looked up and moved with, in the namespace of their weights."""
+    """Looks up and moves pages of all pools, in the namespace of their weights."""
 
     def __init__(
         self, pools: Pools, opened: Opened, config: ConnectorConfig, stats: Recorder
     ) -> None:
-        """Move between ``pools`` and what ``opened`` leads to; count in ``stats``."""
+        """Move between ``pools`` and the namespace ``opened``; count in ``stats``."""
         self.opened, self.parts = opened, pools.parts
         self.reuse = Reuse(opened.model, config, stats)
         self.transfers: dict[str, Transfers] = {
@@ -164,7 +164,7 @@ def check_name(name: str) -> None:
     """Raise UncachedError for a pool that is not stored."""
     if name not in KNOWN:
         msg = (
-            f"the engine keeps a pool {getattr(name, 'value', name)!r} (a state, an index or a "
+            f"the engine has a pool {getattr(name, 'value', name)!r} (a state, an index or a "
             "draft model), which is not stored"
         )
         raise UncachedError(msg)
@@ -172,8 +172,8 @@ def check_name(name: str) -> None:
 
 def _check_place(place: Any) -> None:  # noqa: ANN401
     if place.attn_cp_size > 1 or place.dcp_size > 1:
-        msg = "with context parallelism a page is spread over ranks in a way that is not known"
+        msg = "with context parallelism a page is spread over ranks, which is not supported"
         raise UncachedError(msg)
     if place.should_split_heads:
-        msg = "VUA cuts pages at heads by itself; leave out tp_lcm_size"
+        msg = "VUA divides pages at heads itself; leave out tp_lcm_size"
         raise UncachedError(msg)

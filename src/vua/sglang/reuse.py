@@ -1,8 +1,8 @@
-"""Whether to load stored pages or to compute them, for an engine that does not show its steps.
+"""Whether to load stored pages or to compute them, for an engine without visible steps.
 
-The rule is `vua.connector.load_policy`'s. How fast the engine computes is seen from outside: the
-pages that a lookup did not find come back to be stored once they are computed. That took from the
-lookup, or from the moment the pages before them came back where that is later.
+The rule is that of `vua.connector.load_policy`. The engine's speed is measured from outside: pages
+that a lookup did not find are passed to be stored once they are computed. That took from the
+lookup, or from the time when the pages before them were passed, if that is later.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from vua.format.keys import ChunkKey
 __all__ = ["Reuse"]
 
 _AWAITED: Final = 1024
-"""Lookups whose pages may still come back; only a bound on memory."""
+"""Lookups whose pages may still be passed to be stored; bounds the memory."""
 
 
 class Reuse:
-    """Decides for one rank. Safe for threads; each call takes microseconds."""
+    """Decides for one rank. Thread-safe; each call takes microseconds."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Reuse:
             return chunks
 
     def loading(self, keys: Sequence[ChunkKey]) -> Callable[[int], None]:
-        """Note that a load begins; returns what to call with the chunks that it brought."""
+        """Note that a load begins; returns a function to call with the number of loaded chunks."""
         name, start, stop = keys[0].name, keys[0].start, keys[-1].stop
         with self._lock:
             began = self._clock()
@@ -74,7 +74,7 @@ class Reuse:
         return ended
 
     def computed(self, keys: Sequence[ChunkKey]) -> None:
-        """Note that pages come to be stored, so are computed."""
+        """Note that pages are passed to be stored, so are computed."""
         with self._lock:
             now = self._clock()
             asked_s = self._awaited.pop(keys[0].name, None)

@@ -1,12 +1,10 @@
-"""The backend's settings: what stands in SGLang's extra configuration beside SGLang's own keys.
+"""The backend's settings, in SGLang's extra configuration beside SGLang's own; names of chunks.
 
-Names: SGLang's page hashes are VUA's chunk names.
-
-SGLang hands a backend the hashes of some pages and of all pages before them, never tokens. A
-request's cache salt, ``extra_key`` and LoRA adapter are in the hash of its first page, as a seed
-that stands where other first pages have no parent. So such pages have names of SGLang's own: they
-meet no other salt, and no other engine's. An adapter is named there by SGLang's id; its content is
-in the identity (`vua.sglang.identity`).
+SGLang's page hashes are VUA's chunk names. SGLang passes a backend the hashes of some pages and of
+all pages before them, never tokens. A request's cache salt, ``extra_key`` and LoRA adapter are in
+the hash of its first page, as a seed in place of the missing parent. So such pages have SGLang's
+own names: they match no other salt, and no other engine's. An adapter appears there by SGLang's id;
+its content is in the identity (`vua.sglang.identity`).
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _OF_SGLANG: Final = ("backend_name", "module_path", "class_name", "interface_v1"
 def settings_of(extra: Mapping[str, object]) -> ConnectorConfig:
     """Read SGLang's free-form mapping.
 
-    Raises ConfigError: a setting is unknown or unusable, or cannot be kept with SGLang.
+    Raises ConfigError: a setting is unknown, unusable, or not supported with SGLang.
     """
     if not extra.get("interface_v1"):
         raise ConfigError(f'VUA needs "interface_v1": 1 in {_OPTION}')
@@ -49,7 +47,7 @@ def settings_of(extra: Mapping[str, object]) -> ConnectorConfig:
 
 
 def engine_arguments(path: str, **settings: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Return the arguments of an ``sglang.Engine`` that keeps its pages in a directory or bucket.
+    """Return the arguments of an ``sglang.Engine`` that stores its pages in a directory or bucket.
 
     Args:
         path: the directory, or a bucket's URL.
@@ -78,8 +76,8 @@ def chunk_keys(before: Sequence[str], pages: Sequence[str], chunk_tokens: int) -
     """Return the keys of a prompt's first pages, those ``before`` included.
 
     Args:
-        before: hashes (64 hex) of all pages in front of ``pages``.
-        pages: hashes of pages that follow each other.
+        before: hashes (64 hex) of all pages before ``pages``.
+        pages: hashes of consecutive pages.
         chunk_tokens: tokens per page.
 
     >>> [key.start for key in chunk_keys(["00" * 32], ["11" * 32], 64)]

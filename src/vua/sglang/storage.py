@@ -1,12 +1,11 @@
-"""The backend that SGLang's hierarchical cache stores its pages with, and loads them from.
+"""The storage backend of SGLang's hierarchical cache, and its metrics.
 
-Promises SGLang: what is said to be loaded is what was stored for the same tokens, model and
-weights, byte for byte; a page that cannot be had, or a storage that fails or hangs, is a miss and
-never an error; a page that is not stored does not end the backup of others. An engine whose pages
-cannot be identified is served without a stored cache, with a warning; settings that are wrong end
-its start.
+Promises SGLang: loaded pages are those stored for the same tokens, model and weights, byte for
+byte; a page that cannot be loaded, or a storage that fails or hangs, is a miss and never an error;
+a page that is not stored does not end the backup of others. An engine whose pages cannot be
+identified is served without a stored cache, with a warning; wrong settings end its start.
 
-What SGLang exports of its storage, and VUA's own metrics beside it in the same ``/metrics``.
+VUA's own metrics appear beside SGLang's in the same ``/metrics``.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ _LABELS: Final = ("model_name", "tp_rank", "pp_rank")
 
 
 class Metrics:
-    """Collects until SGLang asks. Safe for threads."""
+    """Collects values until SGLang fetches them. Thread-safe."""
 
     def __init__(self, stats: Recorder, place: Any) -> None:  # noqa: ANN401
         """Take VUA's own metrics from ``stats``; ``place`` is SGLang's ``HiCacheStorageConfig``.
 
-        SGLang asks in each step where it is started with ``--enable-metrics``.
+        SGLang fetches them in each step if it is started with ``--enable-metrics``.
         """
         self._stats, self._enabled = stats, bool(place.enable_storage_metrics)
         self._engine = (place.model_name or "", place.tp_rank, place.pp_rank)
@@ -57,21 +56,20 @@ class Metrics:
         self._seen = StorageMetrics()
 
     def loaded(self, pages: int, nbytes: int, seconds: float) -> None:
-        """Note a load."""
         if self._enabled and pages:
             with self._lock:
                 self._seen.prefetch_pgs.append(pages)
                 self._seen.prefetch_bandwidth.append(nbytes / max(seconds, 1e-9) / 1e9)
 
     def saved(self, pages: int, nbytes: int, seconds: float) -> None:
-        """Note pages that came to be stored."""
+        """Note pages that were passed to be stored."""
         if self._enabled and pages:
             with self._lock:
                 self._seen.backup_pgs.append(pages)
                 self._seen.backup_bandwidth.append(nbytes / max(seconds, 1e-9) / 1e9)
 
     def take(self) -> Any:  # noqa: ANN401
-        """Return SGLang's ``StorageMetrics`` since the last call; show VUA's own."""
+        """Return SGLang's ``StorageMetrics`` since the last call; expose VUA's own."""
         if self._families is not None and (data := self._stats.take()) is not None:
             self._families.add(data, self._engine)
         with self._lock:
@@ -85,18 +83,18 @@ log = logger("worker")
 class VUAHiCacheStorage(PagesInPlace):
     """One rank's backend. SGLang calls it from one thread for lookups, one for loads, one to save.
 
-    For ``--hicache-storage-backend dynamic``; docs/sglang.md says with which other arguments.
+    For ``--hicache-storage-backend dynamic``; docs/sglang.md lists the other arguments.
     """
 
     def __init__(self, storage_config: Any, kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
-        """Take the settings; which model it is is told by :meth:`register_mem_pool_host`.
+        """Take the settings; the model is known after :meth:`register_mem_pool_host`.
 
         Args:
             storage_config: SGLang's ``HiCacheStorageConfig``.
-            kwargs: nothing, in the versions that are known.
+            kwargs: nothing, in the known versions.
 
         Raises:
-            ConfigError: a setting is wrong, or this SGLang is not known.
+            ConfigError: a setting is wrong, or this SGLang is unknown.
             StorageError: the directory cannot be used.
         """
         check_version()
@@ -144,11 +142,11 @@ class VUAHiCacheStorage(PagesInPlace):
             raise ConfigError(
                 f"SGLang's pages have {pool.page_size} tokens, VUA's chunks {config.chunk_tokens}: "
                 f"start SGLang with --page-size {config.chunk_tokens}, or set chunk_tokens to "
-                f"{pool.page_size} for it and for all engines that are to share with it"
+                f"{pool.page_size} for it and for all engines that share with it"
             )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401
-        """Take note of a pool. An engine with one that is not stored is not cached."""
+        """Note a pool. An engine with one that is not stored is not cached."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         try:
             check_name(host_pool_name)
@@ -156,7 +154,7 @@ class VUAHiCacheStorage(PagesInPlace):
             self._refuse(str(problem))
 
     def on_host_pools_registered(self) -> None:
-        """Find out what the pools hold, now that all are known."""
+        """Determine the content of the pools, now that all are known."""
         if self._engine is None or self._refused:
             return
         pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
@@ -174,7 +172,7 @@ class VUAHiCacheStorage(PagesInPlace):
             self._begin(self._pools, str(directory), None)
 
     def _begin(self, pools: Pools, name: str, revision: str | None) -> None:
-        """Identify the weights in a directory, and open their namespace when that is done."""
+        """Identify the weights in a directory, and then open their namespace."""
         engine = self._engine
         loaded_s = 0.0 if engine is None else engine.loaded_s
         download_dir = None if engine is None else engine.runner.server_args.download_dir
@@ -184,8 +182,8 @@ class VUAHiCacheStorage(PagesInPlace):
             weights = identify_weights(files, stop=stop)
             if weights.changed_since(loaded_s, stop=stop):
                 msg = (
-                    "files of the weights were changed after the engine began to load them, so "
-                    "nobody can tell which ones it has; start it again"
+                    "weight files were changed after the engine began to load them, so the loaded "
+                    "weights are unknown; restart the engine"
                 )
                 raise UncachedError(msg)
             return weights
@@ -224,7 +222,7 @@ class VUAHiCacheStorage(PagesInPlace):
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: Any = None,  # noqa: ANN401
     ) -> PoolTransferResult:
-        """Return how many leading pages are to be loaded, with the windows behind them.
+        """Return how many leading pages are to be loaded, including the windows before them.
 
         Has the arguments of :meth:`batch_exists`, and pools from which pages are wanted, too.
         """
@@ -241,11 +239,11 @@ class VUAHiCacheStorage(PagesInPlace):
         host_indices: torch.Tensor,
         extra_info: Any = None,  # noqa: ANN401
     ) -> list[bool]:
-        """Bring pages into the host pool, up to the first that is not to be had.
+        """Load pages into the host pool, up to the first that is missing.
 
         Has the arguments of :meth:`batch_set_v1`. Returns for each page whether it is in place.
-        Takes at most ``timeouts.io_s`` more than the storage needs for what it brings; the pool is
-        not touched afterwards.
+        Takes at most ``timeouts.io_s`` more than the storage needs for the loaded pages; the pool
+        is not written afterwards.
         """
         asked = self._moved(PoolName.KV, keys, host_indices, extra_info)
         if asked is None:
@@ -268,7 +266,7 @@ class VUAHiCacheStorage(PagesInPlace):
         transfers: Sequence[PoolTransfer],
         extra_info: Any = None,  # noqa: ANN401
     ) -> dict[str, list[bool]]:
-        """Bring pages into the named pools. In each pool it ends at the first that is missing."""
+        """Load pages into the named pools. In each pool it ends at the first that is missing."""
         brought = {}
         for one in transfers:
             keys, done = one.keys or [], 0
@@ -324,7 +322,7 @@ class VUAHiCacheStorage(PagesInPlace):
         host_indices: torch.Tensor | None,
         extra_info: Any,  # noqa: ANN401
     ) -> Moved | None:
-        """Return what a call is about, if anything may be loaded or stored now."""
+        """Return the pages of a call, if anything may be loaded or stored now."""
         usable = self._use()
         if usable is None or self._engine is None or host_indices is None or not keys:
             return None
@@ -333,7 +331,7 @@ class VUAHiCacheStorage(PagesInPlace):
         return usable.moved(pool, named, host_indices, proven)
 
     def _use(self) -> OpenPools | None:
-        """Return what belongs to the weights that the engine has now; None: nothing may be used."""
+        """Return the pools of the engine's current weights; None: nothing may be used."""
         engine, pools = self._engine, self._pools
         with self._lock:
             if self._refused or engine is None or pools is None:
@@ -350,7 +348,7 @@ class VUAHiCacheStorage(PagesInPlace):
             return self._usable
 
     def _leave(self) -> None:
-        """Use nothing of the weights that the engine had."""
+        """Use nothing of the engine's previous weights."""
         usable, self._usable = self._usable, None
         if self._opening is not None:
             self._opening.close()
@@ -360,13 +358,13 @@ class VUAHiCacheStorage(PagesInPlace):
     # -- the rest of SGLang's interface -------------------------------------------------------
 
     def get_stats(self) -> Any:  # noqa: ANN401
-        """Return what SGLang exports as metrics of its storage since the last call."""
+        """Return SGLang's metrics of its storage since the last call."""
         return self._metrics.take()
 
     def clear(self) -> None:
         """Delete nothing: other engines use the directory, too."""
         log.warning(
-            "VUA: %s is left as it is, since others may use it; `vua rm` and `vua gc` delete",
+            "VUA: %s stays unchanged, since other engines may use it; `vua rm` and `vua gc` delete",
             self._config.shared_storage_path,
         )
 

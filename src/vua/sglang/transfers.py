@@ -1,10 +1,10 @@
-"""Pages between SGLang's host pool and the storage, each call within a limit on its time.
+"""Pages between SGLang's host pool and the storage, each call with a time limit.
 
-SGLang's threads wait for a load or a save to end, and requests for them. So storage that hangs is
-given up after ``timeouts.io_s`` without progress. A thread that comes back later must not touch the
-pool any more: its pages are other requests' by then. Therefore files pass through buffers: a read
-fills one and is verified there, and is copied into pages only while somebody waits for it; pages
-are copied out before anything is written.
+SGLang's threads wait for a load or a save to end, and requests for them. So hanging storage is
+given up after ``timeouts.io_s`` without progress. A thread that returns later must not touch the
+pool any more: its pages belong to other requests by then. Therefore files pass through buffers: a
+read fills one and is verified there, and is copied into pages only while the result is wanted;
+pages are copied out before anything is written.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class Transfers:
     def load(
         self, keys: Sequence[ChunkKey], pages: Sequence[int], proven: Callable[[], bool]
     ) -> int:
-        """Bring chunks into pages of the pool, up to the first that is not to be had.
+        """Load chunks into pages of the pool, up to the first that is missing.
 
-        ``proven``: whether the weights still are those of the store. Returns how many leading
-        chunks are in place; what the other pages hold is undefined. Never raises for the state of
-        the storage.
+        ``proven``: whether the weights are still those of the store. Returns how many leading
+        chunks are in place; the content of the other pages is undefined. Never raises for storage
+        failures.
         """
         done = 0
         while done < len(keys):
@@ -160,8 +160,8 @@ class Transfers:
     ) -> None:
         """Store pages of the pool as chunks, in order, unless they are stored already.
 
-        Ends at the first that is not to be stored, since none behind it would be found. Never
-        raises for the state of the storage.
+        Ends at the first that cannot be stored, since none after it would be found. Never raises
+        for storage failures.
         """
         for at in range(0, len(keys), self.chunks):
             part = slice(at, at + self.chunks)
@@ -224,7 +224,7 @@ class Transfers:
         work: _Work,
         buffers: StagingPool,
     ) -> int:
-        """Have it done on a thread; return how many chunks were moved, 0 for what hangs."""
+        """Run work on a thread; return how many chunks were moved, 0 if it hangs."""
         try:
             job = pool.submit(what, work)
         except RuntimeError as problem:  # not a single thread can be started

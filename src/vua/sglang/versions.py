@@ -1,4 +1,4 @@
-"""Which SGLang this backend works with, and whether it names pages as VUA names chunks."""
+"""Which SGLang this backend works with, and whether its page names are VUA's chunk names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["check_version"]
 
 OLDEST: Final = Version("0.5.23")
 NEWEST: Final = Version("0.5.23")
-"""The backend is tested with these. What it relies on beside the documented interface: who calls it
-on which thread, how pages are named, the forms of the host pools, who updates weights."""
+"""The backend is tested with these. It relies on more than the documented interface: which thread
+calls it, the names of pages, the forms of the host pools, the updates of weights."""
 
 
 def check_version() -> None:
@@ -28,7 +28,7 @@ def check_version() -> None:
     """
     try:
         found = Version(sglang.__version__)
-    except InvalidVersion:  # somebody's own build: they know
+    except InvalidVersion:  # a custom build: its maker knows
         found = OLDEST
     release = Version(".".join(map(str, found.release)))
     if not OLDEST <= release <= NEWEST:
@@ -40,6 +40,6 @@ def check_version() -> None:
     expected = [chain[at].name for at in range(3)]
     if [*get_hash_str(ids[:16], None, 8), *get_hash_str(ids[16:], expected[1], 8)] != expected:
         raise ConfigError(
-            f"SGLang {sglang.__version__} names pages otherwise than VUA names chunks, so nothing "
+            f"SGLang {sglang.__version__} names pages differently from VUA's chunks, so nothing "
             "could be shared with other engines; look for another version of VUA"
         )

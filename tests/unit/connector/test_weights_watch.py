@@ -51,7 +51,7 @@ class WeightsWatchTest(unittest.TestCase):
         ways = {
             "written to": lambda: weight.mul_(2),
             "hold other bytes": lambda: weight.data.mul_(2),
-            "lie elsewhere": lambda: setattr(weight, "data", weight.data.clone()),
+            "have moved": lambda: setattr(weight, "data", weight.data.clone()),
             "buffers": lambda: norm.running_var.add_(1),
             "replaced": replace,
             "gone": remove,
