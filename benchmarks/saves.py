@@ -32,7 +32,7 @@ from vua.connector.scheduler import SchedulerSide
 from vua.connector.worker import WorkerSide
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Capabilities, Entry, Written
+from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Capabilities, Entry, WriteResult
 
 LLAMA_8B = KVLayout(32, 8, 128, 128, "BF16", 64)
 _HELD = 8
@@ -60,7 +60,7 @@ class Sink:
         del prefix
         return iter(())
 
-    def write(self, batch: Batch) -> Written:
+    def write(self, batch: Batch) -> WriteResult:
         """Take the time that it takes, and note the names."""
         statuses = []
         for name in batch.names:
@@ -68,10 +68,10 @@ class Sink:
             with self._lock:
                 known = name in self.names
                 if self.fails(name):
-                    return Written([FAILED], OSError(5, "a test's"))
+                    return WriteResult([FAILED], OSError(5, "a test's"))
                 self.names += [] if known else [name]
             statuses.append(PRESENT if known else WRITTEN)
-        return Written(statuses, None)
+        return WriteResult(statuses, None)
 
 
 class Bandwidth:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 
 from lab.policies import clairvoyant
-from vua.cli.advise import LRU, Asked, Past, leading, simulate
+from vua.cli.advise import LRU, Past, TraceRequest, leading, simulate
 
 DIGITS = 4
 
@@ -42,7 +42,7 @@ class Held:
         self.cache.get(self._asked(block))
 
 
-def libcachesim_lru(requests: Sequence[Asked], blocks: int) -> float:
+def libcachesim_lru(requests: Sequence[TraceRequest], blocks: int) -> float:
     """Return the ratio of hits that libCacheSim's LRU gives."""
     held, hits, asked = Held(blocks), 0, 0
     for request in requests:
@@ -54,7 +54,7 @@ def libcachesim_lru(requests: Sequence[Asked], blocks: int) -> float:
 
 
 def kvcache_simulator_optimal(
-    requests: Sequence[Asked], block_tokens: int, sizes: Sequence[int]
+    requests: Sequence[TraceRequest], block_tokens: int, sizes: Sequence[int]
 ) -> list[float | None]:
     """Return the ratio of hits of its optimal policy in the second half, for sizes in blocks.
 
@@ -75,7 +75,7 @@ def kvcache_simulator_optimal(
 
 
 def compared(
-    requests: Sequence[Asked], block_tokens: int, sizes: Sequence[int]
+    requests: Sequence[TraceRequest], block_tokens: int, sizes: Sequence[int]
 ) -> list[dict[str, object]]:
     """Return, by size, our ratios of hits beside theirs: [ours, theirs] each."""
     lru = simulate(requests, [LRU(size) for size in sizes])

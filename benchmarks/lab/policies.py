@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from vua.capacity.lru import MTIME_STEP_NS
-from vua.cli.advise import LRU, Asked, Dense, Listed, Past, Policy, simulate
+from vua.cli.advise import LRU, Dense, Listed, Past, Policy, TraceRequest, simulate
 from vua.errors import InputError
 
 _BELADY: Final = "Belady"
@@ -314,13 +314,13 @@ POLICIES: Final[Mapping[str, Make]] = {
 """Each policy, for a store of so many blocks. `hit density` is what directories do."""
 
 
-def clairvoyant(requests: Iterable[Asked]) -> Make:
+def clairvoyant(requests: Iterable[TraceRequest]) -> Make:
     """Return Belady's policy for these requests: what is used again soonest stays."""
     blocks = [request.whole for request in requests]
     return lambda capacity, _: Clairvoyant(capacity, blocks)
 
 
-def learned_from(requests: Sequence[Asked]) -> float | None:
+def learned_from(requests: Sequence[TraceRequest]) -> float | None:
     """Return after which part of the requests hit density ranks otherwise than LRU, None: never."""
     past, now_ns = Past(), 0
     for number, request in enumerate(requests):
@@ -344,7 +344,7 @@ class Measured(NamedTuple):
 
 
 def compare(
-    requests: Sequence[Asked], policies: Sequence[str], capacities: Sequence[int]
+    requests: Sequence[TraceRequest], policies: Sequence[str], capacities: Sequence[int]
 ) -> list[Measured]:
     """Simulate LRU, ``policies`` and Belady's at all sizes. Raises InputError: no such policy."""
     unknown = sorted(set(policies) - set(POLICIES) - {_BELADY})

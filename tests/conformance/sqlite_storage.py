@@ -13,7 +13,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vua.errors import CorruptEntryError, StorageError
-from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Capabilities, Entry, Filled, Written
+from vua.storage.base import (
+    FAILED,
+    PRESENT,
+    WRITTEN,
+    Batch,
+    Capabilities,
+    Entry,
+    Filled,
+    WriteResult,
+)
 
 __all__ = ["SQLiteStorage"]
 
@@ -93,7 +102,7 @@ class SQLiteStorage:
             rows = []
         yield from (Entry(*row) for row in rows)
 
-    def write(self, batch: Batch) -> Written:
+    def write(self, batch: Batch) -> WriteResult:
         """Insert entries that are not there, each in a transaction."""
         statuses: list[int] = []
         insert = "INSERT OR REPLACE INTO entries (name, data, used_s) VALUES (?, ?, ?)"
@@ -108,8 +117,8 @@ class SQLiteStorage:
                 statuses.append(WRITTEN)
         except sqlite3.Error as error:
             left = len(batch.names) - len(statuses)
-            return Written([*statuses, *[FAILED] * left], StorageError(5, str(error)))
-        return Written(statuses)
+            return WriteResult([*statuses, *[FAILED] * left], StorageError(5, str(error)))
+        return WriteResult(statuses)
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         """Delete an entry."""

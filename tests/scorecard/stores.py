@@ -29,7 +29,7 @@ from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout, MemoryMap
 from vua.security.settings import Security
-from vua.storage.base import Batch, Entry, Filled, Storage, Written
+from vua.storage.base import Batch, Entry, Filled, Storage, WriteResult
 from vua.storage.local import TEMPORARY
 from vua.store.namespace import Namespace
 from vua.store.store import Store
@@ -73,7 +73,7 @@ class _ShortNames(FaultyStorage):
     def _short(self, chunk: str) -> str:
         return chunk[: self._digits] + "0" * (64 - self._digits) + chunk[64:]
 
-    def write(self, batch: Batch) -> Written:
+    def write(self, batch: Batch) -> WriteResult:
         return self.inner.write(dataclasses.replace(batch, names=[*map(self._short, batch.names)]))
 
     def read(self, batch: Batch) -> Filled:

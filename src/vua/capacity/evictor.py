@@ -29,7 +29,7 @@ from vua.capacity.prefix_tree import ancestors
 from vua.capacity.removal import (
     GRACE_S,
     NOTHING,
-    Freed,
+    DeletionTotals,
     ImmovableError,
     drop_empty,
     evict_chunk,
@@ -177,8 +177,8 @@ class Evictor:
         expired_ns: int = 0,
         own_ttls: bool = False,
         pins_nbytes: int | None = None,
-        pulse: Callable[[Freed], None] = lambda freed: None,  # noqa: ARG005
-    ) -> Freed:
+        pulse: Callable[[DeletionTotals], None] = lambda freed: None,  # noqa: ARG005
+    ) -> DeletionTotals:
         """Delete the chunks of the lowest rank until ``nbytes`` bytes are free.
 
         Mtimes from the future (the server's clock was set back) are first set to now, in their
@@ -227,7 +227,7 @@ class Evictor:
         else:
             self._pool, self._spared = [], []
 
-    def _expire(self, now_ns: int, pulse: Callable[[Freed], None]) -> Freed:
+    def _expire(self, now_ns: int, pulse: Callable[[DeletionTotals], None]) -> DeletionTotals:
         """Delete the chunks whose own time to live is over."""
         freed = NOTHING
         with spaces(self._root) as found:
@@ -242,7 +242,7 @@ class Evictor:
                     pulse(freed)
         return freed
 
-    def _run(self, run: _Run) -> Freed:
+    def _run(self, run: _Run) -> DeletionTotals:
         freed, brought, seen, room = NOTHING, -1, 0, _VICTIMS
         self._pool += self._spared[::-1]  # first in turn again, now perhaps for another prompt
         self._spared = []
@@ -288,7 +288,7 @@ class Evictor:
         by_name: Mapping[str, Space],
         room: int,
         run: _Run,
-        freed: Freed,
+        freed: DeletionTotals,
     ) -> int:
         """Read all mtimes for the next victims; return how many were found."""
         began_s, latest_ns = time.monotonic(), run.now_ns + _FUTURE_NS
@@ -344,7 +344,7 @@ class Evictor:
         by_name: Mapping[str, Space],
         seen_ns: int,
         pins_nbytes: int | None,
-    ) -> Freed:
+    ) -> DeletionTotals:
         space = by_name.get(victim.space)
         if space is None or (victim.space, victim.chunk) in self._kept:
             return NOTHING
@@ -362,7 +362,7 @@ class Evictor:
             self._keep_prefix(space, victim.chunk)
             return NOTHING
         self._tell(victim)
-        return Freed(1, nbytes)
+        return DeletionTotals(1, nbytes)
 
     def _pass_over(self, victim: Candidate, problem: OSError) -> None:
         """Remember a chunk that cannot go; the first one is logged."""
@@ -390,7 +390,7 @@ class Evictor:
         victim: Candidate,
         by_name: Mapping[str, Space],
         pins_nbytes: int | None,
-    ) -> Freed:
+    ) -> DeletionTotals:
         """Note a pinned chunk; if pins hold too much, the least recently used of them go."""
         freed, nbytes = NOTHING, chunk_nbytes(space, chunk_path(victim.chunk))
         if pins_nbytes is None or not nbytes:  # gone, or emptied
@@ -410,7 +410,7 @@ class Evictor:
                 continue
             if gone is not None:
                 self._tell(first)
-                freed += Freed(1, gone)
+                freed += DeletionTotals(1, gone)
         return freed
 
 
@@ -424,7 +424,7 @@ class _Run:
     most_rank: int
     expired_ns: int
     pins_nbytes: int | None
-    pulse: Callable[[Freed], None]
+    pulse: Callable[[DeletionTotals], None]
     takes_unsent: bool = False
     """Whether chunks that are not uploaded go: nothing else may be left."""
 
@@ -432,7 +432,7 @@ class _Run:
         """Whether this victim stays: it is part of the stored prompt, or younger."""
         return self.before_ns is not None and victim.mtime_ns >= self.before_ns
 
-    def ends_at(self, victim: Candidate, freed: Freed) -> bool:
+    def ends_at(self, victim: Candidate, freed: DeletionTotals) -> bool:
         """Whether this victim stays, and with it all of higher rank."""
         if freed.nbytes >= self.nbytes and victim.mtime_ns >= self.expired_ns:
             return True

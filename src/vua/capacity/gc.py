@@ -34,7 +34,7 @@ from vua.capacity.lru import mtime_ns_of, next_tick_ns, set_mtime
 from vua.capacity.owned import is_ours, is_temporary, trash_in
 from vua.capacity.policy import LeastHitDensity
 from vua.capacity.prefix_tree import PrefixTree, Spread, in_turn, read_node, read_prefix_tree
-from vua.capacity.removal import GRACE_S, NOTHING, Freed, Remover, evict_chunk
+from vua.capacity.removal import GRACE_S, NOTHING, DeletionTotals, Remover, evict_chunk
 from vua.capacity.scan import Show, Space, chunks_of, fans_of, listed, silent, spaces
 from vua.capacity.usage import TOLERANCE, Usage, measure, nbytes_per_inode
 from vua.errors import CorruptEntryError
@@ -63,7 +63,7 @@ def evict_unreadable(
     show: Show = silent,
     spread: Spread = in_turn,
     evict_chunk: Callable[[Space, str], int | None] = evict_chunk,
-) -> tuple[Freed, int]:
+) -> tuple[DeletionTotals, int]:
     """Delete the sealed chunks of a namespace whose key is not known, children before parents.
 
     A chunk goes if every file in it has a sound header that names such a key: chunks with plain or
@@ -94,7 +94,7 @@ def evict_unreadable(
             continue
         nbytes = evict_chunk(space, chunk)
         if nbytes is not None:
-            freed += Freed(1, nbytes)
+            freed += DeletionTotals(1, nbytes)
         elif read_node(space, chunk).pinned:
             pinned += 1
     return freed, pinned
@@ -148,17 +148,17 @@ class Report:
 
     limits: ResolvedLimits
     usage: Usage = field(default=Usage(0, 0, exact=True))
-    lost_keys: Freed = field(default=NOTHING)
+    lost_keys: DeletionTotals = field(default=NOTHING)
     """Deleted because the key that sealed it is gone."""
-    evicted: Freed = field(default=NOTHING)
+    evicted: DeletionTotals = field(default=NOTHING)
     """Deleted because there was too much."""
-    expired: Freed = field(default=NOTHING)
+    expired: DeletionTotals = field(default=NOTHING)
     """Deleted because it was not used for its time to live, its own or the directory's."""
-    over_quota: Freed = field(default=NOTHING)
+    over_quota: DeletionTotals = field(default=NOTHING)
     """Deleted because a salt had too much."""
-    orphans: Freed = field(default=NOTHING)
+    orphans: DeletionTotals = field(default=NOTHING)
     """Deleted because no lookup could reach it any more."""
-    leftovers: Freed = field(default=NOTHING)
+    leftovers: DeletionTotals = field(default=NOTHING)
     """Temporary files and half-deleted chunks; their bytes count too."""
     emptied: int = 0
     """Namespaces without a chunk that were deleted."""
@@ -253,7 +253,7 @@ def _is_old(mtime_ns: int, now_ns: int) -> bool:
 
 def _sweep(
     root: str | os.PathLike[str], found: list[Space], now_ns: int, remover: Remover
-) -> Freed:
+) -> DeletionTotals:
     """Delete temporary files and half-deleted directories that are old enough."""
     freed = NOTHING
     for space in found:
@@ -289,7 +289,7 @@ def _evict_unreadable(
         )
 
 
-def _settle(space: Space, tree: PrefixTree, now_ns: int, remover: Remover) -> Freed:
+def _settle(space: Space, tree: PrefixTree, now_ns: int, remover: Remover) -> DeletionTotals:
     """Delete temporary files in chunks, and chunks without any file, that are old enough."""
     freed = NOTHING
     for chunk in tree.unsettled:
@@ -312,7 +312,7 @@ def _settle(space: Space, tree: PrefixTree, now_ns: int, remover: Remover) -> Fr
     return freed
 
 
-def _evict_orphans(space: Space, tree: PrefixTree, remover: Remover) -> Freed:
+def _evict_orphans(space: Space, tree: PrefixTree, remover: Remover) -> DeletionTotals:
     """Delete chunks that no lookup can reach, those nearest to the gap first.
 
     Each one's parent is looked for again: it may have been stored since. So only chunks that are
@@ -332,12 +332,12 @@ def _evict_orphans(space: Space, tree: PrefixTree, remover: Remover) -> Freed:
             continue
         nbytes = remover.evict_chunk(space, name)
         if nbytes is not None:
-            freed += Freed(1, nbytes)
+            freed += DeletionTotals(1, nbytes)
             stack += children.get(index, [])
     return freed
 
 
-def _keep_quota(space: Space, tree: PrefixTree, most: int, remover: Remover) -> Freed:
+def _keep_quota(space: Space, tree: PrefixTree, most: int, remover: Remover) -> DeletionTotals:
     """Evict the oldest of every salt that occupies more than ``most`` bytes."""
     freed, first = NOTHING, tree.first
     families: dict[bytes, list[int]] = {}
@@ -352,7 +352,7 @@ def _keep_quota(space: Space, tree: PrefixTree, most: int, remover: Remover) -> 
             name = tree.name(index)
             if mtime_ns_of(space.fd, name) == tree.mtimes_ns[index]:
                 nbytes = remover.evict_chunk(space, name)
-                freed += NOTHING if nbytes is None else Freed(1, nbytes)
+                freed += NOTHING if nbytes is None else DeletionTotals(1, nbytes)
                 excess -= nbytes or 0
     return freed
 
@@ -391,8 +391,8 @@ def _expire(
     evictor: Evictor,
     now_ns: int,
     limits: ResolvedLimits,
-    pulse: Callable[[Freed], None] = lambda freed: None,  # noqa: ARG005
-) -> Freed:
+    pulse: Callable[[DeletionTotals], None] = lambda freed: None,  # noqa: ARG005
+) -> DeletionTotals:
     expired_ns = 0 if limits.ttl_s is None else now_ns - int(limits.ttl_s * 1e9)
     return evictor.evict(0, now_ns, expired_ns=expired_ns, own_ttls=True, pulse=pulse)
 
@@ -413,7 +413,7 @@ def _evict(
         with lease(directory) as held:
             if held is not None:
 
-                def pulse(freed: Freed, need: int = 0) -> None:
+                def pulse(freed: DeletionTotals, need: int = 0) -> None:
                     held.renew()
                     show(f"{freed.chunks} chunks evicted", freed.nbytes, need, amount=freed.nbytes)
 

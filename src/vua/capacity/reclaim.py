@@ -26,7 +26,7 @@ from vua.capacity.lease import Lease, lease, upkeep_directory
 from vua.capacity.limits import Limits
 from vua.capacity.lru import next_tick_ns
 from vua.capacity.policy import LRU, Policy
-from vua.capacity.removal import NOTHING, Freed
+from vua.capacity.removal import NOTHING, DeletionTotals
 from vua.capacity.scan import HIGHEST, Candidate, spaces
 from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
@@ -34,7 +34,7 @@ from vua.io.forks import watch
 from vua.io.posix import close_quietly
 from vua.storage.mark import MARK, is_marked
 
-__all__ = ["ANYTHING", "Below", "Held", "Reclaimer", "StoppedError"]
+__all__ = ["ANYTHING", "Below", "Reclaimer", "StoppedError", "WriteTarget"]
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Below(NamedTuple):
 ANYTHING: Final = Below(None)
 
 
-class Held(Protocol):
+class WriteTarget(Protocol):
     """The target of writes: :class:`vua.storage.local.LocalStorage`."""
 
     moves: int
@@ -131,7 +131,7 @@ class Reclaimer:
         bounds: Limits,
         counts: Counter[str],
         policy: Policy | None = None,
-        held: Held | None = None,
+        held: WriteTarget | None = None,
     ) -> None:
         """Prepare for ``root``; add events to ``counts``. Reads and starts nothing until needed.
 
@@ -449,7 +449,7 @@ class Reclaimer:
         ttl_s: float | None = None,
         own_ttls: bool = False,
         ahead: bool = False,
-    ) -> Freed:
+    ) -> DeletionTotals:
         """Evict unless another process does so now. A failure is logged once."""
         self._someone_evicts = False
         if not self._may_delete():

@@ -37,7 +37,7 @@ from vua.storage.names import PIN, TTL_FOLDER
 __all__ = [
     "GRACE_S",
     "NOTHING",
-    "Freed",
+    "DeletionTotals",
     "ImmovableError",
     "Remover",
     "delete_namespace",
@@ -51,17 +51,17 @@ GRACE_S: Final = 3600.0
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-class Freed(NamedTuple):
+class DeletionTotals(NamedTuple):
     """What was deleted."""
 
     chunks: int
     nbytes: int
 
-    def __add__(self, other: Freed) -> Freed:  # type: ignore[override] # no tuple is added to it
-        return Freed(self.chunks + other.chunks, self.nbytes + other.nbytes)
+    def __add__(self, other: DeletionTotals) -> DeletionTotals:  # type: ignore[override] # no tuple is added to it
+        return DeletionTotals(self.chunks + other.chunks, self.nbytes + other.nbytes)
 
 
-NOTHING: Final = Freed(0, 0)
+NOTHING: Final = DeletionTotals(0, 0)
 
 
 class ImmovableError(OSError):
@@ -193,16 +193,18 @@ class Remover:
         """A message about the immovable chunks; empty without any."""
         return told_immovable(self.immovable)
 
-    def leftover(self, parent: int, name: str) -> Freed:
+    def leftover(self, parent: int, name: str) -> DeletionTotals:
         """Delete remains of a crash, in a namespace or beside them."""
         if self.rehearse:
-            return Freed(1, _nbytes(parent, name))
+            return DeletionTotals(1, _nbytes(parent, name))
         if _is_directory(parent, name):
-            return Freed(1, delete_chunk(parent, name) or delete_namespace(parent, name))
+            return DeletionTotals(1, delete_chunk(parent, name) or delete_namespace(parent, name))
         return self.file(parent, name)
 
-    def file(self, parent: int, path: str) -> Freed:
-        return Freed(1, _nbytes(parent, path) if self.rehearse else delete_file(parent, path))
+    def file(self, parent: int, path: str) -> DeletionTotals:
+        return DeletionTotals(
+            1, _nbytes(parent, path) if self.rehearse else delete_file(parent, path)
+        )
 
     def empty(self, parent: int, path: str) -> None:
         """Delete a directory if there is nothing in it."""

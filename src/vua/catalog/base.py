@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from vua.capacity.limits import Limits
 from vua.capacity.prefix_tree import PrefixTree
-from vua.capacity.removal import NOTHING, Freed
+from vua.capacity.removal import NOTHING, DeletionTotals
 from vua.capacity.scan import Show
 from vua.capacity.use_log import UseLog
 from vua.catalog.check import NO_KEYS, Item, Kind, OpenFile, Verification
@@ -182,7 +182,9 @@ class Collection:
     exact: bool
     within: bool
     limits: Mapping[str, float | None]
-    deleted: dict[str, Freed] = field(default_factory=lambda: dict.fromkeys(DELETED, NOTHING))
+    deleted: dict[str, DeletionTotals] = field(
+        default_factory=lambda: dict.fromkeys(DELETED, NOTHING)
+    )
     free_nbytes: int | None = None
     free_inodes: int | None = None
     emptied: int = 0

@@ -30,7 +30,7 @@ from vua.capacity.bucket import (
     write_bucket_bounds,
 )
 from vua.capacity.limits import Limits
-from vua.capacity.removal import Freed
+from vua.capacity.removal import DeletionTotals
 from vua.capacity.scan import Show, is_fan
 from vua.catalog.base import (
     MAX_FILE_NBYTES,
@@ -330,13 +330,13 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
             self.root.bucket.delete(list(keys))
         return len(keys)
 
-    def sweep(self, namespaces: Sequence[BucketNamespace], *, dry_run: bool) -> Freed:
+    def sweep(self, namespaces: Sequence[BucketNamespace], *, dry_run: bool) -> DeletionTotals:
         """Delete copies left by renewals."""
         if dry_run:
-            return Freed(0, 0)
+            return DeletionTotals(0, 0)
         left = [key for space in namespaces for key in space.of_ours(space.leftovers)]
         self.root.bucket.delete(left)
-        return Freed(0, sum(space.leftover_nbytes for space in namespaces) if left else 0)
+        return DeletionTotals(0, sum(space.leftover_nbytes for space in namespaces) if left else 0)
 
     def renew(self, chunks: Sequence[tuple[BucketNamespace, ListedChunk]]) -> None:
         """Copy objects at the server: a lifecycle rule uses their times."""

@@ -30,7 +30,7 @@ from vua.capacity.lru import mtime_ns_of
 from vua.capacity.marks import count_ttls, pin, unpin
 from vua.capacity.owned import is_all_ours, is_ours, is_trash, trash_in
 from vua.capacity.prefix_tree import PrefixTree, ancestors, read_node, read_prefix_tree
-from vua.capacity.removal import NOTHING, Freed, Remover, delete_namespace
+from vua.capacity.removal import NOTHING, DeletionTotals, Remover, delete_namespace
 from vua.capacity.scan import (
     TRASH,
     Show,
@@ -445,7 +445,7 @@ class DirectoryCatalog(Catalog):
 
     def _remove(
         self, space: Space, chunk: str, show: Show, remover: Remover, *, force: bool
-    ) -> tuple[Freed, int]:
+    ) -> tuple[DeletionTotals, int]:
         """Delete a namespace, or a chunk with its descendants; also return how many pins kept."""
         freed, kept = NOTHING, 0
         if not chunk and not is_ours(space):
@@ -457,7 +457,7 @@ class DirectoryCatalog(Catalog):
             trash = f"{TRASH}{secrets.token_hex(8)}"
             with contextlib.suppress(OSError):  # a full file system may refuse it: then one by one
                 (self.root / space.name).rename(self.root / trash)
-                freed = Freed(len(tree.names), self._delete(trash))
+                freed = DeletionTotals(len(tree.names), self._delete(trash))
                 if (self.root / trash).exists():
                     why = OSError(errno.EPERM, "some of its files cannot be deleted", trash)
                     remover.immovable[space.name, ""] = why
@@ -468,7 +468,7 @@ class DirectoryCatalog(Catalog):
             show(f"{space.name[:SHORT]}: deleting", number, len(doomed), amount=freed.nbytes)
             nbytes = remover.evict_chunk(space, name, pinned=force)
             if nbytes is not None:
-                freed += Freed(1, nbytes)
+                freed += DeletionTotals(1, nbytes)
             elif read_node(space, name).pinned:
                 kept += 1
         if whole and not remover.rehearse:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from vua.capacity.limits import Limits, nbytes_of
-from vua.capacity.removal import Freed
+from vua.capacity.removal import DeletionTotals
 from vua.capacity.scan import Show
 from vua.catalog.base import (
     Adoption,
@@ -280,10 +280,10 @@ class ListedCatalog(Catalog, Generic[N]):
     def write_bounds(self, bounds: Limits) -> None:
         """Replace ``bounds.json``. Raises StorageError."""
 
-    def sweep(self, namespaces: Sequence[N], *, dry_run: bool) -> Freed:
+    def sweep(self, namespaces: Sequence[N], *, dry_run: bool) -> DeletionTotals:
         """Delete remains of a crash."""
         del namespaces, dry_run
-        return Freed(0, 0)
+        return DeletionTotals(0, 0)
 
     def renew(self, chunks: Sequence[tuple[N, ListedChunk]]) -> None:
         """Set the time of chunks to now, if something else deletes by times."""
@@ -439,8 +439,8 @@ class ListedCatalog(Catalog, Generic[N]):
         return Removal(chunks, nbytes, objects, len(kept), strays=strays)
 
 
-def _sum(chunks: Sequence[tuple[N, ListedChunk]]) -> Freed:
-    return Freed(len(chunks), sum(chunk.nbytes for _, chunk in chunks))
+def _sum(chunks: Sequence[tuple[N, ListedChunk]]) -> DeletionTotals:
+    return DeletionTotals(len(chunks), sum(chunk.nbytes for _, chunk in chunks))
 
 
 def _doomed(

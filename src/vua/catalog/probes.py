@@ -37,7 +37,7 @@ from vua.io.posix import cached_pages, close_quietly
 from vua.security.settings import Security, check_owner
 from vua.storage.mark import claimable
 
-__all__ = ["PROBES", "Finding", "Ground", "Level", "Mount", "at_rest", "mount_of", "tried"]
+__all__ = ["PROBES", "Finding", "Level", "Mount", "ProbeDirectory", "at_rest", "mount_of", "tried"]
 
 _PREFIX: Final = ".doctor-"
 _FILE_NBYTES: Final = 2 << 20
@@ -74,7 +74,7 @@ class Mount:
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class ProbeDirectory:
     """The directory in which probes work."""
 
     path: str
@@ -108,7 +108,7 @@ def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
     return found
 
 
-def file_system(ground: Ground) -> Finding:
+def file_system(ground: ProbeDirectory) -> Finding:
     mount, name = ground.mount, "file system"
     if mount.kind.startswith("nfs"):
         if {"lookupcache=positive", "lookupcache=pos", "lookupcache=none"} & {*mount.options}:
@@ -126,7 +126,7 @@ def file_system(ground: Ground) -> Finding:
     return Finding(name, "ok", mount.kind or "unknown: no /proc/self/mountinfo here")
 
 
-def publish(ground: Ground) -> Finding:
+def publish(ground: ProbeDirectory) -> Finding:
     name = "publish"
     ground.create("new", b"content")
     try:
@@ -143,7 +143,7 @@ def publish(ground: Ground) -> Finding:
     return Finding(name, "ok", "files appear whole, by a rename over nothing")
 
 
-def symlinks(ground: Ground) -> Finding:
+def symlinks(ground: ProbeDirectory) -> Finding:
     name = "symbolic links"
     os.mkdir("real", 0o700, dir_fd=ground.fd)
     ground.create("real/file")
@@ -160,7 +160,7 @@ def symlinks(ground: Ground) -> Finding:
     return Finding(name, "bad", "they are followed: a user who may write here can redirect VUA")
 
 
-def cached_open(ground: Ground) -> Finding:
+def cached_open(ground: ProbeDirectory) -> Finding:
     name = "openat2"
     ground.create("seen")
     os.close(posix.open_beneath(ground.fd, "seen"))
@@ -172,7 +172,7 @@ def cached_open(ground: Ground) -> Finding:
     return Finding(name, "ok", "names in the kernel's cache are found without waiting")
 
 
-def cached_read(ground: Ground) -> Finding:
+def cached_read(ground: ProbeDirectory) -> Finding:
     name = "RWF_NOWAIT"
     ground.create("warm", bytes(_PAGE))
     fd = os.open("warm", os.O_RDONLY, dir_fd=ground.fd)
@@ -190,7 +190,7 @@ def cached_read(ground: Ground) -> Finding:
     return Finding(name, "ok", "cached bytes are read without waiting")
 
 
-def direct(ground: Ground) -> Finding:
+def direct(ground: ProbeDirectory) -> Finding:
     name = "O_DIRECT"
     ground.create("direct", bytes(_PAGE))
     try:
@@ -205,7 +205,7 @@ def direct(ground: Ground) -> Finding:
     return Finding(name, "ok" if whole else "note", "works" if whole else "reads come back short")
 
 
-def cold(ground: Ground) -> Finding:
+def cold(ground: ProbeDirectory) -> Finding:
     name = "cachestat"
     ground.create("cold", bytes(_PAGE))
     fd = os.open("cold", os.O_RDONLY, dir_fd=ground.fd)
@@ -220,7 +220,7 @@ def cold(ground: Ground) -> Finding:
     return Finding(name, "ok", "uncached files are recognised, and read past the page cache")
 
 
-def modes(ground: Ground) -> Finding:
+def modes(ground: ProbeDirectory) -> Finding:
     name = "permissions"
     os.mkdir("private", 0o700, dir_fd=ground.fd)
     if stat.S_IMODE(os.stat("private", dir_fd=ground.fd).st_mode) & 0o700 != 0o700:
@@ -250,7 +250,7 @@ def modes(ground: Ground) -> Finding:
     return Finding(name, "ok", "directories 0700, files 0600, our own")
 
 
-def stamps(ground: Ground) -> Finding:
+def stamps(ground: ProbeDirectory) -> Finding:
     name = "time stamps"
     os.mkdir("stamped", 0o700, dir_fd=ground.fd)
     wanted = os.stat("stamped", dir_fd=ground.fd).st_mtime_ns // 10**9 * 10**9 + 123_456_789
@@ -263,7 +263,7 @@ def stamps(ground: Ground) -> Finding:
     return Finding(name, "ok", f"kept to {'the nanosecond' if off == 0 else 'the microsecond'}")
 
 
-def clock(ground: Ground) -> Finding:
+def clock(ground: ProbeDirectory) -> Finding:
     before = time.time_ns()
     server = server_now_ns(ground.fd)
     after = time.time_ns()
@@ -275,7 +275,7 @@ def clock(ground: Ground) -> Finding:
     return Finding("clock", "ok", text)
 
 
-def visible(ground: Ground) -> Finding:
+def visible(ground: ProbeDirectory) -> Finding:
     """Whether a name that was just missing is seen once another process has made it."""
     name, path = "visibility", f"{ground.path}/published"
     if os.path.exists(path):
@@ -302,7 +302,7 @@ def visible(ground: Ground) -> Finding:
     return Finding(name, "ok", text)
 
 
-def hard_links(ground: Ground) -> Finding:
+def hard_links(ground: ProbeDirectory) -> Finding:
     ground.create("one")
     try:
         os.link("one", "two", src_dir_fd=ground.fd, dst_dir_fd=ground.fd)
@@ -312,7 +312,7 @@ def hard_links(ground: Ground) -> Finding:
     return Finding("hard links", "ok", "the first description of a namespace wins")
 
 
-PROBES: Final[tuple[Callable[[Ground], Finding], ...]] = (
+PROBES: Final[tuple[Callable[[ProbeDirectory], Finding], ...]] = (
     file_system,
     publish,
     symlinks,
@@ -359,7 +359,7 @@ def tried(root: Path) -> Iterator[Finding]:
         os.chmod(path, 0o700)  # an unusual umask
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            ground = Ground(path, fd, mount_of(path))
+            ground = ProbeDirectory(path, fd, mount_of(path))
             for probe in (*PROBES, _speed):
                 yield _guarded(probe, ground)
         finally:
@@ -370,7 +370,7 @@ def tried(root: Path) -> Iterator[Finding]:
         yield Finding("removal", "bad", f"{path} could not be removed; remove it by hand")
 
 
-def _guarded(probe: Callable[[Ground], Finding], ground: Ground) -> Finding:
+def _guarded(probe: Callable[[ProbeDirectory], Finding], ground: ProbeDirectory) -> Finding:
     name = probe.__name__.strip("_").replace("_", " ")
     try:
         return probe(ground)
@@ -383,7 +383,7 @@ def _guarded(probe: Callable[[Ground], Finding], ground: Ground) -> Finding:
 # -- speed ------------------------------------------------------------------------------------
 
 
-def _speed(ground: Ground) -> Finding:
+def _speed(ground: ProbeDirectory) -> Finding:
     """Write a few MiB, read them, and read them after the page cache has dropped them."""
     content = np.random.default_rng(0).bytes(_FILE_NBYTES)
     names = [f"speed-{number}" for number in range(_FILES)]
@@ -403,7 +403,7 @@ def _speed(ground: Ground) -> Finding:
 
 
 def _rate(
-    work: Callable[..., None], ground: Ground, names: Sequence[str], *arguments: bytes
+    work: Callable[..., None], ground: ProbeDirectory, names: Sequence[str], *arguments: bytes
 ) -> float:
     return len(names) * _FILE_NBYTES / sum(_timed(work, ground, one, *arguments) for one in names)
 
@@ -414,33 +414,33 @@ def _timed(work: Callable[..., None], *arguments: object) -> float:
     return max(time.perf_counter() - start, 1e-9)
 
 
-def _look_up(ground: Ground, name: str) -> None:
+def _look_up(ground: ProbeDirectory, name: str) -> None:
     os.stat(name, dir_fd=ground.fd)
 
 
-def _write(ground: Ground, name: str, content: bytes) -> None:
+def _write(ground: ProbeDirectory, name: str, content: bytes) -> None:
     ground.create(name, content)
     with _opened(ground, name) as fd:
         os.fsync(fd)
 
 
-def _read(ground: Ground, name: str) -> None:
+def _read(ground: ProbeDirectory, name: str) -> None:
     with _opened(ground, name) as fd:
         while os.read(fd, 1 << 20):
             pass
 
 
-def _publish(ground: Ground, name: str) -> None:
+def _publish(ground: ProbeDirectory, name: str) -> None:
     ground.create(f"{name}.new", bytes(4096))
     os.replace(f"{name}.new", name, src_dir_fd=ground.fd, dst_dir_fd=ground.fd)
 
 
-def _drop(ground: Ground, name: str) -> None:
+def _drop(ground: ProbeDirectory, name: str) -> None:
     with _opened(ground, name) as fd:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _is_cached(ground: Ground, name: str) -> bool:
+def _is_cached(ground: ProbeDirectory, name: str) -> bool:
     """Whether the page in a file's middle is in the page cache, according to the kernel."""
     page = np.empty(4096, dtype=np.uint8)
     where = np.array([[page.ctypes.data, page.nbytes]], dtype=np.uint64)
@@ -450,7 +450,7 @@ def _is_cached(ground: Ground, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(ground: Ground, name: str) -> Iterator[int]:
+def _opened(ground: ProbeDirectory, name: str) -> Iterator[int]:
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=ground.fd)
     try:
         yield fd

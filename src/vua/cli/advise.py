@@ -33,13 +33,13 @@ from vua.cli.output import Report, progress, size, table, when
 
 __all__ = [
     "LRU",
-    "Asked",
     "Dense",
     "Listed",
     "Outcome",
     "Past",
     "Policy",
     "SimulatedStore",
+    "TraceRequest",
     "Worth",
     "advise",
     "leading",
@@ -51,7 +51,7 @@ _APART_NS: Final = 10**7
 """Least time between two requests: more than between the blocks of one prompt."""
 
 
-class Asked(Protocol):
+class TraceRequest(Protocol):
     """One request of a trace."""
 
     @property
@@ -83,7 +83,7 @@ class Outcome(NamedTuple):
 
 
 def simulate(
-    requests: Iterable[Asked], policies: Sequence[Policy], uncounted: int = 0
+    requests: Iterable[TraceRequest], policies: Sequence[Policy], uncounted: int = 0
 ) -> list[Outcome]:
     """Run requests through one store per policy, in one pass.
 

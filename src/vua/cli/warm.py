@@ -46,7 +46,7 @@ _LOOK_S: Final = 0.2
 _FIRST_CHUNKS: Final = 64
 """Most headers read to find which keys seal the chunks."""
 
-Held: TypeAlias = dict[str, set[str]]
+StoredChunks: TypeAlias = dict[str, set[str]]
 """The chunks that a lookup can find, by namespace."""
 
 
@@ -285,7 +285,7 @@ def _call(url: str, body: object = None) -> Any:
         raise ConfigError(msg) from problem
 
 
-def _count(prompts: Sequence[_Prompt], cache: WarmedCache, before: Held) -> None:
+def _count(prompts: Sequence[_Prompt], cache: WarmedCache, before: StoredChunks) -> None:
     new = {name: held - before.get(name, set()) for name, held in cache.held.items()}
     for one in prompts:
         if one.ids is not None:
@@ -308,10 +308,10 @@ class WarmedCache:
         self._security = replace(security, trusted_uids="any")  # names are all that is read
         self._seen: dict[str, Seen] = {}
         self._opened: dict[str, Namespace] = {}
-        self.held: Held = {}
+        self.held: StoredChunks = {}
         """The last look's result."""
 
-    def look(self) -> Held:
+    def look(self) -> StoredChunks:
         """Return its content now; empty if the cache does not exist yet."""
         where = self._where
         if where is None or is_missing(where):
@@ -335,13 +335,13 @@ class WarmedCache:
         keys, _ = prompt_keys(namespace, ids, "")
         return {key.name for key in keys.first(len(keys))}
 
-    def wait_for(self, prompts: Sequence[Sequence[int]], before: Held | None = None) -> str:
+    def wait_for(self, prompts: Sequence[Sequence[int]], before: StoredChunks | None = None) -> str:
         """Wait until it holds the prompts' tokens, or nothing new has appeared for a while.
 
         ``before`` is its content before a server was asked, whose keys may differ from the given
         ones. Returns the evidence for that, as :meth:`misnamed` does.
         """
-        held: Held | None = None
+        held: StoredChunks | None = None
         misnamed, until_s = "", 0.0
         while True:
             if self.look() != held:
@@ -356,7 +356,7 @@ class WarmedCache:
                 return misnamed
             time.sleep(_LOOK_S)
 
-    def misnamed(self, before: Held) -> str:
+    def misnamed(self, before: StoredChunks) -> str:
         """Say whose keys name the stored chunks, and whose should; "" if these agree.
 
         By headers of first chunks, of new ones if there are some. Those of requests with a salt

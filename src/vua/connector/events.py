@@ -25,7 +25,7 @@ from vua.connector.log import logger
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import Shard
 
-__all__ = ["FileEventLog", "KVEventPublisher", "Seen", "StoredEvent"]
+__all__ = ["ChunkEvent", "FileEventLog", "KVEventPublisher", "StoredEvent"]
 
 log = logger("events")
 
@@ -44,7 +44,7 @@ MAX_QUEUED: Final = 10_000
 each chunk that was announced."""
 
 
-class Seen(NamedTuple):
+class ChunkEvent(NamedTuple):
     """An event of a chunk, seen by a worker."""
 
     chunk: bytes
@@ -65,34 +65,34 @@ class FileEventLog:
         """Watch the files that decide whether a chunk of ``model`` is stored."""
         self._numbers = {shard: number for number, shard in enumerate(_files(model))}
         self._lock = threading.Lock()
-        self._seen: deque[Seen] = deque(maxlen=MAX_SEEN)
+        self._seen: deque[ChunkEvent] = deque(maxlen=MAX_SEEN)
         self._lost = False
 
     def stored(self, key: ChunkKey, shard: Shard) -> None:
         """Note that a file exists."""
         number = self._numbers.get(shard)
         if number is not None:
-            self._note(Seen(key.prefix_hash, number))
+            self._note(ChunkEvent(key.prefix_hash, number))
 
     def gone(self, chunk: bytes, shard: Shard | None = None) -> None:
         """Note that a chunk cannot be loaded: one file is missing, or None: all of it."""
         if shard is None or shard in self._numbers:
-            self._note(Seen(chunk, _GONE))
+            self._note(ChunkEvent(chunk, _GONE))
 
-    def _note(self, seen: Seen) -> None:
+    def _note(self, seen: ChunkEvent) -> None:
         with self._lock:
             if len(self._seen) == MAX_SEEN:
                 self._lost |= self._seen[0].file == _GONE
             self._seen.append(seen)
 
-    def take(self) -> list[Seen]:
+    def take(self) -> list[ChunkEvent]:
         """Return the events since the last call, in order. O(1) if there are none."""
         if not self._seen:
             return []
         with self._lock:
             seen, self._seen = self._seen, deque(maxlen=MAX_SEEN)
             lost, self._lost = self._lost, False
-        return [*([Seen(b"", _LOST)] if lost else []), *seen]
+        return [*([ChunkEvent(b"", _LOST)] if lost else []), *seen]
 
 
 class StoredEvent(Protocol):
@@ -107,7 +107,7 @@ class _Unit:
 
     event: StoredEvent
     chunks: tuple[bytes, ...]
-    left: set[Seen]
+    left: set[ChunkEvent]
     """Files that no worker has confirmed yet."""
 
 
@@ -188,7 +188,7 @@ class KVEventPublisher(ABC):
             if event is None:
                 return
             new = names[max(0, chunks.start - first) :]  # those before are stored already
-            left = {Seen(name, file) for name in new for file in range(self._files)}
+            left = {ChunkEvent(name, file) for name in new for file in range(self._files)}
             unit = _Unit(event, names, left)
             for name in names:
                 self._pending[name] = unit
@@ -200,13 +200,13 @@ class KVEventPublisher(ABC):
 
     # -- what workers saw ---------------------------------------------------------------------
 
-    def learn(self, seen: Iterable[Seen]) -> None:
+    def learn(self, seen: Iterable[ChunkEvent]) -> None:
         """Announce which chunks now have all files, and which are gone."""
         with self._lock:
             for one in seen:
                 self._learn(one)
 
-    def _learn(self, one: Seen) -> None:
+    def _learn(self, one: ChunkEvent) -> None:
         if one.file == _LOST:
             self._forget()
             return

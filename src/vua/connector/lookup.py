@@ -20,7 +20,7 @@ from vua.connector.events import KVEventPublisher
 from vua.connector.log import WarnOnce, logger
 from vua.connector.media import Media
 from vua.connector.prefix_match import PrefixMatch, find
-from vua.connector.proved import Remembered, kind_of
+from vua.connector.proved import ProvedWriters, kind_of
 from vua.connector.request import RequestOptions, SaveHints
 from vua.errors import VUAError
 from vua.format.keys import KeyChain, token_ids
@@ -164,7 +164,7 @@ class Lookups:
         media: Media,
         events: KVEventPublisher | None = None,
         *,
-        remembered: Remembered | None = None,
+        remembered: ProvedWriters | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Look up in ``namespace``, of one store per group; tell ``events`` what is found.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vua.connector.adapters import Adapter, AdapterNote, together
-from vua.connector.events import Seen
+from vua.connector.events import ChunkEvent
 from vua.connector.request import SaveHints
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
@@ -154,7 +154,7 @@ class WorkerOutput:
     load_s: dict[str, float] = field(default_factory=dict)
     """Per request id the time of its load that ended in this step, from the first read to the last
     byte in its block; of the slowest worker."""
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[ChunkEvent] = field(default_factory=list)
     """Events of files; empty if events are off."""
     verdicts: list[Verdict] = field(default_factory=list)
     """Of comparisons that ended; one per worker and order."""

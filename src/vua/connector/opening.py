@@ -24,7 +24,7 @@ from vua.store.namespace import Namespace
 from vua.store.place import create_namespace, locate, look_at
 from vua.weights import Identification, Weights
 
-__all__ = ["Opened", "Opening", "close_within", "open_namespace"]
+__all__ = ["OpenedNamespace", "Opening", "close_within", "open_namespace"]
 
 log = logger("scheduler")
 
@@ -34,7 +34,7 @@ _AGAIN_S: Final = 1.0
 """How long after a failure opening is tried again."""
 
 
-class Opened(NamedTuple):
+class OpenedNamespace(NamedTuple):
     """An opened namespace of a model's identity."""
 
     model: Model
@@ -85,7 +85,7 @@ class Opening:
         self._changed = threading.Condition()
         self._identification = identification
         self._wanted: Identity | None = None
-        self._opened: Opened | None = None
+        self._opened: OpenedNamespace | None = None
         self._running: Identity | None = None
         """What a thread is opening; possibly no longer wanted."""
         self._again_s: float | None = None
@@ -116,7 +116,7 @@ class Opening:
             self._warned = False
             self._start()
 
-    def take(self) -> Opened | None:
+    def take(self) -> OpenedNamespace | None:
         """Return the wanted namespace; None before it is open. Never waits."""
         if self._opened is not None or self._again_s is None:
             return self._opened
@@ -165,9 +165,9 @@ class Opening:
         except Exception:  # whatever breaks, requests are served
             log.exception("VUA: this engine is served without a stored KV cache")
 
-    def _open(self, identity: Identity) -> Opened:
+    def _open(self, identity: Identity) -> OpenedNamespace:
         model = replace(self._model, identity=identity, identified=True)
-        return Opened(model, open_namespace(self._config, model, identity))
+        return OpenedNamespace(model, open_namespace(self._config, model, identity))
 
     def _start(self) -> None:
         """Open the wanted namespace on a thread; called with the lock. One thread at a time."""

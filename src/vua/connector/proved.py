@@ -29,7 +29,7 @@ from vua.io.pool import Pool
 __all__ = [
     "NOTES",
     "Kind",
-    "Remembered",
+    "ProvedWriters",
     "Sampled",
     "Tally",
     "files_below",
@@ -124,7 +124,7 @@ def replaced_by(path: Path, data: bytes) -> None:
     fresh.replace(path)
 
 
-class Remembered:
+class ProvedWriters:
     """What engines of one setup know of writers in one namespace. Never raises for the file system.
 
     A writer is the 48 bytes of its name, a kind what :func:`kind_of` returns. Files are read by

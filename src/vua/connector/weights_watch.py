@@ -41,7 +41,7 @@ from vua.connector.adapters import Adapter, AdapterNote
 from vua.connector.log import logger
 from vua.device.xxh3 import checksums
 
-__all__ = ["EngineMemory", "Memory", "Snapshot", "WeightsWatch", "device_digest"]
+__all__ = ["EngineMemory", "EngineState", "Snapshot", "WeightsWatch", "device_digest"]
 
 log = logger("worker")
 
@@ -344,7 +344,7 @@ class AdapterWatch(Protocol):
         """Return what has changed since the last time, and the answer for each that is wanted."""
 
 
-class Memory:
+class EngineState:
     """One worker's weights and adapters in memory.
 
     For the worker's thread, except :meth:`holds` and the result of :meth:`proof`.

@@ -37,7 +37,7 @@ from vua.connector.log import logger
 from vua.connector.metadata import Compared, Verdict, WitnessOrder
 from vua.connector.metrics import Recorder
 from vua.connector.prefix_match import PrefixMatch
-from vua.connector.proved import NOTES, Kind, Remembered, Tally, kind_of
+from vua.connector.proved import NOTES, Kind, ProvedWriters, Tally, kind_of
 from vua.format.entry import written_name
 from vua.format.keys import ChunkKey
 from vua.store.writer import in_words
@@ -126,7 +126,7 @@ class Witness:
         self._own = written_name(writer).encode() if writer else b""
         root = config.directory
         directory = root and root / model.identity.namespace
-        self.remembered, self._tally = Remembered(directory, setup), Tally(directory)
+        self.remembered, self._tally = ProvedWriters(directory, setup), Tally(directory)
         self._proved: dict[tuple[Kind, bytes], bool] = {}
         self._aside: dict[bytes, bool] = {}
         self._agreed: set[bytes] = set()

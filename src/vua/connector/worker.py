@@ -38,8 +38,8 @@ from vua.connector.metadata import (
     WorkerOutput,
 )
 from vua.connector.metrics import Recorder, Series, record_requests
-from vua.connector.opening import Opened, Opening, close_within
-from vua.connector.weights_watch import Memory
+from vua.connector.opening import OpenedNamespace, Opening, close_within
+from vua.connector.weights_watch import EngineState
 from vua.connector.write_queue import WriteQueue
 from vua.device.buffers import StagingBuffer
 from vua.device.gds import Gds
@@ -194,7 +194,7 @@ class WorkerSide:
         config: ConnectorConfig,
         rank: Rank,
         watch: FileEventLog | None = None,
-        memory: Memory | None = None,
+        memory: EngineState | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Move the rectangles that ``rank`` holds.
@@ -237,7 +237,7 @@ class WorkerSide:
             late=self._is_late,
             clock=clock,
         )
-        self._memory = Memory() if memory is None else memory
+        self._memory = EngineState() if memory is None else memory
         self._left: str | None = None
         """The epoch whose weights this engine no longer has; None: that of the orders."""
         self._asked = self._answered = 0
@@ -272,7 +272,7 @@ class WorkerSide:
             self._use(opened)
         return opened is not None
 
-    def _use(self, opened: Opened) -> None:
+    def _use(self, opened: OpenedNamespace) -> None:
         """Load from the stores of a namespace, and save there, from now on."""
         namespace = opened.namespace
         if any(group.has_replicas for group in self.groups):
@@ -391,7 +391,7 @@ class WorkerSide:
         if self._identity is not None:  # one capacity for all
             close_within(self.groups[0].store.close, left_s())
         self._memory.close()
-        self._memory = Memory()  # the model may go
+        self._memory = EngineState()  # the model may go
 
     # -- loads --------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from vua.connector.group_transfer import GroupTransfer, ShardFiles
 from vua.connector.log import WarnOnce, logger
 from vua.connector.metadata import SaveOrder
 from vua.connector.metrics import Recorder
-from vua.connector.weights_watch import Memory
+from vua.connector.weights_watch import EngineState
 from vua.errors import StorageError
 from vua.format.keys import ChunkKey
 from vua.io.pool import Breaker, Job, Pool
@@ -158,7 +158,7 @@ class WriteQueue:
         rank: int,
         stats: Recorder,
         watch: FileEventLog | None,
-        memory: Memory,
+        memory: EngineState,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -1,8 +1,8 @@
-"""Which prefix of a prompt can be used, given which chunks are stored: the one rule for all askers.
+"""Which prefix of a prompt can be used, given the stored chunks: the one rule for all callers.
 
-Layers that attend to everything need every chunk of the prefix. Layers with a sliding window need
-the chunks that hold the window at the prefix's end, from the first token of a block on: an engine
-fills whole blocks. Layers with a state need the chunk that ends where the prefix ends.
+Layers with full attention need every chunk of the prefix. Layers with a sliding window need the
+chunks that hold the window at the prefix's end, from the first token of a block on: an engine fills
+whole blocks. Layers with a state need the chunk that ends where the prefix ends.
 """
 
 from __future__ import annotations

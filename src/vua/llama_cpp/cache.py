@@ -29,7 +29,7 @@ from vua.errors import ConfigError, StorageError, VUAError
 from vua.format.identity import Identity, config_digest
 from vua.llama_cpp.state import StateForm, parse
 from vua.serdes import DTYPES
-from vua.store.identified import Described, Identified
+from vua.store.identified import LazyStore, ModelDescription
 from vua.store.place import locate, look_at
 from vua.weights import checkpoint_files, identify_weights
 
@@ -66,7 +66,7 @@ def described_model(
     *,
     chunk_tokens: int,
     epoch: str,
-) -> Described:
+) -> ModelDescription:
     """Return what `identity_of` returns, without the weights; raises the same."""
     settings = {
         name: value
@@ -95,7 +95,7 @@ def described_model(
         chunk_tokens=chunk_tokens,
         name=Path(llm.model_path).stem,
     )
-    return Described(files, others)
+    return ModelDescription(files, others)
 
 
 def refusal(llm: Any) -> str:  # noqa: ANN401
@@ -196,7 +196,7 @@ class VUALlamaCache(BaseLlamaCache):
         locate(path)  # raises where nothing can be kept there
         self._warned = False
         config, place = self._config, self._path
-        self._stored = Identified(
+        self._stored = LazyStore(
             self._described, lambda identity: VUA(config, place, identity=identity), log
         )
 

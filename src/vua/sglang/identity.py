@@ -31,7 +31,7 @@ from vua.sglang.computation import (
 )
 from vua.weights.files import code_digest
 
-__all__ = ["Described", "described", "settings_that_count", "shard_of"]
+__all__ = ["CacheDescription", "described", "settings_that_count", "shard_of"]
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _KINDS: Final = ("BF16", "F16", "F32")
@@ -49,7 +49,7 @@ _LOAD_FORMATS: Final = ("auto", "safetensors")
 """Those that load the files which `vua.weights.checkpoint_files` names."""
 
 
-class Described(NamedTuple):
+class CacheDescription(NamedTuple):
     """An engine's caches, without their weights, which take longer to identify."""
 
     identity: Identity
@@ -64,7 +64,7 @@ def described(
     latent: bool,
     epoch: str,
     adapters: Mapping[str, str],
-) -> Described:
+) -> CacheDescription:
     """Describe the caches that a model runner of SGLang computes and its host pools hold.
 
     Args:
@@ -121,7 +121,7 @@ def described(
         chunk_tokens=pool.page_size,
         name=_name(arguments.model_path, directory),
     )
-    return Described(identity, groups)
+    return CacheDescription(identity, groups)
 
 
 def shard_of(

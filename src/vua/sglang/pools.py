@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from vua.connector.cache_spec import Group, Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.metrics import Recorder
-from vua.connector.opening import Opened
+from vua.connector.opening import OpenedNamespace
 from vua.format.keys import ChunkKey
 from vua.sglang.engine import Engine
 from vua.sglang.host_pages import HostPages
@@ -93,7 +93,7 @@ class Pools:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class PoolPages:
     """Pages of one pool that SGLang wants to load or store."""
 
     pools: OpenPools
@@ -127,7 +127,7 @@ class OpenPools:
     """Looks up and moves pages of all pools, in the namespace of their weights."""
 
     def __init__(
-        self, pools: Pools, opened: Opened, config: ConnectorConfig, stats: Recorder
+        self, pools: Pools, opened: OpenedNamespace, config: ConnectorConfig, stats: Recorder
     ) -> None:
         """Move between ``pools`` and the namespace ``opened``; count in ``stats``."""
         self.opened, self.parts = opened, pools.parts
@@ -145,13 +145,13 @@ class OpenPools:
         keys: Sequence[ChunkKey],
         host_indices: torch.Tensor,
         proven: Callable[[], bool],
-    ) -> Moved | None:
+    ) -> PoolPages | None:
         """Return the pages of a pool with these token slots; None for a pool that is not stored."""
         part = self.parts.get(name)
         if part is None:
             return None
         pages = part.pages.numbers(host_indices, len(keys)).tolist()
-        return Moved(self, name, keys, pages, proven)
+        return PoolPages(self, name, keys, pages, proven)
 
     def close(self) -> None:
         """Stop the threads; waits for no storage that hangs."""

@@ -30,7 +30,7 @@ from vua.errors import ConfigError, VUAError
 from vua.sglang.engine import Engine, passes_prefix_keys
 from vua.sglang.interface import PagesInPlace
 from vua.sglang.lookups import Lookups
-from vua.sglang.pools import Moved, OpenPools, Pools, check_name
+from vua.sglang.pools import OpenPools, PoolPages, Pools, check_name
 from vua.sglang.settings import chunk_keys, settings_of
 from vua.sglang.versions import check_version
 from vua.store.place import prepare
@@ -321,7 +321,7 @@ class VUAHiCacheStorage(PagesInPlace):
         keys: Sequence[str],
         host_indices: torch.Tensor | None,
         extra_info: Any,  # noqa: ANN401
-    ) -> Moved | None:
+    ) -> PoolPages | None:
         """Return the pages of a call, if anything may be loaded or stored now."""
         usable = self._use()
         if usable is None or self._engine is None or host_indices is None or not keys:

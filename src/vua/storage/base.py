@@ -39,7 +39,7 @@ __all__ = [
     "Entry",
     "Filled",
     "Storage",
-    "Written",
+    "WriteResult",
     "entry_name",
     "explained",
     "explaining",
@@ -170,7 +170,7 @@ class Filled:
 
 
 @dataclass(slots=True)
-class Written:
+class WriteResult:
     """The result of a write."""
 
     statuses: Sequence[int]
@@ -249,7 +249,7 @@ class Storage(Protocol):
 
     # -- writing ------------------------------------------------------------------------------
 
-    def write(self, batch: Batch) -> Written:
+    def write(self, batch: Batch) -> WriteResult:
         """Write missing entries, each all or nothing, in order.
 
         An entry of the same name and length counts as present, one of another length is replaced. A

@@ -54,7 +54,7 @@ from vua.storage.base import (
     Capabilities,
     Entry,
     Filled,
-    Written,
+    WriteResult,
     entry_name,
     explained,
 )
@@ -506,7 +506,7 @@ class LocalStorage:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def write(self, batch: Batch) -> Written:
+    def write(self, batch: Batch) -> WriteResult:
         """Write missing files, each under a unique temporary name first."""
         paths = [chunk_path(name.partition("/")[0]) for name in batch.names]
         statuses, first, tries = [FAILED] * len(paths), 0, 0
@@ -514,7 +514,7 @@ class LocalStorage:
             if (not self.follow() or self._unmade) and not self.follow(make=True):
                 raise FileNotFoundError(errno.ENOENT, "it was deleted, moved or unmounted")
         except (OSError, VUAError) as problem:
-            return Written(statuses, self._explained(problem, self.directory))
+            return WriteResult(statuses, self._explained(problem, self.directory))
         later = [at for at, name in enumerate(batch.names) if self._is_later(name, batch.nbytes)]
         while first < len(paths):
             stop = next((at for at in later if at >= first), len(paths))
@@ -549,9 +549,9 @@ class LocalStorage:
             except (OSError, VUAError) as problem:
                 repaired, failure = False, problem
             if not repaired:
-                return Written(statuses, self._explained(failure, where))
+                return WriteResult(statuses, self._explained(failure, where))
             first = failed
-        return Written(statuses)
+        return WriteResult(statuses)
 
     @staticmethod
     def _explained(problem: Exception, where: Path) -> StorageError:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from vua.errors import CorruptEntryError
 from vua.io.forks import new_lock
-from vua.storage.base import PRESENT, WRITTEN, Batch, Capabilities, Entry, Filled, Written
+from vua.storage.base import PRESENT, WRITTEN, Batch, Capabilities, Entry, Filled, WriteResult
 
 __all__ = ["MemoryStorage"]
 
@@ -54,7 +54,7 @@ class MemoryStorage:
         for name, (data, _, used_s) in found:
             yield Entry(name, len(data), used_s)
 
-    def write(self, batch: Batch) -> Written:
+    def write(self, batch: Batch) -> WriteResult:
         statuses = []
         for index, name in enumerate(batch.names):
             if self.exists([name], batch.nbytes)[0]:
@@ -64,7 +64,7 @@ class MemoryStorage:
             with self._lock:
                 self._entries[name] = data, version, time.time()
             statuses.append(WRITTEN)
-        return Written(statuses)
+        return WriteResult(statuses)
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:
         with self._lock:

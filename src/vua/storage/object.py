@@ -23,7 +23,16 @@ from vua.errors import CorruptEntryError, NotWritableError, StorageError
 from vua.format.compressed import PACKAGE, Compressed, compress, decompressed, is_available
 from vua.format.entry import AUTO, MAX_HEADER_NBYTES, OFF
 from vua.format.parse import later_form
-from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Capabilities, Entry, Filled, Written
+from vua.storage.base import (
+    FAILED,
+    PRESENT,
+    WRITTEN,
+    Batch,
+    Capabilities,
+    Entry,
+    Filled,
+    WriteResult,
+)
 from vua.storage.bucket import Meta
 from vua.storage.local import SUFFIX, chunk_path, entry_path
 from vua.storage.location import BucketPath
@@ -358,13 +367,13 @@ class ObjectStorage:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def write(self, batch: Batch) -> Written:
+    def write(self, batch: Batch) -> WriteResult:
         """Put missing objects, several at a time, each by one conditional request."""
         statuses = [FAILED] * len(batch.names)
         try:
             self._describe()
         except StorageError as problem:
-            return Written(statuses, problem)
+            return WriteResult(statuses, problem)
         problems: dict[int, StorageError] = {}
 
         def put(index: int) -> None:
@@ -376,7 +385,7 @@ class ObjectStorage:
                 problems[index] = problem
 
         self._bucket.each(put, range(len(batch.names)))
-        return Written(statuses, problems.get(min(problems, default=0)))
+        return WriteResult(statuses, problems.get(min(problems, default=0)))
 
     def _describe(self) -> None:
         """Check mark and description, at most once a minute.

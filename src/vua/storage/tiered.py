@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 
-from vua.storage.base import WRITTEN, Batch, Capabilities, Entry, Filled, Storage, Written
+from vua.storage.base import WRITTEN, Batch, Capabilities, Entry, Filled, Storage, WriteResult
 from vua.storage.local import LocalStorage
 
 __all__ = ["TieredStorage", "Travels"]
@@ -157,7 +157,7 @@ class TieredStorage:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def write(self, batch: Batch) -> Written:
+    def write(self, batch: Batch) -> WriteResult:
         written = self.near.write(batch)
         if self.travels is not None:
             pairs = zip(batch.names, written.statuses, strict=True)

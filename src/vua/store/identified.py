@@ -19,11 +19,11 @@ from vua.format.identity import Identity
 from vua.io.forks import watch
 from vua.weights import Identification, Weights, identify_weights
 
-__all__ = ["Described", "Identified"]
+__all__ = ["LazyStore", "ModelDescription"]
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class ModelDescription:
     """A model's identity without its weights, which take longer to identify."""
 
     files: Sequence[Path]
@@ -50,11 +50,11 @@ class _Open(Protocol):
 _T = TypeVar("_T", bound=_Open)
 
 
-class Identified(Generic[_T]):
+class LazyStore(Generic[_T]):
     """Opens a model's store at first use after the model was identified."""
 
     def __init__(
-        self, described: Described, open_: Callable[[Identity], _T], log: logging.Logger
+        self, described: ModelDescription, open_: Callable[[Identity], _T], log: logging.Logger
     ) -> None:
         """Start identifying the model, on its own thread.
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from vua.storage.base import FAILED, Batch, Capabilities, Entry, Filled, Storage, Written, explained
+from vua.storage.base import (
+    FAILED,
+    Batch,
+    Capabilities,
+    Entry,
+    Filled,
+    Storage,
+    WriteResult,
+    explained,
+)
 
 __all__ = ["FaultyStorage"]
 
@@ -49,9 +58,9 @@ class FaultyStorage:
         """Fail, or remove from sight."""
         return "remove" not in self.fail and self.inner.delete(name, if_version)
 
-    def write(self, batch: Batch) -> Written:
+    def write(self, batch: Batch) -> WriteResult:
         """Fail, or write."""
         problem = self.fail.get("write")
         if problem is not None:
-            return Written([FAILED] * len(batch.names), explained(problem, batch.names[0]))
+            return WriteResult([FAILED] * len(batch.names), explained(problem, batch.names[0]))
         return self.inner.write(batch)

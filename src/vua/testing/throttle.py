@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from vua.storage.base import Batch, Capabilities, Entry, Filled, Storage, Written
+from vua.storage.base import Batch, Capabilities, Entry, Filled, Storage, WriteResult
 
 __all__ = ["ThrottledStorage"]
 
@@ -109,7 +109,7 @@ class ThrottledStorage:
         """Yield entries."""
         return self.storage.list(prefix)
 
-    def write(self, batch: Batch) -> Written:
+    def write(self, batch: Batch) -> WriteResult:
         """Write entries."""
         return self.storage.write(batch)
 

@@ -25,7 +25,7 @@ from vua.errors import ConfigError, InputError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.serdes import DTYPES
-from vua.store.identified import Identified
+from vua.store.identified import LazyStore
 from vua.store.place import locate
 from vua.transformers.layers import LayerCache, StoredLayers, groups_of
 from vua.transformers.model import (
@@ -228,7 +228,7 @@ class PrefixCache:
         self._model, self._said = model, set[str]()
         place, groups = locate(path), self._groups
         self._notes = weakref.WeakKeyDictionary[DynamicCache, _Note]()
-        self._stored = Identified(
+        self._stored = LazyStore(
             described,
             lambda identity: StoredLayers(place, identity, groups, durable=durable),
             log,

@@ -25,7 +25,7 @@ from vua.format.identity import Identity, config_digest, rope_order, varies_with
 from vua.format.layout import KVLayout
 from vua.format.shared_config import unshared
 from vua.serdes import DTYPES
-from vua.store.identified import Described
+from vua.store.identified import ModelDescription
 from vua.transformers.checkpoint import difference_from_files, may_be_of_files
 from vua.transformers.layers import groups_of
 from vua.transformers.tensors import Contents
@@ -90,7 +90,7 @@ def described_model(
     *,
     chunk_tokens: int,
     epoch: str,
-) -> Described:
+) -> ModelDescription:
     """Return what `identity_of` returns, without the weights; raises ConfigError.
 
     Whether the weights are the files' is found by comparing the model in memory with them.
@@ -137,7 +137,7 @@ def described_model(
             weights = _own_weights(watch, unlike, stop)
         return _still(watch, contents, weights)
 
-    return Described(files, others, check)
+    return ModelDescription(files, others, check)
 
 
 def _own_weights(watch: ModelWatch, difference: str, stop: threading.Event) -> Weights:

@@ -28,7 +28,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from vua.connector.adapters import Adapter, AdapterNote, Content
 from vua.connector.cache_spec import UncachedError
 from vua.connector.log import logger
-from vua.connector.weights_watch import Memory, WeightsWatch
+from vua.connector.weights_watch import EngineState, WeightsWatch
 
 __all__ = ["Adapters", "Calls", "EngineWorker", "adapter_content", "memory_of"]
 
@@ -279,16 +279,16 @@ class EngineWorker:
         return self._calls._vua_last  # noqa: SLF001
 
 
-def memory_of(vllm_config: Any) -> Memory:  # noqa: ANN401
+def memory_of(vllm_config: Any) -> EngineState:  # noqa: ANN401
     """Find the worker that is creating a connector right now, and its model and adapters."""
     lora = vllm_config.lora_config
     try:
         engine = EngineWorker.find()
     except UncachedError as problem:
-        return Memory(unknown=str(problem))
+        return EngineState(unknown=str(problem))
     try:
         adapters = None if lora is None else Adapters(engine.runner)
     except UncachedError as problem:
         log.warning("VUA: requests with LoRA adapters are not cached: %s", problem)
         adapters = None
-    return Memory(WeightsWatch(engine), adapters)
+    return EngineState(WeightsWatch(engine), adapters)

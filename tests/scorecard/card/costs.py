@@ -18,7 +18,7 @@ from scorecard.subject import Key
 from scorecard.trial import Trial, scored
 from vua import native
 from vua.format.parse import encode_header
-from vua.storage.base import Batch, Filled, Storage, Written
+from vua.storage.base import Batch, Filled, Storage, WriteResult
 from vua.store.store import Loader
 
 __all__ = ["timings"]
@@ -44,7 +44,7 @@ class _Unhashed:
         batch.transfer.digest = self._version
         return self._storage.read(batch)
 
-    def write(self, batch: Batch) -> Written:
+    def write(self, batch: Batch) -> WriteResult:
         return self._storage.write(replace(batch, check_offset=None))  # as if it had its checksums
 
 

@@ -19,7 +19,7 @@ from commands import run, run_json
 from helpers import DirectoryTest, native_code, read_only
 from vua.capacity.limits import Limits, write_bounds
 from vua.catalog import probes
-from vua.catalog.probes import PROBES, Finding, Ground, Mount, mount_of
+from vua.catalog.probes import PROBES, Finding, Mount, ProbeDirectory, mount_of
 from vua.cli.doctor import Diagnosis
 from vua.errors import ConfigError
 from vua.io.posix import cached_pages
@@ -190,7 +190,7 @@ class TestProbes(DirectoryTest):
         fd = os.open(path, os.O_RDONLY)
         try:
             probe = next(one for one in PROBES if one.__name__ == name)
-            return probe(Ground(str(path), fd, mount or Mount("ext4")))
+            return probe(ProbeDirectory(str(path), fd, mount or Mount("ext4")))
         finally:
             os.close(fd)
             shutil.rmtree(path)

@@ -18,7 +18,7 @@ from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.group_transfer import Rank
 from vua.connector.metadata import ConnectorMetadata
 from vua.connector.scheduler import SchedulerSide
-from vua.connector.weights_watch import Memory, WeightsWatch
+from vua.connector.weights_watch import EngineState, WeightsWatch
 from vua.connector.worker import WorkerSide
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
@@ -45,7 +45,7 @@ class ResetTest(unittest.TestCase):
         self.engine = SimpleNamespace(model=torch.nn.Linear(8, 8), calls=0, last_call="update")
         self.watch = WeightsWatch(self.engine)
         until(lambda: self.watch.expected.read)
-        self.worker = WorkerSide(model, config, Rank(0, 0), memory=Memory(self.watch))
+        self.worker = WorkerSide(model, config, Rank(0, 0), memory=EngineState(self.watch))
         self.addCleanup(self.worker.shutdown)
         layers = {"model.layers.0": noise(8, 1, 16, 12)}
         tables = {"model.layers.0": 0}

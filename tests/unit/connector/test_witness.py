@@ -34,10 +34,10 @@ if find_spec("vllm"):
     from vua.connector.metadata import Compared, Verdict
     from vua.connector.metrics import Recorder
     from vua.connector.prefix_match import PrefixMatch
-    from vua.connector.proved import Remembered, Tally, kind_of, upper_bound, written
+    from vua.connector.proved import ProvedWriters, Tally, kind_of, upper_bound, written
     from vua.connector.witness import Witness
 
-    class Asked(Witness):
+    class TraceRequest(Witness):
         """One that is asked when a lookup has found who wrote what."""
 
         def limit(self, request: Any, found: PrefixMatch, local_tokens: int) -> int | None:
@@ -126,7 +126,7 @@ class EngineTest(unittest.TestCase):
         config = ConnectorConfig(shared_storage_path=str(self.root), **settings)
         self.stats, chance = Recorder(), random.Random(seed)
         clock = lambda: self.now_s  # noqa: E731
-        return Asked(model, config, self.stats, setup, writer, clock=clock, chance=chance)
+        return TraceRequest(model, config, self.stats, setup, writer, clock=clock, chance=chance)
 
     def compare(
         self, witness: Witness, name: str, found: PrefixMatch, *bad: str, workers: int = 1
@@ -356,14 +356,14 @@ class WitnessTest(EngineTest):
     def holds(self, kind: tuple[str, ...], writer: bytes) -> bool:
         """Whether another process knows that a writer's chunks of a kind are proved."""
         written()
-        remembered = Remembered(self.root / IDENTITY.namespace, "this")
+        remembered = ProvedWriters(self.root / IDENTITY.namespace, "this")
         self.assertFalse(remembered.holds(kind, writer))
         remembered.learn(kind, [writer])
         return remembered.holds(kind, writer)
 
     def test_another_directory(self) -> None:
         """What was proved in a directory says nothing about one in its place."""
-        remembered = Remembered(self.root / IDENTITY.namespace, "this")
+        remembered = ProvedWriters(self.root / IDENTITY.namespace, "this")
         remembered.add(PLAIN, name_of("other"))
         self.assertTrue(self.holds(PLAIN, name_of("other")))
         self.assertFalse(self.holds(PLAIN, name_of("another")))
@@ -373,7 +373,7 @@ class WitnessTest(EngineTest):
 
     def test_who_may_remember(self) -> None:
         """A note that others could have written is none; and it is forgotten in the end."""
-        remembered, writer = Remembered(self.root / IDENTITY.namespace, "this"), name_of("other")
+        remembered, writer = ProvedWriters(self.root / IDENTITY.namespace, "this"), name_of("other")
         remembered.add(PLAIN, writer)
         written()
         folder = Path(os.environ["XDG_CACHE_HOME"]) / "vua" / "proved"
@@ -383,7 +383,7 @@ class WitnessTest(EngineTest):
         folder.chmod(0o700)
         self.assertTrue(self.holds(PLAIN, writer))
         os.utime(note, (0, 0))
-        Remembered(self.root / IDENTITY.namespace, "this").add(("", "image"), writer)
+        ProvedWriters(self.root / IDENTITY.namespace, "this").add(("", "image"), writer)
         written()
         self.assertFalse(self.holds(PLAIN, writer))
 
@@ -403,7 +403,7 @@ class WitnessTest(EngineTest):
         adapter.mkdir()
         file = adapter / "adapter_model.safetensors"
         file.write_bytes(b"one")
-        remembered, kind = Remembered(self.root / IDENTITY.namespace, "this"), (str(adapter),)
+        remembered, kind = ProvedWriters(self.root / IDENTITY.namespace, "this"), (str(adapter),)
         writer = name_of("other")
         remembered.add(kind, writer)
         self.assertTrue(self.holds(kind, writer))

@@ -33,7 +33,7 @@ if find_spec("vllm"):
     from vua.connector.group_transfer import Rank
     from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
     from vua.connector.request import SaveHints
-    from vua.connector.weights_watch import Memory
+    from vua.connector.weights_watch import EngineState
 
     ONE_THREAD = WorkerResources(load_threads=1)
     LITTLE = WorkerResources(load_threads=1, max_pending_save_mib=1)
@@ -172,7 +172,7 @@ class HangingTest(DirectoryTest):
 
     def test_unknown_memory(self) -> None:
         """Where nobody can tell what the engine computes with, nothing is stored or loaded."""
-        side = self.worker(memory=Memory(unknown="nobody can tell"))
+        side = self.worker(memory=EngineState(unknown="nobody can tell"))
         tables = dict.fromkeys(self.layers, 0)
         with self.assertRaisesRegex(UncachedError, "nobody can tell"):
             side.register(self.layers, dict.fromkeys(self.layers, 0), tables, page_layout)
@@ -276,7 +276,7 @@ class HangingTest(DirectoryTest):
         ]
         for change, fails in changes:
             with self.subTest(change=change):
-                self.side = self.worker(Memory(WeightsWatch(engine)))
+                self.side = self.worker(EngineState(WeightsWatch(engine)))
                 layer_of = {name: at for at, name in enumerate(self.layers)}
                 tables = dict.fromkeys(self.layers, 0)
                 self.side.register(self.layers, layer_of, tables, page_layout)

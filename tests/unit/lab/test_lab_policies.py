@@ -15,16 +15,16 @@ from vua.cli.advise import Dense, Past, simulate
 
 
 @dataclass
-class Asked:
+class TraceRequest:
     """A request."""
 
     whole: tuple[int, ...]
     time_s: float = 0.0
 
 
-def asked(name: str, requests: int) -> list[Asked]:
+def asked(name: str, requests: int) -> list[TraceRequest]:
     """The first requests of a generated trace."""
-    return [Asked(tuple(blocks), time_s) for time_s, blocks in mixture(name)[:requests]]
+    return [TraceRequest(tuple(blocks), time_s) for time_s, blocks in mixture(name)[:requests]]
 
 
 class Watched(advise.SimulatedStore):
@@ -62,7 +62,7 @@ class TestPolicies(unittest.TestCase):
 
     def test_known_counts(self) -> None:
         """LRU and Belady's find what can be counted by hand."""
-        requests = [Asked((one,)) for one in (1, 2, 3, 1, 2, 3)]
+        requests = [TraceRequest((one,)) for one in (1, 2, 3, 1, 2, 3)]
         found = {one.policy: one for one in compare(requests, ["FIFO"], [2])}
 
         self.assertEqual((0.0, 0.0), (found["LRU"].hit_ratio, found["FIFO"].hit_ratio))

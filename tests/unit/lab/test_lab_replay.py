@@ -15,7 +15,7 @@ from helpers import DirectoryTest, flip
 from lab.__main__ import main
 from lab.replay import Request, block_file_nbytes, read, replay
 from suite.traces import multi_round
-from vua.capacity.evictor import Evictor, Freed
+from vua.capacity.evictor import DeletionTotals, Evictor
 from vua.capacity.scan import silent
 from vua.cli.bench import MeasurementError
 from vua.errors import InputError
@@ -64,7 +64,7 @@ class TestReplay(DirectoryTest):
     def test_evicted_after_the_lookup(self) -> None:
         """What is evicted between lookup and load is a miss that is shown; the run goes on."""
         requests = [Request(tuple(range(20)), 20 * 512)] * 3  # one prompt, nearly all of the room
-        evicted: list[Freed] = []
+        evicted: list[DeletionTotals] = []
         look_up = Store.lookup
 
         def then_evict(store: Store, *keys: Any) -> int:

@@ -22,7 +22,7 @@ from vua.format.layout import KVLayout, Shard
 from vua.sglang.host_pages import HostPages
 from vua.sglang.settings import chunk_keys
 from vua.sglang.transfers import Transfers
-from vua.storage.base import Batch, Filled, Storage, Written
+from vua.storage.base import Batch, Filled, Storage, WriteResult
 from vua.store.namespace import Namespace
 from vua.testing.faulty import FaultyStorage
 
@@ -138,7 +138,7 @@ class Hanging(FaultyStorage):
         self.go = threading.Event()
         self.hangs = False
 
-    def write(self, batch: Batch) -> Written:
+    def write(self, batch: Batch) -> WriteResult:
         """Write, sooner or later."""
         if self.hangs:
             self.go.wait()
