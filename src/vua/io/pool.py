@@ -226,7 +226,8 @@ class Pool(Generic[W]):
         shared.closed = before.closed
         for job in stay:
             job._lock = threading.Lock()
-            if not job.started:
+            if not job.started:  # a thread of the parent may be just taking it up
+                job._taken = threading.Lock()
                 shared.queue.put(job)
         self._begin()
 

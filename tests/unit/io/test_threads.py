@@ -262,11 +262,15 @@ class TestForks(DirectoryTest):
 
         workers.submit(hang, "hangs")
         began.wait()
+        waited = threading.Event()
+        waiting = workers.submit(lambda _: waited.set(), "waits")
+        waiting._taken.acquire()  # race: the fork comes while a thread is taking the job up
 
         def use() -> None:
             done = threading.Event()
             workers.submit(lambda _: done.set(), "works")
             self.assertTrue(done.wait(SOON_S))
+            self.assertTrue(waited.is_set())
             self.assertFalse(workers.close())
 
         try:
