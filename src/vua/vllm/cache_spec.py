@@ -295,7 +295,7 @@ def rule_of(spec: Any, table: Any) -> str | None:  # noqa: ANN401
             "unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
         )
     elif kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
-        reason = f"a {kind} KV cache: which tokens of it a hit needs is not known"
+        reason = f"a {kind} KV cache: it is unknown which of its tokens a hit needs"
     if reason:
         raise UncachedError(reason)
     return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import unittest
 from pathlib import Path
@@ -24,6 +25,9 @@ TURNS = (
 """Turns of phrase that a tired reader reads twice, with what to write in their place."""
 MOST_TURNS = 40
 """In all pages: a few are right where they are."""
+MOST_SPACES_OF_A_NAME = 3
+MOST_TURNS_OF_SOURCE = 220
+"""In docstrings and messages, where "there is none" is often the shortest."""
 TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 
 BLOCK = re.compile(r"^```.*?^```|<!--.*?-->|<script.*?</script>", re.DOTALL | re.MULTILINE)
@@ -85,6 +89,20 @@ def turns() -> list[str]:
             if any(re.search(turn, line) for turn in TURNS)]  # fmt: skip
 
 
+def turns_of_source() -> list[str]:
+    """The lines of docstrings and messages in the source that have such a turn."""
+    found = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if not isinstance(text, str) or text.count(" ") <= MOST_SPACES_OF_A_NAME:
+                continue
+            found += [f"{path.relative_to(ROOT)}:{node.lineno}: {line.strip()}"
+                      for line in text.splitlines()
+                      if any(re.search(turn, line) for turn in TURNS)]  # fmt: skip
+    return found
+
+
 class ProseTest(unittest.TestCase):
     def test_pages(self) -> None:
         """No sentence has more than 60 words."""
@@ -99,6 +117,11 @@ class ProseTest(unittest.TestCase):
         """Few sentences have to be read twice."""
         found = turns()
         self.assertLessEqual(len(found), MOST_TURNS, "\n".join(["too many:", *found]))
+
+    def test_source(self) -> None:
+        """Few docstrings and messages have to be read twice."""
+        found = turns_of_source()
+        self.assertLessEqual(len(found), MOST_TURNS_OF_SOURCE, "\n".join(["too many:", *found]))
 
     def test_counting(self) -> None:
         """Code and tables are set apart, and a long sentence is seen."""
