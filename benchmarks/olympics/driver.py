@@ -21,9 +21,9 @@ import traceback
 from pathlib import Path
 from typing import Any, Protocol
 
-from olympics.damage import DAMAGES, files_of
+from olympics.damage import DAMAGES, files_of, payloads
 
-STILL_S, PATIENCE_S = 2.0, 60.0
+STILL_S, FIRST_S, PATIENCE_S = 2.0, 20.0, 60.0
 
 
 class Engine(Protocol):
@@ -40,11 +40,15 @@ class Engine(Protocol):
 
 
 def settle(engine: Engine, root: Path) -> None:
-    """Wait until nothing below a directory has changed for a while, or patience is over."""
-    seen, since, until = "", time.monotonic(), time.monotonic() + PATIENCE_S
-    while time.monotonic() < min(since + STILL_S, until):
+    """Wait until nothing below a directory has changed for a while, or patience is over.
+
+    For the first file it waits longer: an engine may compile code before it writes.
+    """
+    seen, since, until, still_s = "", time.monotonic(), time.monotonic() + PATIENCE_S, FIRST_S
+    while time.monotonic() < min(since + still_s, until):
         engine.step()
         time.sleep(0.1)
+        still_s = STILL_S if payloads(root) else FIRST_S
         now = repr(sorted((str(path), size) for path, size in files_of(root).items()))
         if now != seen:
             seen, since = now, time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import os
 import threading
 import time
@@ -82,28 +83,28 @@ class Engine:
         """Load the leading chunks that are there; compute and store the others."""
         from lmcache.v1.memory_management import MemoryFormat
 
-        answers, cached, leading = [], 0, self.disk is not None
         whole = prompt[: len(prompt) // CHUNK * CHUNK]
+        answers = []
         keys = [key for _, _, key in self.database.process_tokens(whole)] if self.disk else []
+        there = list(itertools.takewhile(self.disk.contains, keys)) if self.disk else []
+        loaded = self.disk.batched_get_blocking(there) if there else []  # as LMCache's engine does
+        loaded = list(itertools.takewhile(lambda one: one is not None, loaded))
         for at in range(len(whole) // CHUNK):
-            kv = self._computed(whole[: (at + 1) * CHUNK], adapter)
-            key = keys[at] if keys else None
-            leading = leading and self.disk is not None and self.disk.contains(key)
-            loaded = self.disk.get_blocking(key) if leading else None
-            if loaded is not None:
-                kv, cached = bytes(loaded.byte_array), cached + CHUNK
-                loaded.ref_count_down()
-            elif self.disk is not None:
-                leading = False
-                one = self.memory.allocate(self.shape, self.dtype, MemoryFormat.KV_2LTD)
-                memoryview(one.byte_array).cast("B")[:] = kv
-                self.disk.batched_submit_put_task([key], [one])
-                one.ref_count_down()
+            if at < len(loaded):
+                kv = bytes(loaded[at].byte_array)
+                loaded[at].ref_count_down()
+            else:
+                kv = self._computed(whole[: (at + 1) * CHUNK], adapter)
+                if self.disk is not None:
+                    one = self.memory.allocate(self.shape, self.dtype, MemoryFormat.KV_2LTD)
+                    memoryview(one.byte_array).cast("B")[:] = kv
+                    self.disk.batched_submit_put_task([keys[at]], [one])
+                    one.ref_count_down()
             answers.append(zlib.crc32(kv))
         until = time.monotonic() + WRITTEN_S
         while any(self.disk.exists_in_put_tasks(key) for key in keys) and time.monotonic() < until:
             time.sleep(0.01)
-        return answers, cached
+        return answers, len(loaded) * CHUNK
 
     def step(self) -> None:
         """Its threads write."""
