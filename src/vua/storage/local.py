@@ -316,7 +316,7 @@ class LocalStorage:
                 self._take(named, why)
             self._unmade = not make
         except (OSError, VUAError) as problem:
-            self._leave(named, problem)
+            self._leave(named, problem, readable=make and same)
             if make:
                 raise
             return False
@@ -361,8 +361,15 @@ class LocalStorage:
             found = f"was deleted or unmounted ({why}); it was made anew"
         log.warning("%s %s, and its content is used", self.directory, found)
 
-    def _leave(self, named: tuple[int, int] | None, why: Exception | None) -> None:
-        """Hold nothing, so that nothing is written outside the path; log why."""
+    def _leave(
+        self, named: tuple[int, int] | None, why: Exception | None, *, readable: bool
+    ) -> None:
+        """Hold nothing, so that nothing is written outside the path; log why.
+
+        One that is ``readable`` is held: only writes are refused.
+        """
+        if readable:
+            return
         if self._held is not None:
             with contextlib.suppress(OSError):
                 nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

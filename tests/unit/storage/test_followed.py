@@ -19,7 +19,7 @@ import torch
 
 from helpers import DirectoryTest, caches_of, kv_bits, remove_tree
 from vua.core import VUA, VUAConfig
-from vua.errors import StorageError
+from vua.errors import StorageError, VUAError
 from vua.storage.local import LOOK_S, LocalStorage
 from vua.storage.mark import MARK
 
@@ -162,6 +162,23 @@ class FollowedTest(DirectoryTest):
         self.assertEqual(1, len(logs.output), logs.output)
         self.assertIn("No such file or directory", logs.output[0])
         self.assertIn("the next chunk that is stored makes it anew", logs.output[0])
+
+    def test_one_that_may_not_be_written(self) -> None:
+        """Of a copy that lost what proves it, one line is logged; it is read, and not written."""
+        vua = self.writer()
+        copy = self.root / "copy"
+        shutil.copytree(self.path, copy)
+        (copy / "vua.json").unlink()
+        (copy / self.space().name / "namespace.json").write_bytes(b"")
+        self.path.rename(self.root / "old")
+        copy.rename(self.path)
+        with self.assertLogs("vua.storage.local", "INFO") as logs:
+            for first in range(100, 400, 100):
+                self.later()
+                self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+                with self.assertRaisesRegex(VUAError, "not a cache directory"):
+                    vua.put(TOKENS + first, CACHE)
+        self.assertEqual(1, len(logs.output), logs.output)
 
     def test_asked_once_a_second(self) -> None:
         """Between two looks nobody asks the file system, however often something is read."""
