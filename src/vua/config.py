@@ -89,7 +89,7 @@ class VUAConfig:
         *("upload_mib_s", "write_back", "codec", "security"),
     )
 
-    def __init__(self, **settings: Any) -> None:  # noqa: ANN401
+    def __init__(self, **settings: Any) -> None:
         """Set fields by name. Raises ConfigError for an unknown one, naming the nearest."""
         for name, value in settings.items():
             if name not in self._FIELDS:

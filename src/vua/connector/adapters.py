@@ -75,7 +75,7 @@ class AdapterBook:
         self._questions: dict[int, _Question] = {}
         self._wanted: dict[int, Any] = {}
 
-    def find(self, lora_request: Any) -> tuple[Adapter | None, bool]:  # noqa: ANN401
+    def find(self, lora_request: Any) -> tuple[Adapter | None, bool]:
         """Return (what the workers hold for it, whether that is final).
 
         (None, False): the workers are being asked; reading an adapter takes a while. (None, True):
@@ -128,7 +128,7 @@ class AdapterBook:
 
 
 def content_digest(
-    adapter: Any,  # noqa: ANN401
+    adapter: Any,
     version: bytes,
     attributes: Callable[[Any], Mapping[str, Any] | None] = lambda _: None,
 ) -> str:
@@ -144,7 +144,7 @@ class Content:
 
     def __init__(
         self,
-        adapter: Any,  # noqa: ANN401
+        adapter: Any,
         version: bytes,
         attributes: Callable[[Any], Mapping[str, Any] | None] = lambda _: None,
         *,
@@ -172,7 +172,7 @@ class Content:
             digest.update(part)
         return str(digest.hexdigest())
 
-    def _add(self, value: Any) -> None:  # noqa: ANN401
+    def _add(self, value: Any) -> None:
         """Add a value; kind and length come first, so different values never collide."""
         if isinstance(value, torch.Tensor):
             shape = ",".join(map(str, value.shape))

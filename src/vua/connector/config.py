@@ -316,7 +316,7 @@ def _refused(name: str, expected: str, found: object) -> ConfigError:
     return ConfigError(f"{_WHERE}: {name} must be {expected}, found {found!r}")
 
 
-def _check(settings: Any, group: str = "") -> None:  # noqa: ANN401
+def _check(settings: Any, group: str = "") -> None:
     """Refuse values of another type than their default's, and numbers out of range."""
     for one in fields(settings):
         value, kind = getattr(settings, one.name), str(one.type)

@@ -135,16 +135,16 @@ class KVEventPublisher(ABC):
         self._lock = threading.Lock()
 
     @abstractmethod
-    def stored_event(self, request: Any, start: int, stop: int) -> StoredEvent | None:  # noqa: ANN401
+    def stored_event(self, request: Any, start: int, stop: int) -> StoredEvent | None:
         """Describe the blocks of a request's tokens [start, stop); None: no hashes of them yet."""
 
     @abstractmethod
-    def removed_event(self, hashes: list[Any]) -> Any:  # noqa: ANN401
+    def removed_event(self, hashes: list[Any]) -> Any:
         """Describe that blocks with these hashes are gone."""
 
     # -- what the scheduler's half knows ------------------------------------------------------
 
-    def found(self, request: Any, keys: KeyChain, chunks: int) -> None:  # noqa: ANN401
+    def found(self, request: Any, keys: KeyChain, chunks: int) -> None:
         """Announce the chunks that a lookup found, unless announced before; a run is one event.
 
         Earlier announcements of the rest of the prompt are withdrawn: another process has deleted
@@ -170,12 +170,12 @@ class KVEventPublisher(ABC):
                 with self._lock:
                     self._announce(event, names[first:stop])
 
-    def ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:  # noqa: ANN401
+    def ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:
         """Remember the chunks that workers are told to store; announced when they have."""
         with self._lock:
             self._ordered(request, keys, chunks)
 
-    def _ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:  # noqa: ANN401
+    def _ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:
         size = self._unit
         for first in range(chunks.start // size * size, chunks.stop, size):
             stop = first + size
@@ -195,7 +195,7 @@ class KVEventPublisher(ABC):
         while len(self._pending) > MAX_PENDING:
             self._pending.popitem(last=False)
 
-    def _event(self, request: Any, first: int, stop: int) -> StoredEvent | None:  # noqa: ANN401
+    def _event(self, request: Any, first: int, stop: int) -> StoredEvent | None:
         return self.stored_event(request, first * self._chunk_tokens, stop * self._chunk_tokens)
 
     # -- what workers saw ---------------------------------------------------------------------

@@ -462,7 +462,7 @@ class GroupTransfer:
 
     def _weed(
         self,
-        buffer: Any,  # noqa: ANN401
+        buffer: Any,
         keys: Sequence[ChunkKey],
         reason: str | None,
         job: Job[LoadOrder],
@@ -497,7 +497,7 @@ class GroupTransfer:
                 count = key.stop - key.start
                 pages.gather(block_ids[table], key.start, count, k[:, layers], v_part)
 
-    def arrays(self, buffer: Any) -> list[torch.Tensor]:  # noqa: ANN401
+    def arrays(self, buffer: Any) -> list[torch.Tensor]:
         """Return K, and V if there is one, of what :meth:`gather` copied, once it has arrived.
 
         ``[heads, layers, tokens, dim]`` each, of the cache's dtype, in the buffer's memory.

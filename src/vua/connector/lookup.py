@@ -46,7 +46,7 @@ class Lookup:
 
     def __init__(
         self,
-        request: Any,  # noqa: ANN401
+        request: Any,
         options: RequestOptions,
         breaker: Breaker,
         asked_s: float,
@@ -103,7 +103,7 @@ class Lookup:
         return True
 
 
-def unasked(request: Any, options: RequestOptions, asked_s: float) -> Lookup:  # noqa: ANN401
+def unasked(request: Any, options: RequestOptions, asked_s: float) -> Lookup:
     """Return the lookup of a request that came before the model was identified: a miss."""
     lookup = Lookup(request, options, Breaker(), asked_s)
     lookup.leave("unidentified")
@@ -111,7 +111,7 @@ def unasked(request: Any, options: RequestOptions, asked_s: float) -> Lookup:  #
 
 
 def early(
-    request: Any,  # noqa: ANN401
+    request: Any,
     options: RequestOptions,
     asked_s: float,
     adapter: Adapter | None,
@@ -186,7 +186,7 @@ class Lookups:
 
     def ask(
         self,
-        request: Any,  # noqa: ANN401
+        request: Any,
         options: RequestOptions,
         adapter: Adapter | None = None,
     ) -> Lookup:
@@ -254,7 +254,7 @@ class Lookups:
         )
         return found
 
-    def _name_writers(self, request: Any, found: PrefixMatch) -> None:  # noqa: ANN401
+    def _name_writers(self, request: Any, found: PrefixMatch) -> None:
         """Add the writers of what could be loaded."""
         if self._remembered is None or not found.stored:
             return

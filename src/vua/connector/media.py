@@ -111,7 +111,7 @@ class Media:
         """Whether some identifier has had another, or an unknown, content."""
         return any(not self._content.get(each.identifier) for each in features)
 
-    def _content_of(self, feature: Any) -> bytes:  # noqa: ANN401
+    def _content_of(self, feature: Any) -> bytes:
         """Return the digest of a feature's content. Raises UncachedError."""
         before = self._content.get(feature.identifier)
         try:
@@ -135,7 +135,7 @@ class Media:
         known = self._digested.get(id(item))
         return known[1:] if known is not None and known[0]() is item else None
 
-    def _digest(self, item: Any) -> bytes:  # noqa: ANN401
+    def _digest(self, item: Any) -> bytes:
         """Return 64 hex digits for the model's input of one image; once per object."""
         known = self._known(item)
         if known is not None and known[0] is not None:
@@ -156,12 +156,12 @@ class Media:
             except Exception:  # noqa: BLE001 - who asks for it is told
                 self._remember_digest(item, None)
 
-    def _remember_digest(self, item: Any, digest: bytes | None) -> None:  # noqa: ANN401
+    def _remember_digest(self, item: Any, digest: bytes | None) -> None:
         place, forget = id(item), self._digested.pop
         self._digested[place] = weakref.ref(item, lambda _: forget(place, None)), digest
 
 
-def _nbytes(value: Any) -> int:  # noqa: ANN401
+def _nbytes(value: Any) -> int:
     """About how many bytes a content has."""
     if isinstance(value, Mapping):
         return sum(_nbytes(getattr(each, "data", each)) for each in value.values())
@@ -170,7 +170,7 @@ def _nbytes(value: Any) -> int:  # noqa: ANN401
     return int(getattr(value, "nbytes", 0))
 
 
-def _place(feature: Any) -> tuple[bytes, ...]:  # noqa: ANN401
+def _place(feature: Any) -> tuple[bytes, ...]:
     """Return where the tokens of a feature are, and which of them represent parts of it."""
     place = feature.mm_position
     where = f"{place.offset}+{place.length}:{feature.modality}".encode()
@@ -182,7 +182,7 @@ def _place(feature: Any) -> tuple[bytes, ...]:  # noqa: ANN401
     return where, digest.hexdigest().encode()
 
 
-def _feed(digest: Any, value: Any) -> None:  # noqa: ANN401
+def _feed(digest: Any, value: Any) -> None:
     """Digest a value so that different ones never give the same bytes. Raises UncachedError."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
@@ -208,7 +208,7 @@ def _feed(digest: Any, value: Any) -> None:  # noqa: ANN401
         raise UncachedError(f"an image's content holds a {type(value).__name__}")
 
 
-def _head(digest: Any, *parts: object) -> None:  # noqa: ANN401
+def _head(digest: Any, *parts: object) -> None:
     for part in (str(len(parts)), *map(str, parts)):
         text = part.encode(errors="surrogatepass")
         digest.update(len(text).to_bytes(8, "little") + text)

@@ -67,7 +67,7 @@ class Families:
                     for each in value:
                         child.observe(each)
 
-    def _child(self, name: str, label: str, engine: Sequence[object]) -> Any:  # noqa: ANN401
+    def _child(self, name: str, label: str, engine: Sequence[object]) -> Any:
         key = (name, label, *engine)
         if key not in self._children:
             own = [label] if METRICS[name].label else []

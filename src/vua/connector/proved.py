@@ -61,7 +61,7 @@ Kind = tuple[str, ...]
 """Proved separately: the adapter's path or "", then the inputs besides text."""
 
 
-def kind_of(request: Any, tokens: int) -> Kind:  # noqa: ANN401
+def kind_of(request: Any, tokens: int) -> Kind:
     """Return the kind of the first ``tokens`` tokens of a request."""
     adapter = request.lora_request
     beside = {each.modality for each in request.mm_features if each.mm_position.offset < tokens}

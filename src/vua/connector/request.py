@@ -68,7 +68,7 @@ class OptionReader:
         self._allow_pins = allow_pins
         self._complained: set[str] = set()
 
-    def read(self, params: Any) -> RequestOptions:  # noqa: ANN401
+    def read(self, params: Any) -> RequestOptions:
         """Return the options in a request's ``kv_transfer_params``; never raises.
 
         ``params`` is what the client sent (anything that JSON can hold), or None.
@@ -94,7 +94,7 @@ class OptionReader:
         hints = {name: good.pop(name) for name in _HINTS if name in good}
         return RequestOptions(**good, hints=SaveHints(**hints))
 
-    def _value(self, name: str, value: object) -> Any:  # noqa: ANN401
+    def _value(self, name: str, value: object) -> Any:
         """Return a valid value of an option; None otherwise."""
         kind = _KINDS[name]
         if value is None:  # as if it were absent
@@ -134,7 +134,7 @@ def _shown(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _finite(value: Any) -> float:  # noqa: ANN401
+def _finite(value: Any) -> float:
     """The number as a float; -1 if it is not a number or too large."""
     try:
         number = float(value)

@@ -79,7 +79,7 @@ class RequestMetrics:
         self._stats.add("vua_queried_tokens_total", prompt_tokens - local_tokens)
         self._stats.observe("vua_lookup_seconds", seconds)
 
-    def computing(self, request: Any, start: int, decision: LoadDecision) -> None:  # noqa: ANN401
+    def computing(self, request: Any, start: int, decision: LoadDecision) -> None:
         """Note that ``request`` is computed after ``start`` tokens or the loaded ones."""
         self._policy.admitted(max(start, request.num_computed_tokens), request.num_tokens)
         if decision.left_out:

@@ -239,7 +239,7 @@ _MAX_COPIES: Final = 1 << 16
 """Chunks that were ordered and are remembered, some 300 bytes each; one beyond is ordered twice."""
 
 
-def stop_at_state(request: Any, found: PrefixMatch, computed: int) -> None:  # noqa: ANN401
+def stop_at_state(request: Any, found: PrefixMatch, computed: int) -> None:
     """Make the engine end a step where a state is to be stored, after ``computed`` tokens.
 
     vLLM does so by itself if its own prefix cache knows that another request shares the prefix (its

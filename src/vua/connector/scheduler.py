@@ -246,7 +246,7 @@ class SchedulerSide:
 
     # -- per request --------------------------------------------------------------------------
 
-    def matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:  # noqa: ANN401
+    def matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return (tokens beyond ``num_computed_tokens`` to load, whether asynchronously).
 
         (None, False) while the lookup is running. Has no side effect on transfers.
@@ -269,7 +269,7 @@ class SchedulerSide:
 
     def _matched(
         self,
-        request: Any,  # noqa: ANN401
+        request: Any,
         state: RequestState,
         num_computed_tokens: int,
         *,
@@ -338,7 +338,7 @@ class SchedulerSide:
             local_tokens=state.local_tokens,
         )
 
-    def _state(self, request: Any) -> RequestState | None:  # noqa: ANN401
+    def _state(self, request: Any) -> RequestState | None:
         """Return a request's state; None: its adapter or images are not known yet."""
         state = self.states.get(request.request_id)
         if state is None:
@@ -357,7 +357,7 @@ class SchedulerSide:
             self.states[request.request_id] = state
         return state
 
-    def _ask(self, request: Any, options: RequestOptions, adapter: Adapter | None) -> Lookup:  # noqa: ANN401
+    def _ask(self, request: Any, options: RequestOptions, adapter: Adapter | None) -> Lookup:
         if self._open:
             return self.lookups.ask(request, options, adapter)
         if self._opening.soon:
@@ -368,7 +368,7 @@ class SchedulerSide:
         self._media.look_at(request.mm_features)  # to know the content of identifiers later
         return unasked(request, options, self._clock())
 
-    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
+    def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Order the load that was promised, into the blocks that were allocated for it."""
         if (known := self.states.get(request.request_id)) is not None:
             known.admitted = True
@@ -392,7 +392,7 @@ class SchedulerSide:
         self._saves.begins(state, tables, start)
         self.request_metrics.load_ordered(request.request_id, start, stop, state.decision)
 
-    def finished(self, request: Any) -> None:  # noqa: ANN401
+    def finished(self, request: Any) -> None:
         """Forget a request that has ended or was aborted."""
         if (state := self.states.pop(request.request_id, None)) is not None:
             self._saves.ended(state)

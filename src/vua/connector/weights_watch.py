@@ -152,7 +152,7 @@ class WeightsWatch:
 class Snapshot:
     """The state of a model's tensors at one time. Thread-safe."""
 
-    def __init__(self, model: Any) -> None:  # noqa: ANN401
+    def __init__(self, model: Any) -> None:
         found = list(_found(model))
         self._places = [(place, name) for place, name, _ in found]
         tensors = [tensor for _, _, tensor in found]
@@ -282,7 +282,7 @@ def _looks(tensors: Sequence[torch.Tensor]) -> Iterator[_Look]:
                 yield _Look(parts, _Look(parts, some[0]).now())
 
 
-def _found(model: Any) -> Iterator[tuple[Mapping[str, Any], str, torch.Tensor]]:  # noqa: ANN401
+def _found(model: Any) -> Iterator[tuple[Mapping[str, Any], str, torch.Tensor]]:
     """A model's parameters and buffers: (the module's mapping, the name in it, the tensor)."""
     for module in model.modules():
         for place in (module._parameters, module._buffers):  # noqa: SLF001

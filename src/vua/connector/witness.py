@@ -168,7 +168,7 @@ class Witness:
 
     # -- deciding -----------------------------------------------------------------------------
 
-    def limit(self, request: Any, found: PrefixMatch, local_tokens: int) -> int | None:  # noqa: ANN401
+    def limit(self, request: Any, found: PrefixMatch, local_tokens: int) -> int | None:
         """Return up to which token a request may load; None: not known yet.
 
         Args:
@@ -192,7 +192,7 @@ class Witness:
 
     def _again(
         self,
-        request: Any,  # noqa: ANN401
+        request: Any,
         kind: Kind,
         found: PrefixMatch,
         span: tuple[int, int],
@@ -267,7 +267,7 @@ class Witness:
 
     def _first_time(
         self,
-        request: Any,  # noqa: ANN401
+        request: Any,
         kind: Kind,
         found: PrefixMatch,
         local_tokens: int,
@@ -309,7 +309,7 @@ class Witness:
 
     def _begin(
         self,
-        request: Any,  # noqa: ANN401
+        request: Any,
         kind: Kind,
         found: PrefixMatch,
         local_tokens: int,
@@ -343,7 +343,7 @@ class Witness:
             self._pending.setdefault((kind, writer), case)
         return True
 
-    def _with_most_inputs(self, request: Any, stored: int) -> set[int]:  # noqa: ANN401
+    def _with_most_inputs(self, request: Any, stored: int) -> set[int]:
         """Return, for each modality, the stored chunk that holds most of its tokens."""
         size, best = self._model.chunk_tokens, dict[str, tuple[int, int]]()
         for feature in request.mm_features:
@@ -369,7 +369,7 @@ class Witness:
 
     # -- learning -----------------------------------------------------------------------------
 
-    def stored(self, request: Any, chunks: Iterable[int]) -> None:  # noqa: ANN401
+    def stored(self, request: Any, chunks: Iterable[int]) -> None:
         """Note that this engine stores these chunks of a prompt."""
         if not self.on or not self._own:
             return

@@ -157,7 +157,7 @@ def _probe(mover: Mover, directory: Path, device: torch.device) -> None:
 
 def _compare(
     mover: Mover,
-    handle: Any,  # noqa: ANN401 - the mover's own
+    handle: Any,
     content: _Bytes,
     memory: Tensor,
     probe: tuple[int, int, int],

@@ -38,17 +38,17 @@ class Mover(Protocol):
     def detach(self, memory: Tensor) -> None:
         """Undo :meth:`attach`, after the last read."""
 
-    def open(self, fd: int) -> Any:  # noqa: ANN401 - a mover's own
+    def open(self, fd: int) -> Any:
         """Return a handle of the file of ``fd``, which stays the caller's."""
 
-    def read(self, handle: Any, memory: Tensor, at: int, nbytes: int, offset: int) -> int:  # noqa: ANN401
+    def read(self, handle: Any, memory: Tensor, at: int, nbytes: int, offset: int) -> int:
         """Read ``nbytes`` from ``offset`` of the file to offset ``at`` of ``memory``.
 
         Returns how many were read, fewer only at the end of the file; the rest of the memory is
         undefined then. When this returns, work queued on the device afterwards sees the bytes.
         """
 
-    def close(self, handle: Any) -> None:  # noqa: ANN401
+    def close(self, handle: Any) -> None:
         """Release a handle."""
 
 

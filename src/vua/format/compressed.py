@@ -64,7 +64,7 @@ def is_available() -> bool:
 
 
 @functools.cache
-def _library() -> Any:  # noqa: ANN401 - imported late, since few caches need it
+def _library() -> Any:
     return importlib.import_module(PACKAGE)
 
 
@@ -167,7 +167,7 @@ class Compressed:
 
     def _expand(
         self,
-        decompressor: Any,  # noqa: ANN401
+        decompressor: Any,
         stored: memoryview,
         into: npt.NDArray[np.uint8],
     ) -> None:
@@ -216,7 +216,7 @@ def compress(data: bytes | memoryview) -> bytes | None:
     return None if unfit else b"".join(parts)
 
 
-def _shrink(compressor: Any, numbers: npt.NDArray[np.uint8]) -> bytes:  # noqa: ANN401
+def _shrink(compressor: Any, numbers: npt.NDArray[np.uint8]) -> bytes:
     """Return the compressed bytes of one segment of numbers ``[count, width]``."""
     high = numbers[:, -1].tobytes()
     frame: bytes = compressor.compress(high)

@@ -150,7 +150,7 @@ def _proven() -> dict[str, dict[str, list[Any]]]:
     return {kind: everywhere | places for kind, places in said.items()}
 
 
-def _is_among(value: Any, known: list[Any]) -> bool:  # noqa: ANN401
+def _is_among(value: Any, known: list[Any]) -> bool:
     """Whether a value was shown: "*" matches any value, "+" any number above 0."""
     if "*" in known:
         return True
@@ -164,7 +164,7 @@ def _is_among(value: Any, known: list[Any]) -> bool:  # noqa: ANN401
     return any(_is_same(value, each) for each in known)
 
 
-def _is_same(one: Any, other: Any) -> bool:  # noqa: ANN401
+def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     return bool(one == other)

@@ -134,7 +134,7 @@ class Job(Generic[W]):
             self._waited_for.release()
         return self._ended
 
-    def result(self) -> Any:  # noqa: ANN401
+    def result(self) -> Any:
         """Wait for the job; return its result, or raise what it raised.
 
         Gives up overdue jobs of its pool meanwhile. Raises TimeoutError if the job itself is

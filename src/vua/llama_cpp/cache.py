@@ -46,7 +46,7 @@ _FREE_SETTINGS: Final = frozenset(
 """Fields of llama.cpp's context parameters that K and V do not depend on. All others count."""
 
 
-def identity_of(llm: Any, *, chunk_tokens: int = 64, epoch: str = "") -> Identity:  # noqa: ANN401
+def identity_of(llm: Any, *, chunk_tokens: int = 64, epoch: str = "") -> Identity:
     """Return the identity of a `Llama`'s states.
 
     Reads its files, as `vua.weights.identify_weights` does. Computes a token, for which the `Llama`
@@ -61,7 +61,7 @@ def identity_of(llm: Any, *, chunk_tokens: int = 64, epoch: str = "") -> Identit
 
 
 def described_model(
-    llm: Any,  # noqa: ANN401
+    llm: Any,
     form: StateForm,
     *,
     chunk_tokens: int,
@@ -98,7 +98,7 @@ def described_model(
     return ModelDescription(files, others)
 
 
-def refusal(llm: Any) -> str:  # noqa: ANN401
+def refusal(llm: Any) -> str:
     """Return why nothing of this `Llama` may be stored or loaded now; "" if it may."""
     if llm.chat_handler is not None:
         return "a chat handler may put images into a prompt, which its tokens do not show"
@@ -107,7 +107,7 @@ def refusal(llm: Any) -> str:  # noqa: ANN401
     return ""
 
 
-def try_form(llm: Any) -> StateForm:  # noqa: ANN401
+def try_form(llm: Any) -> StateForm:
     """Compute one token and return the form of states.
 
     Raises ConfigError if they cannot be stored.
@@ -137,7 +137,7 @@ def try_form(llm: Any) -> StateForm:  # noqa: ANN401
 _STATEFUL: Final = ("llama_model_is_recurrent", "llama_model_is_hybrid")
 
 
-def _asked(question: str, llm: Any) -> bool:  # noqa: ANN401
+def _asked(question: str, llm: Any) -> bool:
     """Ask llama.cpp about a model; False if it does not know the question."""
     ask: Callable[[Any], bool] | None = getattr(llama_cpp, question, None)
     return ask is not None and bool(ask(llm.model))
@@ -157,7 +157,7 @@ class VUALlamaCache(BaseLlamaCache):
 
     def __init__(
         self,
-        llm: Any,  # noqa: ANN401
+        llm: Any,
         path: str | os.PathLike[str] | Sequence[str],
         *,
         chunk_tokens: int = 64,

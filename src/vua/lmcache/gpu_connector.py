@@ -52,7 +52,7 @@ class VLLMNestedTupleGPUConnector(KVBlobConnector):
     """
 
     @torch.inference_mode()
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Copy tokens ``start`` to ``end`` of ``kvcaches`` into the KV_BLOB object.
 
         Raises:
@@ -65,7 +65,7 @@ class VLLMNestedTupleGPUConnector(KVBlobConnector):
         synchronize(row.device)
 
     @torch.inference_mode()
-    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Copy the KV_BLOB object into tokens ``start`` to ``end`` of ``kvcaches``.
 
         Raises as :meth:`from_gpu` does.
@@ -107,7 +107,7 @@ class _PagedConnector(KVBlobConnector):
         super().__init__(hidden_dim_size, num_layers)
         self._known: tuple[object, PagedCache] | None = None
 
-    def _axes(self, layer: Any) -> str:  # noqa: ANN401
+    def _axes(self, layer: Any) -> str:
         """Return the axes of a layer's tensor or pair, see `vua.device.paged.KNOWN_AXES`."""
         if isinstance(layer, Tensor) or len(layer) != 2 or layer[0].dim() != 4:
             raise InputError(
@@ -175,7 +175,7 @@ class VLLMPagedMemGPUConnector(_PagedConnector):
     """
 
     @torch.inference_mode()
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Copy the slots of tokens ``start`` to ``end`` into the KV_BLOB object.
 
         Raises:
@@ -187,7 +187,7 @@ class VLLMPagedMemGPUConnector(_PagedConnector):
         self._from(blob, self._paged(kwargs, blob), self._slots(kwargs, start, end))
 
     @torch.inference_mode()
-    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Copy the KV_BLOB object into the slots of tokens ``start`` to ``end``, and no others.
 
         Raises as :meth:`from_gpu` does.
@@ -210,7 +210,7 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
         hidden_dim_size: int,
         num_layers: int,
         use_gpu: bool = False,  # noqa: FBT001, FBT002 - the documented signature
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> None:
         """Serve caches of these sizes.
 
@@ -245,13 +245,13 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
         arrays = 1 if self.use_mla else 2
         return torch.Size([arrays, self.num_layers, num_tokens, self.hidden_dim_size])
 
-    def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:  # noqa: ANN401
+    def initialize_kvcaches_ptr(self, **kwargs: Any) -> None:
         """Remember ``kvcaches``, if given, for calls that do not pass it."""
         if kwargs.get("kvcaches") is not None:
             self._remembered = kwargs["kvcaches"]
 
     @torch.inference_mode()
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Copy the slots of tokens ``start`` to ``end`` into the object and mark it as KV_BLOB.
 
         Rows of tokens with a negative slot keep their bytes.
@@ -265,7 +265,7 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
         set_format(memory_obj, self._format)
 
     @torch.inference_mode()
-    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Copy the object into the slots of tokens ``start`` to ``end``, and no others.
 
         ``vllm_cached_tokens`` (0 by default): so many leading tokens are already in the cache,
@@ -297,7 +297,7 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
         same = (tensor.shape, tensor.dtype) == (buffer.shape, buffer.dtype)
         return buffer if same else super()._bounce(tensor, device)
 
-    def _axes(self, layer: Any) -> str:  # noqa: ANN401
+    def _axes(self, layer: Any) -> str:
         if self._named_axes is not None:
             return self._named_axes
         if not isinstance(layer, Tensor):
@@ -322,7 +322,7 @@ def _recognised(shape: tuple[int, ...], hidden: int, *, latent: bool) -> str | N
     return None
 
 
-def _kind(layer: Any) -> str:  # noqa: ANN401
+def _kind(layer: Any) -> str:
     if isinstance(layer, Tensor):
         return f"a tensor {tuple(layer.shape)}"
     return f"{len(layer)} tensors {[tuple(t.shape) for t in layer]}"

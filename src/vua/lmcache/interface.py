@@ -71,11 +71,11 @@ class GPUConnectorInterface(ABC):
     """Moves the tokens of one sequence between an engine's KV cache and memory objects."""
 
     @abstractmethod
-    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
+    def from_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Copy tokens ``start`` to ``end`` out of the engine's cache into the memory object."""
 
     @abstractmethod
-    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:  # noqa: ANN401
+    def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         """Copy the memory object into tokens ``start`` to ``end`` of the engine's cache."""
 
     @abstractmethod
@@ -87,7 +87,7 @@ class GPUConnectorInterface(ABC):
         memory_objs: Sequence[MemoryObj],
         starts: Sequence[int],
         ends: Sequence[int],
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> None:
         """Call :meth:`from_gpu` for each memory object with its range."""
         for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
@@ -98,7 +98,7 @@ class GPUConnectorInterface(ABC):
         memory_objs: Sequence[MemoryObj],
         starts: Sequence[int],
         ends: Sequence[int],
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> None:
         """Call :meth:`to_gpu` for each memory object with its range."""
         for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):

@@ -224,7 +224,7 @@ class _Form:
     nbytes: int
 
     @classmethod
-    def of(cls, model: str, described: Any) -> _Form:  # noqa: ANN401 - LMCache is untyped
+    def of(cls, model: str, described: Any) -> _Form:
         """Make it from LMCache's ``MemoryLayoutDesc`` or memory object."""
         meta = getattr(described, "metadata", described)
         shapes = getattr(meta, "shapes", None) or [meta.shape]  # several: one per group of layers
@@ -366,7 +366,7 @@ class VUAL2Adapter(L2AdapterInterface):
             forms.append(_Form.of(key.model_name, described) if known else None)
         return self._start(_LOOKUP, keys, [], forms)
 
-    def query_lookup_and_lock_result(self, task_id: int) -> Any:  # noqa: ANN401
+    def query_lookup_and_lock_result(self, task_id: int) -> Any:
         """Return which objects are stored, once; None while that is not known."""
         with self._lock:
             return self._done[_LOOKUP].pop(task_id, None)
@@ -379,7 +379,7 @@ class VUAL2Adapter(L2AdapterInterface):
         forms = [_Form.of(key.model_name, one) for key, one in zip(keys, objects, strict=True)]
         return self._start(_LOAD, keys, objects, forms)
 
-    def query_load_result(self, task_id: int) -> Any:  # noqa: ANN401
+    def query_load_result(self, task_id: int) -> Any:
         """Return which objects were loaded and verified, once; None while that is not known."""
         with self._lock:
             return self._done[_LOAD].pop(task_id, None)
@@ -442,7 +442,7 @@ class VUAL2Adapter(L2AdapterInterface):
             self._done[task.kind][number] = self._result(task)
         self._fds[task.kind].notify()
 
-    def _result(self, task: _Task) -> Any:  # noqa: ANN401
+    def _result(self, task: _Task) -> Any:
         found = [at for at, one in enumerate(task.found) if one]
         keys = [task.keys[at] for at in found]
         if task.kind == _STORE:
@@ -525,7 +525,7 @@ class VUAL2Adapter(L2AdapterInterface):
             return known
 
 
-def _name(key: Any) -> ChunkKey:  # noqa: ANN401
+def _name(key: Any) -> ChunkKey:
     """Return the chunk key for one of LMCache's keys: its hash, rank, group and salt."""
     parts = (
         key.chunk_hash,

@@ -129,7 +129,7 @@ class Library:
         self.move: Any = _bind(releasing.vua_move, _MOVE, ctypes.c_int)
 
 
-def _bind(function: Any, arguments: Sequence[type], result: type | None) -> Any:  # noqa: ANN401
+def _bind(function: Any, arguments: Sequence[type], result: type | None) -> Any:
     function.argtypes, function.restype = arguments, result
     return function
 

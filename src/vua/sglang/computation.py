@@ -81,7 +81,7 @@ _HANDLES: Final = frozenset(("_io", "_thread", "_random", "random", "socket"))
 _STARTERS: Final = frozenset(("__main__", "__mp_main__", "sitecustomize"))
 
 
-def foreign_code(runner: Any) -> dict[str, Any]:  # noqa: ANN401
+def foreign_code(runner: Any) -> dict[str, Any]:
     """Return the code in an engine that is not SGLang's own: where it is, and its content.
 
     Raises UncachedError: the content of one is unknown.
@@ -95,7 +95,7 @@ def foreign_code(runner: Any) -> dict[str, Any]:  # noqa: ANN401
     return found
 
 
-def _foreign(model: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+def _foreign(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield place and object of everything that is not SGLang's or torch's own."""
     found = [*_of_instances(model)]
     classes = {kind for module in model.modules() for kind in type(module).__mro__}
@@ -115,7 +115,7 @@ def _foreign(model: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
                     yield f"{name}.{key}", value
 
 
-def _of_instances(model: Any) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+def _of_instances(model: Any) -> Iterator[tuple[str, Any]]:
     """Yield hooks, and attributes of objects that replace their class's methods."""
     everywhere = torch.nn.modules.module
     held: list[tuple[str, Mapping[int, Any]]] = [
@@ -138,7 +138,7 @@ def _qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _unbound(value: Any) -> Any:  # noqa: ANN401
+def _unbound(value: Any) -> Any:
     """Return the function of a method, property or wrapper."""
     if isinstance(value, staticmethod | classmethod | types.MethodType):
         return value.__func__
@@ -147,7 +147,7 @@ def _unbound(value: Any) -> Any:  # noqa: ANN401
     return value
 
 
-def _file_of(value: Any) -> str | None:  # noqa: ANN401
+def _file_of(value: Any) -> str | None:
     """Return the file of a function's or class's code; None: it has none (built-in)."""
     value = _unbound(value)
     if isinstance(value, functools.partial):
@@ -159,7 +159,7 @@ def _file_of(value: Any) -> str | None:  # noqa: ANN401
     return getattr(module, "__file__", None)
 
 
-def _is_own(value: Any) -> bool:  # noqa: ANN401
+def _is_own(value: Any) -> bool:
     file = _file_of(value)
     if file is None or file.startswith("<"):  # built-in, or made by torch and dataclasses
         return (getattr(value, "__module__", None) or "").partition(".")[0] in _TRUSTED
@@ -175,7 +175,7 @@ def _is_standard(file: str) -> bool:
     return path.startswith(_INSTALLED) and "-packages" not in path
 
 
-def _is_local(value: Any) -> bool:  # noqa: ANN401
+def _is_local(value: Any) -> bool:
     """Whether code is outside all installed packages."""
     file = _file_of(value)
     if file is None or file.startswith("<"):
@@ -183,11 +183,11 @@ def _is_local(value: Any) -> bool:  # noqa: ANN401
     return not os.path.realpath(file).startswith((*_INSTALLED, *_OWN))
 
 
-def _state(code: Any) -> str:  # noqa: ANN401
+def _state(code: Any) -> str:
     """Return a digest of code and of all values that it holds: closures, defaults, attributes."""
     seen: set[int] = set()
 
-    def attributes(value: Any) -> Mapping[str, Any] | None:  # noqa: ANN401
+    def attributes(value: Any) -> Mapping[str, Any] | None:
         if id(value) in seen:
             return {"seen": True}
         seen.add(id(value))
@@ -200,7 +200,7 @@ def _state(code: Any) -> str:  # noqa: ANN401
         raise UncachedError(msg) from problem
 
 
-def _held(value: Any) -> Mapping[str, Any] | None:  # noqa: ANN401, PLR0911 - each kind
+def _held(value: Any) -> Mapping[str, Any] | None:  # noqa: PLR0911 - each kind
     """Return the parts of a function, class or object; None: unknown."""
     if isinstance(value, types.ModuleType):
         return {"module": value.__name__}
@@ -224,7 +224,7 @@ def _held(value: Any) -> Mapping[str, Any] | None:  # noqa: ANN401, PLR0911 - ea
     return _held_by_object(value)
 
 
-def _held_by_object(value: Any) -> Mapping[str, Any] | None:  # noqa: ANN401
+def _held_by_object(value: Any) -> Mapping[str, Any] | None:
     attributes = getattr(value, "__dict__", None)
     if attributes is None or type(value).__module__ in _HANDLES:
         return None
@@ -232,14 +232,14 @@ def _held_by_object(value: Any) -> Mapping[str, Any] | None:  # noqa: ANN401
     return {"class": _qualified(type(value)), "code": _source(type(value)), "held": kept}
 
 
-def _cell(cell: Any) -> Any:  # noqa: ANN401
+def _cell(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet
         return None
 
 
-def _source(code: Any) -> str:  # noqa: ANN401
+def _source(code: Any) -> str:
     """Return the source of a function or class, or a substitute."""
     file = _file_of(code)
     if file is None:
@@ -332,7 +332,7 @@ _SOFT_CAPS: Final = ("fa3", "fa4", "triton", "flashinfer", "aiter")
 """Attention backends of SGLang that read a layer's soft cap."""
 
 
-def settings_that_count(arguments: Any, folder: Path | None = None) -> dict[str, Any]:  # noqa: ANN401
+def settings_that_count(arguments: Any, folder: Path | None = None) -> dict[str, Any]:
     """Return the arguments of a server that are neither excluded nor at a neutral value.
 
     Args:
@@ -368,7 +368,7 @@ def variables_that_count(environment: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def attention_that_counts(runner: Any) -> dict[str, Any]:  # noqa: ANN401
+def attention_that_counts(runner: Any) -> dict[str, Any]:
     """Return the effects of the choice of kernels beyond rounding.
 
     An attention backend that ignores soft caps or sinks computes another function for a model that
@@ -395,7 +395,7 @@ def attention_that_counts(runner: Any) -> dict[str, Any]:  # noqa: ANN401
     return found
 
 
-def _backends(runner: Any) -> Iterator[object]:  # noqa: ANN401
+def _backends(runner: Any) -> Iterator[object]:
     arguments = runner.server_args
     resolved = [
         getattr(runner, f"{kind}_attention_backend_str", None) for kind in ("prefill", "decode")
@@ -408,7 +408,7 @@ def _backends(runner: Any) -> Iterator[object]:  # noqa: ANN401
 # -- values --------------------------------------------------------------------------------------
 
 
-def _told(value: Any, what: str, folder: Path | None) -> Any:  # noqa: ANN401, C901, PLR0911 - each kind
+def _told(value: Any, what: str, folder: Path | None) -> Any:  # noqa: C901, PLR0911 - each kind
     """Return a value in a canonical form, files by their content."""
     if value is None or isinstance(value, bool):
         return value
@@ -440,7 +440,7 @@ def _told(value: Any, what: str, folder: Path | None) -> Any:  # noqa: ANN401, C
     raise UncachedError(f"{msg}compared")
 
 
-def _text(value: str, what: str, folder: Path | None) -> Any:  # noqa: ANN401
+def _text(value: str, what: str, folder: Path | None) -> Any:
     """Return a text: JSON by its value, the name of a file or directory by its content."""
     if value.lstrip().startswith(("{", "[")):
         try:

@@ -62,7 +62,7 @@ def passes_prefix_keys() -> bool:
 class Engine:
     """The engine that creates a backend, watched from its start on. Thread-safe."""
 
-    def __init__(self, runner: Any, scheduler: Any) -> None:  # noqa: ANN401
+    def __init__(self, runner: Any, scheduler: Any) -> None:
         """Watch SGLang's model runner; :meth:`find` calls this. Raises UncachedError."""
         self.runner: Any = runner
         self.directory: Path | None = None
@@ -144,7 +144,7 @@ class Engine:
             self.directory, self._next, self._left = self._next, None, None
             return self.directory
 
-    def watch_pool(self, pool: Any) -> None:  # noqa: ANN401
+    def watch_pool(self, pool: Any) -> None:
         """Note when the host pool is cleared: SGLang does so when it flushes its caches."""
         if pool is self._pool:
             return
@@ -166,7 +166,7 @@ class Engine:
             raise UncachedError(msg)
         self.runner.weight_updater = _Updater(updater, self)
 
-    def update(self, name: str, update: Callable[..., Any], *args: Any, **named: Any) -> Any:  # noqa: ANN401
+    def update(self, name: str, update: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """Let SGLang update the weights; from its start on nothing is loaded or stored.
 
         The weights are known again after an update that sets all tensors with which the engine was
@@ -187,9 +187,9 @@ class Engine:
         update: Callable[..., Any],
         model_path: str,
         load_format: str,
-        *args: Any,  # noqa: ANN401
-        **named: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        *args: Any,
+        **named: Any,
+    ) -> Any:
         result = update(model_path, load_format, *args, **named)
         partly = named.get("weight_name_filter") is not None or args[:1] not in ((), (None,))
         known = result[0] and not partly and load_format in _DISK_FORMATS and not self._beyond
@@ -218,16 +218,16 @@ class Engine:
 class _Updater:
     """Replaces SGLang's weight updater, and forwards everything."""
 
-    def __init__(self, updater: Any, engine: Engine) -> None:  # noqa: ANN401
+    def __init__(self, updater: Any, engine: Engine) -> None:
         self._vua_updater, self.vua_engine = updater, engine
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         """Return the updater's attribute, or one that reports the update, too."""
         found = getattr(self._vua_updater, name)
         return functools.partial(self.vua_engine.update, name, found) if name in _UPDATES else found
 
 
-def _adapters(manager: Any) -> dict[str, str]:  # noqa: ANN401
+def _adapters(manager: Any) -> dict[str, str]:
     """Return digests of the adapters that SGLang's LoRA manager (or None) has loaded, by id.
 
     An id is in the names of all pages that its adapter computes. SGLang derives the ids of initial
@@ -268,7 +268,7 @@ def _names_given(
         return None
 
 
-def _loaded_names(runner: Any) -> frozenset[str] | None:  # noqa: ANN401
+def _loaded_names(runner: Any) -> frozenset[str] | None:
     arguments = runner.server_args
     return _tensor_names(arguments.model_path, arguments.revision, arguments.download_dir)
 
@@ -311,7 +311,7 @@ def kept_apart(extra_key: str | None, lora_id: str | None) -> str | None:
     return extra_key
 
 
-def _keep_adapters_apart(scheduler: Any) -> None:  # noqa: ANN401
+def _keep_adapters_apart(scheduler: Any) -> None:
     """Wrap the method that creates requests.
 
     Raises UncachedError: SGLang creates them elsewhere.
@@ -322,7 +322,7 @@ def _keep_adapters_apart(scheduler: Any) -> None:  # noqa: ANN401
         raise UncachedError(msg)
 
     @functools.wraps(make)
-    def made(*args: Any, **named: Any) -> Any:  # noqa: ANN401
+    def made(*args: Any, **named: Any) -> Any:
         request = make(*args, **named)
         request.extra_key = kept_apart(request.extra_key, request.lora_id)
         return request

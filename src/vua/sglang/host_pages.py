@@ -40,7 +40,7 @@ class HostPages:
     for a pool of unknown form.
     """
 
-    def __init__(self, pool: Any, *, latent: bool) -> None:  # noqa: ANN401
+    def __init__(self, pool: Any, *, latent: bool) -> None:
         """Inspect ``pool``, an ``MHATokenToKVPoolHost`` or an ``MLATokenToKVPoolHost``."""
         arrays = _arrays(pool, latent=latent)
         axes = (_LATENT if latent else _PAIRS)[pool.layout]
@@ -86,7 +86,7 @@ class HostPages:
             part.scatter_chunks(pages, 0, tokens, 0, array, None)
 
 
-def _arrays(pool: Any, *, latent: bool) -> list[torch.Tensor]:  # noqa: ANN401
+def _arrays(pool: Any, *, latent: bool) -> list[torch.Tensor]:
     """Return the pool's tensors of K and of V, or the one of latents. Raises UncachedError."""
     known = _LATENT if latent else _PAIRS
     if pool.layout not in known:

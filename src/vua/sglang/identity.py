@@ -58,7 +58,7 @@ class CacheDescription(NamedTuple):
 
 
 def described(
-    runner: Any,  # noqa: ANN401
+    runner: Any,
     pools: Mapping[str, Any],
     *,
     latent: bool,
@@ -127,7 +127,7 @@ def described(
 def shard_of(
     group: Group,
     layers: range,
-    pool: Any,  # noqa: ANN401
+    pool: Any,
     rank: int,
     ranks: int,
 ) -> tuple[Shard, bool]:
@@ -168,7 +168,7 @@ def shard_of(
 
 
 def _groups(
-    runner: Any,  # noqa: ANN401
+    runner: Any,
     pools: Mapping[str, Any],
     dtype: str,
     *,
@@ -203,7 +203,7 @@ def _groups(
 
 def _group(
     layers: Sequence[int],
-    pool: Any,  # noqa: ANN401
+    pool: Any,
     heads: int,
     dtype: str,
     *,
@@ -223,7 +223,7 @@ def _group(
     return Group(layout, tuple(layers), ((layout.full,),), (table,))
 
 
-def _dtype(pool: Any) -> str:  # noqa: ANN401
+def _dtype(pool: Any) -> str:
     name = _NAMES.get(pool.dtype)
     if name not in _KINDS:
         msg = f"a KV cache of {pool.dtype} is not supported; use one of {', '.join(_KINDS)}"
@@ -240,7 +240,7 @@ def _build() -> str | None:
     return None if released else str(sglang.__version__)
 
 
-def _check_supported(arguments: Any, models: Any, is_text: bool) -> None:  # noqa: ANN401, FBT001
+def _check_supported(arguments: Any, models: Any, is_text: bool) -> None:  # noqa: FBT001
     """Raise UncachedError for engines whose caches depend on information that a backend lacks."""
     for name, only in _ONLY.items():
         if getattr(arguments, name) not in only:
@@ -259,7 +259,7 @@ def _check_supported(arguments: Any, models: Any, is_text: bool) -> None:  # noq
         raise UncachedError(msg)
 
 
-def _code(text: Any, directory: Path) -> list[str]:  # noqa: ANN401
+def _code(text: Any, directory: Path) -> list[str]:
     """Return digests of the Python code among the model's own files."""
     named = getattr(text, "auto_map", None) or {}
     if not named:

@@ -20,14 +20,14 @@ class PagesInPlace(HiCacheStorage):
         """Return False: pages are looked up by `batch_exists`."""
         return False
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:  # noqa: ANN401
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
         """Return None: pages go through `batch_get_v1`."""
 
     def batch_get(
         self,
         keys: list[str],
-        target_locations: Any = None,  # noqa: ANN401
-        target_sizes: Any = None,  # noqa: ANN401
+        target_locations: Any = None,
+        target_sizes: Any = None,
     ) -> list[torch.Tensor | None]:
         """Return None for each: pages go through `batch_get_v1`."""
         return [None] * len(keys)
@@ -35,9 +35,9 @@ class PagesInPlace(HiCacheStorage):
     def set(
         self,
         key: str,
-        value: Any = None,  # noqa: ANN401
-        target_location: Any = None,  # noqa: ANN401
-        target_sizes: Any = None,  # noqa: ANN401
+        value: Any = None,
+        target_location: Any = None,
+        target_sizes: Any = None,
     ) -> bool:
         """Return False: pages go through `batch_set_v1`."""
         return False
@@ -45,9 +45,9 @@ class PagesInPlace(HiCacheStorage):
     def batch_set(
         self,
         keys: list[str],
-        values: Any = None,  # noqa: ANN401
-        target_locations: Any = None,  # noqa: ANN401
-        target_sizes: Any = None,  # noqa: ANN401
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
     ) -> bool:
         """Return False: pages go through `batch_set_v1`."""
         return False

@@ -56,7 +56,7 @@ class Pools:
         cls,
         engine: Engine,
         pools: Mapping[str, Any],
-        place: Any,  # noqa: ANN401
+        place: Any,
         *,
         epoch: str,
     ) -> Pools:
@@ -170,7 +170,7 @@ def check_name(name: str) -> None:
         raise UncachedError(msg)
 
 
-def _check_place(place: Any) -> None:  # noqa: ANN401
+def _check_place(place: Any) -> None:
     if place.attn_cp_size > 1 or place.dcp_size > 1:
         msg = "with context parallelism a page is spread over ranks, which is not supported"
         raise UncachedError(msg)

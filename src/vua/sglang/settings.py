@@ -46,7 +46,7 @@ def settings_of(extra: Mapping[str, object]) -> ConnectorConfig:
     return config
 
 
-def engine_arguments(path: str, **settings: Any) -> dict[str, Any]:  # noqa: ANN401
+def engine_arguments(path: str, **settings: Any) -> dict[str, Any]:
     """Return the arguments of an ``sglang.Engine`` that stores its pages in a directory or bucket.
 
     Args:

@@ -44,7 +44,7 @@ _LABELS: Final = ("model_name", "tp_rank", "pp_rank")
 class Metrics:
     """Collects values until SGLang fetches them. Thread-safe."""
 
-    def __init__(self, stats: Recorder, place: Any) -> None:  # noqa: ANN401
+    def __init__(self, stats: Recorder, place: Any) -> None:
         """Take VUA's own metrics from ``stats``; ``place`` is SGLang's ``HiCacheStorageConfig``.
 
         SGLang fetches them in each step if it is started with ``--enable-metrics``.
@@ -68,7 +68,7 @@ class Metrics:
                 self._seen.backup_pgs.append(pages)
                 self._seen.backup_bandwidth.append(nbytes / max(seconds, 1e-9) / 1e9)
 
-    def take(self) -> Any:  # noqa: ANN401
+    def take(self) -> Any:
         """Return SGLang's ``StorageMetrics`` since the last call; expose VUA's own."""
         if self._families is not None and (data := self._stats.take()) is not None:
             self._families.add(data, self._engine)
@@ -86,7 +86,7 @@ class VUAHiCacheStorage(PagesInPlace):
     For ``--hicache-storage-backend dynamic``; docs/sglang.md lists the other arguments.
     """
 
-    def __init__(self, storage_config: Any, kwargs: Mapping[str, Any]) -> None:  # noqa: ANN401
+    def __init__(self, storage_config: Any, kwargs: Mapping[str, Any]) -> None:
         """Take the settings; the model is known after :meth:`register_mem_pool_host`.
 
         Args:
@@ -134,7 +134,7 @@ class VUAHiCacheStorage(PagesInPlace):
 
     # -- what SGLang tells of its memory ------------------------------------------------------
 
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:  # noqa: ANN401
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Take over the host pool of all tokens' K and V. Raises ConfigError for its page size."""
         super().register_mem_pool_host(mem_pool_host)
         pool, config = mem_pool_host, self._config
@@ -145,7 +145,7 @@ class VUAHiCacheStorage(PagesInPlace):
                 f"{pool.page_size} for it and for all engines that share with it"
             )
 
-    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Note a pool. An engine with one that is not stored is not cached."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         try:
@@ -197,7 +197,7 @@ class VUAHiCacheStorage(PagesInPlace):
 
     # -- lookups ------------------------------------------------------------------------------
 
-    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:  # noqa: ANN401
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """Return how many leading pages are to be loaded: stored, and faster loaded than computed.
 
         Args:
@@ -220,7 +220,7 @@ class VUAHiCacheStorage(PagesInPlace):
         self,
         keys: list[str],
         pool_transfers: Sequence[PoolTransfer] | None = None,
-        extra_info: Any = None,  # noqa: ANN401
+        extra_info: Any = None,
     ) -> PoolTransferResult:
         """Return how many leading pages are to be loaded, including the windows before them.
 
@@ -237,7 +237,7 @@ class VUAHiCacheStorage(PagesInPlace):
         self,
         keys: list[str],
         host_indices: torch.Tensor,
-        extra_info: Any = None,  # noqa: ANN401
+        extra_info: Any = None,
     ) -> list[bool]:
         """Load pages into the host pool, up to the first that is missing.
 
@@ -264,7 +264,7 @@ class VUAHiCacheStorage(PagesInPlace):
     def batch_get_v2(
         self,
         transfers: Sequence[PoolTransfer],
-        extra_info: Any = None,  # noqa: ANN401
+        extra_info: Any = None,
     ) -> dict[str, list[bool]]:
         """Load pages into the named pools. In each pool it ends at the first that is missing."""
         brought = {}
@@ -280,7 +280,7 @@ class VUAHiCacheStorage(PagesInPlace):
         self,
         keys: list[str],
         host_indices: torch.Tensor,
-        extra_info: Any = None,  # noqa: ANN401
+        extra_info: Any = None,
     ) -> list[bool]:
         """Store pages of the host pool, unless they are stored already.
 
@@ -303,7 +303,7 @@ class VUAHiCacheStorage(PagesInPlace):
     def batch_set_v2(
         self,
         transfers: Sequence[PoolTransfer],
-        extra_info: Any = None,  # noqa: ANN401
+        extra_info: Any = None,
     ) -> dict[str, list[bool]]:
         """Store pages of the named pools, unless they are stored already.
 
@@ -320,7 +320,7 @@ class VUAHiCacheStorage(PagesInPlace):
         pool: str,
         keys: Sequence[str],
         host_indices: torch.Tensor | None,
-        extra_info: Any,  # noqa: ANN401
+        extra_info: Any,
     ) -> PoolPages | None:
         """Return the pages of a call, if anything may be loaded or stored now."""
         usable = self._use()
@@ -357,7 +357,7 @@ class VUAHiCacheStorage(PagesInPlace):
 
     # -- the rest of SGLang's interface -------------------------------------------------------
 
-    def get_stats(self) -> Any:  # noqa: ANN401
+    def get_stats(self) -> Any:
         """Return SGLang's metrics of its storage since the last call."""
         return self._metrics.take()
 
@@ -369,6 +369,6 @@ class VUAHiCacheStorage(PagesInPlace):
         )
 
 
-def _before(extra_info: Any) -> Sequence[str]:  # noqa: ANN401
+def _before(extra_info: Any) -> Sequence[str]:
     """Return the hashes of the pages before those of a call."""
     return getattr(extra_info, "prefix_keys", None) or ()

@@ -277,7 +277,7 @@ class Client:
 
 
 @functools.cache
-def library() -> Any:  # noqa: ANN401 - imported late, since most caches are directories
+def library() -> Any:
     """Return the package `obstore`. Raises ConfigError if it is not installed."""
     try:
         for part in ("exceptions", "store"):
@@ -309,7 +309,7 @@ def make_client(url: str) -> Client:
     found = {"s3": _s3, "gs": _gs, "az": _az}[parts.scheme](url)
     more = {"retry_config": _RETRY, **_signing(parts.scheme), **found.options}
 
-    def make(timeouts: Mapping[str, str], at: str = "", **options: Any) -> Any:  # noqa: ANN401
+    def make(timeouts: Mapping[str, str], at: str = "", **options: Any) -> Any:
         said = {"client_options": _client(timeouts), **more, **options}
         try:
             if not at:
@@ -451,7 +451,7 @@ def _judge_endpoint(url: str, name: str, endpoint: str) -> None:
         raise ConfigError(msg)
 
 
-def _session(url: str) -> Any | None:  # noqa: ANN401 - of a package that may not be there
+def _session(url: str) -> Any | None:
     """Return botocore's session if there is a profile or a file of AWS's tools.
 
     None if obstore finds everything itself. Raises ConfigError for a profile without botocore.
@@ -472,7 +472,7 @@ def _session(url: str) -> Any | None:  # noqa: ANN401 - of a package that may no
     raise ConfigError(msg)
 
 
-def _from_session(url: str, session: Any, identity: str) -> tuple[str, dict[str, Any]]:  # noqa: ANN401
+def _from_session(url: str, session: Any, identity: str) -> tuple[str, dict[str, Any]]:
     """Return the credentials' source, and obstore's settings. Raises ConfigError."""
     errors = importlib.import_module("botocore.exceptions")
     providers = importlib.import_module("botocore.configprovider")
@@ -503,7 +503,7 @@ def _from_session(url: str, session: Any, identity: str) -> tuple[str, dict[str,
     return f"{where} ({credentials.method})", options
 
 
-def _lend(credentials: Any, url: str, where: str) -> dict[str, Any]:  # noqa: ANN401
+def _lend(credentials: Any, url: str, where: str) -> dict[str, Any]:
     """Return credentials in obstore's form. Raises StorageError, which obstore passes on."""
     try:
         frozen = credentials.get_frozen_credentials()

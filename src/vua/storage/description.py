@@ -254,7 +254,7 @@ def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
     return identity, layouts
 
 
-def _check_known(described: Any) -> None:  # noqa: ANN401 - any JSON
+def _check_known(described: Any) -> None:
     """Raise LaterDescriptionError if a description has an unknown part."""
     unknown = _unknown(described) if isinstance(described, dict) else ""
     if unknown:

@@ -72,7 +72,7 @@ def sequences(tokens: torch.Tensor | Sequence[torch.Tensor] | Sequence[int]) -> 
 class Cache:
     """One sequence's KV cache as given: checked, and mapped to memory."""
 
-    def __init__(self, kvcache: Any, row: int, rows: int) -> None:  # noqa: ANN401
+    def __init__(self, kvcache: Any, row: int, rows: int) -> None:
         layers = [list(pair) for pair in kvcache]
         if not layers or any(len(pair) != 2 for pair in layers):
             msg = "a KV cache is a list of layers, each [K, V]; found " + (

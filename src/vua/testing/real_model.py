@@ -126,10 +126,10 @@ def _halves(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
     return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
-def _config(reader: Any) -> dict[str, Any]:  # noqa: ANN401 - gguf is untyped
+def _config(reader: Any) -> dict[str, Any]:
     """Return the model's config.json, by the GGUF file's metadata."""
 
-    def said(name: str) -> Any:  # noqa: ANN401
+    def said(name: str) -> Any:
         return reader.fields[name].contents()
 
     tokens = said("tokenizer.ggml.tokens")

@@ -155,8 +155,8 @@ class _NotedCache(DynamicCache):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
         layer_idx: int,
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.vua_note is not None and layer_idx == 0:
             self.vua_note.look(key_states)
@@ -176,7 +176,7 @@ class _FirstLayer(DynamicCache):
 
     k: torch.Tensor
 
-    def update(self, key_states: torch.Tensor, *_: object, **__: object) -> Any:  # noqa: ANN401
+    def update(self, key_states: torch.Tensor, *_: object, **__: object) -> Any:
         self.k = key_states
         raise self.Taken
 
@@ -192,7 +192,7 @@ class PrefixCache:
 
     def __init__(
         self,
-        model: Any,  # noqa: ANN401
+        model: Any,
         path: str | os.PathLike[str] | Sequence[str],
         *,
         chunk_tokens: int = 64,
@@ -529,7 +529,7 @@ def _check_reordered(rows: Sequence[Row], prompts: torch.Tensor) -> None:
             )
 
 
-def _tried(model: Any, layout: KVLayout) -> KVLayout:  # noqa: ANN401
+def _tried(model: Any, layout: KVLayout) -> KVLayout:
     """Return the layout with the KV heads that the model has when it computes a token.
 
     Raises ConfigError if the results are not K and V of each layer, all of one shape.

@@ -25,7 +25,7 @@ __all__ = ["difference_from_files", "may_be_of_files"]
 _TORCH: Final = (".bin", ".pt", ".pth")
 
 
-def difference_from_files(model: Any, files: Sequence[Path], stop: threading.Event) -> str:  # noqa: ANN401
+def difference_from_files(model: Any, files: Sequence[Path], stop: threading.Event) -> str:
     """Return which parameter or persistent buffer differs from the files; "" if none does.
 
     Reads every byte of the files' tensors that the model has. Memory: 64 MiB, and one tensor if
@@ -61,7 +61,7 @@ def difference_from_files(model: Any, files: Sequence[Path], stop: threading.Eve
     return ""
 
 
-def may_be_of_files(model: Any, files: Sequence[Path]) -> bool:  # noqa: ANN401
+def may_be_of_files(model: Any, files: Sequence[Path]) -> bool:
     """Whether three rows of each tensor match the files' rows, if they name the tensor.
 
     Reads little: it tells checkpoints of one model apart, and proves nothing.
@@ -84,7 +84,7 @@ def may_be_of_files(model: Any, files: Sequence[Path]) -> bool:  # noqa: ANN401
     return True
 
 
-def _persistent(model: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401
+def _persistent(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     passing = {name for name, _ in model.named_non_persistent_buffers(remove_duplicate=False)}
     yield from model.named_parameters(remove_duplicate=False)
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -118,7 +118,7 @@ class _Stored:
     def __contains__(self, name: str) -> bool:
         return name in self._slices or name in self._tensors
 
-    def has(self, model: Any, name: str) -> bool:  # noqa: ANN401
+    def has(self, model: Any, name: str) -> bool:
         """Whether a parameter is here under its own name; tied ones need not be."""
         return any(same in self for same in _names(model, name))
 
@@ -146,7 +146,7 @@ def _loaded(path: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _difference(
-    model: Any,  # noqa: ANN401
+    model: Any,
     name: str,
     tensor: torch.Tensor,
     stored: _Stored,
@@ -170,7 +170,7 @@ def _difference(
     return ""
 
 
-def _names(model: Any, name: str) -> tuple[str, ...]:  # noqa: ANN401
+def _names(model: Any, name: str) -> tuple[str, ...]:
     prefix = f"{model.base_model_prefix}."
     return name, prefix + name, name.removeprefix(prefix)
 

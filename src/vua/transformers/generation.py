@@ -40,9 +40,9 @@ _NO_MODEL_INPUTS: Final = frozenset(
 
 @contextmanager
 def reuse_prefixes(
-    model: Any,  # noqa: ANN401
+    model: Any,
     path: str | os.PathLike[str] | Sequence[str],
-    **settings: Any,  # noqa: ANN401
+    **settings: Any,
 ) -> Iterator[PrefixCache]:
     """Within the block `model.generate` loads stored prefixes and stores what it computes.
 
@@ -88,17 +88,17 @@ def reuse_prefixes(
 class _Generate:
     """Replaces the `generate` of a model."""
 
-    def __init__(self, prefixes: PrefixCache, model: Any) -> None:  # noqa: ANN401
+    def __init__(self, prefixes: PrefixCache, model: Any) -> None:
         self._prefixes, self._model, self._generate = prefixes, model, model.generate
         self._said: set[str] = set()
 
     def __call__(
         self,
         inputs: torch.Tensor | None = None,
-        generation_config: Any = None,  # noqa: ANN401
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        generation_config: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         try:
             call = _resolved(self._model, inputs, generation_config, args, kwargs)
             cache = self._prefixes.load(call.ids, attention_mask=call.mask).cache
@@ -117,7 +117,7 @@ class _Generate:
             self._say(f"nothing is stored: {_told(problem)}")
         return output
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # noqa: ANN401
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a copied model's own plain `generate`."""
         copied = memo.get(id(self._model))
         return self if copied is None else _plain_generate(copied)
@@ -132,7 +132,7 @@ class _Generate:
             self._said.add(sentence)
             log.warning("generate(): %s", sentence)
 
-    def _save(self, call: _Call, cache: DynamicCache, output: Any) -> None:  # noqa: ANN401
+    def _save(self, call: _Call, cache: DynamicCache, output: Any) -> None:
         """Store the prompts, and the generated tokens that all sequences have."""
         ids, mask, config = call.ids, call.mask, call.config
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
@@ -157,9 +157,9 @@ class _Call(NamedTuple):
 
 
 def _resolved(
-    model: Any,  # noqa: ANN401
-    inputs: Any,  # noqa: ANN401
-    generation_config: Any,  # noqa: ANN401
+    model: Any,
+    inputs: Any,
+    generation_config: Any,
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> _Call:
@@ -186,7 +186,7 @@ def _resolved(
     return _Call(ids, None if bool((mask == 1).all()) else mask, config)
 
 
-def _plain_generate(model: Any) -> Any:  # noqa: ANN401
+def _plain_generate(model: Any) -> Any:
     return types.MethodType(type(model).generate, model)
 
 
@@ -194,7 +194,7 @@ def _told(problem: Exception) -> str:
     return str(problem) if isinstance(problem, VUAError) else f"{type(problem).__name__}: {problem}"
 
 
-def _obstacles(ids: Any, config: Any, others: dict[str, Any]) -> Iterator[str]:  # noqa: ANN401
+def _obstacles(ids: Any, config: Any, others: dict[str, Any]) -> Iterator[str]:
     """Yield the reasons why a call cannot begin with a stored prefix.
 
     Args:
@@ -225,7 +225,7 @@ def _ends(eos_token_id: int | list[int] | None) -> list[int]:
     return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
 
 
-def _common_length(sequences: torch.Tensor, prompt: int, eos_token_id: Any) -> int:  # noqa: ANN401
+def _common_length(sequences: torch.Tensor, prompt: int, eos_token_id: Any) -> int:
     """Return the number of columns before the first end of a sequence."""
     ended = torch.zeros(sequences.shape[1] - prompt, dtype=torch.bool, device=sequences.device)
     for end in _ends(eos_token_id):

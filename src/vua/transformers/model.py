@@ -59,7 +59,7 @@ class NoIdentityError(ConfigError):
 
 
 def identity_of(
-    model: Any,  # noqa: ANN401
+    model: Any,
     *,
     chunk_tokens: int = 64,
     epoch: str = "",
@@ -85,7 +85,7 @@ def identity_of(
 
 
 def described_model(
-    model: Any,  # noqa: ANN401
+    model: Any,
     watch: ModelWatch,
     *,
     chunk_tokens: int,
@@ -164,7 +164,7 @@ def _still(watch: ModelWatch, contents: Contents, weights: Weights) -> Weights:
     return weights
 
 
-def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:  # noqa: ANN401
+def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:
     """Return the layout of the caches that ``model`` computes.
 
     Raises:
@@ -194,7 +194,7 @@ def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:  # noqa: ANN40
     )
 
 
-def windows_of(model: Any) -> list[int | None]:  # noqa: ANN401
+def windows_of(model: Any) -> list[int | None]:
     """Return the tokens of each layer's sliding window; None: it attends to everything.
 
     Args:
@@ -204,7 +204,7 @@ def windows_of(model: Any) -> list[int | None]:  # noqa: ANN401
     return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
-def _check_class(model: Any) -> None:  # noqa: ANN401
+def _check_class(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"the model is a {type(model).__module__}.{type(model).__qualname__}, expected one of "
@@ -212,7 +212,7 @@ def _check_class(model: Any) -> None:  # noqa: ANN401
         )
 
 
-def _unsupported(model: Any, text: Any) -> str:  # noqa: ANN401
+def _unsupported(model: Any, text: Any) -> str:
     """Return why a prefix of this model cannot be reused; "" if it can."""
     if text is not model.config or text.is_encoder_decoder:
         return "they depend on more than token ids (an image, a sound, an encoder's input)"
@@ -229,14 +229,14 @@ def _unsupported(model: Any, text: Any) -> str:  # noqa: ANN401
     return ""
 
 
-def _dtype_name(model: Any) -> str:  # noqa: ANN401
+def _dtype_name(model: Any) -> str:
     name = DTYPE_NAMES.get(model.dtype)
     if name is None:
         raise ConfigError(f"a model of {model.dtype} is not supported; use one of {[*DTYPES]}")
     return name
 
 
-def _checkpoint(model: Any) -> tuple[Path | None, list[Path], str]:  # noqa: ANN401
+def _checkpoint(model: Any) -> tuple[Path | None, list[Path], str]:
     """Return the model's directory and weight files; and why it has none, if it has none."""
     try:
         folder = _weights_folder(model)
@@ -248,7 +248,7 @@ def _checkpoint(model: Any) -> tuple[Path | None, list[Path], str]:  # noqa: ANN
         return folder, [], str(problem)
 
 
-def _weights_folder(model: Any) -> Path:  # noqa: ANN401
+def _weights_folder(model: Any) -> Path:
     name = str(model.config.name_or_path or "")
     if not name:
         raise ConfigError(f"the model names no files, so its caches have no identity; {_REMEDY}")
@@ -264,7 +264,7 @@ def _weights_folder(model: Any) -> Path:  # noqa: ANN401
     return next((folder for folder in folders if _may_come_from(model, folder)), folders[0])
 
 
-def _snapshots(model: Any, name: str) -> list[Path]:  # noqa: ANN401
+def _snapshots(model: Any, name: str) -> list[Path]:
     """Return the directories of the hub's cache that a model may come from, the likeliest first.
 
     A model does not name its revision, but its code does, if it came with the files.
@@ -282,14 +282,14 @@ def _snapshots(model: Any, name: str) -> list[Path]:  # noqa: ANN401
     return of_code or [folder for folder in found if revision in {None, folder.name}]
 
 
-def _may_come_from(model: Any, folder: Path) -> bool:  # noqa: ANN401
+def _may_come_from(model: Any, folder: Path) -> bool:
     try:
         return may_be_of_files(model, _weight_files(folder))
     except ConfigError:  # it has none
         return False
 
 
-def _code(model: Any, folder: Path | None) -> list[str]:  # noqa: ANN401
+def _code(model: Any, folder: Path | None) -> list[str]:
     """Return digests of running Python code that came with the model's files."""
     classes = {type(model).__module__, type(model.config).__module__}
     if not any(name.startswith("transformers_modules.") for name in classes):
@@ -312,7 +312,7 @@ def _weight_files(folder: Path) -> list[Path]:
     return [whole] if whole.is_file() else checkpoint_files(folder)
 
 
-def _name(model: Any, folder: Path | None) -> str:  # noqa: ANN401
+def _name(model: Any, folder: Path | None) -> str:
     name = str(model.config.name_or_path or type(model).__name__)
     if folder is None:
         return name

@@ -237,7 +237,7 @@ def _view(tensor: torch.Tensor) -> memoryview:
     return memoryview(_array(_bytes(tensor)))
 
 
-def _array(tensor: torch.Tensor) -> Any:  # noqa: ANN401
+def _array(tensor: torch.Tensor) -> Any:
     return tensor.cpu().numpy()
 
 

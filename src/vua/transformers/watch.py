@@ -270,7 +270,7 @@ _SDPA: Final = (
 )
 
 
-def is_compared(model: Any) -> bool:  # noqa: ANN401
+def is_compared(model: Any) -> bool:
     """Whether the model's attention was compared with vLLM's for its config."""
     text, compared = model.config.get_text_config(), _compared()
     attention = attention_of(model)
@@ -292,19 +292,19 @@ def _compared() -> dict[str, Any]:
     return compared
 
 
-def attention_of(model: Any) -> tuple[str, str, str]:  # noqa: ANN401
+def attention_of(model: Any) -> tuple[str, str, str]:
     """Return the name of a model's attention, and its attention and mask functions."""
     attends, masks = attention_functions(model)
     return _name(model), _called(attends), _called(masks)
 
 
-def attention_functions(model: Any) -> tuple[object, object]:  # noqa: ANN401
+def attention_functions(model: Any) -> tuple[object, object]:
     """Return the attention function (None: the model's own) and the mask function."""
     name = _name(model)
     return ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)
 
 
-def _name(model: Any) -> str:  # noqa: ANN401
+def _name(model: Any) -> str:
     return str(getattr(model.config.get_text_config(), "_attn_implementation", None) or "eager")
 
 
@@ -349,7 +349,7 @@ class ModelWatch:
 
     def __init__(
         self,
-        model: Any,  # noqa: ANN401
+        model: Any,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Compare ``model`` with what its configuration makes; faster than loading it.
@@ -479,7 +479,7 @@ class ModelWatch:
         return found.hexdigest()
 
 
-def _attention_obstacle(model: Any) -> str:  # noqa: ANN401
+def _attention_obstacle(model: Any) -> str:
     for function in attention_functions(model):
         if function is not None and (problem := foreign_function(function)):
             return f"the attention {attention_of(model)[0]!r} is {problem}"
@@ -492,7 +492,7 @@ def _attention_obstacle(model: Any) -> str:  # noqa: ANN401
 class _Mark:
     """Everything that a model is at one moment, except its tensors' bytes."""
 
-    def __init__(self, model: Any) -> None:  # noqa: ANN401
+    def __init__(self, model: Any) -> None:
         named = _modules(model)
         self.kinds = {type(module) for _, module in named}
         known: dict[int, Any] = {}  # of values that many modules have, such as the config
@@ -589,7 +589,7 @@ def _module(module: nn.Module, known: dict[int, Any]) -> _Named:
     return found
 
 
-def _is_of_its_class(key: str, value: Any, module: nn.Module) -> bool:  # noqa: ANN401
+def _is_of_its_class(key: str, value: Any, module: nn.Module) -> bool:
     """Whether an attribute equals what the module has without it: the method of its class."""
     return (
         type(value) is types.MethodType
@@ -598,13 +598,13 @@ def _is_of_its_class(key: str, value: Any, module: nn.Module) -> bool:  # noqa: 
     )
 
 
-def _is_generate(value: Any, module: nn.Module) -> bool:  # noqa: ANN401
+def _is_generate(value: Any, module: nn.Module) -> bool:
     return type(value).__module__ == "vua.transformers.generation" or _is_of_its_class(
         "generate", value, module
     )
 
 
-def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -613,7 +613,7 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - its only name
 
 
-def _modes(model: Any) -> tuple[str, object]:  # noqa: ANN401
+def _modes(model: Any) -> tuple[str, object]:
     """Return what forbids storing now, and what must stay the same."""
     kind = model.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
@@ -633,7 +633,7 @@ class _Opaque(tuple[str, int]):
     __slots__ = ()
 
 
-def _plain(value: Any, depth: int = 0) -> Any:  # noqa: ANN401, C901, PLR0911, PLR0912 - one case for each kind
+def _plain(value: Any, depth: int = 0) -> Any:  # noqa: C901, PLR0911, PLR0912 - one case for each kind
     """Return a value's meaning, equal for equal ones, or an `_Opaque`."""
     kind = type(value)
     if kind in _PLAIN_TYPES:
@@ -708,7 +708,7 @@ def _short(value: object) -> str:
 # -- what the configuration makes -------------------------------------------------------------
 
 
-def _made_by_config(model: Any) -> Any:  # noqa: ANN401
+def _made_by_config(model: Any) -> Any:
     """Return a model of the same class and configuration: buffers as computed, parameters on meta.
 
     In the calling thread, like `from_pretrained`: torch's default dtype is the process's.
@@ -730,7 +730,7 @@ def _made_by_config(model: Any) -> Any:  # noqa: ANN401
     return made.eval()
 
 
-def _difference(mark: _Mark, expected: _Mark, model: Any, made: Any) -> str:  # noqa: ANN401
+def _difference(mark: _Mark, expected: _Mark, model: Any, made: Any) -> str:
     """Return how a model differs from one that its configuration makes, except for loaded bytes."""
     if problem := _first_difference(expected.modules, mark.modules):
         return problem

@@ -42,7 +42,7 @@ _FP8: Final = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 several elements into a row, or scale every token separately."""
 
 
-def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> Model:  # noqa: ANN401
+def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> Model:
     """Describe the engine's KV cache, except for the weights, see `vua.vllm.weights`.
 
     Raises:
@@ -92,7 +92,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     )
 
 
-def _draft_tokens(vllm_config: Any, groups: Sequence[Group]) -> int | None:  # noqa: ANN401
+def _draft_tokens(vllm_config: Any, groups: Sequence[Group]) -> int | None:
     """Return up to how many tokens vLLM runs a draft. Raises UncachedError: its layers are unknown.
 
     A step with a longer request runs the draft for none of its requests.
@@ -109,8 +109,8 @@ def _draft_tokens(vllm_config: Any, groups: Sequence[Group]) -> int | None:  # n
 
 
 def _label(
-    vllm_config: Any,  # noqa: ANN401
-    kv_cache_config: Any,  # noqa: ANN401
+    vllm_config: Any,
+    kv_cache_config: Any,
     config: Mapping[str, object],
     groups: Sequence[Group],
 ) -> str:
@@ -143,7 +143,7 @@ def _name(model: str) -> str:
     return path.parent.parent.name.rpartition("--")[2] if in_hub else path.name
 
 
-def _folder(vllm_config: Any, model: str, revision: str | None) -> Path:  # noqa: ANN401
+def _folder(vllm_config: Any, model: str, revision: str | None) -> Path:
     return local_directory(model, revision, vllm_config.load_config.download_dir)
 
 
@@ -153,7 +153,7 @@ def _on_gpu() -> bool:
     return not current_platform.is_cpu()
 
 
-def _specs_of(table: Any) -> dict[str, Any]:  # noqa: ANN401
+def _specs_of(table: Any) -> dict[str, Any]:
     """Return vLLM's description of each cache of a cache group, by the cache's name."""
     spec = table.kv_cache_spec
     each = getattr(spec, "kv_cache_specs", None)
@@ -180,7 +180,7 @@ def layer_number(name: str) -> int:
         return next((int(part) for part in name.split(".") if part.isdigit()), 0)
 
 
-def _is_draft(vllm_config: Any, name: str) -> bool:  # noqa: ANN401
+def _is_draft(vllm_config: Any, name: str) -> bool:
     """Whether a cache is a draft's: its layers are numbered behind the model's."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method not in DRAFTS:
@@ -189,7 +189,7 @@ def _is_draft(vllm_config: Any, name: str) -> bool:  # noqa: ANN401
 
 
 def _groups_of(
-    vllm_config: Any,  # noqa: ANN401
+    vllm_config: Any,
     tables: Sequence[Any],
     config: ConnectorConfig,
 ) -> tuple[Group, ...]:
@@ -230,7 +230,7 @@ def _groups_of(
 
 
 def _divided(
-    vllm_config: Any,  # noqa: ANN401
+    vllm_config: Any,
     caches: Sequence[_Cache],
 ) -> tuple[dict[str, list[_Cache]], list[_Cache]]:
     """Return the caches of known forms, by kind, and those whose pages are stored as they are.
@@ -262,7 +262,7 @@ def _divided(
     return known, sorted(paged, key=lambda one: (one.number, one.name))
 
 
-def rule_of(spec: Any, table: Any) -> str | None:  # noqa: ANN401
+def rule_of(spec: Any, table: Any) -> str | None:
     """Return what of a cache a hit needs: ``""`` for all, ``w<n>`` for a window, ``s`` for a state.
 
     None where a hit needs nothing of it. Raises UncachedError where that is not known.
@@ -301,7 +301,7 @@ def rule_of(spec: Any, table: Any) -> str | None:  # noqa: ANN401
     return ""
 
 
-def known_kind(spec: Any, vllm_config: Any) -> str | None:  # noqa: ANN401
+def known_kind(spec: Any, vllm_config: Any) -> str | None:
     """Return the canonical name of a kind of cache, see `KVLayout.group`; None: a form of its own.
 
     Which has a rule, see :func:`rule_of`.
@@ -328,16 +328,16 @@ def known_kind(spec: Any, vllm_config: Any) -> str | None:  # noqa: ANN401
     return f"w{spec.sliding_window}" if type(spec) is SlidingWindowSpec else None
 
 
-def _text_of(vllm_config: Any) -> Any:  # noqa: ANN401
+def _text_of(vllm_config: Any) -> Any:
     return getattr(vllm_config.model_config, "hf_text_config", None)
 
 
-def _dtype_of(spec: Any, vllm_config: Any) -> str | None:  # noqa: ANN401
+def _dtype_of(spec: Any, vllm_config: Any) -> str | None:
     """Return how a cache's elements are stored; None where they are no array that is known."""
     return stored_as(spec.dtype, vllm_config.cache_config, on_gpu=_on_gpu())
 
 
-def _heads_of(kind: str, spec: Any, vllm_config: Any) -> int | None:  # noqa: ANN401
+def _heads_of(kind: str, spec: Any, vllm_config: Any) -> int | None:
     """Return the KV heads of all ranks together; None: a rank has not as many as it should."""
     model, tp_size = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
     if kind == DRAFT:
@@ -347,7 +347,7 @@ def _heads_of(kind: str, spec: Any, vllm_config: Any) -> int | None:  # noqa: AN
     return heads if spec.num_kv_heads == max(1, heads // tp_size) else None
 
 
-def _known(vllm_config: Any, size: int, kind: str, caches: Sequence[_Cache]) -> Group:  # noqa: ANN401
+def _known(vllm_config: Any, size: int, kind: str, caches: Sequence[_Cache]) -> Group:
     """Describe the layers of one kind whose form is known, in chunks of ``size`` tokens."""
     spec, tp_size = caches[0].spec, vllm_config.parallel_config.tensor_parallel_size
     if isinstance(spec, MambaSpec):
@@ -368,7 +368,7 @@ def _known(vllm_config: Any, size: int, kind: str, caches: Sequence[_Cache]) -> 
     )
 
 
-def _layout(vllm_config: Any, size: int, kind: str, spec: Any, layers: int) -> KVLayout:  # noqa: ANN401
+def _layout(vllm_config: Any, size: int, kind: str, spec: Any, layers: int) -> KVLayout:
     """Describe layers with K and V."""
     stored = _dtype_of(spec, vllm_config)
     heads = _heads_of(kind, spec, vllm_config)
@@ -386,7 +386,7 @@ def _layout(vllm_config: Any, size: int, kind: str, spec: Any, layers: int) -> K
     )
 
 
-def _pipelined(vllm_config: Any, size: int, kind: str, spec: Any) -> Group:  # noqa: ANN401
+def _pipelined(vllm_config: Any, size: int, kind: str, spec: Any) -> Group:
     """Describe the layers of an engine with pipeline parallelism. Raises UncachedError."""
     text, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config
     if getattr(text, "num_kv_shared_layers", 0):
@@ -398,7 +398,7 @@ def _pipelined(vllm_config: Any, size: int, kind: str, spec: Any) -> Group:  # n
 
 
 def _pages(
-    vllm_config: Any,  # noqa: ANN401
+    vllm_config: Any,
     size: int,
     caches: Sequence[_Cache],
     rules: Mapping[str, str | None],
@@ -465,7 +465,7 @@ def _head_range(heads: int, rank: int, size: int) -> tuple[int, int]:
     return head, head + 1
 
 
-def stored_as(dtype: object, cache_config: Any, *, on_gpu: bool) -> str | None:  # noqa: ANN401
+def stored_as(dtype: object, cache_config: Any, *, on_gpu: bool) -> str | None:
     """Return a safetensors name for how elements of ``dtype`` are stored; None: that is not known.
 
     A cache of fp8 holds K and V divided by scales. vLLM takes these from the checkpoint, which the
@@ -482,7 +482,7 @@ def stored_as(dtype: object, cache_config: Any, *, on_gpu: bool) -> str | None: 
     return _PLAIN.get(str(dtype))
 
 
-def _signature(spec: Any, tp_size: int) -> list[object]:  # noqa: ANN401
+def _signature(spec: Any, tp_size: int) -> list[object]:
     """Return what distinguishes states of this kind from others of the same size, for the identity.
 
     That includes the size of tensor parallelism: a rank's part holds pieces of several projections

@@ -75,7 +75,7 @@ def known_fields(name: str) -> tuple[set[str], set[str]]:
     }
 
 
-def settings_of(vllm_config: Any, kv_dtype: torch.dtype) -> Settings:  # noqa: ANN401
+def settings_of(vllm_config: Any, kv_dtype: torch.dtype) -> Settings:
     """Return what counts in an engine's configuration, with a KV cache of ``kv_dtype``.
 
     Raises UncachedError, naming the field, for a value without a canonical form.
@@ -99,7 +99,7 @@ def settings_of(vllm_config: Any, kv_dtype: torch.dtype) -> Settings:  # noqa: A
     return found
 
 
-def _fields(config: Any, owner: str) -> Iterator[tuple[str, str, Any]]:  # noqa: ANN401
+def _fields(config: Any, owner: str) -> Iterator[tuple[str, str, Any]]:
     """Yield class, field and value of everything that is not excluded."""
     excluded, _ = known_fields(owner)
     holders = HOLDERS.get(owner, "").split()
@@ -128,7 +128,7 @@ def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
     return any(text == json.dumps(each, sort_keys=True) for each in neutral)
 
 
-def _canonical(value: Any, place: str) -> Any:  # noqa: ANN401, C901, PLR0911 - each kind
+def _canonical(value: Any, place: str) -> Any:  # noqa: C901, PLR0911 - each kind
     """Return a value in the one JSON form that all equal values share."""
     if value is None or isinstance(value, bool | str):
         return str(value) if isinstance(value, str) else value
@@ -167,7 +167,7 @@ Folder = Callable[[str, str | None], Path]
 
 
 def engine_identity(
-    vllm_config: Any,  # noqa: ANN401
+    vllm_config: Any,
     kv_dtype: torch.dtype,
     folder: Folder,
 ) -> EngineIdentity:
@@ -203,8 +203,8 @@ def engine_identity(
 
 
 def pages_identity(
-    vllm_config: Any,  # noqa: ANN401
-    kv_cache_config: Any,  # noqa: ANN401
+    vllm_config: Any,
+    kv_cache_config: Any,
     groups: Sequence[Group],
     specs: Mapping[str, Any],
 ) -> dict[str, object]:
@@ -238,7 +238,7 @@ def pages_identity(
     }
 
 
-def _random_weights(vllm_config: Any) -> list[object]:  # noqa: ANN401
+def _random_weights(vllm_config: Any) -> list[object]:
     """Return what random weights depend on besides a seed: each rank draws its own part."""
     import vllm
     from vllm.platforms import current_platform
@@ -247,7 +247,7 @@ def _random_weights(vllm_config: Any) -> list[object]:  # noqa: ANN401
     return [vllm.__version__, current_platform.device_type, tp_size]
 
 
-def _draft(vllm_config: Any) -> list[str] | None:  # noqa: ANN401
+def _draft(vllm_config: Any) -> list[str] | None:
     """Return what the layers of a draft depend on besides its weights; None without one."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method not in DRAFTS:
@@ -257,7 +257,7 @@ def _draft(vllm_config: Any) -> list[str] | None:  # noqa: ANN401
     return [speculative.method, config, str(draft.dtype), str(draft.quantization)]
 
 
-def _whole(model: Any) -> str:  # noqa: ANN401
+def _whole(model: Any) -> str:
     """Digest a multi-part config except for the text part, which counts separately."""
     text = model.hf_text_config.model_type
     config = model.hf_config.to_dict()
@@ -271,7 +271,7 @@ def _whole(model: Any) -> str:  # noqa: ANN401
     )
 
 
-def _foreign_class(model: Any) -> str | None:  # noqa: ANN401
+def _foreign_class(model: Any) -> str | None:
     """Return the class that runs if it is not vLLM's own for this architecture."""
     from vllm.model_executor.models import registry
 
@@ -290,7 +290,7 @@ def _foreign_class(model: Any) -> str | None:  # noqa: ANN401
     return None if found == f"{module}:{own[1]}" else found
 
 
-def _code(model: Any, folder: Folder) -> list[str]:  # noqa: ANN401
+def _code(model: Any, folder: Folder) -> list[str]:
     """Return digests of the Python code among the model's own files."""
     configs = [model.hf_config.to_dict(), model.hf_text_config.to_dict()]
     maps = [each["auto_map"] for each in configs if isinstance(each.get("auto_map"), Mapping)]
@@ -304,7 +304,7 @@ def _code(model: Any, folder: Folder) -> list[str]:  # noqa: ANN401
     return [code_digest(each) for each in folders]
 
 
-def _media(vllm_config: Any, settings: Settings, folder: Folder) -> tuple[str, str]:  # noqa: ANN401
+def _media(vllm_config: Any, settings: Settings, folder: Folder) -> tuple[str, str]:
     """Return what images' K and V depend on besides their content, or why they are not cached."""
     model = vllm_config.model_config
     multimodal = model.multimodal_config
@@ -353,7 +353,7 @@ _OF_PAGES: Final = (
 )
 
 
-def setup_of(vllm_config: Any) -> str:  # noqa: ANN401
+def setup_of(vllm_config: Any) -> str:
     """Return a digest of an engine's setup, given its configuration."""
     model, load = vllm_config.model_config, vllm_config.load_config
     try:
@@ -389,7 +389,7 @@ def _devices() -> list[str]:
     return [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
 
 
-def _plain(value: Any, depth: int) -> object:  # noqa: ANN401
+def _plain(value: Any, depth: int) -> object:
     """Return a value in JSON's types, as far as it can be inspected."""
     fields = _fields_of(value) if depth < _MAX_DEPTH else None
     if fields is not None:
@@ -401,7 +401,7 @@ def _plain(value: Any, depth: int) -> object:  # noqa: ANN401
     return _ADDRESS.sub("", str(value))
 
 
-def _fields_of(value: Any) -> Mapping[str, Any] | None:  # noqa: ANN401
+def _fields_of(value: Any) -> Mapping[str, Any] | None:
     """Return the content of a mapping or configuration object, None for anything else."""
     if isinstance(value, type):
         return None

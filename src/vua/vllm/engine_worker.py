@@ -41,7 +41,7 @@ _NAMES: Final = frozenset({"id"})
 class Adapters:
     """What one worker's LoRA manager holds. For the worker's thread, except :meth:`holds`."""
 
-    def __init__(self, runner: Any) -> None:  # noqa: ANN401
+    def __init__(self, runner: Any) -> None:
         """Watch the manager of a model runner from now on.
 
         Args:
@@ -74,7 +74,7 @@ class Adapters:
         self._asked: set[int] = set()
         """What the scheduler's half has asked for, still without an answer."""
 
-    def _load_and_copy(self, lora_request: Any) -> Any:  # noqa: ANN401
+    def _load_and_copy(self, lora_request: Any) -> Any:
         """Load an adapter as vLLM does, with its errors, and begin to digest it.
 
         vLLM packs the adapter next, which scales its tensors in place.
@@ -139,7 +139,7 @@ class Adapters:
         return {n: AdapterNote(self._held.get(n), 1) for n in {*changed, *gone, *asked}}
 
 
-def adapter_content(adapter: Any) -> Content:  # noqa: ANN401
+def adapter_content(adapter: Any) -> Content:
     """Return a copy of the content of a loaded adapter (vLLM's ``LoRAModel``), to be digested.
 
     Covers every attribute except its number, and all bytes of all tensors, so nothing that a
@@ -152,7 +152,7 @@ def adapter_content(adapter: Any) -> Content:  # noqa: ANN401
     return Content(adapter, _VERSION, _attributes)
 
 
-def _attributes(value: Any) -> Mapping[str, Any] | None:  # noqa: ANN401
+def _attributes(value: Any) -> Mapping[str, Any] | None:
     """Return the content of vLLM's own objects; None for others."""
     if not type(value).__module__.startswith("vllm.lora."):
         return None
@@ -197,7 +197,7 @@ class Calls:
 
     __slots__ = ("_vua_calls", "_vua_last", "_vua_worker")
 
-    def __init__(self, worker: Any) -> None:  # noqa: ANN401
+    def __init__(self, worker: Any) -> None:
         object.__setattr__(self, "_vua_worker", worker)
         object.__setattr__(self, "_vua_calls", 0)
         object.__setattr__(self, "_vua_last", "")
@@ -206,12 +206,12 @@ class Calls:
     def __class__(self) -> type:
         return type(self._vua_worker)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         if name not in _LEAVES_WEIGHTS and not (name == "model_runner" and _by_a_reader()):
             self._vua_note(name)
         return getattr(self._vua_worker, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:  # noqa: ANN401
+    def __setattr__(self, name: str, value: Any) -> None:
         self._vua_note(name)
         setattr(self._vua_worker, name, value)
 
@@ -232,7 +232,7 @@ def _by_a_reader() -> bool:
 class EngineWorker:
     """The worker in whose process this is. For its thread."""
 
-    def __init__(self, wrapper: Any) -> None:  # noqa: ANN401
+    def __init__(self, wrapper: Any) -> None:
         """Insert :class:`Calls` between ``wrapper`` (a ``WorkerWrapperBase``) and its worker.
 
         Raises UncachedError if the wrapper's structure is unknown.
@@ -279,7 +279,7 @@ class EngineWorker:
         return self._calls._vua_last  # noqa: SLF001
 
 
-def memory_of(vllm_config: Any) -> EngineState:  # noqa: ANN401
+def memory_of(vllm_config: Any) -> EngineState:
     """Find the worker that is creating a connector right now, and its model and adapters."""
     lora = vllm_config.lora_config
     try:

@@ -163,7 +163,7 @@ def environment_of_pages() -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(names) if name in os.environ}
 
 
-def environment_that_counts(vllm_config: Any) -> dict[str, object]:  # noqa: ANN401
+def environment_that_counts(vllm_config: Any) -> dict[str, object]:
     """Return what this process's environment adds to the config that the identity digests.
 
     Nothing for ordinary engines. A batch-invariant one shares only with those that round alike.
@@ -190,7 +190,7 @@ def _set() -> dict[str, str]:
     }
 
 
-def _rounding(vllm_config: Any) -> list[object]:  # noqa: ANN401
+def _rounding(vllm_config: Any) -> list[object]:
     """Return what determines the rounding of numbers, for engines that promise equal bits."""
     import torch
     import vllm

@@ -86,7 +86,7 @@ __all__ = [
 ]
 
 
-def enabled(vllm_config: Any) -> bool:  # noqa: ANN401
+def enabled(vllm_config: Any) -> bool:
     """Whether vLLM publishes KV cache events."""
     events = vllm_config.kv_events_config
     return events is not None and bool(events.enable_kv_cache_events)
@@ -95,7 +95,7 @@ def enabled(vllm_config: Any) -> bool:  # noqa: ANN401
 class BlockEvents(KVEventPublisher):
     """Describes chunks as vLLM's blocks."""
 
-    def __init__(self, model: Model, vllm_config: Any, kv_cache_config: Any) -> None:  # noqa: ANN401
+    def __init__(self, model: Model, vllm_config: Any, kv_cache_config: Any) -> None:
         """Take the kind and the hashes of blocks from the engine's configuration."""
         super().__init__(model)
         spec = kv_cache_config.kv_cache_groups[self._table].kv_cache_spec
@@ -107,7 +107,7 @@ class BlockEvents(KVEventPublisher):
             "kv_cache_spec_sliding_window": get_kv_cache_spec_sliding_window(spec),
         }
 
-    def stored_event(self, request: Any, start: int, stop: int) -> BlockStored | None:  # noqa: ANN401
+    def stored_event(self, request: Any, start: int, stop: int) -> BlockStored | None:
         hashes, each = request.block_hashes, self._hashes_per_block
         blocks = range(start // self._block, stop // self._block)
         if not blocks or blocks.stop * each > len(hashes):
@@ -157,7 +157,7 @@ class VUAPromMetrics(KVConnectorPromMetrics):
 
     def __init__(
         self,
-        vllm_config: Any,  # noqa: ANN401
+        vllm_config: Any,
         metric_types: dict[type, type],
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
@@ -171,7 +171,7 @@ class VUAPromMetrics(KVConnectorPromMetrics):
         self._families.add(transfer_stats_data, self.per_engine_labelvalues[engine_idx])
 
 
-def step_of(output: Any) -> ScheduledStep:  # noqa: ANN401
+def step_of(output: Any) -> ScheduledStep:
     """Return what a step computes, from vLLM's ``SchedulerOutput``."""
     tokens, cached = output.num_scheduled_tokens, output.scheduled_cached_reqs
     guesses = output.scheduled_spec_decode_tokens
@@ -478,7 +478,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             with self._guarded():
                 side.mark_loads(connector_metadata)
 
-    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin the ordered loads; does not wait for them."""
         orders = self._get_connector_metadata()
         self._idle = isinstance(orders, ConnectorMetadata) and orders.idle
@@ -493,8 +493,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         self,
         layer_name: str,
         kv_layer: torch.Tensor,
-        attn_metadata: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
+        attn_metadata: Any,
+        **kwargs: Any,
     ) -> None:
         """Do nothing: all layers are saved together in :meth:`wait_for_save`."""
 
@@ -521,7 +521,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             return None, self.worker.take_received(idle=self._idle)
         return None, set()
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:  # noqa: ANN401
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """As :meth:`get_finished`, with the requests whose loads failed completely."""
         results = super().get_transfer_results(finished_req_ids)
         if self.worker is not None:

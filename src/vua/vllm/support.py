@@ -26,7 +26,7 @@ _WITHOUT_LAYERS: Final = ("medusa", "mlp_speculator", "ngram", "ngram_gpu", "suf
 """Those that keep no K and V."""
 
 
-def check_engine(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: ANN401
+def check_engine(vllm_config: Any, config: ConnectorConfig) -> None:
     """Refuse engines whose K and V depend on more than the identity covers."""
     from vllm.platforms import current_platform
 
@@ -71,7 +71,7 @@ def check_engine(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: AN
     check_drafts(vllm_config)
 
 
-def adapters_spill(vllm_config: Any) -> bool:  # noqa: ANN401
+def adapters_spill(vllm_config: Any) -> bool:
     """Whether vLLM applies adapters to requests without one in the same step.
 
     Its CPU backend uses -1, which means no adapter, as the index of the last slot: wrong as soon as
@@ -82,7 +82,7 @@ def adapters_spill(vllm_config: Any) -> bool:  # noqa: ANN401
     return current_platform.is_cpu() and vllm_config.lora_config is not None
 
 
-def check_drafts(vllm_config: Any) -> None:  # noqa: ANN401
+def check_drafts(vllm_config: Any) -> None:
     """Refuse speculative decoding whose own layers are not known well enough to be stored."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in _WITHOUT_LAYERS:
@@ -111,7 +111,7 @@ def check_drafts(vllm_config: Any) -> None:  # noqa: ANN401
             raise UncachedError(f"{named} {reason}")
 
 
-def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:  # noqa: ANN401
+def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:
     """Refuse MLA whose decode and prefill disagree: a cached prefix would change the output.
 
     vLLM's reference backend on CPUs has that bug with or without a connector.

@@ -93,7 +93,7 @@ def caveat() -> str | None:
     )
 
 
-def announce(transfer: Any) -> None:  # noqa: ANN401
+def announce(transfer: Any) -> None:
     """Log what is in use, and what users may want to change in ``transfer``."""
     log.info("VUA: %s", native.status().text)
     if (text := caveat()) is not None:
@@ -125,7 +125,7 @@ def packs_k_and_v() -> bool:
     return release is None or release >= Version("0.26")
 
 
-def event_extra_keys(request: Any, blocks: range, block_size: int) -> list[Any] | None:  # noqa: ANN401
+def event_extra_keys(request: Any, blocks: range, block_size: int) -> list[Any] | None:
     """Return what identifies a request's blocks besides tokens, in the form of vLLM's events.
 
     None if there is nothing. vLLM 0.32 tags these keys and publishes them without the tags.
@@ -143,7 +143,7 @@ def event_extra_keys(request: Any, blocks: range, block_size: int) -> list[Any] 
     return keys if untagged is None else list(untagged(keys))
 
 
-def session_of(request: Any) -> dict[str, Any]:  # noqa: ANN401
+def session_of(request: Any) -> dict[str, Any]:
     """Return the field of an event that names the request's session, if vLLM (0.32) has it."""
     if "session_id" not in kv_events.BlockStored.__struct_fields__:
         return {}

@@ -26,7 +26,7 @@ _READS_ALL: Final = frozenset(
 _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".gguf")
 
 
-def find_weights(vllm_config: Any, stop: threading.Event) -> Weights:  # noqa: ANN401
+def find_weights(vllm_config: Any, stop: threading.Event) -> Weights:
     """Identify what the engine has loaded; takes as long as reading it, if it was never read.
 
     Raises:
@@ -58,11 +58,11 @@ def find_weights(vllm_config: Any, stop: threading.Event) -> Weights:  # noqa: A
     return weights
 
 
-def _load_format(load: Any) -> str:  # noqa: ANN401
+def _load_format(load: Any) -> str:
     return str(getattr(load.load_format, "value", load.load_format))
 
 
-def _engine_files(model_config: Any, load: Any) -> list[Path]:  # noqa: ANN401
+def _engine_files(model_config: Any, load: Any) -> list[Path]:
     """Return the files that hold what the engine loads. Raises UncachedError, ConfigError, OSError.
 
     ConfigError where there are none.
@@ -84,7 +84,7 @@ def _engine_files(model_config: Any, load: Any) -> list[Path]:  # noqa: ANN401
     return files + _quantisation_files(model_config, root)
 
 
-def _root(model_config: Any, load: Any) -> Path:  # noqa: ANN401
+def _root(model_config: Any, load: Any) -> Path:
     """Return the directory of the model's files. Raises UncachedError."""
     from vllm import envs
 
@@ -105,7 +105,7 @@ def _root(model_config: Any, load: Any) -> Path:  # noqa: ANN401
     return root
 
 
-def _chosen_by(loader: Any, model_config: Any, root: Path) -> list[Path]:  # noqa: ANN401
+def _chosen_by(loader: Any, model_config: Any, root: Path) -> list[Path]:
     """Return the files that vLLM's default loader chooses in a directory. Raises UncachedError."""
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
@@ -142,7 +142,7 @@ def has_secondary(model_class: type) -> bool:
     return named or hasattr(model_class, "secondary_weights")
 
 
-def _quantisation_files(model_config: Any, root: Path) -> list[Path]:  # noqa: ANN401
+def _quantisation_files(model_config: Any, root: Path) -> list[Path]:
     """Return the files in which a quantised checkpoint describes itself beside its config."""
     if model_config.quantization is None or not root.is_dir():
         return []

@@ -220,7 +220,7 @@ def _read_header(fd: int, size: int) -> tuple[int, dict[str, _Tensor], dict[str,
     return (start, tensors, counting) if start + reached == size else None
 
 
-def _tensor(described: Any) -> _Tensor:  # noqa: ANN401
+def _tensor(described: Any) -> _Tensor:
     """Return a header's description of a tensor. Raises ValueError, TypeError, KeyError."""
     begin, end = described["data_offsets"]
     numbers = [begin, end, *described["shape"]]
