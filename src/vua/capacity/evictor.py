@@ -1,16 +1,19 @@
 """Deletes chunks of the lowest rank, leaves before their prefixes, until there is space.
 
 Why not the oldest of a small random sample, as Redis does it (its documentation on key eviction)?
-Chunks depend on each other, and a victim in the middle of a chain makes all that follow it
-unreachable. Ranks (:mod:`vua.capacity.policy`) order a chain only if *the* lowest chunk goes first.
-So one pass over all mtimes gathers the lowest, and these are evicted in order over many bursts,
-each checked again first; `docs/decisions/0004-bounds.md` has the measurements.
+Chunks depend on each other, and a victim in the middle of a chain leaves all that follows out of
+reach. Ranks (:mod:`vua.capacity.policy`) order a chain only if *the* lowest chunk goes first. So
+one sweep over all mtimes (:class:`vua.capacity.scan.Sweep`) gathers the lowest, and these are
+evicted in order over many bursts, each looked at again first. Who cannot wait for the end of a
+sweep takes the lowest of what it has found so far; from some millions of chunks on all do.
+`docs/decisions/0004-bounds.md` and `0063-one-sweep-for-all.md` have the measurements.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections import Counter, deque
@@ -22,6 +25,7 @@ from typing import Final
 import numpy as np
 
 from vua.capacity import marks
+from vua.capacity.lease import Victims, tell_victims, told_victims, upkeep_directory
 from vua.capacity.lru import MTIME_STEP_NS, is_unchanged, mtime_ns_of, set_mtime
 from vua.capacity.marks import is_unsent
 from vua.capacity.policy import BY_MTIME, LRU, Policy, Ranks
@@ -35,17 +39,22 @@ from vua.capacity.removal import (
     evict_chunk,
     told_immovable,
 )
-from vua.capacity.scan import HIGHEST, LOWEST, Candidate, Space, chunk_nbytes, lowest, spaces
+from vua.capacity.scan import HIGHEST, LOWEST, Candidate, Space, Sweep, chunk_nbytes, spaces
 from vua.io.posix import close_quietly
+from vua.native import LATEST_NS
 from vua.storage.description import is_surely_later
 from vua.storage.local import chunk_path
 
-__all__ = ["PINNED_SHARE", "Evictor"]
+__all__ = ["AT_ONCE", "PINNED_SHARE", "Evictor"]
 
 log = logging.getLogger(__name__)
 
 _VICTIMS: Final = 1 << 16
-"""Victims that one pass over all mtimes gathers. With a million chunks a pass takes 2 s or more."""
+"""Victims that one sweep gathers at least. With a million chunks it takes 2 s or more."""
+AT_ONCE: Final = 1 << 16
+"""Of so many chunks the exact lowest are looked for, even while a writer waits."""
+_SHARED: Final = 1 << 14
+"""With fewer chunks each process looks for itself: that is as fast as to read what others found."""
 _FUTURE_NS: Final = 10 * 10**9
 """An mtime further ahead of the server's clock than this means that the clock was set back."""
 _LATEST_NS: Final = 1 << 62
@@ -110,10 +119,19 @@ class Evictor:
         """Rank of the first chunk that the last run left; LOWEST if no run ended since the last
         pass."""
         self._pool: list[Candidate] = []
-        """The lowest chunks at the last pass, lowest last."""
+        """The lowest chunks of a sweep, lowest last."""
+        self._pool_of: Sweep | None = None
+        """Which sweep that is, where it has not ended."""
         self._seen_ns = 0
-        """The server's time before that pass, and before ranks were read. A chunk that changed
-        since stays: it was used, or it got a child that the pass may not have seen."""
+        """The server's time before that sweep, and before ranks were asked for. What changed since
+        stays: it was used, or it got a child that the sweep may not have seen."""
+        self._sweep: Sweep | None = None
+        """The one under way."""
+        self._sweep_seen_ns, self._sweep_began_s = 0, 0.0
+        self.shares = False
+        """Whether victims are told to other processes, and those that others tell are used."""
+        self._told_ns = 0
+        """When the last sweep began of which victims were told, here or by others."""
         self._kept: set[tuple[str, str]] = set()
         """Chunks that stayed, and their prefixes, as (namespace, chunk), until the next pass."""
         self._held: deque[tuple[Candidate, int]] = deque()
@@ -141,8 +159,13 @@ class Evictor:
 
     @property
     def left(self) -> int:
-        """Number of known victims."""
-        return len(self._pool)
+        """How many victims are known."""
+        return len(self._pool) + (0 if self._sweep is None else len(self._sweep.found))
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether a sweep has begun and not ended, which :meth:`prepare` goes on with."""
+        return self._sweep is not None and not self._sweep.is_large
 
     @property
     def floor_rank(self) -> int:
@@ -153,19 +176,52 @@ class Evictor:
         """
         return self._floor_rank if time.monotonic() < self._ranked_until_s else LOWEST
 
-    def prepare(self, now_ns: int, pulse: Callable[[], None]) -> None:
-        """Look for victims ahead of need.
+    def prepare(self, now_ns: int, pulse: Callable[[], None], *, looks: bool = True) -> None:
+        """Look for victims ahead of need, to the end of a sweep or until there are very many.
 
         Args:
             now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
             pulse: called some hundred times; may evict meanwhile, as far as victims are known.
+            looks: else it only takes those that another process has found meanwhile.
 
         Raises OSError where the directory cannot be listed.
         """
-        began_s, self._ranks = time.monotonic(), self._policy.rank(now_ns)
+        self._rank_anew(self._policy.rank(now_ns))
+        if (self._sweep is None and self._adopt(now_ns)) or not looks:
+            return
         with spaces(self._root) as found:
-            fresh = lowest(ours(found), _VICTIMS, pulse, rank=self._ranks.of).lowest
-        self._fill(fresh, began_s, now_ns)
+            mine = ours(found)
+            by_name = {space.name: space for space in mine}
+            sweep = self._sweep or self._begin(mine, now_ns, _VICTIMS)
+            while self._sweep is sweep and not sweep.is_done:
+                pulse()
+                if self._sweep is not sweep or (sweep.is_large and len(sweep.found) >= _VICTIMS):
+                    return
+                if not sweep.is_done:
+                    sweep.step(by_name)
+            if self._sweep is sweep:
+                self._finish(sweep)
+
+    def _adopt(self, now_ns: int) -> bool:
+        """Use the victims that another process has found; whether there are any."""
+        if not self.shares:
+            return False
+        directory = upkeep_directory(self._root)
+        try:
+            told = told_victims(directory, self._told_ns, now_ns)
+        finally:
+            close_quietly(directory)
+        if told is None or told.ranks_last != self._ranks.is_lasting:
+            return False
+        self._told_ns = told.seen_ns
+        with spaces(self._root) as found:
+            mine = {space.name for space in ours(found)}
+        self._fill([one for one in told.found if one.space in mine], told.seen_ns, None)
+        self._ranked_until_s = math.inf
+        if told.until_ns:
+            self._ranked_until_s = time.monotonic() + (told.until_ns - now_ns) / 1e9
+        self._rank_anew(self._ranks)
+        return bool(self._pool)
 
     def evict(
         self,
@@ -174,11 +230,10 @@ class Evictor:
         *,
         before_ns: int | None = None,
         most_rank: int = HIGHEST,
-        expired_ns: int = 0,
-        own_ttls: bool = False,
         pins_nbytes: int | None = None,
-        pulse: Callable[[DeletionTotals], None] = lambda freed: None,  # noqa: ARG005
-    ) -> DeletionTotals:
+        hurries: bool = False,
+        pulse: Callable[[Freed], None] = lambda freed: None,  # noqa: ARG005
+    ) -> Freed:
         """Delete the chunks of the lowest rank until ``nbytes`` bytes are free.
 
         Mtimes from the future (the server's clock was set back) are first set to now, in their
@@ -188,29 +243,47 @@ class Evictor:
             nbytes: how much to free; less is freed when no more may be deleted.
             now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
             before_ns: chunks with this mtime or a younger one stay.
-            most_rank: chunks of a higher rank stay, if ranks are not mtimes.
-            expired_ns: delete all chunks with mtimes before this, beyond ``nbytes``.
-            own_ttls: delete also the chunks whose own time to live (:mod:`vua.capacity.marks`) is
-                over.
-            pins_nbytes: pinned chunks stay up to so many bytes, the last used ones; None: all.
+            most_rank: chunks of a higher rank stay, where ranks are not mtimes.
+            pins_nbytes: pinned chunks stay up to so many bytes, those used last; None: all.
+            hurries: a writer waits: with very many chunks it takes the lowest of a part of them.
             pulse: called every few chunks, and while it searches, with what is freed so far.
 
         Raises OSError if the directory cannot be listed or written to.
         """
-        freed = self._expire(now_ns, pulse) if own_ttls else NOTHING
-        if nbytes <= 0 and not expired_ns:
-            return freed  # without a pass over all mtimes
-        self._rank_anew(BY_MTIME if expired_ns else self._policy.rank(now_ns))
+        freed = NOTHING
+        if nbytes <= 0:
+            return freed
+        self._rank_anew(self._policy.rank(now_ns, hurries=hurries))
         most_rank = min(most_rank, self._ranks.most(before_ns))
-        run = _Run(nbytes, now_ns, before_ns, most_rank, expired_ns, pins_nbytes, pulse)
+        run = _Run(
+            nbytes, now_ns, before_ns, most_rank, pins_nbytes, pulse, _VICTIMS, hurries=hurries
+        )
         self._has_unsent = False
         freed += self._run(run)
         if self._has_unsent and freed.nbytes < nbytes:
-            run = replace(run, nbytes=nbytes - freed.nbytes, takes_unsent=True)
+            run = replace(run, nbytes=nbytes - freed.nbytes, takes_unsent=True, swept=False)
             freed += self._run(run)
         self._policy.taken(self._taken)
         self._taken = []
         return freed
+
+    def expire(
+        self,
+        now_ns: int,
+        expired_ns: int = 0,
+        pulse: Callable[[Freed], None] = lambda freed: None,  # noqa: ARG005
+    ) -> Freed:
+        """Delete chunks whose own time to live is over (:mod:`vua.capacity.marks`), but for pins.
+
+        Args:
+            now_ns: as for :meth:`evict`.
+            expired_ns: delete also all chunks with mtimes before this; 0: none.
+            pulse: as for :meth:`evict`.
+
+        Raises OSError where the directory cannot be listed or written to.
+        """
+        freed = self._expire_own(now_ns, pulse)
+        return freed + self._expire(now_ns, expired_ns, pulse) if expired_ns else freed
 
     def _rank_anew(self, ranks: Ranks) -> None:
         """Order the known victims by their current ranks; forget them after some time."""
@@ -226,8 +299,9 @@ class Evictor:
             self._pool, self._spared = sorted(pool, reverse=True), []
         else:
             self._pool, self._spared = [], []
+            self._sweep = self._sweep if is_same else None
 
-    def _expire(self, now_ns: int, pulse: Callable[[DeletionTotals], None]) -> DeletionTotals:
+    def _expire_own(self, now_ns: int, pulse: Callable[[Freed], None]) -> Freed:
         """Delete the chunks whose own time to live is over."""
         freed = NOTHING
         with spaces(self._root) as found:
@@ -242,24 +316,61 @@ class Evictor:
                     pulse(freed)
         return freed
 
-    def _run(self, run: _Run) -> DeletionTotals:
-        freed, brought, seen, room = NOTHING, -1, 0, _VICTIMS
+    def _expire(self, now_ns: int, expired_ns: int, pulse: Callable[[Freed], None]) -> Freed:
+        """Delete what was not used since ``expired_ns``, and find victims in the same sweep.
+
+        What follows a chunk in a prompt was not used since then either. So of very many chunks some
+        may go before those that follow them: these go, too.
+        """
+        freed, latest_ns = NOTHING, now_ns + _FUTURE_NS
+        self._rank_anew(self._policy.rank(now_ns))
+        with spaces(self._root) as found:
+            mine = ours(found)
+            by_name = {space.name: space for space in mine}
+            sweep = self._begin(mine, now_ns, _VICTIMS, latest_ns, expired_ns)
+            if sweep.is_large:
+                sweep.limit, sweep.found = LOWEST, []
+            while True:
+                if sweep.is_done or len(sweep.expired) >= _VICTIMS:
+                    over, sweep.expired = sorted(sweep.expired), []
+                    for victim in over:
+                        freed += self._expire_one(victim, by_name, now_ns)
+                        if freed.chunks % _PULSE_CHUNKS == 0:
+                            pulse(freed)
+                if sweep.is_done:
+                    break
+                pulse(freed)
+                sweep.step(by_name)
+            if self._is_real and sweep.ahead:
+                move_future_mtimes(sorted(sweep.ahead), by_name, now_ns, latest_ns)
+            self._drop(sweep.empty(mine), now_ns)
+            if sweep.is_large:
+                self._sweep = None
+            else:
+                self._finish(sweep)
+        return freed
+
+    def _expire_one(self, victim: Candidate, by_name: Mapping[str, Space], seen_ns: int) -> Freed:
+        if (victim.space, victim.chunk) in self.immovable:
+            return NOTHING
+        if self.spares_unsent and is_unsent(by_name[victim.space], victim.chunk):
+            return NOTHING
+        return self._evict(victim, by_name, seen_ns, None)
+
+    def _run(self, run: _Run) -> Freed:
+        freed = NOTHING
         self._pool += self._spared[::-1]  # first in turn again, now perhaps for another prompt
         self._spared = []
         if self._pool and self._pool[0].mtime_ns > run.now_ns + _FUTURE_NS:
-            self._fill([], 0.0, 0)  # the clock was set back since
+            self._fill([], 0, None)  # the clock was set back since
         with spaces(self._root) as found:
             by_name = {space.name: space for space in found}
+            self._skip_gone(by_name)
             while True:
+                if not self._pool and not self._search(found, by_name, run, freed):
+                    return freed
                 if not self._pool:
-                    if brought == freed.chunks:
-                        if seen < room:
-                            return freed  # a pass brought nothing: all is pinned, or in use
-                        room *= 2
-                    brought = freed.chunks
-                    seen = self._pass(found, by_name, room, run, freed)
-                    if not self._pool:
-                        return freed
+                    continue
                 victim = self._pool[-1]
                 if run.ends_at(victim, freed):
                     self._floor_rank = LOWEST if self._ranks.is_lasting else victim.rank
@@ -273,6 +384,25 @@ class Evictor:
                 if freed.chunks % _PULSE_CHUNKS == 0:
                     run.pulse(freed)
 
+    def _skip_gone(self, by_name: Mapping[str, Space]) -> None:
+        """Leave out the first victims where other processes have evicted these: in order, too."""
+        if not self.shares:
+            return
+
+        def is_gone(place: int) -> bool:
+            victim = self._pool[-1 - place]
+            space = by_name.get(victim.space)
+            return space is None or mtime_ns_of(space.fd, victim.chunk) is None
+
+        gone, step = 0, 1  # so many are gone; steps get longer until one is there, then shorter
+        while gone + step <= len(self._pool) and is_gone(gone + step - 1):
+            gone, step = gone + step, 2 * step
+        while step > 1:
+            step //= 2
+            if gone + step <= len(self._pool) and is_gone(gone + step - 1):
+                gone += step
+        del self._pool[len(self._pool) - gone :]
+
     def _stays(self, victim: Candidate, by_name: Mapping[str, Space], run: _Run) -> bool:
         """Whether a chunk is skipped because it is not uploaded yet; counts those that go."""
         space = by_name.get(victim.space)
@@ -282,50 +412,111 @@ class Evictor:
         self.counts["unsent_evicted"] += run.takes_unsent
         return not run.takes_unsent
 
-    def _pass(
+    def _search(
         self,
         found: Sequence[Space],
         by_name: Mapping[str, Space],
-        room: int,
         run: _Run,
-        freed: DeletionTotals,
-    ) -> int:
-        """Read all mtimes for the next victims; return how many were found."""
-        began_s, latest_ns = time.monotonic(), run.now_ns + _FUTURE_NS
-        seen_ns = run.now_ns
+        freed: Freed,
+    ) -> bool:
+        """Find more victims; whether there may be any."""
         pulse = partial(run.pulse, freed)
-        rank = self._ranks.of
-        found = ours(found)
-        seen = lowest(found, room, pulse, latest_ns=latest_ns, rank=rank)
-        if seen.ahead and self._is_real:
-            now_ns = run.now_ns + int((time.monotonic() - began_s) * 1e9)
-            first_ns = move_future_mtimes(seen.ahead, by_name, now_ns, now_ns + _FUTURE_NS)
-            if first_ns is not None:
-                log.warning(
-                    "the clock of %s was set back; the times of its chunks are set back, too",
-                    self._root,
-                )
-                if run.before_ns is not None and run.before_ns > latest_ns:
-                    run.before_ns = first_ns  # it was such a time, too: the prompt's own
-                    run.most_rank = min(run.most_rank, self._ranks.most(first_ns))
-                seen, seen_ns = lowest(found, room, pulse, rank=rank), _LATEST_NS
-        self._drop(seen.empty, run.now_ns)
-        self._fill(seen.lowest, began_s, seen_ns)
-        return len(seen.lowest)
+        sweep = self._sweep
+        if sweep is None:
+            if self._adopt(run.now_ns):
+                return True
+            if run.swept and run.brought == freed.chunks:
+                if run.picked < run.room:
+                    return False  # a sweep brought nothing: all is pinned, or in use
+                run.room *= 2
+            run.swept, run.brought = True, freed.chunks
+            latest_ns = run.now_ns + _FUTURE_NS
+            sweep = self._begin(ours(found), run.now_ns, run.room, latest_ns)
+        if sweep.is_large or (run.hurries and sweep.chunks > AT_ONCE):
+            while not (sweep.found or sweep.is_done):
+                pulse()
+                sweep.step(by_name)
+        else:
+            sweep.drain(by_name, pulse)
+        run.picked = sweep.picked
+        if not sweep.is_done:
+            victims, sweep.found = sweep.found, []
+            self._fill(victims, self._sweep_seen_ns, sweep)
+            self._ranked_until_s = math.inf
+            return True
+        if sweep.ahead and self._is_real:
+            self._set_back(sweep, found, by_name, run)
+        self._drop(sweep.empty(ours(found)), run.now_ns)
+        self._finish(sweep)
+        return bool(self._pool) or not run.swept or run.brought != freed.chunks
 
-    def _fill(self, victims: list[Candidate], began_s: float, seen_ns: int) -> None:
-        """Use the victims of a pass that ``began_s``, ``seen_ns`` by the server's clock."""
-        now_s, self._seen_ns = time.monotonic(), seen_ns
-        self._ranked_until_s = now_s + (now_s - began_s) / _PASSES_SHARE
-        if now_s >= self._immovable_until_s:  # another process may have freed them
+    def _begin(
+        self,
+        mine: Sequence[Space],
+        now_ns: int,
+        room: int,
+        latest_ns: int = LATEST_NS,
+        expired_ns: int = 0,
+    ) -> Sweep:
+        """Begin a sweep in the place of one that may be under way."""
+        self._sweep_began_s, self._sweep_seen_ns = time.monotonic(), now_ns
+        self._sweep = Sweep(mine, room, self._ranks.of, latest_ns=latest_ns, expired_ns=expired_ns)
+        return self._sweep
+
+    def _set_back(
+        self, sweep: Sweep, found: Sequence[Space], by_name: Mapping[str, Space], run: _Run
+    ) -> None:
+        """Set mtimes from the future to now, and look again at what has them now."""
+        now_ns = run.now_ns + int((time.monotonic() - self._sweep_began_s) * 1e9)
+        latest_ns = now_ns + _FUTURE_NS
+        first_ns = move_future_mtimes(sorted(sweep.ahead), by_name, now_ns, latest_ns)
+        if first_ns is None:
+            return
+        log.warning("the clock of %s was set back; its chunks' times follow", self._root)
+        if run.before_ns is not None and run.before_ns > run.now_ns + _FUTURE_NS:
+            run.before_ns = first_ns  # it was such a time, too: the prompt's own
+            run.most_rank = min(run.most_rank, self._ranks.most(first_ns))
+        again = Sweep(ours(found), run.room, self._ranks.of)
+        again.drain(by_name, partial(run.pulse, NOTHING))
+        sweep.found, run.picked, self._sweep_seen_ns = again.found, again.picked, _LATEST_NS
+
+    def _finish(self, sweep: Sweep) -> None:
+        """Use all that a sweep has found, from its end on."""
+        victims = [*self._pool, *self._spared] if self._pool_of is sweep else []
+        self._fill([*victims, *sweep.found], self._sweep_seen_ns, sweep)
+        self._sweep = self._pool_of = None
+        took_s = time.monotonic() - self._sweep_began_s
+        self._ranked_until_s = time.monotonic() + took_s / _PASSES_SHARE
+        is_many = sweep.chunks >= _SHARED and not sweep.is_large
+        if self.shares and is_many and self._sweep_seen_ns != _LATEST_NS:
+            self._tell_victims(took_s)
+
+    def _tell_victims(self, took_s: float) -> None:
+        until_ns = self._sweep_seen_ns + int(took_s / _PASSES_SHARE * 1e9)
+        lasts = self._ranks.is_lasting
+        told = Victims(self._sweep_seen_ns, 0 if lasts else until_ns, lasts, self._pool[::-1])
+        with contextlib.suppress(OSError):
+            directory = upkeep_directory(self._root)
+            try:
+                tell_victims(directory, told)
+            finally:
+                close_quietly(directory)
+        self._told_ns = self._sweep_seen_ns
+
+    def _fill(self, victims: Sequence[Candidate], seen_ns: int, sweep: Sweep | None) -> None:
+        """Take victims of a sweep (None: of another process's) that began at ``seen_ns``."""
+        now_s = time.monotonic()
+        if now_s >= self._immovable_until_s:  # somebody may have freed them
             self.immovable.clear()
             self._immovable_until_s = now_s + _IMMOVABLE_S
         if self.immovable:
             victims = [one for one in victims if (one.space, one.chunk) not in self.immovable]
-        self._pool, self._spared, self._floor_rank = victims[::-1], [], LOWEST
-        self._kept.clear()
-        self._held.clear()
-        self._held_nbytes = 0
+        if sweep is None or self._pool_of is not sweep:
+            self._kept.clear()
+            self._held.clear()
+            self._held_nbytes = 0
+        self._pool, self._spared = sorted(victims, reverse=True), []
+        self._seen_ns, self._pool_of, self._floor_rank = seen_ns, sweep, LOWEST
 
     def _drop(self, empty: Sequence[str], now_ns: int) -> None:
         """Delete namespaces that have been empty for a while."""
@@ -422,11 +613,19 @@ class _Run:
     now_ns: int
     before_ns: int | None
     most_rank: int
-    expired_ns: int
     pins_nbytes: int | None
-    pulse: Callable[[DeletionTotals], None]
+    pulse: Callable[[Freed], None]
+    room: int
+    """Victims to find by the next sweep."""
+    hurries: bool
     takes_unsent: bool = False
-    """Whether chunks that are not uploaded go: nothing else may be left."""
+    """Whether chunks go that have not travelled: nothing else may be left."""
+    swept: bool = False
+    """Whether it has begun a sweep."""
+    picked: int = 0
+    """What that found."""
+    brought: int = 0
+    """Chunks that had gone when it began."""
 
     def spares(self, victim: Candidate) -> bool:
         """Whether this victim stays: it is part of the stored prompt, or younger."""
@@ -434,6 +633,4 @@ class _Run:
 
     def ends_at(self, victim: Candidate, freed: DeletionTotals) -> bool:
         """Whether this victim stays, and with it all of higher rank."""
-        if freed.nbytes >= self.nbytes and victim.mtime_ns >= self.expired_ns:
-            return True
-        return victim.rank > self.most_rank
+        return freed.nbytes >= self.nbytes or victim.rank > self.most_rank

@@ -394,7 +394,7 @@ def _expire(
     pulse: Callable[[DeletionTotals], None] = lambda freed: None,  # noqa: ARG005
 ) -> DeletionTotals:
     expired_ns = 0 if limits.ttl_s is None else now_ns - int(limits.ttl_s * 1e9)
-    return evictor.evict(0, now_ns, expired_ns=expired_ns, own_ttls=True, pulse=pulse)
+    return evictor.expire(now_ns, expired_ns, pulse)
 
 
 def _evict(

@@ -1,12 +1,19 @@
-"""Who evicts: one process at a time per cache directory, by agreement and not by lock.
+"""What the processes that use a cache directory tell each other in ``<root>/.upkeep``.
+
+Who evicts: one at a time per cache directory, by agreement and not by lock.
 
 ``<root>/.upkeep/lease`` is created exclusively, its time renewed by the holder, and taken over when
 it has not been renewed for `EXPIRY_S` *by the server's clock*. It only saves work. There may be two
 holders at once: a host that slept, an NFS client that created twice. They delete the same oldest
 chunks, and at worst a burst too many. No wrong byte and no lost prefix can result.
 
-If a full file system has no space for that file, the directory itself is locked, which needs none:
-otherwise a full one could never be emptied.
+Where a full file system has no room for that file, the directory itself is locked, which needs
+none: else a full one could never be emptied.
+
+Who looks for victims (``search``, a second lease) writes down what it found in ``victims``: so one
+pass over all mtimes is enough for any number of processes. Whoever may write there can change the
+order of eviction, and nothing else: a victim is looked at again before it goes, and what changed
+after that file was written stays.
 """
 
 from __future__ import annotations
@@ -14,24 +21,54 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
+import re
 import secrets
 import stat
+import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
+
+import numpy as np
 
 from vua.capacity.lru import FULL, Bare, server_now_ns
+from vua.capacity.scan import Candidate
 from vua.io.files import see_to_mode
 from vua.io.posix import close_quietly
 from vua.storage.mark import UPKEEP
 
-__all__ = ["EXPIRY_S", "UPKEEP", "lease", "upkeep_directory"]
+__all__ = [
+    "EXPIRY_S",
+    "SEARCH",
+    "UPKEEP",
+    "Lease",
+    "Victims",
+    "done_ago_s",
+    "lease",
+    "note_done",
+    "tell_victims",
+    "told_victims",
+    "upkeep_directory",
+]
 
 EXPIRY_S: Final = 30.0
 """After so long without a renewal a holder counts as dead. A burst takes about a second."""
 
 _LEASE: Final = "lease"
+SEARCH: Final = "search"
+"""The lease of who looks for victims."""
+_VICTIMS: Final = "victims"
+_VICTIMS_MAGIC: Final = b"VUAvict1"
+_VICTIMS_HEAD: Final = struct.Struct("<8sqqqII")
+"""Magic; the time before the search; until when they are good, 0: as long as they last (both ns
+since 1970 by the server's clock); whether ranks last; how many namespaces, and victims."""
+_VICTIM: Final = np.dtype([("rank", "<i8"), ("mtime_ns", "<i8"), ("space", "<u4"), ("name", "V32")])
+_MOST_VICTIMS: Final = 1 << 17
+_MOST_SPACES: Final = 1 << 14
+_SPACE: Final = re.compile(r"[0-9a-f]{64}")
+_DONE: Final = "done-"
 
 
 def upkeep_directory(root: str | os.PathLike[str]) -> int:
@@ -77,17 +114,20 @@ class Lease:
 
 
 @contextlib.contextmanager
-def lease(directory: int) -> Iterator[Lease | None]:
-    """Hold the lease in ``directory`` (a descriptor); None while another process holds it.
+def lease(directory: int, name: str = _LEASE) -> Iterator[Lease | None]:
+    """Hold a lease in ``directory`` (a descriptor); None while somebody else does.
 
     Raises OSError if nothing can be created there.
     """
     try:
-        fd = None if isinstance(directory, Bare) else _taken(directory)
+        fd = None if isinstance(directory, Bare) else _taken(directory, name)
     except OSError as problem:
         if problem.errno not in FULL:
             raise
         directory = Bare(directory)
+    if isinstance(directory, Bare) and name != _LEASE:
+        yield Lease(None)  # several may search: the lock is for who evicts
+        return
     if isinstance(directory, Bare):
         with _locked(directory) as locked:
             yield Lease(None) if locked else None
@@ -99,9 +139,9 @@ def lease(directory: int) -> Iterator[Lease | None]:
         yield Lease(fd)
     finally:
         with contextlib.suppress(OSError):
-            ours, there = os.fstat(fd), os.stat(_LEASE, dir_fd=directory, follow_symlinks=False)
+            ours, there = os.fstat(fd), os.stat(name, dir_fd=directory, follow_symlinks=False)
             if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
-                os.unlink(_LEASE, dir_fd=directory)
+                os.unlink(name, dir_fd=directory)
         close_quietly(fd)
 
 
@@ -123,43 +163,156 @@ def _locked(directory: int) -> Iterator[bool]:
             fcntl.flock(directory, fcntl.LOCK_UN)
 
 
-def _taken(directory: int) -> int | None:
-    """Make the lease, replacing an expired one; None while another process holds it."""
-    fd = _create(directory)
-    if fd is not None or not _expired(directory):
+def _taken(directory: int, name: str) -> int | None:
+    """Make the lease, in the place of one that has expired; None while somebody holds it."""
+    fd = _create(directory, name)
+    if fd is not None or not _expired(directory, name):
         return fd
     try:
-        aside = f"{_LEASE}-{secrets.token_hex(4)}"
-        os.rename(_LEASE, aside, src_dir_fd=directory, dst_dir_fd=directory)
+        aside = f"{name}-{secrets.token_hex(4)}"
+        os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
         os.unlink(aside, dir_fd=directory)
     except OSError as problem:  # another process was faster, or the file system is full
         if problem.errno in FULL:
             with contextlib.suppress(OSError):
-                os.unlink(_LEASE, dir_fd=directory)
-    return _create(directory)
+                os.unlink(name, dir_fd=directory)
+    return _create(directory, name)
 
 
-def _create(directory: int) -> int | None:
+def _create(directory: int, name: str) -> int | None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(_LEASE, flags, 0o600, dir_fd=directory)
+        return os.open(name, flags, 0o600, dir_fd=directory)
     except FileExistsError:
         return None
 
 
-def _expired(directory: int) -> bool:
+def _expired(directory: int, name: str) -> bool:
     """Whether the holder is dead.
 
     A time from the future is not a renewal: the clock was set back since, and a living holder
     renews again.
     """
     try:
-        found = os.stat(_LEASE, dir_fd=directory, follow_symlinks=False)
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
         return True
     if not stat.S_ISREG(found.st_mode) or found.st_size:
-        msg = (
-            f"{UPKEEP}/{_LEASE} was not created by VUA: remove it (until then, nothing is evicted)"
-        )
+        msg = f"{UPKEEP}/{name} is no lease of VUA; what is it doing there?"
         raise FileExistsError(errno.EEXIST, msg)
     return abs(server_now_ns(directory) - found.st_mtime_ns) > EXPIRY_S * 1e9
+
+
+class Victims(NamedTuple):
+    """What one process found for all."""
+
+    seen_ns: int
+    """The server's time before it looked."""
+    until_ns: int
+    """They are good until then; 0: for as long as they last."""
+    ranks_last: bool
+    """Whether their ranks are their mtimes."""
+    found: list[Candidate]
+    """In order."""
+
+
+def tell_victims(directory: int, victims: Victims) -> None:
+    """Write down victims for other processes; what fails is not told."""
+    found = victims.found[:_MOST_VICTIMS]
+    names = sorted({one.space for one in found})
+    place = {name: at for at, name in enumerate(names)}
+    table = np.empty(len(found), _VICTIM)
+    table["rank"] = [one.rank for one in found]
+    table["mtime_ns"] = [one.mtime_ns for one in found]
+    table["space"] = [place[one.space] for one in found]
+    table["name"] = np.frombuffer(bytes.fromhex("".join(one.chunk for one in found)), "V32")
+    head = _VICTIMS_HEAD.pack(
+        _VICTIMS_MAGIC,
+        victims.seen_ns,
+        victims.until_ns,
+        victims.ranks_last,
+        len(names),
+        len(found),
+    )
+    aside = f"{_VICTIMS}-{secrets.token_hex(4)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with contextlib.suppress(OSError):
+        shared = stat.S_IMODE(os.fstat(directory).st_mode) & 0o040
+        fd = os.open(aside, flags, 0o600 | shared, dir_fd=directory)
+        try:
+            data = head + "".join(names).encode() + table.tobytes()
+            whole = os.write(fd, data) == len(data)
+        finally:
+            os.close(fd)
+        if whole:
+            os.rename(aside, _VICTIMS, src_dir_fd=directory, dst_dir_fd=directory)
+        else:
+            os.unlink(aside, dir_fd=directory)
+
+
+def told_victims(directory: int, after_ns: int, now_ns: int) -> Victims | None:
+    """Return what somebody wrote down who began to look after ``after_ns``, if it is still good.
+
+    What it says of times is believed as far as the file's own time, the server's, allows.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(_VICTIMS, flags, dir_fd=directory)
+        try:
+            status = os.fstat(fd)
+            head = os.pread(fd, _VICTIMS_HEAD.size, 0)
+            magic, seen_ns, until_ns, lasts, spaces, many = _VICTIMS_HEAD.unpack(head)
+            size = _VICTIMS_HEAD.size + 64 * spaces + _VICTIM.itemsize * many
+            is_sound = magic == _VICTIMS_MAGIC and many <= _MOST_VICTIMS and spaces <= _MOST_SPACES
+            if not (is_sound and stat.S_ISREG(status.st_mode) and status.st_size == size):
+                return None
+            if seen_ns <= after_ns or (until_ns and not now_ns < until_ns):
+                return None
+            data = os.pread(fd, size - len(head), len(head))
+        finally:
+            close_quietly(fd)
+    except (OSError, struct.error):
+        return None
+    text = data[: 64 * spaces].decode("ascii", "replace")
+    names = [text[at : at + 64] for at in range(0, len(text), 64)]
+    table = np.frombuffer(data, _VICTIM, many, 64 * spaces)
+    if (
+        many != len(table)
+        or not all(map(_SPACE.fullmatch, names))
+        or (table["space"] >= spaces).any()
+    ):
+        return None
+    found = [
+        Candidate(rank, mtime_ns, names[space], chunk.hex())
+        for rank, mtime_ns, space, chunk in table.tolist()
+    ]
+    return Victims(min(seen_ns, status.st_mtime_ns), until_ns, bool(lasts), sorted(found))
+
+
+def done_ago_s(directory: int, what: str, now_ns: int) -> tuple[float, float]:
+    """Return how long ago, in s, some process noted that it did something, and what it took.
+
+    (inf, 0) where that is not known.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(f"{_DONE}{what}", flags, dir_fd=directory)
+        try:
+            text, status = os.read(fd, 16), os.fstat(fd)
+        finally:
+            close_quietly(fd)
+        return max(0, now_ns - status.st_mtime_ns) / 1e9, min(float(text), EXPIRY_S)
+    except (OSError, ValueError):
+        return math.inf, 0.0
+
+
+def note_done(directory: int, what: str, took_s: float) -> None:
+    """Note that something was done just now; what fails is not noted."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    with contextlib.suppress(OSError):
+        shared = stat.S_IMODE(os.fstat(directory).st_mode) & 0o060
+        fd = os.open(f"{_DONE}{what}", flags, 0o600 | shared, dir_fd=directory)
+        try:
+            os.pwrite(fd, f"{min(took_s, 1e6):012.3f}".encode(), 0)
+        finally:
+            os.close(fd)

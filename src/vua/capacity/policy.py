@@ -26,7 +26,9 @@ from vua.io.forks import watch
 __all__ = ["BY_MTIME", "LRU", "LeastHitDensity", "Policy", "Ranks"]
 
 _READ_S: Final = 0.25
-"""Least time between two reads of other processes' logs."""
+"""Between two looks at what others have logged."""
+_HURRIED_NBYTES: Final = 1 << 20
+"""So much of a log is read while a writer waits: that takes a tenth of a second."""
 _PER_UNIT: Final = 1e17
 """Ranks are whole numbers of 64 bits: hits per second, at most 16, times this."""
 _OWN_REMEMBERED: Final = 1 << 16
@@ -73,8 +75,11 @@ class Policy(Protocol):
         """Note a request for a prompt, stored or not; never raises."""
         ...
 
-    def rank(self, now_ns: int) -> Ranks:
-        """Return how chunks rank at this time (the server's, ns since 1970)."""
+    def rank(self, now_ns: int, *, hurries: bool = False) -> Ranks:
+        """Return how chunks rank at this time (the server's, ns since 1970).
+
+        ``hurries``: a writer waits, and what is known already is to do.
+        """
         ...
 
     def taken(self, chunks: Sequence[str]) -> None:
@@ -114,9 +119,9 @@ class LRU:
     def asked(self, chunks: Sequence[str]) -> None:
         """Note nothing."""
 
-    def rank(self, now_ns: int) -> Ranks:
+    def rank(self, now_ns: int, *, hurries: bool = False) -> Ranks:
         """Rank chunks by their mtimes."""
-        del now_ns
+        del now_ns, hurries
         return BY_MTIME
 
     def taken(self, chunks: Sequence[str]) -> None:
@@ -171,13 +176,17 @@ class LeastHitDensity(LRU):
                 self._meet_mine()
             self._read_s = -_READ_S
 
-    def rank(self, now_ns: int) -> Ranks:
-        """Rank by hit density; unknown chunks go before known ones.
+    def rank(self, now_ns: int, *, hurries: bool = False) -> Ranks:
+        """Rank by hit density; what nobody knows goes before what somebody does.
 
-        The log is read after ``now_ns``. Chunks used or stored from then on may be missing from it,
-        and have no valid rank: they are not evicted (:func:`vua.capacity.lru.is_unchanged`).
+        By mtime until enough is known. A process that ``hurries`` does not read all of the log.
+
+        The log is read after ``now_ns``. What is used or stored from then on may not be in it, and
+        its rank is of no use: such chunks are not evicted (:func:`vua.capacity.lru.is_unchanged`).
         """
         with self._lock:
+            if hurries and self._log.unread_nbytes > _HURRIED_NBYTES:
+                return BY_MTIME
             self._read_s = -_READ_S
             self._learn()
             density = self._density

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from vua.capacity import marks
-from vua.capacity.evictor import PINNED_SHARE, Evictor
-from vua.capacity.lease import Lease, lease, upkeep_directory
+from vua.capacity.evictor import AT_ONCE, PINNED_SHARE, Evictor
+from vua.capacity.lease import SEARCH, Lease, done_ago_s, lease, note_done, upkeep_directory
 from vua.capacity.limits import Limits
 from vua.capacity.lru import next_tick_ns
 from vua.capacity.policy import LRU, Policy
@@ -55,6 +55,10 @@ never evicts its own prefix."""
 _NO_PARENT_NS: Final = HIGHEST
 _TTL_INTERVAL_S: Final = 60.0
 """How often chunks are looked for whose own time to live (:mod:`vua.capacity.marks`) is over."""
+_EXPIRY: Final = "expiry"
+_EXPIRY_RATIO: Final = 20
+"""Between two searches for chunks that have outlived their time at least so many times what the
+last one took."""
 _COSTLY_S: Final = 0.25
 """A search for space that took longer, in vain, is not repeated for ten times as long."""
 _WAIT_S: Final = 4.0
@@ -156,7 +160,7 @@ class Reclaimer:
         self._changed = threading.Condition(threading.RLock())
         self._estimate = UsageEstimate(self._root, self._bounds, self._changed)
         self._evictor = Evictor(self._root, policy=self._policy)
-        self._evictor.evicted = self._on_evicted
+        self._evictor.shares, self._evictor.evicted = True, self._on_evicted
         self._evictor.spares_unsent, self._evictor.counts = self._spares_unsent, self._counts
         self._paused_until_s = 0.0  # nothing is to be written before this, by the monotonic clock
         self._pause_s = _PAUSES_S[0]
@@ -300,7 +304,11 @@ class Reclaimer:
 
     def _is_search_due(self, now_s: float) -> bool:
         limits = self._estimate.limits
-        if limits is None or self._evictor.left >= _FEW_VICTIMS or now_s < self._search_from_s:
+        if limits is None or now_s < self._search_from_s:
+            return False
+        if self._evictor.is_searching:
+            return True
+        if self._evictor.left >= _FEW_VICTIMS:
             return False
         return self._estimate.missing(int(limits.max_bytes * (1 - _SEARCH_SHARE))) > 0
 
@@ -324,10 +332,7 @@ class Reclaimer:
                 nothing could be evicted: another process may have evicted.
         """
         began_s, estimate = time.monotonic(), self._estimate
-        if estimate.is_stale or estimate.missing(nbytes) > 0:
-            self._follow()
-        if estimate.is_stale:
-            self._measure()
+        self._look(nbytes)
         if full:
             self._evict(nbytes + self._burst_bytes(), below)
             return True
@@ -343,7 +348,9 @@ class Reclaimer:
         if estimate.missing(nbytes) > 0:
             estimate.ask_disk()
         need = estimate.missing(nbytes)
-        if need <= 0 or self._evict(need + self._burst_bytes(), below).nbytes >= need:
+        # While no victims are known the writer waits for a search, too: a small burst does.
+        burst_bytes = self._burst_bytes() if self._knows_victims else self._burst_bytes() // 8
+        if need <= 0 or self._evict(need + burst_bytes, below).nbytes >= need:
             return True
         if self._someone_evicts and estimate.is_tolerable(nbytes):
             return True
@@ -355,13 +362,23 @@ class Reclaimer:
             self._paused_until_s = began_s + 10 * cost_s
         return False
 
+    def _look(self, nbytes: int) -> None:
+        """Find out what is not known, or known for too long, to say whether ``nbytes`` fit."""
+        estimate = self._estimate
+        if estimate.is_stale or estimate.missing(nbytes) > 0:
+            self._follow()
+        if estimate.is_stale:
+            self.measure()
+            if estimate.chunks <= AT_ONCE:  # else whoever waits is served first
+                self._expire()
+
     def work_ahead(self) -> None:
         """Measure, search victims and evict before a writer has to wait for that.
 
         Some hundred times during the search it serves the writers that need no search.
         """
         if self._estimate.is_ageing:
-            self._measure()
+            self.measure()
         self._expire()
         if self._is_search_due(time.monotonic()):
             self._search()
@@ -381,9 +398,12 @@ class Reclaimer:
             directory = upkeep_directory(self._root)
             try:
                 now_ns = next_tick_ns(directory)
+                with lease(directory, SEARCH) as held:
+                    self._evictor.prepare(
+                        now_ns, lambda: self._between(held), looks=held is not None
+                    )
             finally:
                 close_quietly(directory)
-            self._evictor.prepare(now_ns, self._between)
         except OSError as problem:
             self._cannot_evict(problem)
         self._search_from_s = began_s + max(1.0, 21 * (time.monotonic() - began_s))
@@ -404,20 +424,33 @@ class Reclaimer:
             if not self._follow():
                 break
 
-    def _measure(self) -> None:
-        self.measure()
-        self._expire()
-
     def _expire(self) -> None:
-        """Delete what was unused for its time to live: every eighth of that, or each minute."""
+        """Delete what was not used for its time to live: every eighth of that, or each minute.
+
+        Of all processes one does so, and less often where that takes long.
+        """
         limits, now_s = self._estimate.limits, time.monotonic()
         if limits is None or now_s < self._expire_from_s:
             return
         ttl_s = limits.ttl_s
         pause_s = _TTL_INTERVAL_S if ttl_s is None else min(max(1.0, ttl_s / 8), _TTL_INTERVAL_S)
         self._expire_from_s = now_s + pause_s
+
+        def expire(directory: int, held: Lease, now_ns: int) -> Freed:
+            ago_s, took_s = done_ago_s(directory, _EXPIRY, now_ns)
+            left_s = max(pause_s, _EXPIRY_RATIO * took_s) - ago_s
+            if left_s > 0:
+                self._expire_from_s = now_s + left_s
+                return NOTHING
+            before_ns = 0 if ttl_s is None else now_ns - int(ttl_s * 1e9)
+            freed = self._evictor.expire(now_ns, before_ns, lambda _: self._between(held))
+            took_s = time.monotonic() - now_s
+            note_done(directory, _EXPIRY, took_s)
+            self._expire_from_s = now_s + max(pause_s, _EXPIRY_RATIO * took_s)
+            return freed
+
         if ttl_s is not None or self._has_own_ttls():
-            self._evict(0, ttl_s=ttl_s, own_ttls=True)
+            self._hold_lease(expire)
 
     def _has_own_ttls(self) -> bool:
         try:
@@ -441,20 +474,30 @@ class Reclaimer:
             self.warn_once("mark", f"{self._root}: nothing is deleted there: {problem}")
         return False
 
-    def _evict(
-        self,
-        nbytes: int,
-        below: Below = ANYTHING,
-        *,
-        ttl_s: float | None = None,
-        own_ttls: bool = False,
-        ahead: bool = False,
-    ) -> DeletionTotals:
-        """Evict unless another process does so now. A failure is logged once."""
+    def _evict(self, nbytes: int, below: Below = ANYTHING, *, ahead: bool = False) -> Freed:
+        """Evict unless another process does so now."""
+        limits = self._estimate.limits
+        pins_nbytes = None if limits is None else int(limits.max_bytes * PINNED_SHARE)
+
+        def evict(_: int, held: Lease, now_ns: int) -> Freed:
+            what = Below(self._ahead_before_ns(now_ns)) if ahead else below
+            return self._evictor.evict(
+                nbytes,
+                now_ns,
+                before_ns=what.mtime_ns,
+                most_rank=what.rank,
+                pins_nbytes=pins_nbytes,
+                hurries=not ahead,
+                pulse=lambda _: self._pulse(held),
+            )
+
+        return self._hold_lease(evict)
+
+    def _hold_lease(self, work: Callable[[int, Lease, int], Freed]) -> Freed:
+        """Do ``work`` with the lease and the server's time; what fails brings one warning."""
         self._someone_evicts = False
         if not self._may_delete():
             return NOTHING
-        limits = self._estimate.limits
         try:
             directory = upkeep_directory(self._root)
             try:
@@ -462,21 +505,7 @@ class Reclaimer:
                     if held is None:
                         self._someone_evicts = True
                         return NOTHING
-                    now_ns = next_tick_ns(directory)
-                    if ahead:
-                        below = Below(self._ahead_before_ns(now_ns))
-                    freed = self._evictor.evict(
-                        nbytes,
-                        now_ns,
-                        before_ns=below.mtime_ns,
-                        most_rank=below.rank,
-                        expired_ns=0 if ttl_s is None else now_ns - int(ttl_s * 1e9),
-                        own_ttls=own_ttls,
-                        pins_nbytes=None
-                        if limits is None
-                        else int(limits.max_bytes * PINNED_SHARE),
-                        pulse=lambda _: self._pulse(held),
-                    )
+                    freed = work(directory, held, next_tick_ns(directory))
             finally:
                 close_quietly(directory)
         except OSError as problem:
@@ -577,13 +606,14 @@ class Reclaimer:
             request.granted, request.answered = granted and not request.given_up, True
             if request.granted and not request.full:
                 self._estimate.reserve(request.nbytes, request.files)
+                self._has_work = self._has_work or self._is_due
             self._changed.notify_all()
         return True
 
-    def _between(self) -> None:
-        """Between two steps of a search: stop at the end, serve writers that need no search."""
-        if self._closed:
-            raise StoppedError
+    def _between(self, held: Lease | None) -> None:
+        """Between two steps of a search: stop at the end, serve who can be served without one."""
+        if held is not None:
+            self._pulse(held)
         estimate = self._estimate
         if self._requests and estimate.is_stale:
             self.measure()

@@ -192,6 +192,8 @@ class UsageEstimate:
         self._root, self._bounds, self._lock = root, bounds, lock
         self.limits: ResolvedLimits | None = None
         """None until the first measurement, and where nothing can be measured."""
+        self.chunks = 0
+        """How many there are, at the last measurement."""
         self.is_unknown = False
         """Whether this process lacked the descriptors for the last measurement."""
         self._used_bytes = self._free_bytes = self._unmeasured_bytes = self._reserved_bytes = 0
@@ -318,7 +320,7 @@ class UsageEstimate:
             agreed = gap < _AGREED_SHARE
             self._share = min(2 * self._share, high) if agreed else max(self._share / 2, low)
             self._interval_bytes = limits.max_bytes * self._share * random.uniform(0.5, 1.0)  # noqa: S311
-            self.limits = limits
+            self.limits, self.chunks = limits, usage.chunks
             self._used_bytes, self._unmeasured_bytes = used_bytes + unseen, unseen
             self._free_bytes = status.f_bavail * status.f_frsize - unseen
             self._nbytes_per_inode = nbytes_per_inode(usage)

@@ -118,6 +118,17 @@ class UseLog:
             close_quietly(directory)
         return sorted(found, key=lambda one: one.time_s)
 
+    @property
+    def unread_nbytes(self) -> int:
+        """How much the next :meth:`read` will read, about."""
+        unread = 0
+        with contextlib.suppress(OSError), os.scandir(self._root / UPKEEP / USES) as entries:
+            for one in entries:
+                if one.name.endswith(_SUFFIX):
+                    nbytes = one.stat(follow_symlinks=False).st_size
+                    unread += max(0, nbytes - self._read.get(one.name, 0))
+        return unread
+
     def _new_in(self, directory: int, name: str) -> Iterator[Request]:
         fd = os.open(name, os.O_RDONLY | _OPEN, dir_fd=directory)
         try:

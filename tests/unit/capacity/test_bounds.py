@@ -192,7 +192,7 @@ class TestSurvey(DirectoryTest):
         for place, name in enumerate(names):
             set_mtime(fd, name, DAY_NS + place * 1000)
         with spaces(self.root) as found:
-            some, whole = lowest(found, 50).lowest, lowest(found, 5000).lowest
+            some, whole = lowest(found, 50).found, lowest(found, 5000).found
 
         self.assertEqual(names, [one.chunk for one in whole])
         self.assertEqual(names[: len(some)], [one.chunk for one in some])
@@ -203,11 +203,11 @@ class TestSurvey(DirectoryTest):
         cache = Cache(self.root)
         cache.request([1])
         with spaces(self.root) as found:
-            self.assertEqual([], lowest(found, 50).empty)
+            self.assertEqual([], lowest(found, 50).empty(found))
         for chunk in cache.store.storage.directory.glob("*/*"):
             shutil.rmtree(chunk)
         with spaces(self.root) as found:
-            self.assertEqual([cache.store.storage.directory.name], lowest(found, 50).empty)
+            self.assertEqual([cache.store.storage.directory.name], lowest(found, 50).empty(found))
 
 
 class TestLease(DirectoryTest):

@@ -15,7 +15,7 @@ from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
 from vua.capacity.reclaim import Reclaimer
 from vua.capacity.removal import evict_chunk
-from vua.capacity.scan import Scan, lowest
+from vua.capacity.scan import Sweep
 from vua.capacity.usage import UsageEstimate, measure
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import WRITTEN
@@ -88,15 +88,16 @@ class RacesTest(DirectoryTest):
 
     def test_child_stored_during_a_pass(self) -> None:
         """A chunk that gets a child which a pass did not see stays, and so does its prefix."""
-        cache, real = Cache(self.root, 100), lowest
+        cache, real = Cache(self.root, 100), Sweep.drain
         self.addCleanup(cache.capacity.close)
 
-        def blind(*args: Any, **options: Any) -> Scan:
+        def blind(sweep: Sweep, *args: Any) -> None:
             """Look at all but the new child, as if its folder came before it was stored."""
-            found = real(*args, **options) if is_late else None
+            if is_late:
+                real(sweep, *args)
             cache.saver.save([keys[3]])
-            found = found or real(*args, **options)
-            return found._replace(lowest=[one for one in found.lowest if one.chunk != names[3]])
+            real(sweep, *args)
+            sweep.found = [one for one in sweep.found if one.chunk != names[3]]
 
         for is_late in (False, True):  # stored after all was looked at
             keys = keys_of_prompt(20 + is_late, 21, 22, 23)
@@ -105,7 +106,7 @@ class RacesTest(DirectoryTest):
                 cache.saver.save([keys[at]])
                 set_mtime(self.fd, name, self.now_ns - 7200 * SECOND_NS - 1000 * at)
             before, victims = self.stored(), Evictor(self.root)
-            with mock.patch("vua.capacity.evictor.lowest", blind):
+            with mock.patch("vua.capacity.scan.Sweep.drain", blind):
                 victims.evict(2 * NBYTES, next_tick_ns(self.fd))
             self.assertEqual(before[2:], self.stored())
             self.assertNotIn(None, [mtime_ns_of(self.fd, name) for name in names])

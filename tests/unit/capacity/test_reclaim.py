@@ -82,7 +82,7 @@ class TestReclaim(DirectoryTest):
         """Near the limit victims are looked for while writers go on, however long that takes."""
         cache, searching, go = self.fill(97, 100), threading.Event(), threading.Event()
 
-        def prepare(*_: object) -> None:
+        def prepare(*_: object, **__: object) -> None:
             searching.set()
             go.wait(2 * SOON_S)
 

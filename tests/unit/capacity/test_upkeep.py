@@ -21,7 +21,6 @@ from upkeep import TOKENS, USER, config, put, store_as_user
 
 from commands import run, run_json
 from helpers import DirectoryTest
-from vua.capacity import evictor as eviction
 from vua.capacity import marks
 from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.gc import collect
@@ -29,7 +28,7 @@ from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
 from vua.capacity.lru import server_now_ns
 from vua.capacity.prefix_tree import read_prefix_tree
-from vua.capacity.scan import Space, spaces
+from vua.capacity.scan import Space, lowest, spaces
 from vua.capacity.usage import measure
 from vua.core import VUA
 from vua.errors import ConfigError
@@ -336,15 +335,15 @@ class TestClocks(UpkeepTest):
         space = self.space()
         with spaces(self.root) as found:
             (one,) = found
-            chunk = eviction.lowest([one], 1 << 16).lowest[0].chunk
+            chunk = lowest([one], 1 << 16).found[0].chunk
         marks.settle_ttl(space, chunk, "", 60)
         stamp = time.time_ns() + HOUR_NS
         path = self.root / space.name / chunk[:2] / chunk
         os.utime(path, ns=(stamp, stamp))
         now = server_now_ns(space.fd)
-        Evictor(self.root).evict(0, now, own_ttls=True)
+        Evictor(self.root).expire(now)
         self.assertTrue(path.exists())
-        Evictor(self.root).evict(0, now + 61 * 10**9, own_ttls=True)
+        Evictor(self.root).expire(now + 61 * 10**9)
         self.assertFalse(path.exists())
 
 

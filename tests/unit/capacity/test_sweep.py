@@ -1,0 +1,272 @@
+"""Mirrors `vua.capacity.scan: Sweep` and what processes tell each other of it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+from helpers import DirectoryTest, until
+from replay import LAYOUT
+from vua.capacity import evictor, scan
+from vua.capacity.evictor import Evictor
+from vua.capacity.lease import tell_victims, told_victims, upkeep_directory
+from vua.capacity.limits import Limits
+from vua.capacity.lru import next_tick_ns, server_now_ns, set_mtime
+from vua.capacity.policy import LRU, Ranks
+from vua.capacity.reclaim import Reclaimer
+from vua.capacity.scan import Space
+from vua.storage.mark import claim
+
+NBYTES = 1000
+SPACE = "5" * 64
+HOUR_NS = 3600 * 10**9
+
+
+class SweepTest(DirectoryTest):
+    """A namespace of small chunks without a prefix, each older than the one before."""
+
+    many = 1000
+
+    def setUp(self) -> None:
+        """Make the chunks."""
+        super().setUp()
+        claim(self.root)
+        self.names = [hashlib.sha256(b"%d" % one).hexdigest() for one in range(self.many)]
+        for name in self.names:
+            folder = self.folder(name)
+            folder.mkdir(parents=True)
+            (folder / f"{LAYOUT.full.name}.safetensors").write_bytes(b"x" * NBYTES)
+        self.fans = len({name[:2] for name in self.names})
+        self.upkeep = upkeep_directory(self.root)
+        self.addCleanup(os.close, self.upkeep)
+        self.now_ns = server_now_ns(self.upkeep)
+        fd = os.open(self.root / SPACE, os.O_RDONLY)
+        self.addCleanup(os.close, fd)
+        self.space = Space(SPACE, fd)
+        for place, name in enumerate(self.names):
+            set_mtime(fd, name, self.now_ns - HOUR_NS - place * 10**6)
+
+    def folder(self, name: str) -> Path:
+        """Where a chunk lies."""
+        return self.root / SPACE / name[:2] / name
+
+    def stored(self) -> list[int]:
+        """The numbers of the chunks that are there."""
+        return [at for at, name in enumerate(self.names) if self.folder(name).exists()]
+
+    @contextmanager
+    def counted(self) -> Iterator[Counter[str]]:
+        """Count how often each fan-out directory is looked at."""
+        looks: Counter[str] = Counter()
+
+        def columns_of(space: Space, fan: str) -> object:
+            looks[fan] += 1
+            return real(space, fan)
+
+        real = scan.columns_of
+        with mock.patch.object(scan, "columns_of", columns_of):
+            yield looks
+
+    def sharing(self) -> Evictor:
+        """A process's evictor that tells others what it finds, however little that is."""
+        found = Evictor(self.root)
+        found.shares = True
+        return found
+
+    def tick(self) -> int:
+        """The server's time."""
+        return next_tick_ns(self.upkeep)
+
+
+class TestParts(SweepTest):
+    """First victims before the end."""
+
+    def test_first_victims(self) -> None:
+        """Who hurries evicts after a fifteenth of a sweep; who goes on then has the exact order."""
+        victims = Evictor(self.root)
+        with (
+            mock.patch.object(evictor, "AT_ONCE", 0),
+            mock.patch.object(evictor, "_VICTIMS", 200),
+            mock.patch.object(scan, "_SAMPLED_CHUNKS", 100),
+            self.counted() as looks,
+        ):
+            victims.evict(NBYTES, self.tick(), hurries=True)
+            self.assertLessEqual(sum(looks.values()), 256 // 15)
+            self.assertTrue(victims.is_searching)
+            (gone,) = {*range(self.many)} - {*self.stored()}
+            self.assertGreater(gone, self.many // 2)
+            victims.prepare(self.tick(), lambda: None)
+            self.assertEqual([1], sorted({*looks.values()}))  # nothing was looked at twice
+            left = self.stored()
+            victims.evict(9 * NBYTES, self.tick(), hurries=True)
+        self.assertEqual(left[:-9], self.stored())
+
+    def test_exact(self) -> None:
+        """Who does not hurry, and of few chunks everybody, evicts exactly the oldest."""
+        for hurries in (False, True):
+            before = self.stored()
+            Evictor(self.root).evict(30 * NBYTES, self.tick(), hurries=hurries)
+            self.assertEqual(before[:-30], self.stored())
+
+    def test_very_many(self) -> None:
+        """Of very many chunks a hundredth is found fan by fan, and memory does not grow."""
+        victims, most = Evictor(self.root), 0
+
+        def note(*_: object) -> None:
+            nonlocal most
+            most = max(most, victims.left)
+
+        with (
+            mock.patch.object(evictor, "_VICTIMS", 8),
+            mock.patch.object(scan, "_BAND", 0.1),
+            self.counted() as looks,
+        ):
+            freed = victims.evict(150 * NBYTES, self.tick(), pulse=note)
+        self.assertEqual(150, freed.chunks)
+        self.assertLess(most, 40)  # of 200 that are to go
+        gone = {*range(self.many)} - {*self.stored()}
+        self.assertGreater(min(gone), self.many * 2 // 3)
+        self.assertLessEqual(max(looks.values()), 1)
+
+    def test_writers_wait_for_a_part(self) -> None:
+        """A process that starts on a full store writes before it has looked at all chunks."""
+        limits = Limits(max_bytes=self.many * NBYTES, min_free_bytes=0)
+        reclaimer = Reclaimer(self.root, limits, Counter(), LRU())
+        self.addCleanup(reclaimer.close)
+        with (
+            mock.patch.object(evictor, "AT_ONCE", 0),
+            mock.patch.object(evictor, "_VICTIMS", 200),
+            mock.patch.object(scan, "_SAMPLED_CHUNKS", 100),
+            self.counted() as looks,
+        ):
+            seen = 0
+
+            def columns_of(space: Space, fan: str) -> object:
+                nonlocal seen
+                if granted is None:
+                    seen += 1
+                return real(space, fan)
+
+            granted, real = None, scan.columns_of
+            with mock.patch.object(scan, "columns_of", columns_of):
+                granted = reclaimer.reserve(NBYTES)
+                self.assertTrue(granted)
+                self.assertLessEqual(seen, 256 // 15)
+                until(lambda: sum(looks.values()) >= self.fans)
+
+
+class TestShared(SweepTest):
+    """One sweep for all processes."""
+
+    def test_told(self) -> None:
+        """What one process finds others evict, in order, without looking for it."""
+        one, other = self.sharing(), self.sharing()
+        with mock.patch.object(evictor, "_SHARED", 1), self.counted() as looks:
+            one.evict(5 * NBYTES, self.tick())
+            first = sum(looks.values())
+            self.assertEqual(self.fans, first)
+            other.evict(5 * NBYTES, self.tick())
+            one.evict(5 * NBYTES, self.tick())
+            self.assertEqual(first, sum(looks.values()))
+        self.assertEqual([*range(self.many - 15)], self.stored())
+
+    def test_used_since(self) -> None:
+        """A victim that was used after somebody looked stays."""
+        one, other = self.sharing(), self.sharing()
+        with mock.patch.object(evictor, "_SHARED", 1):
+            one.evict(NBYTES, self.tick())
+            used = self.names[self.many - 2]
+            os.utime(self.folder(used))
+            other.evict(2 * NBYTES, self.tick())
+        self.assertEqual([*range(self.many - 4), self.many - 2], self.stored())
+
+    def test_skips_what_is_gone(self) -> None:
+        """What others have evicted costs a few looks in all, not one for each."""
+        one, other = self.sharing(), self.sharing()
+        looks = []
+
+        def mtime_ns_of(directory: int, chunk: str) -> int | None:
+            looks.append(chunk)
+            return real(directory, chunk)
+
+        real = evictor.mtime_ns_of
+        with mock.patch.object(evictor, "_SHARED", 1):
+            one.evict(NBYTES, self.tick())
+            other.prepare(self.tick(), lambda: None, looks=False)
+            self.assertLess(self.many - 10, other.left)
+            one.evict(1000 * NBYTES, self.tick())
+            with mock.patch.object(evictor, "mtime_ns_of", mtime_ns_of):
+                other.evict(NBYTES, self.tick())
+        self.assertLess(len(looks), 40)
+        self.assertEqual([*range(self.many - 1002)], self.stored())
+
+    def test_forged(self) -> None:
+        """What is no such file is passed over; one that lies about times lets no used one go."""
+        one = self.sharing()
+        with mock.patch.object(evictor, "_SHARED", 1):
+            one.prepare(self.tick(), lambda: None)
+        path = self.root / ".upkeep" / "victims"
+        sound = path.read_bytes()
+        cut = [
+            sound[:-1],
+            sound[:20],
+            b"",
+            sound + b"x",
+            b"?" + sound[1:],
+            sound[:40] + b"\xff" * 4,
+        ]
+        for data in cut:
+            path.write_bytes(data)
+            self.assertIsNone(told_victims(self.upkeep, 0, self.tick()))
+        path.write_bytes(sound)
+        told = told_victims(self.upkeep, 0, self.tick())
+        assert told is not None
+        os.utime(self.folder(self.names[5]))
+        later_ns = told.seen_ns + 10**18
+        now = [scan.Candidate(0, mtime, *rest) for _, mtime, *rest in told.found]
+        tell_victims(self.upkeep, told._replace(seen_ns=later_ns, found=now))
+        again = told_victims(self.upkeep, 0, self.tick())
+        assert again is not None
+        self.assertLess(again.seen_ns, later_ns)
+
+    def test_expiry(self) -> None:
+        """Of all processes one sweeps for a time to live, and learns victims in the same sweep."""
+
+        class Other(LRU):
+            """Ranks by something else, as a learned policy does."""
+
+            def rank(self, now_ns: int, *, hurries: bool = False) -> Ranks:
+                """Rank by age all the same."""
+                del now_ns, hurries
+                return Ranks(lambda _, mtimes_ns: mtimes_ns - 10**18, is_lasting=False)
+
+        self.age(100)
+        limits = Limits(max_bytes=2 * self.many * NBYTES, min_free_bytes=0, ttl_s=86_400)
+        with self.counted() as looks:
+            for _ in range(4):
+                reclaimer = Reclaimer(self.root, limits, Counter(), Other())
+                self.addCleanup(reclaimer.close)
+                reclaimer.measure()
+                reclaimer.work_ahead()
+        self.assertEqual(self.fans, sum(looks.values()))
+        self.assertEqual([*range(self.many - 100)], self.stored())
+
+    def test_expiry_keeps_victims(self) -> None:
+        """A sweep for a time to live leaves victims that need no other sweep."""
+        self.age(100)
+        one = Evictor(self.root)
+        with self.counted() as looks:
+            one.expire(self.tick(), self.now_ns - 24 * HOUR_NS)
+            one.evict(5 * NBYTES, self.tick())
+        self.assertEqual(self.fans, sum(looks.values()))
+        self.assertEqual([*range(self.many - 105)], self.stored())
+
+    def age(self, chunks: int) -> None:
+        """Let the last chunks be two days old."""
+        for place, name in enumerate(self.names[-chunks:]):
+            set_mtime(self.space.fd, name, self.now_ns - 48 * HOUR_NS - place * 10**6)
