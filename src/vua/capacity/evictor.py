@@ -159,7 +159,7 @@ class Evictor:
 
     @property
     def left(self) -> int:
-        """How many victims are known."""
+        """Number of known victims."""
         return len(self._pool) + (0 if self._sweep is None else len(self._sweep.found))
 
     @property
@@ -220,7 +220,8 @@ class Evictor:
         self._ranked_until_s = math.inf
         if told.until_ns:
             self._ranked_until_s = time.monotonic() + (told.until_ns - now_ns) / 1e9
-        self._rank_anew(self._ranks)
+        if not told.ranks_last:
+            self._order()
         return bool(self._pool)
 
     def evict(
@@ -232,8 +233,8 @@ class Evictor:
         most_rank: int = HIGHEST,
         pins_nbytes: int | None = None,
         hurries: bool = False,
-        pulse: Callable[[Freed], None] = lambda freed: None,  # noqa: ARG005
-    ) -> Freed:
+        pulse: Callable[[DeletionTotals], None] = lambda freed: None,  # noqa: ARG005
+    ) -> DeletionTotals:
         """Delete the chunks of the lowest rank until ``nbytes`` bytes are free.
 
         Mtimes from the future (the server's clock was set back) are first set to now, in their
@@ -243,8 +244,8 @@ class Evictor:
             nbytes: how much to free; less is freed when no more may be deleted.
             now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
             before_ns: chunks with this mtime or a younger one stay.
-            most_rank: chunks of a higher rank stay, where ranks are not mtimes.
-            pins_nbytes: pinned chunks stay up to so many bytes, those used last; None: all.
+            most_rank: chunks of a higher rank stay, if ranks are not mtimes.
+            pins_nbytes: pinned chunks stay up to so many bytes, the last used ones; None: all.
             hurries: a writer waits: with very many chunks it takes the lowest of a part of them.
             pulse: called every few chunks, and while it searches, with what is freed so far.
 
@@ -271,8 +272,8 @@ class Evictor:
         self,
         now_ns: int,
         expired_ns: int = 0,
-        pulse: Callable[[Freed], None] = lambda freed: None,  # noqa: ARG005
-    ) -> Freed:
+        pulse: Callable[[DeletionTotals], None] = lambda freed: None,  # noqa: ARG005
+    ) -> DeletionTotals:
         """Delete chunks whose own time to live is over (:mod:`vua.capacity.marks`), but for pins.
 
         Args:
@@ -291,17 +292,21 @@ class Evictor:
         if before.is_lasting and ranks.is_lasting:
             return
         is_same = before.is_lasting == ranks.is_lasting
-        if is_same and time.monotonic() < self._ranked_until_s:
-            known = [*self._pool, *self._spared]
-            mtimes_ns = np.array([one.mtime_ns for one in known], dtype=np.int64)
-            now = ranks.of([one.chunk for one in known], mtimes_ns).tolist()
-            pool = [Candidate(rank, *one[1:]) for rank, one in zip(now, known, strict=True)]
-            self._pool, self._spared = sorted(pool, reverse=True), []
-        else:
+        if not is_same or time.monotonic() >= self._ranked_until_s:
             self._pool, self._spared = [], []
             self._sweep = self._sweep if is_same else None
+        elif before.made != ranks.made:
+            self._order()
 
-    def _expire_own(self, now_ns: int, pulse: Callable[[Freed], None]) -> Freed:
+    def _order(self) -> None:
+        """Order the victims that are known by their ranks."""
+        known = [*self._pool, *self._spared]
+        mtimes_ns = np.array([one.mtime_ns for one in known], dtype=np.int64)
+        now = self._ranks.of([one.chunk for one in known], mtimes_ns).tolist()
+        pool = [Candidate(rank, *one[1:]) for rank, one in zip(now, known, strict=True)]
+        self._pool, self._spared = sorted(pool, reverse=True), []
+
+    def _expire_own(self, now_ns: int, pulse: Callable[[DeletionTotals], None]) -> DeletionTotals:
         """Delete the chunks whose own time to live is over."""
         freed = NOTHING
         with spaces(self._root) as found:
@@ -316,7 +321,9 @@ class Evictor:
                     pulse(freed)
         return freed
 
-    def _expire(self, now_ns: int, expired_ns: int, pulse: Callable[[Freed], None]) -> Freed:
+    def _expire(
+        self, now_ns: int, expired_ns: int, pulse: Callable[[DeletionTotals], None]
+    ) -> DeletionTotals:
         """Delete what was not used since ``expired_ns``, and find victims in the same sweep.
 
         What follows a chunk in a prompt was not used since then either. So of very many chunks some
@@ -350,14 +357,16 @@ class Evictor:
                 self._finish(sweep)
         return freed
 
-    def _expire_one(self, victim: Candidate, by_name: Mapping[str, Space], seen_ns: int) -> Freed:
+    def _expire_one(
+        self, victim: Candidate, by_name: Mapping[str, Space], seen_ns: int
+    ) -> DeletionTotals:
         if (victim.space, victim.chunk) in self.immovable:
             return NOTHING
         if self.spares_unsent and is_unsent(by_name[victim.space], victim.chunk):
             return NOTHING
         return self._evict(victim, by_name, seen_ns, None)
 
-    def _run(self, run: _Run) -> Freed:
+    def _run(self, run: _Run) -> DeletionTotals:
         freed = NOTHING
         self._pool += self._spared[::-1]  # first in turn again, now perhaps for another prompt
         self._spared = []
@@ -417,7 +426,7 @@ class Evictor:
         found: Sequence[Space],
         by_name: Mapping[str, Space],
         run: _Run,
-        freed: Freed,
+        freed: DeletionTotals,
     ) -> bool:
         """Find more victims; whether there may be any."""
         pulse = partial(run.pulse, freed)
@@ -472,7 +481,9 @@ class Evictor:
         first_ns = move_future_mtimes(sorted(sweep.ahead), by_name, now_ns, latest_ns)
         if first_ns is None:
             return
-        log.warning("the clock of %s was set back; its chunks' times follow", self._root)
+        log.warning(
+            "the clock of %s was set back; the times of its chunks are set back, too", self._root
+        )
         if run.before_ns is not None and run.before_ns > run.now_ns + _FUTURE_NS:
             run.before_ns = first_ns  # it was such a time, too: the prompt's own
             run.most_rank = min(run.most_rank, self._ranks.most(first_ns))
@@ -614,7 +625,7 @@ class _Run:
     before_ns: int | None
     most_rank: int
     pins_nbytes: int | None
-    pulse: Callable[[Freed], None]
+    pulse: Callable[[DeletionTotals], None]
     room: int
     """Victims to find by the next sweep."""
     hurries: bool

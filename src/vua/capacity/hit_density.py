@@ -199,6 +199,15 @@ class HitDensity:
         """Return the row of each chunk that is known; changes with the next request."""
         return self._rows
 
+    def chunks(self) -> npt.NDArray[np.uint64]:
+        """Return which chunk each row is of, or was; at least one row."""
+        return np.append(self._chunk, np.uint64(0)) if not len(self._chunk) else self._chunk.copy()
+
+    def used_since(self, rows: npt.NDArray[np.intp], time_s: float) -> npt.NDArray[np.bool_]:
+        """Whether each of these rows' chunks was asked for after a time."""
+        found: npt.NDArray[np.bool_] = self._last_s[rows] > time_s
+        return found
+
     def worth_at(self, row: int, age_s: float) -> float:
         """Return the hits per second that a chunk promises so long after its last use."""
         fitted = self._fitted(self._last_s[row] + age_s)

@@ -23,6 +23,7 @@ import errno
 import fcntl
 import math
 import os
+import random
 import re
 import secrets
 import stat
@@ -45,6 +46,7 @@ __all__ = [
     "UPKEEP",
     "Lease",
     "Victims",
+    "Writers",
     "done_ago_s",
     "lease",
     "note_done",
@@ -69,6 +71,12 @@ _MOST_VICTIMS: Final = 1 << 17
 _MOST_SPACES: Final = 1 << 14
 _SPACE: Final = re.compile(r"[0-9a-f]{64}")
 _DONE: Final = "done-"
+_WRITERS: Final = "writers"
+_WRITER: Final = re.compile(r"[0-9a-f]{16}")
+WRITER_S: Final = 600.0
+"""Who has not measured for so long does not count as a writer."""
+_LOOKED_AT: Final = 256
+"""Files of writers that are looked at, of any number."""
 
 
 def upkeep_directory(root: str | os.PathLike[str]) -> int:
@@ -198,9 +206,66 @@ def _expired(directory: int, name: str) -> bool:
     except FileNotFoundError:
         return True
     if not stat.S_ISREG(found.st_mode) or found.st_size:
-        msg = f"{UPKEEP}/{name} is no lease of VUA; what is it doing there?"
+        msg = f"{UPKEEP}/{name} was not created by VUA: remove it (until then, nothing is evicted)"
         raise FileExistsError(errno.EEXIST, msg)
     return abs(server_now_ns(directory) - found.st_mtime_ns) > EXPIRY_S * 1e9
+
+
+class Writers:
+    """How many processes write to a cache: each has an empty file in ``.upkeep/writers``.
+
+    It is touched whenever this is asked for, and one that nobody touched for long is deleted. Of
+    many files some are looked at.
+    """
+
+    def __init__(self) -> None:
+        """Take a name."""
+        self._name = secrets.token_hex(8)
+        self._known, self._is_there = 1, False
+
+    def leave(self, root: str | os.PathLike[str]) -> None:
+        """Count no more."""
+        if self._is_there:
+            self._is_there = False
+            with contextlib.suppress(OSError):
+                (Path(root) / UPKEEP / _WRITERS / self._name).unlink()
+
+    def count(self, directory: int) -> int:
+        """Return how many there are, this one too: in ``directory``, that of the lease.
+
+        What was known last where nothing can be looked at.
+        """
+        with contextlib.suppress(OSError):
+            self._known = max(1, self._count(directory))
+        return self._known
+
+    def _count(self, directory: int) -> int:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(_WRITERS, 0o700, dir_fd=directory)
+            see_to_mode(_WRITERS, stat.S_IMODE(os.fstat(directory).st_mode), dir_fd=directory)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        folder = os.open(_WRITERS, flags, dir_fd=directory)
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            fd = os.open(self._name, flags, 0o600, dir_fd=folder)
+            try:
+                os.utime(fd)
+                self._is_there, now_ns = True, os.fstat(fd).st_mtime_ns
+            finally:
+                os.close(fd)
+            names = [name for name in os.listdir(folder) if _WRITER.fullmatch(name)]
+            some = random.sample(names, min(_LOOKED_AT, len(names)))
+            live = 0
+            for name in some:
+                with contextlib.suppress(OSError):
+                    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    if abs(now_ns - status.st_mtime_ns) < WRITER_S * 1e9:
+                        live += 1
+                    elif not status.st_size and stat.S_ISREG(status.st_mode):
+                        os.unlink(name, dir_fd=folder)
+            return math.ceil(len(names) * live / max(1, len(some)))
+        finally:
+            close_quietly(folder)
 
 
 class Victims(NamedTuple):
@@ -218,6 +283,8 @@ class Victims(NamedTuple):
 
 def tell_victims(directory: int, victims: Victims) -> None:
     """Write down victims for other processes; what fails is not told."""
+    if isinstance(directory, Bare):
+        return
     found = victims.found[:_MOST_VICTIMS]
     names = sorted({one.space for one in found})
     place = {name: at for at, name in enumerate(names)}
@@ -255,6 +322,8 @@ def told_victims(directory: int, after_ns: int, now_ns: int) -> Victims | None:
 
     What it says of times is believed as far as the file's own time, the server's, allows.
     """
+    if isinstance(directory, Bare):
+        return None
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(_VICTIMS, flags, dir_fd=directory)
@@ -294,6 +363,8 @@ def done_ago_s(directory: int, what: str, now_ns: int) -> tuple[float, float]:
 
     (inf, 0) where that is not known.
     """
+    if isinstance(directory, Bare):
+        return math.inf, 0.0
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(f"{_DONE}{what}", flags, dir_fd=directory)
@@ -308,6 +379,8 @@ def done_ago_s(directory: int, what: str, now_ns: int) -> tuple[float, float]:
 
 def note_done(directory: int, what: str, took_s: float) -> None:
     """Note that something was done just now; what fails is not noted."""
+    if isinstance(directory, Bare):
+        return
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     with contextlib.suppress(OSError):
         shared = stat.S_IMODE(os.fstat(directory).st_mode) & 0o060

@@ -16,6 +16,7 @@ from itertools import repeat
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from vua.capacity.hit_density import HitDensity, Request
 from vua.capacity.lru import ORPHAN_MTIME_NS, touch
@@ -25,8 +26,16 @@ from vua.io.forks import watch
 
 __all__ = ["BY_MTIME", "LRU", "LeastHitDensity", "Policy", "Ranks"]
 
-_READ_S: Final = 0.25
-"""Between two looks at what others have logged."""
+_COSTS_SHARE: Final = 1 / 20
+"""Of the time that reading, and ranking, may take this share."""
+_CHEAP_S: Final = 0.01
+"""What takes no longer is done each time."""
+_ASKED_S: Final = 60.0
+"""So long after somebody wanted to know what a new chunk is worth the log is read ahead of that."""
+_BUSY_S: Final = 0.01
+"""So long a writer waits to be told what its chunks are worth."""
+_SINCE: Final = HIGHEST - 1
+"""Rank of chunks that were asked for since all were ranked."""
 _HURRIED_NBYTES: Final = 1 << 20
 """So much of a log is read while a writer waits: that takes a tenth of a second."""
 _PER_UNIT: Final = 1e17
@@ -34,7 +43,9 @@ _PER_UNIT: Final = 1e17
 _OWN_REMEMBERED: Final = 1 << 16
 """Chunks that a process remembers of its own requests; see `HitDensity`."""
 _OWN_LEAST: Final = 128
-"""Repeated uses of chunks that a process must itself have seen before it refuses any."""
+"""Uses of chunks once more that a process has to be asked for itself before it refuses any."""
+_PART_CHUNKS: Final = 1 << 15
+"""Chunks of requests that are learned at a time, while nobody can ask: some 20 ms."""
 _MINE_MOST: Final = 64
 """Requests of this process that are noted at once."""
 _REFUSED_MOST: Final = 1 << 16
@@ -50,7 +61,9 @@ class Ranks(NamedTuple):
 
     of: Rank
     is_lasting: bool
-    """Whether a chunk keeps its rank, its mtime, until it is used."""
+    """Whether a chunk keeps its rank until it is used, and that is its mtime."""
+    made: int = 0
+    """The same number: the same ranks, but for chunks that were used since."""
 
     def most(self, before_ns: int | None) -> int:
         """Return the highest rank of a chunk with an older mtime than ``before_ns``."""
@@ -157,24 +170,34 @@ class LeastHitDensity(LRU):
 
     def after_fork(self) -> None:
         """Know nothing, with a log of one's own; see :mod:`vua.io.forks`."""
-        self._lock = threading.Lock()
+        self._lock, self._reading = threading.Lock(), threading.Lock()
+        """Of all but the log; of the log, taken first."""
         self._log, self._density = UseLog(self._root), HitDensity()
         self.own, self._floor = HitDensity(_OWN_REMEMBERED), _Floor()
         self._mine: list[Request] = []
         self._refused: dict[str, None] = {}
         """The latest refused chunks."""
         self._insisted: dict[str, None] = {}
-        """Chunks that were not refused again; chunks after them in prompts are not refused."""
-        self._read_s = -_READ_S
+        """Chunks that were not refused again; what follows them in prompts is not refused."""
+        self._read_from_s = self._asked_until_s = 0.0
+        """When the log is read again, unless all is to be known; until when somebody wants to."""
+        self._made = _Made()
+        self._made_until_s = 0.0
 
     def asked(self, chunks: Sequence[str]) -> None:
-        """Write a prompt's chunks to the log, and note them."""
-        with self._lock:
+        """Write a prompt's chunks to the log, and note them.
+
+        Where writers want to know what they are worth this reads the log, so that these do not.
+        """
+        with self._reading:
             self._log.append(chunks)
+        with self._lock:
             self._mine.append(Request(time.monotonic(), short_names(chunks)))
             if len(self._mine) > _MINE_MOST:
                 self._meet_mine()
-            self._read_s = -_READ_S
+        now_s = time.monotonic()
+        if self._read_from_s <= now_s < self._asked_until_s:
+            self._learn()
 
     def rank(self, now_ns: int, *, hurries: bool = False) -> Ranks:
         """Rank by hit density; what nobody knows goes before what somebody does.
@@ -183,27 +206,41 @@ class LeastHitDensity(LRU):
 
         The log is read after ``now_ns``. What is used or stored from then on may not be in it, and
         its rank is of no use: such chunks are not evicted (:func:`vua.capacity.lru.is_unchanged`).
+        Where ranking takes long it is done anew after twenty times that; what was asked for since
+        ranks above all.
         """
+        if hurries and self._log.unread_nbytes > _HURRIED_NBYTES:
+            return BY_MTIME
+        self._learn()
         with self._lock:
-            if hurries and self._log.unread_nbytes > _HURRIED_NBYTES:
-                return BY_MTIME
-            self._read_s = -_READ_S
-            self._learn()
-            density = self._density
+            density, began_s = self._density, time.monotonic()
             if not density.is_learned:
                 return BY_MTIME
-            worths, rows = density.worths(now_ns / 1e9), dict(density.known())
-            floor = self._floor = _Floor(self.own)
-        ranks = (worths * _PER_UNIT).astype(np.int64)
+            if began_s >= self._made_until_s:
+                ranks = (density.worths(now_ns / 1e9) * _PER_UNIT).astype(np.int64)
+                self._made = _Made(self._made.number + 1, now_ns / 1e9, ranks, density.chunks())
+                self._floor = _Floor(self.own)
+                took_s = time.monotonic() - began_s
+                self._made_until_s = 0.0
+                if took_s > _CHEAP_S:
+                    self._made_until_s = began_s + took_s / _COSTS_SHARE
+            made, floor = self._made, self._floor
 
         def rank(chunks: Sequence[str], mtimes_ns: Column) -> Column:
-            numbers = short_names(chunks).tolist()
+            names = short_names(chunks)
+            numbers = names.tolist()
             floor.meet(numbers)
             found = np.fromiter(map(rows.get, numbers, repeat(-1)), np.intp, len(numbers))
             is_known = (found >= 0) & (mtimes_ns > ORPHAN_MTIME_NS)
-            return np.where(is_known, ranks[found], mtimes_ns + _UNKNOWN)
+            was_known = is_known & (found < len(made.ranks))
+            at = np.where(was_known, found, 0)
+            is_same = was_known & (made.chunks[at] == names) & ~density.used_since(at, made.time_s)
+            return np.where(
+                is_same, made.ranks[at], np.where(is_known, _SINCE, mtimes_ns + _UNKNOWN)
+            )
 
-        return Ranks(rank, is_lasting=False)
+        rows = density.known()  # grows meanwhile
+        return Ranks(rank, is_lasting=False, made=made.number)
 
     def taken(self, chunks: Sequence[str]) -> None:
         """Leave chunks that have gone out of comparisons."""
@@ -219,8 +256,11 @@ class LeastHitDensity(LRU):
         that were refused before.
         """
         number = int(short_names([last])[0])
-        with self._lock:
-            self._learn()
+        self._asked_until_s = time.monotonic() + _ASKED_S
+        if not self._lock.acquire(timeout=_BUSY_S):
+            return HIGHEST  # much is being learned just now
+        try:
+            self._meet_mine()
             row, own = self._density.known().get(number), self.own.known().get(number)
             if row is None or not self._density.is_learned or self.own.returned < _OWN_LEAST:
                 return HIGHEST
@@ -229,6 +269,8 @@ class LeastHitDensity(LRU):
                 _keep(self._insisted, last)
                 return HIGHEST
             return int(self._density.worth_at(row, 0.0) * _PER_UNIT)
+        finally:
+            self._lock.release()
 
     def refused(self, chunk: str) -> None:
         """Remember it: the next time it is stored, unless this process's own requests object."""
@@ -236,13 +278,21 @@ class LeastHitDensity(LRU):
             _keep(self._refused, chunk)
 
     def _learn(self) -> None:
-        """Read what was logged since the last time."""
-        now_s = time.monotonic()
-        if now_s - self._read_s < _READ_S:
-            return
-        self._read_s = now_s
-        self._density.meet(self._log.read())
-        self._meet_mine()
+        """Take in what was logged since the last time; may take a second the first time."""
+        with self._reading:
+            began_s = time.monotonic()
+            found = self._log.read()
+            while found:
+                chunks = many = 0
+                while many < len(found) and chunks < _PART_CHUNKS:
+                    chunks, many = chunks + len(found[many].chunks), many + 1
+                with self._lock:  # a writer may ask in between
+                    self._density.meet(found[:many])
+                found = found[many:]
+            with self._lock:
+                self._meet_mine()
+            took_s = time.monotonic() - began_s
+            self._read_from_s = began_s + (took_s / _COSTS_SHARE if took_s > _CHEAP_S else 0.0)
 
     def _meet_mine(self) -> None:
         self.own.meet(self._mine)
@@ -254,6 +304,18 @@ def _keep(chunks: dict[str, None], chunk: str) -> None:
     chunks[chunk] = None
     while len(chunks) > _REFUSED_MOST:
         del chunks[next(iter(chunks))]
+
+
+class _Made(NamedTuple):
+    """Ranks of all chunks that were known at some time."""
+
+    number: int = 0
+    time_s: float = 0.0
+    """Since 1970, by the server's clock."""
+    ranks: Column = np.zeros(1, dtype=np.int64)
+    """By the rows of `HitDensity`; at least one."""
+    chunks: npt.NDArray[np.uint64] = np.zeros(1, dtype=np.uint64)
+    """Which chunk had that row."""
 
 
 class _Floor:

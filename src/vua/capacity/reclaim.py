@@ -22,9 +22,17 @@ from typing import Final, NamedTuple, Protocol
 
 from vua.capacity import marks
 from vua.capacity.evictor import AT_ONCE, PINNED_SHARE, Evictor
-from vua.capacity.lease import SEARCH, Lease, done_ago_s, lease, note_done, upkeep_directory
+from vua.capacity.lease import (
+    SEARCH,
+    Lease,
+    Writers,
+    done_ago_s,
+    lease,
+    note_done,
+    upkeep_directory,
+)
 from vua.capacity.limits import Limits
-from vua.capacity.lru import next_tick_ns
+from vua.capacity.lru import Bare, next_tick_ns
 from vua.capacity.policy import LRU, Policy
 from vua.capacity.removal import NOTHING, DeletionTotals
 from vua.capacity.scan import HIGHEST, Candidate, spaces
@@ -159,6 +167,7 @@ class Reclaimer:
     def _reset(self) -> None:
         self._changed = threading.Condition(threading.RLock())
         self._estimate = UsageEstimate(self._root, self._bounds, self._changed)
+        self._writers = Writers()
         self._evictor = Evictor(self._root, policy=self._policy)
         self._evictor.shares, self._evictor.evicted = True, self._on_evicted
         self._evictor.spares_unsent, self._evictor.counts = self._spares_unsent, self._counts
@@ -180,6 +189,7 @@ class Reclaimer:
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._thread_running, _CLOSE_WAIT_S)
+        self._writers.leave(self._root)
 
     def on_evicted(self, tell: Callable[[Candidate], None]) -> None:
         """Call ``tell`` with each chunk that is evicted here, on the thread that evicts."""
@@ -420,9 +430,21 @@ class Reclaimer:
         """Measure the target of writes: again if it became another directory meanwhile."""
         for _ in range(_MEASUREMENTS):
             self._follow()
-            self._estimate.measure(self.warn_once)
+            self._estimate.measure(self.warn_once, self._count_writers())
             if not self._follow():
                 break
+
+    def _count_writers(self) -> int:
+        try:
+            if not is_marked(self._root):
+                return 1
+            directory = upkeep_directory(self._root)
+        except (OSError, ConfigError):
+            return 1
+        try:
+            return 1 if isinstance(directory, Bare) else self._writers.count(directory)
+        finally:
+            close_quietly(directory)
 
     def _expire(self) -> None:
         """Delete what was not used for its time to live: every eighth of that, or each minute.
@@ -436,7 +458,7 @@ class Reclaimer:
         pause_s = _TTL_INTERVAL_S if ttl_s is None else min(max(1.0, ttl_s / 8), _TTL_INTERVAL_S)
         self._expire_from_s = now_s + pause_s
 
-        def expire(directory: int, held: Lease, now_ns: int) -> Freed:
+        def expire(directory: int, held: Lease, now_ns: int) -> DeletionTotals:
             ago_s, took_s = done_ago_s(directory, _EXPIRY, now_ns)
             left_s = max(pause_s, _EXPIRY_RATIO * took_s) - ago_s
             if left_s > 0:
@@ -474,12 +496,14 @@ class Reclaimer:
             self.warn_once("mark", f"{self._root}: nothing is deleted there: {problem}")
         return False
 
-    def _evict(self, nbytes: int, below: Below = ANYTHING, *, ahead: bool = False) -> Freed:
+    def _evict(
+        self, nbytes: int, below: Below = ANYTHING, *, ahead: bool = False
+    ) -> DeletionTotals:
         """Evict unless another process does so now."""
         limits = self._estimate.limits
         pins_nbytes = None if limits is None else int(limits.max_bytes * PINNED_SHARE)
 
-        def evict(_: int, held: Lease, now_ns: int) -> Freed:
+        def evict(_: int, held: Lease, now_ns: int) -> DeletionTotals:
             what = Below(self._ahead_before_ns(now_ns)) if ahead else below
             return self._evictor.evict(
                 nbytes,
@@ -493,7 +517,7 @@ class Reclaimer:
 
         return self._hold_lease(evict)
 
-    def _hold_lease(self, work: Callable[[int, Lease, int], Freed]) -> Freed:
+    def _hold_lease(self, work: Callable[[int, Lease, int], DeletionTotals]) -> DeletionTotals:
         """Do ``work`` with the lease and the server's time; what fails brings one warning."""
         self._someone_evicts = False
         if not self._may_delete():
@@ -606,7 +630,8 @@ class Reclaimer:
             request.granted, request.answered = granted and not request.given_up, True
             if request.granted and not request.full:
                 self._estimate.reserve(request.nbytes, request.files)
-                self._has_work = self._has_work or self._is_due
+                if self._estimate.chunks > AT_ONCE:  # what waited for this request to be served
+                    self._has_work = self._has_work or self._is_due
             self._changed.notify_all()
         return True
 

@@ -2,9 +2,10 @@
 
 Unreadable parts count as present: a limit whose excess stays unseen would be useless.
 
-A process measures again whenever it has written 1/512 to 1/32 of the limit: more often if its
-estimate was further off. So any number of independent writers stay within the limit plus a few
-percent.
+A process measures again whenever it has written its part of 1/512 to 1/32 of the limit: more often
+the less its estimate agreed with what was found. Its part is the share of one of the processes that
+write (:class:`vua.capacity.lease.Writers`), and of those that may have come since it asked. So any
+number of writers, also of such that start together, stay within the limit plus a few percent.
 
 :func:`sample_prefix_tree` estimates a large namespace's prefix tree in a second from random chunks
 and their prefixes. Names are hashes, so the chunks of one fan-out directory are a random sample of
@@ -202,6 +203,7 @@ class UsageEstimate:
         self._nbytes_per_inode = _INODE_NBYTES
         self._reserved_files = 0
         self._interval_bytes, self._share = 0.0, _INTERVAL_SHARES[0]
+        self._writers = 1
         self._measured_at_s = self._cost_s = 0.0
 
     def forget(self) -> None:
@@ -294,8 +296,11 @@ class UsageEstimate:
         self._free_inodes = status.f_favail if status.f_files else None
         self._take_inodes(self._reserved_files)
 
-    def measure(self, warn: Callable[[str, str], None]) -> None:
-        """Read the limits and the directory's size; ``warn`` (cause, text) of what fails."""
+    def measure(self, warn: Callable[[str, str], None], writers: int = 1) -> None:
+        """Read the limits and the directory's size; ``warn`` (cause, text) of what fails.
+
+        ``writers``: how many processes write, this one too.
+        """
         began_s = time.monotonic()
         with self._lock:
             before, unseen = self._used_bytes, self._reserved_bytes
@@ -319,7 +324,10 @@ class UsageEstimate:
             low, high = _INTERVAL_SHARES
             agreed = gap < _AGREED_SHARE
             self._share = min(2 * self._share, high) if agreed else max(self._share / 2, low)
-            self._interval_bytes = limits.max_bytes * self._share * random.uniform(0.5, 1.0)  # noqa: S311
+            self._share = low if writers > 2 * self._writers else self._share  # many have come
+            self._writers = writers
+            part = limits.max_bytes * self._share / writers
+            self._interval_bytes = part * random.uniform(0.5, 1.0)  # noqa: S311
             self.limits, self.chunks = limits, usage.chunks
             self._used_bytes, self._unmeasured_bytes = used_bytes + unseen, unseen
             self._free_bytes = status.f_bavail * status.f_frsize - unseen

@@ -1,9 +1,12 @@
 """A log of requested prompts, shared by all processes that use a directory.
 
-Each process appends to its own file in ``<root>/.upkeep/uses/`` and reads the other processes'
-files: no locks, and no server. A record is a request: its time, and the first eight bytes of the
-names of its prompt's chunks. It costs 8 bytes per chunk, where the chunk itself has a megabyte. All
-files together keep some 8 MiB: a process that begins a new one deletes the oldest.
+Each process appends to files of its own in ``<root>/.upkeep/uses/`` and reads those of others: no
+locks, and no server. A record is a request: when it came, and the first eight bytes of the names
+of its prompt's chunks. It costs 8 bytes a chunk, where the chunk itself has a megabyte.
+
+All files together keep some 8 MiB, shared by the processes that write. With very many each has
+256 KiB all the same. A process deletes files of its own, and of others only those that nobody has
+written to for ten minutes: what is told is there until all had the time to read it.
 
 Only the order of eviction depends on it. Records that cannot be written or read are lost; foreign
 files are skipped.
@@ -42,7 +45,13 @@ _FILE_NBYTES: Final = 1 << 20
 _MOST_NBYTES: Final = 4 << 20
 """Bytes read of a file: a full one, and the longest record after that."""
 _ALL_NBYTES: Final = 8 << 20
-"""A million chunks: an evicting process reads them within a second."""
+"""A million chunks: whoever begins to evict reads them within a second."""
+_OWN_NBYTES: Final = 256 << 10
+"""What a process keeps at least of its own, however many write."""
+_OWN_FILES: Final = 4
+"""How many files of its own a process has; so many parts of that go at a time."""
+_LIVE_NS: Final = 600 * 10**9
+"""A file that was written to since is of a live process."""
 _PAUSE_S: Final = 60.0
 """After a failure nothing is written for so long."""
 _SUFFIX: Final = ".uses"
@@ -63,7 +72,10 @@ class UseLog:
         All files keep about ``all_nbytes``: older records are forgotten.
         """
         self._root, self._all_nbytes = Path(root), all_nbytes
-        self._file_nbytes = min(_FILE_NBYTES, all_nbytes // 4)
+        self._own_nbytes = all_nbytes
+        """What this process may keep of its own."""
+        self._writer = secrets.token_hex(8)
+        self._begun = 0
         self._path: Path | None = None
         """This process's file; None: it is to begin one."""
         self._written_nbytes = 0
@@ -72,6 +84,10 @@ class UseLog:
         """How far the server's clock is ahead of this process's, once a file is begun."""
         self._read: dict[str, int] = {}
         """Files, and how far they were read."""
+
+    @property
+    def _file_nbytes(self) -> int:
+        return min(_FILE_NBYTES, self._own_nbytes // _OWN_FILES)
 
     def append(self, chunks: Sequence[str]) -> None:
         """Note a request for a prompt's chunks (64 hex), from its first one on; never raises."""
@@ -178,31 +194,54 @@ class UseLog:
             close_quietly(above)
         directory = self._open_directory()
         try:
-            self._forget_oldest(directory)
-            name = f"{secrets.token_hex(8)}{_SUFFIX}"
+            self._begun += 1
+            name = f"{self._writer}-{self._begun:08x}{_SUFFIX}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
             mode = 0o600 | (stat.S_IMODE(os.fstat(directory).st_mode) & 0o040)
             fd = os.open(name, flags, mode, dir_fd=directory)
             try:
                 see_to_mode(fd, mode)
                 os.write(fd, _MAGIC)
-                self._ahead_s = os.fstat(fd).st_mtime_ns / 1e9 - time.monotonic()
+                now_ns = os.fstat(fd).st_mtime_ns
+                self._ahead_s = now_ns / 1e9 - time.monotonic()
             finally:
                 os.close(fd)
+            self._forget_oldest(directory, now_ns)
         finally:
             close_quietly(directory)
         self._written_nbytes = len(_MAGIC)
         return self._root / UPKEEP / USES / name
 
-    def _forget_oldest(self, directory: int) -> None:
-        there = []
+    def _forget_oldest(self, directory: int, now_ns: int) -> None:
+        """Delete the oldest files of this process, and those of processes that have ended."""
+        own, others, live = [], [], set()
         for name in os.listdir(directory):
             if name.endswith(_SUFFIX):
                 with contextlib.suppress(OSError):
                     status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                    there.append((status.st_mtime_ns, name, status.st_size))
-        left = sum(nbytes for _, _, nbytes in there) - (self._all_nbytes - self._file_nbytes)
-        for _, name, nbytes in sorted(there):
+                    one = (status.st_mtime_ns, name, status.st_size)
+                    writer = name[:16]
+                    if writer == self._writer:
+                        own.append(one)
+                    elif now_ns - status.st_mtime_ns < _LIVE_NS:
+                        live.add(writer)
+                        others.append(one)
+                    else:
+                        others.append(one)
+        self._own_nbytes = min(
+            self._all_nbytes, max(_OWN_NBYTES, self._all_nbytes // (1 + len(live)))
+        )
+        self._delete(directory, sorted(own), self._own_nbytes - self._file_nbytes)
+        dead = [one for one in others if now_ns - one[0] >= _LIVE_NS and one[1][:16] not in live]
+        kept = sum(one[2] for one in others) - sum(one[2] for one in dead)
+        left = self._all_nbytes - self._own_nbytes - kept
+        self._delete(directory, sorted(dead), max(0, left))
+
+    @staticmethod
+    def _delete(directory: int, files: list[tuple[int, str, int]], most_nbytes: int) -> None:
+        """Delete the first of these until the others have so many bytes."""
+        left = sum(nbytes for _, _, nbytes in files) - most_nbytes
+        for _, name, nbytes in files:
             if left <= 0:
                 break
             with contextlib.suppress(OSError):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-from helpers import DirectoryTest, until
+from helpers import SOON_S, DirectoryTest, until
 from replay import LAYOUT
 from vua.capacity import evictor, scan
 from vua.capacity.evictor import Evictor
@@ -131,7 +132,7 @@ class TestParts(SweepTest):
         self.assertLess(most, 40)  # of 200 that are to go
         gone = {*range(self.many)} - {*self.stored()}
         self.assertGreater(min(gone), self.many * 2 // 3)
-        self.assertLessEqual(max(looks.values()), 1)
+        self.assertLessEqual(max(looks.values()), 3)  # sweeps
 
     def test_writers_wait_for_a_part(self) -> None:
         """A process that starts on a full store writes before it has looked at all chunks."""
@@ -144,19 +145,18 @@ class TestParts(SweepTest):
             mock.patch.object(scan, "_SAMPLED_CHUNKS", 100),
             self.counted() as looks,
         ):
-            seen = 0
+            seen, answered, real = 0, threading.Event(), scan.columns_of
 
             def columns_of(space: Space, fan: str) -> object:
                 nonlocal seen
-                if granted is None:
-                    seen += 1
+                seen += 1
+                if seen > 256 // 15:
+                    answered.wait(SOON_S)  # what comes later hangs until the writer has gone on
                 return real(space, fan)
 
-            granted, real = None, scan.columns_of
             with mock.patch.object(scan, "columns_of", columns_of):
-                granted = reclaimer.reserve(NBYTES)
-                self.assertTrue(granted)
-                self.assertLessEqual(seen, 256 // 15)
+                self.assertTrue(reclaimer.reserve(NBYTES))
+                answered.set()
                 until(lambda: sum(looks.values()) >= self.fans)
 
 

@@ -1,0 +1,172 @@
+"""What holds with very many processes: `use_log`, `usage`, and `lease: Writers`."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from helpers import DirectoryTest
+from vua.capacity import use_log
+from vua.capacity.lease import WRITER_S, Writers, upkeep_directory
+from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.usage import Usage, UsageEstimate
+from vua.capacity.use_log import UseLog
+from vua.storage.mark import UPKEEP, USES, make_mark
+
+CHUNKS = 2048
+"""Of a prompt that each process is asked for each second."""
+
+
+def names(number: int) -> list[str]:
+    """The chunks of some prompt."""
+    return [f"{number:08x}{at:08x}" + 48 * "0" for at in range(CHUNKS)]
+
+
+class TestLog(DirectoryTest):
+    """A log that a fleet writes."""
+
+    def setUp(self) -> None:
+        """Make the directory ours."""
+        super().setUp()
+        make_mark(self.root)
+
+    def lost(self, processes: int, seconds: int, every: int = 1) -> int:
+        """How many requests a process misses that reads the log every so many seconds."""
+        fleet, reader, known = [UseLog(self.root) for _ in range(processes)], UseLog(self.root), 0
+        chunks = names(1)
+        reader.read()
+        for second in range(seconds):
+            for log in fleet:
+                log.append(chunks)
+            if second % every == every - 1:
+                known += len(reader.read())
+        return processes * seconds - known
+
+    def test_nothing_is_lost(self) -> None:
+        """All that each of 64 processes asks for is known; control: not with less for each."""
+        self.assertEqual(0, self.lost(64, 12, every=4))
+        with mock.patch.object(use_log, "_OWN_NBYTES", 1 << 10):
+            self.assertLess(0, self.lost(64, 16, every=16))
+
+    @pytest.mark.thorough
+    def test_a_fleet(self) -> None:
+        """So is that of 128."""
+        self.assertEqual(0, self.lost(128, 80))
+
+    def test_few_keep_more(self) -> None:
+        """A process that is alone keeps the 8 MiB for itself."""
+        log = UseLog(self.root)
+        for number in range(600):
+            log.append(names(number))
+        self.assertGreater(len(UseLog(self.root).read()), 350)  # of 512 that have room
+
+    def test_what_the_dead_leave(self) -> None:
+        """Files that nobody has written to for ten minutes make room, and no others do."""
+        for number in range(100):
+            UseLog(self.root).append(names(number))
+        files = sorted((self.root / UPKEEP / USES).iterdir())
+        for path in files[:60]:
+            path.write_bytes(path.read_bytes() * 16)
+            ago_s = time.time() - 700
+            os.utime(path, (ago_s, ago_s))
+        UseLog(self.root).append(names(0))
+        left = {*(self.root / UPKEEP / USES).iterdir()}
+        self.assertEqual(40, len(left & {*files[60:]}))
+        self.assertLess(sum(path.stat().st_size for path in left), 9 << 20)
+
+
+class TestWriters(DirectoryTest):
+    """How many write."""
+
+    def test_counted(self) -> None:
+        """Each counts once, for ten minutes after it was there last; of many some are looked at."""
+        directory = upkeep_directory(self.root)
+        self.addCleanup(os.close, directory)
+        fleet = [Writers() for _ in range(5)]
+        self.assertEqual([1, 2, 3, 4, 5], [one.count(directory) for one in fleet])
+        self.assertEqual(5, fleet[0].count(directory))
+        fleet.append(Writers())
+        self.assertEqual(6, fleet[5].count(directory))
+        fleet[5].leave(self.root)
+        self.assertEqual(5, fleet[0].count(directory))
+        folder = self.root / UPKEEP / "writers"
+        ago_s = time.time() - WRITER_S - 60
+        for path in sorted(folder.iterdir())[:2]:
+            os.utime(path, (ago_s, ago_s))
+        left = fleet[0].count(directory)
+        self.assertIn(left, (3, 4))
+        for number in range(1000):
+            (folder / f"{number:016x}").touch()
+        self.assertLess(abs(1000 + left - fleet[0].count(directory)), 20)
+
+    def test_not_to_be_made(self) -> None:
+        """Where nothing can be looked at the last answer holds."""
+        (self.root / UPKEEP).mkdir()
+        (self.root / UPKEEP / "writers").write_bytes(b"in the way")
+        directory = upkeep_directory(self.root)
+        self.addCleanup(os.close, directory)
+        self.assertEqual(1, Writers().count(directory))
+
+
+class TestLimit(DirectoryTest):
+    """Processes that start together near the limit."""
+
+    most, nbytes = 10**12, 10**6
+
+    def peak(self, processes: int, counts: Callable[[int], int]) -> float:
+        """What is stored at most, over the limit: all measure what is due, and then all write.
+
+        The first time each sees those that came before it.
+        """
+        limits = Limits(max_bytes=self.most, min_free_bytes=0)
+        fleet = [
+            UsageEstimate(self.root, limits, threading.Condition(threading.RLock()))
+            for _ in range(processes)
+        ]
+        stored, before = int(0.97 * self.most), -1
+        free = {"f_blocks": 1 << 60, "f_bfree": 1 << 60, "f_bavail": 1 << 60, "f_frsize": 1}
+        disk = SimpleNamespace(**free, f_files=0, f_favail=0, f_ffree=0)
+
+        def measure(_: object) -> Usage:
+            return Usage(stored, stored // self.nbytes, exact=True)
+
+        size = mock.patch("vua.capacity.usage.measure", measure)
+        resolved = ResolvedLimits(self.most, 0, ttl_s=None, max_bytes_per_salt=None)
+
+        def of(*_: object, **__: object) -> ResolvedLimits:
+            return resolved
+
+        def statvfs(_: object) -> SimpleNamespace:
+            return disk
+
+        known = mock.patch.object(ResolvedLimits, "of", of)
+        with size, known, mock.patch("os.statvfs", statvfs):
+            is_first = True
+            while before != stored and stored < 1.1 * self.most:
+                for number, one in enumerate(fleet):
+                    one.count_request(self.nbytes)
+                    if one.is_stale:
+                        one.measure(print, counts(number + 1 if is_first else processes))
+                before, is_first = stored, False
+                for one in fleet:
+                    if one.missing(self.nbytes) <= 0:
+                        one.reserve(self.nbytes)
+                        one.settle(self.nbytes, self.nbytes)
+                        stored += self.nbytes
+        return stored / self.most
+
+    @pytest.mark.thorough
+    def test_ten_thousand(self) -> None:
+        """Ten thousand keep to the limit, but for five percent."""
+        self.assertLessEqual(self.peak(10_000, lambda number: number), 1.05)
+
+    def test_a_thousand(self) -> None:
+        """So do a thousand; control: not if each takes itself for the only one."""
+        self.assertLessEqual(self.peak(1000, lambda number: number), 1.05)
+        self.assertGreater(self.peak(1000, lambda _: 1), 1.05)
