@@ -110,7 +110,8 @@ class RulesTest(DirectoryTest):
         stores = Namespace.create(self.root, model.identity, [FULL, STATE]).stores
         found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
         table = there.get("table", [1, 2, 3])
-        step = Step(range(computed // SIZE, complete // SIZE), computed, complete, [[], table])
+        chunks, guessed = range(computed // SIZE, complete // SIZE), there.get("guessed", False)
+        step = Step(chunks, computed, complete, [[], table], guessed=guessed)
         return [key.start // SIZE for key in to_save(model, 1, found, step, every)]
 
     def test_when(self) -> None:
@@ -119,11 +120,20 @@ class RulesTest(DirectoryTest):
         self.assertEqual([5], self.saved(2 * BLOCK, 3 * BLOCK, table=[0, 0, 3]))
         self.assertEqual([], self.saved(0, 3 * BLOCK, table=[1, 2, 0]))
         self.assertEqual([], self.saved(0, 3 * BLOCK + 3))
+        self.assertEqual([], self.saved(0, 3 * BLOCK, guessed=True))  # a state for each guess
         self.assertEqual([], self.saved(0, 3 * BLOCK - SIZE))
         self.assertEqual([], self.saved(0, BLOCK))
         self.assertEqual([1], self.saved(0, BLOCK, every=BLOCK))
         self.assertEqual([], self.saved(0, BLOCK, every=2 * BLOCK))
         self.assertEqual([3], self.saved(BLOCK, 2 * BLOCK, every=2 * BLOCK - 3))
+
+    def test_where_a_load_may_begin(self) -> None:
+        """Where no page is cut, what an engine has ends with blocks; else it may end anywhere."""
+        model = self.model()
+        self.assertEqual(BLOCK, model.whole_blocks)
+        self.assertEqual(1, replace(model, groups=model.groups[:1]).whole_blocks)
+        paged = replace(model.groups[0], page_nbytes=7)
+        self.assertEqual(BLOCK, replace(model, groups=(paged,)).whole_blocks)
 
     def test_reused(self) -> None:
         """What vLLM's own prefix cache had, and nobody has stored, is stored in the first step."""
