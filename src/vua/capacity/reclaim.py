@@ -358,9 +358,7 @@ class Reclaimer:
         if estimate.missing(nbytes) > 0:
             estimate.ask_disk()
         need = estimate.missing(nbytes)
-        # While no victims are known the writer waits for a search, too: a small burst does.
-        burst_bytes = self._burst_bytes() if self._knows_victims else self._burst_bytes() // 8
-        if need <= 0 or self._evict(need + burst_bytes, below).nbytes >= need:
+        if need <= 0 or self._free(need, nbytes, below):
             return True
         if self._someone_evicts and estimate.is_tolerable(nbytes):
             return True
@@ -371,6 +369,20 @@ class Reclaimer:
         if cost_s > _COSTLY_S and below.rank == HIGHEST:  # else only what ranks low is refused
             self._paused_until_s = began_s + 10 * cost_s
         return False
+
+    def _free(self, need: int, nbytes: int, below: Below) -> bool:
+        """Evict for a writer of ``nbytes`` that waits, and a burst more; whether it may write.
+
+        Where very many chunks exceed the limit by little, as a new process may estimate, it is
+        enough that more goes than it adds: the rest goes ahead of need.
+        """
+        estimate, burst_bytes = self._estimate, self._burst_bytes()
+        if estimate.chunks > AT_ONCE and need > burst_bytes and estimate.is_tolerable(nbytes):
+            freed = self._evict(max(2 * nbytes, burst_bytes // 8), below)
+            return freed.nbytes >= 2 * nbytes
+        # While no victims are known the writer waits for a search, too: a small burst does.
+        more_bytes = burst_bytes if self._knows_victims else burst_bytes // 8
+        return self._evict(need + more_bytes, below).nbytes >= need
 
     def _look(self, nbytes: int) -> None:
         """Find out what is not known, or known for too long, to say whether ``nbytes`` fit."""
@@ -394,6 +406,8 @@ class Reclaimer:
             self._search()
         began_s, need = time.monotonic(), self._estimate.missing(self._burst_bytes() // 2)
         if need > 0 and began_s >= self._ahead_from_s:
+            if self._estimate.chunks > AT_ONCE:
+                need = min(need, self._burst_bytes())  # whoever waits is served in between
             wanted = need + self._burst_bytes() // 2
             if self._evict(wanted, ahead=True).nbytes < need:  # do not try all the time
                 cost_s = time.monotonic() - began_s

@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from helpers import SOON_S, DirectoryTest, until
 from replay import LAYOUT
-from vua.capacity import evictor, scan
+from vua.capacity import evictor, reclaim, scan
 from vua.capacity.evictor import Evictor
 from vua.capacity.lease import tell_victims, told_victims, upkeep_directory
 from vua.capacity.limits import Limits
@@ -140,6 +141,7 @@ class TestParts(SweepTest):
         reclaimer = Reclaimer(self.root, limits, Counter(), LRU())
         self.addCleanup(reclaimer.close)
         with (
+            mock.patch.object(reclaim, "AT_ONCE", 0),
             mock.patch.object(evictor, "AT_ONCE", 0),
             mock.patch.object(evictor, "_VICTIMS", 200),
             mock.patch.object(scan, "_SAMPLED_CHUNKS", 100),
@@ -158,6 +160,28 @@ class TestParts(SweepTest):
                 self.assertTrue(reclaimer.reserve(NBYTES))
                 answered.set()
                 until(lambda: sum(looks.values()) >= self.fans)
+
+    def test_little_too_much(self) -> None:
+        """Beyond the limit by 1.5 % a writer goes on once more went than it adds."""
+        answered, gone, real = threading.Event(), 0, evictor.evict_chunk
+
+        def evict_chunk(space: Space, chunk: str, **options: Any) -> int | None:
+            nonlocal gone
+            gone += 1
+            if gone > 4:  # of 16
+                answered.wait(SOON_S)
+            return real(space, chunk, **options)
+
+        limits = Limits(max_bytes=(self.many - 15) * NBYTES, min_free_bytes=0)
+        with (
+            mock.patch.object(evictor, "AT_ONCE", 0),
+            mock.patch.object(reclaim, "AT_ONCE", 0),
+            mock.patch.object(evictor, "evict_chunk", evict_chunk),
+        ):
+            reclaimer = Reclaimer(self.root, limits, Counter(), LRU())
+            self.addCleanup(reclaimer.close)
+            self.assertTrue(reclaimer.reserve(NBYTES))
+            answered.set()
 
 
 class TestShared(SweepTest):
