@@ -33,7 +33,7 @@ from vua.format.layout import KVLayout, MemoryMap, Shard, pages_layout, payload_
 from vua.format.parse import encode_header, parse_entry
 from vua.security.seal import Seal, derived
 from vua.security.settings import Security
-from vua.storage.mark import MARK
+from vua.storage.mark import MARK, UPKEEP
 from vua.store.namespace import Namespace
 from vua.weights import weights_fingerprint
 
@@ -89,6 +89,12 @@ def memory_of(layout: KVLayout, shard: Shard) -> MemoryMap:
         segment_tokens=CHUNK,
         owner=arrays,
     )
+
+
+def without_the_house(root: Path) -> None:
+    """Delete what VUA keeps beside namespaces: the first golden files are older."""
+    (root / MARK).unlink()
+    shutil.rmtree(root / UPKEEP)
 
 
 def make(root: Path) -> None:
@@ -344,7 +350,7 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as aside:
             make_sealed(place, Path(aside) / "key", version)
     for place in (GOLDEN, PAGES, SEALED_V1, SEALED):
-        (place / MARK).unlink()  # the first of them are older than the mark
+        without_the_house(place)
     if is_available():
         COMPRESSED.mkdir(exist_ok=True)
         (COMPRESSED / "l0-1.h0-1.compressed.safetensors").write_bytes(

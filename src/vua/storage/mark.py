@@ -183,7 +183,7 @@ def _is_furniture(root: str | os.PathLike[str], name: str) -> bool:
     if name == UPKEEP:
         with contextlib.suppress(OSError):
             ours = re.compile(
-                f"lease|clock|written-back|{USES}"
+                f"lease|search|victims|done-|writers|clock|written-back|{USES}"
             )  # earlier versions wrote written-back
             return all(ours.match(one) for one in os.listdir(Path(root) / UPKEEP))
         return False

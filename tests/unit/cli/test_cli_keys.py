@@ -233,7 +233,7 @@ class TestExplain(KeysTest):
         self.save(self.store(), ALICE)
         words = ("explain", self.cache, "--tokens", self.tokens(), *self.given, "--salt", "alice")
         _, out, _ = run(*words)
-        self.assertIn(f"key        {self.id_of(self.key_of(ALICE))}, aes-256-gcm", out)
+        self.assertIn(f"key         {self.id_of(self.key_of(ALICE))}, aes-256-gcm", out)
         self.assertIn("a hit: all 3 whole chunks", out)
         self.key_of(ALICE).chmod(0o644)
         self.assertIn("mode 644", run(*words)[1])

@@ -185,7 +185,7 @@ class DeviceCheckTest(RingTest):
         with self.assertLogs("vllm.vua.worker", "WARNING") as logged:
             self.load()
         self.check(CHUNKS)
-        self.assertIn("right bytes wrong", logged.output[0])
+        self.assertIn("correct bytes as wrong", logged.output[0])
         self.load()
         self.check(CHUNKS)
         self.assertEqual([(0, True), (CHUNKS, False)],

@@ -23,7 +23,6 @@ from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import MemoryMap
 from vua.format.parse import parse_entry
-from vua.storage.mark import MARK
 from vua.store.namespace import Namespace
 
 GOLDEN = make_golden.GOLDEN
@@ -149,7 +148,7 @@ class TestGolden(DirectoryTest):
         again = self.root / "again"
         again.mkdir()
         make_golden.make(again)
-        (again / MARK).unlink()  # these are older than the mark
+        make_golden.without_the_house(again)
 
         self.assertEqual(contents(GOLDEN), contents(again))
         self.assertLess(sum(map(len, contents(GOLDEN).values())), 50_000)
@@ -174,7 +173,7 @@ class TestGolden(DirectoryTest):
         again = self.root / "again"
         again.mkdir()
         make_golden.make_pages(again)
-        (again / MARK).unlink()
+        make_golden.without_the_house(again)
         self.assertEqual(contents(make_golden.PAGES), contents(again))
         for layout, chunks in make_golden.PAGE_CASES:
             files = sorted(make_golden.PAGES.glob(f"*/*/*/{layout.full.name}.safetensors"))

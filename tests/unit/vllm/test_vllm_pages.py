@@ -426,7 +426,7 @@ class ClassesTest(GeneratedModelsTest):
         state = found.MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
         cases = (
             ("--enable-prefix-caching", {"a.0": full}, {"a.1": state}),
-            ("not known", {"a.0": found.SinkFullAttentionSpec(**same, sink_len=4)}),
+            ("it is unknown", {"a.0": found.SinkFullAttentionSpec(**same, sink_len=4)}),
             ("without attention", {"a.1": found.MambaSpec(**self.state())}),
         )
         for reason, *tables in cases:
