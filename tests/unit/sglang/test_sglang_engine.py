@@ -302,7 +302,7 @@ class NamesTest(unittest.TestCase):
                 versions.check_version()
         with (
             mock.patch.object(versions, "get_hash_str", return_value=["00" * 32]),
-            self.assertRaisesRegex(ConfigError, "names pages otherwise"),
+            self.assertRaisesRegex(ConfigError, "names pages differently"),
         ):
             versions.check_version()
 
@@ -363,7 +363,7 @@ class BackendTest(DirectoryTest):
         """A backend that no scheduler makes finds no model, and is told so in one sentence."""
         from vua.sglang.engine import Engine
 
-        with self.assertRaisesRegex(UncachedError, "its model is not found"):
+        with self.assertRaisesRegex(UncachedError, "its model cannot be found"):
             Engine.find()
 
     def checkpoint(self, name: str, *tensors: str) -> Path:
