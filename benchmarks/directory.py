@@ -302,7 +302,7 @@ def campaign(root: Path, seconds: float, report: dict[str, Any]) -> None:
             one.wait()
     with spaces(root) as found:
         chains = [read_prefix_tree(space) for space in found]
-    orphans = sum(int((one.parent == len(one.names)).sum()) for one in chains)
+    orphans = sum(int((one.parent == len(one)).sum()) for one in chains)
     nbytes = sum(int(one.nbytes.sum()) for one in chains)
     report["campaign"] = {
         "seconds": time.monotonic() - began,

@@ -41,6 +41,7 @@ from vua.errors import CorruptEntryError
 from vua.format.entry import MAX_HEADER_NBYTES, SEALED, SEALED_V1
 from vua.format.parse import EntryInfo, parse_entry
 from vua.io.posix import close_quietly, open_beneath
+from vua.io.spool import Rows, Spool
 from vua.storage.description import is_later
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.mark import UPKEEP, claim
@@ -52,7 +53,7 @@ _HEAD_NBYTES: Final = 1024
 _FORMATS: Final = tuple(f'"format":"{one}"'.encode() for one in (SEALED, SEALED_V1))
 _KEY: Final = re.compile(rb'"key":"([0-9a-f]{16})"')
 
-_Unreadable = tuple[int, str]
+_UNREADABLE: Final = np.dtype([("start", "<i8"), ("name", "V32")])
 """The position of a chunk's first token, and the chunk."""
 
 
@@ -82,14 +83,16 @@ def evict_unreadable(
     the directory may not be written to.
     """
     ids, fans = known(), fans_of(space)
-    found: list[_Unreadable] = []
+    found = Spool(_UNREADABLE)
     for done, some in enumerate(spread(partial(_unreadable_in, space, ids), space, fans), 1):
-        found += some
+        found.append(some)
         show(f"{space.name[:12]}, {len(found)} chunks of lost keys", done, len(fans))
     freed, pinned = NOTHING, 0
-    if found:
+    if len(found):
         ids = known()  # a key that was made meanwhile may have sealed some of them
-    for _, chunk in sorted(found, reverse=True):
+    order = np.argsort(found.column("start"), kind="stable")
+    for at in order[::-1]:
+        chunk = bytes(found.rows(at, at + 1)["name"][0]).hex()
         if _start(space, chunk, ids) is None:
             continue
         nbytes = evict_chunk(space, chunk)
@@ -100,9 +103,10 @@ def evict_unreadable(
     return freed, pinned
 
 
-def _unreadable_in(space: Space, ids: frozenset[str], fan: str) -> list[_Unreadable]:
-    starts = [(_start(space, chunk, ids), chunk) for chunk, _ in chunks_of(space, fan)]
-    return [(start, chunk) for start, chunk in starts if start is not None]
+def _unreadable_in(space: Space, ids: frozenset[str], fan: str) -> Rows:
+    starts = ((_start(space, chunk, ids), chunk) for chunk, _ in chunks_of(space, fan))
+    found = [(start, bytes.fromhex(chunk)) for start, chunk in starts if start is not None]
+    return np.array(found, dtype=_UNREADABLE)
 
 
 def _start(space: Space, chunk: str, ids: frozenset[str]) -> int | None:
@@ -229,8 +233,9 @@ def collect(
                 if limits.max_bytes_per_salt is not None:
                     most = limits.max_bytes_per_salt
                     report.over_quota += _keep_quota(space, tree, most, remover)
-                pinned_nbytes = int(tree.nbytes[tree.pinned].sum())
-                report.pinned_nbytes = (report.pinned_nbytes or 0) + pinned_nbytes
+                pinned = (int(some["nbytes"][some["pinned"]].sum()) for _, some in tree.blocks())
+                report.pinned_nbytes = sum(pinned, report.pinned_nbytes or 0)
+                del tree
         show("measuring")
         if directory is None:
             _rehearse_eviction(root, now_ns, limits, report, remover)
@@ -318,12 +323,8 @@ def _evict_orphans(space: Space, tree: PrefixTree, remover: Remover) -> Deletion
     Each one's parent is looked for again: it may have been stored since. So only chunks that are
     unreachable now are deleted, whatever happened while the headers were read.
     """
-    freed, todo = NOTHING, np.flatnonzero(tree.parent == len(tree.names))
-    lost = np.flatnonzero(tree.first == len(tree.names))
-    children: dict[int, list[int]] = {}
-    for index in lost.tolist():
-        children.setdefault(int(tree.parent[index]), []).append(index)
-    stack = todo.tolist()
+    freed, children = NOTHING, tree.children()
+    stack = children(len(tree))
     while stack:
         index = stack.pop()
         name = tree.name(index)
@@ -333,24 +334,25 @@ def _evict_orphans(space: Space, tree: PrefixTree, remover: Remover) -> Deletion
         nbytes = remover.evict_chunk(space, name)
         if nbytes is not None:
             freed += DeletionTotals(1, nbytes)
-            stack += children.get(index, [])
+            stack += children(index)
     return freed
 
 
 def _keep_quota(space: Space, tree: PrefixTree, most: int, remover: Remover) -> DeletionTotals:
     """Evict the oldest of every salt that occupies more than ``most`` bytes."""
-    freed, first = NOTHING, tree.first
-    families: dict[bytes, list[int]] = {}
-    for index, digest in tree.salts.items():
-        families.setdefault(digest, []).append(index)
-    for roots in families.values():
-        mine = np.flatnonzero(np.isin(first, roots))
-        excess = int(tree.nbytes[mine].sum()) - most
-        for index in mine[np.argsort(tree.mtimes_ns[mine], kind="stable")].tolist():
+    freed, salt_of, count = NOTHING, *tree.salts()
+    nbytes_of = np.zeros(count, dtype=np.int64)
+    for start, rows in tree.blocks():
+        np.add.at(nbytes_of, salt_of[start : start + len(rows)], rows["nbytes"])
+    nbytes_of[0] = 0
+    for salt in np.flatnonzero(nbytes_of > most).tolist():
+        mine = np.flatnonzero(salt_of == salt).astype(salt_of.dtype)
+        excess, mtimes_ns = int(nbytes_of[salt]) - most, tree.mtimes_ns[mine]
+        for at in np.argsort(mtimes_ns, kind="stable"):
             if excess <= 0:
                 break
-            name = tree.name(index)
-            if mtime_ns_of(space.fd, name) == tree.mtimes_ns[index]:
+            name = tree.name(int(mine[at]))
+            if mtime_ns_of(space.fd, name) == mtimes_ns[at]:
                 nbytes = remover.evict_chunk(space, name)
                 freed += NOTHING if nbytes is None else DeletionTotals(1, nbytes)
                 excess -= nbytes or 0

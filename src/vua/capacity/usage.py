@@ -20,7 +20,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
 from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -28,7 +27,7 @@ import numpy.typing as npt
 
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import mtime_ns_of
-from vua.capacity.prefix_tree import ChunkNode, ChunkNodes, PrefixTree, read_node
+from vua.capacity.prefix_tree import ChunkNode, PrefixTree, read_node, tree_of
 from vua.capacity.scan import (
     EXHAUSTED,
     GONE,
@@ -136,26 +135,35 @@ def _measure(space: Space, counted: int, sized: int) -> Usage | None:
     """Measure one namespace; None if nothing in it may be read."""
     fans = fans_of(space)
     random.shuffle(fans)
-    names: list[str] = []
-    seen = 0
+    picked: list[str] = []
+    seen = count = 0
     for fan in fans:
         some = _chunk_names(space, fan)
         if some is None:
             continue
-        names += some
-        seen += 1
-        if len(names) >= counted:
+        picked = _merged(picked, count, some, sized)
+        count, seen = count + len(some), seen + 1
+        if count >= counted:
             break
     if fans and not seen:
         return None
-    if not names:
+    if not count:
         return Usage(0, 0, exact=seen == len(fans))
-    picked = names if len(names) <= sized else random.sample(names, sized)
     sizes = [size for path in picked if (size := _read(space, path, files_nbytes)) is not None]
     if not sizes:
         return None
-    chunks = round(len(names) * len(fans) / seen)
+    chunks = round(count * len(fans) / seen)
     return Usage(round(sum(sizes) / len(sizes) * chunks), chunks, exact=len(sizes) == chunks)
+
+
+def _merged(picked: list[str], count: int, some: list[str], most: int) -> list[str]:
+    """Return a random part of ``count`` names, ``picked`` from them, and of ``some`` further."""
+    if count + len(some) <= most:
+        return picked + some
+    share = count / (count + len(some))
+    old = int(np.random.default_rng().binomial(most, share))
+    old = max(most - len(some), min(old, len(picked)))
+    return random.sample(picked, old) + random.sample(some, most - old)
 
 
 def _chunk_names(space: Space, fan: str) -> list[str] | None:
@@ -387,11 +395,9 @@ def sample_prefix_tree(
             found[chunk] = mtime_ns, read_node(space, chunk)
             chunk = found[chunk][1].before
     each = len(names) * len(fans) / max(1, len(picked))
-    nodes = ChunkNodes([], [], [], [], [], {}, [])
-    for chunk, (mtime_ns, node) in found.items():
-        nodes.add(chunk, mtime_ns, node)
-    tree = nodes.tree()
-    is_picked = [tree.name(index) in picked for index in range(len(tree.names))]
-    stands_for = np.where(is_picked, each, 0)
-    nbytes = (tree.nbytes * stands_for).astype(np.int64)
-    return Sample(replace(tree, nbytes=nbytes), stands_for)
+    tree = tree_of(
+        (chunk, mtime_ns, node._replace(nbytes=int(node.nbytes * each * (chunk in picked))))
+        for chunk, (mtime_ns, node) in found.items()
+    )
+    is_picked = [bytes(name).hex() in picked for name in tree.names]
+    return Sample(tree, np.where(is_picked, each, 0))

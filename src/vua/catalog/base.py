@@ -11,6 +11,8 @@ Engines may write and delete meanwhile: a file that vanishes is skipped.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +31,7 @@ from vua.catalog.check import NO_KEYS, Item, Kind, OpenFile, Verification
 from vua.errors import ConfigError
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo
+from vua.io.spool import Spool
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.description import Description
@@ -46,17 +49,18 @@ __all__ = [
     "Collection",
     "Content",
     "Counted",
+    "Entries",
     "Finding",
     "Item",
     "Kind",
     "Level",
-    "Links",
     "Look",
     "NamespaceCatalog",
     "NamespaceUse",
     "OpenFile",
     "Removal",
     "Rules",
+    "Times",
     "Use",
     "key_ids",
     "resolve",
@@ -85,7 +89,7 @@ class Counted(NamedTuple):
     nbytes: int
     newest_s: float | None
     entries: list[Item]
-    """Each entry, if they are to be listed."""
+    """Each entry, if they are to be listed; those of a chunk one after the other."""
     strays: list[str]
     """Paths of files that are not VUA's."""
 
@@ -104,6 +108,34 @@ class Counted(NamedTuple):
         )
 
 
+class Entries:
+    """Entries, in a temporary file if they are many. To be read again and again."""
+
+    def __init__(self) -> None:
+        self._text = Spool(np.dtype("u1"))
+        self._ends: list[int] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def extend(self, entries: Sequence[Item]) -> None:
+        said = [[one.path, one.nbytes, one.modified_s, one.chunk, one.shard and one.shard.name]
+                for one in entries]  # fmt: skip
+        self._text.append(np.frombuffer(json.dumps(said).encode(), dtype="u1"))
+        self._ends.append(len(self._text))
+        self._count += len(entries)
+
+    def __iter__(self) -> Iterator[Item]:
+        """Raises OSError."""
+        for start, end in itertools.pairwise([0, *self._ends]):
+            for path, nbytes, modified_s, chunk, shard in json.loads(
+                self._text.rows(start, end).tobytes()
+            ):
+                place = shard and Shard.parse(shard)
+                yield Item(path, "entry", nbytes, modified_s, chunk=chunk, shard=place)
+
+
 @dataclass(slots=True)
 class Content:
     """The content of a namespace."""
@@ -115,8 +147,8 @@ class Content:
     files: int = 0
     nbytes: int = 0
     newest_s: float | None = None
-    entries: list[Item] = field(default_factory=list)
-    """Each entry, if they are to be listed."""
+    entries: Entries = field(default_factory=Entries)
+    """Each entry, if they are to be listed; those of a chunk one after the other."""
     strays: list[str] = field(default_factory=list)
     """Paths of files that are not VUA's."""
 
@@ -125,7 +157,8 @@ class Content:
         self.files += part.files
         self.nbytes += part.nbytes
         self.newest_s = max(filter(None, (self.newest_s, part.newest_s)), default=None)
-        self.entries += part.entries
+        if part.entries:
+            self.entries.extend(part.entries)
         self.strays += part.strays
 
     @property
@@ -245,37 +278,69 @@ class Rules:
     rules: Mapping[str, object]
 
 
-@dataclass(frozen=True, slots=True)
+class Times(NamedTuple):
+    """When some chunks were last used, in 16 bytes for each."""
+
+    chunks: npt.NDArray[np.uint64]
+    """The first 8 bytes of their names, ascending."""
+    mtimes_ns: npt.NDArray[np.int64]
+    """In ns by the server's clock."""
+
+    @classmethod
+    def of(cls, names: Sequence[str], mtimes_ns: Iterable[int] | npt.NDArray[np.int64]) -> Times:
+        """Sort chunks given by their names, 64 hex, and mtimes."""
+        digests = np.frombuffer(bytes.fromhex("".join(names)), dtype=">u8").reshape(-1, 4)
+        order = np.argsort(digests[:, 0], kind="stable")
+        times = np.fromiter(mtimes_ns, dtype=np.int64, count=len(names))
+        return cls(digests[order, 0].astype(np.uint64), times[order])
+
+
+@dataclass(slots=True)
 class Look:
-    """A namespace at one moment, from names, times and sizes alone."""
+    """A namespace at one moment, from names, times and sizes alone, and what changed before."""
 
     name: str
     model: str
-    mtimes_ns: Mapping[bytes, int]
-    """Last use of each chunk, by its digest, in ns by the server's clock."""
-    chunk_nbytes: float
+    times: dict[str, Times] = field(default_factory=dict)
+    """By fan-out directory: the last use of its chunks."""
+    chunk_nbytes: float = 0.0
     """Mean size of a chunk."""
-    salts: Mapping[str, int]
+    salts: Mapping[str, int] = field(default_factory=dict)
     """First chunks per prefix of their salt's digest, if that is cheap to know."""
+    chunks: int = 0
+    new: int = 0
+    """Since the look before; also :attr:`used` and :attr:`gone`."""
+    used: int = 0
+    gone: int = 0
 
+    def add(self, fan: str, now: Times, past: Look | None) -> None:
+        """Add a fan-out directory, and compare it with that of ``past``, which forgets it."""
+        self.times[fan] = now
+        self.chunks += len(now.chunks)
+        old = past.times.pop(fan, None) if past is not None else None
+        if old is None:
+            self.new += len(now.chunks)
+            return
+        both, here, there = np.intersect1d(
+            now.chunks, old.chunks, assume_unique=True, return_indices=True
+        )
+        self.new += len(now.chunks) - len(both)
+        self.gone += len(old.chunks) - len(both)
+        self.used += int((now.mtimes_ns[here] > old.mtimes_ns[there]).sum())
 
-@dataclass(frozen=True, slots=True)
-class Links:
-    """The order of chunks."""
-
-    order: Sequence[str]
-    """The chunks whose whole prefix is stored, parents before children."""
-    befores: Mapping[str, str | None]
-    """By chunk the preceding one: "" for a first chunk, None if unreadable."""
-    mtimes_ns: Mapping[str, int]
-    tree: PrefixTree | None = None
-    """None if shards are known from the listing."""
+    def end(self, past: Look | None) -> None:
+        """Count what is gone with its fan-out directory."""
+        if past is not None:
+            self.gone += sum(len(one.chunks) for one in past.times.values())
+            past.times.clear()
 
 
 class NamespaceCatalog(ABC):
     """The chunks of one namespace."""
 
     name: str
+    lists_shards = False
+    """Whether :meth:`shards` is known from the listing, and costs nothing."""
 
     @property
     @abstractmethod
@@ -314,13 +379,16 @@ class NamespaceCatalog(ABC):
         """Return a file, open for reading, by its path in the namespace. Raises OSError."""
 
     @abstractmethod
-    def look(self) -> Look:
-        """Return the current names and times."""
+    def look(self, past: Look | None = None) -> Look:
+        """Return the current names and times, and what changed since ``past``.
+
+        The times of ``past`` are gone then: so two looks need no more memory than one.
+        """
 
     # -- who follows whom -------------------------------------------------------------------------
 
     @abstractmethod
-    def links(self, show: Show, past: Links | None = None) -> Links:
+    def tree(self, show: Show, past: PrefixTree | None = None) -> PrefixTree:
         """Return the order of chunks; given the ``past`` result, only new chunks are read."""
 
     @abstractmethod

@@ -272,7 +272,8 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
         del show
         content = Content(description, self.state(description))
-        content.add(Counted.of(walk(self._path(description)), long=long))
+        for _, items in itertools.groupby(walk(self._path(description)), lambda one: one.path[:2]):
+            content.add(Counted.of(items, long=long))
         return content
 
     def list_namespaces(self, show: Show) -> tuple[Sequence[BucketNamespace], Sequence[str]]:

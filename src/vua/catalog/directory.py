@@ -37,6 +37,7 @@ from vua.capacity.scan import (
     Space,
     chunk_nbytes,
     chunks_of,
+    columns_of,
     fans_of,
     is_fan,
     listed,
@@ -57,12 +58,12 @@ from vua.catalog.base import (
     Finding,
     Item,
     Kind,
-    Links,
     Look,
     NamespaceCatalog,
     NamespaceUse,
     OpenFile,
     Removal,
+    Times,
     Use,
     resolve,
     size,
@@ -167,37 +168,28 @@ class DirectoryNamespace(NamespaceCatalog):
         with open(fd, "rb", buffering=0) as stream:  # noqa: PTH123 - a descriptor
             yield OpenFile(stream)
 
-    def look(self) -> Look:
+    def look(self, past: Look | None = None) -> Look:
         """Read all mtimes, and the sizes of some chunks."""
         space, identity = self.space, read_description(self._root / self.name).identity
-        mtimes_ns = {
-            bytes.fromhex(chunk): mtime_ns
-            for fan in fans_of(space)
-            for chunk, mtime_ns in chunks_of(space, fan)
-        }
-        salts: Counter[str] = Counter()
-        if len(mtimes_ns) <= _SALTS_FROM:
-            nodes = (read_node(space, name.hex()) for name in mtimes_ns)
-            salts = Counter(one.salt.hex()[:SHORT] or "-" for one in nodes if not one.before)
-        some = [chunk_path(name.hex()) for name in list(mtimes_ns)[:_SAMPLED]]
-        mean = sum(chunk_nbytes(space, path) for path in some) / max(1, len(some))
         model = "" if identity is None else identity.name or identity.model
-        return Look(self.name, model, mtimes_ns, mean, salts)
+        found, some = Look(self.name, model), list[str]()
+        for fan in fans_of(space):
+            names, mtimes_ns = columns_of(space, fan)
+            found.add(fan, Times.of(names, mtimes_ns), past)
+            some += names[: _SALTS_FROM + 1 - len(some)]
+        found.end(past)
+        if found.chunks <= _SALTS_FROM:
+            nodes = (read_node(space, name) for name in some)
+            found.salts = Counter(one.salt.hex()[:SHORT] or "-" for one in nodes if not one.before)
+        weighed = [chunk_nbytes(space, chunk_path(name)) for name in some[:_SAMPLED]]
+        found.chunk_nbytes = sum(weighed) / max(1, len(weighed))
+        return found
 
-    def links(self, show: Show, past: Links | None = None) -> Links:
+    def tree(self, show: Show, past: PrefixTree | None = None) -> PrefixTree:
         """Read the headers of all chunks, or only of chunks with a new mtime."""
         if past is None:
-            tree = read_prefix_tree(self.space, show, over_fans)
-        else:
-            tree = read_prefix_tree(self.space, show, known=past.tree)
-        names = [tree.name(index) for index in range(len(tree.names))]
-        befores: dict[str, str | None] = {
-            name: "" if above == index else names[above]
-            for index, (name, above) in enumerate(zip(names, tree.parent.tolist(), strict=True))
-            if above < len(names)
-        }
-        mtimes_ns = dict(zip(names, tree.mtimes_ns.tolist(), strict=True))
-        return Links(tree.in_order(), befores, mtimes_ns, tree)
+            return read_prefix_tree(self.space, show, over_fans)
+        return read_prefix_tree(self.space, show, known=past)
 
     def ancestors(self, chunk: str) -> Iterator[str]:
         return ancestors(self.space, chunk)
@@ -452,18 +444,17 @@ class DirectoryCatalog(Catalog):
             msg = f"{space.name} is not a namespace of VUA, it stays unchanged"
             raise ConfigError(msg)
         tree = read_prefix_tree(space, show, over_fans)
-        whole = not chunk and (force or not tree.pinned.any())
+        whole = not chunk and (force or not any(some["pinned"].any() for _, some in tree.blocks()))
         if whole and not remover.rehearse and is_all_ours(space):
             trash = f"{TRASH}{secrets.token_hex(8)}"
             with contextlib.suppress(OSError):  # a full file system may refuse it: then one by one
                 (self.root / space.name).rename(self.root / trash)
-                freed = DeletionTotals(len(tree.names), self._delete(trash))
+                freed = DeletionTotals(len(tree), self._delete(trash))
                 if (self.root / trash).exists():
                     why = OSError(errno.EPERM, "some of its files cannot be deleted", trash)
                     remover.immovable[space.name, ""] = why
                 return freed, 0
-        every = range(len(tree.names))
-        doomed = tree.descendants(chunk) if chunk else [tree.name(index) for index in every]
+        doomed = tree.descendants(chunk) if chunk else list(tree.named(np.arange(len(tree))))
         for number, name in enumerate(reversed(doomed), 1):  # leaves first
             show(f"{space.name[:SHORT]}: deleting", number, len(doomed), amount=freed.nbytes)
             nbytes = remover.evict_chunk(space, name, pinned=force)

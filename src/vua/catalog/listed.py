@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from vua.capacity.limits import Limits, nbytes_of
+from vua.capacity.prefix_tree import ChunkNode, PrefixTree, tree_of
 from vua.capacity.removal import DeletionTotals
 from vua.capacity.scan import Show
 from vua.catalog.base import (
@@ -39,12 +40,12 @@ from vua.catalog.base import (
     Content,
     Counted,
     Item,
-    Links,
     Look,
     NamespaceCatalog,
     NamespaceUse,
     OpenFile,
     Removal,
+    Times,
     Use,
     resolve,
     size,
@@ -108,6 +109,8 @@ class ListedChunk:
 class ListedNamespace(NamespaceCatalog):
     """A namespace whose chunks were listed."""
 
+    lists_shards = True
+
     def __init__(self, description: Description) -> None:
         self._description, self.name = description, description.name
         self.chunks: dict[str, ListedChunk] = {}
@@ -157,22 +160,25 @@ class ListedNamespace(NamespaceCatalog):
     def shards(self, chunk: str) -> list[Shard | None]:
         return list(self.chunks[chunk].shards)
 
-    def look(self) -> Look:
+    def look(self, past: Look | None = None) -> Look:
         chunks, identity = self.chunks.values(), self._description.identity
-        mtimes_ns = {bytes.fromhex(one.name): int(one.used_s * 1e9) for one in chunks}
         mean = sum(one.nbytes for one in chunks) / max(1, len(chunks))
         model = "" if identity is None else identity.name or identity.model
-        return Look(self.name, model, mtimes_ns, mean, {})
+        found = Look(self.name, model, chunk_nbytes=mean)
+        found.add("", Times.of([*self.chunks], (int(one.used_s * 1e9) for one in chunks)), past)
+        return found
 
-    def links(self, show: Show, past: Links | None = None) -> Links:
+    def tree(self, show: Show, past: PrefixTree | None = None) -> PrefixTree:
         """Read the headers of new chunks."""
-        for name, chunk in self.chunks.items():
-            if past is not None and chunk.before is None:
-                chunk.before = past.befores.get(name)
-        order = self.in_order(show)
-        befores = {name: chunk.before for name, chunk in self.chunks.items()}
-        mtimes_ns = {name: int(chunk.used_s * 1e9) for name, chunk in self.chunks.items()}
-        return Links(order, befores, mtimes_ns)
+        for _, rows in () if past is None else past.blocks():
+            for row in rows:
+                chunk = self.chunks.get(bytes(row["name"]).hex())
+                if chunk is not None and chunk.before is None:
+                    chunk.before = "" if row["is_first"] else bytes(row["before"]).hex()
+        self.find_befores(show)
+        return tree_of(
+            (one.name, int(one.used_s * 1e9), _node(one)) for one in self.chunks.values()
+        )
 
     def find_befores(self, show: Show) -> None:
         """Find each chunk's predecessor, and until when each is needed."""
@@ -439,6 +445,13 @@ class ListedCatalog(Catalog, Generic[N]):
         return Removal(chunks, nbytes, objects, len(kept), strays=strays)
 
 
+def _node(chunk: ListedChunk) -> ChunkNode:
+    return ChunkNode(
+        chunk.before or "", b"", chunk.nbytes, len(chunk.paths), temporary=False,
+        pinned=tuple(chunk.pins),
+    )  # fmt: skip
+
+
 def _sum(chunks: Sequence[tuple[N, ListedChunk]]) -> DeletionTotals:
     return DeletionTotals(len(chunks), sum(chunk.nbytes for _, chunk in chunks))
 
@@ -592,7 +605,8 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
             items.append(
                 Item(path, "entry", entry.nbytes, entry.last_used_s, chunk=chunk, shard=shard)
             )
-        content.add(Counted.of(items, long=long))
+        order = {chunk: at for at, chunk in enumerate(dict.fromkeys(one.chunk for one in items))}
+        content.add(Counted.of(sorted(items, key=lambda one: order[one.chunk]), long=long))
         return content
 
     def claim(self) -> None:

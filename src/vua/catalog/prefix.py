@@ -17,9 +17,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-import numpy as np
-
-from vua.capacity.prefix_tree import PrefixTree
+from vua.capacity.prefix_tree import Followers
 from vua.errors import ConfigError, CorruptEntryError, ForeignEntryError
 from vua.format.identity import Identity, config_digest, rope_order, varies_with_length
 from vua.format.keys import ChunkKey, KeyChain
@@ -193,18 +191,10 @@ class Continuations:
     """How many of these first chunks have extras: a salt, a LoRA adapter, an image."""
 
 
-def continuations(tree: PrefixTree, gap: ChunkKey, before: str) -> Continuations:
+def continuations(followers: Followers, gap: ChunkKey, before: str) -> Continuations:
     """Return what follows chunk ``before`` ("": what begins prompts) instead of ``gap``."""
-    count = len(tree.names)
-    own = np.arange(count)
-    if before:
-        above = np.flatnonzero(tree.names == np.frombuffer(bytes.fromhex(before), "V32"))
-        place = int(above[0]) if len(above) else -1
-        follows = np.flatnonzero((tree.parent == place) & (tree.parent != own))
-    else:
-        follows = np.flatnonzero(tree.parent == own)
-    others = [int(one) for one in follows if tree.name(int(one)) != gap.name]
-    return Continuations(len(others), sum(one in tree.salts for one in others))
+    others = followers.without(followers.of(before), gap.name)
+    return Continuations(len(others), int(followers.extras[others].sum()))
 
 
 _DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

@@ -33,9 +33,12 @@ from importlib import import_module
 from typing import Any, Final
 
 import click
+import numpy as np
+import numpy.typing as npt
 
+from vua.capacity.prefix_tree import Indices, PrefixTree
 from vua.capacity.scan import Show
-from vua.catalog.base import Catalog, Links, NamespaceCatalog
+from vua.catalog.base import Catalog, NamespaceCatalog
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command, duration_s
 from vua.cli.looks import between_looks_s
@@ -44,7 +47,7 @@ from vua.errors import ConfigError
 from vua.format.layout import KVLayout, Shard, cover
 from vua.storage.base import explaining
 
-__all__ = ["EventSocket", "Seen", "events", "look"]
+__all__ = ["EventSocket", "Seen", "changes", "events", "look"]
 
 log = logging.getLogger(__name__)
 
@@ -279,11 +282,33 @@ class Seen:
     """A namespace as the last look found it."""
 
     layouts: tuple[KVLayout, ...]
-    stored: dict[str, str]
-    """Chunks that a lookup can find, parents before children, each with its predecessor ("")."""
-    links: Links
-    whole: dict[str, int]
-    """Chunks with all their files, and their mtimes (ns) at that look."""
+    tree: PrefixTree
+    whole: npt.NDArray[np.bool_]
+    """Whether a chunk has all its files."""
+    stored: npt.NDArray[np.bool_]
+    """Whether a lookup can find it: it is whole, with all before it."""
+
+    def knows(self, at: Indices, mtimes_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Whether chunks with these indices were whole, and have the same mtimes."""
+        found = at < len(self.tree)
+        found[found] = self.whole[at[found]]
+        found[found] = self.tree.rows(at[found])["mtime_ns"] == mtimes_ns[found]
+        return found
+
+    def befores(self) -> Iterator[tuple[str, str]]:
+        """Yield the names of chunks that a lookup can find, each with its predecessor's ("")."""
+        for start, rows in self.tree.blocks():
+            for row in rows[self.stored[start : start + len(rows)]]:
+                yield (
+                    bytes(row["name"]).hex(),
+                    "" if row["is_first"] else bytes(row["before"]).hex(),
+                )
+
+    def holds(self, at: Indices) -> npt.NDArray[np.bool_]:
+        """Whether a lookup found the chunks with these indices."""
+        found = at < len(self.tree)
+        found[found] = self.stored[at[found]]
+        return found
 
 
 @command("events", "tell routers which chunks a cache holds")
@@ -338,10 +363,10 @@ def events(
             seen: dict[str, Seen] = {}
             while True:
                 now = look(catalog, seen)
-                found = _changes(seen, now, locality)
+                found = changes(seen, now, locality)
                 if outlet.newcomers:  # their knowledge is from before
                     outlet.newcomers = False
-                    found = itertools.chain([_CLEARED], _changes({}, now, locality))
+                    found = itertools.chain([_CLEARED], changes({}, now, locality))
                 while batch := list(itertools.islice(found, _BATCH)):
                     outlet.publish(batch)
                 if not follow:
@@ -384,14 +409,17 @@ def _look_at(space: NamespaceCatalog, past: Seen | None, show: Show) -> Seen | N
     layouts = past.layouts if past else space.layouts
     if not layouts:
         return None
-    links = space.links(show, past.links if past else None)
-    known = past.whole if past and links.tree is not None else {}  # else a look costs nothing
-    whole = {
-        name: mtime_ns
-        for name, mtime_ns in links.mtimes_ns.items()
-        if known.get(name) == mtime_ns or _is_whole(layouts, space.shards(name))
-    }
-    return Seen(layouts, _reached(links.order, links.befores, whole), links, whole)
+    tree = space.tree(show, past.tree if past else None)
+    find = past.tree.finder() if past else None
+    whole = np.zeros(len(tree), dtype=np.bool_)
+    for start, rows in tree.blocks():
+        known = np.zeros(len(rows), dtype=np.bool_)
+        if past and find and not space.lists_shards:
+            known = past.knows(find(rows["name"]), rows["mtime_ns"])
+        for at in np.flatnonzero(~known).tolist():
+            known[at] = _is_whole(layouts, space.shards(bytes(rows["name"][at]).hex()))
+        whole[start : start + len(rows)] = known
+    return Seen(layouts, tree, whole, tree.reached(whole))
 
 
 def _is_whole(layouts: Sequence[KVLayout], shards: Iterable[Shard | None]) -> bool:
@@ -401,41 +429,44 @@ def _is_whole(layouts: Sequence[KVLayout], shards: Iterable[Shard | None]) -> bo
     return all(cover(one.full, there) is not None for one in full)
 
 
-def _reached(
-    order: Iterable[str], befores: Mapping[str, str | None], whole: Mapping[str, int]
-) -> dict[str, str]:
-    """Return complete chunks whose prefix is complete, in ``order``, with their predecessors."""
-    found: dict[str, str] = {}
-    for name in order:
-        before = befores[name] or ""
-        if name in whole and (not before or before in found):
-            found[name] = before
-    return found
-
-
 # -- what is told of it ---------------------------------------------------------------------------
 
 
-def _changes(
+def changes(
     past: Mapping[str, Seen], now: Mapping[str, Seen], locality: str
 ) -> Iterator[dict[str, Any]]:
     """Yield removed chunks, children before parents, then new ones, parents before children."""
     for namespace in sorted({*past, *now}):
         common = {"medium": "STORAGE", "locality": locality, "ownership": namespace}
-        old = past[namespace].stored if namespace in past else {}
-        new = now[namespace].stored if namespace in now else {}
-        for name in reversed(old):
-            if name not in new:
-                yield {"type": "BlockRemoved", "block_hashes": [bytes.fromhex(name)], **common}
-        for name, before in new.items():
-            if name not in old:
-                yield {
-                    "type": "BlockStored",
-                    "block_hashes": [bytes.fromhex(name)],
-                    "parent_block_hash": bytes.fromhex(before) or None,
-                    "token_ids": [],
-                    "block_size": now[namespace].layouts[0].chunk_tokens,
-                    "lora_id": None,
-                    "lora_name": None,
-                    **common,
-                }
+        old, new = past.get(namespace), now.get(namespace)
+        for row in _only_in(old, new, last_first=True):
+            yield {"type": "BlockRemoved", "block_hashes": [bytes(row["name"])], **common}
+        for row in _only_in(new, old):
+            yield {
+                "type": "BlockStored",
+                "block_hashes": [bytes(row["name"])],
+                "parent_block_hash": None if row["is_first"] else bytes(row["before"]),
+                "token_ids": [],
+                "block_size": now[namespace].layouts[0].chunk_tokens,
+                "lora_id": None,
+                "lora_name": None,
+                **common,
+            }
+
+
+def _only_in(one: Seen | None, other: Seen | None, *, last_first: bool = False) -> Iterator[Any]:
+    """Yield what a lookup found in one look and not in the other, parents before children."""
+    if one is None:
+        return
+    which = one.stored
+    if other is not None:
+        which, find = one.stored.copy(), other.tree.finder()
+        for start, rows in one.tree.blocks():
+            at = find(rows["name"])
+            which[start : start + len(rows)] &= ~other.holds(at)
+        del find
+    order = one.tree.order(which)
+    del which
+    for start in range(0, len(order), _BATCH):
+        part = order[::-1][start : start + _BATCH] if last_first else order[start : start + _BATCH]
+        yield from one.tree.rows(part)

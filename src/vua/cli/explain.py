@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from vua.capacity.prefix_tree import PrefixTree
+from vua.capacity.prefix_tree import Followers
 from vua.catalog.base import NO_KEYS, Catalog
 from vua.catalog.opening import open_catalog
 from vua.catalog.prefix import (
@@ -259,7 +259,7 @@ def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Ex
 
 
 def explain_ids(
-    directory: str, ids: bytes, question: Question, trees: Mapping[str, PrefixTree]
+    directory: str, ids: bytes, question: Question, trees: Mapping[str, Followers]
 ) -> Explanation:
     """Explain token ids; the files that ``question`` names are not read.
 
@@ -278,7 +278,7 @@ def _answers(
     expected: Expected | None,
     ids: bytes,
     question: Question,
-    trees: Mapping[str, PrefixTree] = MappingProxyType({}),
+    trees: Mapping[str, Followers] = MappingProxyType({}),
 ) -> list[Answer]:
     """Return an answer per matching namespace, the most usable first."""
     answers = [
@@ -331,7 +331,7 @@ def _answer(
     differences: list[Difference] | None,
     ids: bytes,
     question: Question,
-    trees: Mapping[str, PrefixTree],
+    trees: Mapping[str, Followers],
 ) -> Answer:
     length = len(ids) // 4
     with explaining(str(found.path)):
@@ -346,14 +346,17 @@ def _answer(
     groups = tuple(look(store, keys, seal) for store in namespace.stores)
     blocks = (question.block_tokens,) if question.block_tokens else BLOCKS
     answer = replace(answer, groups=groups, seal=seal, blocks=blocks)
-    gap, tree = answer.gap, trees.get(found.name)
+    gap, known = answer.gap, trees.get(found.name)
     if gap is None:
         return answer
     before = keys[gap.index - 1].name if gap.index else ""
-    if tree is None and not question.quick:
+    if known is None and not question.quick:
         with progress() as show:
             tree = catalog.tree(found, show)
-    return answer if tree is None else replace(answer, others=continuations(tree, gap.key, before))
+        known = None if tree is None else tree.followers()
+    if known is None:
+        return answer
+    return replace(answer, others=continuations(known, gap.key, before))
 
 
 # -- for programs -----------------------------------------------------------------------------

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.capacity.hit_density import Request
-from vua.capacity.prefix_tree import PrefixTree
+from vua.capacity.prefix_tree import Followers, Indices, PrefixTree
 from vua.capacity.use_log import UseLog
 from vua.catalog.base import Catalog, Content, Look
 from vua.catalog.opening import open_catalog
@@ -57,6 +57,8 @@ _Floats: TypeAlias = npt.NDArray[np.float64]
 _NARROWEST: Final = 1 / 500
 """Smallest share of the whole that is drawn as its own box: about two pixels."""
 _MOST_BOXES: Final = 1200
+_AT_ONCE: Final = 1 << 10
+"""Chunks that are counted at once."""
 _LISTED: Final = 20
 
 
@@ -156,50 +158,61 @@ class Runs:
         }
 
 
-def runs_of(tree: PrefixTree, uses: _Ints, stands_for: _Floats | None = None) -> Runs:
+def runs_of(tree: PrefixTree, uses: Indices, stands_for: _Floats | None = None) -> Runs:
     """Condense a tree into runs; ``uses`` count each chunk's observed uses.
 
     ``stands_for``: for how many chunks each one counts, if the tree is a sample.
     """
-    count = len(tree.names)
-    reached = tree.first < count
-    at = np.flatnonzero(reached)
-    own = np.arange(count)
-    is_root = tree.parent == own
-    follows = at[~is_root[at]]
-    branches = np.bincount(tree.parent[follows], minlength=count)
-    above = own.copy()  # within the run
-    alone = follows[branches[tree.parent[follows]] == 1]
-    above[alone] = tree.parent[alone]
-    for _ in range(count.bit_length()):  # each time twice as far
-        above = above[above]
-    heads, run_of = np.unique(above[at], return_inverse=True)
-    chunks = np.bincount(run_of, minlength=len(heads)).astype(np.int64)
-    before = np.where(is_root[heads], -1, tree.parent[heads])
+    count, small = len(tree), tree.parent.dtype
+    is_lost = tree.first == count
+    run_of = _heads(tree, is_lost)  # by their heads, at first
+    is_head = ~is_lost
+    is_head &= run_of == np.arange(count, dtype=small)
+    heads = np.flatnonzero(is_head)
+    number = np.cumsum(is_head, dtype=small)
+    number -= 1
+    run_of[:] = number[run_of]
+    del number, is_head
+    before = tree.parent[heads].astype(np.int64)
+    is_root = before == heads
     parent = np.full(len(heads), -1, dtype=np.int64)
-    where = np.zeros(count, dtype=np.int64)
-    where[at] = run_of
-    parent[before >= 0] = where[before[before >= 0]]
-
-    def summed(values: _Ints) -> _Ints:
-        found = np.zeros(len(heads), dtype=np.int64)
-        np.add.at(found, run_of, values[at])
-        return found
-
-    newest = np.zeros(len(heads), dtype=np.int64)
-    np.maximum.at(newest, run_of, tree.mtimes_ns[at])
+    parent[~is_root] = run_of[before[~is_root]]
+    chunks, total, nbytes, used, newest = (np.zeros(len(heads), dtype=np.int64) for _ in range(5))
+    for start, rows in tree.blocks():
+        part = slice(start, start + len(rows))
+        at = np.flatnonzero(~is_lost[part])
+        run = run_of[part][at]
+        np.add.at(chunks, run, 1)
+        np.add.at(total, run, 1 if stands_for is None else stands_for[part][at].astype(np.int64))
+        np.add.at(nbytes, run, rows["nbytes"][at])
+        np.add.at(used, run, uses[part][at].astype(np.int64))
+        np.maximum.at(newest, run, rows["mtime_ns"][at])
     return _linked(
-        [tree.name(int(one)) for one in heads],
+        list(tree.named(heads)),
         parent,
         chunks,
-        [
-            chunks if stands_for is None else summed(stands_for.astype(np.int64)),
-            summed(tree.nbytes),
-            summed(uses),
-            newest,
-        ],
-        unreachable=int(count - len(at)),
+        [total, nbytes, used, newest],
+        unreachable=int(is_lost.sum()),
     )
+
+
+def _heads(tree: PrefixTree, is_lost: npt.NDArray[np.bool_]) -> Indices:
+    """Return the first chunk of each chunk's run; of a lost chunk anything."""
+    above, own = tree.parent, np.arange(len(tree), dtype=tree.parent.dtype)
+    follows = ~is_lost
+    follows &= above != own
+    siblings = np.zeros(len(tree), dtype=np.uint8)  # that follow each chunk: none, one, or more
+    for start in range(0, len(tree), _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        some, count = np.unique(above[part][follows[part]], return_counts=True)
+        siblings[some] = np.minimum(siblings[some] + count, 2)
+    for start in range(0, len(tree), _AT_ONCE):
+        at = start + np.flatnonzero(follows[start : start + _AT_ONCE])
+        at = at[siblings[above[at]] == 1]
+        own[at] = above[at]
+    for _ in range(len(tree).bit_length()):  # each time twice as far
+        own[:] = own[own]
+    return own
 
 
 def _linked(
@@ -333,11 +346,11 @@ def top(
     catalog = open_catalog(directory)
     interval_s = between_looks_s(interval_s, catalog, _INTERVAL_S)
     with explaining(directory):
-        before, began_s = _looks(catalog), time.monotonic()
+        before, began_s = _looks(catalog, {}), time.monotonic()
         while True:
             time.sleep(interval_s)
-            now, now_s = _looks(catalog), time.monotonic()
-            report = _compared(catalog, before, now, now_s - began_s)
+            now, now_s = _looks(catalog, before), time.monotonic()
+            report = _compared(catalog, now, now_s - began_s)
             if output.is_for_people and not once:
                 clear_screen()
             output.show(report)
@@ -346,19 +359,19 @@ def top(
             before, began_s = now, now_s
 
 
-def _looks(catalog: Catalog) -> dict[str, Look]:
+def _looks(catalog: Catalog, past: Mapping[str, Look]) -> dict[str, Look]:
     with progress() as show, catalog.namespaces(show) as (found, _):
-        return {space.name: space.look() for space in found}
+        return {space.name: space.look(past.get(space.name)) for space in found}
 
 
-def _compared(
-    catalog: Catalog, before: dict[str, Look], now: dict[str, Look], took_s: float
-) -> Traffic:
-    newest = max((max(one.mtimes_ns.values(), default=0) for one in now.values()), default=0)
-    now_ns = max(time.time_ns(), newest)  # mtimes are by the server's clock, which may be ahead
-    rows = [_compare(before.get(name), one, now_ns, took_s) for name, one in sorted(now.items())]
-    nbytes = sum(round(one.chunk_nbytes * len(one.mtimes_ns)) for one in now.values())
-    chunks = sum(len(one.mtimes_ns) for one in now.values())
+def _compared(catalog: Catalog, now: dict[str, Look], took_s: float) -> Traffic:
+    newest = (
+        int(times.mtimes_ns.max(initial=0)) for one in now.values() for times in one.times.values()
+    )
+    now_ns = max(time.time_ns(), *newest)  # mtimes are by the server's clock, which may be ahead
+    rows = [_compare(one, now_ns, took_s) for _, one in sorted(now.items())]
+    nbytes = sum(round(one.chunk_nbytes * one.chunks) for one in now.values())
+    chunks = sum(one.chunks for one in now.values())
     room, free_nbytes = catalog.quick_use(), None
     if room is not None:
         nbytes, free_nbytes = room.nbytes, room.free_nbytes
@@ -369,24 +382,21 @@ def _compared(
     )
 
 
-def _compare(before: Look | None, now: Look, now_ns: int, took_s: float) -> dict[str, Any]:
-    old: Mapping[bytes, int] = {} if before is None else before.mtimes_ns
-    new = sum(name not in old for name in now.mtimes_ns)
-    gone = sum(name not in now.mtimes_ns for name in old)
-    used = sum(mtime_ns > old.get(name, mtime_ns) for name, mtime_ns in now.mtimes_ns.items())
+def _compare(now: Look, now_ns: int, took_s: float) -> dict[str, Any]:
     salts = sorted(now.salts.items(), key=lambda one: -one[1])
     return {
         "namespace": now.name,
         "model": now.model,
-        "chunks": len(now.mtimes_ns),
-        "nbytes": round(now.chunk_nbytes * len(now.mtimes_ns)),
-        "new_per_s": round(new / took_s, 3),
-        "new_nbytes_per_s": round(new * now.chunk_nbytes / took_s),
-        "used_per_s": round(used / took_s, 3),
-        "gone_per_s": round(gone / took_s, 3),
+        "chunks": now.chunks,
+        "nbytes": round(now.chunk_nbytes * now.chunks),
+        "new_per_s": round(now.new / took_s, 3),
+        "new_nbytes_per_s": round(now.new * now.chunk_nbytes / took_s),
+        "used_per_s": round(now.used / took_s, 3),
+        "gone_per_s": round(now.gone / took_s, 3),
         "used_within": {
             str(window): sum(
-                now_ns - mtime_ns <= window * 10**9 for mtime_ns in now.mtimes_ns.values()
+                int((now_ns - times.mtimes_ns <= window * 10**9).sum())
+                for times in now.times.values()
             )
             for window in _WINDOWS_S
         },
@@ -403,7 +413,7 @@ class View:
 
     summary: dict[str, object]
     """Plain values for the page."""
-    tree: PrefixTree | None = None
+    tree: Followers | None = None
     """None until it is read completely."""
     runs: Runs | None = None
     """None for a bucket: its names do not tell the order of chunks."""
@@ -414,7 +424,7 @@ class _Seen:
     """What the last look found in a namespace."""
 
     tree: PrefixTree
-    uses: npt.NDArray[np.int64]
+    uses: npt.NDArray[np.int32]
     """Observed uses per chunk since the first look."""
     counts: dict[str, int] = field(default_factory=dict)
     """New, used and gone since the previous look."""
@@ -460,7 +470,7 @@ class _Log:
         self._requests += self._log.read()
         now_s = max([time.time(), *(one.time_s for one in self._requests[-1:])])
         self._requests = [one for one in self._requests if one.time_s >= now_s - _WORTH_S[-1]]
-        chunks = sum(len(one.tree.names) for one in seen.values())
+        chunks = sum(len(one.tree) for one in seen.values())
         nbytes = sum(int(one.tree.nbytes.sum()) for one in seen.values())
         use = catalog.quick_use()
         most = None if use is None else use.limits["max_bytes"]
@@ -481,7 +491,7 @@ def _look(catalog: Catalog, seen: dict[str, _Seen], talk: Talk, *, first: bool) 
         talk.tell("usage", {**told, **limits})
     total = dict.fromkeys(("new", "used", "gone"), 0)
     for name in seen.keys() - set(names):
-        total["gone"] += len(seen.pop(name).tree.names)
+        total["gone"] += len(seen.pop(name).tree)
     for one in found:
         before = seen.get(one.name)
         try:
@@ -511,15 +521,17 @@ def _seen(
     if tree is None:
         return None
     if before is None or old is None:
-        uses = np.zeros(len(tree.names), dtype=np.int64)
-        return _Seen(tree, uses, {} if is_first else {"new": len(tree.names)})
-    place = old.places(tree.names)
-    is_new = place == len(old.names)
-    is_used = ~is_new & (tree.mtimes_ns > np.append(old.mtimes_ns, 0)[place])
-    uses = np.append(before.uses, 0)[place] + is_used
-    stayed = int((~is_new).sum())
-    counts = {"new": int(is_new.sum()), "used": int(is_used.sum())}
-    return _Seen(tree, uses, {**counts, "gone": len(old.names) - stayed})
+        uses = np.zeros(len(tree), dtype=np.int32)
+        return _Seen(tree, uses, {} if is_first else {"new": len(tree)})
+    uses, find, stayed, used = np.zeros(len(tree), dtype=np.int32), old.finder(), 0, 0
+    for start, rows in tree.blocks():
+        place = find(rows["name"])
+        at = np.flatnonzero(place < len(old))
+        is_used = rows["mtime_ns"][at] > old.rows(place[at])["mtime_ns"]
+        uses[start + at] = before.uses[place[at]] + is_used
+        stayed, used = stayed + len(at), used + int(is_used.sum())
+    counts = {"new": len(tree) - stayed, "used": used, "gone": len(old) - stayed}
+    return _Seen(tree, uses, counts)
 
 
 def _sample(catalog: Catalog, found: Sequence[Description], talk: Talk) -> None:
@@ -530,7 +542,7 @@ def _sample(catalog: Catalog, found: Sequence[Description], talk: Talk) -> None:
         if sampled is None:
             continue
         tree, stands_for = sampled
-        runs = runs_of(tree, np.zeros(len(tree.names), dtype=np.int64), stands_for)
+        runs = runs_of(tree, np.zeros(len(tree), dtype=np.int32), stands_for)
         newest_s = int(tree.mtimes_ns.max(initial=0)) / 1e9
         content = Content(one, catalog.state(one), newest_s=newest_s)
         content.chunks, content.nbytes = round(stands_for.sum()), int(tree.nbytes.sum())
@@ -541,7 +553,7 @@ def _view(catalog: Catalog, description: Description, now: _Seen) -> View:
     tree, runs = now.tree, runs_of(now.tree, now.uses)
     newest_s = int(tree.mtimes_ns.max(initial=0)) / 1e9
     content = Content(description, catalog.state(description), newest_s=newest_s)
-    content.chunks, content.nbytes = len(tree.names), int(tree.nbytes.sum())
+    content.chunks, content.nbytes = len(tree), int(tree.nbytes.sum())
     summary = {
         **_summary(content),
         "pinned": int(tree.pinned.sum()),
@@ -550,23 +562,26 @@ def _view(catalog: Catalog, description: Description, now: _Seen) -> View:
         "prompts": len(runs.beginnings),
         "ages": now.ages,
     }
-    return View(summary, tree, runs)
+    return View(summary, tree.followers(), runs)
 
 
 def _pins(tree: PrefixTree) -> list[str]:
     """Name the last chunk of each pinned prompt: a pin holds all chunks before it, too."""
-    pinned = np.flatnonzero(tree.pinned)
-    inside = tree.parent[pinned[tree.parent[pinned] != pinned]]
-    return [tree.name(int(at)) for at in np.setdiff1d(pinned, inside)[:_PINS]]
+    ends = tree.pinned
+    pinned = np.flatnonzero(ends).astype(tree.parent.dtype)
+    ends[tree.parent[pinned[tree.parent[pinned] != pinned]]] = False
+    return list(tree.named(np.flatnonzero(ends)[:_PINS]))
 
 
 def _ages(tree: PrefixTree) -> list[int]:
     """Count chunks by the time since their last use: `_AGES_S`, and longer."""
     # The server's clock, by which mtimes are, may be ahead of this host's.
-    now_ns = max(time.time_ns(), int(tree.mtimes_ns.max(initial=0)))
-    ages_s = np.sort((now_ns - tree.mtimes_ns) / 1e9)
-    bounds = [*np.searchsorted(ages_s, _AGES_S, side="right").tolist(), len(ages_s)]
-    return [int(count) for count in np.diff([0, *bounds])]
+    newest = (int(rows["mtime_ns"].max(initial=0)) for _, rows in tree.blocks())
+    now_ns, bounds = max(time.time_ns(), *newest), np.zeros(len(_AGES_S), dtype=np.int64)
+    for _, rows in tree.blocks():
+        ages_s = np.sort((now_ns - rows["mtime_ns"]) / 1e9)
+        bounds += np.searchsorted(ages_s, _AGES_S, side="right")
+    return [int(count) for count in np.diff([0, *bounds.tolist(), len(tree)])]
 
 
 def _summary(content: Content) -> dict[str, object]:

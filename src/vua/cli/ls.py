@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 from typing import Final
 
 import click
+import numpy as np
+import numpy.typing as npt
 
 from vua.capacity.prefix_tree import PrefixTree
-from vua.catalog.base import Content, Item
+from vua.catalog.base import Content
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
-from vua.cli.output import SHORT, Report, line, print_strays, progress, size, table, when
+from vua.cli.output import SHORT, Lazy, Report, line, print_strays, progress, size, table, when
 from vua.errors import ConfigError
 
 __all__ = ["SORTS", "Listing", "ls"]
 
 SORTS: Final = ("name", "size", "newest", "prompt")
+_AT_ONCE: Final = 1 << 10
+"""Chunks whose places are looked up at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +35,8 @@ class Listing(Report):
     strays: Sequence[str]
     """Names and paths of files that are not VUA's."""
     long: bool
-    places: Mapping[str, int] | None = None
-    """By chunk, how many chunks are before it in its prompt; in the order of prompts."""
+    prompts: Mapping[str, Prompts] | None = None
+    """By namespace its chunks in the order of prompts."""
 
     def describe(self) -> object:
         namespaces = [_describe(one, long=self.long) for one in self.contents]
@@ -51,7 +56,7 @@ class Listing(Report):
             head = ["namespace", "model", "dtype", " chunk", " chunks", " files", " size", "newest"]
             table(head, [_row(one) for one in self.contents])
         for one in self.contents if self.long else ():
-            _show_chunks(one, self.places)
+            _show_chunks(one, (self.prompts or {}).get(one.description.name))
         print_strays(self.strays)
 
 
@@ -69,10 +74,12 @@ def _describe(content: Content, *, long: bool) -> dict[str, object]:
         "newest_s": content.newest_s,
     }
     if long:
-        report["entries"] = [
-            {"path": one.path, "nbytes": one.nbytes, "modified_s": one.modified_s}
-            for one in content.entries
-        ]
+        report["entries"] = Lazy(
+            lambda: (
+                {"path": one.path, "nbytes": one.nbytes, "modified_s": one.modified_s}
+                for one in content.entries
+            )
+        )
     return report
 
 
@@ -90,35 +97,84 @@ def _row(content: Content) -> list[object]:
     ]
 
 
-def _show_chunks(content: Content, places: Mapping[str, int] | None) -> None:
+def _show_chunks(content: Content, prompts: Prompts | None) -> None:
     print()
     line("", f"{content.description.path}  {content.model}".rstrip())
     if not content.entries:
         print("no chunks")
         return
-    chunks: dict[str, list[Item]] = defaultdict(list)
-    for item in content.entries:
-        chunks[item.chunk].append(item)
     layout = content.description.layout
-    if places is not None and layout is not None:
-        order = {chunk: at for at, chunk in enumerate(places)}
-        rows = [
-            [(places[chunk] + 1) * layout.chunk_tokens if chunk in places else "-", chunk,
-             size(sum(one.nbytes for one in chunks[chunk]))]
-            for chunk in sorted(chunks, key=lambda one: order.get(one, len(order)))
-        ]  # fmt: skip
-        table([" tokens to", "chunk", " size"], rows)
+    if prompts is not None and layout is not None:
+        nbytes_of, tokens = prompts.nbytes_of(content), layout.chunk_tokens
+        table([" tokens to", "chunk", " size"], lambda: prompts.rows(content, nbytes_of, tokens))
         return
-    rows = [
-        [
+    table(["chunk", "shards", " size", "newest"], lambda: _rows(content))
+
+
+def _rows(content: Content) -> Iterator[Sequence[object]]:
+    for chunk, entries in groupby(content.entries, lambda one: one.chunk):
+        items = list(entries)
+        yield (
             chunk,
             " ".join(str(one.shard and one.shard.name) for one in items),
             size(sum(one.nbytes for one in items)),
             when(max(one.modified_s for one in items)),
-        ]
-        for chunk, items in chunks.items()
-    ]
-    table(["chunk", "shards", " size", "newest"], rows)
+        )
+
+
+class Prompts:
+    """The chunks of a namespace in the order of prompts; what no lookup reaches comes last."""
+
+    def __init__(self, tree: PrefixTree) -> None:
+        self._tree = tree
+        kind = "i" if tree.parent.itemsize == array("i").itemsize else "q"
+        self._order, self._before = array(kind), array(kind)
+        """Chunks by their indices, and how many are before each in its prompt."""
+        children, own = tree.children(), np.arange(len(tree), dtype=tree.parent.dtype)
+        waiting = [(at, 0) for at in np.flatnonzero(tree.parent == own)[::-1].tolist()]
+        del own
+        while waiting:
+            at, before = waiting.pop()
+            self._order.append(at)
+            self._before.append(before)
+            waiting += [(one, before + 1) for one in reversed(children(at))]
+
+    def nbytes_of(self, content: Content) -> npt.NDArray[np.int64]:
+        """Return the bytes of each chunk's entries, by its index; -1 if there are none."""
+        found = np.full(len(self._tree), -1, dtype=np.int64)
+        for at, _, nbytes in self._found(content):
+            if at < len(found):
+                found[at] = nbytes
+        return found
+
+    def _found(self, content: Content) -> Iterator[tuple[int, str, int]]:
+        """Yield the index of each chunk, its name and its bytes."""
+        sizes, find = _sizes(content), self._tree.finder()
+        while some := list(islice(sizes, _AT_ONCE)):
+            digests = np.frombuffer(bytes.fromhex("".join(chunk for chunk, _ in some)), "V32")
+            for at, one in zip(find(digests).tolist(), some, strict=True):
+                yield (at, *one)
+
+    def rows(
+        self, content: Content, nbytes_of: npt.NDArray[np.int64], tokens: int
+    ) -> Iterator[Sequence[object]]:
+        """Yield a row for each chunk of ``tokens`` tokens."""
+        is_placed = np.zeros(len(self._tree), dtype=np.bool_)
+        order = np.frombuffer(self._order, dtype=self._tree.parent.dtype)
+        is_placed[order] = True
+        for at, before, name in zip(
+            self._order, self._before, self._tree.named(order), strict=True
+        ):
+            if nbytes_of[at] >= 0:
+                yield (before + 1) * tokens, name, size(int(nbytes_of[at]))
+        for at, chunk, nbytes in self._found(content):
+            if at == len(is_placed) or not is_placed[at]:
+                yield "-", chunk, size(nbytes)
+
+
+def _sizes(content: Content) -> Iterator[tuple[str, int]]:
+    for chunk, entries in groupby(content.entries, lambda one: one.chunk):
+        yield chunk, sum(one.nbytes for one in entries)
 
 
 @command("ls", "list what a cache holds")
@@ -148,40 +204,20 @@ def ls(
         contents = [catalog.content(one, show, long=long) for one in found]
     if model is not None:
         contents = [one for one in contents if _is_meant(one, model)]
-    places: dict[str, int] | None = None
+    prompts: dict[str, Prompts] | None = None
     if sort == "prompt":
-        places = {}
+        prompts = {}
         with progress() as show:
             for one in contents:
                 if (tree := catalog.tree(one.description, show)) is None:
                     raise ConfigError(f"{directory}: names in a bucket do not say the prompt")
-                places |= _places(tree)
+                prompts[one.description.name] = Prompts(tree)
     strays = others + [f"{one.description.name}/{path}" for one in contents for path in one.strays]
     if sort in ("size", "newest"):
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
         contents.reverse()
-    return Listing(directory, contents, strays, long, places)
+    return Listing(directory, contents, strays, long, prompts)
 
 
 def _is_meant(content: Content, text: str) -> bool:
     return text.lower() in content.model.lower() or content.description.name.startswith(text)
-
-
-def _places(tree: PrefixTree) -> dict[str, int]:
-    """Return how many chunks are before each one, in the order of prompts; orphans are left out."""
-    after: dict[int, list[int]] = defaultdict(list)
-    parents = tree.parent.tolist()
-    first: list[int] = []
-    for at, before in enumerate(parents):
-        (first if before == at else after[before]).append(at)
-
-    def by_name(chunks: list[int]) -> list[int]:
-        return sorted(chunks, key=tree.name, reverse=True)
-
-    waiting = [(at, 0) for at in by_name(first)]
-    found = {}
-    while waiting:
-        at, place = waiting.pop()
-        found[tree.name(at)] = place
-        waiting += [(one, place + 1) for one in by_name(after[at])]
-    return found

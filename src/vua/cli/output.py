@@ -10,13 +10,14 @@ printable characters and line ends. (JSON has no other characters: it stays exac
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 
@@ -32,6 +33,7 @@ __all__ = [
     "SHORT",
     "SOUND",
     "UNUSABLE",
+    "Lazy",
     "Output",
     "Report",
     "clear_screen",
@@ -52,6 +54,8 @@ SOUND: Final = 0
 DAMAGED: Final = 1
 UNUSABLE: Final = 2
 
+_PIECES: Final = 1 << 10
+"""Pieces of JSON that are printed at once."""
 _LINE_S: Final = 0.2
 """Least time between two updates of the progress line."""
 _FORECAST_S: Final = 1.0
@@ -85,6 +89,21 @@ class Report(ABC):
         """Print it for people."""
 
 
+class Lazy(list[Any]):
+    """A list for JSON, whose items are made when they are printed, and not kept."""
+
+    def __init__(self, make: Callable[[], Iterable[object]]) -> None:
+        """Use what ``make`` returns."""
+        super().__init__()
+        self._make = make
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self._make())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in itertools.islice(self._make(), 1))
+
+
 class Output:
     """Shows reports in one form."""
 
@@ -94,7 +113,11 @@ class Output:
 
     def show(self, report: Report) -> int:
         if self._kind == "json":  # in ASCII without control characters
-            print(json.dumps(report.describe(), indent=1).replace("\x7f", "\\u007f"))
+            encoder = json.JSONEncoder(indent=1)
+            pieces = encoder.iterencode(report.describe())
+            while some := "".join(itertools.islice(pieces, _PIECES)):
+                print(end=some.replace("\x7f", "\\u007f"))
+            print()
         elif self.is_for_people:
             report.show()
         sys.stdout.flush()
@@ -181,13 +204,23 @@ def _console() -> Console | None:
 # -- for people ---------------------------------------------------------------------------------
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows below a head; columns whose name starts with a space are right-aligned."""
-    cells = [[_shown(str(cell)) for cell in row] for row in rows]
+def table(
+    head: Sequence[str], rows: Callable[[], Iterable[Sequence[object]]] | Iterable[Any]
+) -> None:
+    """Print rows below a head; columns whose name starts with a space are right-aligned.
+
+    A function that returns the rows is called twice, so that not all are held; on a terminal once.
+    """
+    make = rows if callable(rows) else lambda: rows
+
+    def cells() -> Iterator[list[str]]:
+        for row in make():
+            yield [_shown(str(cell)) for cell in row]
+
     if (console := _console()) is not None:
-        _draw(console, head, cells)
+        _draw(console, head, list(cells()))
     else:
-        _align(head, [list(head), *cells])
+        _align(head, lambda: itertools.chain([list(head)], cells()))
 
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> None:
@@ -197,7 +230,7 @@ def facts(title: str, pairs: Iterable[tuple[str, str]]) -> None:
     if (console := _console()) is not None:
         _draw(console, ["", "", ""], cells, head=False)
     else:
-        _align(["", "", ""], cells)
+        _align(["", "", ""], lambda: cells)
 
 
 def line(state: str, text: str) -> None:
@@ -240,9 +273,11 @@ def _shown(text: str) -> str:
     return sys.stdout.shown(plain(text)) if isinstance(sys.stdout, _Guarded) else plain(text)
 
 
-def _align(names: Sequence[str], rows: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+def _align(names: Sequence[str], rows: Callable[[], Iterable[list[str]]]) -> None:
+    widths = [0] * len(names)
+    for row in rows():
+        widths = [max(width, len(cell)) for width, cell in zip(widths, row, strict=True)]
+    for row in rows():
         placed = [
             cell.rjust(width) if name.startswith(" ") else cell.ljust(width)
             for name, cell, width in zip(names, row, widths, strict=True)

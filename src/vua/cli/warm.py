@@ -318,7 +318,9 @@ class WarmedCache:
             self._seen = {}
         else:
             self._seen = look(open_catalog(where), self._seen)
-        self.held = {name: set(one.stored) for name, one in self._seen.items()}
+        self.held = {
+            name: {chunk for chunk, _ in one.befores()} for name, one in self._seen.items()
+        }
         return self.held
 
     def chunk_tokens(self, name: str) -> int:
@@ -365,7 +367,7 @@ class WarmedCache:
         first = [
             (name, chunk)
             for name, one in self._seen.items()
-            for chunk, previous in one.stored.items()
+            for chunk, previous in one.befores()
             if not previous
         ]
         new = [(name, chunk) for name, chunk in first if chunk not in before.get(name, ())]

@@ -476,7 +476,7 @@ class TestTogether(DirectoryTest):
         self.assertLessEqual(highest, 1.05 * most)
         with spaces(self.root) as found:
             chains = [read_prefix_tree(space) for space in found]
-        orphans = sum(int((one.parent == len(one.names)).sum()) for one in chains)
+        orphans = sum(int((one.parent == len(one)).sum()) for one in chains)
         self.assertEqual(0, orphans)
         self.assertEqual(0, run("verify", self.root)[0])
 

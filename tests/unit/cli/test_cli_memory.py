@@ -1,0 +1,121 @@
+"""The tools need at most 32 bytes of memory for each chunk of a directory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tracemalloc
+import unittest
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from helpers import DirectoryTest
+from tools import fill
+from vua.catalog.opening import open_catalog
+from vua.cli import main
+from vua.cli.events import changes, look
+from vua.cli.looks import watch
+
+MOST = 32
+
+
+class Talk:
+    """Ends :func:`watch` after two looks."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def tell(self, what: str, value: object) -> None:
+        """Count looks; a problem ends the test."""
+        del value
+        if what == "problem":
+            raise AssertionError(what)
+        self.looks += what == "look"
+
+    def show(self, *said: object, **more: object) -> None:
+        """Show nothing."""
+
+    def wait(self, seconds: float) -> None:
+        """End after the second look."""
+        if self.looks == 2:
+            raise EOFError(seconds)
+
+
+class MemoryTest(DirectoryTest):
+    """Peaks of what Python and numpy allocate, with few chunks and with many."""
+
+    def commands(self) -> dict[str, Callable[[], object]]:
+        """What runs each tool on the directory."""
+        where = str(self.root)
+        words = {
+            "du": ["du"],
+            "ls": ["ls"],
+            "ls --long": ["ls", "--long"],
+            "ls --long --json": ["ls", "--long", "--json"],
+            "ls --sort prompt": ["ls", "--sort", "prompt"],
+            "top": ["top", "--once", "--interval", "0.001"],
+            "gc": ["gc", "--yes"],
+            "gc --max-per-salt": ["gc", "--yes", "--max-per-salt", "1T"],
+            "verify": ["verify"],
+            "events": ["events"],
+        }  # fmt: skip
+        return {
+            **{name: lambda said=said: main([said[0], where, *said[1:]])
+               for name, said in words.items()},
+            "events twice": self.events,
+            "ui": self.page,
+        }  # fmt: skip
+
+    def events(self) -> None:
+        """Look twice, and go through what is told."""
+        catalog, seen = open_catalog(str(self.root)), {}
+        for _ in range(2):
+            now = look(catalog, seen)
+            for one in changes(seen, now, "LOCAL"):
+                del one
+            seen = now
+
+    def page(self) -> None:
+        """Look twice, as the page's process does."""
+        with self.assertRaises(EOFError):
+            watch(str(self.root), Talk())  # type: ignore[arg-type]
+
+    def peak(self, work: Callable[[], object]) -> int:
+        """The most bytes that are allocated at a time meanwhile."""
+        gc.collect()
+        tracemalloc.start()
+        try:
+            work()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    def check(self, few: int, many: int, *names: str) -> None:
+        """Compare what the tools need for so many chunks."""
+        fill(self.root, few)
+        tools = {name: work for name, work in self.commands().items() if name in names or not names}
+        with Path(os.devnull).open("w", encoding="utf-8") as sink, redirect_stdout(sink):
+            for work in tools.values():
+                work()  # what is imported at first use does not count
+            least = {name: self.peak(work) for name, work in tools.items()}
+            fill(self.root, many, few)
+            each = {
+                name: (self.peak(work) - least[name]) / (many - few) for name, work in tools.items()
+            }
+        self.assertEqual({}, {name: nbytes for name, nbytes in each.items() if nbytes > MOST})
+
+    def test_worst(self) -> None:
+        """What needed 500 bytes and more for each chunk, before it went by fan-out directories."""
+        self.check(1024, 2048, "gc", "top")
+
+    @pytest.mark.thorough
+    def test_all(self) -> None:
+        """Every tool that looks at all chunks."""
+        self.check(2048, 4096)
+
+
+if __name__ == "__main__":
+    unittest.main()
