@@ -17,7 +17,7 @@ from vua.capacity.scan import TRASH, Space, chunks_of, fans_of, is_fan, listed
 from vua.io.posix import close_quietly
 from vua.storage.description import DESCRIPTION, is_described, is_later, is_namespace_name
 from vua.storage.local import QUARANTINE
-from vua.storage.names import QUARANTINED, TTL_FOLDER, chunk_file_kind, is_temporary
+from vua.storage.names import NOTED, PARENTS, QUARANTINED, TTL_FOLDER, chunk_file_kind, is_temporary
 
 __all__ = [
     "QUARANTINED",
@@ -68,7 +68,9 @@ def is_all_ours(space: Space) -> bool:
     """Whether a namespace contains only VUA's files. Lists every chunk."""
     with listed(space.fd, ".") as entries:
         beside = [one for one in entries if not is_fan(one.name)]
-        folders = {TTL_FOLDER: re.compile(r"[0-9a-f]{64}"), QUARANTINE: QUARANTINED}
+        folders = {
+            TTL_FOLDER: re.compile(r"[0-9a-f]{64}"), PARENTS: NOTED, QUARANTINE: QUARANTINED
+        }  # fmt: skip
     for one in beside:
         pattern = folders.get(one.name)
         if pattern is not None:
@@ -141,7 +143,7 @@ def _is_all_ours(parent: int, name: str, *, namespace: bool) -> bool:
     with listed(parent, name) as entries:
         if not namespace:
             return all(is_chunk_file(one) for one in entries)
-        folders = (TTL_FOLDER, QUARANTINE)
+        folders = (TTL_FOLDER, PARENTS, QUARANTINE)
         return all(
             (is_fan(one.name) or one.name in folders or is_trash(one.name))
             if one.is_dir(follow_symlinks=False)

@@ -26,7 +26,7 @@ from vua.capacity.scan import (
     listed,
     silent,
 )
-from vua.format.entry import FORMAT, SEALED, SEALED_V1
+from vua.format.parse import parent_in
 from vua.io.posix import close_quietly
 from vua.io.spool import Rows, Spool
 from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
@@ -49,9 +49,6 @@ R = TypeVar("R")
 
 _HEADER_NBYTES: Final = 1024
 """Enough of a header to hold the parent's hash."""
-_FORMATS: Final = tuple(f'"format":"{one}"'.encode() for one in (FORMAT, SEALED, SEALED_V1))
-_PARENT: Final = b'","parent":"'
-_TOKENS: Final = b'","tokens":"'
 
 
 class ChunkNode(NamedTuple):
@@ -402,14 +399,9 @@ def _read_parent(space: Space, path: str) -> tuple[str, bytes] | None:
             head = os.pread(fd, _HEADER_NBYTES, 0)
         finally:
             close_quietly(fd)
-        if not any(one in head for one in _FORMATS):
-            return None  # a later version's
-        parent = head.split(_PARENT, 1)[1][:64].decode()
-        start = int(head.split(_TOKENS, 1)[1][:10])
-        digest = b"" if parent.startswith("-") else bytes.fromhex(parent)
-    except (OSError, ValueError, IndexError):
+    except OSError:
         return None
-    return (digest.hex(), b"") if start else ("", digest)
+    return parent_in(head)
 
 
 def ancestors(space: Space, chunk: str) -> Iterator[str]:

@@ -32,7 +32,7 @@ from vua.capacity.scan import TRASH, Space, chunk_nbytes, is_fan, listed
 from vua.io.posix import close_quietly
 from vua.storage.description import DESCRIPTION, is_described
 from vua.storage.local import QUARANTINE, SUFFIX, chunk_path
-from vua.storage.names import PIN, TTL_FOLDER
+from vua.storage.names import NOTED, PARENTS, PIN, TTL_FOLDER
 
 __all__ = [
     "GRACE_S",
@@ -314,6 +314,8 @@ def _delete_part(fd: int, name: str) -> int:
         nbytes = sum(delete_chunk(fd, f"{name}/{chunk}") for chunk in chunks)
     elif name == TTL_FOLDER:
         nbytes = _delete_all(fd, name, re.compile(r"[0-9a-f]{64}"))
+    elif name == PARENTS:
+        nbytes = _delete_all(fd, name, NOTED)
     elif name == QUARANTINE:
         nbytes = _delete_all(fd, name, QUARANTINED)
     elif is_trash(name):
@@ -354,7 +356,7 @@ def drop_empty(parent: int, name: str, before_ns: int, now_ns: int) -> bool:
         folders = []
         with os.scandir(fd) as entries:
             for one in entries:
-                empty = is_fan(one.name) or one.name in (TTL_FOLDER, QUARANTINE)
+                empty = is_fan(one.name) or one.name in (TTL_FOLDER, PARENTS, QUARANTINE)
                 if one.name != DESCRIPTION and not (empty and one.is_dir(follow_symlinks=False)):
                     return False
                 folders += [one.name] if empty else []

@@ -69,6 +69,7 @@ from vua.storage.mark import MARK
 from vua.storage.names import (
     AFTER,
     COMPRESSED_SUFFIX,
+    PARENTS,
     TTL_FOLDER,
     entry_at,
     is_compressed,
@@ -77,6 +78,7 @@ from vua.storage.names import (
     plain_path,
 )
 from vua.storage.object import ObjectStorage
+from vua.storage.parents import FULL, parents_in, write_parents
 from vua.store.far import at
 from vua.store.place import locate
 
@@ -98,6 +100,12 @@ _AT_ONCE: Final = 256
 """Headers read between two progress reports."""
 _HELD: Final = 64
 """Most objects in memory at a time."""
+_WORTH: Final = 16
+"""Fewer headers than that are read again: writing down what they told costs more."""
+_SMALL: Final = 64
+"""Objects that tell the order are put together when more of them are small, and sixteen times as
+many as the others."""
+_SMALL_NBYTES: Final = 1 << 20
 _LEFTOVER_S: Final = 3600.0
 _LOOK_S: Final = 60.0
 _GB: Final = 10**9
@@ -119,6 +127,10 @@ class BucketNamespace(ListedNamespace):
         """Paths of VUA's other files, by name: marks, times to live, copied ones."""
         self.strays: list[str] = []
         """Paths of files that are not VUA's."""
+        self._notes: list[Item] = []
+        """Objects that tell the order of chunks."""
+        self._told: set[str] = set()
+        """Chunks of which they tell it."""
         marked: dict[str, ListedChunk] = {}
         for number, item in enumerate(walk(place)):
             if item.kind == "entry":
@@ -149,6 +161,8 @@ class BucketNamespace(ListedNamespace):
         if item.kind == "temporary" and item.modified_s < time.time() - _LEFTOVER_S:
             self.leftovers.append(item.path)
             self.leftover_nbytes += item.nbytes
+        if item.kind == "parents":
+            self._notes.append(item)
         self.quarantine_nbytes += item.nbytes if item.kind == "quarantined" else 0
 
     @property
@@ -168,6 +182,34 @@ class BucketNamespace(ListedNamespace):
             except CorruptEntryError:
                 return _parsed(path, bucket.get(key, 0, 2 * MAX_HEADER_NBYTES)[1])
         return None
+
+    def find_befores(self, show: Show) -> None:
+        """Ask the objects that tell it, and headers for what these do not tell."""
+        if not self._told:
+            Bucket.each(self._learn, self._notes)
+        super().find_befores(show)
+
+    def _learn(self, item: Item) -> None:
+        with contextlib.suppress(OSError, CorruptEntryError):
+            for name, before in parents_in(self.place.bucket.get((self.place / item.path).key)[1]):
+                chunk = self.chunks.get(name)
+                if chunk is not None:
+                    self._told.add(name)
+                    chunk.before = before if chunk.before is None else chunk.before
+
+    def note_befores(self) -> None:
+        """Write down the order of chunks where no object tells it yet. Raises StorageError."""
+        small = sum(one.nbytes < _SMALL_NBYTES for one in self._notes)
+        whole = small > max(_SMALL, 16 * (len(self._notes) - small))
+        todo = (
+            (name, one.before)
+            for name, one in self.chunks.items()
+            if one.before is not None and (whole or name not in self._told)
+        )
+        while len(some := list(itertools.islice(todo, FULL))) >= _WORTH:
+            write_parents(self.place, some)
+        if whole:
+            self.place.bucket.delete(self.keys([one.path for one in self._notes]))
 
     def each(self, work: Callable[[ListedChunk], None], chunks: Sequence[ListedChunk]) -> None:
         Bucket.each(work, chunks)
@@ -338,6 +380,12 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         left = [key for space in namespaces for key in space.of_ours(space.leftovers)]
         self.root.bucket.delete(left)
         return DeletionTotals(0, sum(space.leftover_nbytes for space in namespaces) if left else 0)
+
+    def note_befores(self, namespaces: Sequence[BucketNamespace]) -> None:
+        """Write objects that tell it; what cannot be written is read again the next time."""
+        for one in namespaces:
+            with contextlib.suppress(OSError):
+                one.note_befores()
 
     def renew(self, chunks: Sequence[tuple[BucketNamespace, ListedChunk]]) -> None:
         """Copy objects at the server: a lifecycle rule uses their times."""
@@ -589,7 +637,7 @@ def _is_clean(place: BucketPath) -> bool:
     """Whether a namespace's top level holds only VUA's objects. Raises StorageError."""
     folders, objects = place.bucket.folders(place.key)
     names = [one.removeprefix(f"{place.key}/") for one in folders]
-    known = (TTL_FOLDER, QUARANTINE)
+    known = (TTL_FOLDER, PARENTS, QUARANTINE)
     return all(name in known or is_fan(name) for name in names) and not any(
         kind_at(one.key.removeprefix(f"{place.key}/")) == "stray" for one in objects
     )

@@ -87,7 +87,7 @@ from vua.storage.description import (
 )
 from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, LocalStorage, chunk_path
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, claim, is_marked, make_mark, strangers
-from vua.storage.names import AFTER, PIN, SENT
+from vua.storage.names import AFTER, PARENTS, PIN, SENT
 from vua.store.evidence import layouts_by, settled
 
 __all__ = [
@@ -587,6 +587,8 @@ def walk(space: Space, fan: str) -> Iterator[Item]:
                 yield from _file(item, fan, "stray")
         elif is_directory and name == QUARANTINE:
             yield from _all(space, QUARANTINE, "quarantined")
+        elif is_directory and name == PARENTS:
+            yield from _all(space, PARENTS, "parents")
         elif is_directory and is_trash(name):
             yield from _all(space, name, "temporary")
         elif name != DESCRIPTION and not (is_directory and is_fan(name)):

@@ -291,6 +291,9 @@ class ListedCatalog(Catalog, Generic[N]):
         del namespaces, dry_run
         return DeletionTotals(0, 0)
 
+    def note_befores(self, namespaces: Sequence[N]) -> None:
+        """Write down what headers told about the order of chunks, for the next time."""
+
     def renew(self, chunks: Sequence[tuple[N, ListedChunk]]) -> None:
         """Set the time of chunks to now, if something else deletes by times."""
 
@@ -384,6 +387,9 @@ class ListedCatalog(Catalog, Generic[N]):
         if doomed and not dry_run:
             ask(f"Delete {freed.chunks} chunks, {size(freed.nbytes)}, of {self.where}?")
             self.delete(doomed)
+            for space, chunk in doomed:
+                del space.chunks[chunk.name]
+            self.note_befores(found)
         done.deleted["leftovers"] = self.sweep(found, dry_run=dry_run)
         if keep and not dry_run:
             self.keep({name: value for name, value in asdict(said).items() if value is not None})

@@ -49,9 +49,13 @@ __all__ = [
     "json_header",
     "later_form",
     "mismatch",
+    "parent_in",
     "parse_entry",
 ]
 
+_FORMATS_SAID: Final = tuple(f'"format":"{one}"'.encode() for one in (FORMAT, SEALED, SEALED_V1))
+_PARENT: Final = b'","parent":"'
+_TOKENS: Final = b'","tokens":"'
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _VERSION: Final = re.compile(r"(vua\.(?:entry|sealed|compressed))\.v([1-9]\d{0,3})")
 _FORMATS: Final = (FORMAT, SEALED, SEALED_V1, "vua.compressed.v1")
@@ -414,3 +418,20 @@ def _block_name(layout: KVLayout, shard: Shard, block: int) -> str:
     layer = shard.layer_start + column * step
     stop = min(layer + step, shard.layer_stop)
     return f"{'KV'[array]}, head {shard.head_start + head}, layers {layer}-{stop}"
+
+
+def parent_in(head: bytes) -> tuple[str, bytes] | None:
+    """Return the chunk before an entry's, by the entry's first KiB: a glance, without checks.
+
+    It is "" for a first chunk, with the digest of its extras (empty without any). None if nothing
+    can be told, also of a later version's entry.
+    """
+    if not any(one in head for one in _FORMATS_SAID):
+        return None
+    try:
+        parent = head.split(_PARENT, 1)[1][:64].decode()
+        start = int(head.split(_TOKENS, 1)[1][:10])
+        digest = b"" if parent.startswith("-") else bytes.fromhex(parent)
+    except (ValueError, IndexError):
+        return None
+    return (digest.hex(), b"") if start else ("", digest)

@@ -16,6 +16,8 @@ from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, entry_path
 __all__ = [
     "AFTER",
     "COMPRESSED_SUFFIX",
+    "NOTED",
+    "PARENTS",
     "PIN",
     "QUARANTINED",
     "SENT",
@@ -30,7 +32,9 @@ __all__ = [
     "plain_path",
 ]
 
-Kind = Literal["description", "entry", "mark", "ttl", "quarantined", "temporary", "stray"]
+Kind = Literal[
+    "description", "entry", "mark", "ttl", "parents", "quarantined", "temporary", "stray"
+]
 """Kinds of files in a namespace. A stray is not VUA's and is never changed."""
 
 COMPRESSED_SUFFIX: Final = ".compressed.safetensors"
@@ -45,6 +49,11 @@ SENT: Final = "sent-"
 :mod:`vua.store.travel`."""
 TTL_FOLDER: Final = "ttl"
 """A namespace's folder of per-chunk times to live; see :mod:`vua.capacity.ttl`."""
+PARENTS: Final = "parents"
+"""A namespace's folder in a bucket of objects that tell which chunk precedes which; see
+:mod:`vua.storage.parents`."""
+NOTED: Final = re.compile(r"[0-9a-f]{16}")
+"""The name of such an object."""
 QUARANTINED: Final = re.compile(r"[0-9a-f]{64}\.(.+)\.[0-9a-f]{6}")
 _WRITING: Final = re.compile(r"\.tmp-.+-[0-9a-f]{8}-\d+-\d+(?:-\d+)?")
 """A chunk's file until it is complete: host, process, number."""
@@ -67,6 +76,8 @@ def kind_at(path: str) -> Kind:
         return "temporary" if _RENEWING.fullmatch(name) else chunk_file_kind(name)
     if folder == TTL_FOLDER and is_namespace_name(name):
         return "ttl"
+    if folder == PARENTS and NOTED.fullmatch(name):
+        return "parents"
     return "quarantined" if folder == QUARANTINE and QUARANTINED.fullmatch(name) else "stray"
 
 

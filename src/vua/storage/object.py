@@ -37,6 +37,7 @@ from vua.storage.bucket import Meta
 from vua.storage.local import SUFFIX, chunk_path, entry_path
 from vua.storage.location import BucketPath
 from vua.storage.names import COMPRESSED_SUFFIX, entry_at, is_compressed
+from vua.storage.parents import ParentNotes
 
 __all__ = ["Compression", "ObjectStorage"]
 
@@ -147,6 +148,8 @@ def _mean(mean: float, newest: float) -> float:
 
 _GAP_NBYTES: Final = 512 << 10
 """Ranges of an object closer together than this are read by one request: it costs less."""
+_HEAD_NBYTES: Final = 1 << 10
+"""Enough of an entry to tell the chunk before."""
 _RENEW_S: Final = 60.0
 _MAX_STUCK: Final = 4096
 _PROBES: Final = 16
@@ -181,9 +184,11 @@ class ObjectStorage:
         self._renew = renew
         self._renewed_s: float | None = None
         self._compression = None if codec == OFF else Compression(codec, str(place))
+        self._notes = ParentNotes(place)
 
     def close(self) -> None:
-        """Do nothing: the bucket stays open for others."""
+        """Write which chunk precedes which; the bucket stays open for others."""
+        self._notes.write(ends=True)
 
     def _key(self, name: str, suffix: str = SUFFIX) -> str:
         return f"{self.directory.key}/{entry_path(name, suffix)}"
@@ -385,6 +390,7 @@ class ObjectStorage:
                 problems[index] = problem
 
         self._bucket.each(put, range(len(batch.names)))
+        self._notes.write()
         return WriteResult(statuses, problems.get(min(problems, default=0)))
 
     def _describe(self) -> None:
@@ -416,7 +422,7 @@ class ObjectStorage:
         name = batch.names[index]
         with self._bucket.in_flight(batch.nbytes):
             data: bytes | memoryview = batch.entry(index, self._bucket.memory(batch.nbytes))
-            key = self._key(name)
+            key, head = self._key(name), bytes(data[:_HEAD_NBYTES])
             if self._compression is not None:
                 packed = self._compression.packed(data)
                 if self._is_other(name, batch.nbytes, compressed=packed is None):
@@ -436,6 +442,7 @@ class ObjectStorage:
                 self._bucket.put(key, data)
             if self._compression is not None:
                 self._compression.moved(len(data), time.monotonic() - began_s)
+        self._notes.note(name, head)
         return WRITTEN
 
     def delete(self, name: str, if_version: bytes | None = None) -> bool:

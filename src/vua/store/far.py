@@ -52,9 +52,10 @@ log = logging.getLogger(__name__)
 class RenewingCapacity(BucketCapacity):
     """The capacity of a bucket, whose objects are renewed while they are used."""
 
-    def __init__(self, place: BucketPath, bounds: Limits | None) -> None:
-        super().__init__(place, bounds)
-        self.renewals = [Renewal(place, bounds)]
+    def __init__(self, storage: ObjectStorage, bounds: Limits | None) -> None:
+        super().__init__(storage.directory, bounds)
+        self._storage = storage
+        self.renewals = [Renewal(storage.directory, bounds)]
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
         """Renew old objects among the first ``chunks``, in the background."""
@@ -66,6 +67,7 @@ class RenewingCapacity(BucketCapacity):
         """Finish what is queued, for some seconds at most."""
         for one in self.renewals:
             one.close()
+        self._storage.close()
         super().close()
 
 
@@ -82,11 +84,8 @@ class TieredCapacity(Capacity):
         where = storage.where
         self.travel = Travel(near, storage.far, name, self, where=where, rules=rules)
         storage.travels, seen = self.travel, self.travel.seen_behind
-        self.renewals = [
-            Renewal(one.directory, bounds, seen)
-            for one in storage.far
-            if isinstance(one, ObjectStorage)
-        ]
+        self._buckets = [one for one in storage.far if isinstance(one, ObjectStorage)]
+        self.renewals = [Renewal(one.directory, bounds, seen) for one in self._buckets]
         """Renew used objects, one per bucket."""
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
@@ -100,6 +99,8 @@ class TieredCapacity(Capacity):
         self.travel.close()
         for one in self.renewals:
             one.close()
+        for storage in self._buckets:
+            storage.close()
         super().close()
 
 
@@ -166,7 +167,7 @@ def open_far(
         return None
     if isinstance(path, BucketPath):
         storage = ObjectStorage(path, codec=TierRules.of(rules).codec)
-        capacity = RenewingCapacity(path, None)
+        capacity = RenewingCapacity(storage, None)
         return Namespace(path.name, storage, found.layouts, capacity, security or Security())
     if found.identity is None:
         return None
@@ -192,7 +193,7 @@ def create_far(
     security, rules = security or Security(), TierRules() if rules is None else TierRules.of(rules)
     if isinstance(root, BucketPath):
         storage = _in_bucket(root / identity.namespace, identity, layouts, rules)
-        capacity = RenewingCapacity(storage.directory, bounds)
+        capacity = RenewingCapacity(storage, bounds)
         return Namespace(identity.namespace, storage, layouts, capacity, security)
     if not root.far:
         return Namespace.create(
