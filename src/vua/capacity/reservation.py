@@ -418,7 +418,8 @@ class Reservation:
     def _set_mtimes(self, statuses: Sequence[int]) -> None:
         """Give new chunks their parents' mtimes less a microsecond, front to back."""
         mtime_ns: int | None = None  # of the chunk before, where it was written here
-        for key, status in zip(self._keys, statuses, strict=False):
+        last = len(self._keys) - 1
+        for at, (key, status) in enumerate(zip(self._keys, statuses, strict=False)):
             if status == WRITTEN:
                 if key.previous:
                     mark(self._fd, key.name, AFTER + key.before.hex())
@@ -428,7 +429,8 @@ class Reservation:
                         set_mtime(self._fd, key.name, mtime_ns)
                         continue
                 self._inherit(key)
-            mtime_ns = mtime_ns_of(self._fd, key.name) if status == WRITTEN else None
+            known = status == WRITTEN and at < last
+            mtime_ns = mtime_ns_of(self._fd, key.name) if known else None
 
     def _inherit(self, key: ChunkKey) -> None:
         parent = key.before.hex()

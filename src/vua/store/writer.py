@@ -318,7 +318,7 @@ class EntryWriter:
         """
         store, search = self.store, self.store.search
         if search is None:
-            if not any(store.shards(run[at].name) for at in (0, -1)):
+            if not any(store.shards(run[at].name) for at in {0, len(run) - 1}):
                 return [False] * len(run)  # a new prompt: two looks instead of one per chunk
             found = [[one for one, _ in self._cover(store.shards(key.name))] for key in run]
             return [bool(some) and self._are_there([key], some, kind)[0]
