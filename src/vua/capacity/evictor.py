@@ -20,7 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Final, overload
 
 import numpy as np
 
@@ -39,7 +39,16 @@ from vua.capacity.removal import (
     evict_chunk,
     told_immovable,
 )
-from vua.capacity.scan import HIGHEST, LOWEST, Candidate, Space, Sweep, chunk_nbytes, spaces
+from vua.capacity.scan import (
+    HIGHEST,
+    LOWEST,
+    Candidate,
+    Candidates,
+    Space,
+    Sweep,
+    chunk_nbytes,
+    spaces,
+)
 from vua.io.posix import close_quietly
 from vua.native import LATEST_NS
 from vua.storage.description import is_surely_later
@@ -94,6 +103,43 @@ def ours(found: Sequence[Space]) -> list[Space]:
     return [space for space in found if not is_surely_later(space.fd, space.name)]
 
 
+class _Pool(Sequence[Candidate]):
+    """Known victims, what goes first at 0."""
+
+    def __init__(self, found: Candidates | None = None) -> None:
+        self._found, self._at = Candidates.of(()) if found is None else found, 0
+        self._first: list[Candidate] = []  # before these, the next one last
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._found) - self._at
+
+    @overload
+    def __getitem__(self, at: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Candidate]: ...
+    def __getitem__(self, at: int | slice) -> Candidate | Sequence[Candidate]:
+        if isinstance(at, slice):
+            return self.all()[at]
+        at = at + len(self) if at < 0 else at
+        if at < len(self._first):
+            return self._first[-1 - at]
+        return self._found[self._at + at - len(self._first)]
+
+    def pop(self, many: int = 1) -> None:
+        """Leave the first ones out."""
+        of_first = min(many, len(self._first))
+        del self._first[len(self._first) - of_first :]
+        self._at += many - of_first
+
+    def put_back(self, some: Sequence[Candidate]) -> None:
+        """Add some that go before all others, in order."""
+        self._first += some[::-1]
+
+    def all(self) -> Candidates:
+        """Return them, in order."""
+        return Candidates.joined([self._first[::-1], self._found[self._at :]])
+
+
 class Evictor:
     """Evicts from one cache directory, and remembers what it saw. Not thread-safe."""
 
@@ -118,8 +164,8 @@ class Evictor:
         self._floor_rank = LOWEST
         """Rank of the first chunk that the last run left; LOWEST if no run ended since the last
         pass."""
-        self._pool: list[Candidate] = []
-        """The lowest chunks of a sweep, lowest last."""
+        self._pool = _Pool()
+        """The lowest chunks of a sweep."""
         self._pool_of: Sweep | None = None
         """Which sweep that is, where it has not ended."""
         self._seen_ns = 0
@@ -160,7 +206,7 @@ class Evictor:
     @property
     def left(self) -> int:
         """Number of known victims."""
-        return len(self._pool) + (0 if self._sweep is None else len(self._sweep.found))
+        return len(self._pool) + (0 if self._sweep is None else self._sweep.found)
 
     @property
     def is_searching(self) -> bool:
@@ -195,7 +241,7 @@ class Evictor:
             sweep = self._sweep or self._begin(mine, now_ns, _VICTIMS)
             while self._sweep is sweep and not sweep.is_done:
                 pulse()
-                if self._sweep is not sweep or (sweep.is_large and len(sweep.found) >= _VICTIMS):
+                if self._sweep is not sweep or (sweep.is_large and sweep.found >= _VICTIMS):
                     return
                 if not sweep.is_done:
                     sweep.step(by_name)
@@ -216,7 +262,8 @@ class Evictor:
         self._told_ns = told.seen_ns
         with spaces(self._root) as found:
             mine = {space.name for space in ours(found)}
-        self._fill([one for one in told.found if one.space in mine], told.seen_ns, None)
+        is_mine = np.array([space in mine for space in told.found.spaces.tolist()], dtype=bool)
+        self._fill(told.found.only(is_mine), told.seen_ns, None)
         self._ranked_until_s = math.inf
         if told.until_ns:
             self._ranked_until_s = time.monotonic() + (told.until_ns - now_ns) / 1e9
@@ -254,7 +301,7 @@ class Evictor:
         freed = NOTHING
         if nbytes <= 0:
             return freed
-        self._rank_anew(self._policy.rank(now_ns, hurries=hurries))
+        self._rank_anew(self._policy.rank(now_ns))
         most_rank = min(most_rank, self._ranks.most(before_ns))
         run = _Run(
             nbytes, now_ns, before_ns, most_rank, pins_nbytes, pulse, _VICTIMS, hurries=hurries
@@ -293,18 +340,16 @@ class Evictor:
             return
         is_same = before.is_lasting == ranks.is_lasting
         if not is_same or time.monotonic() >= self._ranked_until_s:
-            self._pool, self._spared = [], []
+            self._pool, self._spared = _Pool(), []
             self._sweep = self._sweep if is_same else None
         elif before.made != ranks.made:
             self._order()
 
     def _order(self) -> None:
         """Order the victims that are known by their ranks."""
-        known = [*self._pool, *self._spared]
-        mtimes_ns = np.array([one.mtime_ns for one in known], dtype=np.int64)
-        now = self._ranks.of([one.chunk for one in known], mtimes_ns).tolist()
-        pool = [Candidate(rank, *one[1:]) for rank, one in zip(now, known, strict=True)]
-        self._pool, self._spared = sorted(pool, reverse=True), []
+        known = Candidates.joined([self._pool.all(), self._spared])
+        ranks = self._ranks.of(known.chunks.tolist(), known.mtimes_ns)
+        self._pool, self._spared = _Pool(known.ranked(ranks).in_order()), []
 
     def _expire_own(self, now_ns: int, pulse: Callable[[DeletionTotals], None]) -> DeletionTotals:
         """Delete the chunks whose own time to live is over."""
@@ -336,11 +381,11 @@ class Evictor:
             by_name = {space.name: space for space in mine}
             sweep = self._begin(mine, now_ns, _VICTIMS, latest_ns, expired_ns)
             if sweep.is_large:
-                sweep.limit, sweep.found = LOWEST, []
+                sweep.limit = LOWEST
+                sweep.take()
             while True:
-                if sweep.is_done or len(sweep.expired) >= _VICTIMS:
-                    over, sweep.expired = sorted(sweep.expired), []
-                    for victim in over:
+                if sweep.is_done or sweep.expired >= _VICTIMS:
+                    for victim in sweep.take_expired().in_order():
                         freed += self._expire_one(victim, by_name, now_ns)
                         if freed.chunks % _PULSE_CHUNKS == 0:
                             pulse(freed)
@@ -368,10 +413,10 @@ class Evictor:
 
     def _run(self, run: _Run) -> DeletionTotals:
         freed = NOTHING
-        self._pool += self._spared[::-1]  # first in turn again, now perhaps for another prompt
+        self._pool.put_back(self._spared)  # first in turn again, now perhaps for another prompt
         self._spared = []
-        if self._pool and self._pool[0].mtime_ns > run.now_ns + _FUTURE_NS:
-            self._fill([], 0, None)  # the clock was set back since
+        if self._pool and self._pool[-1].mtime_ns > run.now_ns + _FUTURE_NS:
+            self._fill((), 0, None)  # the clock was set back since
         with spaces(self._root) as found:
             by_name = {space.name: space for space in found}
             self._skip_gone(by_name)
@@ -380,7 +425,7 @@ class Evictor:
                     return freed
                 if not self._pool:
                     continue
-                victim = self._pool[-1]
+                victim = self._pool[0]
                 if run.ends_at(victim, freed):
                     self._floor_rank = LOWEST if self._ranks.is_lasting else victim.rank
                     return freed
@@ -399,7 +444,7 @@ class Evictor:
             return
 
         def is_gone(place: int) -> bool:
-            victim = self._pool[-1 - place]
+            victim = self._pool[place]
             space = by_name.get(victim.space)
             return space is None or mtime_ns_of(space.fd, victim.chunk) is None
 
@@ -410,7 +455,7 @@ class Evictor:
             step //= 2
             if gone + step <= len(self._pool) and is_gone(gone + step - 1):
                 gone += step
-        del self._pool[len(self._pool) - gone :]
+        self._pool.pop(gone)
 
     def _stays(self, victim: Candidate, by_name: Mapping[str, Space], run: _Run) -> bool:
         """Whether a chunk is skipped because it is not uploaded yet; counts those that go."""
@@ -449,8 +494,7 @@ class Evictor:
             sweep.drain(by_name, pulse)
         run.picked = sweep.picked
         if not sweep.is_done:
-            victims, sweep.found = sweep.found, []
-            self._fill(victims, self._sweep_seen_ns, sweep)
+            self._fill(sweep.take(), self._sweep_seen_ns, sweep)
             self._ranked_until_s = math.inf
             return True
         if sweep.ahead and self._is_real:
@@ -489,12 +533,14 @@ class Evictor:
             run.most_rank = min(run.most_rank, self._ranks.most(first_ns))
         again = Sweep(ours(found), run.room, self._ranks.of)
         again.drain(by_name, partial(run.pulse, NOTHING))
-        sweep.found, run.picked, self._sweep_seen_ns = again.found, again.picked, _LATEST_NS
+        sweep.take()
+        sweep.put(again.take())
+        run.picked, self._sweep_seen_ns = again.picked, _LATEST_NS
 
     def _finish(self, sweep: Sweep) -> None:
         """Use all that a sweep has found, from its end on."""
-        victims = [*self._pool, *self._spared] if self._pool_of is sweep else []
-        self._fill([*victims, *sweep.found], self._sweep_seen_ns, sweep)
+        victims = [self._pool.all(), self._spared] if self._pool_of is sweep else []
+        self._fill(Candidates.joined([*victims, sweep.take()]), self._sweep_seen_ns, sweep)
         self._sweep = self._pool_of = None
         took_s = time.monotonic() - self._sweep_began_s
         self._ranked_until_s = time.monotonic() + took_s / _PASSES_SHARE
@@ -505,7 +551,7 @@ class Evictor:
     def _tell_victims(self, took_s: float) -> None:
         until_ns = self._sweep_seen_ns + int(took_s / _PASSES_SHARE * 1e9)
         lasts = self._ranks.is_lasting
-        told = Victims(self._sweep_seen_ns, 0 if lasts else until_ns, lasts, self._pool[::-1])
+        told = Victims(self._sweep_seen_ns, 0 if lasts else until_ns, lasts, self._pool.all())
         with contextlib.suppress(OSError):
             directory = upkeep_directory(self._root)
             try:
@@ -526,7 +572,7 @@ class Evictor:
             self._kept.clear()
             self._held.clear()
             self._held_nbytes = 0
-        self._pool, self._spared = sorted(victims, reverse=True), []
+        self._pool, self._spared = _Pool(Candidates.of(victims).in_order()), []
         self._seen_ns, self._pool_of, self._floor_rank = seen_ns, sweep, LOWEST
 
     def _drop(self, empty: Sequence[str], now_ns: int) -> None:

@@ -11,18 +11,19 @@ This module knows numbers that stand for chunks and seconds of any clock; no sto
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import repeat
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = ["HitDensity", "Request"]
 
-_REMEMBERED: Final = 1 << 18
-"""Chunks that are remembered, held or not: the last used ones, some 150 bytes each. A sixteenth
-more are kept before the oldest are forgotten."""
+_REMEMBERED: Final = 1 << 20
+"""Chunks that are remembered, held or not: the last used ones, some 45 bytes each. A sixteenth more
+are kept before the oldest are forgotten."""
+_RECENT: Final = 1 << 15
+"""New chunks whose rows are kept apart, before they are sorted among all."""
 _BINS_PER_DOUBLING: Final = 5
 _SHORTEST_S: Final = 1 / 8
 _EDGES_S: Final = np.concatenate([[0.0], _SHORTEST_S * 2 ** (np.arange(120) / _BINS_PER_DOUBLING)])
@@ -55,6 +56,25 @@ class Request(NamedTuple):
     """Numbers of 64 bits that stand for chunks, from the prompt's first one on."""
 
 
+class _Rows(NamedTuple):
+    """Rows of chunks, which ascend: without an object of Python for each."""
+
+    chunks: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
+    rows: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
+
+    def find(self, chunks: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
+        """Return the row of each, -1 where there is none."""
+        if not len(self.chunks):
+            return np.full(len(chunks), -1)
+        at = np.minimum(np.searchsorted(self.chunks, chunks), len(self.chunks) - 1)
+        return np.where(self.chunks[at] == chunks, self.rows[at], -1).astype(np.intp)
+
+    def joined(self, chunks: npt.NDArray[np.uint64], rows: npt.NDArray[np.int32]) -> _Rows:
+        """Return these and other chunks, which ascend, too."""
+        at = np.searchsorted(self.chunks, chunks)
+        return _Rows(np.insert(self.chunks, at, chunks), np.insert(self.rows, at, rows))
+
+
 class HitDensity:
     """Learns from requests what chunks are worth. Not thread-safe."""
 
@@ -64,14 +84,15 @@ class HitDensity:
         ``part``: the share of all chunks that will be seen here; as large a share is remembered.
         """
         self._remembered, self._part = int(remembered * part), part
-        self._rows: dict[int, int] = {}
-        """Chunk -> its row below."""
-        self._free: list[int] = []
+        self._sorted, self._recent = _Rows(), _Rows()
+        """The rows below of all chunks but some that are new, and of these."""
+        self._many = 0
+        self._free: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
         self._last_s = np.zeros(0)
         self._uses = np.zeros(0, dtype=np.int32)
-        self._class = np.zeros(0, dtype=np.intp)
-        self._parent = np.zeros(0, dtype=np.intp)
-        self._depth = np.zeros(0, dtype=np.intp)
+        self._class = np.zeros(0, dtype=np.uint8)
+        self._parent = np.zeros(0, dtype=np.int32)
+        self._depth = np.zeros(0, dtype=np.int32)
         """Place in the prompt; -1 where the row is free."""
         self._chunk = np.zeros(0, dtype=np.uint64)
         shape = (_CLASSES, _BINS)
@@ -148,22 +169,25 @@ class HitDensity:
             first: where each of them was asked for first.
             place: the positions in their requests.
         """
-        numbers = chunks.tolist()
-        row_of = np.fromiter(map(self._rows.get, numbers, repeat(-1)), np.intp, len(numbers))
+        row_of = self.rows(chunks)
         is_new = row_of < 0
         missing = int(is_new.sum())
         if missing > len(self._free):
             size = len(self._depth)
-            more = max(missing, size, 1024)
-            self._free += range(size + more - 1, size - 1, -1)
+            more = max(missing, min(size, self._remembered // 4), 1024)
+            self._free = np.append(self._free, np.arange(size, size + more, dtype=np.int32))
             for name in ("_last_s", "_uses", "_class", "_parent", "_depth", "_chunk"):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros(more, dtype=old.dtype)]))
             self._depth[size:] = -1
         if missing:
-            rows = row_of[is_new] = self._free[-missing:]
-            del self._free[-missing:]
-            self._rows.update(zip(chunks[is_new].tolist(), rows, strict=True))
+            rows = row_of[is_new] = self._free[:missing]
+            self._free = self._free[missing:]
+            self._recent = self._recent.joined(chunks[is_new], rows)
+            if len(self._recent.chunks) > _RECENT:
+                self._sorted = self._sorted.joined(self._recent.chunks, self._recent.rows)
+                self._recent = _Rows()
+            self._many += missing
             at = first[is_new]
             self._chunk[rows], self._uses[rows], self._depth[rows] = chunks[is_new], 0, place[at]
             self._parent[rows] = np.where(place[at] > 0, row_of[chunk[at - 1]], -1)
@@ -171,7 +195,7 @@ class HitDensity:
 
     def _forget(self, now_s: float) -> None:
         """Forget the least recently used chunks if there are too many."""
-        many = len(self._rows) - self._remembered
+        many = self._many - self._remembered
         if many <= self._remembered // 16:
             return
         used = np.flatnonzero(self._depth >= 0)
@@ -179,9 +203,9 @@ class HitDensity:
         rows = used[order[:many]]
         self._forgotten += _counted(self._class[rows], np.maximum(0.0, now_s - self._last_s[rows]))
         self._depth[rows] = -1
-        self._free += rows.tolist()
-        for chunk in self._chunk[rows].tolist():
-            del self._rows[chunk]
+        self._free = np.append(self._free, rows.astype(np.int32))
+        self._many -= many
+        self._sorted, self._recent = _Rows(*self.in_order()), _Rows()
 
     # -- what chunks are worth -----------------------------------------------------------------
 
@@ -195,13 +219,16 @@ class HitDensity:
         """Number of repeated uses seen; recent ones count more."""
         return float(self._returned.sum())
 
-    def known(self) -> Mapping[int, int]:
-        """Return the row of each chunk that is known; changes with the next request."""
-        return self._rows
+    def rows(self, chunks: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
+        """Return the row of each chunk, -1 where it is not known."""
+        found = self._sorted.find(chunks)
+        return np.maximum(found, self._recent.find(chunks))
 
-    def chunks(self) -> npt.NDArray[np.uint64]:
-        """Return which chunk each row is of, or was; at least one row."""
-        return np.append(self._chunk, np.uint64(0)) if not len(self._chunk) else self._chunk.copy()
+    def in_order(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int32]]:
+        """Return the chunks that are known, ascending, and their rows."""
+        rows = np.flatnonzero(self._depth >= 0).astype(np.int32)
+        rows = rows[np.argsort(self._chunk[rows])]
+        return self._chunk[rows], rows
 
     def used_since(self, rows: npt.NDArray[np.intp], time_s: float) -> npt.NDArray[np.bool_]:
         """Whether each of these rows' chunks was asked for after a time."""
@@ -209,7 +236,7 @@ class HitDensity:
         return found
 
     def worth_at(self, row: int, age_s: float) -> float:
-        """Return the hits per second that a chunk promises so long after its last use."""
+        """Return the hits per second that a chunk, by its row, promises so long after its use."""
         fitted = self._fitted(self._last_s[row] + age_s)
         return float(_between(fitted, self._class[row], max(0.0, age_s)))
 
@@ -258,7 +285,7 @@ def _bins(ages_s: npt.NDArray[np.float64] | float) -> npt.NDArray[np.intp]:
 
 def _between(
     density: npt.NDArray[np.float64],
-    classes: npt.NDArray[np.intp] | np.intp,
+    classes: npt.NDArray[np.integer[Any]] | np.integer[Any],
     ages_s: npt.NDArray[np.float64] | float,
 ) -> npt.NDArray[np.float64]:
     """Return the density of classes at times since the use, interpolated between the bins' edges.
@@ -273,10 +300,10 @@ def _between(
 
 
 def _counted(
-    classes: npt.NDArray[np.intp], ages_s: npt.NDArray[np.float64]
+    classes: npt.NDArray[np.integer[Any]], ages_s: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
     """Return how many there are by class and bin of the time."""
-    cells = np.bincount(classes * _BINS + _bins(ages_s), minlength=_CLASSES * _BINS)
+    cells = np.bincount(classes.astype(np.intp) * _BINS + _bins(ages_s), minlength=_CLASSES * _BINS)
     return cells.reshape(_CLASSES, _BINS).astype(np.float64)
 
 

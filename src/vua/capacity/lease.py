@@ -35,7 +35,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from vua.capacity.lru import FULL, Bare, server_now_ns
-from vua.capacity.scan import Candidate
+from vua.capacity.scan import Candidates
 from vua.io.files import see_to_mode
 from vua.io.posix import close_quietly
 from vua.storage.mark import UPKEEP
@@ -277,7 +277,7 @@ class Victims(NamedTuple):
     """They are good until then; 0: for as long as they last."""
     ranks_last: bool
     """Whether their ranks are their mtimes."""
-    found: list[Candidate]
+    found: Candidates
     """In order."""
 
 
@@ -286,13 +286,13 @@ def tell_victims(directory: int, victims: Victims) -> None:
     if isinstance(directory, Bare):
         return
     found = victims.found[:_MOST_VICTIMS]
-    names = sorted({one.space for one in found})
+    folders = found.spaces.tolist()
+    names = sorted({*folders})
     place = {name: at for at, name in enumerate(names)}
     table = np.empty(len(found), _VICTIM)
-    table["rank"] = [one.rank for one in found]
-    table["mtime_ns"] = [one.mtime_ns for one in found]
-    table["space"] = [place[one.space] for one in found]
-    table["name"] = np.frombuffer(bytes.fromhex("".join(one.chunk for one in found)), "V32")
+    table["rank"], table["mtime_ns"] = found.ranks, found.mtimes_ns
+    table["space"] = [place[name] for name in folders]
+    table["name"] = np.frombuffer(bytes.fromhex("".join(found.chunks.tolist())), "V32")
     head = _VICTIMS_HEAD.pack(
         _VICTIMS_MAGIC,
         victims.seen_ns,
@@ -351,11 +351,13 @@ def told_victims(directory: int, after_ns: int, now_ns: int) -> Victims | None:
         or (table["space"] >= spaces).any()
     ):
         return None
-    found = [
-        Candidate(rank, mtime_ns, names[space], chunk.hex())
-        for rank, mtime_ns, space, chunk in table.tolist()
-    ]
-    return Victims(min(seen_ns, status.st_mtime_ns), until_ns, bool(lasts), sorted(found))
+    digits = table["name"].tobytes().hex()
+    chunks = [digits[at : at + 64] for at in range(0, len(digits), 64)]
+    folders = np.array(names, dtype=object)[table["space"]]
+    columns = table["rank"].copy(), table["mtime_ns"].copy(), folders
+    found = Candidates(*columns, np.array(chunks, dtype=object))
+    seen_ns = min(seen_ns, status.st_mtime_ns)
+    return Victims(seen_ns, until_ns, bool(lasts), found.in_order())
 
 
 def done_ago_s(directory: int, what: str, now_ns: int) -> tuple[float, float]:

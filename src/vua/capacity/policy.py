@@ -11,9 +11,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from itertools import repeat
-from typing import Final, NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +35,6 @@ _BUSY_S: Final = 0.01
 """So long a writer waits to be told what its chunks are worth."""
 _SINCE: Final = HIGHEST - 1
 """Rank of chunks that were asked for since all were ranked."""
-_HURRIED_NBYTES: Final = 1 << 20
-"""So much of a log is read while a writer waits: that takes a tenth of a second."""
 _PER_UNIT: Final = 1e17
 """Ranks are whole numbers of 64 bits: hits per second, at most 16, times this."""
 _OWN_REMEMBERED: Final = 1 << 16
@@ -45,7 +42,7 @@ _OWN_REMEMBERED: Final = 1 << 16
 _OWN_LEAST: Final = 128
 """Uses of chunks once more that a process has to be asked for itself before it refuses any."""
 _PART_CHUNKS: Final = 1 << 15
-"""Chunks of requests that are learned at a time, while nobody can ask: some 20 ms."""
+"""Chunks of requests that are learned at a time: some 20 ms, in which nothing else may be asked."""
 _MINE_MOST: Final = 64
 """Requests of this process that are noted at once."""
 _REFUSED_MOST: Final = 1 << 16
@@ -54,6 +51,7 @@ _KNOWN_SHARE: Final = 1 / 16
 """A process that was asked for less of the stored chunks cannot judge their worth."""
 _UNKNOWN: Final = -(1 << 62)
 """Added to the mtimes of unknown chunks: these go first, the oldest one first."""
+_Numbers: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Ranks(NamedTuple):
@@ -88,11 +86,8 @@ class Policy(Protocol):
         """Note a request for a prompt, stored or not; never raises."""
         ...
 
-    def rank(self, now_ns: int, *, hurries: bool = False) -> Ranks:
-        """Return how chunks rank at this time (the server's, ns since 1970).
-
-        ``hurries``: a writer waits, and what is known already is to do.
-        """
+    def rank(self, now_ns: int) -> Ranks:
+        """Return how chunks rank at this time (the server's, ns since 1970)."""
         ...
 
     def taken(self, chunks: Sequence[str]) -> None:
@@ -132,9 +127,9 @@ class LRU:
     def asked(self, chunks: Sequence[str]) -> None:
         """Note nothing."""
 
-    def rank(self, now_ns: int, *, hurries: bool = False) -> Ranks:
+    def rank(self, now_ns: int) -> Ranks:
         """Rank chunks by their mtimes."""
-        del now_ns, hurries
+        del now_ns
         return BY_MTIME
 
     def taken(self, chunks: Sequence[str]) -> None:
@@ -162,9 +157,13 @@ class LeastHitDensity(LRU):
     own: HitDensity
     """Knows the requests of this process alone, by the monotonic clock."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        """Learn from the log of ``root``; reads and writes nothing yet."""
-        self._root = root
+    def __init__(self, root: str | os.PathLike[str], *, at_once: bool = False) -> None:
+        """Learn from the log of ``root``; reads and writes nothing yet.
+
+        ``at_once``: all of it before the first ranks. Else each burst of eviction and each request
+        learns a part, so that an engine's threads go on; ranks are mtimes until all is known.
+        """
+        self._root, self._at_once = root, at_once
         self.after_fork()
         watch(self)
 
@@ -173,6 +172,10 @@ class LeastHitDensity(LRU):
         self._lock, self._reading = threading.Lock(), threading.Lock()
         """Of all but the log; of the log, taken first."""
         self._log, self._density = UseLog(self._root), HitDensity()
+        self._unlearned: Iterator[Request] | None = None
+        """What is left of the last look at the log."""
+        self._is_up_to_date = False
+        """Whether all was learned that had been logged when this process first looked."""
         self.own, self._floor = HitDensity(_OWN_REMEMBERED), _Floor()
         self._mine: list[Request] = []
         self._refused: dict[str, None] = {}
@@ -199,26 +202,28 @@ class LeastHitDensity(LRU):
         if self._read_from_s <= now_s < self._asked_until_s:
             self._learn()
 
-    def rank(self, now_ns: int, *, hurries: bool = False) -> Ranks:
+    def rank(self, now_ns: int) -> Ranks:
         """Rank by hit density; what nobody knows goes before what somebody does.
 
-        By mtime until enough is known. A process that ``hurries`` does not read all of the log.
+        By mtime until enough is known.
 
         The log is read after ``now_ns``. What is used or stored from then on may not be in it, and
         its rank is of no use: such chunks are not evicted (:func:`vua.capacity.lru.is_unchanged`).
         Where ranking takes long it is done anew after twenty times that; what was asked for since
         ranks above all.
         """
-        if hurries and self._log.unread_nbytes > _HURRIED_NBYTES:
-            return BY_MTIME
         self._learn()
+        if not self._is_up_to_date:
+            return BY_MTIME
         with self._lock:
             density, began_s = self._density, time.monotonic()
             if not density.is_learned:
                 return BY_MTIME
             if began_s >= self._made_until_s:
-                ranks = (density.worths(now_ns / 1e9) * _PER_UNIT).astype(np.int64)
-                self._made = _Made(self._made.number + 1, now_ns / 1e9, ranks, density.chunks())
+                worths = density.worths(now_ns / 1e9)
+                known, rows = density.in_order()
+                ranks = (worths[rows] * _PER_UNIT).astype(np.int64)
+                self._made = _Made(self._made.number + 1, now_ns / 1e9, known, ranks)
                 self._floor = _Floor(self.own)
                 took_s = time.monotonic() - began_s
                 self._made_until_s = 0.0
@@ -228,25 +233,22 @@ class LeastHitDensity(LRU):
 
         def rank(chunks: Sequence[str], mtimes_ns: Column) -> Column:
             names = short_names(chunks)
-            numbers = names.tolist()
-            floor.meet(numbers)
-            found = np.fromiter(map(rows.get, numbers, repeat(-1)), np.intp, len(numbers))
-            is_known = (found >= 0) & (mtimes_ns > ORPHAN_MTIME_NS)
-            was_known = is_known & (found < len(made.ranks))
-            at = np.where(was_known, found, 0)
-            is_same = was_known & (made.chunks[at] == names) & ~density.used_since(at, made.time_s)
-            return np.where(
-                is_same, made.ranks[at], np.where(is_known, _SINCE, mtimes_ns + _UNKNOWN)
-            )
+            floor.meet(names)
+            rows = density.rows(names)  # as of now: others learn meanwhile
+            is_known = (rows >= 0) & (mtimes_ns > ORPHAN_MTIME_NS)
+            at, was_known = _places(made.chunks, names)
+            is_same = is_known & was_known
+            is_same[is_same] = ~density.used_since(rows[is_same], made.time_s)
+            ranks = np.where(is_known, _SINCE, mtimes_ns + _UNKNOWN)
+            ranks[is_same] = made.ranks[at[is_same]]
+            return ranks
 
-        rows = density.known()  # grows meanwhile
         return Ranks(rank, is_lasting=False, made=made.number)
 
     def taken(self, chunks: Sequence[str]) -> None:
         """Leave chunks that have gone out of comparisons."""
-        numbers = short_names(chunks).tolist()
         with self._lock:
-            self._floor.drop(numbers)
+            self._floor.drop(short_names(chunks))
 
     def rank_of_new(self, first: str, last: str, before: str) -> int:
         """Return the rank of new chunks.
@@ -255,16 +257,16 @@ class LeastHitDensity(LRU):
         them, until this process itself has had enough requests for repeated chunks; and for chunks
         that were refused before.
         """
-        number = int(short_names([last])[0])
+        name = short_names([last])
         self._asked_until_s = time.monotonic() + _ASKED_S
         if not self._lock.acquire(timeout=_BUSY_S):
             return HIGHEST  # much is being learned just now
         try:
             self._meet_mine()
-            row, own = self._density.known().get(number), self.own.known().get(number)
-            if row is None or not self._density.is_learned or self.own.returned < _OWN_LEAST:
+            row, own = int(self._density.rows(name)[0]), int(self.own.rows(name)[0])
+            if row < 0 or not self._density.is_learned or self.own.returned < _OWN_LEAST:
                 return HIGHEST
-            objects = own is not None and self.own.worth_at(own, 0.0) < self._floor.worth
+            objects = own >= 0 and self.own.worth_at(own, 0.0) < self._floor.worth
             if not objects and (first in self._refused or before in self._insisted):
                 _keep(self._insisted, last)
                 return HIGHEST
@@ -278,21 +280,32 @@ class LeastHitDensity(LRU):
             _keep(self._refused, chunk)
 
     def _learn(self) -> None:
-        """Take in what was logged since the last time; may take a second the first time."""
+        """Take in what was logged since the last time, or a part of it."""
         with self._reading:
-            began_s = time.monotonic()
-            found = self._log.read()
-            while found:
-                chunks = many = 0
-                while many < len(found) and chunks < _PART_CHUNKS:
-                    chunks, many = chunks + len(found[many].chunks), many + 1
+            began_s, is_full = time.monotonic(), True
+            while is_full:
+                part, is_full = self._next_part()
                 with self._lock:  # a writer may ask in between
-                    self._density.meet(found[:many])
-                found = found[many:]
+                    self._density.meet(part)
+                is_full = is_full and self._at_once
             with self._lock:
                 self._meet_mine()
             took_s = time.monotonic() - began_s
             self._read_from_s = began_s + (took_s / _COSTS_SHARE if took_s > _CHEAP_S else 0.0)
+
+    def _next_part(self) -> tuple[list[Request], bool]:
+        """Return some logged requests, and whether there may be more."""
+        part, chunks = list[Request](), 0
+        for looks in (False, True):
+            if looks:
+                self._unlearned = self._log.requests()
+            for request in self._unlearned or ():
+                part.append(request)
+                chunks += len(request.chunks)
+                if chunks >= _PART_CHUNKS:
+                    return part, True
+            self._is_up_to_date = self._unlearned is not None
+        return part, False
 
     def _meet_mine(self) -> None:
         self.own.meet(self._mine)
@@ -312,44 +325,51 @@ class _Made(NamedTuple):
     number: int = 0
     time_s: float = 0.0
     """Since 1970, by the server's clock."""
-    ranks: Column = np.zeros(1, dtype=np.int64)
-    """By the rows of `HitDensity`; at least one."""
-    chunks: npt.NDArray[np.uint64] = np.zeros(1, dtype=np.uint64)
-    """Which chunk had that row."""
+    chunks: _Numbers = np.zeros(0, dtype=np.uint64)
+    """Ascending."""
+    ranks: Column = np.zeros(0, dtype=np.int64)
 
 
 class _Floor:
     """The worth of stored chunks that may go next, by the requests of this process alone."""
 
     def __init__(self, own: HitDensity | None = None) -> None:
-        self._rows: Mapping[int, int] = {}
+        self._chunks: _Numbers = np.zeros(0, dtype=np.uint64)
         self._worths = np.zeros(0)
         if own is not None and own.is_learned:
-            self._rows, self._worths = dict(own.known()), own.worths(time.monotonic())
+            self._chunks, rows = own.in_order()
+            self._worths = own.worths(time.monotonic())[rows]
+        self._is_left = np.zeros(len(self._chunks), dtype=bool)
         self._met = 0
-        self._left: dict[int, float] = {}
         self._least: float | None = 0.0
 
-    def meet(self, numbers: Sequence[int]) -> None:
+    def meet(self, names: _Numbers) -> None:
         """Look at chunks that are stored."""
-        self._met += len(numbers)
-        if self._rows:
-            found = np.fromiter(map(self._rows.get, numbers, repeat(-1)), np.intp, len(numbers))
-            known = np.flatnonzero(found >= 0)
-            worths = self._worths[found[known]].tolist()
-            self._left.update(zip([numbers[at] for at in known], worths, strict=True))
-            self._least = None
+        self._met += len(names)
+        self._mark(names, is_left=True)
 
-    def drop(self, numbers: Sequence[int]) -> None:
+    def drop(self, names: _Numbers) -> None:
         """Remove chunks that are gone, or were used since."""
-        for number in numbers if self._left else ():
-            self._left.pop(number, None)
+        self._mark(names, is_left=False)
+
+    def _mark(self, names: _Numbers, *, is_left: bool) -> None:
+        if len(self._chunks):
+            at, is_known = _places(self._chunks, names)
+            self._is_left[at[is_known]] = is_left
             self._least = None
 
     @property
     def worth(self) -> float:
         """Hits per second that each of them promises; 0 if too few are known."""
         if self._least is None:
-            is_known = len(self._left) > self._met * _KNOWN_SHARE
-            self._least = min(self._left.values()) if is_known else 0.0
+            left = self._worths[self._is_left]
+            self._least = float(left.min()) if len(left) > self._met * _KNOWN_SHARE else 0.0
         return self._least
+
+
+def _places(known: _Numbers, names: _Numbers) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
+    """Return where in ``known``, which ascends, each name is, and whether it is there."""
+    if not len(known):
+        return np.zeros(len(names), dtype=np.intp), np.zeros(len(names), dtype=bool)
+    at = np.minimum(np.searchsorted(known, names), len(known) - 1)
+    return at, known[at] == names

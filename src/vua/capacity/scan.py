@@ -14,7 +14,7 @@ import random
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +29,13 @@ __all__ = [
     "LOWEST",
     "TRASH",
     "Candidate",
+    "Candidates",
     "Column",
     "Rank",
     "Show",
     "Space",
     "Sweep",
+    "Texts",
     "by_mtime",
     "chunk_nbytes",
     "chunks_of",
@@ -91,6 +93,8 @@ LOWEST: Final = -(1 << 63)
 
 Column: TypeAlias = npt.NDArray[np.int64]
 """A number for each of some chunks."""
+Texts: TypeAlias = npt.NDArray[np.object_]
+"""A text for each of some chunks."""
 
 
 class Space:
@@ -115,6 +119,14 @@ class Space:
     def is_hidden(self) -> bool:
         """Whether it exists, and may not be opened."""
         return self._pool is not None and self._pool.is_hidden(self.name)
+
+    def fans(self) -> list[str]:
+        """As :func:`fans_of`."""
+        return fans_of(self)
+
+    def columns(self, fan: str) -> tuple[list[str], Column]:
+        """As :func:`columns_of`."""
+        return columns_of(self, fan)
 
     def __reduce__(self) -> tuple[type[Space], tuple[str, int]]:
         """Go to a process that was forked, where descriptors are the same ones."""
@@ -169,6 +181,65 @@ class Candidate(NamedTuple):
     """See :mod:`vua.capacity.lru`: ns since 1970 by the server's clock."""
     space: str
     chunk: str
+
+
+class Candidates(Sequence[Candidate]):
+    """Some chunks, in columns: what sorts 65,536 of them leaves other threads their turns."""
+
+    __slots__ = ("chunks", "mtimes_ns", "ranks", "spaces")
+
+    def __init__(self, ranks: Column, mtimes_ns: Column, spaces: Texts, chunks: Texts) -> None:
+        """Take columns of one length."""
+        self.ranks, self.mtimes_ns, self.spaces, self.chunks = ranks, mtimes_ns, spaces, chunks
+
+    @classmethod
+    def of(cls, some: Sequence[Candidate]) -> Candidates:
+        """Return ``some`` in this form."""
+        if isinstance(some, Candidates):
+            return some
+        ranks = np.array([one.rank for one in some], dtype=np.int64)
+        mtimes_ns = np.array([one.mtime_ns for one in some], dtype=np.int64)
+        names = np.array([one.space for one in some], dtype=object)
+        return cls(ranks, mtimes_ns, names, np.array([one.chunk for one in some], dtype=object))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Sequence[Candidate]]) -> Candidates:
+        """Return all of these, one after the other."""
+        some = [cls.of(part) for part in parts if len(part)]
+        if len(some) < 2:
+            return some[0] if some else cls.of(())
+        return cls(
+            np.concatenate([one.ranks for one in some]),
+            np.concatenate([one.mtimes_ns for one in some]),
+            np.concatenate([one.spaces for one in some]),
+            np.concatenate([one.chunks for one in some]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    @overload
+    def __getitem__(self, at: int) -> Candidate: ...
+    @overload
+    def __getitem__(self, at: slice) -> Candidates: ...
+    def __getitem__(self, at: int | slice) -> Candidate | Candidates:
+        if isinstance(at, slice):
+            return self.only(at)
+        rank, mtime_ns = int(self.ranks[at]), int(self.mtimes_ns[at])
+        return Candidate(rank, mtime_ns, self.spaces[at], self.chunks[at])
+
+    def only(self, which: slice | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Candidates:
+        """Return some of them, or all in another order, as numpy's arrays are indexed."""
+        columns = self.ranks[which], self.mtimes_ns[which], self.spaces[which], self.chunks[which]
+        return Candidates(*columns)
+
+    def ranked(self, ranks: Column) -> Candidates:
+        """Return the same chunks with other ranks."""
+        return Candidates(ranks, self.mtimes_ns, self.spaces, self.chunks)
+
+    def in_order(self) -> Candidates:
+        """Return them by rank, and then by age: what goes first comes first."""
+        return self.only(np.lexsort((self.mtimes_ns, self.ranks)))
 
 
 @contextlib.contextmanager
@@ -278,6 +349,20 @@ def by_mtime(chunks: Sequence[str], mtimes_ns: Column) -> Column:
     return mtimes_ns
 
 
+class Folders(Protocol):
+    """A namespace as a sweep sees it: a :class:`Space`, or a simulated one."""
+
+    name: str
+
+    def fans(self) -> list[str]:
+        """Return the names of its fan-out directories."""
+        ...
+
+    def columns(self, fan: str) -> tuple[list[str], Column]:
+        """Return the names and mtimes of the chunks in one of them."""
+        ...
+
+
 class Sweep:
     """One look at all mtimes, fan by fan, for the chunks that are to go first.
 
@@ -289,7 +374,7 @@ class Sweep:
 
     def __init__(
         self,
-        found: Sequence[Space],
+        found: Sequence[Folders],
         room: int,
         rank: Rank = by_mtime,
         pulse: Callable[[], None] = lambda: None,
@@ -309,10 +394,8 @@ class Sweep:
         """
         self._rank, self._latest_ns, self._expired_ns = rank, latest_ns, expired_ns
         self._room = room
-        self.found: list[Candidate] = []
-        """What goes first, in no order; whoever uses it takes it out."""
-        self.expired: list[Candidate] = []
-        """As :attr:`found`."""
+        self._found: list[Candidates] = []
+        self._expired: list[Candidates] = []
         self.ahead: list[Candidate] = []
         """Those with mtimes from the future; of many the first ones."""
         self.picked = 0
@@ -322,7 +405,7 @@ class Sweep:
         sampled: list[tuple[str, list[str], Column, Column]] = []
         stand_for: list[float] = []
         for space in found:
-            fans = fans_of(space)
+            fans = space.fans()
             random.shuffle(fans)
             names, before = 0, len(sampled)
             while (
@@ -331,7 +414,7 @@ class Sweep:
                 and (len(sampled) - before < _SAMPLED_FANS)
             ):
                 pulse()
-                chunks, mtimes_ns = columns_of(space, fans.pop())
+                chunks, mtimes_ns = space.columns(fans.pop())
                 sampled.append((space.name, chunks, mtimes_ns, rank(chunks, mtimes_ns)))
                 names += len(chunks)
             read = len(sampled) - before
@@ -364,19 +447,43 @@ class Sweep:
         """Whether every fan was looked at."""
         return not self._todo
 
+    @property
+    def found(self) -> int:
+        """How many victims there are for :meth:`take`."""
+        return sum(map(len, self._found))
+
+    @property
+    def expired(self) -> int:
+        """How many there are for :meth:`take_expired`."""
+        return sum(map(len, self._expired))
+
+    def take(self) -> Candidates:
+        """Return what goes first of the fans so far, in no order, and leave that out from now."""
+        found, self._found = self._found, []
+        return Candidates.joined(found)
+
+    def put(self, some: Candidates) -> None:
+        """Add victims for :meth:`take`."""
+        self._found += [some] if some else []
+
+    def take_expired(self) -> Candidates:
+        """Return what has outlived its time, as :meth:`take` does."""
+        found, self._expired = self._expired, []
+        return Candidates.joined(found)
+
     def empty(self, found: Iterable[Space]) -> list[str]:
         """Return which of these have no chunk, once all is done. Raises OSError."""
         return [one.name for one in found if self._chunks.get(one.name) == 0 and not one.is_hidden]
 
-    def step(self, by_name: Mapping[str, Space]) -> None:
+    def step(self, by_name: Mapping[str, Folders]) -> None:
         """Look at one fan more, in the namespaces given by their names."""
         name, fan = self._todo.pop()
         space = by_name.get(name)
         if space is not None:
-            names, mtimes_ns = columns_of(space, fan)
+            names, mtimes_ns = space.columns(fan)
             self._keep(name, names, mtimes_ns, self._rank(names, mtimes_ns))
 
-    def drain(self, by_name: Mapping[str, Space], pulse: Callable[[], None]) -> None:
+    def drain(self, by_name: Mapping[str, Folders], pulse: Callable[[], None]) -> None:
         """Look at all the others."""
         while self._todo:
             pulse()
@@ -386,18 +493,20 @@ class Sweep:
     def _keep(self, space: str, names: list[str], mtimes_ns: Column, ranks: Column) -> None:
         self._chunks[space] += len(names)
 
-        def those(which: npt.NDArray[np.bool_], by: Column) -> list[Candidate]:
-            return [
-                Candidate(int(by[at]), int(mtimes_ns[at]), space, names[at])
-                for at in np.flatnonzero(which).tolist()
-            ]
+        def those(which: npt.NDArray[np.bool_], by: Column) -> Candidates:
+            at = np.flatnonzero(which)
+            chunks = np.array([names[one] for one in at.tolist()], dtype=object)
+            return Candidates(by[at], mtimes_ns[at], np.full(len(at), space, object), chunks)
 
         is_over = mtimes_ns < self._expired_ns
         victims = those((ranks <= self.limit) & ~is_over, ranks)
-        self.found += victims
+        self.put(victims)
         self.picked += len(victims)
-        self.expired += those(is_over, mtimes_ns)
-        self.ahead += those(mtimes_ns > self._latest_ns, mtimes_ns)
+        if is_over.any():
+            self._expired.append(those(is_over, mtimes_ns))
+        is_ahead = mtimes_ns > self._latest_ns
+        if is_ahead.any():
+            self.ahead += those(is_ahead, mtimes_ns)
         if len(self.ahead) > 2 * self._room:
             self.ahead = sorted(self.ahead)[: self._room]
 
@@ -406,5 +515,4 @@ def lowest(found: Sequence[Space], room: int) -> Sweep:
     """Return a sweep that has looked at everything; see :class:`Sweep`."""
     sweep = Sweep(found, room)
     sweep.drain({space.name: space for space in found}, lambda: None)
-    sweep.found.sort()
     return sweep

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import heapq
 import os
 import secrets
 import stat
 import struct
 import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -60,7 +62,15 @@ _OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 def short_names(chunks: Sequence[str]) -> npt.NDArray[np.uint64]:
     """Return the numbers that stand for chunks (64 hex) here: the first eight bytes of each."""
-    return np.frombuffer(bytes.fromhex("".join([chunk[:16] for chunk in chunks])), ">u8")
+    names = np.frombuffer(bytes.fromhex("".join([chunk[:16] for chunk in chunks])), ">u8")
+    return names.astype(np.uint64)
+
+
+def _records(data: bytes, ends: Sequence[int], latest_s: float) -> Iterator[Request]:
+    for at, end in pairwise(ends):
+        time_us, chunks = _HEAD.unpack_from(data, at)
+        numbers = np.frombuffer(data[at + _HEAD.size : end], "<u8", chunks)
+        yield Request(min(time_us / 1e6, latest_s), numbers)
 
 
 class UseLog:
@@ -117,59 +127,56 @@ class UseLog:
         Times are seconds since 1970 by the server's clock. This process's own requests are
         included, unless they could not be written.
         """
-        found: list[Request] = []
+        return sorted(self.requests(), key=lambda one: one.time_s)
+
+    def requests(self) -> Iterator[Request]:
+        """Yield what :meth:`read` returns, of each process in the order in which it wrote.
+
+        All bytes are read at once; records are taken apart as they are asked for. What is not asked
+        for is yielded by no later call.
+        """
+        found: list[Iterator[Request]] = []
         try:
             directory = self._open_directory()
         except OSError:
-            return found
+            return iter(())
         try:
             there = [one for one in os.listdir(directory) if one.endswith(_SUFFIX)]
             for name in sorted(there):
                 with contextlib.suppress(OSError):
-                    found += self._new_in(directory, name)
+                    found.append(self._new_in(directory, name))
             self._read = {name: at for name, at in self._read.items() if name in there}
         except OSError:
             pass
         finally:
             close_quietly(directory)
-        return sorted(found, key=lambda one: one.time_s)
-
-    @property
-    def unread_nbytes(self) -> int:
-        """How much the next :meth:`read` will read, about."""
-        unread = 0
-        with contextlib.suppress(OSError), os.scandir(self._root / UPKEEP / USES) as entries:
-            for one in entries:
-                if one.name.endswith(_SUFFIX):
-                    nbytes = one.stat(follow_symlinks=False).st_size
-                    unread += max(0, nbytes - self._read.get(one.name, 0))
-        return unread
+        return heapq.merge(*found, key=lambda one: one.time_s)
 
     def _new_in(self, directory: int, name: str) -> Iterator[Request]:
+        """Read what is new in a file, as far as its records are whole."""
         fd = os.open(name, os.O_RDONLY | _OPEN, dir_fd=directory)
         try:
             status = os.fstat(fd)
             first = self._read.get(name, len(_MAGIC))
             if not stat.S_ISREG(status.st_mode) or not first < status.st_size <= _MOST_NBYTES:
-                return
+                return iter(())
             if name not in self._read and os.pread(fd, len(_MAGIC), 0) != _MAGIC:
-                return
+                return iter(())
             data = os.pread(fd, status.st_size - first, first)
         finally:
             close_quietly(fd)
-        latest_s, at = status.st_mtime_ns / 1e9, 0
+        ends, at = [0], 0
         while at + _HEAD.size <= len(data):
-            time_us, chunks = _HEAD.unpack_from(data, at)
-            end = at + _HEAD.size + 8 * chunks
+            chunks = _HEAD.unpack_from(data, at)[1]
+            at += _HEAD.size + 8 * chunks
             if chunks > _MOST_CHUNKS:
-                at = _MOST_NBYTES  # no record: the rest cannot be told apart
+                first = _MOST_NBYTES  # no record: the rest cannot be told apart
                 break
-            if end > len(data):
+            if at > len(data):
                 break  # still being written
-            numbers = np.frombuffer(data, "<u8", chunks, at + _HEAD.size)
-            yield Request(min(time_us / 1e6, latest_s), numbers)
-            at = end
-        self._read[name] = first + at
+            ends.append(at)
+        self._read[name] = first + ends[-1]
+        return _records(data, ends, status.st_mtime_ns / 1e9)
 
     def _open_directory(self) -> int:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
 
 import click
@@ -189,14 +189,22 @@ class Past:
     """What is learned from requests, independent of what is held: all sizes share one."""
 
     def __init__(self, part: float = 1.0) -> None:
-        self.density = HitDensity(part=part)
+        self._density, self._unmet = HitDensity(part=part), list[Request]()
         self._latest_ns = -1
 
     def meet(self, blocks: Sequence[int], now_ns: int) -> None:
         """Note a request, once: each has a time of its own."""
         if now_ns != self._latest_ns:
             self._latest_ns = now_ns
-            self.density.meet([Request(now_ns / 1e9, blocks)])
+            self._unmet.append(Request(now_ns / 1e9, blocks))
+
+    @property
+    def density(self) -> HitDensity:
+        """What was learned of all requests so far."""
+        if self._unmet:
+            self._density.meet(self._unmet)
+            self._unmet = []
+        return self._density
 
 
 class Dense(Policy):
@@ -235,7 +243,7 @@ class Dense(Policy):
         many = len(blocks)
         mtimes = np.fromiter(self._used.values(), np.int64, many)
         if density.is_learned:
-            rows = np.fromiter(map(density.known().get, blocks, repeat(-1)), np.intp, many)
+            rows = density.rows(np.array(blocks, dtype=np.uint64))
             worths = density.worths(self._now_ns / 1e9, rows[rows >= 0])
             order = np.lexsort((mtimes, np.where(rows < 0, -1.0, worths[rows])))
         else:

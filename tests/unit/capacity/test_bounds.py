@@ -192,7 +192,7 @@ class TestSurvey(DirectoryTest):
         for place, name in enumerate(names):
             set_mtime(fd, name, DAY_NS + place * 1000)
         with spaces(self.root) as found:
-            some, whole = lowest(found, 50).found, lowest(found, 5000).found
+            some, whole = (lowest(found, many).take().in_order() for many in (50, 5000))
 
         self.assertEqual(names, [one.chunk for one in whole])
         self.assertEqual(names[: len(some)], [one.chunk for one in some])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 import unittest
+from unittest import mock
 
 import numpy as np
 
+from vua.capacity import hit_density
 from vua.capacity.hit_density import HitDensity, Request
 
 NEW = 1 << 50
@@ -26,12 +29,18 @@ def taught() -> HitDensity:
     return density
 
 
+def rows_of(density: HitDensity) -> dict[int, int]:
+    """The row of each chunk that is known."""
+    chunks, rows = density.in_order()
+    return dict(zip(chunks.tolist(), rows.tolist(), strict=True))
+
+
 class TestHitDensity(unittest.TestCase):
     """What is learned from requests."""
 
     def worth(self, density: HitDensity, chunk: int, age_s: float) -> float:
         """What a chunk is worth so long after its last use."""
-        return density.worth_at(density.known()[chunk], age_s)
+        return density.worth_at(rows_of(density)[chunk], age_s)
 
     def test_used_often(self) -> None:
         """What came back is worth more than what is new, and what is due more than what is not."""
@@ -60,7 +69,7 @@ class TestHitDensity(unittest.TestCase):
         for at_s in (1210.0, 1220.0):
             density.meet([Request(at_s, [NEW, NEW + 1, NEW + 2, NEW + 3])])
         density.meet([Request(1290.0, [NEW, NEW + 9])])
-        worths, rows = density.worths(1300.0), density.known()
+        worths, rows = density.worths(1300.0), rows_of(density)
         row = [worths[rows[chunk]] for chunk in range(NEW, NEW + 4)]
 
         self.assertEqual(sorted(row, reverse=True), row)
@@ -72,7 +81,7 @@ class TestHitDensity(unittest.TestCase):
         density = HitDensity()
         for number in range(20):
             density.meet([Request(float(number), [number])])
-        worths, rows = density.worths(20.0), density.known()
+        worths, rows = density.worths(20.0), rows_of(density)
 
         self.assertFalse(density.is_learned)
         found = [worths[rows[number]] for number in range(20)]
@@ -82,12 +91,12 @@ class TestHitDensity(unittest.TestCase):
         """So many chunks are remembered, those used last, and a chunk before those behind it."""
         density = HitDensity(remembered=4)
         density.meet([Request(0.0, [1, 2, 3, 4, 5])])
-        self.assertEqual({1, 2, 3, 4}, {*density.known()})
+        self.assertEqual({1, 2, 3, 4}, {*rows_of(density)})
         density.meet([Request(1.0, [1, 2, 6])])
-        self.assertEqual({1, 2, 3, 6}, {*density.known()})
+        self.assertEqual({1, 2, 3, 6}, {*rows_of(density)})
         density.meet([Request(2.0, [7, 8, 9])])
-        self.assertEqual({1, 7, 8, 9}, {*density.known()})
-        self.assertEqual(0.0, np.abs(density.worths(3.0)[[*density.known().values()]] < 0).sum())
+        self.assertEqual({1, 7, 8, 9}, {*rows_of(density)})
+        self.assertEqual(0.0, np.abs(density.worths(3.0)[[*rows_of(density).values()]] < 0).sum())
 
     def test_at_once(self) -> None:
         """Requests tell the same one by one and at once, whatever chunks they name."""
@@ -104,10 +113,39 @@ class TestHitDensity(unittest.TestCase):
         self.assertTrue(at_once.is_learned)
         found = []
         for density in (one_by_one, at_once):
-            worths, rows = density.worths(1300.0), density.known()
+            worths, rows = density.worths(1300.0), rows_of(density)
             found.append({chunk: worths[row] for chunk, row in rows.items()})
             self.assertLess(20, len({*worths}))
         self.assertEqual(*found)
+
+    def test_sorted_in_parts(self) -> None:
+        """New chunks are found wherever they are kept, and once they are forgotten not."""
+        density = HitDensity(remembered=50)
+        with mock.patch.object(hit_density, "_RECENT", 7):
+            for number in range(40):
+                chunks = [(17 * at) % 97 for at in range(number, number + 5)]
+                density.meet([Request(float(number), chunks)])
+                known = rows_of(density)
+                self.assertLessEqual({*chunks}, {*known})
+                asked = np.arange(97, dtype=np.uint64)
+                found = [known.get(at, -1) for at in range(97)]
+                self.assertEqual(found, density.rows(asked).tolist())
+        self.assertEqual(len(known), len({*known.values()}))
+        self.assertLess(len(known), 54)
+
+    def test_a_million(self) -> None:
+        """As many chunks as a million take less than 64 bytes each."""
+        density, many = HitDensity(), 1 << 20
+        tracemalloc.start()
+        try:
+            for first in range(0, many, 1 << 16):
+                numbers = np.arange(first, first + (1 << 16), dtype=np.uint64)
+                density.meet([Request(float(first), numbers * np.uint64(0x9E3779B97F4A7C15))])
+            held_nbytes, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        self.assertEqual(many, len(density.in_order()[0]))
+        self.assertLess(held_nbytes / many, 64)
 
     def test_clock_goes_back(self) -> None:
         """A request from before counts as of now."""

@@ -12,7 +12,7 @@ from helpers import DirectoryTest, write_log
 from replay import LAYOUT, NBYTES
 from vua.capacity import evictor
 from vua.capacity.evictor import Evictor
-from vua.capacity.hit_density import Request
+from vua.capacity.hit_density import HitDensity, Request
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
 from vua.capacity.policy import LRU, LeastHitDensity
@@ -285,6 +285,28 @@ class TestLeastHitDensity(DirectoryTest):
             self.assertEqual(2, ask(keys))
         for number in range(45):
             self.assertEqual(10, ask(self.prompt(7000 + number, *range(9))), number)
+
+    def test_learns_in_parts(self) -> None:
+        """Each burst takes in a part of a long log, and evicts by mtime until all is known."""
+        policy, read = LeastHitDensity(self.root), []
+        real = HitDensity.meet
+
+        def meet(density: HitDensity, requests: Sequence[Request]) -> None:
+            if density is not policy.own:
+                read.append(sum(len(one.chunks) for one in requests))
+            real(density, requests)
+
+        with (
+            mock.patch("vua.capacity.policy._PART_CHUNKS", 3000),
+            mock.patch.object(HitDensity, "meet", meet),
+        ):
+            lasting = [policy.rank(self.now_ns).is_lasting for _ in range(8)]
+            at_once = LeastHitDensity(self.root, at_once=True).rank(self.now_ns)
+        self.assertEqual(sorted(lasting, reverse=True), lasting)
+        self.assertEqual({True, False}, {*lasting})
+        self.assertLess(max(read[:8]), 3010)
+        self.assertEqual(sum(read[:8]), sum(len(names) for _, names in self.requests))
+        self.assertFalse(at_once.is_lasting)
 
     def test_told_to_all(self) -> None:
         """What one process asks for another knows, also of prompts of which nothing is stored."""

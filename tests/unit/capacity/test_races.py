@@ -97,7 +97,8 @@ class RacesTest(DirectoryTest):
                 real(sweep, *args)
             cache.saver.save([keys[3]])
             real(sweep, *args)
-            sweep.found = [one for one in sweep.found if one.chunk != names[3]]
+            seen = sweep.take()
+            sweep.put(seen.only(seen.chunks != names[3]))
 
         for is_late in (False, True):  # stored after all was looked at
             keys = keys_of_prompt(20 + is_late, 21, 22, 23)

@@ -253,7 +253,8 @@ class TestShared(SweepTest):
         os.utime(self.folder(self.names[5]))
         later_ns = told.seen_ns + 10**18
         now = [scan.Candidate(0, mtime, *rest) for _, mtime, *rest in told.found]
-        tell_victims(self.upkeep, told._replace(seen_ns=later_ns, found=now))
+        found = scan.Candidates.of(now)
+        tell_victims(self.upkeep, told._replace(seen_ns=later_ns, found=found))
         again = told_victims(self.upkeep, 0, self.tick())
         assert again is not None
         self.assertLess(again.seen_ns, later_ns)
@@ -264,9 +265,9 @@ class TestShared(SweepTest):
         class Other(LRU):
             """Ranks by something else, as a learned policy does."""
 
-            def rank(self, now_ns: int, *, hurries: bool = False) -> Ranks:
+            def rank(self, now_ns: int) -> Ranks:
                 """Rank by age all the same."""
-                del now_ns, hurries
+                del now_ns
                 return Ranks(lambda _, mtimes_ns: mtimes_ns - 10**18, is_lasting=False)
 
         self.age(100)

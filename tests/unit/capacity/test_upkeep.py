@@ -335,7 +335,7 @@ class TestClocks(UpkeepTest):
         space = self.space()
         with spaces(self.root) as found:
             (one,) = found
-            chunk = lowest([one], 1 << 16).found[0].chunk
+            chunk = lowest([one], 1 << 16).take().in_order()[0].chunk
         marks.settle_ttl(space, chunk, "", 60)
         stamp = time.time_ns() + HOUR_NS
         path = self.root / space.name / chunk[:2] / chunk

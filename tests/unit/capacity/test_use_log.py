@@ -61,6 +61,22 @@ class TestUseLog(DirectoryTest):
             self.one.append([chunk(number)])
         self.assertEqual(100, len(self.numbers(UseLog(self.root))))
 
+    def test_one_by_one(self) -> None:
+        """Requests of all processes come in the order of time, each once, as they are asked for."""
+        for number in range(6):
+            (self.one, self.other)[number % 2].append([chunk(number)])
+        requests = UseLog(self.root).requests()
+        found = [next(requests) for _ in range(3)]
+        self.other.append([chunk(6)])
+        found += requests
+        times_s = [one.time_s for one in found]
+        self.assertEqual(sorted(times_s), times_s)
+        names = [int(one.chunks[0]) for one in found]
+        for first in (0, 1):
+            of_one = [stands_for(chunk(number)) for number in range(first, 6, 2)]
+            self.assertEqual(of_one, [name for name in names if name in of_one])
+        self.assertEqual(6, len(names))
+
     def test_nothing_is_kept_in_memory(self) -> None:
         """Who only writes, as an engine's scheduler does, holds nothing of what was written."""
         names = [chunk(number) for number in range(200)]
