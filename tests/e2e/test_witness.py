@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from e2e.damage import CHUNK, chunk_files
+from e2e.damage import CHUNK, chunk_files, flip, stored
 from e2e.harness import (
     PROMPT,
     SETTLE,
@@ -124,6 +124,20 @@ class WitnessTest(EngineTest):
         self.assertEqual([[0, 640], [640]], [first.cached, second.cached])
         self.assertIn("equals what this engine computes", first.log)
         self.assertNotIn("equals what this engine computes", again.log)
+
+    @pytest.mark.thorough
+    def test_damaged_files(self) -> None:
+        """Where all files of a writer are damaged, the next engine but one loads all again."""
+        cold, other = self.engine(PROMPT), {"engine": {"block_size": 64}}
+        for path in stored(self.root):
+            flip(path)
+        damaged = self.engine(PROMPT, **other)
+        self.engine(PROMPT, **other)  # if the request ended before its chunks had been read
+        healed = self.engine(PROMPT, **other)
+
+        self.assertEqual([cold.tokens] * 2, [damaged.tokens, healed.tokens])
+        self.assertEqual(len(PROMPT) // CHUNK, damaged.counts["corrupt"])
+        self.assertEqual([[0], [640]], [damaged.cached, healed.cached])
 
     @pytest.mark.thorough
     def test_two_workers(self) -> None:

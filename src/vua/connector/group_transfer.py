@@ -478,11 +478,12 @@ class GroupTransfer:
         self.files.weed(
             *(buffer, keys, reason, self.load_buffers.chunks, job),
             goes_on=lambda: job.wanted,
-            gone=self._tell_gone,
+            gone=self.tell_gone,
             believed=job.what.believed,
         )
 
-    def _tell_gone(self, key: ChunkKey) -> None:
+    def tell_gone(self, key: ChunkKey) -> None:
+        """Note that a chunk cannot be loaded any more, for events."""
         if self.watch is not None:
             self.watch.gone(key.prefix_hash, self.shard)
 

@@ -90,6 +90,10 @@ class WitnessOrder:
     """The request's block table from its first token on, per cache group."""
     parts: list[tuple[int, Sequence[ChunkKey]]]
     """Per group of layers (its index in `Model.groups`): the chunks."""
+    request_id: str = ""
+    stored: list[tuple[int, Sequence[ChunkKey]]] = field(default_factory=list)
+    """Per group: all chunks that the request has computed although they are stored. They are read,
+    too, if one of the compared chunks is damaged or missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,8 @@ class _Case:
     chunks: tuple[int, ...]
     drawn: int | None
     """The chunk that was drawn at random, if one was."""
+    computed: range
+    """The stored chunks that the request computes."""
     awaited: frozenset[bytes]
     """Writers whose chunks are not loaded before the verdict."""
     began_s: float
@@ -335,8 +337,8 @@ class Witness:
         chunks = list(dict.fromkeys(at for at in wanted if first <= at))[:_MOST_CHUNKS]
         self._numbers += 1
         case = _Case(
-            *(self._numbers, request.request_id, kind, tuple(sorted(chunks)), drawn, awaited),
-            *(self._clock(), self._model.workers),
+            *(self._numbers, request.request_id, kind, tuple(sorted(chunks)), drawn),
+            *(range(first, found.stored), awaited, self._clock(), self._model.workers),
         )
         self._cases[request.request_id] = case
         for writer in awaited:
@@ -417,7 +419,14 @@ class Witness:
                 for key in held:
                     answers = case.expected.get(key.start, 0) + self._model.workers
                     case.expected[key.start] = answers
-        return WitnessOrder(case.number, [list(table) for table in tables], parts)
+        run = found.keys.run(case.computed.start, case.computed.stop)
+        stored: list[tuple[int, Sequence[ChunkKey]]] = [
+            (number, run)
+            for number, group in enumerate(self._model.groups)
+            if group in self._model.leading
+        ]
+        blocks = [list(table) for table in tables]
+        return WitnessOrder(case.number, blocks, parts, request_id, stored)
 
     def gone(self, request_id: str) -> None:
         """Note that a request has ended; a comparison waiting for it is dropped."""

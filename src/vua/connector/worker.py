@@ -67,8 +67,9 @@ class _Computed:
 
 @dataclass(frozen=True, slots=True)
 class _Comparison:
-    number: int
+    order: WitnessOrder
     chunks: Sequence[_Computed]
+    groups: Sequence[GroupTransfer]
 
 
 class Comparisons:
@@ -82,6 +83,7 @@ class Comparisons:
         )
         self._lock = threading.Lock()
         self._verdicts: list[Verdict] = []
+        self._gone: dict[str, int] = {}
 
     def begin(self, order: WitnessOrder, groups: Sequence[GroupTransfer]) -> None:
         """Copy an order's chunks out of the engine's blocks and compare them in the background."""
@@ -96,7 +98,7 @@ class Comparisons:
                         return
                     chunks.append(_Computed(groups[number], key, buffer))
                     groups[number].gather([buffer], [key], [order.block_ids])
-            self._pool.submit(self._compare, _Comparison(order.number, chunks))
+            self._pool.submit(self._compare, _Comparison(order, chunks, groups))
         except Exception as problem:  # an error costs a comparison, never a request
             log.exception("a chunk could not be copied to be compared")
             self._give_back(chunks)
@@ -115,40 +117,76 @@ class Comparisons:
             verdicts, self._verdicts = self._verdicts, []
         return verdicts
 
+    def take_gone(self) -> dict[str, int]:
+        """Return, per request, the first token of what is not stored after all.
+
+        Each request has computed it, and may store it.
+        """
+        if not self._gone:
+            return {}
+        with self._lock:
+            gone, self._gone = self._gone, {}
+        return gone
+
     def _is_late(self, job: Job[_Comparison]) -> None:
         if not job.started:
             self._give_back(job.what.chunks)
-        self._tell(Verdict(job.what.number, text="the storage does not answer"))
+        self._tell(Verdict(job.what.order.number, text="the storage does not answer"))
 
     def close(self, timeout_s: float) -> None:
         """Finish running comparisons, for ``timeout_s`` at most."""
         self._pool.close(timeout_s=timeout_s)
 
     def _compare(self, job: Job[_Comparison]) -> None:
-        number = job.what.number
-        verdict = Verdict(number, text="an error, see the log")
+        order = job.what.order
+        verdict, gone = Verdict(order.number, text="an error, see the log"), None
         try:
-            verdict = self._judge(job)
+            verdict, is_hurt = self._judge(job)
+            if is_hurt:
+                gone = self._weed(job)
         except Exception:  # likewise
             log.exception("a chunk could not be compared")
         finally:
             self._give_back(job.what.chunks)
             if job.settle():
-                self._tell(verdict)
+                self._tell(verdict, order.request_id, gone)
 
-    def _judge(self, job: Job[_Comparison]) -> Verdict:
+    def _judge(self, job: Job[_Comparison]) -> tuple[Verdict, bool]:
+        """Compare the chunks; also whether one of them is damaged or missing."""
         found: list[Compared] = []
-        missing = "there was no whole chunk to compare"
+        missing, is_hurt = "there was no whole chunk to compare", False
         for chunk in job.what.chunks:
             agreement, writers = self._agreement(chunk)
             job.progress()
             name = f"chunk {chunk.key.name[:12]}"
             if isinstance(agreement, str):
-                missing = f"{name}: {agreement}"
+                missing = f"{name}: its file is {agreement}"
+                is_hurt |= agreement not in _UNJUDGED
                 continue
             text = f"{name}, tokens from {chunk.key.start}: {agreement}"
             found.append(Compared(chunk.key.start, writers, agreement.ratio, text))
-        return Verdict(job.what.number, tuple(found), "" if found else missing)
+        return Verdict(job.what.order.number, tuple(found), "" if found else missing), is_hurt
+
+    def _weed(self, job: Job[_Comparison]) -> int | None:
+        """Read all stored chunks that the request has computed; the first token of what is gone.
+
+        The damaged ones are then out of sight, and the request stores the prompt anew, all at once:
+        otherwise each comparison would find, and heal, only the chunks that it compares.
+        """
+        gone: list[int] = []
+        for number, keys in job.what.order.stored:
+            group = job.what.groups[number]
+            memory = StagingBuffer(group.group.layout, group.shard, 1).memory
+            loader = Loader(group.store, memory, target=group.shard)
+            for key in keys:
+                loaded = loader.load([key])
+                job.progress()
+                if loaded.reason in _UNJUDGED or not job.wanted:
+                    break
+                if not loaded.chunks:
+                    group.tell_gone(key)
+                    gone.append(key.start)
+        return min(gone, default=None)
 
     def _agreement(self, chunk: _Computed) -> tuple[Agreement | str, frozenset[bytes]]:
         """Compare one chunk, and return its writers; a reason, if its file cannot be loaded."""
@@ -157,7 +195,7 @@ class Comparisons:
         loader = Loader(group.store, stored.memory, target=group.shard)
         loaded = loader.load([chunk.key], noted)
         if not loaded.chunks:
-            return f"its file is {loaded.reason}", frozenset()
+            return str(loaded.reason), frozenset()
         group.fetch([chunk.buffer])
         layers = group.group.layers[group.shard.layer_start : group.shard.layer_stop]
         computed, theirs = group.arrays(chunk.buffer), group.arrays(stored)
@@ -165,9 +203,11 @@ class Comparisons:
         agreement = compare(computed, theirs, dtype, layers, quantised=self._quantised)
         return agreement, frozenset(noted)
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _tell(self, verdict: Verdict, request_id: str = "", gone: int | None = None) -> None:
         with self._lock:
             self._verdicts.append(verdict)
+            if gone is not None:
+                self._gone[request_id] = gone
 
     @staticmethod
     def _give_back(chunks: Sequence[_Computed]) -> None:
@@ -177,6 +217,8 @@ class Comparisons:
 
 log = logger("worker")
 
+_UNJUDGED: Final = ("error", "locked", "writer")
+"""Reasons for a miss that say nothing about the file."""
 _POLL_S: Final = 0.0005
 """How often a load that has read checks whether the engine has finished with its blocks."""
 _IO_SHARE: Final = 0.9
@@ -517,6 +559,9 @@ class WorkerSide:
         adapters, verdicts = self._memory.adapter_news(wanted), self._comparisons.take()
         is_open = self._identity is not None and self._identity == self._opening.identity
         unsaved, retry = self.saves.take_unsaved(self.groups, retries=is_open)
+        for request_id, token in self._comparisons.take_gone().items():
+            unsaved[request_id] = min(token, unsaved.get(request_id, token))
+            retry.add(request_id)
         opened, ended, sure = self._take_opened(), self.saves.take_ended(), self._take_sure()
         refused = self._take_refused()
         news = self._load_s or seen or verdicts or adapters or unsaved or retry or opened or ended

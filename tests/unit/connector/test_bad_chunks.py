@@ -29,7 +29,14 @@ if find_spec("vllm"):
     from vua.connector.config import ConnectorConfig
     from vua.connector.events import FileEventLog
     from vua.connector.group_transfer import Rank
-    from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
+    from vua.connector.metadata import (
+        ConnectorMetadata,
+        GroupLoad,
+        LoadOrder,
+        SaveOrder,
+        WitnessOrder,
+        WorkerOutput,
+    )
     from vua.connector.worker import WorkerSide
     from vua.vllm import page_layout
 
@@ -44,6 +51,7 @@ class BadChunkTest(DirectoryTest):
             on_cpu_too(self)
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
         identity = Identity(model=f"device {on_device}", chunk_tokens=16)
+        self.namespace = identity.namespace
         model = Model(identity, (group,), (16,))
         path = str(self.root)
         config = ConnectorConfig(shared_storage_path=path, chunk_tokens=16, **settings)
@@ -71,7 +79,8 @@ class BadChunkTest(DirectoryTest):
 
     def path(self, number: int) -> Any:
         """The file of a chunk."""
-        (path,) = (path for path in self.files() if self.keys[number].name in str(path))
+        name, namespace = self.keys[number].name, self.namespace
+        (path,) = (path for path in self.files() if name in str(path) and namespace in str(path))
         return path
 
     def test_told(self) -> None:
@@ -85,6 +94,54 @@ class BadChunkTest(DirectoryTest):
                 self.assertEqual([(1, True), (3, True), (4, True)], self.load())
                 self.assertEqual({7, 8, 9, 10}, self.side.take_failed_blocks())
                 self.assertEqual(2, self.side.counts["corrupt"])
+
+    def compared(self, *numbers: int) -> WorkerOutput:
+        """Compare these chunks of a request that has computed all; return what is told of it."""
+        parts = [(0, [self.keys[at] for at in numbers])]
+        order = WitnessOrder(1, [[1, 2, 3, 4, 5]], parts, "r", [(0, self.keys)])
+        save_step(self.side, ConnectorMetadata(witnesses=[order]))
+        told = WorkerOutput()
+
+        def is_over() -> bool:
+            nonlocal told
+            told = told.aggregate(self.side.take_notes())
+            return bool(told.verdicts)
+
+        until(is_over)
+        return told
+
+    def test_compared(self) -> None:
+        """A damaged chunk that is compared: all of its prompt is read, and can be stored anew."""
+        for on_device in (False, True):
+            with self.subTest(on_device=on_device):
+                self.begin(on_device=on_device)
+                told = self.compared(0, 4)
+                self.assertEqual([{}, set(), []], [told.unsaved, told.retry, told.seen])
+                for bad in (1, 4):
+                    flip(self.path(bad), self.path(bad).stat().st_size - 1)
+                self.path(3).unlink()
+                told = self.compared(0, 4)
+                numbers = {key.prefix_hash: at for at, key in enumerate(self.keys)}
+                self.assertEqual([1, 3, 4], [numbers[seen.chunk] for seen in told.seen])
+                self.assertEqual([{"r": 16}, {"r"}], [told.unsaved, told.retry])
+                self.assertEqual(2, self.side.counts["corrupt"])
+                order = SaveOrder([[1, 2, 3, 4, 5]], [(0, self.keys[1:])], request_id="r")
+                save_step(self.side, ConnectorMetadata(saves=[order]))
+                until(lambda: self.side.saves.pending == 0)
+                self.load()
+                self.assertEqual(set(), self.side.take_failed_blocks())
+
+    def test_compared_without_storage(self) -> None:
+        """A comparison that the storage does not answer says nothing of the chunks."""
+        self.begin(on_device=False)
+        broken = OSError(errno.EIO, "broken")
+        answer = Filled(0, broken, lambda _: None)
+        with (
+            mock.patch.object(LocalStorage, "read", return_value=answer),
+            mock.patch.object(LocalStorage, "ahead", side_effect=broken),
+        ):
+            told = self.compared(0, 4)
+        self.assertEqual([{}, set(), []], [told.unsaved, told.retry, told.seen])
 
     def test_errors_tell_nothing(self) -> None:
         """Of a storage that fails nothing is known: chunks may be there all the same."""
