@@ -1,30 +1,27 @@
 """VUA stores LLM KV caches in a plain directory and proves every byte it gives back.
 
-This module holds the public names of the core. It imports no engine and starts nothing; the names
-that need torch are imported when they are first used, so that the command line tool starts at once.
+This module holds the public names of the core. It imports no engine and starts nothing. The names
+are imported when they are first used, so that the command line starts at once and without torch.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
-from vua.errors import (
-    ConfigError,
-    CorruptEntryError,
-    EntryError,
-    ForeignEntryError,
-    InputError,
-    LayoutError,
-    NotWritableError,
-    StorageError,
-    StorageFullError,
-    UntrustedError,
-    VUAError,
-)
-
+TYPE_CHECKING = False  # as in `typing`, whose import takes longer than all of this one
 if TYPE_CHECKING:
     from vua.core import VUA, ClosestKV, VUAConfig
+    from vua.errors import (
+        ConfigError,
+        CorruptEntryError,
+        EntryError,
+        ForeignEntryError,
+        InputError,
+        LayoutError,
+        NotWritableError,
+        StorageError,
+        StorageFullError,
+        UntrustedError,
+        VUAError,
+    )
     from vua.serdes import bytes_to_tensor, tensor_to_bytes
 
 __version__ = "0.1.0"
@@ -49,21 +46,22 @@ __all__ = [
     "tensor_to_bytes",
 ]
 
-_NEEDS_TORCH = {
-    "VUA": "vua.core",
-    "ClosestKV": "vua.core",
-    "VUAConfig": "vua.core",
-    "bytes_to_tensor": "vua.serdes",
-    "tensor_to_bytes": "vua.serdes",
+_WHERE = {
+    **dict.fromkeys(("VUA", "ClosestKV", "VUAConfig"), "vua.core"),
+    **dict.fromkeys(("bytes_to_tensor", "tensor_to_bytes"), "vua.serdes"),
+    **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "vua.errors"),
 }
-_MODULES = ("core", "llama_cpp", "lmcache", "serdes", "testing", "transformers")
+_MODULES = ("core", "errors", "llama_cpp", "lmcache", "serdes", "testing", "transformers")
 
 
 def __getattr__(name: str) -> object:
-    """Import one of the names that need torch, or a module that users name by its path."""
-    if name in _NEEDS_TORCH:
-        return getattr(import_module(_NEEDS_TORCH[name]), name)
+    """Import a public name, or a module that users name by its path."""
+    if name not in _WHERE and name not in _MODULES:
+        msg = f"module 'vua' has no attribute {name!r}"
+        raise AttributeError(msg)
+    from importlib import import_module  # noqa: PLC0415 - for a start without
+
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
-    msg = f"module 'vua' has no attribute {name!r}"
-    raise AttributeError(msg)
+    globals()[name] = found = getattr(import_module(_WHERE[name]), name)
+    return found

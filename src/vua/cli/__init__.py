@@ -3,139 +3,43 @@
 Every command may run while other processes read and write the cache. Only `gc`, `rm`, `pin`, `ttl`,
 `import`, `adopt`, `warm` and `verify --repair` change it (`doctor` makes a temporary directory);
 `key` makes key files. `docs/cli.md` documents exit codes and `--json`. With VUA_PATH in the
-environment the directory may be left out. A command's module is imported when it runs.
+environment the directory may be left out.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
-from collections.abc import Sequence
-from importlib import import_module
-from typing import Final
+# No other imports here: Ctrl-C is quiet only from `take_over` on.
+from vua.cli.interrupts import interrupts
 
-import click
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-from vua.cli.command import COMMANDS, VARIABLE, with_help
-from vua.cli.output import UNUSABLE, guarded, plain
-from vua.errors import StorageError, VUAError
+    from vua.cli.root import vua
 
 __all__ = ["main", "vua"]
 
-_MODULES: Final = {
-    "ls": "ls",
-    "inspect": "verify",
-    "verify": "verify",
-    "top": "looks",
-    "doctor": "doctor",
-    "ui": "ui.server",
-    "events": "events",
-    "explain": "explain",
-    "du": "upkeep",
-    "advise": "advise",
-    "gc": "upkeep",
-    "ttl": "upkeep",
-    "rm": "upkeep",
-    "pin": "upkeep",
-    "adopt": "upkeep",
-    "export": "transfer",
-    "import": "transfer",
-    "warm": "warm",
-    "args": "args",
-    "key": "prompt",
-    "bench": "bench",
-    "completion": "completion",
-}
-"""The module of each command."""
-
-
-class _Commands(click.Group):
-    """All commands, in order; each is imported at first use."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        del ctx
-        return list(_MODULES)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        del ctx
-        if cmd_name not in _MODULES:
-            return None
-        import_module(f"vua.cli.{_MODULES[cmd_name]}")
-        return COMMANDS[cmd_name]
-
-
-def _show_version(context: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001
-    """Show the version, and whether native code is used, which is looked up only here."""
-    if value and not context.resilient_parsing:
-        from vua import __version__, native  # noqa: PLC0415 - likewise
-
-        print(f"vua {__version__}\n{native.status().text}")
-        context.exit()
-
-
-vua: Final = with_help(
-    _Commands(
-        "vua",
-        params=[
-            click.Option(
-                ["--version"], is_flag=True, expose_value=False, is_eager=True,
-                callback=_show_version, help="show the version, and exit",
-            )
-        ],
-        help="Look into a VUA cache, and keep it in order.",
-        epilog="Look: ls, du, top, ui, inspect, explain, events. Check: verify, doctor. "
-        "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. "
-        "Measure: bench, advise. Fill: warm. Set up: args, key, completion. "
-        f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 success, "
-        "1 damage found or work incomplete, 2 usage error or missing directory.",
-    )
-)  # fmt: skip
-"""The command line; a help text or an error fits the terminal's width."""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
-    with guarded():
-        return _main(sys.argv[1:] if arguments is None else [*arguments])
+    """Run one command and return its exit status.
+
+    Without ``arguments`` it runs the command line of this process, and handles its SIGINT until
+    the process ends.
+    """
+    if arguments is None:
+        interrupts.take_over()
+    import sys  # noqa: PLC0415 - see above
+
+    from vua.cli.root import run  # noqa: PLC0415 - see above
+
+    return interrupts.ended(run(sys.argv[1:] if arguments is None else [*arguments]))
 
 
-def _main(words: list[str]) -> int:  # noqa: PLR0911 - a status for each way to end
-    logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
-    try:
-        if asked := os.environ.get("_VUA_COMPLETE"):  # a shell asks for completions
-            from click.shell_completion import shell_complete  # noqa: PLC0415
+def __getattr__(name: str) -> object:
+    """Import the command line as `click` knows it."""
+    if name == "vua":
+        from vua.cli.root import vua  # noqa: PLC0415 - see above
 
-            return shell_complete(vua, {}, "vua", "_VUA_COMPLETE", asked)
-        with vua.make_context("vua", words or ["--help"]) as context:
-            code: int = vua.invoke(context)
-        sys.stdout.flush()
-    except click.exceptions.Exit as end:
-        return end.exit_code
-    except click.UsageError as problem:
-        return _refuse(problem)
-    except BrokenPipeError:  # `vua ls | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (VUAError, OSError) as problem:
-        text = problem.strerror if isinstance(problem, StorageError) else problem
-        print(plain(f"vua {words[0]}: {text or problem}"), file=sys.stderr)
-        return UNUSABLE
-    except KeyboardInterrupt:
-        return 130
-    return code
-
-
-def _refuse(problem: click.UsageError) -> int:
-    """Report a usage error in one line, below the line of usage."""
-    context, text, hint = problem.ctx, problem.format_message().rstrip("."), ""
-    path = "vua" if context is None else context.command_path
-    if isinstance(problem, click.MissingParameter) and problem.param is not None:
-        name = problem.param.human_readable_name
-        text = f"the following arguments are required: {name}"
-        if name == "DIR":
-            hint = f": name the cache's directory, or set {VARIABLE}"
-    if context is not None:
-        print(context.get_usage(), file=sys.stderr)
-    print(plain(f"{path}: error: {text}{hint}; see `{path} --help`"), file=sys.stderr)
-    return UNUSABLE
+        return vua
+    msg = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(msg)

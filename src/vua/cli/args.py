@@ -19,6 +19,7 @@ import click
 
 from vua.cli.command import argument, command
 from vua.cli.output import Report
+from vua.connector.launch import VLLM_TRANSFER, sglang_arguments
 from vua.errors import ConfigError
 from vua.storage.location import is_url
 
@@ -66,34 +67,19 @@ def _word(path: str) -> str:
 
 
 def _vllm(path: str) -> tuple[str, ...]:
-    config = {
-        "kv_connector": "VUAStorageConnector_V1",
-        "kv_connector_module_path": "vua.vllm.kv_connector_v1",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"shared_storage_path": path},
-    }
-    return ("--kv-transfer-config", _json(config))
+    own = {"kv_connector_extra_config": {"shared_storage_path": path}}
+    return ("--kv-transfer-config", _json({**VLLM_TRANSFER, **own}))
 
 
 def _sglang(path: str) -> tuple[str, ...]:
-    extra = {
-        "backend_name": "vua",
-        "module_path": "vua.sglang.storage",
-        "class_name": "VUAHiCacheStorage",
-        "interface_v1": 1,
-        "hicache_storage_pass_prefix_keys": True,
-        "shared_storage_path": path,
-    }
-    return (
-        "--enable-cache-report",
-        "--enable-hierarchical-cache",
-        *("--page-size", "64"),
-        *("--hicache-write-policy", "write_through"),
-        *("--hicache-storage-prefetch-policy", "wait_complete"),
-        *("--hicache-storage-backend", "dynamic"),
-        *("--hicache-storage-backend-extra-config", _json(extra)),
-    )
+    words = ["--enable-cache-report"]
+    for name, value in sglang_arguments(path).items():
+        words.append(f"--{name.replace('_', '-')}")
+        if name.endswith("_config"):
+            words.append(_json(json.loads(value)))
+        elif value is not True:
+            words.append(str(value))
+    return tuple(words)
 
 
 def _lmcache(path: str, *, plain_engines: bool) -> tuple[str, ...]:

@@ -28,10 +28,12 @@ from typing import Any, Final, TypeVar
 import click
 
 from vua.catalog.base import Ask
+from vua.cli.interrupts import interrupts
 from vua.cli.output import Output, Report
 from vua.errors import ConfigError
 from vua.security.keyring import check_keys
 from vua.security.settings import Security
+from vua.storage.location import is_url
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES
 
 __all__ = [
@@ -176,13 +178,16 @@ def command(
 
         def run(*, as_json: bool, quiet: bool, **said: Any) -> int:
             output = Output("json" if as_json else "quiet" if quiet else "person")
-            if "security" in takes:
-                said["security"] = _security(said)
-            if "output" in takes:
-                said["output"] = output
-            with as_owner(said["directory"]) if as_owner_of else nullcontext():
-                found = work(**said)
-                return output.show(found) if isinstance(found, Report) else found
+            with interrupts:
+                if is_url(said.get("directory")):
+                    interrupts.insist()
+                if "security" in takes:
+                    said["security"] = _security(said)
+                if "output" in takes:
+                    said["output"] = output
+                with as_owner(said["directory"]) if as_owner_of else nullcontext():
+                    found = work(**said)
+                    return output.show(found) if isinstance(found, Report) else found
 
         kind = _OfDirectory if takes_directory else _Command
         made = kind(name, params=params, callback=run, help=_sentence(text), short_help=text)

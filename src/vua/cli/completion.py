@@ -8,9 +8,9 @@ from typing import Final
 import click
 from click.shell_completion import get_completion_class
 
-from vua.cli import vua
 from vua.cli.command import argument, command
 from vua.cli.output import Report
+from vua.cli.root import vua
 from vua.errors import ConfigError
 
 __all__ = ["SHELLS", "Script", "completion"]

@@ -1,7 +1,8 @@
 """What commands print: for people, as JSON for programs, or nothing.
 
-A command returns a :class:`Report`; an :class:`Output` shows it. On a terminal, tables take its
-width and have colours (none with NO_COLOR), by `rich`. Elsewhere they are plain text.
+A command returns a :class:`Report`; an :class:`Output` shows it. On a terminal tables fit its
+width: names are shortened in the middle, sentences go on in the next line, numbers are never cut.
+`rich` gives them colours (none with NO_COLOR). Elsewhere everything is whole, in plain text.
 
 Names in a directory, descriptions, headers and archives may come from an attacker, and a terminal
 obeys control sequences. So a command writes through :func:`guarded` streams, which pass only
@@ -13,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -20,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
+from unicodedata import combining, east_asian_width
 
 from vua.capacity.scan import Show
 from vua.catalog.base import SHORT, size
@@ -67,8 +70,11 @@ _STYLES: Final = {
     **dict.fromkeys(("bad", "corrupt", "foreign", "error", "damaged"), "bold red"),
 }
 """Colours of words that judge."""
-_FOLDED: Final = 10
-"""Least width of the folded column."""
+_LEAST: Final = 12
+"""Least width of a column that is shortened or folded."""
+_WHOLE: Final = re.compile(r"[\d.,:%+-]+( [\d.,:%+-]+)?")
+"""Numbers and moments: they are never cut."""
+_ELLIPSIS: Final = "\u2026"
 
 
 class Report(ABC):
@@ -193,12 +199,19 @@ def _is_screen(stream: TextIO | None) -> bool:
 
 
 def _console() -> Console | None:
-    """Return rich's console if stdout is a terminal. COLUMNS is its width."""
+    """Return rich's console if stdout is a terminal that has colours. COLUMNS is its width."""
     if not _is_screen(sys.stdout):
         return None
-    from rich.console import Console  # noqa: PLC0415 - takes as long as all of a command
-
+    try:
+        from rich.console import Console  # noqa: PLC0415 - takes as long as all of a command
+    except ImportError:
+        return None
     return Console(file=_beyond(sys.stdout), markup=False, highlight=False, emoji=False)
+
+
+def _screen_columns() -> int | None:
+    """Return the terminal's width; None if stdout is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 # -- for people ---------------------------------------------------------------------------------
@@ -217,32 +230,36 @@ def table(
         for row in make():
             yield [_shown(str(cell)) for cell in row]
 
-    if (console := _console()) is not None:
-        _draw(console, head, list(cells()))
-    else:
+    if (columns := _screen_columns()) is None:
         _align(head, lambda: itertools.chain([list(head)], cells()))
+    else:
+        _fit(columns, head, list(cells()))
 
 
 def facts(title: str, pairs: Iterable[tuple[str, str]]) -> None:
     """Print names and values, aligned, below a title."""
     line("", title)
     cells = [["", f"{_shown(name):<9}", _shown(value)] for name, value in pairs]
-    if (console := _console()) is not None:
-        _draw(console, ["", "", ""], cells, head=False)
-    else:
+    if (columns := _screen_columns()) is None:
         _align(["", "", ""], lambda: cells)
+    else:
+        _fit(columns, ["", "", ""], cells, has_head=False)
 
 
 def line(state: str, text: str) -> None:
-    """Print a judging word and a text, or (``""``) a title."""
-    if (console := _console()) is None:
-        print(plain(f"{state}: {text}" if state else text))
+    """Print a judging word and a text, or (``""``) a title, which fits the terminal."""
+    console = _console()
+    if state:
+        _print(console, (f"{state}: ", _STYLES.get(state, "")), (_shown(text), ""))
         return
-    from rich.text import Text  # noqa: PLC0415 - as for the console
-
-    shown = Text(f"{state}: " if state else "", style=_STYLES.get(state, ""))
-    shown.append(_shown(text), style="not bold default" if state else "bold")
-    console.print(shown, soft_wrap=True)
+    words, columns = _shown(text).split(" "), _screen_columns()
+    while columns is not None and _width(" ".join(words)) > columns:
+        at = max(range(len(words)), key=lambda place: _width(words[place]))
+        if _width(words[at]) <= _LEAST:
+            break
+        excess = _width(" ".join(words)) - columns
+        words[at] = _shortened(words[at], max(_LEAST, _width(words[at]) - excess))
+    _print(console, (" ".join(words), "bold"))
 
 
 def print_strays(strays: Sequence[str]) -> None:
@@ -285,41 +302,155 @@ def _align(names: Sequence[str], rows: Callable[[], Iterable[list[str]]]) -> Non
         print("  ".join(placed).rstrip())
 
 
-def _draw(
-    console: Console, names: Sequence[str], cells: Sequence[Sequence[str]], *, head: bool = True
-) -> None:
-    """Print rows on a terminal, below the columns' names with ``head``.
+# -- on a terminal --------------------------------------------------------------------------------
 
-    If the width is too small, the widest column is folded. If the other columns do not fit either,
-    each row becomes a block of lines: nothing is ever cut.
-    """
-    from rich.table import Table  # noqa: PLC0415 - as for the console
-    from rich.text import Text  # noqa: PLC0415
 
-    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
-    widest = widths.index(max(widths))
-    least = sum(widths) - max(widths) + min(_FOLDED, max(widths)) + 2 * (len(widths) - 1)
-    if head and least > console.width:
-        name_width = max(map(len, names))
-        for row in cells:
-            for name, cell in zip(names, row, strict=True):
-                shown = Text(f"{name.strip():<{name_width}}  ", style="bold")
-                shown.append(cell, style=_STYLES.get(cell, "not bold default"))
-                console.print(shown, soft_wrap=True)
-            console.print()
+def _print(console: Console | None, *parts: tuple[str, str]) -> None:
+    """Print texts with their styles in one line."""
+    if console is None:
+        print(plain("".join(text for text, _ in parts).rstrip()))
         return
-    made = Table(box=None, show_header=head, pad_edge=False, padding=(0, 2, 0, 0))
-    for place, name in enumerate(names):
-        made.add_column(
-            Text(name.strip(), style="bold"),
-            justify="right" if name.startswith(" ") else "left",
-            no_wrap=place != widest,
-            overflow="fold",
-            min_width=min(_FOLDED, widths[place]) if place == widest else None,
-        )
+    from rich.text import Text  # noqa: PLC0415 - as for the console
+
+    shown = Text()
+    for text, style in parts:
+        shown.append(text, style=style or None)
+    shown.rstrip()
+    console.print(shown, soft_wrap=True)
+
+
+def _fit(
+    screen: int, names: Sequence[str], cells: Sequence[Sequence[str]], *, has_head: bool = True
+) -> None:
+    """Print rows that fit the terminal; if it is too narrow, each as a block of lines."""
+    console = _console()
+    head = [name.strip() for name in names]
+    rows = [*([head] if has_head else []), *cells]
+    widths = _widths(screen, names, rows)
+    if widths is None and has_head:
+        _print_blocks(console, screen, names, cells)
+        return
+    for place, row in enumerate(rows):
+        style = "bold" if has_head and not place else ""
+        _print_row(console, names, row, widths or [0, _LEAST, _LEAST], style)
+
+
+def _print_row(
+    console: Console | None,
+    names: Sequence[str],
+    row: Sequence[str],
+    widths: Sequence[int],
+    style: str,
+) -> None:
+    """Print one row, in as many lines as its longest sentence needs."""
+    columns = [_lines(cell, width) for cell, width in zip(row, widths, strict=True)]
+    for number in range(max(map(len, columns))):
+        parts = []
+        for name, cell, lines, width in zip(names, row, columns, widths, strict=True):
+            text = lines[number] if number < len(lines) else ""
+            pad = " " * (width - _width(text))
+            before, after = (pad, "") if name.startswith(" ") else ("", pad)
+            parts += [
+                (("  " if parts else "") + before, ""),
+                (text, style or _STYLES.get(cell, "")),
+                (after, ""),
+            ]
+        _print(console, *parts)
+
+
+def _print_blocks(
+    console: Console | None, screen: int, names: Sequence[str], cells: Sequence[Sequence[str]]
+) -> None:
+    first = max(map(_width, names))
+    rest = max(_LEAST, screen - first - 2)
     for row in cells:
-        made.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
-    console.print(made)
+        for name, cell in zip(names, row, strict=True):
+            is_whole = name.startswith(" ") or _is_whole(cell)
+            label = name.strip()
+            for text in [cell] if is_whole else _lines(cell, rest):
+                _print(console, (f"{label:<{first}}  ", "bold"), (text, _STYLES.get(cell, "")))
+                label = ""
+        _print(console, ("", ""))
+
+
+def _widths(screen: int, names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int] | None:
+    """Return the columns' widths; None if they cannot fit.
+
+    Columns of names or sentences get narrower, the widest first; then moments take two lines.
+    """
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(_width, column)) for column in columns]
+    excess = sum(widths) + 2 * (len(widths) - 1) - screen
+    for takes_moments in (False, True):
+        least = [
+            width if name.startswith(" ") else _least(column, width, folds=takes_moments)
+            for name, column, width in zip(names, columns, widths, strict=True)
+        ]
+        while excess > 0:
+            wide = [at for at, width in enumerate(widths) if width > least[at]]
+            if not wide:
+                break
+            widths[max(wide, key=widths.__getitem__)] -= 1
+            excess -= 1
+    return widths if excess <= 0 else None
+
+
+def _least(column: Sequence[str], width: int, *, folds: bool) -> int:
+    """Return how narrow a column of names, sentences or moments may get."""
+    whole = [_width(one) for one in column if _is_whole(one) and not (folds and " " in one)]
+    return max([min(width, _LEAST), *whole])
+
+
+def _is_whole(cell: str) -> bool:
+    return len(cell) < 3 * _LEAST and _WHOLE.fullmatch(cell) is not None
+
+
+def _lines(cell: str, width: int) -> list[str]:
+    """Return a cell's lines: a name is shortened, a sentence goes on."""
+    if _width(cell) <= width:
+        return [cell]
+    if " " not in cell.strip():
+        return [_shortened(cell.strip(), width)]
+    lines = [""]
+    for word in cell.split():
+        rest = word
+        if lines[-1] and _width(lines[-1]) + 1 + _width(rest) <= width:
+            lines[-1] += f" {rest}"
+            continue
+        while _width(rest) > width:
+            part = _start(rest, width)
+            lines.append(part)
+            rest = rest[len(part) :]
+        lines.append(rest)
+    return [one for one in lines if one]
+
+
+def _shortened(name: str, width: int) -> str:
+    """Return a name with an ellipsis in its middle, at most so wide.
+
+    >>> _shortened("meta-llama/Llama-3.1-8B-Instruct", 15)
+    'meta-ll…nstruct'
+    """
+    if _width(name) <= width:
+        return name
+    left = _start(name, width // 2)
+    right = _start(name[::-1], width - 1 - width // 2)[::-1]
+    return f"{left}{_ELLIPSIS}{right}"
+
+
+def _start(text: str, width: int) -> str:
+    """Return the longest beginning of ``text`` that is at most so wide, one character at least."""
+    stop = min(len(text), width)
+    while stop > 1 and _width(text[:stop]) > width:
+        stop -= 1
+    return text[:stop]
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    if text.isascii():
+        return len(text)
+    return sum(1 + (east_asian_width(one) in "WF") for one in text if not combining(one))
 
 
 # -- progress -----------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ its content is in the identity (`vua.sglang.identity`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from vua.connector.config import ConnectorConfig
+from vua.connector.launch import sglang_arguments as engine_arguments
 from vua.errors import ConfigError
 from vua.format.keys import ChunkKey
 
@@ -44,32 +44,6 @@ def settings_of(extra: Mapping[str, object]) -> ConnectorConfig:
     if config.gds_mode == "required":
         raise ConfigError(f'{_OPTION}: gds_mode "required": SGLang loads through host memory')
     return config
-
-
-def engine_arguments(path: str, **settings: Any) -> dict[str, Any]:
-    """Return the arguments of an ``sglang.Engine`` that stores its pages in a directory or bucket.
-
-    Args:
-        path: the directory, or a bucket's URL.
-        settings: further ones of VUA's, or of SGLang's extra configuration.
-    """
-    extra = {
-        "backend_name": "vua",
-        "module_path": "vua.sglang.storage",
-        "class_name": "VUAHiCacheStorage",
-        "interface_v1": 1,
-        "hicache_storage_pass_prefix_keys": True,
-        "shared_storage_path": path,
-        **settings,
-    }
-    return {
-        "enable_hierarchical_cache": True,
-        "page_size": 64,
-        "hicache_write_policy": "write_through",
-        "hicache_storage_prefetch_policy": "wait_complete",
-        "hicache_storage_backend": "dynamic",
-        "hicache_storage_backend_extra_config": json.dumps(extra),
-    }
 
 
 def chunk_keys(before: Sequence[str], pages: Sequence[str], chunk_tokens: int) -> list[ChunkKey]:

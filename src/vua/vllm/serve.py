@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from vua.connector.config import ConnectorConfig, defaults
+from vua.connector.launch import VLLM_TRANSFER
 from vua.errors import ConfigError, NotWritableError, StorageError
 from vua.security.keyring import check_keys
 from vua.store.place import prepare
@@ -25,12 +26,6 @@ __all__ = ["main", "with_connector"]
 _OPTION: Final = "--kv-transfer-config"
 _PATH_OPTION: Final = "--vua-path"
 _HELP: Final = ("-h", "--help")
-_DEFAULTS: Final = {
-    "kv_connector": CONNECTOR,
-    "kv_connector_module_path": "vua.vllm.kv_connector_v1",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
 _USAGE: Final = """usage: vua-vllm serve MODEL [--vua-path DIRECTORY] [any argument of vllm serve]
 
 vLLM's server with VUA's connector. All other commands of vllm work as they are.
@@ -88,7 +83,7 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
             msg = f"{_PATH_OPTION} has no effect on the connector {given['kv_connector']!r}"
             raise ConfigError(msg)
         return [*rest, _OPTION, json.dumps(given)]
-    config: dict[str, Any] = {**_DEFAULTS, **given}
+    config: dict[str, Any] = {**VLLM_TRANSFER, **given}
     extra = dict(given.get("kv_connector_extra_config") or {})
     stated = extra.get("shared_storage_path", path)
     if path is not None and stated != path:

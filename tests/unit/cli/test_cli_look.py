@@ -6,18 +6,27 @@ import contextlib
 import io
 import os
 import pty
+import random
 import re
 import subprocess
 import sys
+import time
+import unicodedata
 import unittest
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
-from commands import CliTest, run, run_json
-from helpers import flip
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commands import TOKENS, CliTest, run, run_json
+from helpers import caches_of, flip, write_log
 from vua.cli import main
 from vua.cli import output as text
+from vua.core import VUA, VUAConfig
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -48,6 +57,33 @@ def drawn(work: Callable[[], object], columns: int, **environment: str) -> str:
     return shown.decode().replace("\r\n", "\n")
 
 
+def columns(line: str) -> int:
+    """How many columns a terminal needs for a line."""
+    return sum(1 + (unicodedata.east_asian_width(one) in "WF") for one in line)
+
+
+@contextlib.contextmanager
+def marked() -> Iterator[list[tuple[Sequence[str], Sequence[Sequence[object]]]]]:
+    """Mark where commands print tables and facts; yield the heads and rows of tables."""
+    found: list[tuple[Sequence[str], Sequence[Sequence[object]]]] = []
+
+    def marking(real: Callable[..., None]) -> Callable[..., None]:
+        def mark(head: Any, rows: Any) -> None:
+            rows = list(rows)
+            found.append((head, rows) if isinstance(head, list) else ([], []))
+            sys.stdout.write("<table>\n")
+            real(head, rows)
+            sys.stdout.write("</table>\n")
+
+        return mark
+
+    with contextlib.ExitStack() as stack:
+        for module in [one for name, one in sys.modules.items() if name.startswith("vua.cli.")]:
+            for name in {"table", "facts"} & set(vars(module)):
+                stack.enter_context(mock.patch.object(module, name, marking(getattr(text, name))))
+        yield found
+
+
 class TestLook(CliTest):
     """The same words in a pipe, and on a terminal."""
 
@@ -66,6 +102,16 @@ class TestLook(CliTest):
         for whole in ("namespace", "column", *(one.parts[-4][:12] for one in self.files())):
             self.assertIn(whole, shown)
 
+    def test_names(self) -> None:
+        """A name is shortened in the middle on a terminal alone, with colours and without."""
+        name = "some-organisation/" + "a-model" * 20 + "-Instruct"
+        self.put(name, 1)
+        self.assertIn(name, run("ls", self.root)[1])
+        for term in ("xterm", "dumb"):
+            shown = COLOURS.sub("", on_terminal(["ls", self.root], TERM=term))
+            self.assertNotIn(name, shown)
+            self.assertRegex(shown, r" some-\S*\u2026\S*uct ")
+
     def test_narrow(self) -> None:
         """A terminal that is too narrow for a row's numbers shows all their digits."""
         table = ["chunks", " bytes", " a rate", " another rate", " a third rate", "name"]
@@ -75,6 +121,83 @@ class TestLook(CliTest):
                 shown = COLOURS.sub("", drawn(lambda: text.table(table, [row]), width))
                 for cell in row[:5]:
                     self.assertIn(cell, shown.split(), shown)
+
+    @given(
+        head=st.lists(st.sampled_from([" number", "name", " a rate", "what it is"]), min_size=1),
+        width=st.integers(60, 200),
+        chance=st.randoms(use_true_random=False),
+        has_rich=st.booleans(),
+    )
+    @settings(max_examples=60, deadline=None)
+    def test_any_table(
+        self, head: list[str], width: int, chance: random.Random, *, has_rich: bool
+    ) -> None:
+        """Any table fits, and has every number whole; a name keeps its beginning and end."""
+
+        def cell(name: str) -> str:
+            if name.startswith(" "):
+                return str(chance.randrange(10 ** chance.randint(1, 9)))
+            kinds = [
+                "2026-11-26 05:06:12",
+                "meta-llama/" + "a" * chance.randint(0, 99) + "-end",
+                "words " * chance.randint(1, 40) + "/and/a/path" * 9,
+                "\u6a21\u578b" * 30,
+                "",
+            ]
+            return chance.choice(kinds)  # fmt: skip
+
+        rows = [[cell(name) for name in head] for _ in range(3)]
+        hidden = mock.patch.dict(sys.modules, {} if has_rich else {"rich.console": None})
+        with hidden:
+            shown = COLOURS.sub("", drawn(lambda: text.table(head, rows), width))
+        for line in shown.splitlines():
+            self.assertLessEqual(columns(line), width, shown)
+        for row in rows:
+            for name, value in zip(head, row, strict=True):
+                for whole in value.split() if name.startswith(" ") or value[:1] == "2" else ():
+                    self.assertIn(whole, shown.split(), shown)
+                if "-end" in value:
+                    self.assertRegex(shown, r"meta-\S*")
+                    self.assertRegex(shown, r"-end\b")
+
+    @pytest.mark.thorough
+    def test_every_table(self) -> None:
+        """All tables of all commands fit 80 columns, however long names and paths are."""
+        long = self.root / ("a-long-name-of-a-directory-" * 8)
+        long.mkdir(mode=0o700)
+        model = "organisation/" + "a-model-" * 20 + "Instruct"
+        with VUA(VUAConfig(split_factor=4, model=model), long) as vua:
+            vua.put(TOKENS, caches_of(layers=3, heads=2, tokens=12, dim=8))
+        chunk = next(long.rglob("*.safetensors")).parent.name
+        run("pin", long, chunk)
+        ids = self.root / "ids"
+        ids.write_text(str(TOKENS.tolist()))
+        write_log(long, [(time.time() - 60 + n, [chunk]) for n in range(40)])
+        shown: set[str] = set()
+        for words in (
+            ["ls", long], ["ls", "-l", long], ["ls", long, "--sort", "prompt"], ["verify", long],
+            ["inspect", *long.rglob("*.safetensors")], ["du", long], ["pin", long], ["gc", long],
+            ["explain", long, "--tokens", ids], ["doctor", long], ["advise", long],
+            ["top", long, "--once", "--interval", "0.01"], ["bench", "path", long, "--tiny"],
+            ["bench", "path", f"file://{long}/bucket", "--tiny"],
+            ["bench", "path", long, "--tiny", "--model", "Llama-3.1-8B", "--prefill", "5000"],
+        ):  # fmt: skip
+            for term in ("xterm", "dumb"):
+                with self.subTest(words, term=term), marked() as tables:
+                    screen = COLOURS.sub("", on_terminal(words, COLUMNS="80", TERM=term))
+                    for part in screen.split("<table>")[1:]:
+                        lines = part.partition("</table>")[0].splitlines()
+                        self.assertLessEqual(max(map(columns, lines)), 80, part)
+                    shown |= {str(words[0])} if tables else set()
+                    for head, rows in tables:
+                        for row in rows:
+                            for name, value in zip(head, row, strict=True):
+                                if name.startswith(" "):
+                                    self.assertIn(str(value), screen)
+        self.assertEqual(
+            {"ls", "verify", "inspect", "du", "pin", "gc", "explain", "doctor", "advise", "top",
+             "bench"}, shown,
+        )  # fmt: skip
 
     def test_colours(self) -> None:
         """What judges has a colour on a terminal, unless NO_COLOR is set; a pipe has none."""

@@ -205,8 +205,8 @@ class EndTest(CliTest):
 
     @pytest.mark.thorough
     def test_end(self) -> None:
-        """Ctrl-C ends it and its processes, with exit status 0; so does the end of the server."""
-        for signal_, status in ((signal.SIGINT, 0), (signal.SIGKILL, -signal.SIGKILL)):
+        """Ctrl-C ends it and its processes; so does the end of the server."""
+        for signal_, status in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
             with served(self.root) as page:
                 pid = page.process.pid
                 children = Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()

@@ -9,7 +9,6 @@ only with the token. The page loads nothing from elsewhere.
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import json
 import secrets
@@ -374,7 +373,7 @@ def ui(
         except (OSError, OverflowError) as problem:
             text = f"port {port} of 127.0.0.1 cannot be taken: {problem}"
             raise ConfigError(f"{text}; leave out --port for another") from problem
-        with server, contextlib.suppress(KeyboardInterrupt):
+        with server:
             output.show(Served(directory, server.url))
             server.serve_forever()
     finally:

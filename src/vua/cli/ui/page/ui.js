@@ -4,8 +4,10 @@ const from = new URLSearchParams(location.hash.slice(1)).get("token");
 if (from) sessionStorage.setItem("token", from);
 history.replaceState(null, "", location.pathname);
 
-const AGES = [["in the last minute", 60], ["hour", 3600], ["day", 86400], ["week", 604800], ["older", Infinity]];
+const AGES = [["last minute", 60], ["hour", 3600], ["day", 86400], ["week", 604800], ["older", Infinity]];
 const COLOURS = ["#ff9d5c", "#ffcf70", "#a8dba8", "#8ec5e8", "#b9bfd0"];
+const UNUSED = "#b9bfd0";
+const USED = "#ff8a3d";
 const ROW_PX = 24;
 const view = { box: null, overview: null, namespace: "", focus: "", boxes: [], version: -1, trees: 0 };
 
@@ -201,16 +203,31 @@ function showPins() {
   $("pins").tBodies[0].replaceChildren(...pins.map((name) => row([`the prompt up to ${name.slice(0, 12)}: release it`], [command(`vua pin ${place} ${name.slice(0, 12)} --remove`)])), all);
 }
 
+// One entry of a legend: a square of the colour, and what it stands for.
+function shade(colour, text) {
+  const made = make("span");
+  const square = make("i");
+  square.style.background = colour;
+  made.append(square, ` ${text}`);
+  return made;
+}
+
 function showAges() {
   const { ages, chunks } = chosen() || {};
   const parts = (ages || []).map((number, at) => {
-    const made = make("div", `${AGES[at][0]}: ${count(number)}`);
+    const made = make("div");
     made.style.cssText = `flex: ${number / chunks} 0 0; background: ${COLOURS[at]}; display: ${number ? "block" : "none"}`;
-    made.title = `${count(number)} chunks, last used ${made.textContent}`;
     return made;
   });
+  const said = (ages || []).map((number, at) => `${AGES[at][0]}: ${count(number)}`);
   $("ages").replaceChildren(...parts);
-  $("ages").ariaLabel = `Chunks by last use: ${parts.map((one) => one.textContent).join(", ")}`;
+  $("ages").ariaLabel = `Chunks by last use: ${said.join(", ")}`;
+  $("aged").replaceChildren(...said.map((text, at) => shade(COLOURS[at], text)));
+}
+
+function showShades() {
+  $("shades").replaceChildren(...$("colour").value === "uses" ? [shade(UNUSED, "not used since the start"), shade(USED, "used most")]
+    : AGES.map(([name], at) => shade(COLOURS[at], name)));
 }
 
 function showLooks() {
@@ -254,15 +271,16 @@ async function showTree() {
   else if ($("tree").firstChild) $("tree").firstChild.tabIndex = 0;
   const steps = [button("all prompts", () => choose("")), ...tree.path.map((one) => button(one.name.slice(0, 8), () => choose(one.name)))];
   $("path").replaceChildren(...steps.slice(0, 1), ...steps.slice(1).slice(-8).flatMap((one) => [" › ", one]));
+  showShades();
   for (const name of ["largest", "hottest"]) list(name, tree[name]);
 }
 
 function drawn(box, at, hottest) {
   const tokens = (chosen() || {}).chunk_tokens || 0;
   const px = box.width * $("tree").clientWidth;
-  const label = [px > 80 && `${count((box.place + box.own_chunks) * tokens)} tokens`, px > 150 && size(box.nbytes)].filter(Boolean).join(", ");
+  const label = [px > 250 && box.name.slice(0, 8), px > 80 && `${count((box.place + box.own_chunks) * tokens)} tokens`, px > 150 && size(box.nbytes)].filter(Boolean).join(", ");
   const made = make("div", box.name ? label : "", box.name ? "" : "rest");
-  const heat = `color-mix(in srgb, #ff8a3d ${(100 * box.uses) / hottest}%, #b9bfd0)`;
+  const heat = `color-mix(in srgb, ${USED} ${(100 * box.uses) / hottest}%, ${UNUSED})`;
   const age = COLOURS[AGES.findIndex((one) => view.overview.now_s - box.last_used_s <= one[1])];
   Object.assign(made.style, {
     left: `${100 * box.x}%`, width: `${100 * box.width}%`, top: `${ROW_PX * box.row}px`,

@@ -1,0 +1,230 @@
+"""Mirrors `vua.cli.interrupts`: Ctrl-C ends every command quietly, whatever it is doing."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import unittest
+from pathlib import Path
+
+import pytest
+
+from commands import TOKENS, CliTest, verbs
+from helpers import caches_of, until
+from vua.cli.interrupts import INTERRUPTED
+from vua.core import VUA, VUAConfig
+
+QUIET = """
+    import os, signal, sys
+    from vua.cli import main
+    counts, stop, mode = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    sys.argv = ["vua", *sys.argv[4:]]
+    own, seen = os.getpid(), 0
+    def count(event, _):
+        global seen
+        if os.getpid() != own:
+            return
+        seen += 1
+        if seen == stop:
+            os.killpg(0, signal.SIGINT)
+    if mode == "large":
+        import vua.catalog.directory
+        vua.catalog.directory._LARGE = 0
+    sys.addaudithook(count)
+    status = main()
+    with open(counts, "w") as file:
+        file.write(str(seen))
+    sys.exit(status)
+"""
+"""Runs a command. At one of its audit events (imports, files, processes) the group gets SIGINT, as
+from a terminal. Without, it writes how many there were."""
+POINTS = 5
+
+
+class Case:
+    """A command, and how it is made to last."""
+
+    def __init__(self, *words: object, mode: str = "") -> None:
+        """Prepare it; with ``mode`` "large" several processes look at a namespace."""
+        self.words, self.mode = [str(word) for word in words], mode
+
+
+class InterruptTest(CliTest):
+    """A directory, a bucket, and all that commands work on."""
+
+    def setUp(self) -> None:
+        """Have files for every command."""
+        super().setUp()
+        self.files_ = Path(tempfile.mkdtemp(prefix="vua-test-"))
+        self.addCleanup(shutil.rmtree, self.files_, ignore_errors=True)
+        self.bucket = f"file://{self.files_}/bucket"
+        self.ids = self.files_ / "ids.json"
+        self.ids.write_text(str(TOKENS.tolist()))
+
+    def fill_bucket(self) -> None:
+        """Store in the bucket what the directory has."""
+        pytest.importorskip("obstore")
+        with VUA(VUAConfig(split_factor=4, model="llama"), self.bucket) as vua:
+            vua.put(TOKENS, caches_of(layers=3, heads=2, tokens=12, dim=8))
+
+    def run_until(self, case: Case, stop: int) -> tuple[int, str, int]:
+        """Run a command, interrupted at an event (0: never); return status, stderr and events."""
+        counts = self.files_ / "counts"
+        words = [sys.executable, "-c", textwrap.dedent(QUIET), counts, str(stop), case.mode]
+        with subprocess.Popen(
+            [*words, *case.words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as running:
+            _, err = running.communicate(timeout=120)
+        events = int(counts.read_text()) if counts.exists() else 0
+        counts.unlink(missing_ok=True)
+        return running.returncode, err, events
+
+    def check(self, case: Case, points: int, chance: random.Random) -> None:
+        """Interrupt a command at several points of its life."""
+        with self.subTest(case.words):
+            code, err, events = self.run_until(case, 0)
+            self.assertIn(code, (0, 1, 2), err)
+            self.assertGreater(events, 20)
+            for number in range(points):
+                low = 1 + number * (events - 1) // points
+                stop = chance.randint(low, max(low, (number + 1) * (events - 1) // points))
+                status, err, _ = self.run_until(case, stop)
+                self.assertEqual(INTERRUPTED, status, f"event {stop} of {events}: {err}")
+                self.assertLessEqual(err.count("\n"), 1, f"event {stop} of {events}: {err}")
+                self.assertNotIn("Traceback", err)
+
+    def test_imports(self) -> None:
+        """A command that is interrupted while it starts, and while it lists."""
+        self.check(Case("ls", self.root), 6, random.Random(1))
+
+    @pytest.mark.thorough
+    def test_every_command(self) -> None:
+        """All commands on directories and buckets, those of several processes, and errors."""
+        self.fill_bucket()
+        chunk = self.entries()[0].parent.name
+        archive = self.files_ / "some.tar"
+        root = self.root
+        cases = [
+            Case("--help"), Case("nonsense"), Case("completion", "bash"),
+            Case("args", "vllm", root), Case("key", self.files_ / "own.key"),
+            Case("inspect", self.entries()[0]),
+            Case("ls", "-l", root, mode="large"), Case("verify", root, mode="large"),
+            Case("explain", root, "--tokens", self.ids), Case("doctor", root),
+            Case("top", root, "--once", "--interval", "0.01"), Case("events", root),
+            Case("du", root), Case("gc", root, "--max-bytes", "1G"), Case("ttl", root),
+            Case("pin", root, chunk), Case("pin", root), Case("advise", root),
+            Case("adopt", root, "--yes"), Case("import", root, self.files_ / "missing.tar"),
+            Case("export", root, archive, "--all"), Case("rm", root, "ffffffff"),
+            Case("bench", "path", root, "--tiny"), Case("ui", self.files_ / "missing"),
+            Case("warm", self.ids, "--server", "http://127.0.0.1:9", "--path", root),
+        ]  # fmt: skip
+        named = {case.words[0] for case in cases}
+        self.assertEqual(set(), verbs() - named)
+        cases += [
+            Case(verb, self.bucket, *more)
+            for verb, *more in (
+                ["ls", "-l"], ["verify"], ["du"], ["events"], ["doctor"], ["gc"], ["pin", chunk],
+                ["explain", "--tokens", self.ids], ["top", "--once", "--interval", "0.01"],
+                ["export", self.files_ / "far.tar", "--all"],
+            )
+        ]  # fmt: skip
+        chance = random.Random(2)
+        for case in cases:
+            self.check(case, POINTS, chance)
+            archive.unlink(missing_ok=True)
+            (self.files_ / "far.tar").unlink(missing_ok=True)
+            (self.files_ / "own.key").unlink(missing_ok=True)
+
+    def started(self, *words: object) -> subprocess.Popen[str]:
+        """Start a command that lasts, in a group of its own."""
+        running = subprocess.Popen(
+            [sys.executable, "-m", "vua", *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.addCleanup(running.wait)
+        self.addCleanup(running.kill)
+        return running
+
+    def end(self, running: subprocess.Popen[str]) -> None:
+        """Interrupt a command with all its processes."""
+        os.killpg(running.pid, signal.SIGINT)
+        _, err = running.communicate(timeout=120)
+        self.assertEqual((INTERRUPTED, ""), (running.returncode, err))
+        until(lambda: not group(running.pid))
+
+    @pytest.mark.thorough
+    def test_lasting(self) -> None:
+        """Commands that last until they are interrupted; none of their processes stays."""
+        self.fill_bucket()
+        for words in (
+            ["top", self.root, "--interval", "0.01"], ["events", self.root, "--follow"],
+            ["ui", self.root], ["ui", self.bucket],
+            ["events", self.bucket, "--follow", "--interval", "0.1"],
+        ):  # fmt: skip
+            with self.subTest(words):
+                running = self.started(*words)
+                assert running.stdout is not None
+                self.assertTrue(running.stdout.readline())
+                self.end(running)
+
+    @pytest.mark.thorough
+    def test_waiting(self) -> None:
+        """Commands that wait for a server which never answers."""
+        for words in (["warm", self.ids, "--path", self.root, "--server", "http://{}"],
+                      ["ls", "s3://bucket/kv"], ["du", "s3://bucket/kv"]):  # fmt: skip
+            with self.subTest(words), socket.create_server(("127.0.0.1", 0)) as silent:
+                place = f"127.0.0.1:{silent.getsockname()[1]}"
+                os.environ.update(
+                    AWS_ENDPOINT_URL=f"http://{place}", AWS_ACCESS_KEY_ID="a", AWS_REGION="r",
+                    AWS_SECRET_ACCESS_KEY="b",
+                )  # fmt: skip
+                running = self.started(*(str(word).format(place) for word in words))
+                silent.settimeout(120)
+                line, _ = silent.accept()
+                with line:
+                    self.end(running)
+
+    def test_ignored(self) -> None:
+        """Where SIGINT is ignored, as by a shell's background jobs, it stays so."""
+        script = (
+            "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+            "from vua.cli import main; sys.argv = ['vua', 'ls', sys.argv[1]];"
+            "sys.addaudithook(lambda *_: os.kill(os.getpid(), signal.SIGINT));"
+            "sys.exit(main())"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script, self.root], capture_output=True, text=True, check=False
+        )
+        self.assertEqual((0, ""), (done.returncode, done.stderr))
+
+
+def group(number: int) -> list[int]:
+    """The processes of a group, without zombies."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, of_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(of_group) == number and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+if __name__ == "__main__":
+    unittest.main()
