@@ -691,7 +691,7 @@ def bench(
     if not targets and VARIABLE in os.environ:
         targets = [os.environ[VARIABLE]]
     if len(targets) != 1:
-        raise InputError("bench needs a directory or a URL: vua bench path DIR")
+        raise InputError("bench needs a directory or a URL: vua bench DIR")
     demand = None
     if model is not None and prefill is not None:
         demand = Demand.of(model, prefill, ranks)
