@@ -20,6 +20,8 @@ __all__ = ["Child", "Talk"]
 
 _SHOWN_S: Final = 0.2
 """Least time between two progress messages."""
+_ENDS_S: Final = 1.0
+"""How long a child may take to end."""
 _LOOKED_S: Final = 1.0
 """Interval of checking that the server is still there."""
 
@@ -82,6 +84,8 @@ class Child:
 
     def close(self) -> None:
         self._process.terminate()
+        self._process.join(_ENDS_S)
+        self._process.kill()  # it waits for a storage, and has not seen that it is to end
         self._process.join()
 
 

@@ -9,7 +9,7 @@ const COLOURS = ["#ff9d5c", "#ffcf70", "#a8dba8", "#8ec5e8", "#b9bfd0"];
 const UNUSED = "#b9bfd0";
 const USED = "#ff8a3d";
 const ROW_PX = 24;
-const view = { box: null, overview: null, namespace: "", focus: "", boxes: [], version: -1, trees: 0 };
+const view = { box: null, overview: null, namespace: "", picked: false, focus: "", boxes: [], version: -1, trees: 0 };
 
 async function ask(path, body) {
   const said = { headers: { Authorization: `Bearer ${sessionStorage.getItem("token") || ""}` } };
@@ -57,7 +57,8 @@ function ago(seconds) {
   if (!seconds) return "-";
   const age = Math.max(0, view.overview.now_s - seconds);
   const [unit, length] = [["s", 1], ["min", 60], ["h", 3600], ["days", 86400]].findLast((one) => age >= one[1]) || ["s", 1];
-  return `${Math.round(age / length)} ${unit} ago`;
+  const number = Math.round(age / length);
+  return `${number} ${number === 1 && unit === "days" ? "day" : unit} ago`;
 }
 
 // One line each for what is wrong with the server and with what was asked: one does not wipe out the other.
@@ -123,9 +124,9 @@ function showOverview() {
   }));
   $("full").hidden = !usage;
   if (usage) $("full").firstElementChild.style.width = `${Math.min(100, (100 * nbytes) / usage.limits.max_bytes)}%`;
-  if (!chosen() && namespaces.length) {
-    view.namespace = namespaces.reduce((one, other) => (other.nbytes > one.nbytes ? other : one)).namespace;
-    view.focus = "";
+  if ((!chosen() || !view.picked) && namespaces.length) { // the largest, until one is chosen
+    const largest = namespaces.reduce((one, other) => (other.nbytes > one.nbytes ? other : one)).namespace;
+    if (largest !== view.namespace) Object.assign(view, { namespace: largest, focus: "", box: null, version: -1 });
   }
   $("namespaces").tBodies[0].replaceChildren(...namespaces.map((one) => {
     const name = button(one.namespace.slice(0, 12), () => { view.namespace = one.namespace; choose(""); });
@@ -247,7 +248,7 @@ function showLooks() {
   $("timeline").replaceChildren(...bars);
   const last = looks.at(-1);
   $("rates").textContent = last ? `last look: ${last.new} new, ${last.used} used, ${last.gone} gone` : "no second look yet";
-  $("most").textContent = last ? `${count(most)} chunks` : "";
+  $("most").textContent = bars.some((bar) => Number(bar.getAttribute("height"))) ? `${count(most)} chunks` : "";
   $("since").textContent = last ? ago(looks[0].at_s) : "";
   $("timeline").ariaLabel = `${$("rates").textContent}; the highest bar has ${count(most)} chunks`;
 }
@@ -309,11 +310,16 @@ function words(box) {
 function list(id, boxes) {
   const tokens = (chosen() || {}).chunk_tokens || 0;
   const head = row(["prefix"], ["tokens to", "n"], ["chunks", "n less"], ["size", "n"], ["uses seen", "n less"], ["last used"]);
+  if (id === "hottest" && !boxes.some((box) => box.uses)) {
+    $(id).tBodies[0].replaceChildren(row(["No use was seen since this page's server was started.", "long"]));
+    return;
+  }
   $(id).tBodies[0].replaceChildren(head, ...boxes.slice(0, 10).map((box) => row([button(box.name.slice(0, 12), () => choose(box.name))],
     [count((box.place + box.own_chunks) * tokens), "n"], [count(box.chunks), "n less"], [size(box.nbytes), "n"], [count(box.uses), "n less"], [ago(box.last_used_s)])));
 }
 
 async function choose(name) {
+  view.picked = true;
   view.focus = name;
   view.box = view.boxes.find((one) => one.name === name) || null;
   showOverview();
@@ -384,7 +390,10 @@ function showVerified() {
   if (running) text = progress ? told(progress) : "begins ...";
   $("verified").textContent = text;
   $("verified").className = running || !report ? "" : report.sound ? "good" : "bad";
-  $("damage").tBodies[0].replaceChildren(...rows.flatMap((one) => one.problems.map((bad) => row([bad.outcome, "bad"], [`${one.namespace.slice(0, 12)}/${bad.path}: ${bad.reason}`, "long"]))));
+  const place = (one) => one.namespace.slice(0, 12);
+  $("damage").tBodies[0].replaceChildren(...rows.flatMap((one) => [
+    ...one.problems.slice(0, 10).map((bad) => row([bad.outcome, "bad"], [`${place(one)}/${bad.path}: ${bad.reason}`, "long"])),
+    ...one.damaged > 10 ? [row([""], [`${place(one)}: ${count(one.damaged - 10)} more, which \`vua verify\` lists`, "long"])] : []]));
 }
 
 // -- the page ---------------------------------------------------------------------------------
