@@ -71,7 +71,7 @@ def marked() -> Iterator[list[tuple[Sequence[str], Sequence[Sequence[object]]]]]
 
     def marking(real: Callable[..., None]) -> Callable[..., None]:
         def mark(head: Any, rows: Any) -> None:
-            rows = list(rows)
+            rows = list(rows() if callable(rows) else rows)
             found.append((head, rows) if isinstance(head, list) else ([], []))
             sys.stdout.write("<table>\n")
             real(head, rows)
