@@ -345,7 +345,7 @@ def _print_row(
     """Print one row, in as many lines as its longest sentence needs."""
     columns = [_lines(cell, width) for cell, width in zip(row, widths, strict=True)]
     for number in range(max(map(len, columns))):
-        parts = []
+        parts: list[tuple[str, str]] = []
         for name, cell, lines, width in zip(names, row, columns, widths, strict=True):
             text = lines[number] if number < len(lines) else ""
             pad = " " * (width - _width(text))
