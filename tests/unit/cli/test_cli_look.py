@@ -20,11 +20,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commands import TOKENS, CliTest, run, run_json, verbs
 from helpers import caches_of, flip, write_log
+from properties import given, settings
 from vua.cli import main
 from vua.cli import output as text
 from vua.core import VUA, VUAConfig
@@ -130,7 +130,7 @@ class TestLook(CliTest):
         chance=st.randoms(use_true_random=False),
         has_rich=st.booleans(),
     )
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     def test_any_table(
         self, head: list[str], width: int, chance: random.Random, *, has_rich: bool
     ) -> None:

@@ -149,6 +149,7 @@ function showOverview() {
   $("textual").hidden = !overview.tokenizer;
   for (const one of document.querySelectorAll(".full")) one.hidden = !$("nothing").hidden;
   $("traffic").hidden = $("prefixes").hidden = overview.bucket || !namespaces.length;
+  $("far").hidden = !overview.bucket;
 }
 
 function took(seconds) {
@@ -175,10 +176,10 @@ function showWorth() {
 }
 
 function showToDo() {
-  const { directory, usage } = view.overview;
+  const { directory, usage, bucket } = view.overview;
   const place = quoted(directory);
   const one = chosen();
-  const rows = [["see what more room would bring", `vua advise ${place}`],
+  const rows = [...bucket ? [] : [["see what more room would bring", `vua advise ${place}`]],
     [usage ? `set the limit (now ${size(usage.limits.max_bytes)}) for all engines` : "set a limit for all engines", `vua gc ${place} --max-bytes 500G --set`],
     ["delete what was not used for 30 days", `vua ttl ${place} 30d && vua gc ${place}`],
     ["find out why a prompt misses", `vua explain ${place} --prompt FILE --model MODELDIR`],
@@ -221,6 +222,7 @@ function showAges() {
     return made;
   });
   const said = (ages || []).map((number, at) => `${AGES[at][0]}: ${count(number)}`);
+  $("lastuse").hidden = !ages;
   $("ages").replaceChildren(...parts);
   $("ages").ariaLabel = `Chunks by last use: ${said.join(", ")}`;
   $("aged").replaceChildren(...said.map((text, at) => shade(COLOURS[at], text)));
@@ -375,6 +377,7 @@ async function explain() {
 async function showHealth() {
   const found = await ask("health");
   const bad = found.find((one) => one.level === "bad");
+  $("empty").textContent = bad ? "No engine starts here" : "Nothing is stored here yet";
   $("why").textContent = bad ? bad.text : "";
   $("how").hidden = $("begin").hidden = Boolean(bad);
   $("health").tBodies[0].replaceChildren(...found.map((one) => row([one.level, { ok: "good", note: "mild", bad: "bad" }[one.level]], [one.name], [one.text, "long"])));
