@@ -18,7 +18,7 @@ from typing import Any
 
 from lab.plots import page, picture, plots_of
 from lab.plots import read as read_measurements
-from lab.policies import POLICIES, compare, learned_from
+from lab.policies import HINTS, POLICIES, compare, learned_from
 from lab.replay import BLOCK_TOKENS, block_file_nbytes, read, replay
 from vua.capacity.limits import nbytes_of
 from vua.capacity.scan import Show
@@ -49,7 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     one.add_argument(
         "--policies", default="S3-FIFO,hit density", metavar="NAMES",
-        help="in that table beside LRU and Belady's; or all (default: %(default)s)",
+        help="in that table beside LRU and Belady's; all; or hints, of traces with sessions "
+        "(default: %(default)s)",
     )  # fmt: skip
     one.add_argument(
         "--sizes", metavar="1%,3%,20000",
@@ -119,7 +120,8 @@ def _replay(options: argparse.Namespace, show: Show) -> dict[str, Any]:
     else:
         words = (options.sizes or "1%,3%,10%,30%").split(",")
         sizes = [_blocks(word, distinct) for word in words]
-    names = list(POLICIES) if options.policies == "all" else options.policies.split(",")
+    groups = {"all": list(POLICIES), "hints": ["hit density", *HINTS]}
+    names = groups.get(options.policies) or options.policies.split(",")
     show(f"simulating {len(names)} policies at {len(sizes)} sizes")
     report["learned_from"] = learned_from(requests)
     return report | {"bounded": [one._asdict() for one in compare(requests, names, sizes)]}

@@ -4,7 +4,8 @@
     PYTHONPATH=src:benchmarks python -m lab.agents CLONE/magagent magagent.jsonl
 
 The recordings hold texts (Apache-2.0). A block is 256 bytes of a request's text, about 64 tokens.
-Its id stands for all of the text up to its end. All sessions run at their real times.
+Its id stands for all of the text up to its end. All sessions run at their real times, and have
+numbers: one for each file.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ def converted(folder: Path) -> list[dict[str, object]]:
             asked.append((int(one["timestamp"]), path.name, one["input"].encode()))
     asked.sort(key=lambda one: one[:2])
     ids: dict[bytes, int] = {}
+    sessions: dict[str, int] = {}
     found: list[dict[str, object]] = []
-    for time_us, _, text in asked:
+    for time_us, name, text in asked:
         ends = range(BLOCK_NBYTES, len(text) + BLOCK_NBYTES, BLOCK_NBYTES)
         blocks = [ids.setdefault(text[:end], len(ids)) for end in ends]
         found.append({
             "timestamp": (time_us - asked[0][0]) // 1000,
             "input_length": len(text) * BLOCK_TOKENS // BLOCK_NBYTES,
+            "session": sessions.setdefault(name, len(sessions)),
             "hash_ids": blocks,
         })  # fmt: skip
     return found

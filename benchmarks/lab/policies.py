@@ -289,6 +289,85 @@ class Clairvoyant(Ranked):
         return keep
 
 
+class Hinted(Dense):
+    """Hit density, told after each request when its blocks are used again (0: never)."""
+
+    def __init__(self, capacity: int, past: Past, hints: Sequence[float | None]) -> None:
+        """Tell ``past`` one of ``hints`` after each request; None: nothing."""
+        super().__init__(capacity, past)
+        self._hints = iter(hints)
+
+    def use(self, blocks: Sequence[int], hits: int, now_ns: int) -> int:
+        """Note a request, and then what is said about it."""
+        keep = super().use(blocks, hits, now_ns)
+        within_s = next(self._hints)
+        if within_s is not None:
+            self._past.tell(blocks, now_ns, within_s)
+        return keep
+
+
+def waits_s(requests: Sequence[TraceRequest]) -> list[float | None]:
+    """Return after what time a request's prompt goes on in its session; None: it does not.
+
+    It goes on in the next request that begins with half of its blocks: an agent's session has
+    prompts of several roles. That time is of the answer, and of the tool that runs after it.
+
+    Raises:
+        InputError: the trace does not say whose its requests are.
+    """
+    found: list[float | None] = [None] * len(requests)
+    sessions: dict[str, list[int]] = {}
+    for number, request in enumerate(requests):
+        session = getattr(request, "session", None)
+        if session is None:
+            raise InputError("this trace has no sessions to give hints about; see lab.agents")
+        sessions.setdefault(session, []).append(number)
+    for numbers in sessions.values():
+        for place, number in enumerate(numbers):
+            half = requests[number].whole[: -(-len(requests[number].whole) // 2)]
+            for later in numbers[place + 1 :] if half else ():
+                if requests[later].whole[: len(half)] == half:
+                    found[number] = requests[later].time_s - requests[number].time_s
+                    break
+    return found
+
+
+_LEASE_S: Final = 3600.0
+_UNSURE: Final = 2.0
+"""Who guesses a time promises so many times as much."""
+
+
+def _whether(wait_s: float | None, chance: random.Random) -> float:  # noqa: ARG001
+    """An agent says only that it goes on, or has ended."""
+    return 0.0 if wait_s is None else _LEASE_S
+
+
+def _about(wait_s: float | None, chance: random.Random) -> float:
+    """It guesses when, wrong by a factor: one of e in two of three cases."""
+    return 0.0 if wait_s is None else wait_s * _UNSURE * math.exp(chance.gauss(0, 1)) + 0.1
+
+
+def _when(wait_s: float | None, chance: random.Random) -> float:  # noqa: ARG001
+    """It knows when."""
+    return 0.0 if wait_s is None else wait_s + 0.1
+
+
+HINTS: Final[Mapping[str, Callable[[float | None, random.Random], float]]] = {
+    "hints: whether": _whether,
+    "hints: about when": _about,
+    "hints: when": _when,
+}
+"""What an agent says while its tool runs, by what it knows: within how many seconds it goes on; 0
+when it has ended. Directories heed them as :class:`Hinted` does."""
+
+
+def hinted(requests: Sequence[TraceRequest], name: str) -> Make:
+    """Return hit density with the hints of that name. Raises InputError."""
+    chance, past = random.Random(0), Past()
+    hints = [HINTS[name](wait_s, chance) for wait_s in waits_s(requests)]
+    return lambda capacity, _: Hinted(capacity, past, hints)
+
+
 class _Now:
     """LRU."""
 
@@ -347,10 +426,12 @@ def compare(
     requests: Sequence[TraceRequest], policies: Sequence[str], capacities: Sequence[int]
 ) -> list[Measured]:
     """Simulate LRU, ``policies`` and Belady's at all sizes. Raises InputError: no such policy."""
-    unknown = sorted(set(policies) - set(POLICIES) - {_BELADY})
+    unknown = sorted(set(policies) - set(POLICIES) - set(HINTS) - {_BELADY})
     if unknown:
-        raise InputError(f"no policy {unknown[0]!r}; there are {', '.join(POLICIES)}, {_BELADY}")
-    makers = {name: POLICIES[name] for name in ("LRU", *policies) if name != _BELADY}
+        names = ", ".join((*POLICIES, *HINTS, _BELADY))
+        raise InputError(f"no policy {unknown[0]!r}; there are {names}")
+    makers = {name: POLICIES[name] for name in ("LRU", *policies) if name in POLICIES}
+    makers |= {name: hinted(requests, name) for name in policies if name in HINTS}
     makers[_BELADY] = clairvoyant(requests)
     past = Past()
     arms = [(name, size) for name in makers for size in capacities]

@@ -50,6 +50,8 @@ class Request:
     time_s: float = 0.0
     """When it came, since the first; 0 where the trace does not say."""
     block_tokens: int = BLOCK_TOKENS
+    session: str | None = None
+    """Which agent's, or conversation's; None where the trace does not say."""
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -123,7 +125,8 @@ def read(
                 one = json.loads(line)
                 blocks = tuple(map(int, one["hash_ids"]))
                 time_s = float(one.get("timestamp", 0)) / 1e3
-                request = Request(blocks, int(one["input_length"]), time_s, block_tokens)
+                session = None if one.get("session") is None else str(one["session"])
+                request = Request(blocks, int(one["input_length"]), time_s, block_tokens, session)
             except (ValueError, KeyError, TypeError) as problem:
                 raise InputError(
                     f"{path}, line {number}: {problem!r}; expected JSON lines with hash_ids and "

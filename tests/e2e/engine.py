@@ -22,7 +22,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -226,23 +227,41 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
         change(llm, step)
         return []
     prompts = described_prompts(step)
+    hinted = with_hints(llm, step["hints"]) if step["hints"] else nullcontext()
     greedy = SamplingParams(max_tokens=step["max_tokens"], temperature=0, ignore_eos=True)
-    if step["abort"]:
+    if step["pooled"]:
+        given = llm.embed(prompts, use_tqdm=False)
+    elif step["abort"]:
         given = generate_and_abort(llm, prompts, greedy, step["abort"])
     else:
         adapters = [adapter(path) for path in step["loras"]] if any(step["loras"]) else None
-        given = llm.generate(prompts, greedy, use_tqdm=False, lora_request=adapters)
-    outputs = [
-        {
-            "tokens": list(done.outputs[0].token_ids),
-            "cached": done.num_cached_tokens,
-            "finish": done.outputs[0].finish_reason,
-        }
-        if done is not None
-        else {"tokens": [], "cached": 0, "finish": "abort"}
-        for done in given
-    ]
-    return [outputs]
+        with hinted:
+            given = llm.generate(prompts, greedy, use_tqdm=False, lora_request=adapters)
+    return [[described_output(done) for done in given]]
+
+
+def described_output(done: Any) -> dict[str, Any]:
+    """What a request gave; None: it was aborted."""
+    if done is None:
+        return {"tokens": [], "cached": 0, "finish": "abort"}
+    if hasattr(done.outputs, "embedding"):
+        return {"tokens": done.outputs.embedding, "cached": 0, "finish": ""}
+    (output,) = done.outputs
+    return {
+        "tokens": list(output.token_ids),
+        "cached": done.num_cached_tokens,
+        "finish": output.finish_reason,
+    }
+
+
+def with_hints(llm: Any, actions: list[dict[str, Any]]) -> Any:
+    """Give all requests meanwhile an orchestrator's hints, as a router does."""
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+    made = [KvHintAction(str(n), action_version="1.0", **one) for n, one in enumerate(actions)]
+    envelope = KvHintsEnvelope(protocol_version="0.1", message_id="m", actions=made)
+    add = partial(llm.llm_engine.add_request, kv_hints=envelope)
+    return mock.patch.object(llm.llm_engine, "add_request", add)
 
 
 def in_a_copy(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
@@ -280,6 +299,9 @@ def described_prompts(step: dict[str, Any]) -> list[dict[str, Any]]:
         {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
         for ids, salt in zip(step["prompts"], step["salts"], strict=True)
     ]
+    for prompt, seed in zip(prompts, step["embeddings"], strict=False):
+        if seed is not None:
+            prompt["prompt_embeds"] = rows(len(prompt.pop("prompt_token_ids")), *seed)
     for prompt, seed, name in zip(prompts, step["images"], step["image_names"], strict=True):
         if seed is not None:
             prompt["multi_modal_data"] = {"image": picture(seed)}
@@ -287,6 +309,17 @@ def described_prompts(step: dict[str, Any]) -> list[dict[str, Any]]:
         if name is not None:
             prompt["multi_modal_uuids"] = {"image": name}
     return prompts
+
+
+def rows(count: int, seed: int, other_from: int = 1 << 30) -> Any:
+    """Random embeddings for the small model; from a row on those of another seed."""
+    import torch
+
+    def made(seed: int) -> Any:
+        chance = torch.Generator().manual_seed(seed)
+        return 0.25 * torch.randn(count, 128, generator=chance)
+
+    return torch.cat([made(seed)[:other_from], made(seed + 1000)[other_from:]])
 
 
 def wait_for_saves(patience_s: float = 60.0) -> None:

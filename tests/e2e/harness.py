@@ -87,6 +87,13 @@ class Batch:
     """Per prompt the name that the client gives to its picture; empty: none has one."""
     processor: dict[str, Any] = field(default_factory=dict)
     """Settings of the picture's processor for these requests."""
+    embeddings: Sequence[Sequence[int]] = ()
+    """Per prompt the seed of embeddings that it has in the place of its tokens, and from which row
+    on they are others; empty: all have tokens."""
+    pooled: bool = False
+    """The engine gives a vector for each prompt instead of tokens."""
+    hints: Sequence[dict[str, Any]] = ()
+    """Actions of an orchestrator's `kv_hints` that each request carries."""
 
     def describe(self) -> dict[str, Any]:
         """The driver's form of it."""
@@ -100,6 +107,9 @@ class Batch:
             "images": list(self.images) or [None] * count,
             "image_names": list(self.image_names) or [None] * count,
             "processor": self.processor,
+            "hints": list(self.hints),
+            "embeddings": list(self.embeddings),
+            "pooled": self.pooled,
         }
 
 

@@ -17,10 +17,10 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vua.capacity.hit_density import HitDensity, Request
+from vua.capacity.hit_density import Hint, HitDensity, Request
 from vua.capacity.lru import ORPHAN_MTIME_NS, touch
 from vua.capacity.scan import HIGHEST, Column, Rank, by_mtime
-from vua.capacity.use_log import UseLog, short_names
+from vua.capacity.use_log import HintLog, UseLog, short_names
 from vua.io.forks import watch
 
 __all__ = ["BY_MTIME", "LRU", "LeastHitDensity", "Policy", "Ranks"]
@@ -86,6 +86,14 @@ class Policy(Protocol):
         """Note a request for a prompt, stored or not; never raises."""
         ...
 
+    def hinted(self, chunks: Sequence[str], within_s: float, most_chunks: int) -> bool:
+        """Note that a prompt's chunks are used again within so many seconds; 0: never.
+
+        Returns False, having noted nothing, if uses of more than ``most_chunks`` chunks would be
+        promised then, or if this policy heeds no hints. Never raises.
+        """
+        ...
+
     def rank(self, now_ns: int) -> Ranks:
         """Return how chunks rank at this time (the server's, ns since 1970)."""
         ...
@@ -126,6 +134,11 @@ class LRU:
 
     def asked(self, chunks: Sequence[str]) -> None:
         """Note nothing."""
+
+    def hinted(self, chunks: Sequence[str], within_s: float, most_chunks: int) -> bool:
+        """Heed no hint."""
+        del chunks, within_s, most_chunks
+        return False
 
     def rank(self, now_ns: int) -> Ranks:
         """Rank chunks by their mtimes."""
@@ -176,6 +189,8 @@ class LeastHitDensity(LRU):
         """What is left of the last look at the log."""
         self._is_up_to_date = False
         """Whether all was learned that had been logged when this process first looked."""
+        self._hints, self._said = HintLog(self._root), list[Hint]()
+        """The second: of requests that may not be learned yet."""
         self.own, self._floor = HitDensity(_OWN_REMEMBERED), _Floor()
         self._mine: list[Request] = []
         self._refused: dict[str, None] = {}
@@ -202,6 +217,18 @@ class LeastHitDensity(LRU):
         if self._read_from_s <= now_s < self._asked_until_s:
             self._learn()
 
+    def hinted(self, chunks: Sequence[str], within_s: float, most_chunks: int) -> bool:
+        """Write a hint to the log of hints, from which all processes know it."""
+        if within_s > 0:
+            self._learn()
+            with self._lock:
+                others = self._density.promised(time.time(), short_names(chunks))
+            if others + len(chunks) > most_chunks:
+                return False
+        with self._reading:
+            self._hints.tell(chunks, within_s)
+        return True
+
     def rank(self, now_ns: int) -> Ranks:
         """Rank by hit density; what nobody knows goes before what somebody does.
 
@@ -217,7 +244,7 @@ class LeastHitDensity(LRU):
             return BY_MTIME
         with self._lock:
             density, began_s = self._density, time.monotonic()
-            if not density.is_learned:
+            if not (density.is_learned or density.is_told):
                 return BY_MTIME
             if began_s >= self._made_until_s:
                 worths = density.worths(now_ns / 1e9)
@@ -282,13 +309,17 @@ class LeastHitDensity(LRU):
     def _learn(self) -> None:
         """Take in what was logged since the last time, or a part of it."""
         with self._reading:
-            began_s, is_full = time.monotonic(), True
-            while is_full:
+            began_s, is_full, at_once = time.monotonic(), True, True
+            self._said += self._hints.read_hints()  # before the requests: theirs are known then
+            while is_full and at_once:
                 part, is_full = self._next_part()
+                at_once = self._at_once
                 with self._lock:  # a writer may ask in between
                     self._density.meet(part)
-                is_full = is_full and self._at_once
             with self._lock:
+                if not is_full:
+                    self._density.told(self._said)
+                    self._said = []
                 self._meet_mine()
             took_s = time.monotonic() - began_s
             self._read_from_s = began_s + (took_s / _COSTS_SHARE if took_s > _CHEAP_S else 0.0)

@@ -30,7 +30,8 @@ from types import TracebackType
 from typing import Final, NamedTuple
 
 from vua.capacity import marks
-from vua.capacity.limits import Limits
+from vua.capacity.evictor import PINNED_SHARE
+from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import (
     INTERVAL_S,
     MTIME_STEP_NS,
@@ -46,7 +47,7 @@ from vua.capacity.policy import LeastHitDensity, Policy
 from vua.capacity.reclaim import Below, Reclaimer
 from vua.capacity.removal import evict_chunk
 from vua.capacity.scan import HIGHEST, Candidate, Space
-from vua.errors import StorageFullError
+from vua.errors import ConfigError, StorageFullError
 from vua.format.keys import ChunkKey, Keys
 from vua.io.forks import watch
 from vua.native import WRITTEN
@@ -144,7 +145,7 @@ class Capacity:
         self.counts: Counter[str] = Counter()
         """Events so far: chunks_evicted, bytes_evicted, chunks_refused, orphans, full."""
         self.policy: Policy = policy or LeastHitDensity(root)
-        limits = Limits() if bounds is None else bounds
+        self._limits = limits = Limits() if bounds is None else bounds
         self.reclaimer = Reclaimer(root, limits, self.counts, self.policy, storage)
         self.pending = Pending(_ADOPT_WAIT_S)
         self.touches: Touches[_Use] = Touches(self._note)
@@ -258,6 +259,28 @@ class Capacity:
             self.policy.asked(use.chunks)
         if use.touched:
             self.policy.used(self.storage.fileno(), use.chunks[: use.touched])
+
+    def hinted(self, chunks: Sequence[str], within_s: float, chunk_nbytes: int) -> str:
+        """Heed that a prompt's chunks are used again within so many seconds; 0: never.
+
+        All such promises together are of half of the limit at most. They are in the log of the
+        directory, which all processes and hosts read. Never raises for the state of the storage.
+
+        Args:
+            chunks: the prompt's, from its first one on, stored or not.
+            within_s: seconds from now on.
+            chunk_nbytes: bytes of one chunk, of all ranks together.
+
+        Returns what became of it, in a word of the metrics.
+        """
+        try:
+            most = ResolvedLimits.of(self._root, self._limits).max_bytes
+        except (OSError, ConfigError):
+            return "not_kept"
+        budget = int(most * PINNED_SHARE) // max(1, chunk_nbytes)
+        if not self.policy.hinted(chunks, within_s, budget):
+            return "over_budget"
+        return "retained" if within_s else "dropped"
 
     def pin(self, chunk: str) -> bool:
         """Protect a chunk and its prefix from eviction; returns whether any is held.

@@ -8,6 +8,9 @@ All files together keep some 8 MiB, shared by the processes that write. With ver
 256 KiB all the same. A process deletes files of its own, and of others only those that nobody has
 written to for ten minutes: what is told is there until all had the time to read it.
 
+Hints (:class:`HintLog`) have files of their own beside: records whose first number is the time, in
+milliseconds, within which a use is promised.
+
 Only the order of eviction depends on it. Records that cannot be written or read are lost; foreign
 files are skipped.
 """
@@ -30,14 +33,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from vua.capacity.hit_density import Request
+from vua.capacity.hit_density import Hint, Request
 from vua.capacity.lease import upkeep_directory
 from vua.capacity.lru import Bare
 from vua.io.files import see_to_mode
 from vua.io.posix import close_quietly
 from vua.storage.mark import UPKEEP, USES, is_marked
 
-__all__ = ["UseLog", "short_names"]
+__all__ = ["HintLog", "UseLog", "short_names"]
 
 _MAGIC: Final = b"VUAuses1"
 _HEAD: Final = struct.Struct("<QI")
@@ -56,7 +59,9 @@ _LIVE_NS: Final = 600 * 10**9
 """A file that was written to since is of a live process."""
 _PAUSE_S: Final = 60.0
 """After a failure nothing is written for so long."""
-_SUFFIX: Final = ".uses"
+_HINTS_NBYTES: Final = 2 << 20
+"""All hints together. They are of no use after an hour at most."""
+_MOST_S: Final = 1e9
 _OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -75,6 +80,9 @@ def _records(data: bytes, ends: Sequence[int], latest_s: float) -> Iterator[Requ
 
 class UseLog:
     """One process's view of the log of a directory. Not thread-safe."""
+
+    _suffix = ".uses"
+    """Of the names of files; those of others are left alone."""
 
     def __init__(self, root: str | os.PathLike[str], all_nbytes: int = _ALL_NBYTES) -> None:
         """Use the log of ``root``; touches nothing yet.
@@ -102,9 +110,10 @@ class UseLog:
     def append(self, chunks: Sequence[str]) -> None:
         """Note a request for a prompt's chunks (64 hex), from its first one on; never raises."""
         now_s = time.monotonic()
-        if now_s < self._from_s:
-            return
-        numbers = short_names(chunks[:_MOST_CHUNKS])
+        if now_s >= self._from_s:
+            self._append(short_names(chunks[:_MOST_CHUNKS]), now_s)
+
+    def _append(self, numbers: npt.NDArray[np.uint64], now_s: float) -> None:
         try:
             if self._path is None or self._written_nbytes >= self._file_nbytes:
                 self._path = self._begin()
@@ -141,7 +150,7 @@ class UseLog:
         except OSError:
             return iter(())
         try:
-            there = [one for one in os.listdir(directory) if one.endswith(_SUFFIX)]
+            there = [one for one in os.listdir(directory) if one.endswith(self._suffix)]
             for name in sorted(there):
                 with contextlib.suppress(OSError):
                     found.append(self._new_in(directory, name))
@@ -202,7 +211,7 @@ class UseLog:
         directory = self._open_directory()
         try:
             self._begun += 1
-            name = f"{self._writer}-{self._begun:08x}{_SUFFIX}"
+            name = f"{self._writer}-{self._begun:08x}{self._suffix}"
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
             mode = 0o600 | (stat.S_IMODE(os.fstat(directory).st_mode) & 0o040)
             fd = os.open(name, flags, mode, dir_fd=directory)
@@ -223,7 +232,7 @@ class UseLog:
         """Delete the oldest files of this process, and those of processes that have ended."""
         own, others, live = [], [], set()
         for name in os.listdir(directory):
-            if name.endswith(_SUFFIX):
+            if name.endswith(self._suffix):
                 with contextlib.suppress(OSError):
                     status = os.stat(name, dir_fd=directory, follow_symlinks=False)
                     one = (status.st_mtime_ns, name, status.st_size)
@@ -254,3 +263,29 @@ class UseLog:
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=directory)
                 left -= nbytes
+
+
+class HintLog(UseLog):
+    """What is said about prompts' chunks, for all processes; see :class:`Hint`."""
+
+    _suffix = ".hints"
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        """Use the hints of ``root``; touches nothing yet."""
+        super().__init__(root, _HINTS_NBYTES)
+
+    def tell(self, chunks: Sequence[str], within_s: float) -> None:
+        """Note that chunks (64 hex) are used again within so many seconds, or (0) never."""
+        now_s = time.monotonic()
+        milliseconds = np.array([int(min(within_s, _MOST_S) * 1000)], dtype=np.uint64)
+        if now_s >= self._from_s:
+            names = short_names(chunks[: _MOST_CHUNKS - 1])
+            self._append(np.concatenate([milliseconds, names]), now_s)
+
+    def read_hints(self) -> list[Hint]:
+        """Return what was said since the last call, in order of time; as :meth:`UseLog.read`."""
+        return [
+            Hint(one.time_s, one.chunks[1:], float(one.chunks[0]) / 1000)
+            for one in self.read()
+            if len(one.chunks) > 1
+        ]

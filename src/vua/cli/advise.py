@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import click
 import numpy as np
 
-from vua.capacity.hit_density import HitDensity, Request
+from vua.capacity.hit_density import Hint, HitDensity, Request
 from vua.capacity.limits import Limits
 from vua.capacity.lru import MTIME_STEP_NS
 from vua.capacity.scan import Show, silent
@@ -206,6 +206,10 @@ class Past:
             self._unmet = []
         return self._density
 
+    def tell(self, blocks: Sequence[int], now_ns: int, within_s: float) -> None:
+        """Note that blocks are used again within so many seconds; 0: never."""
+        self.density.told([Hint(now_ns / 1e9, blocks, within_s)])
+
 
 class Dense(Policy):
     """Evicts the block that promises the fewest hits for its space and time."""
@@ -242,7 +246,7 @@ class Dense(Policy):
         density, blocks = self._past.density, [*self._used]
         many = len(blocks)
         mtimes = np.fromiter(self._used.values(), np.int64, many)
-        if density.is_learned:
+        if density.is_learned or density.is_told:
             rows = density.rows(np.array(blocks, dtype=np.uint64))
             worths = density.worths(self._now_ns / 1e9, rows[rows >= 0])
             order = np.lexsort((mtimes, np.where(rows < 0, -1.0, worths[rows])))

@@ -7,11 +7,15 @@ stored.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from contextlib import suppress
 from typing import Any, Final
+
+import torch
 
 from vua.connector.adapters import Adapter
 from vua.connector.cache_spec import Model, UncachedError
@@ -21,6 +25,7 @@ from vua.connector.log import WarnOnce, logger
 from vua.connector.media import Media
 from vua.connector.prefix_match import PrefixMatch, find
 from vua.connector.proved import ProvedWriters, kind_of
+from vua.connector.refusals import refused
 from vua.connector.request import RequestOptions, SaveHints
 from vua.errors import VUAError
 from vua.format.keys import KeyChain, token_ids
@@ -60,6 +65,7 @@ class Lookup:
         """Tokens of the request, at least one of which is left to compute."""
         if options.max_load_tokens is not None:
             self.most_tokens = min(self.most_tokens, options.max_load_tokens + 1)
+        self.options = options
         self.hints = options.hints if options.store and options.hints != SaveHints() else None
         """For chunks that are already stored; workers apply them to new ones."""
         self.token_ids: Sequence[int] | None = request.prompt_token_ids
@@ -165,19 +171,22 @@ class Lookups:
         events: KVEventPublisher | None = None,
         *,
         remembered: ProvedWriters | None = None,
+        count: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Look up in ``namespace``, of one store per group; tell ``events`` what is found.
 
         For ``remembered`` the writers of stored chunks are read, and what is known of them.
-        ``clock`` returns seconds.
+        ``count`` is told what became of each hint. ``clock`` returns seconds.
         """
         pairs = zip(namespace.stores, model.groups, strict=True)
         self._remembered = remembered
         self._writers = [Writers(store, group.written) for store, group in pairs if remembered]
         self._model, self._namespace, self._config = model, namespace, config
-        self._media, self._clock = media, clock
+        self._media, self._clock, self._count = media, clock, count
         self._events = events
+        whole = [group.layout for group in model.groups if group.layout.window is None]
+        self._chunk_nbytes = sum(layout.full.payload_nbytes(layout) for layout in whole)
         self._breaker = Breaker("lookups", logger("storage"), clock=clock)
         self._pool = Pool[Lookup](
             2, "vua-lookup", timeout_s=config.timeouts.io_s, breaker=self._breaker, clock=clock
@@ -207,6 +216,37 @@ class Lookups:
         """Answer a lookup that came before there were threads for it, see :func:`early`."""
         self._pool.submit(self._answer, lookup)
 
+    def ended(self, lookup: Lookup) -> None:
+        """Heed what was said about the time after a request, which has ended; in the background."""
+        options, request = lookup.options, lookup.request
+        if (options.retain_s is None and not options.drop) or not self._breaker.allows():
+            return
+        if self._config.save_generated:
+            lookup.token_ids = list(request.all_token_ids)
+        with suppress(RuntimeError):  # closed
+            self._pool.submit(lambda job: self._count(self._heed(job.what)), lookup)
+
+    def _heed(self, lookup: Lookup) -> str:
+        """Tell the storage what was said; return what became of it, in a word of the metrics."""
+        capacity = self._namespace.capacity
+        retain_s = 0.0 if lookup.options.drop else lookup.options.retain_s or 0.0
+        try:
+            keys = self._keys(lookup)
+        except (VUAError, OSError):
+            return "not_kept"  # its lookup has said why
+        if keys is None or not len(keys):
+            return "not_kept"
+        names = [keys[at].name for at in range(len(keys))]
+        return capacity.hinted(names, retain_s, self._chunk_nbytes)
+
+    def _prefetch(self, keys: KeyChain, stored: int) -> None:
+        travel = self._namespace.travel
+        if travel is None:
+            self._count("not_kept")
+            return
+        travel.fetch([(keys[at].name, keys[at].before.hex()) for at in range(stored)])
+        self._count("prefetched")
+
     def close(self) -> None:
         """Stop the threads without waiting, and announce nothing more."""
         self._events = None
@@ -218,6 +258,8 @@ class Lookups:
         if self._clock() - lookup.asked_s < self._config.timeouts.lookup_s:
             self._breaker.went(well=True)
         lookup.answer.set_result(found)
+        if found is not None and lookup.options.retain_s is not None and not lookup.options.drop:
+            self._heed(lookup)  # while it runs, too
 
     def _look_up(self, lookup: Lookup) -> PrefixMatch | None:
         """Name the prompt's chunks and find the stored ones; None for a prompt without a name."""
@@ -248,6 +290,8 @@ class Lookups:
             self._events.found(request, keys, found.stored)
         if found.stored and lookup.hints is not None:
             self._keep(keys[found.stored - 1].name, lookup.hints)
+        if found.stored and lookup.options.prefetch:
+            self._prefetch(keys, found.stored)
         log.debug(
             "request %s: %d of %d chunks stored, %d tokens usable",
             *(request.request_id, found.stored, len(keys), found.tokens),
@@ -292,20 +336,22 @@ class Lookups:
     def _keys(self, lookup: Lookup) -> KeyChain | None:
         request, ids = lookup.request, lookup.token_ids
         adapter, media = lookup.adapter, lookup.media
-        if ids is None or request.prompt_embeds is not None:
-            self._warn_once("embeds", "requests with prompt embeddings are not cached")
+        size, adapters = self._model.chunk_tokens, self._model.engine.adapters
+        embedded: list[tuple[int, bytes]] = []
+        if request.prompt_embeds is not None:
+            ids, embedded = _embedded(request, ids, size)
+        if ids is None:
             return None
         if isinstance(media, UncachedError):
             self._warn_once("media", f"not cached: {media}")
             return None
-        size, adapters = self._model.chunk_tokens, self._model.engine.adapters
         extras: dict[int, list[tuple[str, bytes]]] = {}
         if adapter is not None:
             extras.setdefault(0, []).append(("lora", adapter.digest.encode()))
             if adapters:  # the parts of an adapter that the engine applies
                 extras[0].append(("lora settings", adapters.encode()))
         elif request.lora_request is not None:
-            self._warn_once("lora", "requests with an unknown LoRA adapter are not cached")
+            self._warn_once("lora", str(refused("adapter")))
             return None
         salt = (request.cache_salt or "").encode()
         if salt:
@@ -315,4 +361,33 @@ class Lookups:
         ):  # a session may have got more
             chunk = feature.mm_position.offset // size
             extras.setdefault(chunk, []).append(("multimodal", name))
+        for chunk, name in embedded:
+            extras.setdefault(chunk, []).append(("embeddings", name))
         return self._namespace.keys(token_ids(ids), extras, salt)
+
+
+def _embedded(
+    request: Any, ids: Sequence[int] | None, size: int
+) -> tuple[Sequence[int], list[tuple[int, bytes]]]:
+    """Return the token ids of a prompt with embeddings, and a digest of these for each chunk.
+
+    ``ids`` has all of its tokens, perhaps with generated ones behind; None: all are embeddings.
+    Where there is an embedding the id is 0, as vLLM has it.
+    """
+    rows = request.prompt_embeds.detach().cpu().contiguous()
+    is_token = getattr(request, "prompt_is_token_ids", None)
+    is_row = torch.ones(len(rows), dtype=torch.bool)
+    if ids is not None and is_token is not None:  # a prompt of both
+        is_row = ~torch.as_tensor(is_token, dtype=torch.bool)
+    found = list(ids) if ids is not None else [0] * len(rows)
+    for at in is_row.nonzero().flatten().tolist():
+        found[at] = 0
+    digests = list[tuple[int, bytes]]()
+    for start in range(0, len(rows), size):
+        which = is_row[start : start + size]
+        if which.any():
+            digest = hashlib.sha256(repr((str(rows.dtype), rows.shape[1])).encode())
+            digest.update(which.numpy().tobytes())
+            digest.update(rows[start : start + size][which].view(torch.uint8).numpy().tobytes())
+            digests.append((start // size, digest.hexdigest().encode()))
+    return found, digests

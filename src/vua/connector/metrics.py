@@ -152,6 +152,19 @@ METRICS: Final[dict[str, Metric]] = {
     "vua_save_seconds": Metric("histogram", "Time to write one chunk, without its wait for it."),
     "vua_pending_loads": Metric("gauge", "Loads ordered and not yet ended.", "rank"),
     "vua_pending_saves": Metric("gauge", "Chunks copied out and not yet written.", "rank"),
+    "vua_hints_total": Metric(
+        "counter",
+        "Hints of requests: chunks retained, dropped or pinned, prefetches from slower tiers. Or "
+        "refused: an unknown action (unknown), a payload that is not understood (malformed), a pin "
+        "without leave (not_allowed), more chunks than half of the limit "
+        "(over_budget), nothing that could heed it, as in a bucket or without a slower tier "
+        "(not_kept).",
+        "outcome",
+        (
+            *("retained", "dropped", "pinned", "prefetched"),
+            *("unknown", "malformed", "not_allowed", "over_budget", "not_kept"),
+        ),
+    ),
     "vua_bucket_requests_total": Metric(
         "counter",
         "Requests sent to buckets, by kind; those that failed count as failed, too. Repetitions "

@@ -1,4 +1,4 @@
-"""A client's options for one request's KV cache, in vLLM's ``kv_transfer_params``.
+"""What is said about one request's KV cache: a client's options, and an orchestrator's hints.
 
 ``{"kv_transfer_params": {"vua": {"store": false, "ttl_s": 3600}}}`` in the body of an OpenAI
 request, or ``SamplingParams(extra_args={"kv_transfer_params": {...}})``. VUA's options are in their
@@ -6,28 +6,47 @@ own object, so that they cannot clash with those of other connectors. A client's
 able to fail or delay a request, here or in the engine: whatever cannot be understood is ignored,
 with one line in the log for each kind of mistake. The options are read on the engine's thread, so
 the time for that does not depend on how much a client sent.
+
+vLLM 0.32 and later carry an orchestrator's hints beside (``kv_hints``): a list of actions with a
+type, a version and a payload, which vLLM leaves open. VUA knows those of :data:`ACTIONS`.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from vua.connector.log import logger
 
-__all__ = ["MAX_WAIT_S", "OptionReader", "RequestOptions", "SaveHints"]
+__all__ = ["ACTIONS", "MAX_RETAIN_S", "MAX_WAIT_S", "OptionReader", "RequestOptions", "SaveHints"]
 
 log = logger("requests")
 
 SECTION: Final = "vua"
 MAX_WAIT_S: Final = 60.0
 """The longest time that a client may make its own request wait."""
+MAX_RETAIN_S: Final = 3600.0
+"""The longest time for which a hint keeps chunks; longer ones are cut."""
 _SHOWN: Final = 60
 """Characters of a client's value that a log line shows."""
 _MAX_TOKENS: Final = 1 << 62
+ACTIONS: Final = {
+    "kv.retain": "retain_s",
+    "kv.pin": "pin",
+    "kv.prefetch": "prefetch",
+    "kv.evict": "drop",
+    "kv.drop": "drop",
+}
+"""Types of actions in vLLM's ``kv_hints``, and the options that mean the same."""
+_VERSIONS: Final = ("0", "1")
+"""Major versions of these."""
+_MOST_ACTIONS: Final = 16
+_MOST_DIRECTIVES: Final = 64
+_RETAIN_S: Final = 600.0
+"""For how long chunks are retained where an action does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +74,15 @@ class RequestOptions:
     """How long to wait for chunks that another engine is still writing, see
     examples/disaggregated."""
     hints: SaveHints = field(default_factory=SaveHints)
+    retain_s: float | None = None
+    """The prompt is said to be used again within so many seconds of this request's end; its chunks
+    stay where space is needed, as far as that is believed."""
+    drop: bool = False
+    """It is said not to be used again: its chunks go first."""
+    prefetch: bool = False
+    """Copy what is stored of it from slower tiers into the directory."""
+    outcomes: tuple[str, ...] = ()
+    """What becomes of hints as far as it is known by now, in words of the metrics."""
 
 
 _DEFAULT: Final = RequestOptions()
@@ -68,31 +96,88 @@ class OptionReader:
         self._allow_pins = allow_pins
         self._complained: set[str] = set()
 
-    def read(self, params: Any) -> RequestOptions:
-        """Return the options in a request's ``kv_transfer_params``; never raises.
+    def read(self, params: Any, kv_hints: Any = None) -> RequestOptions:
+        """Return a request's options; never raises.
 
-        ``params`` is what the client sent (anything that JSON can hold), or None.
+        Args:
+            params: its ``kv_transfer_params``: what the client sent (anything that JSON can hold),
+                or None.
+            kv_hints: vLLM's ``KvHintsEnvelope``, whose payloads hold anything that JSON can; or
+                None.
         """
-        if not isinstance(params, Mapping) or SECTION not in params:
+        good, outcomes = self._of_client(params), list[str]()
+        if kv_hints is not None:
+            good |= self._of_actions(getattr(kv_hints, "actions", None), outcomes)
+        if good.pop("pin", False):
+            good |= {"pin": True} if self._allow_pins else {}
+            outcomes.append("pinned" if self._allow_pins else "not_allowed")
+            if not self._allow_pins:
+                self._complain(
+                    "pin refused", 'asks for a pin, which needs "pins" in the setting "allow"'
+                )
+        if retain_s := good.pop("retain_s", 0):
+            good["retain_s"] = min(retain_s, MAX_RETAIN_S)
+        if not (good or outcomes):
             return _DEFAULT
+        hints = {name: good.pop(name) for name in _HINTS if name in good}
+        return RequestOptions(**good, hints=SaveHints(**hints), outcomes=tuple(outcomes))
+
+    def _of_actions(self, actions: Any, outcomes: list[str]) -> dict[str, Any]:
+        """Return what an orchestrator's actions ask for, the longest of several times.
+
+        Adds to ``outcomes`` why others are refused.
+        """
+        values: dict[str, Any] = {}
+        if not isinstance(actions, Sequence):
+            actions = ()
+        for action in actions[:_MOST_ACTIONS]:
+            name = ACTIONS.get(str(getattr(action, "action_type", "")))
+            major = str(getattr(action, "action_version", "")).partition(".")[0]
+            payload = getattr(action, "payload", None)
+            if name is None or major not in _VERSIONS:
+                outcomes.append(self._refused("unknown", "an unknown type or version", action))
+            elif not isinstance(payload, Mapping):
+                outcomes.append(self._refused("malformed", "no object as payload", action))
+            elif payload.get("include_current_request", True) is not True:
+                outcomes.append(self._refused("unknown", "blocks of other requests alone", action))
+            elif name in ("retain_s", "pin"):
+                seconds = _retain_s(payload)
+                if seconds is None:
+                    outcomes.append(self._refused("malformed", "no number of seconds", action))
+                elif name == "pin" and "ttl_seconds" not in payload:
+                    values["pin"] = True
+                else:
+                    values["retain_s"] = max(seconds, values.get("retain_s", 0.0))
+            else:
+                values[name] = True
+        return values
+
+    def _refused(self, outcome: str, found: str, action: object) -> str:
+        if found not in self._complained:
+            self._complained.add(found)
+            names = ("action_type", "action_version")
+            kind, version = (_shown(getattr(action, name, None)) for name in names)
+            log.warning(
+                "VUA: an action in a request's kv_hints has %s: %s, version %s; ignored, as will be"
+                " others like it. Known types, in versions 0 and 1: %s",
+                *(found, kind, version, ", ".join(ACTIONS)),
+            )
+        return outcome
+
+    def _of_client(self, params: Any) -> dict[str, Any]:
+        if not isinstance(params, Mapping) or SECTION not in params:
+            return {}
         given = params[SECTION]
         if not isinstance(given, Mapping):
             self._complain(SECTION, f"must be an object, found {_shown(given)}")
-            return _DEFAULT
+            return {}
         known = {name: given[name] for name in _KINDS if name in given}
         if len(known) < len(given) and "unknown" not in self._complained:
             name = next(name for name in given if name not in known)
             near = difflib.get_close_matches(str(name)[:40], _KINDS, n=1, cutoff=0.0)[0]
             self._complain("unknown", f"has no {_shown(name)}; the nearest is {near!r}")
         values = {name: self._value(name, value) for name, value in known.items()}
-        good = {name: value for name, value in values.items() if value is not None}
-        if good.get("pin") and not self._allow_pins:
-            self._complain(
-                "pin refused", 'asks for a pin, which needs "pins" in the setting "allow"'
-            )
-            del good["pin"]
-        hints = {name: good.pop(name) for name in _HINTS if name in good}
-        return RequestOptions(**good, hints=SaveHints(**hints))
+        return {name: value for name, value in values.items() if value is not None}
 
     def _value(self, name: str, value: object) -> Any:
         """Return a valid value of an option; None otherwise."""
@@ -117,6 +202,23 @@ class OptionReader:
                 SECTION,
                 what,
             )
+
+
+def _retain_s(payload: Mapping[str, Any]) -> float | None:
+    """Return for how long an action retains: the longest of its times; None: that is no number."""
+    directives = payload.get("directives", ())
+    if not isinstance(directives, list | tuple):
+        return None
+    said = [payload.get("ttl_seconds"), payload.get("duration")]
+    for one in directives[:_MOST_DIRECTIVES]:
+        if not isinstance(one, Mapping):
+            return None
+        said.append(one.get("duration"))
+    times = [one for one in said if one is not None]
+    if any(isinstance(one, bool) or not isinstance(one, int | float) for one in times):
+        return None
+    found = [_finite(one) for one in times] or [_RETAIN_S]
+    return max(found) if min(found) >= 0 else None
 
 
 def _shown(value: object) -> str:
@@ -151,6 +253,9 @@ _KINDS: Final = {
     "wait_s": "float",
     "ttl_s": "float",
     "pin": "bool",
+    "retain_s": "float",
+    "drop": "bool",
+    "prefetch": "bool",
 }
 _WORDS: Final = {
     "bool": "true or false",

@@ -149,9 +149,13 @@ class SchedulerSide:
         self.lookups = Lookups(
             *(model, namespace, self._config, self._media, self._events),
             remembered=self.witness.remembered if self.witness.on else None,
+            count=self._count_hint,
             clock=self._clock,
         )
         self._open = True
+
+    def _count_hint(self, outcome: str) -> None:
+        self.stats.add("vua_hints_total", 1, outcome)
 
     @property
     def _workers_are_late(self) -> bool:
@@ -345,7 +349,8 @@ class SchedulerSide:
             if not self._media.ready(request.request_id, request.mm_features):
                 self._patience.pause()
                 return None
-            options, adapter = self._options.read(request.kv_transfer_params), None
+            hints = getattr(request, "kv_hints", None)  # from vLLM 0.32 on
+            options, adapter = self._options.read(request.kv_transfer_params, hints), None
             if request.lora_request is not None and (options.load or options.store):
                 adapter, answered = self._adapters.find(request.lora_request)
                 if not answered:
@@ -354,6 +359,8 @@ class SchedulerSide:
             lookup = self._ask(request, options, adapter)
             state = RequestState(request, options, lookup, lookup.asked_s, adapter)
             state.outdated = request.lora_request is not None and adapter is None
+            for outcome in options.outcomes:
+                self._count_hint(outcome)
             self.states[request.request_id] = state
         return state
 
@@ -396,6 +403,8 @@ class SchedulerSide:
         """Forget a request that has ended or was aborted."""
         if (state := self.states.pop(request.request_id, None)) is not None:
             self._saves.ended(state)
+            if self._open and not state.outdated:
+                self.lookups.ended(state.lookup)
         self.request_metrics.finished(request.request_id)
         self.witness.gone(request.request_id)
         self._media.gone(request.request_id)

@@ -27,7 +27,9 @@ from vua.capacity.lru import Recent, mtime_ns_of, set_mtime
 from vua.capacity.marks import mark
 from vua.capacity.reservation import Reservation
 from vua.errors import EntryError, StorageError
+from vua.format.compressed import Compressed
 from vua.format.keys import ChunkKey
+from vua.format.parse import LaterEntryError, parse_entry
 from vua.io.forks import watch
 from vua.io.plan import header_plan
 from vua.io.pool import Job, Pool
@@ -161,6 +163,41 @@ class WriteBack:
         with suppress(RuntimeError):
             self._threads.submit(bring)
 
+    def fetch(self, chunks: Sequence[tuple[str, str]]) -> None:
+        """Copy chunks' entries from the slower tiers, soon, whatever the rules say of reads.
+
+        ``chunks``: each one's name and that of the chunk before it ("" for a prompt's first one),
+        in the order of the prompt. Returns at once.
+        """
+
+        def bring(_: Job[None]) -> None:
+            for name, tier, before in self._missing(chunks):
+                if not self.wait_for_quiet():
+                    return
+                try:
+                    self._bring(name, _whole_nbytes(tier, name), before)
+                except (OSError, EntryError) as problem:
+                    log.debug("entry %s is not prefetched: %s", name, problem)
+                    self.counts["not_brought"] += 1
+
+        with suppress(RuntimeError):
+            self._threads.submit(bring)
+
+    def _missing(self, chunks: Sequence[tuple[str, str]]) -> Iterator[tuple[str, Storage, str]]:
+        """Yield chunks' entries that a slower tier has and the directory has not.
+
+        Each one's name, the nearest such tier, and the preceding chunk.
+        """
+        for chunk, before in chunks:
+            found: dict[str, Storage] = {}
+            for tier in self._far:
+                with suppress(OSError):
+                    for one in tier.list(f"{chunk}/"):
+                        found.setdefault(one.name, tier)
+            for name, is_near in zip(found, self._near.exists([*found]), strict=True):
+                if not is_near:
+                    yield name, found[name], before
+
     def _bring(self, name: str, data: memoryview | int, before: str) -> None:
         """Write one entry to the directory. Raises OSError, EntryError."""
         if self._near.exists([name])[0]:
@@ -189,6 +226,20 @@ class WriteBack:
             if tier.read(batch).problem is None:
                 return bytes(batch.headers[0])
         raise FileNotFoundError(name)
+
+
+def _whole_nbytes(tier: Storage, name: str) -> int:
+    """Return an entry's length as a directory has it, by its beginning in any form.
+
+    Raises OSError, EntryError.
+    """
+    head = getattr(tier, "head", lambda _: b"")(name)
+    try:
+        return parse_entry(head).file_nbytes
+    except LaterEntryError:
+        raise
+    except EntryError:
+        return Compressed.parse(head).plain_nbytes
 
 
 def whole_batch(name: str, data: bytes | memoryview) -> Batch:
@@ -247,6 +298,7 @@ class Travel:
             rules=rules, counts=self.counts, brought=partial(self._change_mark, sent=True),
         )  # fmt: skip
         self.came, self.reading = self._back.came, self._back.reading
+        self.fetch = self._back.fetch
         self._waiting: deque[str] = deque()
         self._looked = False
         self.after_fork()

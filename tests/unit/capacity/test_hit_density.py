@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 
 from vua.capacity import hit_density
-from vua.capacity.hit_density import HitDensity, Request
+from vua.capacity.hit_density import Hint, HitDensity, Request
 
 NEW = 1 << 50
 """Chunks from here on nobody has asked for."""
@@ -152,6 +152,102 @@ class TestHitDensity(unittest.TestCase):
         density = taught()
         density.meet([Request(-10.0, [0, 1, 2])])
         self.assertGreater(self.worth(density, 0, 0.0), 0.0)
+
+
+class TestHints(unittest.TestCase):
+    """What is said about chunks, beside what is learned."""
+
+    def setUp(self) -> None:
+        """Three documents that were asked for once, at 1200 s."""
+        self.density = taught()
+        self.one, self.two, self.three = (
+            [NEW + 100 * number + n for n in range(4)] for number in range(3)
+        )
+        for chunks in (self.one, self.two, self.three):
+            self.density.meet([Request(1200.0, chunks)])
+
+    def worths(self, now_s: float) -> list[float]:
+        """What the last chunk of each document is worth."""
+        worths, rows = self.density.worths(now_s), self.density.known()
+        return [float(worths[rows[chunks[-1]]]) for chunks in (self.one, self.two, self.three)]
+
+    def test_promise(self) -> None:
+        """A use promised within 20 s is worth a hit in these, more the closer, and nothing after.
+
+        Control: without the hint the documents are worth the same.
+        """
+        self.assertEqual(1, len({*self.worths(1201.0)}))
+        self.density.told([Hint(1200.0, self.one, 20.0)])
+        promised, plain, _ = self.worths(1201.0)
+        self.assertAlmostEqual(1 / 19, promised - plain, places=6)
+        self.assertLess(plain, promised / 3)
+        self.assertGreater(self.worths(1215.0)[0], promised)
+        self.assertEqual(1, len({*self.worths(1221.0)}))
+
+    def test_prefix_of_a_promise(self) -> None:
+        """What comes before a promised chunk is worth as much."""
+        self.density.told([Hint(1200.0, self.one[-1:], 20.0)])
+        worths, rows = self.density.worths(1201.0), self.density.known()
+        self.assertEqual(
+            {float(worths[rows[self.one[-1]]])}, {float(worths[rows[c]]) for c in self.one}
+        )
+
+    def test_dropped(self) -> None:
+        """What is said not to come again goes first; where prompts part, that stays as it was."""
+        self.density.meet([Request(1200.5, [*self.one[:2], NEW + 50])])
+        before = self.worths(1202.0)
+        self.density.told([Hint(1201.0, self.one, 0.0)])
+        after = self.worths(1202.0)
+        self.assertEqual([0.0, *before[1:]], after)
+        worths, rows = self.density.worths(1202.0), self.density.known()
+        self.assertGreater(worths[rows[self.one[1]]], 0.0)  # [NEW, NEW + 1, NEW + 50] goes on
+        self.assertEqual(0.0, worths[rows[self.one[2]]])
+
+    def test_a_use_makes_it_void(self) -> None:
+        """After a use nothing that was said before it holds, in whatever order both are read."""
+        self.density.told([Hint(1201.0, self.one, 0.0), Hint(1201.0, self.two, 500.0)])
+        for chunks in (self.one, self.two, self.three):
+            self.density.meet([Request(1210.0, chunks)])
+        self.assertEqual(1, len({*self.worths(1211.0)}))
+        self.density.told([Hint(1202.0, self.one, 0.0), Hint(1202.0, self.two, 500.0)])
+        self.assertEqual(1, len({*self.worths(1211.0)}))
+        self.density.told([Hint(1212.0, self.one, 0.0)])
+        self.assertEqual(0.0, self.worths(1213.0)[0])
+
+    def test_unknown_chunks(self) -> None:
+        """A hint about chunks that nobody asked for changes nothing."""
+        self.density.told([Hint(1201.0, [1 << 60, (1 << 60) + 1], 5.0)])
+        self.assertFalse(self.density.is_told)
+        self.assertEqual(0, self.density.promised(1202.0))
+
+    def test_believed_as_far_as_kept(self) -> None:
+        """Who promises what does not come is believed less; who keeps a promise, as before."""
+        for turn in range(20):
+            now_s = 1300.0 + 100 * turn
+            chunks = [(1 << 55) + n for n in range(100)]
+            self.density.meet([Request(now_s, chunks)])
+            self.density.told([Hint(now_s, chunks, 50.0)])
+            self.density.meet([Request(now_s + 40, chunks)])
+        self.assertEqual(1.0, self.density.believed)
+        for turn in range(40):
+            now_s = 4000.0 + 100 * turn
+            chunks = [(1 << 56) + 1000 * turn + n for n in range(100)]
+            self.density.meet([Request(now_s, chunks)])
+            self.density.told([Hint(now_s, chunks, 5.0)])
+        self.assertLess(self.density.believed, 0.5)
+        self.density.meet([Request(9000.0, self.one)])
+        plain = self.worths(9001.0)[0]
+        self.density.told([Hint(9000.0, self.one, 20.0)])
+        self.assertLess(self.worths(9001.0)[0] - plain, 0.5 / 19)
+
+    def test_promised(self) -> None:
+        """It is known of how many chunks a use is promised: each counts once, while it holds."""
+        self.density.told([Hint(1201.0, self.one, 20.0), Hint(1202.0, self.two, 50.0)])
+        self.density.told([Hint(1202.0, self.one, 20.0), Hint(1202.0, self.three, 0.0)])
+        self.assertEqual(8, self.density.promised(1203.0))
+        self.assertEqual(4, self.density.promised(1203.0, {*self.one}))
+        self.assertEqual(4, self.density.promised(1230.0))
+        self.assertEqual(0, self.density.promised(1300.0))
 
 
 if __name__ == "__main__":

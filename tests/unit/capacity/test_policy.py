@@ -321,3 +321,51 @@ class TestLeastHitDensity(DirectoryTest):
         after = other.rank(now_ns).of
         self.assertGreater(after(names, times).min(), 0)
         self.assertGreater(before(names, times).min(), 0)  # was asked for since
+
+    def test_hints(self) -> None:
+        """What one process is told of prompts holds for evictions by all, also by later ones.
+
+        Control: without hints what is due stays, and what was read once goes.
+        """
+        self.store(self.loved[:40], 100)
+        self.store(self.once[:10], 30)
+        one = LeastHitDensity(self.root)
+        for keys in self.once[:5]:
+            self.assertTrue(one.hinted(self.names(keys), 10.0, 1000))
+        for keys in self.loved[:20]:
+            self.assertTrue(one.hinted(self.names(keys), 0.0, 0))
+        del one
+        self.evict(80, LeastHitDensity(self.root))
+        there = [self.stored(some) for some in (self.once[:5], self.loved[:20], self.loved[20:40])]
+        self.assertEqual([5, 0, 20], there)
+
+    def test_hints_before_anything_is_learned(self) -> None:
+        """They hold in a cache that is too new to have learned anything."""
+        write_log(self.root, self.requests[-200:])
+        once = [keys for at, keys in enumerate(self.once) if at >= 580]
+        self.store(once[:10], 100)
+        LeastHitDensity(self.root).hinted(self.names(once[0]), 10.0, 1000)
+        policy = LeastHitDensity(self.root)
+        self.evict(50, policy)
+        self.assertEqual(1, self.stored(once[:1]))
+        self.assertLess(self.stored(once[1:10]), 5)
+
+    def test_hints_within_the_budget(self) -> None:
+        """Uses of so many chunks are promised at most; the same prompt counts once."""
+        one, other = LeastHitDensity(self.root), LeastHitDensity(self.root)
+        names = [self.names(keys) for keys in self.once[:3]]
+        self.assertTrue(one.hinted(names[0], 600.0, 15))
+        self.assertFalse(other.hinted(names[1], 600.0, 15))
+        self.assertTrue(other.hinted(names[0], 700.0, 15))
+        self.assertTrue(other.hinted(names[1], 600.0, 20))
+        self.assertFalse(one.hinted(names[2], 600.0, 20))
+        self.assertTrue(one.hinted(names[0], 0.0, 0))
+        self.assertTrue(one.hinted(names[2], 600.0, 20))
+
+    def test_words_for_hints(self) -> None:
+        """A cache says what became of a hint: half of its limit may be promised."""
+        capacity = self.capacity([])
+        names = [name for keys in self.once[:50] for name in self.names(keys)]
+        self.assertEqual("dropped", capacity.hinted(names, 0.0, NBYTES))
+        self.assertEqual("over_budget", capacity.hinted(names, 60.0, NBYTES))
+        self.assertEqual("retained", capacity.hinted(names[:420], 60.0, NBYTES))

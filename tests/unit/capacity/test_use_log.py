@@ -10,7 +10,7 @@ import unittest
 from pathlib import Path
 
 from helpers import DirectoryTest
-from vua.capacity.use_log import UseLog, short_names
+from vua.capacity.use_log import HintLog, UseLog, short_names
 from vua.storage.mark import UPKEEP, USES, make_mark
 
 
@@ -54,6 +54,29 @@ class TestUseLog(DirectoryTest):
         self.assertEqual([[], []], [self.numbers(self.one), self.numbers(self.other)])
         self.one.append([chunk(1)])
         self.assertEqual([[stands_for(chunk(1))]], self.numbers(self.other))
+
+    def test_hints_are_apart(self) -> None:
+        """Requests are read without hints, hints without requests, by all and once."""
+        hints, others = HintLog(self.root), HintLog(self.root)
+        self.one.append([chunk(1), chunk(2)])
+        hints.tell([chunk(1), chunk(2)], 2.5)
+        hints.tell([chunk(1)], 0.0)
+        hints.tell([chunk(1)], 1e30)
+        self.assertEqual([[stands_for(chunk(1)), stands_for(chunk(2))]], self.numbers(self.other))
+        found = others.read_hints()
+        self.assertEqual(
+            [([1, 2], 2.5), ([1], 0.0), ([1], 1e9)],
+            [
+                (
+                    [1 + [*map(stands_for, (chunk(1), chunk(2)))].index(n) for n in one.chunks],
+                    one.within_s,
+                )
+                for one in found
+            ],
+        )
+        for one in found:
+            self.assertAlmostEqual(time.time(), one.time_s, delta=5)
+        self.assertEqual([], others.read_hints())
 
     def test_begins_anew(self) -> None:
         """A process that comes later knows what was asked for before."""

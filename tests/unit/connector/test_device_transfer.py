@@ -207,7 +207,7 @@ class FormsTest(DirectoryTest):
             ("parallel_config", "decode_context_parallel_size", "use tensor parallelism"),
             ("parallel_config", "prefill_context_parallel_size", "use tensor parallelism"),
             ("model_config", "enable_sleep_mode", "leave out --enable-sleep-mode"),
-            ("model_config", "is_encoder_decoder", "start it without one"),
+            ("model_config", "runner_type", "start it without --kv-transfer-config"),
             ("cache_config", "calculate_kv_scales", "leave out calculate_kv_scales"),
         ):
             part = attrgetter(place)(config)
@@ -215,6 +215,10 @@ class FormsTest(DirectoryTest):
             with self.subTest(name), on("cuda"), self.assertRaisesRegex(UncachedError, word):
                 check_engine(config, settings)
             delattr(part, name)
+        config.model_config.runner_type = "pooling"
+        config.model_config.is_prefix_caching_supported = True  # each token sees earlier ones
+        with on("cuda"):
+            check_engine(config, settings)
         config.model_config.hf_text_config.index_topk = 2048  # its indexer's keys are pages
         with on("cuda"):
             check_engine(config, settings)

@@ -6,7 +6,7 @@ import unittest
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vua.connector.request import MAX_WAIT_S, OptionReader, RequestOptions, SaveHints
+from vua.connector.request import MAX_RETAIN_S, MAX_WAIT_S, OptionReader, RequestOptions, SaveHints
 
 
 class OptionsTest(unittest.TestCase):
@@ -37,6 +37,7 @@ class OptionsTest(unittest.TestCase):
                     max_load_tokens=128,
                     wait_s=2.0,
                     hints=SaveHints(ttl_s=0.5, pin=True),
+                    outcomes=("pinned",),
                 ),
                 self.read(
                     store=False, load=False, max_load_tokens=128, wait_s=2, ttl_s=0.5, pin=True
@@ -123,6 +124,101 @@ class OptionsTest(unittest.TestCase):
                     self.assertEqual(RequestOptions(), self.reader.read({"vua": {"y" * 5000: 1}}))
                 self.assertLess(max(map(len, logged.output)), 400)
         self.assertEqual(RequestOptions(max_load_tokens=1 << 62), self.read(max_load_tokens=10**99))
+
+
+class Action:
+    """As vLLM's KvHintAction."""
+
+    def __init__(self, action_type: str, version: str = "1.0", **payload: object) -> None:
+        self.action_type, self.action_version, self.payload = action_type, version, payload
+
+
+class Envelope:
+    """As vLLM's KvHintsEnvelope."""
+
+    def __init__(self, *actions: object) -> None:
+        self.actions = list(actions)
+
+
+class HintsTest(unittest.TestCase):
+    """What an orchestrator says beside, in vLLM's `kv_hints`."""
+
+    def read(self, *actions: object, **settings: Any) -> RequestOptions:
+        """Read an envelope."""
+        return OptionReader(**settings).read(None, Envelope(*actions))
+
+    def test_known_actions(self) -> None:
+        """Each action is an option; the payloads are those of vLLM's and Dynamo's drafts."""
+        for said, meant in (
+            (Action("kv.retain", ttl_seconds=30), RequestOptions(retain_s=30.0)),
+            (Action("kv.retain", "0.1"), RequestOptions(retain_s=600.0)),
+            (
+                Action(
+                    "kv.retain",
+                    scope="alice",
+                    directives=[
+                        {"start": 0, "end": 32, "priority": 80, "duration": 60.0},
+                        {"covers_output": True, "priority": 40},
+                    ],
+                ),
+                RequestOptions(retain_s=60.0),
+            ),
+            (
+                Action(
+                    "kv.evict",
+                    execute_at="request_completion",
+                    include_current_request=True,
+                    block_hashes=["11"],
+                ),
+                RequestOptions(drop=True),
+            ),
+            (Action("kv.prefetch"), RequestOptions(prefetch=True)),
+            (Action("kv.pin", ttl_seconds=5), RequestOptions(retain_s=5.0)),
+        ):
+            with self.subTest(said=vars(said)), self.assertNoLogs("vllm.vua.requests"):
+                self.assertEqual(meant, self.read(said))
+        pinned = self.read(Action("kv.pin"), allow_pins=True)
+        self.assertEqual((SaveHints(pin=True), ("pinned",)), (pinned.hints, pinned.outcomes))
+
+    def test_refused(self) -> None:
+        """What is not understood or not allowed is counted, and said once; the rest is heeded."""
+        for said, outcome in (
+            (Action("kv.fetch", keys=[1]), "unknown"),
+            (Action("kv.retain", "2.0", ttl_seconds=5), "unknown"),
+            (Action("kv.evict", include_current_request=False), "unknown"),
+            (Action("kv.retain", ttl_seconds="long"), "malformed"),
+            (Action("kv.retain", ttl_seconds=-1), "malformed"),
+            (Action("kv.retain", ttl_seconds=float("nan")), "malformed"),
+            (Action("kv.retain", ttl_seconds=10**400), "malformed"),
+            (Action("kv.retain", directives=[1]), "malformed"),
+            (Action("kv.retain", directives={}), "malformed"),
+            (Action("kv.pin"), "not_allowed"),
+            (object(), "unknown"),
+        ):
+            with self.subTest(outcome=outcome), self.assertLogs("vllm.vua.requests") as log:
+                reader = OptionReader()
+                for _ in range(3):
+                    found = reader.read(None, Envelope(said, Action("kv.prefetch")))
+                    self.assertEqual(RequestOptions(prefetch=True, outcomes=(outcome,)), found)
+            self.assertEqual(1, len(log.output))
+
+    def test_times_are_bounded(self) -> None:
+        """Nothing is retained for longer than an hour."""
+        retain = Action("kv.retain", ttl_seconds=10**6)
+        self.assertEqual(MAX_RETAIN_S, self.read(retain).retain_s)
+        self.assertEqual(RequestOptions(), self.read(Action("kv.retain", ttl_seconds=0)))
+
+    def test_many_actions(self) -> None:
+        """Of a long list the first are looked at."""
+        found = self.read(*[Action("kv.retain", ttl_seconds=n) for n in range(1, 100_000)])
+        self.assertEqual(RequestOptions(retain_s=16.0), found)
+
+    def test_both(self) -> None:
+        """A client's options and an orchestrator's hints hold together."""
+        found = OptionReader().read(
+            {"vua": {"store": False, "retain_s": 5}}, Envelope(Action("kv.prefetch"))
+        )
+        self.assertEqual(RequestOptions(store=False, retain_s=5.0, prefetch=True), found)
 
 
 class CountedOptions(Mapping[str, object]):

@@ -12,10 +12,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from helpers import keys_of, save_chunk, until
 from scheduling import LAYOUT, answer, bare_connector, request_of, step
+from vua.capacity.limits import Limits
 from vua.capacity.marks import settle_ttl, ttl_s_of
+from vua.capacity.use_log import HintLog
 from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep, WorkerOutput
 from vua.device.buffers import StagingBuffer
@@ -91,6 +94,99 @@ class SchedulerTest(unittest.TestCase):
         self.assertEqual((0, False), answer(side, asked))
         other = request_of("other", skip_reading_prefix_cache=False)
         self.assertEqual((48, True), answer(side, other))
+
+    def test_embeddings(self) -> None:
+        """A prompt of tokens and embeddings is named by both, chunk by chunk."""
+        side = self.side()
+        ids, rows = list(range(64)), torch.arange(64 * 4, dtype=torch.float32).reshape(64, 4)
+        is_token = [at % 20 != 19 for at in range(64)]  # rows 19, 39 and 59 are embeddings
+
+        def names(rows: torch.Tensor, ids: list[int], **more: Any) -> list[str]:
+            name = f"{len(side.states)}"
+            given = {"prompt_token_ids": ids, "prompt_embeds": rows} | more
+            asked = request_of(name, **given)
+            answer(side, asked)
+            return [key.name for key in side.states[name].lookup.answer.result().keys.first(4)]
+
+        mixed = names(rows, ids, prompt_is_token_ids=is_token)
+        self.assertEqual(mixed, names(rows.clone(), ids, prompt_is_token_ids=is_token))
+        plain = [key.name for key in keys_of(range(64), 16)]
+        self.assertEqual([True, *[False] * 3], [a == b for a, b in zip(mixed, plain, strict=True)])
+        for change, same in (
+            (lambda: rows[19].add_(1), 1),
+            (lambda: rows[59].add_(1), 3),
+            (lambda: rows[20].add_(1), 4),  # a token is there
+        ):
+            before = names(rows, ids, prompt_is_token_ids=is_token)
+            change()
+            after = names(rows, ids, prompt_is_token_ids=is_token)
+            self.assertEqual(same, sum(a == b for a, b in zip(before, after, strict=True)))
+        whole = names(rows, None)  # type: ignore[arg-type]
+        self.assertEqual(4, len(whole))
+        self.assertEqual(0, sum(a == b for a, b in zip(whole, mixed, strict=True)))
+        half = names(rows.bfloat16(), None)  # type: ignore[arg-type]
+        self.assertEqual(0, sum(a == b for a, b in zip(whole, half, strict=True)))
+
+    def until_counted(self, side: Any, words: dict[str, int]) -> None:
+        """Wait until these hints, and no others, are counted."""
+        counted = dict[str, int]()
+
+        def told() -> bool:
+            for word, many in (side.take_stats() or {}).get("vua_hints_total", {}).items():
+                counted[word] = counted.get(word, 0) + many
+            return counted == words
+
+        until(told)
+
+    def test_hints(self) -> None:
+        """What is said about a prompt is in the directory's log when its request ends, counted."""
+        side = self.side()
+        store(side, 0, 3)
+        log = HintLog(side.namespace.storage.directory.parent)
+        for name, options, words, within_s in (
+            ("a", {"retain_s": 60}, {"retained": 1}, [60.0, 60.0]),  # at its beginning, too
+            ("b", {"drop": True}, {"dropped": 1}, [0.0]),
+            ("c", {"prefetch": True}, {"not_kept": 1}, []),
+            ("d", {"pin": True}, {"not_allowed": 1}, []),
+            ("e", {}, {}, []),
+            ("f", {"retain_s": 1e9, "drop": True}, {"dropped": 1}, [0.0]),
+            ("g", {"retain_s": 1e9}, {"retained": 1}, [3600.0, 3600.0]),
+        ):
+            with self.subTest(name=name):
+                asked = asking(name, **options)
+                self.assertEqual((48, True), answer(side, asked))
+                side.finished(asked)
+                self.until_counted(side, words)
+                self.assertEqual(within_s, [one.within_s for one in log.read_hints()])
+
+    def test_an_orchestrators_hints(self) -> None:
+        """Those of vLLM's envelope are heeded like a client's options; older vLLMs have none."""
+        side = self.side()
+        try:
+            from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+        except ImportError:
+            self.skipTest("vLLM 0.32 is the first with hints")
+        envelope = KvHintsEnvelope(
+            protocol_version="0.1",
+            message_id="m",
+            actions=[
+                KvHintAction("1", "kv.retain", "1.0", {"ttl_seconds": 5}),
+                KvHintAction("2", "kv.fetch", "1.0", {"keys": [1]}),
+            ],
+        )
+        asked = request_of("a", kv_hints=envelope)
+        with self.assertLogs("vllm.vua.requests", "WARNING"):
+            answer(side, asked)
+        side.finished(asked)
+        self.until_counted(side, {"retained": 1, "unknown": 1})
+
+    def test_hints_of_a_full_budget(self) -> None:
+        """Half of the limit may be promised: what is beyond is refused, and counted."""
+        side = self.side(limits=Limits(max_bytes=4 * 256))  # two chunks of 256 bytes
+        asked = asking("a", retain_s=60)
+        answer(side, asked)
+        side.finished(asked)
+        self.until_counted(side, {"over_budget": 1})
 
     def ordered(self, side: Any, computed: dict[str, int]) -> list[tuple[str, int]]:
         """What a step orders to be stored: (request, number of chunks)."""

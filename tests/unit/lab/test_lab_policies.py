@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest import mock
 
-from lab.policies import POLICIES, Ranked, clairvoyant, compare
+from lab.policies import HINTS, POLICIES, Ranked, clairvoyant, compare, waits_s
 from mixtures import mixture
 from vua.capacity import hit_density
 from vua.cli import advise
 from vua.cli.advise import Dense, Past, simulate
+from vua.errors import InputError
 
 
 @dataclass
@@ -20,6 +21,7 @@ class TraceRequest:
 
     whole: tuple[int, ...]
     time_s: float = 0.0
+    session: str | None = None
 
 
 def asked(name: str, requests: int) -> list[TraceRequest]:
@@ -69,6 +71,29 @@ class TestPolicies(unittest.TestCase):
         self.assertEqual(2 / 6, found["Belady"].hit_ratio)
         self.assertEqual(1.0, found["Belady"].covered)
         self.assertEqual(1.0, found["Belady"].written_per_hit)  # 1 and 2, each found once
+
+    def test_hints(self) -> None:
+        """Who knows when agents go on, or end, finds more than who does not; and as much as can be.
+
+        Three agents take turns in a room for two of them; one has ended. LRU finds nothing.
+        """
+        requests = []
+        for turn in range(12):
+            for agent in range(3):
+                blocks = tuple(range(100 * agent, 100 * agent + 3 + turn // 4))
+                apart_s = 10.0 * turn + agent
+                if agent < 2 or turn < 2:
+                    requests.append(TraceRequest(blocks, apart_s, f"agent {agent}"))
+        waits = waits_s(requests)
+        self.assertEqual([10.0, 10.0, 10.0, 10.0, 10.0, None], waits[:6])
+        self.assertEqual([None, None], waits[-2:])
+        found = {one.policy: one for one in compare(requests, list(HINTS), [7])}
+
+        self.assertLess(found["LRU"].hit_ratio, found["hints: whether"].hit_ratio)
+        self.assertGreater(found["hints: when"].covered, 0.9)
+        self.assertGreaterEqual(found["hints: about when"].covered, 0.5)
+        with self.assertRaisesRegex(InputError, "no sessions"):
+            compare(asked("tools", 5), ["hints: when"], [7])
 
     def test_nothing_learned(self) -> None:
         """Until enough was seen it is LRU that directories follow."""

@@ -10,7 +10,15 @@ from helpers import DirectoryTest
 from lab.agents import converted
 from lab.independent import compared
 from lab.replay import Request, read
-from lab.shares import PAGE, REGION, RESULTS, differing, text
+from lab.shares import (
+    HINTS_REGION,
+    PAGE,
+    REGION,
+    RESULTS,
+    differing,
+    table_of_hints,
+    text,
+)
 from mixtures import mixture
 
 
@@ -25,6 +33,9 @@ class TestShares(DirectoryTest):
 
         self.assertEqual(f"{shown[1]}{text(traces)}{shown[2]}", shown[0])
         self.assertEqual([], [one for trace in traces for one in differing(trace)])
+        shown = HINTS_REGION.search(PAGE.read_text())
+        assert shown is not None
+        self.assertEqual(f"{shown[1]}{table_of_hints(traces)}{shown[2]}", shown[0])
 
     def test_what_differs_is_said(self) -> None:
         """Control: a number that differs in the fourth digit is in the text."""
@@ -48,6 +59,7 @@ class TestShares(DirectoryTest):
         self.assertEqual([(0, 1, 2), (3, 4), (0, 1, 5, 6)], [one.blocks for one in found])
         self.assertEqual([(0, 1), (3,), (0, 1, 5)], [one.whole for one in found])
         self.assertEqual([0.0, 1.0, 2.0], [one.time_s for one in found])
+        self.assertEqual(["0"] * 3, [one.session for one in found])
 
     @unittest.skipUnless(
         find_spec("libcachesim") and find_spec("kvcache_sim"), "`dev.py shares` installs them"

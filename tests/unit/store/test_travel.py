@@ -11,6 +11,7 @@ import threading
 import time
 import unittest
 from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -25,6 +26,7 @@ from vua.capacity.reservation import Reservation
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
 from vua.format.compressed import decompressed, is_available
+from vua.format.keys import token_ids
 from vua.storage.bucket import Bucket
 from vua.storage.local import LocalStorage
 from vua.storage.names import is_compressed
@@ -111,6 +113,25 @@ class TierTest(DirectoryTest):
         found = alone.get_closest(TOKENS)
         self.assertEqual((64, kv_bits(KV)), (found.num_tokens, kv_bits(found.data)))
         alone.close()
+
+    def test_prefetched(self) -> None:
+        """What is asked for ahead comes into the directory, before anybody reads it, in order.
+
+        Control: a cache that is only opened brings nothing.
+        """
+        self.put("a")
+        with self.open("b") as vua:
+            self.assertEqual(set(), self.local("b"))
+            travel = namespace_of(vua).travel
+            chain = namespace_of(vua).keys(token_ids(TOKENS))
+            keys = [chain[at] for at in range(len(chain))]
+            travel.fetch([(key.name, key.before.hex()) for key in keys])
+            until(lambda: self.local("b") == self.keys())
+            until(lambda: travel.counts["brought"] == 4)
+            travel.fetch([(key.name, key.before.hex()) for key in keys])  # all is there
+            found = vua.get_closest(TOKENS)
+            self.assertEqual((64, kv_bits(KV)), (found.num_tokens, kv_bits(found.data)))
+            self.assertEqual((4, 0), (travel.counts["brought"], travel.counts["not_brought"]))
 
     def test_nothing_is_written_back_meanwhile(self) -> None:
         """What came from behind is written back once nothing is read any more."""
@@ -407,9 +428,21 @@ class CompressedTravelTest(CompressedTest):
         with VUA(config(), [str(other), self.url]) as vua:
             self.assertEqual(128, vua.get_closest(compressed.TOKENS).num_tokens)
             until(lambda: len([*other.rglob("*.safetensors")]) == 2)
+        self.check_alike(near, other)
+        ahead = self.root / "ahead"
+        with VUA(config(), [str(ahead), self.url]) as vua:
+            chain = namespace_of(vua).keys(token_ids(compressed.TOKENS))
+            namespace_of(vua).travel.fetch(
+                [(chain[at].name, chain[at].before.hex()) for at in range(len(chain))]
+            )
+            until(lambda: len([*ahead.rglob("*.safetensors")]) == 2)
+        self.check_alike(near, ahead)
+
+    def check_alike(self, one: Path, other: Path) -> None:
+        """Two directories have the same files."""
         self.assertEqual(
-            sorted(one.read_bytes() for one in near.rglob(name)),
-            sorted(one.read_bytes() for one in other.rglob(name)),
+            sorted(path.read_bytes() for path in one.rglob("*.safetensors")),
+            sorted(path.read_bytes() for path in other.rglob("*.safetensors")),
         )
 
 

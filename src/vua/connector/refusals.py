@@ -1,0 +1,176 @@
+"""What is not stored, why, and what to do: of an engine, or of one request.
+
+`vua-vllm refused` lists them. Where each holds is decided in `vua.vllm.support`,
+`vua.vllm.cache_spec` and where requests are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from vua.connector.cache_spec import UncachedError
+
+__all__ = ["REFUSALS", "Refusal", "refused"]
+
+_ENGINE: Final = "engine"
+_REQUEST: Final = "request"
+
+
+class Refusal(NamedTuple):
+    """Something that is not stored."""
+
+    of: str
+    """Of an `engine`, which is then served uncached; or of a `request`."""
+    why: str
+    do: str
+    """What to do instead."""
+
+
+REFUSALS: Final[Mapping[str, Refusal]] = {
+    "device": Refusal(
+        _ENGINE, "KV caches on {} are not supported", "use NVIDIA GPUs or vLLM's CPU build"
+    ),
+    "rocm": Refusal(_ENGINE, "ROCm was never tested", '"allow": ["untested_rocm"] tries it'),
+    "old_vllm": Refusal(_ENGINE, "{} needs more of vLLM's load interface", "install vLLM 0.32"),
+    "context_parallel": Refusal(
+        _ENGINE,
+        "context parallelism is not supported: a rank has every other token",
+        "use tensor parallelism",
+    ),
+    "sleep": Refusal(
+        _ENGINE,
+        "sleep mode frees GPU memory that transfers still use",
+        "leave out --enable-sleep-mode",
+    ),
+    "own_scales": Refusal(
+        _ENGINE, "each engine has scales of its own", "leave out calculate_kv_scales"
+    ),
+    "mixed_blocks": Refusal(  # seen: it lets a block's bytes lie in others
+        _ENGINE,
+        "vLLM's CPU backend mixes up blocks of a {} KV cache",
+        "leave out --kv-cache-dtype",
+    ),
+    "encoder_decoder": Refusal(
+        _ENGINE,
+        "vLLM starts no encoder-decoder model with a KV connector",
+        "start it without --kv-transfer-config",
+    ),
+    "pooling": Refusal(
+        _ENGINE,
+        "a {} model that vLLM itself caches no prefix for: each token sees later ones, or all of "
+        "them make its vector",
+        "start it without --kv-transfer-config",
+    ),
+    "no_cache": Refusal(
+        _ENGINE, "the engine has no KV cache", "start it without --kv-transfer-config"
+    ),
+    "no_attention": Refusal(
+        _ENGINE,
+        "a model without attention has no KV cache of single tokens to store",
+        "start it without --kv-transfer-config",
+    ),
+    "unidentified": Refusal(
+        _ENGINE, "the model cannot be identified: {}", "give vLLM a readable directory"
+    ),
+    "draft_method": Refusal(
+        _ENGINE,
+        "{}: it is unknown how its draft's K and V depend on the prompt",
+        "use eagle, mtp or ngram",
+    ),
+    "draft_layers": Refusal(
+        _ENGINE, "the layers of a draft by {} cannot be found", "use ngram, or report it"
+    ),
+    "draft_pipeline": Refusal(
+        _ENGINE, "{} together with pipeline parallelism", "use tensor parallelism alone"
+    ),
+    "draft_ranks": Refusal(
+        _ENGINE, "{} with a draft on fewer ranks than the model", "divide it alike"
+    ),
+    "draft_some_steps": Refusal(
+        _ENGINE, "{} for some steps only", "leave out num_speculative_tokens_per_batch_size"
+    ),
+    "latent": Refusal(
+        _ENGINE,
+        "this MLA backend cannot continue a cached prefix (vLLM turned prefix caching off)",
+        '"allow": ["inexact_continuation"] loads correct bytes anyway',
+    ),
+    "on_host": Refusal(
+        _ENGINE, "a KV cache that vLLM moves to the host's memory", "start it without HiSparse"
+    ),
+    "states_unaligned": Refusal(
+        _ENGINE,
+        'a state-space model in cache mode "{}": states are stored where vLLM keeps them at the '
+        "ends of blocks",
+        "start it with --enable-prefix-caching",
+    ),
+    "no_prefix": Refusal(
+        _ENGINE,
+        "a {} KV cache of which vLLM itself caches no prefix",
+        "start it without --kv-transfer-config",
+    ),
+    "chunked": Refusal(
+        _ENGINE,
+        "layers that attend within chunks of {} tokens (Llama 4)",
+        "unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE",
+    ),
+    "unknown_rule": Refusal(
+        _ENGINE,
+        "a {} KV cache: it is unknown which of its tokens a hit needs",
+        "report the model; until then start it without --kv-transfer-config",
+    ),
+    "pipeline_groups": Refusal(
+        _ENGINE,
+        "several kinds of KV cache, or pages of an unknown form, together with pipeline "
+        "parallelism",
+        "use tensor parallelism alone",
+    ),
+    "pipeline_shared": Refusal(
+        _ENGINE,
+        "layers that share KV caches, together with pipeline parallelism",
+        "use tensor parallelism alone",
+    ),
+    "heads": Refusal(_ENGINE, "layers with {} on each rank", "use another --tensor-parallel-size"),
+    "no_images": Refusal(_REQUEST, "the model takes no images", "send text alone"),
+    "other_encoder": Refusal(
+        _REQUEST,
+        "prompts with images are not cached: another process computes their embeddings",
+        'run the encoder in the engine (without --ec-transfer-config), or "allow": '
+        '["other_encoders"] where that process runs the same model and settings',
+    ),
+    "shared_memory": Refusal(
+        _REQUEST,
+        'prompts with images are not cached: with mm_processor_cache_type="shm" their content '
+        "does not reach the scheduler",
+        'use "lru"',
+    ),
+    "processor": Refusal(
+        _REQUEST,
+        "prompts with images are not cached: what prepares them cannot be identified: {}",
+        "give vLLM a readable directory",
+    ),
+    "no_content": Refusal(
+        _REQUEST,
+        "vLLM's scheduler was not given the content of an image",
+        "send the image, not an identifier alone",
+    ),
+    "content": Refusal(
+        _REQUEST, "an image's content cannot be digested: {}", "use the model's own processor"
+    ),
+    "identifiers": Refusal(
+        _REQUEST,
+        "one identifier was given to different images",
+        "leave out multi_modal_uuids, or make them unique",
+    ),
+    "adapter": Refusal(
+        _REQUEST,
+        "requests with an unknown LoRA adapter are not cached",
+        "leave out expert parallelism, or report the adapter",
+    ),
+}
+
+
+def refused(name: str, *found: object) -> UncachedError:
+    """Return the error of :data:`REFUSALS` of this name, with what was found."""
+    one = REFUSALS[name]
+    return UncachedError(f"{one.why.format(*found)}: {one.do}")
