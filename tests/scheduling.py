@@ -20,7 +20,7 @@ def request_of(name: str, **settings: Any) -> Any:
     return SimpleNamespace(**given)
 
 
-def bare_connector(path: str, **extra: Any) -> Any:
+def bare_connector(path: str, *, encoder_decoder: bool = False, **extra: Any) -> Any:
     """VLLM's connector of an engine that cannot be cached, so without a half; tests give it one."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
@@ -33,7 +33,9 @@ def bare_connector(path: str, **extra: Any) -> Any:
     )
     engine: Any = SimpleNamespace(
         kv_transfer_config=transfer,
-        model_config=SimpleNamespace(dtype="float32", enable_sleep_mode=True),
+        model_config=SimpleNamespace(
+            dtype="float32", enable_sleep_mode=True, is_encoder_decoder=encoder_decoder
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(),
     )

@@ -275,7 +275,7 @@ class HitDensity:
             self._said_s = np.append(self._said_s, none)
             self._due_s = np.append(self._due_s, np.full(missing, np.inf))
 
-    def _unsay(self, rows: npt.NDArray[np.intp]) -> None:
+    def _unsay(self, rows: npt.NDArray[Any]) -> None:
         if len(self._said_s):
             self._said_s[rows] = self._due_s[rows] = np.inf
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from vua.connector.cache_spec import UncachedError
+from vua.connector.refusals import refused
 from vua.io.pool import Job, Pool
 
 __all__ = ["Media"]
@@ -99,7 +100,7 @@ class Media:
             except UncachedError as found:
                 problem = found
         if problem is None and self.doubtful(features):
-            problem = UncachedError("one identifier was given to different images")
+            problem = refused("identifiers")
         return problem or names
 
     def still_named(self, names: list[bytes] | UncachedError, features: Sequence[Any]) -> bool:
@@ -121,7 +122,7 @@ class Media:
             raise
         if content is None:
             self._remember(feature.identifier, _UNKNOWN)
-            raise UncachedError("vLLM's scheduler was not given the content of an image")
+            raise refused("no_content")
         self._remember(feature.identifier, content if before in (None, content) else _UNKNOWN)
         return content
 
@@ -186,7 +187,7 @@ def _feed(digest: Any, value: Any) -> None:
     """Digest a value so that different ones never give the same bytes. Raises UncachedError."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
-            raise UncachedError("the content of an image is in a device's memory")
+            raise refused("content", "it is in a device's memory")
         flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
         _head(digest, "tensor", str(value.dtype), *value.shape)
         digest.update(flat.numpy().data)
@@ -205,7 +206,7 @@ def _feed(digest: Any, value: Any) -> None:
     elif isinstance(value, str | int | float):
         _head(digest, type(value).__name__, value)
     else:
-        raise UncachedError(f"an image's content holds a {type(value).__name__}")
+        raise refused("content", f"it holds a {type(value).__name__}")
 
 
 def _head(digest: Any, *parts: object) -> None:

@@ -21,8 +21,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vua.connector.cache_spec import Group, Model, UncachedError, division, local_directory
+from vua.connector.cache_spec import Group, Model, division, local_directory
 from vua.connector.config import ConnectorConfig
+from vua.connector.refusals import refused
 from vua.errors import ConfigError
 from vua.format.identity import Identity, config_digest, rope_order
 from vua.format.layout import KVLayout, Shard, pages_layout, state_layout
@@ -51,18 +52,19 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     check_engine(vllm_config, config)
     tables = kv_cache_config.kv_cache_groups
     if not tables:
-        msg = "the engine has no KV cache"
-        raise UncachedError(msg)
+        raise refused("no_cache")
     groups = _groups_of(vllm_config, tables, config)
     if all(group.keeps_state for group in groups):
-        msg = "a model without attention has no KV cache of single tokens to store"
-        raise UncachedError(msg)
+        raise refused("no_attention")
     specs = [spec for table in tables for spec in _specs_of(table).values()]
     spec = next(spec for spec in specs if not isinstance(spec, MambaSpec))
     known = [one.layout.dtype for one in groups if not (one.page_nbytes or one.keeps_state)]
     model, size = vllm_config.model_config, groups[0].layout.chunk_tokens
     try:
-        engine = engine_identity(vllm_config, spec.dtype, partial(_folder, vllm_config))
+        engine = engine_identity(
+            *(vllm_config, spec.dtype, partial(_folder, vllm_config)),
+            other_encoders="other_encoders" in config.allow,
+        )
         identity = Identity(
             model=_label(vllm_config, kv_cache_config, engine.config, groups),
             kv_dtype=known[0] if known else "U8",
@@ -73,8 +75,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
             name=_name(str(model.model)),
         )
     except (ConfigError, OSError) as problem:
-        msg = f"the model cannot be identified: {problem}"
-        raise UncachedError(msg) from problem
+        raise refused("unidentified", problem) from problem
     return Model(
         identity=identity,
         groups=groups,
@@ -101,8 +102,7 @@ def _draft_tokens(vllm_config: Any, groups: Sequence[Group]) -> int | None:
     if speculative is None or speculative.method not in DRAFTS:
         return None
     if not any(_is_draft(vllm_config, name) for group in groups for name in group.names):
-        msg = f"the layers of a draft by {speculative.method!r} cannot be found"
-        raise UncachedError(msg)
+        raise refused("draft_layers", repr(speculative.method))
     models = (vllm_config.model_config, speculative.draft_model_config)
     longest = min(model.max_model_len for model in models)
     return int(longest - speculative.num_speculative_tokens)
@@ -212,11 +212,7 @@ def _groups_of(
     known, paged = _divided(vllm_config, caches)
     if vllm_config.parallel_config.pipeline_parallel_size > 1:  # of other ranks' no names are known
         if paged or len(tables) > 1:
-            msg = (
-                "several kinds of KV cache, or pages of an unknown form, together with pipeline "
-                "parallelism: start the engine with tensor parallelism alone"
-            )
-            raise UncachedError(msg)
+            raise refused("pipeline_groups")
         (kind,) = known
         return (_pipelined(vllm_config, config.chunk_tokens, kind, known[kind][0].spec),)
     whole = [*paged, *(one for one in caches if _on_gpu() and isinstance(one.spec, MambaSpec))]
@@ -271,33 +267,25 @@ def rule_of(spec: Any, table: Any) -> str | None:
         spec: vLLM's description of the cache.
         table: the cache group that it lies in.
     """
-    kind, reason = type(spec).__name__, ""
+    kind = type(spec).__name__
     if getattr(table, "host_resident", False) or not getattr(table, "enable_kv_transfer", True):
-        reason = "a KV cache that vLLM moves to the host's memory: start it without HiSparse"
-    elif kind == "MambaSpec":
+        raise refused("on_host")
+    if kind == "MambaSpec":
         check_groups("a state-space model")
-        if spec.mamba_cache_mode in ("align", "all"):
-            return "s"
-        reason = (
-            f'a state-space model in cache mode "{spec.mamba_cache_mode}": its states are stored '
-            "where vLLM keeps them at the ends of blocks, so with --enable-prefix-caching"
-        )
-    elif kind == "CircularBufferSpec":  # empty wherever a hit may end
+        if spec.mamba_cache_mode not in ("align", "all"):
+            raise refused("states_unaligned", spec.mamba_cache_mode)
+        return "s"
+    if kind == "CircularBufferSpec":  # empty wherever a hit may end
         return None
-    elif not getattr(spec, "prefix_cacheable", True):
-        reason = f"a {kind} KV cache of which vLLM itself caches no prefix"
-    elif kind in ("SlidingWindowSpec", "SlidingWindowMLASpec"):
+    if not getattr(spec, "prefix_cacheable", True):
+        raise refused("no_prefix", kind)
+    if kind in ("SlidingWindowSpec", "SlidingWindowMLASpec"):
         check_groups("a sliding window")
         return f"w{spec.sliding_window + getattr(spec, 'extra_retained_tokens', 0)}"
-    elif kind == "ChunkedLocalAttentionSpec":
-        reason = (
-            f"layers that attend within chunks of {spec.attention_chunk_size} tokens (Llama 4): "
-            "unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
-        )
-    elif kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
-        reason = f"a {kind} KV cache: it is unknown which of its tokens a hit needs"
-    if reason:
-        raise UncachedError(reason)
+    if kind == "ChunkedLocalAttentionSpec":
+        raise refused("chunked", spec.attention_chunk_size)
+    if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
+        raise refused("unknown_rule", kind)
     return ""
 
 
@@ -373,8 +361,7 @@ def _layout(vllm_config: Any, size: int, kind: str, spec: Any, layers: int) -> K
     stored = _dtype_of(spec, vllm_config)
     heads = _heads_of(kind, spec, vllm_config)
     if stored is None or heads is None:
-        msg = f"layers with {spec.num_kv_heads} KV heads of {spec.dtype} on each rank"
-        raise UncachedError(msg)
+        raise refused("heads", f"{spec.num_kv_heads} KV heads of {spec.dtype}")
     return KVLayout(
         layers=layers,
         kv_heads=heads,
@@ -390,8 +377,7 @@ def _pipelined(vllm_config: Any, size: int, kind: str, spec: Any) -> Group:
     """Describe the layers of an engine with pipeline parallelism. Raises UncachedError."""
     text, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config
     if getattr(text, "num_kv_shared_layers", 0):
-        msg = "layers that share KV caches, together with pipeline parallelism"
-        raise UncachedError(msg)
+        raise refused("pipeline_shared")
     sizes = {"pp_size": parallel.pipeline_parallel_size, "tp_size": parallel.tensor_parallel_size}
     layout = _layout(vllm_config, size, kind, spec, text.num_hidden_layers)
     return Group(layout, tuple(range(layout.layers)), worker_shards(layout, **sizes), (0,))

@@ -37,6 +37,7 @@ _MADE: Final = "made of what counts: the model's configuration and the fields li
 _GUESS: Final = (
     "which tokens are guessed; only verified ones are stored, and a draft's layers count separately"
 )
+_DIGESTED: Final = "whether prompts may have embeddings, which are digested"
 _REFUSED: Final = "an engine that uses it is served uncached, see `vua.vllm.support`"
 
 EXCLUDED: Final[Mapping[str, Mapping[str, str]]] = {
@@ -142,7 +143,8 @@ EXCLUDED: Final[Mapping[str, Mapping[str, str]]] = {
         "max_logprobs use_fp64_gumbel return_sampling_mask enable_trace_replay",
         SEEN: "enable_return_routed_experts",
         KERNEL: "enforce_eager disable_cascade_attn",
-        _REFUSED: "enable_prompt_embeds enable_sleep_mode sleep_mode_backend "
+        _DIGESTED: "enable_prompt_embeds",
+        _REFUSED: "enable_sleep_mode sleep_mode_backend "
         "sleep_mode_offload_cudagraph sleep_preserve_parameter_names",
         WHERE: "enable_cumem_allocator enable_nccl_comm_suspend",
     },

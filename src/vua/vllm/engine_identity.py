@@ -35,6 +35,7 @@ import torch
 import vua
 from vua.connector.cache_spec import EngineIdentity, Group, UncachedError, local_directory
 from vua.connector.proved import files_below
+from vua.connector.refusals import refused
 from vua.errors import ConfigError
 from vua.format.identity import config_digest, varies_with_length
 from vua.format.shared_config import listed, unshared
@@ -170,10 +171,13 @@ def engine_identity(
     vllm_config: Any,
     kv_dtype: torch.dtype,
     folder: Folder,
+    *,
+    other_encoders: bool = False,
 ) -> EngineIdentity:
     """Return what counts for an engine whose KV cache has elements of ``kv_dtype``.
 
-    Raises UncachedError, ConfigError: something cannot be determined; OSError.
+    ``other_encoders``: whether embeddings of images that another process computes are believed to
+    be this model's. Raises UncachedError, ConfigError: something cannot be determined; OSError.
     """
     model = vllm_config.model_config
     settings = settings_of(vllm_config, kv_dtype)
@@ -197,9 +201,9 @@ def engine_identity(
         config["vua.quantization"] = quantization_digest(folder(model.model, model.revision))
     if unshared(config):  # transformers may compute something else
         config["vua.engine"] = ["vllm", model.architecture]
-    media, refused = _media(vllm_config, settings, folder)
+    media, why = _media(vllm_config, settings, folder, other_encoders=other_encoders)
     adapters = config_digest(settings.adapters) if settings.adapters else ""
-    return EngineIdentity(config, adapters, media, refused)
+    return EngineIdentity(config, adapters, media, why)
 
 
 def pages_identity(
@@ -304,20 +308,19 @@ def _code(model: Any, folder: Folder) -> list[str]:
     return [code_digest(each) for each in folders]
 
 
-def _media(vllm_config: Any, settings: Settings, folder: Folder) -> tuple[str, str]:
+def _media(
+    vllm_config: Any, settings: Settings, folder: Folder, *, other_encoders: bool
+) -> tuple[str, str]:
     """Return what images' K and V depend on besides their content, or why they are not cached."""
     model = vllm_config.model_config
     multimodal = model.multimodal_config
     if multimodal is None:
-        return "", "the model takes no images"
+        return "", str(refused("no_images"))
     transfer = getattr(vllm_config, "ec_transfer_config", None)
-    if transfer is not None and transfer.ec_connector is not None:
-        return "", "prompts with images are not cached: another process computes their embeddings"
+    if transfer is not None and transfer.ec_connector is not None and not other_encoders:
+        return "", str(refused("other_encoder"))
     if multimodal.mm_processor_cache_type == "shm" and multimodal.mm_processor_cache_gb > 0:
-        return "", (
-            'prompts with images are not cached: with mm_processor_cache_type="shm" their content '
-            'does not reach the scheduler; use "lru"'
-        )
+        return "", str(refused("shared_memory"))
     try:
         files = processor_digest(folder(model.model, model.revision))
         scales = multimodal.mm_encoder_fp8_scale_path
@@ -330,7 +333,7 @@ def _media(vllm_config: Any, settings: Settings, folder: Folder) -> tuple[str, s
             }
         ), ""
     except (UncachedError, ConfigError, OSError, ValueError) as problem:
-        return "", f"prompts with images are not cached: {problem}"
+        return "", str(refused("processor", problem))
 
 
 _RANDOM: Final = frozenset(("engine_id", "instance_id", "_engine_id"))

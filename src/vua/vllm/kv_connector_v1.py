@@ -62,6 +62,7 @@ from vua.vllm import page_layout
 from vua.vllm.cache_spec import describe, layer_number
 from vua.vllm.engine_identity import setup_of
 from vua.vllm.engine_worker import memory_of
+from vua.vllm.support import check_starts
 from vua.vllm.versions import MEDIUM_STORAGE, announce, check_version, event_extra_keys, session_of
 from vua.vllm.weights import find_weights
 from vua.weights import Identification
@@ -226,14 +227,15 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         Does not wait for the identification (a second at most): the namespace is opened when it
         ends.
 
-        Raises ConfigError for unusable settings, an unusable path or an unknown version of vLLM, so
-        that a mistake appears at start-up. An engine whose KV cache cannot be stored correctly is
-        served uncached.
+        Raises ConfigError for unusable settings, an unusable path, an unknown version of vLLM, or a
+        model that vLLM does not start with a connector, so that a mistake appears at start-up. An
+        engine whose KV cache cannot be stored correctly is served uncached.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
         check_version(allow_untested="untested_vllm" in self._config.allow)
+        check_starts(vllm_config)
         locate(self._config.shared_storage_path, security=self._config.security)
         check_keys(self._config.security)
         self.scheduler: SchedulerSide | None = None

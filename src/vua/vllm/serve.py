@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from vua.connector.config import ConnectorConfig, defaults
 from vua.connector.launch import VLLM_TRANSFER
+from vua.connector.refusals import REFUSALS
 from vua.errors import ConfigError, NotWritableError, StorageError
 from vua.security.keyring import check_keys
 from vua.store.place import prepare
@@ -30,6 +31,7 @@ _OPTION: Final = "--kv-transfer-config"
 _PATH_OPTION: Final = "--vua-path"
 _HELP: Final = ("-h", "--help")
 _USAGE: Final = """usage: vua-vllm serve MODEL [--vua-path DIRECTORY] [any argument of vllm serve]
+       vua-vllm refused
 
 vLLM's server with VUA's connector. All other commands of vllm work as they are.
 
@@ -37,6 +39,8 @@ vLLM's server with VUA's connector. All other commands of vllm work as they are.
                         --kv-transfer-config '{"kv_connector_extra_config": {...}}', or the
                         environment's VUA_PATH. It is created if only it is missing; the directory
                         above it must exist.
+
+vua-vllm refused lists what is not stored, why, and what to do.
 
 Further settings of "kv_connector_extra_config" and their defaults, explained in docs/settings.md:
 
@@ -51,6 +55,13 @@ def _usage() -> str:
     """The options that this command adds to vLLM's, with every setting of the connector."""
     lines = [f"  {name:<28} {json.dumps(value)}" for name, value in defaults().items()]
     return _USAGE + "\n".join(lines) + "\n"
+
+
+def _refused() -> str:
+    """What is not stored: of which, why, and what to do."""
+    return "".join(
+        f"{one.of}: {one.why.format('...')}\n    {one.do}\n" for one in REFUSALS.values()
+    )
 
 
 def with_connector(arguments: Sequence[str]) -> list[str]:
@@ -190,6 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given or given[0] in _HELP:
         sys.stdout.write(_usage())
         return 0 if given else 2
+    if given == ["refused"]:
+        sys.stdout.write(_refused())
+        return 0
     try:
         _find_vllm()
         sys.argv = ["vllm", *with_connector(given)]

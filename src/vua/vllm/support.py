@@ -1,4 +1,4 @@
-"""Reasons for which an engine's KV cache is not stored, each in one place.
+"""When an engine's KV cache is not stored; why, and what to do: `vua.connector.refusals`.
 
 A cache whose form is not known is no reason: its pages are stored as they are.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from vua.connector.cache_spec import UncachedError
 from vua.connector.config import ConnectorConfig
+from vua.connector.refusals import refused
+from vua.errors import ConfigError
 from vua.vllm.versions import can_fail_requests, knows_current_blocks
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "check_engine",
     "check_groups",
     "check_latent",
+    "check_starts",
 ]
 
 DRAFTS: Final = ("eagle", "eagle3", "mtp")
@@ -32,43 +34,31 @@ def check_engine(vllm_config: Any, config: ConnectorConfig) -> None:
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     rocm, runner = current_platform.is_rocm(), getattr(model, "runner_type", "generate")
-    served = current_platform.is_cpu() or current_platform.is_cuda()
-    if not served and not (rocm and "untested_rocm" in config.allow):
-        msg = f"KV caches on {current_platform.device_type} are not supported"
-        raise UncachedError(
-            'ROCm was never tested; "allow": ["untested_rocm"] tries it' if rocm else msg
-        )
+    if rocm and "untested_rocm" not in config.allow:
+        raise refused("rocm")
+    if not (rocm or current_platform.is_cpu() or current_platform.is_cuda()):
+        raise refused("device", current_platform.device_type)
     computed = str(getattr(model, "dtype", "")).removeprefix("torch.")
     kept = getattr(vllm_config.cache_config, "cache_dtype", "auto")
     aside = current_platform.is_cpu() and kept in ("bfloat16", "float16") and kept != computed
     sizes = (getattr(parallel, f"{one}_context_parallel_size", 1) for one in ("decode", "prefill"))
-    reasons = (
-        (max(sizes) > 1, "context parallelism is not supported: use tensor parallelism"),
-        (
-            getattr(model, "enable_sleep_mode", False),
-            "sleep mode frees GPU memory that transfers still use: leave out --enable-sleep-mode",
-        ),
-        (
-            getattr(vllm_config.cache_config, "calculate_kv_scales", False),
-            "each engine has scales of its own: leave out calculate_kv_scales",
-        ),
-        (  # seen: it lets a block's bytes lie in others
-            aside,
-            f"vLLM's CPU backend mixes up blocks of a {kept} KV cache: leave out --kv-cache-dtype",
-        ),
-        (
-            getattr(model, "is_encoder_decoder", False),
-            "vLLM runs no encoder-decoder model with a KV connector: start it without one",
-        ),
-        (
-            runner != "generate",
-            f"a {runner} model does not continue prompts",
-        ),
-    )
-    for holds, reason in reasons:
+    continues = runner == "generate" or getattr(model, "is_prefix_caching_supported", False)
+    for holds, name, *found in (
+        (max(sizes) > 1, "context_parallel"),
+        (getattr(model, "enable_sleep_mode", False), "sleep"),
+        (getattr(vllm_config.cache_config, "calculate_kv_scales", False), "own_scales"),
+        (aside, "mixed_blocks", kept),
+        (not continues, "pooling", runner),
+    ):
         if holds:
-            raise UncachedError(reason)
+            raise refused(str(name), *found)
     check_drafts(vllm_config)
+
+
+def check_starts(vllm_config: Any) -> None:
+    """Raise ConfigError for what vLLM does not start with a KV connector: it says less itself."""
+    if getattr(vllm_config.model_config, "is_encoder_decoder", False):
+        raise ConfigError(str(refused("encoder_decoder")))
 
 
 def adapters_spill(vllm_config: Any) -> bool:
@@ -89,26 +79,17 @@ def check_drafts(vllm_config: Any) -> None:
         return
     named, parallel = f"speculative decoding by {speculative.method!r}", vllm_config.parallel_config
     if speculative.method not in DRAFTS:
-        msg = (
-            f"{named}: it is unknown how its draft's K and V depend on the prompt; use eagle or mtp"
-        )
-        raise UncachedError(msg)
+        raise refused("draft_method", named)
     check_groups(named)
     own = speculative.draft_parallel_config.tensor_parallel_size
-    reasons = (
-        (parallel.pipeline_parallel_size > 1, "together with pipeline parallelism: leave that out"),
-        (
-            own != parallel.tensor_parallel_size,
-            "with a draft on fewer ranks than the model: divide it alike",
-        ),
-        (
-            getattr(speculative, "num_speculative_tokens_per_batch_size", None),
-            "for some steps only: leave out num_speculative_tokens_per_batch_size",
-        ),
-    )
-    for holds, reason in reasons:
+    steps = getattr(speculative, "num_speculative_tokens_per_batch_size", None)
+    for holds, name in (
+        (parallel.pipeline_parallel_size > 1, "draft_pipeline"),
+        (own != parallel.tensor_parallel_size, "draft_ranks"),
+        (steps, "draft_some_steps"),
+    ):
         if holds:
-            raise UncachedError(f"{named} {reason}")
+            raise refused(name, named)
 
 
 def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:
@@ -118,15 +99,10 @@ def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:
     """
     chunked = vllm_config.scheduler_config.enable_chunked_prefill
     if not ("inexact_continuation" in config.allow or chunked):
-        msg = (
-            "this MLA backend cannot continue a cached prefix (vLLM turned prefix caching off); "
-            '"allow": ["inexact_continuation"] loads correct bytes anyway'
-        )
-        raise UncachedError(msg)
+        raise refused("latent")
 
 
 def check_groups(kind: str) -> None:
     """Refuse layers that need more of the load interface than this vLLM has."""
     if not (can_fail_requests() and knows_current_blocks()):
-        msg = f"{kind} needs vLLM 0.32 or newer"
-        raise UncachedError(msg)
+        raise refused("old_vllm", kind)

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 from helpers import DirectoryTest
+from vua.connector.refusals import REFUSALS
 
 # Starts the command with a vLLM that only says that it was started.
 SCRIPT = r"""
@@ -59,6 +60,17 @@ class TestServe(DirectoryTest):
         done = self.serve("serve", "m", "--vua-path", f"{self.root}/kv")
         self.assertEqual(f"vua-vllm: KV cache in {self.root}/kv (made now, empty)\n", done.stderr)
         self.assertEqual((0, "started serve m\n[]\n"), (done.returncode, done.stdout))
+
+    def test_what_is_refused(self) -> None:
+        """It lists everything that is not stored, each with what to do; no engine is needed."""
+        done = self.serve("refused", vllm="missing")
+        self.assertEqual((0, ""), (done.returncode, done.stderr))
+        lines = done.stdout.splitlines()[:-1]
+        self.assertEqual(2 * len(REFUSALS), len(lines))
+        for one, why, do in zip(REFUSALS.values(), lines[::2], lines[1::2], strict=True):
+            self.assertEqual(f"{one.of}: {one.why.format('...')}", why)
+            self.assertEqual(f"    {one.do}", do)
+            self.assertGreater(len(one.do.split()), 1, one)
 
     def test_refused(self) -> None:
         """A directory that cannot be used ends it at once, in one line, with status 2."""

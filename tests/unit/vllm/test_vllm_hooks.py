@@ -55,6 +55,11 @@ class HooksTest(unittest.TestCase):
                 with self.assertRaisesRegex(ConfigError, words):
                     ask({"shared_storage_path": path})
 
+    def test_what_vllm_does_not_start(self) -> None:
+        """Nobody is promised service of an encoder-decoder model, which vLLM then refuses."""
+        with self.assertRaisesRegex(ConfigError, "start it without --kv-transfer-config"):
+            bare_connector("/nowhere", encoder_decoder=True)
+
     def hooks(self, made: Any) -> dict[str, tuple[Callable[[], Any], Any]]:
         """What vLLM calls in steps, with the answer that means "nothing cached"."""
         request, seen = SimpleNamespace(request_id="r"), KVConnectorOutput(invalid_block_ids={1})
