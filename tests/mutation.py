@@ -194,6 +194,42 @@ NAMED: tuple[Named, ...] = (
         "False",
     ),
     Named(
+        "a writer waits for the end of a sweep over very many chunks",
+        "vua/capacity/evictor.py",
+        "run.hurries and sweep.chunks > AT_ONCE",
+        "False",
+    ),
+    Named(
+        "each process sweeps for itself where times to live end",
+        "vua/capacity/reclaim.py",
+        "left_s > 0",
+        "False",
+    ),
+    Named(
+        "what was asked for since ranks were made ranks as before",
+        "vua/capacity/policy.py",
+        "~density.used_since(rows[is_same], made.time_s)",
+        "True",
+    ),
+    Named(
+        "all of a long log is learned at once",
+        "vua/capacity/policy.py",
+        "is_full and self._at_once",
+        "is_full",
+    ),
+    Named(
+        "a process deletes logs of others that write",
+        "vua/capacity/use_log.py",
+        "now_ns - one[0] >= _LIVE_NS and one[1][:16] not in live",
+        "True",
+    ),
+    Named(
+        "a process takes itself for the only writer",
+        "vua/capacity/usage.py",
+        "limits.max_bytes * self._share / writers",
+        "limits.max_bytes * self._share",
+    ),
+    Named(
         "a pin that comes during the rename is ignored",
         "vua/capacity/removal.py",
         "not pinned and _look(space, trash)[0]",

@@ -335,6 +335,7 @@ def told_victims(directory: int, after_ns: int, now_ns: int) -> Victims | None:
             is_sound = magic == _VICTIMS_MAGIC and many <= _MOST_VICTIMS and spaces <= _MOST_SPACES
             if not (is_sound and stat.S_ISREG(status.st_mode) and status.st_size == size):
                 return None
+            seen_ns = min(seen_ns, status.st_mtime_ns)
             if seen_ns <= after_ns or (until_ns and not now_ns < until_ns):
                 return None
             data = os.pread(fd, size - len(head), len(head))
@@ -356,7 +357,6 @@ def told_victims(directory: int, after_ns: int, now_ns: int) -> Victims | None:
     folders = np.array(names, dtype=object)[table["space"]]
     columns = table["rank"].copy(), table["mtime_ns"].copy(), folders
     found = Candidates(*columns, np.array(chunks, dtype=object))
-    seen_ns = min(seen_ns, status.st_mtime_ns)
     return Victims(seen_ns, until_ns, bool(lasts), found.in_order())
 
 

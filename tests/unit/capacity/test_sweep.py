@@ -258,6 +258,7 @@ class TestShared(SweepTest):
         again = told_victims(self.upkeep, 0, self.tick())
         assert again is not None
         self.assertLess(again.seen_ns, later_ns)
+        self.assertIsNone(told_victims(self.upkeep, again.seen_ns, self.tick()))  # once only
 
     def test_expiry(self) -> None:
         """Of all processes one sweeps for a time to live, and learns victims in the same sweep."""
