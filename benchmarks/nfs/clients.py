@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import random
+import subprocess
 import sys
 import time
 import traceback
@@ -292,6 +293,14 @@ def first_token(a: Path, _: Path) -> None:
     report(first_token=first_tokens(contextlib.nullcontext(f"file://{a}"), 5, 4096))
 
 
+def grown(a: Path, _: Path) -> None:
+    """What grows with the number of chunks, in RPCs: see `benchmarks/scale.py`."""
+    program, out = Path(__file__).resolve().parents[1] / "scale.py", Path("/run/scale.json")
+    words = [a / "kv", "--sizes", "300,1000,3000", "--rounds", "1", "--out", out]
+    subprocess.run([sys.executable, program, *words], stdout=subprocess.DEVNULL, check=True)
+    report(scale=json.loads(out.read_text(encoding="utf-8")))
+
+
 def main() -> int:
     """Do everything; return the exit status."""
     a, b, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
@@ -302,8 +311,9 @@ def main() -> int:
         "costs": costs,
         "soon": soon,
         "first-token": first_token,
+        "scale": grown,
     }
-    for part in sys.argv[4].split(",") if len(sys.argv) > 4 else list(steps)[:-1]:
+    for part in sys.argv[4].split(",") if len(sys.argv) > 4 else list(steps)[:-2]:
         for mount in (a, b):
             (mount / part).mkdir(exist_ok=True)
         try:

@@ -5,14 +5,16 @@ guest (`guest.sh`), runs `clients.py` in it once per kind of mount, and prints w
 JSON object a line; exit status 1 when something is wrong. Takes minutes: the guest is slow, so read
 its RPC counts and not its milliseconds. With ``--parts first-token --mbit 800 --memory 7G`` a vLLM
 engine there loads plain and compressed prompts by turns; the guest then maps more pages, one by
-one, than Linux allows a process: ``sysctl -w vm.max_map_count=2097152`` before. Needs Linux on
-x86-64, root (the guest's root is the host's file system), and on Debian
+one, than Linux allows a process: ``sysctl -w vm.max_map_count=2097152`` before. With ``--parts
+scale --mounts 4.2 --out docs/measurements/scale.json`` that file gets what `benchmarks/scale.py`
+finds. Needs Linux on x86-64, root (the guest's root is the host's file system), and on Debian
 ``apt-get install user-mode-linux nfs-kernel-server kmod iproute2``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -34,6 +36,7 @@ def main() -> int:
     parser.add_argument("--parts", default="across,race,costs")
     parser.add_argument("--timeout", type=float, default=1500.0)
     parser.add_argument("--modules", type=Path, help="of the guest's kernel, one folder a release")
+    parser.add_argument("--out", type=Path, help="put there what the part `scale` reports")
     given = parser.parse_args()
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     missing = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
@@ -58,6 +61,10 @@ def main() -> int:
     for line in lines:
         if line.startswith(("{", "guest: ", "Traceback", "  File")) or "Error" in line:
             print(line, flush=True)
+        if line.startswith('{"scale"') and given.out:
+            there = json.loads(given.out.read_text("utf-8")) if given.out.exists() else {}
+            there |= json.loads(line)["scale"]
+            given.out.write_text(json.dumps(there, indent=1) + "\n", encoding="utf-8")
     mounts = len(given.mounts.split(","))
     ran = sum(line.startswith('{"nfs"') for line in lines)
     wrong = any('"holds": false' in line or "failed" in line for line in lines)

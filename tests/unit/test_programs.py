@@ -8,9 +8,11 @@ import unittest
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import mutation
+import scale
 from gpu import first_run
 from helpers import ROOT
 
@@ -63,6 +65,39 @@ class TestPrograms(unittest.TestCase):
         for named in mutation.NAMED:
             with self.subTest(named.name):
                 self.assertEqual(named.name, mutation.named_mutant(named).name)
+
+    def test_scale_benchmark(self) -> None:
+        """What grows with chunks is measured and fitted; the largest size tests the fit."""
+        with tempfile.TemporaryDirectory() as name:
+            out = Path(name) / "result.json"
+            words = ("--sizes", "64,128,256", "--only", "du", "--rounds", "1", "--out", str(out))
+            done = run("benchmarks/scale.py", f"{name}/kv", *words)
+
+            self.assertEqual(0, done.returncode, done.stderr)
+            self.assertIn("predictions of the largest size are within 25 %", done.stdout)
+            (found,) = json.loads(out.read_text()).values()
+            self.assertEqual([64, 128, 256], found["sizes"])
+            self.assertEqual({"64", "128", "256"}, {*found["costs"]["du"]})
+            self.assertFalse(Path(name, "kv").exists())
+
+    def test_lines_are_fitted(self) -> None:
+        """A line that is measured predicts what comes; neither part of it is negative."""
+        line = [(n, 3.0 + 0.5 * n) for n in (10, 30, 100)]
+        np.testing.assert_allclose((3.0, 0.5), scale.fitted(line), rtol=1e-6)
+        np.testing.assert_allclose(
+            (0.0, 2.0), scale.fitted([(n, 2.0 * n) for n in (1, 2, 4)]), atol=1e-9
+        )
+        base, slope = scale.fitted([(1, 5.0), (2, 4.0), (4, 1.0)])
+        self.assertTrue(base >= 0 and slope >= 0)
+        costs = {
+            n: {"cpu_s": 1 + n / 100, "peak_mb": 50, "requests": n * n} for n in (100, 200, 400)
+        }
+        report = {"sizes": [*costs], "costs": {"x": {str(n): one for n, one in costs.items()}}}
+        rows = {one["measure"]: one for one in scale.predictions(report)}
+        self.assertAlmostEqual(1.0, rows["cpu_s"]["of_measured"], places=6)
+        self.assertAlmostEqual(1e7, rows["cpu_s"]["goals"][2], delta=10)
+        self.assertLess(rows["requests"]["of_measured"], 0.75)  # control: it is no line
+        self.assertIn("2 of 3", scale.summary(report | {"date": "today"}))
 
     @pytest.mark.thorough
     def test_directory_benchmark(self) -> None:

@@ -1,0 +1,594 @@
+"""What grows with the number of chunks: measured, fitted, and predicted to a thousand million.
+
+    python benchmarks/scale.py /mnt/disk/new --sizes 10000,30000,100000,300000,1000000
+    python benchmarks/scale.py --bucket seaweedfs --sizes 1000,3000,10000
+    python benchmarks/scale.py /mnt/disk/new --engine --sizes 600000
+
+The first two fill a new directory (of whatever file system it lies on), or a bucket, to each size
+in turn with sparse files: a valid header, and zeros that take no space. On ext4 a chunk takes 8 KiB
+and two inodes. At each size every command runs in a process of its own, and an engine's process
+starts, stores a prompt and loads it. Measured are processor time, peak memory and requests: those
+of a bucket, RPCs of a mount of NFS. Lines are fitted to all sizes but the largest one, which they
+predict; the last columns are predictions from all. Wall time is in the report alone: other work on
+the machine changes it.
+
+`--engine` measures an engine beside eviction in a full directory: how long a new process takes to
+store its first chunk; writers' times with and without eviction, by turns; system calls and looks
+for an evicted chunk (with strace); how long a burst of eviction keeps the interpreter lock.
+
+The directory is removed at the end. `--out` writes the report, `--markdown` puts the table of all
+reports in FILE into a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from buckets import moto, seaweedfs, speaking_to
+from directory import CODEC, IDENTITY, LAYOUT, PROMPT_CHUNKS, keys_of
+from house import ROOT, replace_between
+from tools import fill
+from vua.capacity import scan
+from vua.capacity.evictor import Evictor
+from vua.capacity.lease import upkeep_directory
+from vua.capacity.limits import Limits
+from vua.capacity.lru import next_tick_ns
+from vua.capacity.policy import LRU, LeastHitDensity
+from vua.device.buffers import StagingBuffer
+from vua.storage.base import WRITTEN
+from vua.storage.bucket import Bucket
+from vua.storage.location import BucketPath, is_url
+from vua.store.place import create_namespace
+from vua.store.store import Loader
+from vua.store.writer import EntryWriter
+from vua.testing.proxy import FaultyProxy
+
+NEW = 1 << 28
+"""Prompts from here on are stored by nobody but who measures."""
+COMMANDS = {
+    "du": ["du", "{}"],
+    "du --quick": ["du", "{}", "--quick"],
+    "ls": ["ls", "{}"],
+    "gc": ["gc", "{}", "--yes"],
+    "gc --quick": ["gc", "{}", "--quick", "--yes"],
+    "top --once": ["top", "{}", "--once", "--interval", "1s"],
+    "events": ["events", "{}", "--json"],
+    "verify --sample 1%": ["verify", "{}", "--sample", "1%"],
+}
+USE = "an engine: store, look up, load"
+WITHIN = 0.25
+"""By so much a prediction may be wrong."""
+GOALS = (10**7, 10**8, 10**9)
+BURST = 512
+LATE_S = 0.0005
+
+
+# -- children -------------------------------------------------------------------------------------
+
+
+class Engine:
+    """What an engine does with a cache."""
+
+    def __init__(self, place: str, most: int) -> None:
+        """Open it; ``most``: its limit in bytes."""
+        bounds = Limits(max_bytes=most, min_free_bytes=0)
+        at = BucketPath(Bucket.at(place)) if is_url(place) else Path(place)
+        space = create_namespace(at, IDENTITY, [LAYOUT], bounds=bounds)
+        self.store = space.stores[0]
+        memory = StagingBuffer(LAYOUT, LAYOUT.full, 1).memory
+        self.saver, self.loader = EntryWriter(self.store, memory), Loader(self.store, memory)
+
+    def save(self, prompt: int, places: Sequence[int]) -> list[float]:
+        """Store chunks of a prompt; return what each took, in s. Those refused are inf."""
+        keys, took = keys_of(prompt), []
+        for place in places:
+            began = time.perf_counter()
+            done = self.saver.save([keys[place]]) == [WRITTEN]
+            took.append(time.perf_counter() - began if done else float("inf"))
+        return took
+
+
+def work_use(place: str, most: int) -> dict[str, Any]:
+    """Store a prompt, look it up, load it."""
+    engine, prompt = Engine(place, most), NEW + random.randrange(NEW)
+    stored = engine.save(prompt, range(PROMPT_CHUNKS))
+    keys = keys_of(prompt)
+    found = engine.store.lookup(keys)
+    loaded = sum(engine.loader.load([keys[at]]).chunks for at in range(found))
+    engine.store.close()
+    return {"stored": sum(one < float("inf") for one in stored), "loaded": loaded}
+
+
+def work_start(place: str, most: int, began_s: float) -> dict[str, Any]:
+    """Return after how many seconds the first chunk is stored, and refusals before that."""
+    ready_s, refused, cpu_s = time.monotonic(), 0, time.process_time()
+    engine, prompt = Engine(place, most), NEW + random.randrange(NEW)
+    while engine.save(prompt + refused, [0]) == [float("inf")]:
+        refused += 1
+        time.sleep(0.01)
+    stored_s, cpu_s = time.monotonic(), time.process_time() - cpu_s
+    engine.store.close()
+    return {
+        "s": stored_s - ready_s,
+        "cpu_s": cpu_s,
+        "with_imports_s": stored_s - began_s,
+        "refused": refused,
+        "evicted": engine.store.capacity.counts["chunks_evicted"] if engine.store.capacity else 0,
+    }
+
+
+def work_writer(place: str, most: int, prompts: int) -> dict[str, Any]:
+    """Return what storing a chunk took, in ms."""
+    engine, first = Engine(place, most), NEW + random.randrange(NEW)
+    took: list[float] = []
+    for prompt in range(first, first + prompts):
+        engine.store.used(keys_of(prompt), 0)
+        took += engine.save(prompt, range(PROMPT_CHUNKS))
+    engine.store.close()
+    stored = np.array([one for one in took if one < float("inf")]) * 1e3
+    p50, p99, most_ms = np.percentile(stored, [50, 99, 100]).tolist()
+    counts = engine.store.capacity.counts if engine.store.capacity else Counter[str]()
+    return {
+        "p50": p50,
+        "p99": p99,
+        "most": most_ms,
+        "refused": len(took) - len(stored),
+        "evicted": counts["chunks_evicted"],
+    }
+
+
+def work_calls(place: str) -> dict[str, Any]:
+    """Evict a burst, which looks for victims, and when told so two more."""
+    evictor, upkeep, looks = Evictor(place, policy=LRU()), upkeep_directory(place), 0
+    real = scan.columns_of
+
+    def columns_of(space: scan.Space, fan: str) -> tuple[list[str], scan.Column]:
+        nonlocal looks
+        found = real(space, fan)
+        looks += len(found[0])
+        return found
+
+    with mock.patch.object(scan, "columns_of", columns_of):
+        gone = evictor.evict(BURST * CODEC.file_nbytes, next_tick_ns(upkeep)).chunks
+    told = {"looks": looks / (gone + evictor.left)}
+    print("ready", flush=True)
+    sys.stdin.readline()
+    told["gone"] = evictor.evict(2 * BURST * CODEC.file_nbytes, next_tick_ns(upkeep)).chunks
+    print("done", flush=True)
+    sys.stdin.readline()
+    return told
+
+
+def work_lock(place: str, name: str, bursts: int) -> dict[str, Any]:
+    """Evict bursts in a thread; return what they keep from another one, in ms for each burst.
+
+    Its own delays are counted by a thread that sleeps for half a millisecond at a time. The time
+    that the evicting thread runs outside of the kernel is the most that it can hold the lock for.
+    """
+    policy = LRU() if name == "LRU" else LeastHitDensity(place)
+    evictor, upkeep = Evictor(place, policy=policy), upkeep_directory(place)
+    found: list[dict[str, float]] = []
+    evicting, over = threading.Event(), threading.Event()
+    late: list[float] = []
+
+    def evict() -> None:
+        for _ in range(bursts):
+            late.clear()
+            before = resource.getrusage(resource.RUSAGE_THREAD)
+            evicting.set()
+            gone = evictor.evict(BURST * CODEC.file_nbytes, next_tick_ns(upkeep)).chunks
+            evicting.clear()
+            after = resource.getrusage(resource.RUSAGE_THREAD)
+            own = 1e3 * (after.ru_utime - before.ru_utime)
+            delays = [*late] or [0.0]
+            found.append({"own": own, "late": sum(delays), "longest": max(delays), "gone": gone})
+            time.sleep(0.02)
+        over.set()
+
+    thread = threading.Thread(target=evict)
+    thread.start()
+    while not over.is_set():
+        began = time.perf_counter()
+        time.sleep(LATE_S)
+        delay_s = time.perf_counter() - began - LATE_S
+        if evicting.is_set() and delay_s > LATE_S:
+            late.append(1e3 * delay_s)
+    thread.join()
+    return {"bursts": found}
+
+
+WORK: dict[str, Callable[..., dict[str, Any]]] = {
+    "use": work_use,
+    "start": work_start,
+    "writer": work_writer,
+    "calls": work_calls,
+    "lock": work_lock,
+}
+
+
+def child(place: str, name: str, *words: object) -> list[str]:
+    """Return the command of a process that does one of :data:`WORK`, and prints a JSON object."""
+    return [sys.executable, __file__, place, "--work", name, *map(json.dumps, words)]
+
+
+def told_by(command: Sequence[str]) -> dict[str, Any]:
+    """Run a child; return what it says."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# -- an engine beside eviction --------------------------------------------------------------------
+
+
+def engine(root: Path, chunks: int, rounds: int, prompts: int) -> dict[str, Any]:
+    """Measure an engine in a directory that is full."""
+    nbytes, place = CODEC.file_nbytes, str(root)
+    report: dict[str, Any] = {"chunks": chunks}
+
+    def stored() -> int:
+        """The bytes of all chunks now."""
+        folders = (root / IDENTITY.namespace).glob("??")
+        return nbytes * sum(1 for folder in folders for _ in os.scandir(folder))
+
+    report["start"] = []
+    for share in (1.0, 0.99):
+        one = told_by(child(place, "start", int(share * stored()), time.monotonic()))
+        report["start"].append({"limit_share": share, **one})
+        print(
+            f"a new process, limit {share:.0%} of what is stored: first chunk after {one['s']:.2f} "
+            f"s ({one['cpu_s']:.2f} s of CPU), with imports {one['with_imports_s']:.2f} s; "
+            f"refused before: {one['refused']}",
+            flush=True,
+        )
+    writers: dict[str, list[dict[str, Any]]] = {"without": [], "beside": []}
+    for turn in range(rounds):
+        for name in sorted(writers, reverse=bool(turn % 2)):
+            most = stored() if name == "beside" else 1 << 60
+            writers[name].append(told_by(child(place, "writer", most, prompts)))
+    ratios = [
+        now["p99"] / before["p99"]
+        for before, now in zip(writers["without"], writers["beside"], strict=True)
+    ]
+    p99 = {name: statistics.median(one["p99"] for one in found) for name, found in writers.items()}
+    report["writers"] = writers | {"p99_ratio": statistics.median(ratios)}
+    print(
+        f"a chunk stored, p99: {p99['without']:.2f} ms without eviction, {p99['beside']:.2f} "
+        f"beside it; {report['writers']['p99_ratio']:.2f} times, median of {rounds} turns",
+        flush=True,
+    )
+    report["calls"] = calls(place)
+    if report["calls"]:
+        print(
+            f"an evicted chunk: {report['calls']['own']:.1f} system calls of its own, "
+            f"{report['calls']['looks']:.1f} looks",
+            flush=True,
+        )
+    report["lock"] = locks(root, chunks)
+    return report
+
+
+def calls(place: str) -> dict[str, float]:
+    """Count the system calls of an eviction whose victims are known; without strace nothing."""
+    if shutil.which("strace") is None:
+        print("no strace: system calls are not counted")
+        return {}
+    pipe = subprocess.PIPE
+    with tempfile.NamedTemporaryFile() as counts, subprocess.Popen(
+        child(place, "calls"), stdin=pipe, stdout=pipe, text=True
+    ) as process:  # fmt: skip
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        words = ["strace", "-f", "-qq", "-c", "-o", counts.name, "-p", str(process.pid)]
+        with subprocess.Popen(words, stderr=subprocess.DEVNULL) as tracer:
+            status = Path(f"/proc/{process.pid}/status")
+            while "TracerPid:\t0\n" in status.read_text():
+                time.sleep(0.01)
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            process.stdout.readline()
+            tracer.send_signal(signal.SIGINT)
+        told = json.loads(process.communicate("end\n")[0].splitlines()[-1])
+        lines = Path(counts.name).read_text().splitlines()
+    rows = [line.split() for line in lines if line[:1].isspace()]
+    total = sum(int(row[3]) for row in rows if row[-1] != "total")
+    return {"own": total / told["gone"], "looks": told["looks"]}
+
+
+def locks(root: Path, chunks: int) -> dict[str, Any]:
+    """Measure how long bursts keep the interpreter lock, by LRU and by a log of 8 MiB."""
+    log = LeastHitDensity(root)
+    some = range(0, chunks // PROMPT_CHUNKS, max(1, chunks // PROMPT_CHUNKS // 12_288))
+    for prompt in (*some, *some[-4096:], *some[-4096:]):
+        keys = keys_of(prompt)
+        log.asked([keys[place].name for place in range(PROMPT_CHUNKS)])
+    report = {}
+    for name in ("LRU", "hit density"):
+        bursts = told_by(child(str(root), "lock", name, 60))["bursts"]
+        report[name] = bursts
+        first, later = bursts[0], bursts[1:]
+        own, longest = ([one[what] for one in later] for what in ("own", "longest"))
+        print(
+            f"a burst of {BURST} chunks, {name}: its thread runs {statistics.median(own):.0f} ms "
+            f"outside of the kernel, {max(own):.0f} at most; another thread is late by "
+            f"{max(longest):.1f} ms at most. The first one, with its sweep: {first['own']:.0f} ms, "
+            f"late by {first['longest']:.1f} ms at most",
+            flush=True,
+        )
+    return report
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """Of one process."""
+
+    cpu_s: float
+    peak_mb: float
+    requests: int
+    wall_s: float
+
+
+MEASURES = ("cpu_s", "peak_mb", "requests")
+
+
+def cost_of(command: Sequence[str], requests: Callable[[], int]) -> Cost:
+    """Run a command to its end."""
+    before, began_s = requests(), time.monotonic()
+    with tempfile.TemporaryFile("w+") as told:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=told)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            told.seek(0)
+            sys.exit(f"{' '.join(command)}: exit {process.returncode}\n{told.read()[-2000:]}")
+    wall_s = time.monotonic() - began_s
+    cpu_s = usage.ru_utime + usage.ru_stime
+    return Cost(cpu_s, usage.ru_maxrss / 1024, requests() - before, wall_s)
+
+
+def measured(place: str, chunks: int, only: Sequence[str], requests: Callable[[], int],
+             rounds: int) -> dict[str, Cost]:  # fmt: skip
+    """Measure all commands on a place of so many chunks; the least of some rounds."""
+    vua = [sys.executable, "-m", "vua.cli"]
+    found: dict[str, Cost] = {}
+    most = 2 * (chunks + 10_000) * CODEC.file_nbytes
+    for name in only:
+        command = child(place, "use", most)
+        if name != USE:
+            command = [*vua, *(word.format(place) for word in COMMANDS[name])]
+        runs = [cost_of(command, requests) for _ in range(rounds)]
+        found[name] = Cost(*map(min, zip(*runs, strict=True)))
+        one = found[name]
+        print(
+            f"{chunks:>11,} chunks  {name:32} {one.cpu_s:8.2f} s CPU {one.peak_mb:7.0f} MB "
+            f"{one.requests:8,} requests {one.wall_s:8.2f} s",
+            flush=True,
+        )
+    return found
+
+
+def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return a line (at 0, per chunk), neither of them negative, of the least relative errors."""
+    n, y = (np.array(column, dtype=float) for column in zip(*points, strict=True))
+    weight = 1 / np.maximum(y, 1e-9)
+    columns = np.stack([np.ones_like(n), n], axis=1) * weight[:, None]
+    best, least = (0.0, 0.0), float("inf")
+    for used in ((0, 1), (0,), (1,)):
+        found = np.zeros(2)
+        found[[*used]] = np.linalg.lstsq(columns[:, [*used]], y * weight, rcond=None)[0]
+        error = float(np.square(columns @ found - y * weight).sum())
+        if (found >= 0).all() and error < least * (1 - 1e-9):
+            best, least = (float(found[0]), float(found[1])), error
+    return best
+
+
+def predictions(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return for each command and measure the largest size's prediction, and those beyond."""
+    sizes = sorted(map(int, report["sizes"]))
+    rows = []
+    for name, by_size in report["costs"].items():
+        for measure in MEASURES:
+            points = [(float(n), float(by_size[str(n)][measure])) for n in sizes]
+            if not any(y for _, y in points):
+                continue
+            base, slope = fitted(points[:-1])
+            there = base + slope * sizes[-1]
+            base, slope = fitted(points)
+            rows.append({
+                "what": name, "measure": measure, "measured": [y for _, y in points],
+                "predicted": there, "of_measured": there / points[-1][1] if points[-1][1] else 1.0,
+                "goals": [base + slope * goal for goal in GOALS],
+            })  # fmt: skip
+    return rows
+
+
+UNITS = {"cpu_s": "s", "peak_mb": "MB", "requests": "requests"}
+
+
+def shown(value: float) -> str:
+    """Return a number with two digits or so."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return what was measured and predicted, Markdown."""
+    sizes = sorted(map(int, report["sizes"]))
+    heads = [report["kind"], "", *(f"{n:,}" for n in sizes), "predicted / measured"]
+    lines = [[*heads, *(f"10^{len(str(goal)) - 1}" for goal in GOALS)]]
+    lines.append(["---", "---", *["--:"] * (len(lines[0]) - 2)])
+    before = ""
+    for row in predictions(report):
+        name = "" if row["what"] == before else row["what"]
+        before = row["what"]
+        numbers = [shown(one) for one in row["measured"]]
+        goals = [shown(one) for one in row["goals"]]
+        lines.append([name, UNITS[row["measure"]], *numbers, f"{row['of_measured']:.2f}", *goals])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("|  |", "| |")
+
+
+def summary(report: dict[str, Any]) -> str:
+    """Say how many predictions are within the bounds."""
+    rows = predictions(report)
+    far = [one for one in rows if abs(one["of_measured"] - 1) > WITHIN]
+    text = f"{len(rows) - len(far)} of {len(rows)} predictions of the largest size are within 25 %"
+    if far:
+        names = (f"{one['what']}, {UNITS[one['measure']]} {one['of_measured']:.2f}" for one in far)
+        text += f"; not: {'; '.join(names)}"
+    return f"{report['date']}: {text}."
+
+
+# -- places ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def bucket(name: str) -> Iterator[tuple[str, Callable[[], int]]]:
+    """Yield an empty place in a bucket of a server on this machine, and a count of requests."""
+    server = seaweedfs() if name == "seaweedfs" else None
+    asked: Counter[str] = Counter()
+
+    def plan(_: int, method: str, path: str) -> str:
+        asked["LIST" if method == "GET" and "list-type" in path else method] += 1
+        return ""
+
+    proxy = FaultyProxy(server.endpoint if server else moto(), plan)
+    try:
+        with speaking_to(proxy.endpoint):
+            yield server.place() if server else "s3://vua/scale", asked.total
+    finally:
+        proxy.close()
+
+
+def rpcs_of(root: Path) -> Callable[[], int]:
+    """Return a count of the RPCs of the mount that a directory lies on; of other mounts 0."""
+    path = str(ROOT / "benchmarks" / "nfs")
+    with mock.patch.object(sys, "path", [path, *sys.path]):
+        from clients import rpcs
+    return lambda: sum(rpcs(root).values())
+
+
+def copy(root: Path, place: str) -> None:
+    """Copy a directory into a bucket, where it is a cache, too."""
+    target = BucketPath(Bucket.at(place))
+
+    def put(path: Path) -> None:
+        target.bucket.put((target / str(path.relative_to(root))).key, path.read_bytes())
+
+    with ThreadPoolExecutor(16) as pool:
+        for _ in pool.map(put, filter(Path.is_file, root.rglob("*"))):
+            pass
+
+
+def grown(
+    place: str, kind: str, options: argparse.Namespace, requests: Callable[[], int]
+) -> dict[str, Any]:
+    """Fill a place to each size, and measure there."""
+    sizes = sorted(-(-n // PROMPT_CHUNKS) * PROMPT_CHUNKS for n in options.sizes)
+    only = options.only or [*COMMANDS, USE]
+    report: dict[str, Any] = {"kind": kind, "sizes": sizes, "costs": {name: {} for name in only}}
+    before = 0
+    for chunks in sizes:
+        with contextlib.ExitStack() as stack:
+            root = Path(place)
+            if options.bucket:
+                root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vua-scale-")))
+            began_s = time.monotonic()
+            fill(root, chunks, before)
+            if options.bucket:
+                copy(root, place)
+            print(f"{chunks:>11,} chunks  made in {time.monotonic() - began_s:.0f} s", flush=True)
+        before = chunks
+        for name, cost in measured(place, chunks, only, requests, options.rounds).items():
+            report["costs"][name][str(chunks)] = cost._asdict()
+    report["date"] = time.strftime("%Y-%m-%d", time.gmtime())
+    return report
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure what is asked for."""
+    if options.bucket:
+        with bucket(options.bucket) as (place, requests):
+            return grown(place, f"bucket, {options.bucket}", options, requests)
+    root = Path(options.directory)
+    if not options.use:
+        root.mkdir()
+    try:
+        if not options.engine:
+            kind = subprocess.run(
+                ["df", "--output=fstype", root], stdout=subprocess.PIPE, text=True, check=True
+            ).stdout.split()[-1]
+            return grown(str(root), kind, options, rpcs_of(root))
+        chunks = max(options.sizes) // PROMPT_CHUNKS * PROMPT_CHUNKS
+        if not options.use:
+            fill(root, chunks)
+        return engine(root, chunks, options.rounds, options.prompts)
+    finally:
+        if not (options.keep or options.use):
+            shutil.rmtree(root, ignore_errors=True)
+
+
+def main() -> None:
+    """Fill, measure, predict, remove."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", nargs="?", help="a new one")
+    parser.add_argument("--bucket", choices=("seaweedfs", "moto"), help="instead of a directory")
+    parser.add_argument(
+        "--sizes", type=lambda text: [int(one) for one in text.split(",")],
+        default=[10_000, 30_000, 100_000, 300_000, 1_000_000], help="in chunks",
+    )  # fmt: skip
+    parser.add_argument("--only", type=lambda text: text.split(","), help="these commands")
+    parser.add_argument("--rounds", type=int, default=2, help="of each command; of the writers")
+    parser.add_argument("--engine", action="store_true", help="an engine beside eviction")
+    parser.add_argument("--prompts", type=int, default=100, help="that a writer stores")
+    parser.add_argument("--use", action="store_true", help="with --engine: it is there already")
+    parser.add_argument("--keep", action="store_true", help="do not remove the directory")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="put the report there, by kind")
+    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="show all reports of --out")
+    parser.add_argument("--work", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        name, *words = options.work
+        print(json.dumps(WORK[name](options.directory, *map(json.loads, words))))
+        return
+    if (options.directory is None) == (options.bucket is None):
+        parser.error("give the name of a new directory, or --bucket")
+    report = run(options)
+    if not options.engine:
+        print(table(report), summary(report), sep="\n")
+    if options.out:
+        there = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {}
+        there["engine" if options.engine else report["kind"]] = report
+        options.out.write_text(json.dumps(there, indent=1) + "\n", encoding="utf-8")
+        if options.markdown:
+            shown_ = [one for name, one in there.items() if name != "engine"]
+            text = "\n".join(f"{table(one)}\n{summary(one)}\n" for one in shown_)
+            replace_between(options.markdown, "scale", text)
+
+
+if __name__ == "__main__":
+    main()
