@@ -419,6 +419,7 @@ def _look_at(space: NamespaceCatalog, past: Seen | None, show: Show) -> Seen | N
         for at in np.flatnonzero(~known).tolist():
             known[at] = _is_whole(layouts, space.shards(bytes(rows["name"][at]).hex()))
         whole[start : start + len(rows)] = known
+    find = None  # its memory is needed now
     return Seen(layouts, tree, whole, tree.reached(whole))
 
 
@@ -465,7 +466,7 @@ def _only_in(one: Seen | None, other: Seen | None, *, last_first: bool = False) 
             at = find(rows["name"])
             which[start : start + len(rows)] &= ~other.holds(at)
         del find
-    order = one.tree.order(which)
+    order = one.tree.order(which) if which.any() else np.empty(0, dtype=np.int64)
     del which
     for start in range(0, len(order), _BATCH):
         part = order[::-1][start : start + _BATCH] if last_first else order[start : start + _BATCH]

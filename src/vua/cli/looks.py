@@ -16,6 +16,7 @@ few ten thousand runs, of which a page shows the wide ones.
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,8 +67,8 @@ _LISTED: Final = 20
 class Runs:
     """The runs of a namespace's tree: arrays over them, every run after the one it follows."""
 
-    names: list[str]
-    """Each run's first chunk, 64 hex digits: constant when the run grows, or branches."""
+    digests: npt.NDArray[np.void]
+    """Each run's first chunk, 32 bytes, ascending: constant when the run grows, or branches."""
     parent: _Ints
     """The preceding run; -1 at a prompt's beginning."""
     chunks: _Ints
@@ -80,10 +81,35 @@ class Runs:
     total_uses: _Ints
     last_used_ns: _Ints
     """The latest mtime in the run and all that follow."""
-    children: list[list[int]]
-    beginnings: list[int]
     unreachable: int
     """Chunks whose prefix is incomplete."""
+    _order: _Ints
+    """Runs by the run that they follow."""
+    _starts: _Ints
+    """Where in that those begin that follow nothing, the first run, the second, and so on."""
+
+    @property
+    def names(self) -> list[str]:
+        """Each run's first chunk, 64 hex digits."""
+        return [bytes(one).hex() for one in self.digests]
+
+    def name(self, run: int) -> str:
+        return bytes(self.digests[run]).hex()
+
+    def find(self, name: str) -> int:
+        """Return the run that begins with a chunk; -1 if there is none."""
+        if len(name) != 64 or name.strip("0123456789abcdef"):
+            return -1
+        run = bisect_left(range(len(self.digests)), name, key=self.name)
+        return run if run < len(self.digests) and self.name(run) == name else -1
+
+    def children(self, run: int) -> _Ints:
+        """Return the runs that follow a run; for -1 those that begin prompts."""
+        return self._order[self._starts[run + 1] : self._starts[run + 2]]
+
+    @property
+    def beginnings(self) -> _Ints:
+        return self.children(-1)
 
     def boxes(self, focus: str, by: str) -> list[dict[str, object]]:
         """Return the boxes to draw, generation by generation, from the run ``focus`` on.
@@ -93,25 +119,24 @@ class Runs:
         first box; for "", or if it is gone, the beginnings of prompts are.
         """
         weight = self.total_nbytes if by == "nbytes" else self.total_chunks
-        at = self.names.index(focus) if focus in self.names else -1
-        first = self.beginnings if at < 0 else [at]
+        at = self.find(focus)
+        first = self.beginnings if at < 0 else np.array([at])
         whole = max(1, int(weight[first].sum()))
         queue = deque([(-1, 0, 0.0, first)])  # (box above, generation, x, runs)
         boxes: list[dict[str, object]] = []
         while queue and len(boxes) < _MOST_BOXES:
             above, row, x, members = queue.popleft()
-            narrow: list[int] = []
-            for run in sorted(members, key=lambda one: (-int(weight[one]), self.names[one])):
+            order = members[np.argsort(-weight[members], kind="stable")]
+            is_wide = weight[order] / whole >= _NARROWEST
+            narrow = order[~is_wide]
+            for run in order[is_wide].tolist():
                 width = int(weight[run]) / whole
-                if width < _NARROWEST:
-                    narrow.append(run)
-                    continue
-                queue.append((len(boxes), row + 1, x, self.children[run]))
+                queue.append((len(boxes), row + 1, x, self.children(run)))
                 boxes.append(
                     {**self.describe(run), "x": x, "width": width, "row": row, "above": above}
                 )
                 x += width
-            if narrow:
+            if len(narrow):
                 width = int(weight[narrow].sum()) / whole
                 summed = {
                     "chunks": int(self.total_chunks[narrow].sum()),
@@ -125,19 +150,19 @@ class Runs:
 
     def describe(self, run: int) -> dict[str, object]:
         return {
-            "name": self.names[run],
+            "name": self.name(run),
             "own_chunks": int(self.chunks[run]),
             "place": int(self.place[run]),
             "chunks": int(self.total_chunks[run]),
             "nbytes": int(self.total_nbytes[run]),
             "uses": int(self.total_uses[run]),
             "last_used_s": int(self.last_used_ns[run]) / 1e9,
-            "branches": len(self.children[run]),
+            "branches": len(self.children(run)),
         }
 
     def path(self, name: str) -> list[dict[str, object]]:
         """Return a run and its predecessors, first ones first; [] if it is gone."""
-        run = self.names.index(name) if name in self.names else -1
+        run = self.find(name)
         found = []
         while run >= 0:
             found.append(self.describe(run))
@@ -149,7 +174,7 @@ class Runs:
 
         Hottest: used most while the page was open; ties by the latest use.
         """
-        firsts = np.array(self.beginnings, dtype=np.int64)
+        firsts = self.beginnings
         largest = firsts[np.argsort(-self.total_nbytes[firsts], kind="stable")][:_LISTED]
         hottest = np.lexsort((-self.last_used_ns, -self.total_uses))[:_LISTED]
         return {
@@ -188,7 +213,7 @@ def runs_of(tree: PrefixTree, uses: Indices, stands_for: _Floats | None = None) 
         np.add.at(used, run, uses[part][at].astype(np.int64))
         np.maximum.at(newest, run, rows["mtime_ns"][at])
     return _linked(
-        list(tree.named(heads)),
+        tree.rows(heads)["name"],
         parent,
         chunks,
         [total, nbytes, used, newest],
@@ -216,47 +241,45 @@ def _heads(tree: PrefixTree, is_lost: npt.NDArray[np.bool_]) -> Indices:
 
 
 def _linked(
-    names: list[str], parent: _Ints, length: _Ints, own: list[_Ints], *, unreachable: int
+    digests: npt.NDArray[np.void],
+    parent: _Ints,
+    length: _Ints,
+    own: Sequence[_Ints],
+    *,
+    unreachable: int,
 ) -> Runs:
     """Add up the totals; ``own``: each run's own chunks, bytes, uses, and its latest mtime.
 
     ``length`` is a run's number of chunks, which in a sample differs from what it adds.
     """
-    children: list[list[int]] = [[] for _ in names]
-    beginnings: list[int] = []
-    for run, before in enumerate(parent.tolist()):
-        (children[before] if before >= 0 else beginnings).append(run)
-    order = list(beginnings)
-    for run in order:  # grows meanwhile
-        order += children[run]
-    lengths = length.tolist()
-    place = [0] * len(names)
-    chunks, nbytes, uses, newest = (one.tolist() for one in own)
-    above = parent.tolist()
-    for run in order:
-        if above[run] >= 0:
-            place[run] = place[above[run]] + lengths[above[run]]
-    for run in reversed(order):
-        before = above[run]
-        if before >= 0:
-            chunks[before] += chunks[run]
-            nbytes[before] += nbytes[run]
-            uses[before] += uses[run]
-            newest[before] = max(newest[before], newest[run])
-    at, *totals = (np.array(one, dtype=np.int64) for one in (place, chunks, nbytes, uses, newest))
-    all_chunks, all_nbytes, all_uses, latest_ns = totals
+    order = np.argsort(parent, kind="stable")
+    starts = np.searchsorted(parent[order], np.arange(-1, len(parent) + 1))
+    place = np.zeros(len(parent), dtype=np.int64)
+    chunks, nbytes, uses, newest = own = [one.copy() for one in own]
+    level = order[: starts[1]]
+    levels = []
+    while len(level):
+        levels.append(level)
+        counts = starts[level + 2] - starts[level + 1]
+        first = np.repeat(starts[level + 1] - (np.cumsum(counts) - counts), counts)
+        level = order[first + np.arange(counts.sum())]
+        place[level] = place[parent[level]] + length[parent[level]]
+    for level in reversed(levels[1:]):
+        for total in (chunks, nbytes, uses):
+            np.add.at(total, parent[level], total[level])
+        np.maximum.at(newest, parent[level], newest[level])
     return Runs(
-        names=names,
+        digests=digests.copy(),
         parent=parent,
         chunks=length,
-        place=at,
-        total_chunks=all_chunks,
-        total_nbytes=all_nbytes,
-        total_uses=all_uses,
-        last_used_ns=latest_ns,
-        children=children,
-        beginnings=beginnings,
+        place=place,
+        total_chunks=chunks,
+        total_nbytes=nbytes,
+        total_uses=uses,
+        last_used_ns=newest,
         unreachable=unreachable,
+        _order=order,
+        _starts=starts,
     )
 
 

@@ -9,7 +9,14 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = ["DOLLARS_PER_GB_MONTH", "KINDS", "REQUESTS_AT_ONCE", "cost_dollars", "requests"]
+__all__ = [
+    "DOLLARS_PER_GB_MONTH",
+    "KINDS",
+    "PRICES",
+    "REQUESTS_AT_ONCE",
+    "cost_dollars",
+    "requests",
+]
 
 _DOLLARS: Final[Mapping[str, float]] = {
     "list": 5e-6,
@@ -19,7 +26,12 @@ _DOLLARS: Final[Mapping[str, float]] = {
     "copy": 5e-6,
     "delete": 0.0,
 }
-"""Per request to AWS S3 Standard in us-east-1. A bulk deletion counts as one request."""
+"""Per request, see `PRICES`. A bulk deletion counts as one request."""
+PRICES: Final = (
+    "AWS S3 Standard, us-east-1 (https://aws.amazon.com/s3/pricing), as "
+    "https://c3x.dev/blog/s3-request-fees-explained gives them, read on 2026-11-26"
+)
+"""Whose prices these are, and where and when they were read."""
 KINDS: Final = tuple(_DOLLARS)
 """Kinds of requests, as :attr:`vua.storage.bucket.Bucket.counts` has them."""
 DOLLARS_PER_GB_MONTH: Final = 0.023
