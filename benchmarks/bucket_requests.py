@@ -6,8 +6,8 @@ Fills a bucket in memory with so many chunks (one object each, in prompts of 32 
 objects `parents/` that engines write), runs every command that looks at all of it, and counts
 requests by kind. Two sizes give the requests that every call needs and those for each chunk. So it
 prints those for 10^6 and 10^8 chunks, and what they cost by the prices of
-`vua.storage.bucket_cost`. A second tensor-parallel rank's entries are objects of their own, and come
-on top.
+`vua.storage.bucket_cost`. The entries of a second tensor-parallel rank are objects of their own,
+and come on top.
 """
 
 from __future__ import annotations

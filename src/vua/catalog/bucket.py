@@ -53,7 +53,7 @@ from vua.format.parse import EntryInfo, parse_entry
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.base import entry_name, parse_name
-from vua.storage.bucket import Bucket
+from vua.storage.bucket import Bucket, Meta
 from vua.storage.bucket_cost import DOLLARS_PER_GB_MONTH
 from vua.storage.bucket_mark import (
     adopted_bucket,
@@ -132,10 +132,16 @@ class BucketNamespace(ListedNamespace):
         self._told: set[str] = set()
         """Chunks of which they tell it."""
         marked: dict[str, ListedChunk] = {}
-        for number, item in enumerate(walk(place)):
+
+        def take(meta: Meta) -> None:
+            item = _item(place, meta)
+            if item.kind == "description":
+                return
             if item.kind == "entry":
                 chunk = self.chunks.setdefault(item.chunk, ListedChunk(item.chunk))
                 chunk.add(item.path, item.nbytes, item.modified_s, item.shard)
+                if len(self.chunks) % 1000 == 0:
+                    show(self.name[:SHORT], amount=len(self.chunks), unit="chunks")
             elif item.kind == "stray":
                 self.strays.append(item.path)
             elif match := _MARK.fullmatch(item.path):
@@ -147,8 +153,9 @@ class BucketNamespace(ListedNamespace):
                     beside.pins.append(match[3])
             else:
                 self._note(item)
-            if number % 1000 == 0:
-                show(self.name[:SHORT], amount=len(self.chunks), unit="chunks")
+
+        place.bucket.walk_at_once(place.key, take)
+        self.chunks = dict(sorted(self.chunks.items()))
         for name, beside in marked.items():
             if here := self.chunks.get(name):
                 here.marks, here.pins, here.before = beside.marks, beside.pins, beside.before
@@ -453,14 +460,17 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
 
 
 def walk(place: BucketPath) -> Iterator[Item]:
-    """Yield the objects of a namespace, except its description. Raises StorageError."""
-    for meta in place.bucket.walk(place.key):
-        path = meta.key.removeprefix(f"{place.key}/")
-        entry, kind, chunk, shard = entry_at(path), kind_at(path), "", None
-        if entry:
-            chunk, shard = parse_name(entry)
-        if kind != "description":
-            yield Item(path, kind, meta.nbytes, meta.modified_s, chunk=chunk, shard=shard)
+    """Return the objects of a namespace, except its description. Raises StorageError."""
+    items = (_item(place, meta) for meta in place.bucket.walk(place.key))
+    return (one for one in items if one.kind != "description")
+
+
+def _item(place: BucketPath, meta: Meta) -> Item:
+    path = meta.key.removeprefix(f"{place.key}/")
+    entry, kind, chunk, shard = entry_at(path), kind_at(path), "", None
+    if entry:
+        chunk, shard = parse_name(entry)
+    return Item(path, kind, meta.nbytes, meta.modified_s, chunk=chunk, shard=shard)
 
 
 def _holds_entry(bucket: Bucket, key: str) -> bool:
