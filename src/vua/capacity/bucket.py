@@ -6,9 +6,11 @@ in a directory; its ``ttl_s`` is the life of an unused object.
 
 :class:`Renewal` keeps used objects young, since a bucket counts from the last write. If the cache's
 ``bounds.json`` has a ``ttl_s``, a use renews objects older than half of it: the server copies them.
-A process checks a chunk at most four times in such a life, by one request; a renewal takes two
-copies and a deletion per object. This happens on its own thread. Entries that a check no longer
-finds are reported, so that a directory can upload them again.
+What a lookup or a load was answered tells how old an object is, so a young one costs no request.
+Else a process checks a chunk at most four times in such a life, by one request, so that processes
+that use the same chunk renew it once; a renewal takes two copies and a deletion per object. This
+happens on its own thread. Entries that a check no longer finds are reported, so that a directory
+can upload them again.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from vua.storage.local import chunk_path
 from vua.storage.location import BucketPath
 from vua.storage.mark import LIMITS_FILE
 from vua.storage.names import PIN, entry_at
+from vua.storage.object import ObjectStorage
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -194,16 +197,17 @@ class Renewal:
 
     def __init__(
         self,
-        place: BucketPath,
+        storage: ObjectStorage,
         bounds: Limits | None = None,
         seen: Callable[[str, Collection[str]], None] | None = None,
     ) -> None:
-        """Renew objects of the namespace in ``place``; sends nothing.
+        """Renew objects of a namespace; sends nothing.
 
         The shorter ``ttl_s`` of ``bounds`` and ``bounds.json`` applies. ``seen`` is called after
         each listing of a chunk with its entries in the bucket.
         """
-        self._place, self._bounds, self._seen = place, bounds or Limits(), seen
+        self._place, self._bounds, self._seen = storage.directory, bounds or Limits(), seen
+        self._times = storage.times
         self.counts: Counter[str] = Counter()
         """So far: looked (chunks), renewed (objects), failed."""
         self._touches: Touches[Sequence[str]] = Touches(self._renew)
@@ -231,8 +235,9 @@ class Renewal:
             for chunk in chunks:
                 if life_s is None or time.monotonic() > self._stop_s:
                     return
-                if self._recent.passes(chunk):
-                    self._look(chunk, time.time() - life_s / 2)
+                before_s = time.time() - life_s / 2
+                if (self._times.get(chunk) or 0.0) < before_s and self._recent.passes(chunk):
+                    self._look(chunk, before_s)
         except (OSError, ConfigError) as problem:  # what is left is looked at the next time
             self.counts["failed"] += 1
             log.debug("%s: not renewed: %s", self._place, problem)
@@ -257,7 +262,9 @@ class Renewal:
         bucket, folder = self._place.bucket, self._place / chunk_path(chunk)
         if self._file:
             try:
-                if bucket.head((folder / self._file).key).modified_s >= before_s:
+                modified_s = bucket.head((folder / self._file).key).modified_s
+                self._times.note(chunk, modified_s)
+                if modified_s >= before_s:
                     return
             except FileNotFoundError:
                 pass  # stored in other shards, or gone
@@ -268,8 +275,10 @@ class Renewal:
                 continue
             names.add(name)
             self._file = one.key.rpartition("/")[2]
+            self._times.note(chunk, one.modified_s)
             if one.modified_s < before_s:
                 bucket.renew(one.key)
+                self._times.note(chunk, time.time())
                 self.counts["renewed"] += 1
         if self._seen is not None:
             self._seen(chunk, names)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final
@@ -23,6 +24,7 @@ from vua.errors import CorruptEntryError, NotWritableError, StorageError
 from vua.format.compressed import PACKAGE, Compressed, compress, decompressed, is_available
 from vua.format.entry import AUTO, MAX_HEADER_NBYTES, OFF
 from vua.format.parse import later_form
+from vua.io.forks import new_lock
 from vua.storage.base import (
     FAILED,
     PRESENT,
@@ -39,7 +41,7 @@ from vua.storage.location import BucketPath
 from vua.storage.names import COMPRESSED_SUFFIX, entry_at, is_compressed
 from vua.storage.parents import ParentNotes
 
-__all__ = ["Compression", "ObjectStorage"]
+__all__ = ["Compression", "ObjectStorage", "WriteTimes"]
 
 log = logging.getLogger(__name__)
 
@@ -158,6 +160,27 @@ _BATCH_NBYTES: Final = 256 << 20
 """Some rounds of 16 times 8 MiB: at the end of a call most connections wait for the slowest."""
 
 
+class WriteTimes:
+    """When chunks' objects were last written, as far as answers told. Thread-safe."""
+
+    def __init__(self, room: int = 1 << 16) -> None:
+        """Remember at most ``room`` chunks."""
+        self._room, self._lock = room, new_lock()
+        self._known: OrderedDict[str, float] = OrderedDict()
+
+    def note(self, chunk: str, modified_s: float) -> None:
+        with self._lock:
+            self._known[chunk] = modified_s
+            self._known.move_to_end(chunk)
+            if len(self._known) > self._room:
+                self._known.popitem(last=False)
+
+    def get(self, chunk: str) -> float | None:
+        """Return a time in seconds since 1970 by the server's clock; None if it is not known."""
+        with self._lock:
+            return self._known.get(chunk)
+
+
 class ObjectStorage:
     """One namespace in a bucket; see :class:`vua.storage.base.Storage` for its promises.
 
@@ -185,6 +208,7 @@ class ObjectStorage:
         self._renewed_s: float | None = None
         self._compression = None if codec == OFF else Compression(codec, str(place))
         self._notes = ParentNotes(place)
+        self.times = WriteTimes()
 
     def close(self) -> None:
         """Write which chunk precedes which; the bucket stays open for others."""
@@ -225,6 +249,7 @@ class ObjectStorage:
         name, whole = batch.names[index], nbytes == batch.nbytes
 
         def note(meta: Meta) -> None:
+            self.times.note(name.partition("/")[0], meta.modified_s)
             if tags.setdefault(index, meta.tag) != meta.tag:
                 raise FileNotFoundError(name)  # replaced between two requests
 
@@ -336,7 +361,9 @@ class ObjectStorage:
             with suppress(OSError):
                 if key in self._bucket.stuck:
                     return None
-                return self._bucket.head(key).nbytes
+                meta = self._bucket.head(key)
+                self.times.note(key.rsplit("/", 2)[1], meta.modified_s)
+                return meta.nbytes
             return None
 
         keys = [self._keys(name) for name in names]

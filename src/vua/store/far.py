@@ -55,7 +55,7 @@ class RenewingCapacity(BucketCapacity):
     def __init__(self, storage: ObjectStorage, bounds: Limits | None) -> None:
         super().__init__(storage.directory, bounds)
         self._storage = storage
-        self.renewals = [Renewal(storage.directory, bounds)]
+        self.renewals = [Renewal(storage, bounds)]
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
         """Renew old objects among the first ``chunks``, in the background."""
@@ -85,7 +85,7 @@ class TieredCapacity(Capacity):
         self.travel = Travel(near, storage.far, name, self, where=where, rules=rules)
         storage.travels, seen = self.travel, self.travel.seen_behind
         self._buckets = [one for one in storage.far if isinstance(one, ObjectStorage)]
-        self.renewals = [Renewal(one.directory, bounds, seen) for one in self._buckets]
+        self.renewals = [Renewal(one, bounds, seen) for one in self._buckets]
         """Renew used objects, one per bucket."""
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 import unittest
+from collections import Counter
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 
 from buckets import memory_url, seaweedfs, speaking_to
 from commands import run
-from helpers import DirectoryTest, caches_of
+from helpers import DirectoryTest, caches_of, namespace_of
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
 from vua.storage.bucket import Bucket
@@ -105,6 +108,45 @@ class RenewalTest(DirectoryTest):
         """A server that copies nothing costs no hit."""
         with mock.patch.object(Bucket, "renew", side_effect=StorageError(5, "no")):
             self.assertEqual(0, self.use(1.1))
+
+
+class FleetTest(DirectoryTest):
+    """Processes that use the prompt of four chunks in a bucket, one after the other."""
+
+    def setUp(self) -> None:
+        """Store it; objects live for two days unused."""
+        super().setUp()
+        self.url = f"file://{self.root}/bucket"
+        self.counts: Counter[str] = Counter()
+        self.use()
+        self.assertEqual(0, run("ttl", self.url, "2d")[0])
+
+    def use(self) -> None:
+        """Store and load the prompt by a process of its own, and add up what it did."""
+        with VUA(CONFIG, self.url) as vua:
+            vua.put(TOKENS, KV)
+            self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
+            (renewal,) = namespace_of(vua).capacity.renewals
+        self.counts += renewal.counts
+
+    def age(self, days: float) -> None:
+        """Let the objects be as old as this."""
+        at_s = time.time() - days * DAY_S
+        for path in Path(self.root).rglob("*.safetensors"):
+            os.utime(path, (at_s, at_s))
+
+    def test_young(self) -> None:
+        """What a load was answered tells that objects are young: nobody asks for them."""
+        for _ in range(5):
+            self.use()
+        self.assertEqual(0, self.counts["looked"])
+
+    def test_old(self) -> None:
+        """An old object is renewed once, not once by each process, and asked for by one."""
+        self.age(1.1)
+        for _ in range(5):
+            self.use()
+        self.assertEqual((4, 4), (self.counts["renewed"], self.counts["looked"]))
 
 
 @pytest.mark.thorough
