@@ -529,7 +529,9 @@ def _look(catalog: Catalog, seen: dict[str, _Seen], talk: Talk, *, first: bool) 
         for what, count in now.counts.items():
             total[what] += count
         now.ages = _ages(now.tree)
-        if before is None or any(now.counts.values()) or now.ages != before.ages:
+        is_old = before is not None and now.ages == before.ages and not any(now.counts.values())
+        before = None  # its memory is needed now
+        if not is_old:
             talk.tell("views", ({one.name: _view(catalog, one, now)}, names))
     talk.tell("views", ({}, names))
     talk.tell("look", None if first or usage is None else total)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
 __all__ = ["Child", "Talk"]
@@ -33,7 +34,7 @@ class Talk:
         self._line, self._server, self._shown_s = line, server, 0.0
 
     def tell(self, what: str, value: object) -> None:
-        self._line.send((what, value))
+        self._line.send_bytes(ForkingPickler.dumps((what, value), 5))  # copies no array twice
 
     def show(
         self, text: str, done: int = 0, total: int = 0, *, amount: int = 0, unit: str = "B"
