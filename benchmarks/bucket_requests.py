@@ -29,22 +29,29 @@ from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import KINDS, PRICES, cost_dollars
 from vua.storage.local import entry_path
 from vua.storage.location import BucketPath
-from vua.storage.parents import write_parents
+from vua.storage.parents import FULL, write_parents
 from vua.store.namespace import Namespace
 from vua.store.place import create_namespace, locate
 
+TOO_MUCH = "`gc`, a hundredth too much"
+UNTOLD = "`gc`, the same without `parents/`"
 COMMANDS = {
     "`ls`": ["ls", "URL"],
     "`du`": ["du", "URL"],
     "`top --once` (two looks)": ["top", "URL", "--once", "--interval", "0.001"],
     "`events`": ["events", "URL"],
     "`gc`, nothing to do": ["gc", "URL", "--max-bytes", "1P", "--yes"],
-    "`gc`, a hundredth too much": ["gc", "URL", "--max-bytes", "LESS", "--yes"],
-    "`gc`, the same without `parents/`": ["gc", "URL", "--max-bytes", "LEAST", "--yes"],
+    TOO_MUCH: ["gc", "URL", "--max-bytes", "LESS", "--yes"],
+    UNTOLD: ["gc", "URL", "--max-bytes", "LEAST", "--yes"],
     "`verify`": ["verify", "URL"],
-    "`verify --sample 1%`": ["verify", "URL", "--sample", "1%"],
     "`rm --all`": ["rm", "URL", "--all", "--yes"],
 }
+RARE = {
+    (TOO_MUCH, "delete"): 100_000,
+    (UNTOLD, "delete"): 100_000,
+    (UNTOLD, "put"): FULL,
+}
+"""One request for so many chunks, of which the measured numbers have too few to tell."""
 TOLD = 1024
 """Chunks that one object of a writer tells of."""
 
@@ -89,7 +96,7 @@ def measured(number: int, chunks: int) -> dict[str, Counter[str]]:
     nbytes = chunks * CODEC.file_nbytes
     limits = {"LESS": f"{nbytes * 99 // 100}B", "LEAST": f"{nbytes * 98 // 100}B"}
     for name, words in COMMANDS.items():
-        if "without" in name:
+        if name == UNTOLD:
             bucket.delete([one.key for one in bucket.walk() if "/parents/" in one.key])
         found[name] = counted(url, bucket, [limits.get(word, word) for word in words])
     return found
@@ -113,6 +120,10 @@ def main() -> None:
             }
             fixed = {kind: large[name][kind] - each[kind] * sizes[1] for kind in KINDS}
             sent = {kind: round(max(0.0, fixed[kind]) + each[kind] * 10**power) for kind in KINDS}
+            sent |= {
+                kind: -(-(10**power) // chunks) for (one, kind), chunks in RARE.items()
+                if one == name
+            }  # fmt: skip
             kinds = ", ".join(f"{count:,} {kind.upper()}" for kind, count in sent.items() if count)
             row.append(f"{kinds} | {cost_dollars(sent):.4f}")
         print(f"| {name} | {' | '.join(row)} |")
