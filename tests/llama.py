@@ -75,6 +75,26 @@ def make_gguf(path: Path, *, seed: int = 0, **metadata: float) -> Path:
         add(f"blk.{layer}.ffn_gate", _INNER, _WIDTH)
         add(f"blk.{layer}.ffn_up", _INNER, _WIDTH)
         add(f"blk.{layer}.ffn_down", _WIDTH, _INNER)
+    return _written(writer, path)
+
+
+def make_gguf_adapter(path: Path, *, seed: int = 0, rank: int = 8) -> Path:
+    """Write a LoRA adapter of K's weights in all layers of such a model; return its path."""
+    from gguf import GGUFType, GGUFWriter
+
+    random = np.random.default_rng(seed)
+    writer = GGUFWriter(path, "llama")
+    writer.add_type(GGUFType.ADAPTER)
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(rank))
+    for layer in range(_LAYERS):
+        for end, shape in (("a", (rank, _WIDTH)), ("b", (_WIDTH // _HEADS * _KV_HEADS, rank))):
+            values = (random.standard_normal(shape) * 0.3).astype("f4")
+            writer.add_tensor(f"blk.{layer}.attn_k.weight.lora_{end}", values)
+    return _written(writer, path)
+
+
+def _written(writer: Any, path: Path) -> Path:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

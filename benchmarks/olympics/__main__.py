@@ -14,6 +14,7 @@ import datetime as dt
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from olympics.cells import ACCIDENTS, Field, NotRunError, control, run
+from olympics.cells import CELLS, Field, NotRunError, control, run
 from olympics.page import write
 from olympics.subjects import ROOT, SUBJECTS, Subject
 
@@ -29,16 +30,18 @@ RESULTS = ROOT / "docs" / "measurements" / "olympics.json"
 
 
 def version_of(subject: Subject, engine: str) -> str:
-    """Return a subject's version, by its packages' records."""
+    """Return a subject's version, by its packages' records; of VUA what its source is, too."""
     if not subject.package:
         return engine
-    places = [str(path) for path in (*subject.paths, ROOT / "src")]
-    for found in metadata.distributions(name=subject.package, path=places):
-        return found.version
     if subject.package == "vua":
         from vua import __version__
 
-        return str(__version__)
+        asked = ["git", "-C", str(ROOT), "rev-parse", "--short=10", "HEAD:src/vua"]
+        tree = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+        return f"{__version__}, tree {tree}" if tree else str(__version__)
+    places = [str(path) for path in (*subject.paths, ROOT / "src")]
+    for found in metadata.distributions(name=subject.package, path=places):
+        return found.version
     return metadata.version(subject.package)
 
 
@@ -46,7 +49,7 @@ def main() -> int:
     """Run what is asked for; return the exit status."""
     parser = argparse.ArgumentParser(prog="olympics", description=__doc__)
     parser.add_argument("--only", default=",".join(one.name for one in SUBJECTS))
-    parser.add_argument("--accidents", default=",".join(ACCIDENTS))
+    parser.add_argument("--accidents", default=",".join(CELLS), help="and controls")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--limit",

@@ -87,9 +87,11 @@ class Field:
         """Make the checkpoints: one, other weights, another rope; two adapters."""
         made = self.place / "made"
         if self.subject.engine == "llama":
-            from llama import make_gguf
+            from llama import make_gguf, make_gguf_adapter
 
             made.mkdir()
+            for seed in (1, 2):
+                make_gguf_adapter(made / f"adapter{seed}", seed=seed)
             make_gguf(made / "one", seed=1)
             make_gguf(made / "other", seed=2)
             make_gguf(made / "rope", seed=1, **{"llama.rope.freq_base": 500.0})
@@ -321,23 +323,27 @@ def killed(trial: Trial) -> Found:
     return trial.two_lives([kill, *look], [], look, whole=False)
 
 
-def full(trial: Trial) -> Found:
-    """The file system has room for three fifths of what is to be stored."""
-    look = asks(trial.prompts[:2])
-    steps = [*look, {"settle": str(trial.root)}]
-    trial.field.live(USUAL, steps, trial.root)
-    needed = sum(size + 4095 & ~4095 for size in files_of(trial.root).values())
-    shutil.rmtree(trial.root, ignore_errors=True)
-    trial.root = trial.shown = trial.folder / "small" / "kv"
-    trial.root.parent.mkdir()
-    size = f"size={max(needed * 3 // 5, 65536)}"
-    mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(trial.root.parent)]
-    if os.geteuid() or subprocess.run(mount, check=False).returncode:
-        raise NotRunError("a tmpfs needs root")
-    try:
-        return trial.two_lives(look, [], look)
-    finally:
-        subprocess.run(["umount", "-l", str(trial.root.parent)], check=False)
+def disk(fifths: int) -> Callable[[Trial], Found]:
+    """Return the accident that the file system has so much room for what is to be stored."""
+
+    def run(trial: Trial) -> Found:
+        look = asks(trial.prompts[:2])
+        steps = [*look, {"settle": str(trial.root)}]
+        trial.field.live(USUAL, steps, trial.root)
+        needed = sum(size + 4095 & ~4095 for size in files_of(trial.root).values())
+        shutil.rmtree(trial.root, ignore_errors=True)
+        trial.root = trial.shown = trial.folder / "small" / "kv"
+        trial.root.parent.mkdir()
+        size = f"size={max(needed * fifths // 5, 65536)}"
+        mount = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(trial.root.parent)]
+        if os.geteuid() or subprocess.run(mount, check=False).returncode:
+            raise NotRunError("a tmpfs needs root")
+        try:
+            return trial.two_lives(look, [], look)
+        finally:
+            subprocess.run(["umount", "-l", str(trial.root.parent)], check=False)
+
+    return run
 
 
 def failed(trial: Trial) -> Found:
@@ -354,16 +360,31 @@ def changed(after: Setup, before: Setup = USUAL) -> Callable[[Trial], Found]:
         look = asks(trial.prompts[:2])
         if before.tp == after.tp and trial.truths(before, look) == trial.truths(after, look):
             raise NotRunError("the change changes no token")
-        found = trial.two_lives(look, [], look, before, after)
-        if found.outcome in GOOD:
-            return found
-        shutil.rmtree(trial.root, ignore_errors=True)  # control: with that engine alone
-        alone = trial.two_lives(look, [], look, after, after)
-        if alone.outcome not in GOOD:
-            raise NotRunError(f"the second engine's own K and V are not right: {alone.detail}")
-        return found
+        return trial.two_lives(look, [], look, before, after)
 
     return run
+
+
+def alone(setup: Setup = USUAL) -> Callable[[Trial], Found]:
+    """Return the control that one kind of engine stores and looks, and nothing happens."""
+
+    def run(trial: Trial) -> Found:
+        look = asks(trial.prompts[:2])
+        return trial.two_lives(look, [], look, setup, setup)
+
+    return run
+
+
+def mounted(trial: Trial) -> Found:
+    """Control: the file system that has trouble on demand has none."""
+    with trial.on_troubled():
+        return alone()(trial)
+
+
+def kept(trial: Trial) -> Found:
+    """Control: as `deleted`, but the directory stays."""
+    stored, other = asks(trial.prompts[:2]), asks(trial.prompts[2:])
+    return trial.two_lives(stored, [], [*other, {"settle": str(trial.root)}, *stored])
 
 
 def deleted(trial: Trial) -> Found:
@@ -398,7 +419,7 @@ ACCIDENTS: dict[str, tuple[str, Callable[[Trial], Found]]] = {
     "swapped files": ("files of one size exchange their contents", damage("swap")),
     "truncated": ("each file is cut", damage("cut")),
     "killed writer": ("SIGKILL as soon as a file appears", killed),
-    "full disk": ("room for three fifths", full),
+    "full disk": ("room for three fifths", disk(3)),
     "failed store": ("each file takes 16 KiB, then EIO; later looked for on a sound disk", failed),
     "other weights": ("another checkpoint at the same path", changed(Setup(weights="other"))),
     "edited rope": ("`rope_theta` in config.json", changed(Setup(weights="rope"))),
@@ -413,6 +434,32 @@ ACCIDENTS: dict[str, tuple[str, Callable[[Trial], Found]]] = {
     "hanging disk": ("no operation ends", trouble(hang=True)),
 }
 """By name: in words, and what does it."""
+CONTROLS: dict[str, tuple[str, Callable[[Trial], Found]]] = {
+    "nothing": ("stored and looked for", alone()),
+    "a sound mount": ("by way of the file system that has trouble on demand", mounted),
+    "a larger disk": ("a tmpfs with room for twice as much", disk(10)),
+    "the other weights": ("they alone", alone(Setup(weights="other"))),
+    "the other rope": ("it alone", alone(Setup(weights="rope"))),
+    "the other adapter": ("it alone", alone(Setup(adapter="adapter2"))),
+    "two workers": ("they alone", alone(Setup(tp=2))),
+    "the other dtype": ("it alone", alone(Setup(dtype=1))),
+    "a directory that stays": ("a running engine asks for another prompt first", kept),
+}
+"""What is right where the store works at all: the same as an accident, without it."""
+CONTROL_OF = {
+    "failed store": "a sound mount",
+    "slow disk": "a sound mount",
+    "hanging disk": "a sound mount",
+    "full disk": "a larger disk",
+    "other weights": "the other weights",
+    "edited rope": "the other rope",
+    "adapter of one name": "the other adapter",
+    "other TP": "two workers",
+    "other dtype": "the other dtype",
+    "deleted directory": "a directory that stays",
+}
+"""By accident; of the rest "nothing" is the control."""
+CELLS = {**ACCIDENTS, **CONTROLS}
 
 
 def control(field: Field, seed: int) -> str:
@@ -430,14 +477,16 @@ def control(field: Field, seed: int) -> str:
 
 def run(field: Field, accident: str, seed: int) -> dict[str, Any]:
     """Run one cell; what is bad has to show twice."""
-    if (why := field.subject.lacks.get(accident)) is not None:
-        return asdict(Found("cannot be run", why))
+    lacks = field.subject.lacks
+    for one in (accident, *(one for one, its in CONTROL_OF.items() if its == accident)):
+        if one in lacks:
+            return asdict(Found("cannot be run", lacks[one]))
     outcomes = []
     for _ in range(2):
         field.until = time.monotonic() + LIVES * field.limit_s
         with tempfile.TemporaryDirectory(prefix="cell-", dir=field.place) as folder:
             try:
-                found = ACCIDENTS[accident][1](Trial(field, Path(folder), seed))
+                found = CELLS[accident][1](Trial(field, Path(folder), seed))
             except NotRunError as problem:
                 found = Found("cannot be run", str(problem)[:300])
             except RuntimeError as problem:

@@ -45,6 +45,8 @@ class Engine:
             xllamacpp.ggml_type, f"GGML_TYPE_{job['dtype']}"
         )
         given.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        adapters = [xllamacpp.CommonAdapterLoraInfo(path, 1.0) for path in job["adapters"]]
+        given.lora_adapters = adapters
         self.root = Path(job["transfer"]["root"]) if job.get("transfer") else None
         if self.root is not None:
             self.root.mkdir(exist_ok=True)
@@ -64,7 +66,7 @@ class Engine:
         self,
         prompt: list[int],
         new: int,
-        adapter: str | None,  # noqa: ARG002 - it has none
+        adapter: str | None,  # noqa: ARG002 - the server's, for all requests
     ) -> tuple[list[int], int]:
         """Restore the slot, where its file is there and llama.cpp takes it; generate; save it."""
         name = {"filename": f"{zlib.crc32(array('q', prompt).tobytes()):08x}.bin"}

@@ -1,20 +1,42 @@
-"""The olympics' tables in docs/comparison.md, from the file of results."""
+"""The tables in docs/comparison.md: the olympics' own, and all stores at a glance.
+
+What happened in accidents comes from the file of results, the rest from `facts.json` beside this
+file: per question and store a word, and the source that says so.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from olympics.cells import ACCIDENTS
+from olympics.cells import ACCIDENTS, CONTROL_OF, CONTROLS, GOOD
 
+FACTS = Path(__file__).with_name("facts.json")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "comparison.md"
-REGION = re.compile(r"(<!-- olympics -->\n).*?(<!-- /olympics -->)", re.DOTALL)
+REGIONS = {
+    name: re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    for name in ("at a glance", "olympics")
+}
+"""Both are made anew at once."""
 BAD = ("wrong", "crash", "hang")
+KNOWN_OR_OPEN = ("right", "not run", "not yet run")
+"""What a control may say without a mark at its accident."""
 WAITING = ("slow disk", "hanging disk")
 """Of these it is shown how long the answer took."""
+TOTAL = "accidents that were right or a miss"
+REPOSITORIES = {
+    "vllm": "vllm-project/vllm",
+    "lmcache": "LMCache/LMCache",
+    "sglang": "sgl-project/sglang",
+    "flexkv": "taco-project/FlexKV",
+}
+"""Where an issue or a pull request is."""
+Cells = dict[tuple[str, str], list[dict[str, Any]]]
+"""Per accident, or control, and store: the results, by seed."""
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -44,15 +66,84 @@ def cell(found: Sequence[dict[str, Any]]) -> str:
     return "; ".join(said) or "not yet run"
 
 
-def text(report: dict[str, Any]) -> str:
-    """Return what stands between the markers."""
-    cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
+def cells_of(report: dict[str, Any]) -> Cells:
+    """Return a report's cells by their place in the table."""
+    cells: Cells = {}
     for one in sorted(report["cells"], key=lambda one: one["seed"]):
         cells.setdefault((one["accident"], one["subject"]), []).append(one)
-    names = list(report["subjects"])
+    return cells
+
+
+def anchor(accident: str) -> str:
+    """Return the name of an accident's row, for links."""
+    return f"accident-{accident.replace(' ', '-').lower()}"
+
+
+def controlled(cells: Cells, accident: str, name: str) -> str:
+    """Return a cell, and its control where that was not right."""
+    words = cell(cells.get((accident, name), []))
+    control = cell(cells.get((CONTROL_OF.get(accident, "nothing"), name), []))
+    return words if control in KNOWN_OR_OPEN else f"{words} (control: {control})"
+
+
+def source(facts: dict[str, Any], where: str) -> str:
+    """Return the address of a source: a page of ours, a file, or an issue's number."""
+    if where.startswith("https://"):
+        return where
+    if found := re.fullmatch(r"(\w+)#(\d+)", where):
+        return f"https://github.com/{REPOSITORIES[found[1]]}/issues/{found[2]}"
+    name, colon, path = where.partition(":")
+    return f"{facts['sources'][name]}{path}" if colon else where
+
+
+def said(facts: dict[str, Any], fact: str | list[str]) -> str:
+    """Return a fact's cell: its word, which leads to its source."""
+    if isinstance(fact, str):
+        return fact
+    return f"[{fact[0]}]({source(facts, fact[1])})"
+
+
+def happened(cells: Cells, accident: str, subject: str) -> str:
+    """Return an accident's outcome for one store, which leads to the olympics' row."""
+    if accident == TOTAL:
+        found = [cells.get((one, subject), []) for one in ACCIDENTS]
+        outcomes = [each["outcome"] for one in found for each in one[:1]]
+        told = [one for one in outcomes if one != "cannot be run"]
+        words = f"{sum(one in GOOD for one in told)} of {len(told)}"
+        return f"[{words}](#the-corruption-olympics)" if told else "not run"
+    first = cells.get((accident, subject), [])[:1]
+    if not first or first[0]["outcome"] == "cannot be run":
+        return "not run"
+    word = first[0]["outcome"]
+    return f"[{f'**{word}**' if word in BAD else word}](#{anchor(accident)})"
+
+
+def glance(report: dict[str, Any], facts: dict[str, Any]) -> str:
+    """Return the table with one column per store."""
+    cells, columns = cells_of(report), facts["columns"]
+    rows = [["version, date", *(f"{one['version']}, {one['date']}" for one in columns.values())]]
+    for question, row in facts["rows"].items():
+        if question in ACCIDENTS or question == TOTAL:
+            shown = [happened(cells, question, one["subject"]) for one in columns.values()]
+        else:
+            shown = [said(facts, row[name]) for name in columns]
+        rows.append([row if isinstance(row, str) else question, *shown])
+    return table(["", *columns], rows)
+
+
+def text(report: dict[str, Any]) -> str:
+    """Return the olympics' tables."""
+    cells, names = cells_of(report), list(report["subjects"])
     rows = [
-        [f"{accident}: {words}", *(cell(cells.get((accident, name), [])) for name in names)]
+        [
+            f'<a id="{anchor(accident)}"></a>{accident}: {words}',
+            *(controlled(cells, accident, name) for name in names),
+        ]
         for accident, (words, _) in ACCIDENTS.items()
+    ]
+    controls = [
+        [f"{control}: {words}", *(cell(cells.get((control, name), [])) for name in names)]
+        for control, (words, _) in CONTROLS.items()
     ]
     who = [
         [name, one["version"], one["engine"], one["level"], one["settings"]]
@@ -70,6 +161,8 @@ def text(report: dict[str, Any]) -> str:
     parts = [
         f"Run {when}, seeds {', '.join(map(str, seeds))}, {report['machine']}.\n",
         table(["accident", *names], rows),
+        "Controls, the same without the accident:\n",
+        table(["control", *names], controls),
         table(["who", "version", "engine", "what is compared", "not its default"], who),
         "What was seen:\n",
         "\n".join(told) + "\n",
@@ -80,7 +173,14 @@ def text(report: dict[str, Any]) -> str:
 def write(report: dict[str, Any]) -> None:
     """Write the tables into the page."""
     page = PAGE.read_text("utf-8")
-    made, many = REGION.subn(lambda found: found[1] + text(report) + found[2], page)
-    if many != 1:
-        sys.exit(f"{PAGE}: expected <!-- olympics --> and <!-- /olympics --> once, found {many}")
-    PAGE.write_text(made, encoding="utf-8")
+    for name, made in made_of(report).items():
+        page, many = REGIONS[name].subn(lambda found, made=made: found[1] + made + found[2], page)
+        if many != 1:
+            sys.exit(f"{PAGE}: expected <!-- {name} --> and <!-- /{name} --> once, found {many}")
+    PAGE.write_text(page, encoding="utf-8")
+
+
+def made_of(report: dict[str, Any]) -> dict[str, str]:
+    """Return what stands in each region."""
+    facts = json.loads(FACTS.read_text("utf-8"))
+    return {"at a glance": glance(report, facts), "olympics": text(report)}

@@ -227,10 +227,7 @@ SUBJECTS = (
         "llama.cpp slot files", "llama", _folder, "", "tokens of llama.cpp's server",
         "the client restores and saves the slot under a name made of the prompt", paths=(LLAMA,),
         dtypes=("F16", "F16", "BF16"),
-        lacks={
-            "adapter of one name": "no adapter in GGUF's form was made",
-            "other TP": "it has none on a CPU",
-        },
+        lacks={"other TP": "it has none on a CPU"},
     ),
 )  # fmt: skip
 

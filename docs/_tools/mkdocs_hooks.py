@@ -15,6 +15,10 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+WIDE = {
+    "comparison.md": re.compile(r"<!-- at a glance -->\n(.*?)<!-- /at a glance -->\n", re.DOTALL)
+}
+"""Pages with a wide table, and where that is: they have no bars at their sides."""
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -41,6 +45,11 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Leaves only links to pages, and to other sites."""
     here = posixpath.dirname(page.file.src_uri)
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["navigation", "toc"]
+        markdown = WIDE[page.file.src_uri].sub(
+            r'<div class="wide" markdown>\n\n\1\n</div>\n', markdown
+        )
 
     def link(found: re.Match[str]) -> str:
         text, target = found[1], found[2]

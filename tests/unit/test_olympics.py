@@ -9,9 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from helpers import DirectoryTest
-from olympics.cells import ACCIDENTS, Found, judged, worse
+from olympics.cells import ACCIDENTS, CELLS, CONTROL_OF, CONTROLS, Found, judged, worse
 from olympics.damage import DAMAGES, FLIP_EVERY_NBYTES, files_of, payloads
-from olympics.page import PAGE, REGION, cell, text
+from olympics.page import (
+    FACTS,
+    PAGE,
+    REGIONS,
+    TOTAL,
+    cell,
+    cells_of,
+    controlled,
+    happened,
+    made_of,
+    source,
+)
 
 RESULTS = PAGE.parent / "measurements" / "olympics.json"
 
@@ -90,16 +101,56 @@ class TestPage(unittest.TestCase):
     """The published tables."""
 
     def test_the_page(self) -> None:
-        """The page shows what the file of results holds."""
+        """The page shows what the file of results and the facts hold."""
         report = json.loads(RESULTS.read_text())
-        shown = REGION.search(PAGE.read_text())
-        assert shown is not None
-
-        self.assertEqual(f"{shown[1]}{text(report)}{shown[2]}", shown[0])
+        for name, made in made_of(report).items():
+            shown = REGIONS[name].search(PAGE.read_text())
+            assert shown is not None
+            said = f"{name}: `python3 dev.py olympics --page` writes it"
+            self.assertTrue(f"{shown[1]}{made}{shown[2]}" == shown[0], said)
         for name in report["subjects"]:
             run = {one["accident"] for one in report["cells"] if one["subject"] == name}
-            self.assertLessEqual(run, set(ACCIDENTS), name)
             self.assertTrue(run, name)
+            self.assertLessEqual(run, set(CELLS), name)
+        self.assertEqual(set(CONTROLS), {"nothing", *CONTROL_OF.values()})
+
+    def test_facts(self) -> None:
+        """Each store has a word for each question, and each word that claims something a source."""
+        facts = json.loads(FACTS.read_text("utf-8"))
+        asked = {one for one, row in facts["rows"].items() if isinstance(row, str)}
+        self.assertLessEqual(asked, {*ACCIDENTS, TOTAL})
+        for name, column in facts["columns"].items():
+            self.assertTrue(column["version"] and column["date"].startswith("2026-"), name)
+            for question in facts["rows"].keys() - asked:
+                fact = facts["rows"][question][name]
+                with self.subTest(question, store=name):
+                    if isinstance(fact, str):
+                        self.assertIn(fact, ("no", "?", "\u2013", "Apache-2.0"))
+                    else:
+                        self.assertRegex(
+                            source(facts, fact[1]), r"^(https://\S+|[\w./-]*(#[\w-]+)?)$"
+                        )
+
+    def test_happened(self) -> None:
+        """A word about an accident is the olympics', and so is the count of them."""
+        base = {"subject": "A", "seed": 1, "afterwards": "", "tries": []}
+        found = {"restart": "right", "flipped bit": "wrong", "other TP": "cannot be run"}
+        made = [base | {"accident": one, "outcome": what} for one, what in found.items()]
+        cells = cells_of({"cells": made})
+        self.assertEqual("[right](#accident-restart)", happened(cells, "restart", "A"))
+        self.assertEqual("[**wrong**](#accident-flipped-bit)", happened(cells, "flipped bit", "A"))
+        for accident, subject in (("other TP", "A"), ("restart", "B"), (TOTAL, "B")):
+            self.assertEqual("not run", happened(cells, accident, subject))
+        self.assertIn("[1 of 2]", happened(cells, TOTAL, "A"))
+
+    def test_controls(self) -> None:
+        """A cell says so where the same without the accident was not right either."""
+        base = {"subject": "A", "seed": 1, "afterwards": "", "tries": []}
+        made = [base | {"accident": "other dtype", "outcome": "miss"}]
+        for outcome, expected in (("right", "miss"), ("crash", "miss (control: **crash**)")):
+            control = base | {"accident": "the other dtype", "outcome": outcome}
+            cells = cells_of({"cells": [*made, control]})
+            self.assertEqual(expected, controlled(cells, "other dtype", "A"))
 
     def test_cells(self) -> None:
         """Bad outcomes stand out; of a miss it is said whether it stays one."""
