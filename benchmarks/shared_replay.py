@@ -1,11 +1,15 @@
 """A trace through one directory that several processes of two hosts use, beside the simulator.
 
     python benchmarks/shared_replay.py TRACE [--requests 3000] [--processes 4] [--sizes 1%,3%]
+        [--sweep "to its end"|"by fan"]
 
 Each request goes to one of the processes by chance, the next one when it is answered: it is looked
 up, loaded and compared, and the rest is stored. Half of the processes stand for another host: other
 clocks and another name. Then the simulator of `dev.py replay` is given the same requests at the
 times at which they came here: the hits of the two are to agree, whatever process saw what.
+
+With `--sweep` these few blocks count as very many: victims are found as among more than 65,536, or
+than 6.5 million (see `lab.sweeps`), in the directory and in the simulator.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from pathlib import Path
 
 from lab.policies import POLICIES
 from lab.replay import Request, block_file_nbytes, read
+from lab.sweeps import Learned, Swept, swept
 from vua.cli.advise import Outcome, Past, simulate
 
 CHILD = """
@@ -38,7 +43,15 @@ if other:
 import json
 from pathlib import Path
 from lab.replay import Request, Session
+from lab.sweeps import room_of
+from vua.capacity import evictor, reclaim, scan
 
+if sys.argv[4]:
+    chunks = int(sys.argv[5])
+    evictor.AT_ONCE, reclaim.AT_ONCE, evictor._SHARED = 0, 0, 1
+    reclaim._FEW_VICTIMS = chunks // 128
+    evictor._VICTIMS = room_of(chunks) if sys.argv[4] == "by fan" else chunks // 8
+    scan._SAMPLED_CHUNKS = chunks // 16
 session = Session(Path(sys.argv[1]), int(sys.argv[2]))
 print("ready", flush=True)
 for line in sys.stdin:
@@ -50,13 +63,17 @@ session.close()
 
 
 @contextlib.contextmanager
-def children(root: Path, max_bytes: int, processes: int) -> Iterator[list[subprocess.Popen[str]]]:
+def children(
+    root: Path, room: int, processes: int, sweep: str
+) -> Iterator[list[subprocess.Popen[str]]]:
     """Start processes that use ``root``, half of them as of another host."""
+    max_bytes = room * block_file_nbytes()
     found: list[subprocess.Popen[str]] = []
     try:
         for number in range(processes):
             host = "other" if number % 2 else "this"
             words = [sys.executable, "-c", CHILD, str(root), str(max_bytes), host]
+            words += [sweep, str(room)]
             pipe = subprocess.PIPE
             found.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True))
         for child in found:
@@ -71,7 +88,9 @@ def children(root: Path, max_bytes: int, processes: int) -> Iterator[list[subpro
             child.wait()
 
 
-def shared(root: Path, requests: Sequence[Request], room: int, processes: int) -> list[Outcome]:
+def shared(
+    root: Path, requests: Sequence[Request], room: int, processes: int, sweep: str = ""
+) -> list[Outcome]:
     """Return what processes found and wrote together, and what simulated ones would have.
 
     Args:
@@ -79,11 +98,12 @@ def shared(root: Path, requests: Sequence[Request], room: int, processes: int) -
         requests: in order; their times are not looked at.
         room: blocks that fit.
         processes: how many.
+        sweep: how victims are found; "": as among so few blocks.
 
     Returns of the directory, of its policy simulated, and of LRU.
     """
     chance, timed, hits, written = random.Random(1), [], 0, 0
-    with children(root, room * block_file_nbytes(), processes) as started:
+    with children(root, room, processes, sweep) as started:
         began_s = time.monotonic()
         for request in requests:
             child = chance.choice(started)
@@ -95,8 +115,11 @@ def shared(root: Path, requests: Sequence[Request], room: int, processes: int) -
             one, other = map(int, child.stdout.readline().split())
             hits, written = hits + one, written + other
     real = Outcome(sum(len(one.whole) for one in requests), hits, written)
-    policies = [POLICIES[name](room, Past()) for name in ("hit density", "LRU")]
-    return [real, *simulate(timed, policies)]
+    dense, lru = simulate(timed, [POLICIES[name](room, Past()) for name in ("hit density", "LRU")])
+    if sweep:
+        policy = Swept(room, Learned(Past()), by_fan=sweep == "by fan", victims=room // 8)
+        dense = swept(timed, policy)
+    return [real, dense, lru]
 
 
 def main() -> None:
@@ -106,6 +129,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--sizes", default="1%,3%", help="of the distinct blocks")
+    parser.add_argument("--sweep", choices=("to its end", "by fan"), default="")
     parser.add_argument("--dir", type=Path, help="where to keep the store meanwhile")
     asked = parser.parse_args()
     requests = read(asked.trace, asked.requests)
@@ -118,7 +142,7 @@ def main() -> None:
         room = max(1, round(float(size.rstrip("%")) / 100 * distinct))
         root = Path(tempfile.mkdtemp(prefix="vua-shared-", dir=asked.dir))
         try:
-            real, dense, lru = shared(root, requests, room, asked.processes)
+            real, dense, lru = shared(root, requests, room, asked.processes, asked.sweep)
         finally:
             shutil.rmtree(root)
         ratio = real.hit_ratio / dense.hit_ratio

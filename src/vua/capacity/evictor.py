@@ -415,6 +415,10 @@ class Evictor:
         freed = NOTHING
         self._pool.put_back(self._spared)  # first in turn again, now perhaps for another prompt
         self._spared = []
+        sweep = self._sweep
+        if sweep is not None and self._pool_of is sweep and sweep.found:  # of all folders so far
+            known = Candidates.joined([self._pool.all(), sweep.take()])
+            self._fill(known, self._sweep_seen_ns, sweep)
         if self._pool and self._pool[-1].mtime_ns > run.now_ns + _FUTURE_NS:
             self._fill((), 0, None)  # the clock was set back since
         with spaces(self._root) as found:

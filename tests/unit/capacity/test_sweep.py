@@ -108,6 +108,28 @@ class TestParts(SweepTest):
             victims.evict(9 * NBYTES, self.tick(), hurries=True)
         self.assertEqual(left[:-9], self.stored())
 
+    def test_of_all_so_far(self) -> None:
+        """While a sweep goes on the lowest of all folders go that it has looked at by then."""
+        victims, gone = Evictor(self.root), list[int]()
+        with (
+            mock.patch.object(evictor, "AT_ONCE", 0),
+            mock.patch.object(evictor, "_VICTIMS", 400),
+            mock.patch.object(scan, "_SAMPLED_CHUNKS", 20),
+            self.counted() as looks,
+        ):
+            victims.evict(NBYTES, self.tick(), hurries=True)
+
+            def pulse() -> None:
+                if sum(looks.values()) == self.fans - 6:
+                    before = {*self.stored()}
+                    seen = {at for at in before if looks[self.names[at][:2]]}
+                    victims.evict(20 * NBYTES, self.tick(), hurries=True)
+                    gone.extend(before - {*self.stored()})
+                    self.assertEqual(sorted(seen)[-20:], sorted(gone))
+
+            victims.prepare(self.tick(), pulse)
+        self.assertEqual(20, len(gone))
+
     def test_exact(self) -> None:
         """Who does not hurry, and of few chunks everybody, evicts exactly the oldest."""
         for hurries in (False, True):

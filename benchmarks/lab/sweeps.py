@@ -1,0 +1,368 @@
+"""What directories of very many chunks find, whose victims come from a sweep, of an exact order.
+
+    PYTHONPATH=src:benchmarks python -m lab.sweeps "conversation=PATH,512,5" ...
+
+measures each trace (a name, a file, the tokens of its blocks, how many tenants): each tenant asks
+for blocks of his own, from a random time on, so that a trace of a few thousand blocks needs more
+room than the 65,536 chunks from which on a directory does not wait for the exact order. The rooms
+hold 65,536 blocks and more. The sweeps are those of `vua.capacity.scan: Sweep`, over simulated
+fan-out directories; around them stands what `vua.capacity.evictor` does with what they find:
+
+- *to its end*: up to 6.5 million chunks. Victims are those of the sample until the sweep has ended
+  beside the writers, and then the exact lowest.
+- *by fan*: from there on. Below a threshold all goes that one folder holds, then that of the next;
+  a parent may go before its children, which are of no use then.
+
+Writes docs/measurements/sweeps.json, and the table of docs/performance.md; without a trace the
+table alone.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import random
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from lab.replay import Request, read
+from vua.capacity.lru import MTIME_STEP_NS
+from vua.capacity.scan import HIGHEST, Candidates, Column, Rank, Sweep, by_mtime
+from vua.cli.advise import LRU, Dense, Outcome, Past, Policy, SimulatedStore, leading
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "measurements" / "sweeps.json"
+PAGE = ROOT / "docs" / "performance.md"
+REGION = re.compile(r"(<!-- sweeps -->\n).*?(<!-- /sweeps -->)", re.DOTALL)
+LEAST_ROOM: Final = (1 << 16) + 1
+PARTS: Final = (10,)
+"""Rooms, in percent of the distinct blocks: those that hold so many, and the first one."""
+AHEAD: Final = 1 / 50
+"""Share of the room for which the exact policy looks for victims at a time."""
+RANKED_S: Final = 60.0
+"""After so long ranks are made anew, and victims of a sweep to its end are too old: a directory has
+twenty times what either took."""
+STEP_BLOCKS: Final = 2
+"""Blocks that go while a sweep beside them looks at a folder: 3,000 in a second, of 65,537."""
+BURST: Final = 64
+"""So often, in blocks, what a sweep has found meanwhile is taken in."""
+_FANS: Final = 256
+_MIX: Final = 0x9E3779B97F4A7C15
+_UNKNOWN: Final = -(1 << 62)
+
+
+def tenants(requests: Sequence[Request], many: int, seed: int = 0) -> list[Request]:
+    """Return the requests of so many tenants, who begin at random times within the trace's."""
+    chance, longest_s = random.Random(seed), requests[-1].time_s
+    most = 1 + max(block for request in requests for block in request.blocks)
+    found = []
+    for tenant in range(many):
+        late_s, first = chance.uniform(0, longest_s) if tenant else 0.0, tenant * most
+        for one in requests:
+            blocks = tuple(first + block for block in one.blocks)
+            found.append(Request(blocks, one.tokens, one.time_s + late_s, one.block_tokens))
+    return sorted(found, key=lambda one: one.time_s)
+
+
+def room_of(chunks: int) -> int:
+    """Return for how few victims so many chunks are very many: a hundredth of them is more."""
+    return max(1, chunks // 128)
+
+
+class Fanned:
+    """Held blocks in fan-out directories, with the mtimes that a directory gives them."""
+
+    name = "simulated"
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.mtimes_ns: dict[int, int] = {}
+        self._fans: list[dict[int, None]] = [{} for _ in range(_FANS)]
+        self.looks = 0
+        """Blocks that were looked at."""
+
+    @staticmethod
+    def _fan(block: int) -> int:
+        return ((block + 1) * _MIX >> 40) % _FANS
+
+    def set(self, block: int, mtime_ns: int) -> None:
+        """Store a block, or note that it is used."""
+        if block not in self.mtimes_ns:
+            self._fans[self._fan(block)][block] = None
+        self.mtimes_ns[block] = mtime_ns
+
+    def drop(self, block: int) -> None:
+        """Leave a block out."""
+        del self.mtimes_ns[block]
+        del self._fans[self._fan(block)][block]
+
+    def fans(self) -> list[str]:
+        """Return their names."""
+        return [str(number) for number in range(_FANS)]
+
+    def columns(self, fan: str) -> tuple[list[str], Column]:
+        """Return a folder's blocks, by their numbers in the place of names, and mtimes."""
+        blocks = [*self._fans[int(fan)]]
+        self.looks += len(blocks)
+        mtimes_ns = np.array([self.mtimes_ns[one] for one in blocks], dtype=np.int64)
+        return cast("list[str]", blocks), mtimes_ns
+
+
+class Learned:
+    """Ranks by what was learned, made anew now and then, for all directories of one trace."""
+
+    def __init__(self, past: Past) -> None:
+        """Learn nothing by itself: ``past`` does."""
+        self.past, self.made_ns, self.rank = past, 0, by_mtime
+
+    def at(self, now_ns: int) -> int:
+        """Make ranks where those that there are, are old; return when they were made."""
+        if now_ns - self.made_ns < RANKED_S * 1e9 or not self.past.density.is_learned:
+            return self.made_ns
+        density, made_ns = self.past.density, now_ns
+        worths = density.worths(now_ns / 1e9)
+        known, rows = density.in_order()
+        ranks = (worths[rows] * 1e17).astype(np.int64)
+
+        def rank(chunks: Sequence[str], mtimes_ns: Column) -> Column:
+            names = np.array(chunks, dtype=np.uint64)
+            at = np.minimum(np.searchsorted(known, names), len(known) - 1)
+            old = np.where(known[at] == names, ranks[at], mtimes_ns + _UNKNOWN)
+            found: npt.NDArray[np.int64] = np.where(mtimes_ns >= made_ns, HIGHEST - 1, old)
+            return found
+
+        self.made_ns, self.rank = made_ns, rank
+        return made_ns
+
+
+class Swept(Policy):
+    """Evicts what sweeps find, in their order, as `vua.capacity.evictor` does."""
+
+    def __init__(
+        self,
+        capacity: int,
+        learned: Learned | None = None,
+        *,
+        by_fan: bool = False,
+        victims: int = 1 << 16,
+    ) -> None:
+        """Rank by what was ``learned``, or without it as LRU; ``by_fan``: see the module.
+
+        ``victims``: how many a sweep to its end finds at least.
+        """
+        super().__init__(capacity)
+        self._learned, self._by_fan = learned, by_fan
+        self._room = room_of(capacity) if by_fan else victims
+        self.folders = Fanned()
+        self._by_name = {Fanned.name: self.folders}
+        self._sweep: Sweep | None = None
+        self._pool, self._at = Candidates.of(()), 0
+        self._now_ns = self._ranked_ns = self._steps = 0
+        self.gone = 0
+        """Blocks that were evicted."""
+
+    def use(self, blocks: Sequence[int], hits: int, now_ns: int) -> int:  # noqa: ARG002
+        """Note a request."""
+        self._now_ns = now_ns
+        if self._learned is not None:
+            self._learned.past.meet(blocks, now_ns)
+        for place, block in enumerate(blocks):
+            self.folders.set(block, now_ns - place * MTIME_STEP_NS)
+        return len(blocks)
+
+    def drop(self, block: int) -> None:
+        """Note that a block is not held any more."""
+        self.folders.drop(block)
+        self.gone += 1
+
+    def victim(self) -> int:
+        """Return the block that is to go."""
+        self._rank_anew()
+        self._go_on()
+        while True:
+            while self._at < len(self._pool):
+                one = self._pool[self._at]
+                self._at += 1
+                block = cast("int", one.chunk)
+                if self.folders.mtimes_ns.get(block) == one.mtime_ns:
+                    return block
+            self._search()
+
+    @property
+    def _rank(self) -> Rank:
+        return by_mtime if self._learned is None else self._learned.rank
+
+    def _search(self) -> None:
+        if self._sweep is None:
+            self._sweep = Sweep([self.folders], self._room, self._rank)
+        while not (self._sweep.found or self._sweep.is_done):
+            self._sweep.step(self._by_name)
+        self._take(self._sweep)
+
+    def _go_on(self) -> None:
+        """Let a sweep that is to come to its end look at one folder more, now and then."""
+        self._steps += 1
+        if self._sweep is None or self._by_fan or self._steps % STEP_BLOCKS:
+            return
+        if not self._sweep.is_done:
+            self._sweep.step(self._by_name)
+        if self._sweep.is_done or not self._steps % BURST:
+            self._take(self._sweep)
+
+    def _take(self, sweep: Sweep) -> None:
+        self._order(Candidates.joined([self._pool[self._at :], sweep.take()]))
+        self._sweep = None if sweep.is_done else sweep
+
+    def _order(self, found: Candidates) -> None:
+        self._pool, self._at = found.in_order(), 0
+
+    def _rank_anew(self) -> None:
+        if self._learned is not None:
+            made_ns = self._learned.at(self._now_ns)
+            if made_ns != self._ranked_ns:
+                self._ranked_ns, left = made_ns, self._pool[self._at :]
+                if not self._by_fan:  # they are too old
+                    self._sweep, left = None, left[:0]
+                self._order(left.ranked(self._rank(left.chunks.tolist(), left.mtimes_ns)))
+
+
+class Directory(SimulatedStore):
+    """Evicts what its policy says, whether something follows it or not, as a directory does."""
+
+    def use(self, blocks: Sequence[int], now_ns: int) -> None:
+        """Find a request's leading blocks, store the rest, evict."""
+        hits = leading(self.held, blocks)
+        keep = self.policy.use(blocks, hits, now_ns)
+        new = [block for block in blocks[hits:keep] if block not in self.held]
+        self.held.update(dict.fromkeys(new, -1))
+        while len(self.held) > self.policy.capacity:
+            block = self.policy.victim()
+            self.policy.drop(block)
+            del self.held[block]
+        self.hit_blocks += hits
+        self.written_blocks += len(new)
+
+
+def swept(requests: Sequence[Request], policy: Swept) -> Outcome:
+    """Return what a directory finds and writes whose victims are found so."""
+    store, asked, now_ns = Directory(policy), 0, 0
+    for request in requests:
+        now_ns = max(int(request.time_s * 1e9), now_ns + 10**7)
+        asked += len(request.whole)
+        store.use(request.whole, now_ns)
+    return Outcome(asked, store.hit_blocks, store.written_blocks)
+
+
+def compared(requests: Sequence[Request], room: int, victims: int = 1 << 16) -> dict[str, Any]:
+    """Return the hits of exact policies and of sweeps, and blocks looked at for one that went."""
+    past = Past()
+    learned = Learned(past)
+    exact = {"LRU": LRU(room), "hit density": Dense(room, past, AHEAD)}
+    sweeps = {
+        ("LRU", "to its end"): Swept(room, victims=victims),
+        ("LRU", "by fan"): Swept(room, by_fan=True),
+        ("hit density", "to its end"): Swept(room, learned, victims=victims),
+        ("hit density", "by fan"): Swept(room, learned, by_fan=True),
+    }
+    stores = {name: SimulatedStore(policy) for name, policy in exact.items()}
+    directories = {name: Directory(policy) for name, policy in sweeps.items()}
+    asked = now_ns = 0
+    for request in requests:
+        now_ns = max(int(request.time_s * 1e9), now_ns + 10**7)
+        asked += len(request.whole)
+        for store in (*stores.values(), *directories.values()):
+            store.use(request.whole, now_ns)
+    hits = {name: store.hit_blocks for name, store in stores.items()}
+    return {
+        "blocks": room,
+        "exact": {name: many / asked for name, many in hits.items()},
+        "sweeps": [
+            {
+                "policy": policy,
+                "sweep": kind,
+                "hit_ratio": directories[policy, kind].hit_blocks / asked,
+                "of_exact": directories[policy, kind].hit_blocks / max(1, hits[policy]),
+                "looks": one.folders.looks / max(1, one.gone),
+            }
+            for (policy, kind), one in sweeps.items()
+        ],
+    }
+
+
+def measured(name: str, path: Path, block_tokens: int, many: int) -> dict[str, Any]:
+    """Return what all find over a trace."""
+    requests = tenants(read(path, block_tokens=block_tokens), many)
+    distinct = len({block for request in requests for block in request.whole})
+    sizes = [round(distinct * part / 100) for part in PARTS]
+    sizes = sorted({max(LEAST_ROOM, size) for size in sizes})
+    return {
+        "name": name,
+        "trace": path.name,
+        "tenants": many,
+        "requests": len(requests),
+        "distinct": distinct,
+        "rooms": [compared(requests, size) for size in sizes if size < distinct],
+        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
+    }
+
+
+def table(traces: Sequence[dict[str, Any]]) -> str:
+    """Return the table, Markdown."""
+    lines = [
+        ["trace, tenants", "room", "policy", "exact", "to its end", "looks", "by fan", "looks"],
+        ["---", "--:", "---", "--:", "--:", "--:", "--:", "--:"],
+    ]
+    for trace in traces:
+        first = f"{trace['name']}, {trace['tenants']:,}"
+        for room in trace["rooms"]:
+            part = f"{100 * room['blocks'] / trace['distinct']:.0f} %, {room['blocks']:,}"
+            for policy, exact in room["exact"].items():
+                cells = [first, part, policy, f"{exact:.4f}"]
+                for one in room["sweeps"]:
+                    if one["policy"] == policy:
+                        cells += [f"{one['of_exact']:.4f}", f"{one['looks']:.0f}"]
+                lines.append(cells)
+                first = part = ""
+    text = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return re.sub(r"\|  (?=\|)", "| ", text)
+
+
+def lowest(traces: Sequence[dict[str, Any]]) -> float:
+    """Return the least share of an exact policy's hits."""
+    return min(
+        one["of_exact"] for trace in traces for room in trace["rooms"] for one in room["sweeps"]
+    )
+
+
+def text(traces: Sequence[dict[str, Any]]) -> str:
+    """Return what stands between the markers."""
+    dates = sorted({trace["date"] for trace in traces})
+    least = f"The least share of an exact policy's hits is {lowest(traces):.4f}."
+    return f"{table(traces)}\nMeasured on {' and '.join(dates)}. {least}\n"
+
+
+def main() -> None:
+    """Measure the traces that are named, and write the table."""
+    there = json.loads(RESULTS.read_text("utf-8"))["traces"] if RESULTS.exists() else []
+    for word in sys.argv[1:]:
+        name, _, rest = word.partition("=")
+        path, size, many = rest.rsplit(",", 2)
+        one = measured(name, Path(path), int(size), int(many))
+        print(table([one]), flush=True)
+        there = [other for other in there if other["name"] != name] + [one]
+        RESULTS.write_text(json.dumps({"version": 1, "traces": there}, indent=1) + "\n", "utf-8")
+    page = PAGE.read_text("utf-8")
+    made, found = REGION.subn(lambda region: region[1] + text(there) + region[2], page)
+    if found != 1:
+        sys.exit(f"{PAGE}: expected <!-- sweeps --> and <!-- /sweeps --> once, found {found}")
+    PAGE.write_text(made, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
