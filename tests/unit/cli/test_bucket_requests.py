@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from buckets import memory_url
+from buckets import memory_url, seaweedfs, speaking_to
 from commands import run, run_json
 from helpers import DirectoryTest, caches_of
 from vua.core import VUA, VUAConfig
@@ -158,13 +158,17 @@ class ListingTest(unittest.TestCase):
 
     def setUp(self) -> None:
         """Write them."""
-        self.bucket = Bucket.at(memory_url())
+        self.bucket = Bucket.at(self.place())
         self.keys = ["space/namespace.json", "space/.stray", "space/parents/0123456789abcdef"]
         for number in range(300):
             name = hashlib.sha256(f"{number}".encode()).hexdigest()
             self.keys += [f"space/{name[:2]}/{name}/{file}" for file in ("one", "two")]
         for key in (*self.keys, "spaces/other", "space2"):
             self.bucket.put(key, b"")
+
+    def place(self) -> str:
+        """Return the URL of an empty bucket."""
+        return memory_url()
 
     def listed(self, least: int) -> tuple[list[str], int]:
         """List the folder; return the keys in the order in which they come, and the requests."""
@@ -204,6 +208,16 @@ class ListingTest(unittest.TestCase):
             self.assertRaises(StorageError),
         ):
             self.listed(least=16)
+
+
+@pytest.mark.thorough
+class SeaweedFSListingTest(ListingTest):
+    """The same on a real server."""
+
+    def place(self) -> str:
+        """Return the URL of an empty place of its bucket."""
+        self.enterContext(speaking_to(seaweedfs().endpoint))
+        return seaweedfs().place()
 
 
 if __name__ == "__main__":
