@@ -131,7 +131,7 @@ class PageTest(CliTest):
         plant(self.root, 3000, seed=7)
         with served(self.root) as page, browser() as tab:
             for dark, name in ((False, "light"), (True, "dark")):
-                tab.size(1100, 900, dark=dark)
+                tab.size(1100, 1250, dark=dark)
                 self.ready(tab, page.url)
                 shown = tab.screenshot()
                 at = Path(ROOT, "docs", "images", f"ui-{name}.png")

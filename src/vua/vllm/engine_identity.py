@@ -9,8 +9,9 @@ excludes; a value without a canonical form is refused.
 The *setup* is everything visible of an engine: all of its configuration, the versions of what
 computes, the devices, the environment, and name, size, inode and times of each of the model's
 files. An engine whose setup was proved before is not tested again (`vua.connector.proved`). It
-deliberately covers much more than the identity: nothing is left out as harmless, since the witness
-exists to catch wrong assumptions. Any difference makes the engine be tested again.
+deliberately covers much more than the identity, since the witness exists to catch wrong
+assumptions. Only what vLLM sets anew at each start is left out: with it no restart would be known.
+Any other difference makes the engine be tested again.
 """
 
 from __future__ import annotations
@@ -336,8 +337,15 @@ def _media(
         return "", str(refused("processor", problem))
 
 
-_RANDOM: Final = frozenset(("engine_id", "instance_id", "_engine_id"))
-"""Fields that vLLM sets anew at each start."""
+_OF_A_START: Final = frozenset(
+    (
+        *("engine_id", "instance_id", "_engine_id"),
+        # measured: what memory was free, and how long it took
+        *("num_gpu_blocks", "num_cpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"),
+        *("compilation_time", "encoder_compilation_time", "traced_files", "local_cache_dir"),
+    )
+)
+"""Fields that vLLM sets anew at each start; none of them decides what is computed."""
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _PORTS: Final = re.compile(r"port|_ip$|address|init_method|socket|path_or_url")
 """Addresses at which processes meet: chosen anew at each start."""
@@ -414,7 +422,7 @@ def _fields_of(value: Any) -> Mapping[str, Any] | None:
         return {
             each.name: getattr(value, each.name, None)
             for each in dataclasses.fields(value)
-            if each.name not in _RANDOM and not _PORTS.search(each.name)
+            if each.name not in _OF_A_START and not _PORTS.search(each.name)
         }
     if callable(getattr(value, "to_dict", None)):  # a configuration of transformers
         return dict(value.to_dict())

@@ -144,6 +144,21 @@ class EngineFieldsTest(unittest.TestCase):
                 seen.add(found)
         self.assertEqual(usual, self.namespace(**pages))
 
+    def test_setup(self) -> None:
+        """A restart has the setup of before, whatever memory was free and however long it took."""
+        from vua.vllm.engine_identity import setup_of
+
+        def made(blocks: int, seconds: float, **engine: Any) -> str:
+            made = self.configure(model=str(self.model), **engine)
+            made.cache_config.num_gpu_blocks = blocks
+            made.cache_config.kv_cache_size_tokens = 32 * blocks
+            made.compilation_config.compilation_time = seconds
+            return setup_of(made)
+
+        usual = made(6776, 0.0)
+        self.assertEqual(usual, made(6660, 31.5))
+        self.assertNotEqual(usual, made(6776, 0.0, block_size=64))
+
     def test_class_of_a_model(self) -> None:
         """Another class in place of the one that vLLM has for an architecture counts."""
         from vllm.model_executor.models.registry import ModelRegistry
