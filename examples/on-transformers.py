@@ -48,6 +48,7 @@ def run(
 ) -> tuple[list[int], int, float]:
     """Generate, with the stored prefix or without; return new tokens, tokens loaded, seconds."""
     with PrefixCache(model, path) as prefixes:
+        prefixes.ready()  # the weights are identified: once, then remembered
         clock = FirstToken()  # loading counts
         cache, loaded = DynamicCache(), 0
         if load:

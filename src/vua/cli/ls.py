@@ -37,6 +37,8 @@ class Listing(Report):
     long: bool
     prompts: Mapping[str, Prompts] | None = None
     """By namespace its chunks in the order of prompts."""
+    model: str | None = None
+    """What was asked for; None: everything."""
 
     def describe(self) -> object:
         namespaces = [_describe(one, long=self.long) for one in self.contents]
@@ -45,7 +47,10 @@ class Listing(Report):
     def show(self) -> None:
         """Print one row per namespace, and with ``long`` one per chunk."""
         if not self.contents:
-            print(f"{self.directory}: no namespaces")
+            which = (
+                "" if self.model is None else f" of {self.model!r}; without --model all are listed"
+            )
+            print(f"{self.directory}: no namespaces{which}")
         if len(self.contents) > 1:
             chunks, nbytes = (
                 sum(getattr(one, name) for one in self.contents) for name in ("chunks", "nbytes")
@@ -216,7 +221,7 @@ def ls(
     if sort in ("size", "newest"):
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
         contents.reverse()
-    return Listing(directory, contents, strays, long, prompts)
+    return Listing(directory, contents, strays, long, prompts, model)
 
 
 def _is_meant(content: Content, text: str) -> bool:
