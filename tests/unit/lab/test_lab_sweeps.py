@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import unittest
 from unittest import mock
 
@@ -9,7 +10,7 @@ import pytest
 
 from lab.policies import Random
 from lab.replay import Request
-from lab.sweeps import Directory, Swept, compared, tenants
+from lab.sweeps import PAGE, REGION, RESULTS, Directory, Swept, compared, lowest, tenants, text
 from mixtures import mixture
 from vua.cli.advise import LRU, SimulatedStore
 
@@ -26,6 +27,17 @@ def asked(name: str, requests: int) -> list[Request]:
 
 class TestSweeps(unittest.TestCase):
     """Small stores that count as large ones."""
+
+    def test_the_page(self) -> None:
+        """The page shows what the file of results holds, and no sweep finds less than 0.99."""
+        traces = json.loads(RESULTS.read_text())["traces"]
+        shown = REGION.search(PAGE.read_text())
+        assert shown is not None
+
+        self.assertEqual(f"{shown[1]}{text(traces)}{shown[2]}", shown[0])
+        self.assertGreaterEqual(lowest(traces), 0.99)
+        for trace in traces:
+            self.assertTrue(all(room["blocks"] > 1 << 16 for room in trace["rooms"]))
 
     @pytest.mark.thorough
     def test_shares(self) -> None:
