@@ -214,8 +214,8 @@ NAMED: tuple[Named, ...] = (
     Named(
         "all of a long log is learned at once",
         "vua/capacity/policy.py",
-        "is_full and self._at_once",
-        "is_full",
+        "at_once = self._at_once",
+        "at_once = True",
     ),
     Named(
         "a process deletes logs of others that write",

@@ -222,7 +222,8 @@ class LeastHitDensity(LRU):
         if within_s > 0:
             self._learn()
             with self._lock:
-                others = self._density.promised(time.time(), short_names(chunks))
+                now_s = max(self._log.now_s, self._hints.now_s)
+                others = self._density.promised(now_s, short_names(chunks))
             if others + len(chunks) > most_chunks:
                 return False
         with self._reading:

@@ -104,6 +104,11 @@ class UseLog:
         """Files, and how far they were read."""
 
     @property
+    def now_s(self) -> float:
+        """Seconds since 1970 by the server's clock; too early before a file is begun."""
+        return time.monotonic() + self._ahead_s
+
+    @property
     def _file_nbytes(self) -> int:
         return min(_FILE_NBYTES, self._own_nbytes // _OWN_FILES)
 
@@ -117,7 +122,7 @@ class UseLog:
         try:
             if self._path is None or self._written_nbytes >= self._file_nbytes:
                 self._path = self._begin()
-            time_us = int((time.monotonic() + self._ahead_s) * 1e6)
+            time_us = int(self.now_s * 1e6)
             record = _HEAD.pack(max(0, time_us), len(numbers)) + numbers.astype("<u8").tobytes()
             fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | _OPEN)
             try:
