@@ -68,7 +68,7 @@ TICK_S = 20.0
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 PYTHONS_WITH_TORCH = {"3.10", "3.13", "{}.{}".format(*sys.version_info)}
 WHEELS = ("pure", "manylinux_2_17_x86_64", "manylinux_2_17_aarch64")
-SHARED = ("-n", "2", "--dist", "loadscope")  # two processes, a class's tests in one of them
+SHARED = ("--dist", "loadscope")  # a class's tests in one process
 QUICK = "not thorough and not soak and not gpu"
 
 
@@ -338,12 +338,14 @@ def demo(*arguments: str) -> int:
 
 def test(*arguments: str) -> int:
     """Runs the quick tests, in two processes: those not marked thorough, soak or gpu."""
-    return run("-m", "pytest", "-q", *SHARED, "-m", QUICK, *arguments)
+    return run("-m", "pytest", "-q", "-n", "2", *SHARED, "-m", QUICK, *arguments)
 
 
 def thorough(*arguments: str) -> int:
-    """Runs the tests that CI runs too, some ten seconds each; two processes share them."""
-    return run("-m", "pytest", "-q", *SHARED, "-m", "thorough and not soak and not gpu", *arguments)
+    """Runs the tests that CI runs too, some ten seconds each; three processes share them."""
+    processes = ("-n", "3")  # engines and servers often wait
+    which = "thorough and not soak and not gpu"
+    return run("-m", "pytest", "-q", *processes, *SHARED, "-m", which, *arguments)
 
 
 def test_oldest(*arguments: str) -> int:
