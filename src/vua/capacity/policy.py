@@ -261,8 +261,9 @@ class LeastHitDensity(LRU):
 
         def rank(chunks: Sequence[str], mtimes_ns: Column) -> Column:
             names = short_names(chunks)
-            floor.meet(names)
-            rows = density.rows(names)  # as of now: others learn meanwhile
+            with self._lock:  # numpy counts a mask, then copies by it without the GIL
+                floor.meet(names)
+                rows = density.rows(names)  # as of now: others learn meanwhile
             is_known = (rows >= 0) & (mtimes_ns > ORPHAN_MTIME_NS)
             at, was_known = _places(made.chunks, names)
             is_same = is_known & was_known

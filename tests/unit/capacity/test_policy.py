@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from unittest import mock
@@ -259,6 +260,27 @@ class TestLeastHitDensity(DirectoryTest):
         self.assertLess(sum(others), 40, others)  # of 400
         self.assertLess(searches.call_count, 20)  # far fewer searches than prompts
         self.assertGreater(self.stored(self.loved[:420]), 400)
+
+    def test_ranked_beside_a_question(self) -> None:
+        """What a writer's question reads is not changed by ranks in between: that crashed."""
+        policy = self.capacity(self.requests).policy
+        ranks, names = policy.rank(self.now_ns), self.names(self.loved[0])
+        waited, threads = list[bool](), list[threading.Thread]()
+
+        def worth_at(*_: object) -> float:
+            times_ns = np.full(len(names), self.now_ns)
+            threads.append(threading.Thread(target=ranks.of, args=(names, times_ns)))
+            threads[-1].start()
+            threads[-1].join(0.2)
+            waited.append(threads[-1].is_alive())
+            return 0.0
+
+        with mock.patch.object(HitDensity, "worth_at", worth_at):
+            policy.rank_of_new(names[0], names[-1], "")
+        for one in threads:
+            one.join()
+        self.assertTrue(waited)
+        self.assertTrue(all(waited))
 
     def test_others_refuse_nothing(self) -> None:
         """Where only the log says that prompts will not come back, all of them are stored."""
