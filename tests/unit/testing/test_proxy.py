@@ -63,7 +63,7 @@ class ProxyTest(ProxiedTest):
             with self.assertRaises(StorageError):
                 bucket.head("x")
         asked = sum(self.proxy.counts.values())
-        with self.assertRaisesRegex(StorageError, "left alone"):
+        with self.assertRaisesRegex(StorageError, "is not asked again"):
             bucket.head("x")
         self.assertEqual(asked, sum(self.proxy.counts.values()))
 
