@@ -71,7 +71,7 @@ class VersionsTest(EngineTest):
 
         self.assertEqual([expected, [0], []], [served.tokens, served.cached, stored(self.root)])
         self.assertIn(
-            "served without a stored KV cache: a sliding window needs more of vLLM's load interface",
+            "served without a stored KV cache: a sliding window needs more of vLLM's load",
             served.log,
         )
         self.assertIn("install vLLM 0.32", served.log)
