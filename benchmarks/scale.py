@@ -4,7 +4,7 @@
     python benchmarks/scale.py --bucket seaweedfs --sizes 1000,3000,10000
     python benchmarks/scale.py /mnt/disk/new --engine --sizes 600000
 
-The first two fill a new directory (of whatever file system it lies on), or a bucket, to each size
+The first two fill a new directory (on any file system), or a bucket, to each size
 in turn with sparse files: a valid header, and zeros that take no space. On ext4 a chunk takes 8 KiB
 and two inodes. At each size every command runs in a process of its own, and an engine's process
 starts, stores a prompt and loads it. Measured are processor time, peak memory and requests: those
@@ -67,7 +67,7 @@ from vua.store.writer import EntryWriter
 from vua.testing.proxy import FaultyProxy
 
 NEW = 1 << 28
-"""Prompts from here on are stored by nobody but who measures."""
+"""Only the measuring process stores prompts from this number on."""
 COMMANDS = {
     "du": ["du", "{}"],
     "du --quick": ["du", "{}", "--quick"],

@@ -6,7 +6,7 @@ chunks, how long after a use the next one comes. Chunks are classified by two th
 were used before, and how many new chunks their last request had (a returning user often returns
 again; a long new document is read once). A class with few observations borrows from coarser ones.
 
-What somebody says about chunks (:class:`Hint`) counts beside what is learned: a use that is
+Hints about chunks (:class:`Hint`) count beside what is learned: a use that is
 promised within some seconds is worth one hit in these, as far as promises were kept so far.
 
 This module knows numbers that stand for chunks and seconds of any clock; no storage.
