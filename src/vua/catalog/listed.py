@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import random
 import time
 from abc import abstractmethod
@@ -98,6 +99,8 @@ class ListedChunk:
     """The preceding chunk: "" for a first or unreadable one, None if not known yet."""
     needed_s: float = 0.0
     """The youngest :attr:`used_s` of it and its descendants."""
+    depth: int = 0
+    """How many chunks precede it."""
 
     def add(self, path: str, nbytes: int, used_s: float, shard: Shard | None) -> None:
         self.nbytes += nbytes
@@ -181,7 +184,7 @@ class ListedNamespace(NamespaceCatalog):
         )
 
     def find_befores(self, show: Show) -> None:
-        """Find each chunk's predecessor, and until when each is needed."""
+        """Find each chunk's predecessor, its depth, and until when it is needed."""
         every = [one for one in self.chunks.values() if one.before is None]
         for first in range(0, len(every), _AT_ONCE):
             show(f"{self.name[:_SHORT]}: reading headers", first, len(every))
@@ -193,6 +196,12 @@ class ListedNamespace(NamespaceCatalog):
                 if one != chunk.name and at.needed_s >= chunk.used_s:
                     break
                 at.needed_s = max(at.needed_s, chunk.used_s)
+        known: dict[str, int] = {"": -1}
+        for name in self.chunks:
+            new = list(itertools.takewhile(lambda one: one not in known, self.ancestors(name)))
+            above = self.chunks[new[-1]].before or "" if new else ""
+            for depth, one in enumerate(reversed(new), known.get(above, -1) + 1):
+                known[one] = self.chunks[one].depth = depth
 
     def _find_before(self, chunk: ListedChunk) -> None:
         info = self.read_header(chunk, chunk.paths[0])
@@ -465,8 +474,11 @@ def _sum(chunks: Sequence[tuple[N, ListedChunk]]) -> DeletionTotals:
 def _doomed(
     every: Sequence[tuple[N, ListedChunk]], excess: int, before_s: float
 ) -> tuple[list[tuple[N, ListedChunk]], list[tuple[N, ListedChunk]]]:
-    """Return chunks older than ``before_s``, and further ones until ``excess`` bytes are freed."""
-    order = sorted(every, key=lambda one: (one[1].needed_s, -one[1].used_s))
+    """Return chunks older than ``before_s``, and further ones until ``excess`` bytes are freed.
+
+    No chunk comes before one that follows it, in whatever order the two were written.
+    """
+    order = sorted(every, key=lambda one: (one[1].needed_s, -one[1].depth))
     free = [one for one in order if not one[1].pins]
     expired = [one for one in free if one[1].needed_s < before_s]
     nbytes, evicted = _sum(expired).nbytes, []

@@ -416,7 +416,8 @@ def _look_at(space: NamespaceCatalog, past: Seen | None, show: Show) -> Seen | N
         known = np.zeros(len(rows), dtype=np.bool_)
         if past and find and not space.lists_shards:
             known = past.knows(find(rows["name"]), rows["mtime_ns"])
-        for at in np.flatnonzero(~known).tolist():
+        # A chunk without a file when the tree was read has no predecessor there: the next look's.
+        for at in np.flatnonzero(~known & (rows["nbytes"] > 0)).tolist():
             known[at] = _is_whole(layouts, space.shards(bytes(rows["name"][at]).hex()))
         whole[start : start + len(rows)] = known
     find = None  # its memory is needed now

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 import time
 import unittest
 from unittest import mock
@@ -131,6 +133,22 @@ class StoredTest(CliTest):
             self.assertEqual(left, self.count())
             prompt = [name in kept for name in order]
             self.assertEqual(sorted(prompt, reverse=True), prompt)
+
+    def test_gc_of_a_prompt_stored_out_of_order(self) -> None:
+        """Leaves go first, in whatever order a writer's threads stored the chunks."""
+        order = self.chunks()
+        with contextlib.ExitStack() as stack:
+            for space in self.spaces:
+                database = sqlite3.connect(self.root / f"{space.name}.db")
+                stack.enter_context(contextlib.closing(database))
+                for name, used_s in zip(order, (50, 10, 100), strict=True):
+                    query = "UPDATE entries SET used_s = ? WHERE substr(name, 1, 64) = ?"
+                    database.execute(query, (used_s, name))
+                database.commit()
+        total = run_json("du", self.URL)[1]["nbytes"]
+        self.assertEqual(0, run("gc", self.URL, "--max-bytes", f"{total // 2}B")[0])
+        kept = {entry.name[:64] for one in self.storages.values() for entry in one.list()}
+        self.assertEqual(order[:1], [name for name in order if name in kept])
 
     def test_ttl(self) -> None:
         """It is kept with the cache, and `gc` keeps to it."""

@@ -30,6 +30,8 @@ from helpers import (
     until,
 )
 from routers import SocketTest
+from vua.capacity.prefix_tree import PrefixTree
+from vua.catalog.directory import DirectoryNamespace
 from vua.cli.events import EventSocket
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity
@@ -118,6 +120,28 @@ class TestEvents(CliTest):
         )
         gone = [("BlockRemoved", KEYS[2]), ("BlockRemoved", KEYS[1])]
         self.assertEqual([*gone, ("BlockStored", KEYS[1]), ("BlockStored", KEYS[2])], seen[4:])
+
+    def test_completed_during_a_look(self) -> None:
+        """A chunk whose file comes while a look reads is told by the next one, with its parent."""
+        (file,) = self.root.glob(f"*/{KEYS[1][:2]}/{KEYS[1]}/*.safetensors")
+        partial = file.with_name(".tmp-0-1-0")
+        file.rename(partial)
+        real = DirectoryNamespace.tree
+
+        def tree(self: DirectoryNamespace, *words: Any) -> PrefixTree:
+            found = real(self, *words)
+            if self.name == file.parents[2].name and partial.exists():
+                partial.rename(file)
+            return found
+
+        steps = iter([lambda: None, lambda: shutil.rmtree(self.root)])
+        with (
+            mock.patch.object(DirectoryNamespace, "tree", tree),
+            mock.patch("time.sleep", side_effect=lambda _: next(steps)()),
+        ):
+            found = lines(run("events", self.root, "--follow")[1])
+        stored = [one for one in found if one["block_hashes"][0] in KEYS[1:]]
+        self.assertEqual(KEYS[:2], [one["parent_block_hash"] for one in stored[:2]])
 
     def test_new_namespace(self) -> None:
         """A model that comes later is told of; one that is deleted is gone with all its chunks."""
