@@ -65,7 +65,7 @@ _QUIET_S: Final = 60.0
 """Least time between two log lines about peers that do not read."""
 _ASKED_NBYTES: Final = 4096
 """Longest message of a peer; a longer one ends its connection."""
-_LINGER_MS: Final = 60_000
+_LINGER_S: Final = 60.0
 """How long subscribers have at the end to receive what was sent."""
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 """Number that ends a replay."""
@@ -91,6 +91,7 @@ class EventSocket:
         connect: bool = False,
         topic: str = "",
         replay_endpoint: str | None = None,
+        linger_s: float = _LINGER_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Bind the endpoints.
@@ -100,6 +101,7 @@ class EventSocket:
             connect: connect to the endpoint, which the subscriber has bound.
             topic: of all messages.
             replay_endpoint: where missed batches are requested; by default there is none.
+            linger_s: how long subscribers have at the end to receive what was sent.
             clock: gives seconds.
 
         Raises ConfigError if an endpoint is unusable or a package is missing.
@@ -112,7 +114,7 @@ class EventSocket:
             raise ConfigError(msg) from problem
         self._topic, self._numbers, self._clock = topic.encode(), itertools.count(), clock
         self._kept = deque[tuple[bytes, bytes]]()
-        self._kept_nbytes = 0
+        self._kept_nbytes, self._linger_ms = 0, int(linger_s * 1e3)
         self._replays: dict[bytes, _Replay] = {}
         self._context, self._poller = self._zmq.Context(), self._zmq.Poller()
         self._subscribed = False
@@ -157,7 +159,7 @@ class EventSocket:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close once subscribers have received everything; at once after an error."""
-        self._context.destroy(linger=_LINGER_MS if kind is None else 0)
+        self._context.destroy(linger=self._linger_ms if kind is None else 0)
 
     def publish(self, batch: Sequence[Mapping[str, Any]]) -> None:
         """Send some events in one message."""

@@ -333,7 +333,12 @@ class TestSocket(SocketTest):
         """A peer that asks and does not read is given up with a line; others are answered."""
         ticks = itertools.count()
         big = {"type": "BlockStored", "block_hashes": [bytes(100_000)]}
-        out = EventSocket(self.out, replay_endpoint=self.replay, clock=lambda: next(ticks) / 100)
+        out = EventSocket(
+            self.out,
+            replay_endpoint=self.replay,
+            linger_s=0,
+            clock=lambda: next(ticks) / 100,
+        )
         reader, asker = (
             self.socket(self.zmq.SUB, self.out),
             self.socket(self.zmq.DEALER, self.replay),
@@ -364,7 +369,7 @@ class TestSocket(SocketTest):
         """One that does not read is waited for once, and misses batches; others get them all."""
         ticks = itertools.count()
         big = {"type": "BlockStored", "block_hashes": [bytes(100_000)]}
-        out = EventSocket(self.out, clock=lambda: next(ticks) / 10)
+        out = EventSocket(self.out, linger_s=0, clock=lambda: next(ticks) / 10)
         slow = self.context.socket(self.zmq.SUB)
         slow.set_hwm(1)
         slow.connect(self.out)
