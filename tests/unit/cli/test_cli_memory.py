@@ -107,6 +107,7 @@ class MemoryTest(DirectoryTest):
             }
         self.assertEqual({}, {name: nbytes for name, nbytes in each.items() if nbytes > MOST})
 
+    @pytest.mark.thorough
     def test_worst(self) -> None:
         """What needed 500 bytes and more for each chunk, before it went by fan-out directories."""
         self.check(1024, 2048, "gc", "top")

@@ -60,7 +60,7 @@ class PrefixTest(DirectoryTest):
         for number, (block, ragged) in enumerate(itertools.product((4, 8, 16, 24), (0, 1, 5))):
             tokens = CHUNKS * SIZE + ragged
             keys = self.keys(tokens)
-            for trial in range(9):
+            for trial in range(4):
                 model = self.model(FULL, WINDOWED, block=block)
                 root = self.root / f"{number}-{trial}"
                 root.mkdir()
@@ -104,7 +104,7 @@ class PrefixTest(DirectoryTest):
         for other, block in itertools.product(others, (16, 32, 48, 128)):
             tokens = chunks * size + int(rng.integers(0, size))
             keys = KeyChain(token_ids(list(range(tokens))), size)
-            for trial in range(4):
+            for trial in range(2):
                 model = self.model(full, other, block=block)
                 root = self.root / f"{other.group}-{block}-{trial}"
                 root.mkdir()

@@ -313,12 +313,12 @@ class JavaScriptTest(DirectoryTest):
         self.assertEqual({"right", "foreign", "damaged", "later"}, set(expected))
 
     def test_frames(self) -> None:
-        """Its decoder of zstd holds what libzstd holds, of 1,500 sound and damaged frames.
+        """Its decoder of zstd holds what libzstd holds, of 500 sound and damaged frames.
 
         Both refuse a damaged frame, or give other bytes, which no checksum of an entry fits.
         """
         rng, frames, contents = random.Random(SEED), list[bytes](), list[bytes]()
-        while len(frames) < 1500:
+        while len(frames) < 500:
             contents.append(conformity.content(rng))
             level, check = rng.choice((-5, 1, 3, 9, 19)), rng.random() < 0.5
             compressor = zstandard.ZstdCompressor(level=level, write_checksum=check)
@@ -340,8 +340,8 @@ class JavaScriptTest(DirectoryTest):
             for some in (ours, said)
         ]
         self.assertEqual([], differing(names, *verdicts))
-        self.assertLess(400, verdicts[0].count("right"))
-        self.assertLess(400, verdicts[0].count("miss"))
+        self.assertLess(100, verdicts[0].count("right"))
+        self.assertLess(100, verdicts[0].count("miss"))
 
     @pytest.mark.thorough
     def test_many_mutated(self) -> None:

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import unittest
 import warnings
+from collections.abc import Sequence
 from importlib import util
 from pathlib import Path
 from typing import Any, cast
@@ -133,12 +134,21 @@ class TestTransformers(unittest.TestCase):
 
     def test_same_tokens(self) -> None:
         """Whatever part of a prompt is loaded, the same tokens follow, also in later turns."""
+        self.check_same_tokens("llama", cuts=(150, 64, 17))
+
+    @pytest.mark.thorough
+    def test_same_tokens_of_every_family(self) -> None:
+        """As above, for more models and more parts."""
+        self.check_same_tokens("llama", "qwen3", "mistral", cuts=(150, 100, 65, 64, 17, 16, 1))
+
+    def check_same_tokens(self, *families: Family, cuts: Sequence[int]) -> None:
+        """Compare generated tokens after each of these parts of the prompt was loaded."""
         from transformers import DynamicCache
 
-        for family in ("llama", "qwen3", "mistral"):
-            model = load(self.model_path(cast("Family", family)))
+        for family in families:
+            model = load(self.model_path(family))
             first = self.stored(model)
-            for cut in (150, 100, 65, 64, 17, 16, 1):
+            for cut in cuts:
                 with self.subTest(family, cut=cut):
                     ids = torch.cat([PROMPT[:, :cut], PROMPT[:, :20].flip(1)], dim=1)
                     expected = generate(model, ids, DynamicCache(config=model.config))
