@@ -15,7 +15,7 @@ from olympics.page import (
     FACTS,
     PAGE,
     REGIONS,
-    TOTAL,
+    TOTALS,
     cell,
     cells_of,
     controlled,
@@ -118,7 +118,7 @@ class TestPage(unittest.TestCase):
         """Each store has a word for each question, and each word that claims something a source."""
         facts = json.loads(FACTS.read_text("utf-8"))
         asked = {one for one, row in facts["rows"].items() if isinstance(row, str)}
-        self.assertLessEqual(asked, {*ACCIDENTS, TOTAL})
+        self.assertLessEqual(asked, {*ACCIDENTS, *TOTALS})
         for name, column in facts["columns"].items():
             self.assertTrue(column["version"] and column["date"].startswith("2026-"), name)
             for question in facts["rows"].keys() - asked:
@@ -139,9 +139,14 @@ class TestPage(unittest.TestCase):
         cells = cells_of({"cells": made})
         self.assertEqual("[right](#accident-restart)", happened(cells, "restart", "A"))
         self.assertEqual("[**wrong**](#accident-flipped-bit)", happened(cells, "flipped bit", "A"))
-        for accident, subject in (("other TP", "A"), ("restart", "B"), (TOTAL, "B")):
+        made.append(base | {"accident": "truncated", "outcome": "miss"})
+        cells = cells_of({"cells": made})
+        for accident, subject in (("other TP", "A"), ("restart", "B"), (next(iter(TOTALS)), "B")):
             self.assertEqual("not run", happened(cells, accident, subject))
-        self.assertIn("[1 of 2]", happened(cells, TOTAL, "A"))
+        self.assertEqual(
+            ["[2 of 3]", "[1 of 3]"],
+            [happened(cells, one, "A").partition("(")[0] for one in TOTALS],
+        )
 
     def test_controls(self) -> None:
         """A cell says so where the same without the accident was not right either."""
