@@ -54,6 +54,7 @@ from vua.store.writer import EntryWriter, process_writer
 from vua.weights import Identification, Weights, checkpoint_files, identify_weights
 from vua.weights.content import State
 from vua.weights.files import link_changed_s
+from vua.weights.fingerprint import CLOCK_TICK_S
 
 __all__ = ["Models", "VUAL2Adapter"]
 
@@ -62,8 +63,6 @@ _DECORATION: Final = "##lmcache-"
 """LMCache appends this to a name to tell layouts apart; it stays in the identity."""
 _FIRST_WAIT_S: Final = 1.0
 """How long a model's first caller waits for its digest."""
-_TICK_S: Final = 0.02
-"""File systems' clocks tick coarsely: a change may seem to be earlier by so much."""
 _BESIDE: Final = ("*.json", "*.py")
 """Files that say what the weights mean."""
 _NO_CONFIG: Final = frozenset(("tokenizer.json", "tokenizer_config.json", "vocab.json"))
@@ -107,9 +106,10 @@ class _Found:
             said.update(f"{path.name} {content};".encode())
         config = Weights(said.hexdigest(), (), 0, 0, 0.0, 0.0)
         weights = identify_weights(self.weights, stop=stop)
-        changed = [path for path in self.beside if _changed_s(path) > since_s]
+        ticked_s = since_s - CLOCK_TICK_S
+        changed = [path for path in self.beside if _changed_s(path) > ticked_s]
         if not self.only:
-            same = weights.changed_s <= since_s and not changed
+            same = weights.changed_s <= ticked_s and not changed
         else:  # an engine that was started after the server may have fetched it
             same = not weights.changed_since(since_s, stop=stop) and all(map(_is_named, changed))
         if not same:
@@ -183,7 +183,7 @@ class Models:
         with self._lock:
             if name not in self._known:
                 self._found[name] = now
-                find = partial(now.digest, self._began_s - _TICK_S)
+                find = partial(now.digest, self._began_s)
                 self._known[name] = (time.monotonic(), Identification(find))
             elif now != self._found[name]:
                 msg = "its files were changed after it was served first"

@@ -36,6 +36,7 @@ from vua.weights.content import Content, State, Work, framed, read_content, read
 from vua.weights.files import blob_of, checkpoint_files, link_changed_s
 
 __all__ = [
+    "CLOCK_TICK_S",
     "Identification",
     "Weights",
     "identify_weights",
@@ -52,6 +53,8 @@ _MAX_FILES: Final = 4096
 _KEPT_FILES: Final = 3072
 _TOUCHED_S: Final = 86_400.0
 _POLL_S: Final = 0.05
+CLOCK_TICK_S: Final = 0.02
+"""File systems' clocks tick coarsely: a change may seem to be earlier by so much."""
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -206,12 +209,14 @@ class Weights:
     def changed_since(self, when_s: float, *, stop: threading.Event | None = None) -> bool:
         """Whether a file may have changed since ``when_s``, by its own change time or a link's.
 
-        A blob that the hub's cache has fetched since does not count: it is read as a whole, and its
-        name is its SHA-256.
+        The file system's clock may be behind by :data:`CLOCK_TICK_S`, so files that changed shortly
+        before count, too. A blob that the hub's cache has fetched since does not count: it is read
+        as a whole, and its name is its SHA-256.
 
         Raises:
             ConfigError, OSError, CancelledError: as `identify_weights`.
         """
+        when_s -= CLOCK_TICK_S
         if self.changed_s <= when_s:
             return False
         for file in self.files:
