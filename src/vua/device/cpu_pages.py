@@ -1,4 +1,4 @@
-"""Moves tokens between vLLM's paged KV cache and canonical chunk arrays, on CPU tensors.
+"""Moves tokens between an engine's paged KV cache and canonical chunk arrays, on CPU tensors.
 
 `PagedKV.gather` and `PagedKV.scatter` copy exactly the bytes of the given tokens, with any bit
 patterns, and write nothing else. A `PageForm` describes where K and V are inside one page. There
@@ -141,9 +141,9 @@ def _half(index: Tensor, width: int, base: Tensor) -> _Strided | _Indexed:
 class PagedKV:
     """The tokens of one KV cache group, addressed by a request's block table.
 
-    ``caches`` are vLLM's tensors in model order, ``[blocks, heads, slots, width]`` with any strides
-    (or ``[blocks, slots, width]``); ``block_size`` is the tokens per block id, a multiple of
-    ``form.block_size`` if vLLM splits its blocks for the kernels. Threads may use one object
+    ``caches`` are the engine's tensors in model order, ``[blocks, heads, slots, width]`` with any
+    strides (or ``[blocks, slots, width]``); ``block_size`` is the tokens per block id, a multiple
+    of ``form.block_size`` if vLLM splits its blocks for the kernels. Threads may use one object
     concurrently on different tokens.
 
     >>> cache = torch.arange(2 * 16 * 8.0).view(2, 1, 16, 8)

@@ -46,8 +46,8 @@ class Identity:
 
     Holds nothing about how an engine runs (name, version, TP size, rank, block size, paged layout).
 
-    >>> llama = Identity(model="a label", kv_dtype="bfloat16", rope="neox")
-    >>> llama.namespace == Identity(model="a label", kv_dtype="float16", rope="neox").namespace
+    >>> llama = Identity(model="a label", kv_dtype="BF16", rope="neox")
+    >>> llama.namespace == Identity(model="a label", kv_dtype="F16", rope="neox").namespace
     False
 
     Args:
@@ -55,7 +55,7 @@ class Identity:
             must be unique per model.
         weights: :func:`vua.weights.weights_fingerprint` or a hub commit.
         adapter: fingerprint of the LoRA applied to every request; "" for none.
-        kv_dtype: dtype of the stored values, such as "bfloat16" or "fp8_e4m3".
+        kv_dtype: dtype of the stored values by its safetensors name, such as "BF16" or "F8_E4M3".
         kv_scales: digest of the scales of a quantised cache; "" for none.
         rope: rotated dimensions as "neox" halves, "interleaved" pairs, or "" if unknown.
         epoch: raised by an operator to abandon everything stored before.

@@ -48,7 +48,7 @@ SENT: Final = "sent-"
 """Name prefix of an empty file: one of the chunk's files has reached all slower tiers. See
 :mod:`vua.store.travel`."""
 TTL_FOLDER: Final = "ttl"
-"""A namespace's folder of per-chunk times to live; see :mod:`vua.capacity.ttl`."""
+"""A namespace's folder of per-chunk times to live; see :mod:`vua.capacity.marks`."""
 PARENTS: Final = "parents"
 """A namespace's folder in a bucket of objects that tell which chunk precedes which; see
 :mod:`vua.storage.parents`."""

@@ -31,7 +31,8 @@ class ModelDescription:
     others: Identity
     """The other fields of the identity."""
     check: Callable[[Weights | None, threading.Event], Weights] | None = None
-    """Returns the final weights, given those of the files (None: no files); the event stops it."""
+    """Returns the final weights, given those of the files (None: no files); the event stops it.
+    Raises ConfigError to refuse the model."""
 
     def find(self, stop: threading.Event) -> Weights:
         """Identify the weights. Raises as `identify_weights` and ``check``."""

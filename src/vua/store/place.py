@@ -83,7 +83,7 @@ def create_namespace(
 ) -> Namespace:
     """Open a namespace for reading and writing: :meth:`Namespace.create`, for any location.
 
-    ``rules`` has the attributes of :class:`vua.storage.tiered.TierRules`.
+    ``rules`` has the attributes of :class:`vua.store.tier_rules.TierRules`.
     """
     if isinstance(root, Path):
         return Namespace.create(

@@ -332,7 +332,8 @@ class Store:
         """Return how many leading chunks of ``keys`` are stored, in O(log n) probes.
 
         Assumes that chunks are stored front to back: a hole is found by the load, not here. The
-        result is a hint; only a load tells what can be loaded.
+        result is a hint; only a load tells what can be loaded. Store from what the load returned,
+        not from this: then the hole is filled.
 
         Args:
             keys: the prompt's chunk keys.

@@ -219,7 +219,7 @@ class EntryWriter:
         self.refused = False
         """Whether the last chunk was not written for lack of space, or of a key."""
         self.ttl_s: float | None = None
-        """Time to live of chunks written from now on, see :mod:`vua.capacity.ttl`."""
+        """Time to live of chunks written from now on, see :mod:`vua.capacity.marks`."""
         self.wanted: Callable[[], bool] = lambda: True
         """Polled by :meth:`save_all`, which ends early when it returns False."""
         self._memory, self._room = memory, memory.chunks(store.layout)
