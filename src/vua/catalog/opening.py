@@ -10,11 +10,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Final, Protocol
 
 from vua.catalog.base import Catalog
-from vua.storage.location import is_url
+from vua.storage.location import directory_of, scheme_of
 
 __all__ = ["Opener", "is_missing", "open_catalog", "openers", "register"]
 
@@ -27,8 +26,20 @@ class Opener(Protocol):
         ...
 
 
-openers: Final[dict[str, Opener]] = {}
-"""Registered openers by scheme."""
+def _open_directory(where: str, *, create: bool) -> Catalog:
+    from vua.catalog.directory import DirectoryCatalog  # noqa: PLC0415 - what is not used
+
+    return DirectoryCatalog.open(where, create=create)
+
+
+def _open_bucket(where: str, *, create: bool) -> Catalog:
+    from vua.catalog.bucket import BucketCatalog  # noqa: PLC0415 - ... is not imported
+
+    return BucketCatalog.open(where, create=create)
+
+
+openers: Final[dict[str, Opener]] = {"": _open_directory}
+"""Openers by scheme; a bucket's for all URLs without one. A directory has the scheme ""."""
 
 
 def register(scheme: str, opener: Opener) -> None:
@@ -42,22 +53,10 @@ def open_catalog(where: str, *, create: bool = False) -> Catalog:
     A bucket is asked whether it exists. With ``create`` a missing directory is made if its parent
     exists, and an empty one gets the mark. Raises ConfigError, StorageError.
     """
-    return _opener(where)(where, create=create)
-
-
-def _opener(where: str) -> Callable[..., Catalog]:
-    if not is_url(where):
-        from vua.catalog.directory import DirectoryCatalog  # noqa: PLC0415 - what is not used
-
-        return DirectoryCatalog.open
-    known = openers.get(where.partition(":")[0])
-    if known is not None:
-        return known
-    from vua.catalog.bucket import BucketCatalog  # noqa: PLC0415 - ... is not imported
-
-    return BucketCatalog.open
+    return openers.get(scheme_of(where), _open_bucket)(where, create=create)
 
 
 def is_missing(where: str) -> bool:
     """Whether a directory does not exist; False for a URL, which is not checked."""
-    return not is_url(where) and not os.path.exists(where)
+    directory = directory_of(where)
+    return directory is not None and not os.path.exists(directory)

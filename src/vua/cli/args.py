@@ -21,7 +21,7 @@ from vua.cli.command import argument, command
 from vua.cli.output import Report
 from vua.connector.launch import VLLM_TRANSFER, sglang_arguments
 from vua.errors import ConfigError
-from vua.storage.location import is_url
+from vua.storage.location import directory_of, is_url
 
 __all__ = ["ENGINES", "Arguments", "arguments_of"]
 
@@ -101,13 +101,14 @@ def _lmcache(path: str, *, plain_engines: bool) -> tuple[str, ...]:
 
 def _docker(path: str) -> tuple[str, ...]:
     """Run as the directory's owner: VUA works in no other user's directory."""
-    if is_url(path):
+    directory = directory_of(path)
+    if directory is None:
         return ("--gpus", "all", "--ipc=host", "-p", "8000:8000", "-e", f"VUA_PATH={_word(path)}")
-    if not Path(path).is_dir():  # docker would make it as root's
+    if not directory.is_dir():  # docker would make it as root's
         raise ConfigError(
             f"{path}: no such directory; make it first: mkdir -p -m 700 {quote(path)}"
         )
-    owner = Path(path).stat()
+    owner = directory.stat()
     state = Path("~/.cache/vua-docker").expanduser()
     return (
         *("--gpus", "all", "--ipc=host", "-p", "8000:8000"),

@@ -19,7 +19,7 @@ from vua.capacity.limits import Limits
 from vua.connector.log import logger
 from vua.errors import ConfigError
 from vua.security.settings import Security
-from vua.storage.location import is_directory_name
+from vua.storage.location import directory_of
 from vua.store.tier_rules import TierRules
 
 __all__ = ["ConnectorConfig", "Timeouts", "WorkerResources", "defaults", "warn_once"]
@@ -174,8 +174,7 @@ class ConnectorConfig:
     @property
     def directory(self) -> Path | None:
         """The directory of the cache, if there is only a directory: no bucket, no tiers."""
-        path = self.shared_storage_path
-        return Path(path) if is_directory_name(path) else None
+        return directory_of(self.shared_storage_path)
 
     @property
     def load_margin(self) -> float:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vua.errors import ConfigError
 from vua.format.identity import VERSION, Identity
 from vua.format.layout import ITEMSIZE, KVLayout, Shard, is_group
+from vua.storage.location import nearest
 
 if TYPE_CHECKING:
     from vua.storage.location import BucketPath
@@ -95,10 +96,11 @@ class Description:
     @property
     def directory(self) -> Path:
         """The directory's path. Raises ConfigError for a bucket."""
-        if not isinstance(self.path, Path):
+        directory = nearest(self.path)
+        if directory is None:
             msg = f"{self.path} is a bucket: this needs a directory"
             raise ConfigError(msg)
-        return self.path
+        return directory
 
     @property
     def layout(self) -> KVLayout | None:

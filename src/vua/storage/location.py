@@ -11,14 +11,24 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeGuard
 
 from vua.errors import StorageError
 
 if TYPE_CHECKING:
     from vua.storage.bucket import Bucket
 
-__all__ = ["BucketPath", "Location", "Tiers", "is_directory_name", "is_url", "names_of", "nearest"]
+__all__ = [
+    "BucketPath",
+    "Location",
+    "Tiers",
+    "directory_of",
+    "is_directory_name",
+    "is_url",
+    "names_of",
+    "nearest",
+    "scheme_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +65,18 @@ Location: TypeAlias = "Path | BucketPath | Tiers"
 
 def nearest(place: Location) -> Path | None:
     """Return the directory of a location; None for a bucket."""
-    near = getattr(place, "near", place)
-    return near if isinstance(near, Path) else None
+    path: Any = place  # a directory is its own nearest one
+    near: Path | None = getattr(path, "near", path)
+    return near
 
 
 _URL: Final = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+
+
+def scheme_of(path: str) -> str:
+    """Return a URL's scheme; "" for a directory."""
+    found = _URL.match(path)
+    return found[0].removesuffix("://") if found else ""
 
 
 def is_url(path: object) -> TypeGuard[str]:
@@ -70,6 +87,11 @@ def is_url(path: object) -> TypeGuard[str]:
 def is_directory_name(root: object) -> TypeGuard[str | os.PathLike[str]]:
     """Whether a cache's path names a single directory: not a URL, not a list of tiers."""
     return isinstance(root, str | os.PathLike) and not is_url(root)
+
+
+def directory_of(root: object) -> Path | None:
+    """Return the single directory that a cache's path names; None for a URL or a list of tiers."""
+    return Path(root) if is_directory_name(root) else None
 
 
 def names_of(root: str | os.PathLike[str] | Sequence[str]) -> Sequence[str | os.PathLike[str]]:
@@ -83,6 +105,10 @@ class BucketPath:
 
     bucket: Bucket
     key: str = ""
+
+    @property
+    def near(self) -> None:
+        """There is no directory."""
 
     @property
     def places(self) -> tuple[BucketPath]:

@@ -6,45 +6,57 @@ import errno
 import functools
 import logging
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Final, Protocol
 
 from vua.capacity.bucket import BucketCapacity, Renewal
 from vua.capacity.limits import Limits
 from vua.capacity.reservation import Capacity
-from vua.errors import StorageError
+from vua.errors import ConfigError, NotWritableError, StorageError, VUAError
 from vua.format.entry import AUTO
 from vua.format.identity import Identity
 from vua.format.keys import Keys
 from vua.format.layout import KVLayout
 from vua.security.settings import Security
 from vua.storage.bucket import Bucket
+from vua.storage.bucket_cost import requests
 from vua.storage.bucket_mark import (
     claim_bucket,
     describe_in_bucket,
     is_marked_bucket,
     read_bucket_description,
 )
-from vua.storage.description import Description, read_description
-from vua.storage.local import LocalStorage
-from vua.storage.location import BucketPath, Tiers, is_url, names_of
+from vua.storage.description import Description
+from vua.storage.local import TEMPORARY, LocalStorage
+from vua.storage.location import BucketPath, Tiers, is_directory_name, is_url, names_of
 from vua.storage.mark import MARK
 from vua.storage.object import ObjectStorage
 from vua.storage.tiered import TieredStorage
 from vua.store.evidence import settled
 from vua.store.namespace import (
+    DirectoryKind,
     Namespace,
+    Place,
     check_root,
     create_storage,
     described,
     description_text,
     is_kept,
-    make_namespace,
 )
 from vua.store.tier_rules import TierRules
 from vua.store.travel import Travel
 
-__all__ = ["at", "create_far", "description_at", "locate_bucket", "locate_far", "open_far"]
+__all__ = [
+    "BucketKind",
+    "TierKind",
+    "TiersKind",
+    "at",
+    "description_at",
+    "kind_of",
+    "locate_bucket",
+]
 
 log = logging.getLogger(__name__)
 
@@ -109,36 +121,6 @@ def at(url: str | os.PathLike[str]) -> BucketPath:
     return BucketPath(Bucket.at(str(url)))
 
 
-def locate_far(
-    root: str | os.PathLike[str] | Sequence[str], *, create: bool, security: Security | None
-) -> BucketPath | Tiers:
-    """Return the location of a URL or of tiers; see :func:`vua.store.place.locate`."""
-    if is_url(root):
-        return locate_bucket(root, create=create)
-    near, *far = map(str, names_of(root))
-    return Tiers(
-        check_root(near, create=create, security=security),
-        tuple(_locate_behind(place, create=create, security=security) for place in far),
-    )
-
-
-def _locate_behind(root: str, *, create: bool, security: Security | None) -> Path | BucketPath:
-    """Return the location of a slower tier, reachable or not. Raises ConfigError."""
-    place: Path | BucketPath
-    try:
-        if is_url(root):
-            place = at(root)
-            locate_bucket(root, create=create)
-        else:
-            place = Path(os.path.abspath(root))  # noqa: PTH100 - keeps links
-            if not os.path.lexists(place.parent):
-                raise StorageError(errno.ENOENT, f"{place.parent} is missing")  # noqa: TRY301
-            check_root(place, create=create, security=security)
-    except StorageError as problem:
-        log.warning("%s does not answer; what is stored is sent later: %s", place, problem)
-    return place
-
-
 def locate_bucket(root: str | os.PathLike[str], *, create: bool) -> BucketPath:
     """Return a URL's location after checking that it is a cache.
 
@@ -151,74 +133,50 @@ def locate_bucket(root: str | os.PathLike[str], *, create: bool) -> BucketPath:
     return place
 
 
-def description_at(path: Path | BucketPath) -> Description:
-    """Read a namespace's description from any location; never raises for its content."""
-    return read_bucket_description(path) if isinstance(path, BucketPath) else read_description(path)
+def _try_bucket(root: str | os.PathLike[str], *, writes: bool) -> None:
+    """Check that a prefix is usable; write an object and delete it.
+
+    Raises ConfigError, StorageError.
+    """
+    place = locate_bucket(root, create=writes)
+    if not writes:
+        return
+    key = (place / f"{TEMPORARY}{secrets.token_hex(8)}").key
+    place.bucket.put(key, b"")
+    place.bucket.delete([key])
 
 
-def open_far(
-    path: BucketPath | Tiers, *, security: Security | None, bounds: Limits | None, rules: object
-) -> Namespace | None:
-    """Open a namespace in a bucket or in tiers, if it is described in one of them."""
-    rules = TierRules(codec=AUTO) if rules is None else rules
-    described = (settled(description_at(place)) for place in path.places)
-    found = next((one for one in described if one.layouts), None)
-    if found is None:
-        return None
-    if isinstance(path, BucketPath):
-        storage = ObjectStorage(path, codec=TierRules.of(rules).codec)
-        capacity = RenewingCapacity(storage, None)
-        return Namespace(path.name, storage, found.layouts, capacity, security or Security())
-    if found.identity is None:
-        return None
-    return create_far(
-        *(path.parent, found.identity, found.layouts),
-        bounds=bounds,
-        security=security,
-        rules=rules,
-    )
+def _in_a_child(work: Callable[[], object]) -> None:
+    """Use a bucket in a forked child: engines fork from this process later.
 
-
-def create_far(
-    root: BucketPath | Tiers,
-    identity: Identity,
-    layouts: Sequence[KVLayout],
-    *,
-    durable: bool = False,
-    bounds: Limits | None = None,
-    security: Security | None = None,
-    rules: object = None,
-) -> Namespace:
-    """Open a namespace; see :func:`vua.store.place.create_namespace`."""
-    security, rules = security or Security(), TierRules() if rules is None else TierRules.of(rules)
-    if isinstance(root, BucketPath):
-        storage = _in_bucket(root / identity.namespace, identity, layouts, rules)
-        capacity = RenewingCapacity(storage, bounds)
-        return Namespace(identity.namespace, storage, layouts, capacity, security)
-    if not root.far:
-        return Namespace.create(
-            *(root.near, identity, layouts), durable=durable, bounds=bounds, security=security
-        )
-    near = create_storage(root.near, identity, layouts, durable=durable, security=security)
-    far = _open_behind(root.far, identity, layouts, security, rules)
-    where = ", ".join(str(one.directory.parent) for one in far)
-    tiered = TieredStorage(near, far, where)
-    bounded = TieredCapacity(tiered, identity.namespace, bounds, rules)
-    namespace = Namespace(identity.namespace, tiered, layouts, bounded, security)
-    namespace.travel = bounded.travel
-    return namespace
-
-
-def _in_bucket(
-    path: BucketPath, identity: Identity, layouts: Sequence[KVLayout], rules: TierRules
-) -> ObjectStorage:
-    make = _describing(path, identity, layouts)
-    return described(
-        lambda: read_bucket_description(path),
-        layouts,
-        make,
-        lambda: ObjectStorage(path, make, rules.codec),
-    )
+    They could not use connections that this process has made. Raises what ``work`` raises.
+    """
+    if requests:
+        work()
+        return
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        answer = b""
+        try:
+            work()
+        except VUAError as problem:
+            letter = b"w" if isinstance(problem, NotWritableError) else b"s"
+            letter = b"c" if isinstance(problem, ConfigError) else letter
+            answer = letter + (getattr(problem, "strerror", None) or str(problem)).encode()
+        except BaseException as problem:  # noqa: BLE001 - for the parent
+            answer = b"s" + repr(problem).encode()
+        finally:
+            os.write(writing, answer[:4096])
+            os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as stream:  # noqa: PTH123 - a descriptor
+        said = stream.read().decode(errors="replace")
+    os.waitpid(child, 0)
+    if said:
+        if said[0] == "c":
+            raise ConfigError(said[1:])
+        raise (NotWritableError if said[0] == "w" else StorageError)(errno.EIO, said[1:])
 
 
 def _describing(
@@ -232,7 +190,230 @@ def _describing(
     return functools.partial(describe_in_bucket, path, description_text(identity, layouts), kept)
 
 
-def _open_behind(
+class BucketKind:
+    """What is particular to a bucket; see :class:`vua.store.place.LocationKind`."""
+
+    def locate(
+        self, root: str | os.PathLike[str], *, create: bool, security: Security | None
+    ) -> BucketPath:
+        del security
+        return locate_bucket(root, create=create)
+
+    def at(self, root: str | os.PathLike[str]) -> BucketPath:
+        return at(root)
+
+    def reach(
+        self, root: str | os.PathLike[str], *, create: bool, security: Security | None
+    ) -> None:
+        self.locate(root, create=create, security=security)
+
+    def look_at(self, root: str | os.PathLike[str]) -> Place:
+        return Place(at(root), made=False, usage=None)
+
+    def prepare(self, root: str | os.PathLike[str], security: Security, *, writes: bool) -> Place:
+        del security
+        _in_a_child(lambda: _try_bucket(root, writes=writes))
+        return self.look_at(root)
+
+    def description(self, path: BucketPath) -> Description:
+        return read_bucket_description(path)
+
+    def tier(
+        self,
+        path: BucketPath,
+        identity: Identity,
+        layouts: Sequence[KVLayout],
+        *,
+        security: Security,
+        rules: TierRules,
+    ) -> ObjectStorage:
+        del security
+        return ObjectStorage(path, _describing(path, identity, layouts), rules.codec)
+
+    def open(
+        self,
+        path: BucketPath,
+        *,
+        security: Security | None,
+        bounds: Limits | None,
+        rules: object,
+        layouts: Sequence[KVLayout] | None,
+    ) -> Namespace | None:
+        del bounds, layouts
+        found = settled(read_bucket_description(path))
+        if not found.layouts:
+            return None
+        storage = ObjectStorage(path, codec=_reading(rules).codec)
+        capacity = RenewingCapacity(storage, None)
+        return Namespace(path.name, storage, found.layouts, capacity, security or Security())
+
+    def create(
+        self,
+        root: BucketPath,
+        identity: Identity,
+        layouts: Sequence[KVLayout],
+        *,
+        durable: bool,
+        bounds: Limits | None,
+        security: Security | None,
+        rules: object,
+    ) -> Namespace:
+        del durable  # objects always are
+        path, codec = root / identity.namespace, _writing(rules).codec
+        make = _describing(path, identity, layouts)
+        storage = described(
+            lambda: read_bucket_description(path),
+            layouts,
+            make,
+            lambda: ObjectStorage(path, make, codec),
+        )
+        capacity = RenewingCapacity(storage, bounds)
+        return Namespace(identity.namespace, storage, layouts, capacity, security or Security())
+
+
+class TierKind(Protocol):
+    """What a directory and a bucket have to offer as one of several tiers."""
+
+    def at(self, root: Any) -> Path | BucketPath:
+        """Return the location that a path or URL names, unchecked. Raises ConfigError."""
+        ...
+
+    def reach(self, root: Any, *, create: bool, security: Security | None) -> None:
+        """Check that it can be used as a slower tier. Raises ConfigError, StorageError."""
+        ...
+
+    def look_at(self, root: Any) -> Place:
+        """See :func:`vua.store.place.look_at`."""
+        ...
+
+    def prepare(self, root: Any, security: Security, *, writes: bool) -> Place:
+        """See :func:`vua.store.place.prepare`."""
+        ...
+
+    def description(self, path: Any) -> Description:
+        """Read a namespace's description; never raises for its content."""
+        ...
+
+    def tier(
+        self,
+        path: Any,
+        identity: Identity,
+        layouts: Sequence[KVLayout],
+        *,
+        security: Security,
+        rules: TierRules,
+    ) -> LocalStorage | ObjectStorage:
+        """Open a namespace's storage in a slower tier. Raises OSError."""
+        ...
+
+
+class TiersKind:
+    """What is particular to several tiers; see :class:`vua.store.place.LocationKind`."""
+
+    def locate(self, root: Sequence[str], *, create: bool, security: Security | None) -> Tiers:
+        near, *far = map(str, names_of(root))
+        return Tiers(
+            check_root(near, create=create, security=security),
+            tuple(_locate_tier(place, create=create, security=security) for place in far),
+        )
+
+    def look_at(self, root: Sequence[str]) -> Place:
+        near = names_of(root)[0]
+        return _tier_kind(near).look_at(near)
+
+    def prepare(self, root: Sequence[str], security: Security, *, writes: bool) -> Place:
+        near = names_of(root)[0]
+        place = _tier_kind(near).prepare(near, security, writes=writes)
+        _in_a_child(lambda: self.locate(root, create=writes, security=security))
+        return place
+
+    def open(
+        self,
+        path: Tiers,
+        *,
+        security: Security | None,
+        bounds: Limits | None,
+        rules: object,
+        layouts: Sequence[KVLayout] | None,
+    ) -> Namespace | None:
+        del layouts
+        described = (settled(description_at(place)) for place in path.places)
+        found = next((one for one in described if one.layouts), None)
+        if found is None or found.identity is None:
+            return None
+        return self.create(
+            *(path.parent, found.identity, found.layouts),
+            durable=False,
+            bounds=bounds,
+            security=security,
+            rules=_reading(rules),
+        )
+
+    def create(
+        self,
+        root: Tiers,
+        identity: Identity,
+        layouts: Sequence[KVLayout],
+        *,
+        durable: bool,
+        bounds: Limits | None,
+        security: Security | None,
+        rules: object,
+    ) -> Namespace:
+        if not root.far:
+            return Namespace.create(
+                *(root.near, identity, layouts), durable=durable, bounds=bounds, security=security
+            )
+        security, rules = security or Security(), _writing(rules)
+        near = create_storage(root.near, identity, layouts, durable=durable, security=security)
+        far = _open_tiers(root.far, identity, layouts, security, rules)
+        where = ", ".join(str(one.directory.parent) for one in far)
+        tiered = TieredStorage(near, far, where)
+        bounded = TieredCapacity(tiered, identity.namespace, bounds, rules)
+        namespace = Namespace(identity.namespace, tiered, layouts, bounded, security)
+        namespace.travel = bounded.travel
+        return namespace
+
+
+_DIRECTORY: Final = DirectoryKind()
+_BUCKET: Final = BucketKind()
+_TIERS: Final = TiersKind()
+
+
+def kind_of(root: object) -> BucketKind | TiersKind:
+    """Return the kind of a location that is not a single directory."""
+    return _BUCKET if isinstance(root, BucketPath) or is_url(root) else _TIERS
+
+
+def _tier_kind(place: object) -> TierKind:
+    return _DIRECTORY if is_directory_name(place) else _BUCKET
+
+
+def description_at(path: Path | BucketPath) -> Description:
+    """Read a namespace's description from any location; never raises for its content."""
+    return _tier_kind(path).description(path)
+
+
+def _reading(rules: object) -> TierRules:
+    return TierRules(codec=AUTO) if rules is None else TierRules.of(rules)
+
+
+def _writing(rules: object) -> TierRules:
+    return TierRules() if rules is None else TierRules.of(rules)
+
+
+def _locate_tier(root: str, *, create: bool, security: Security | None) -> Path | BucketPath:
+    """Return the location of a slower tier, reachable or not. Raises ConfigError."""
+    kind = _tier_kind(root)
+    place = kind.at(root)
+    try:
+        kind.reach(root, create=create, security=security)
+    except StorageError as problem:
+        log.warning("%s does not answer; what is stored is sent later: %s", place, problem)
+    return place
+
+
+def _open_tiers(
     places: Sequence[Path | BucketPath],
     identity: Identity,
     layouts: Sequence[KVLayout],
@@ -244,13 +425,8 @@ def _open_behind(
     for root in places:
         path = root / identity.namespace
         try:
-            if isinstance(path, BucketPath):
-                make = _describing(path, identity, layouts)
-                found.append(ObjectStorage(path, make, rules.codec))
-            else:
-                make = functools.partial(make_namespace, path, identity, layouts, security)
-                make()
-                found.append(LocalStorage(path, renew=make, security=security))
+            kind = _tier_kind(root)
+            found.append(kind.tier(path, identity, layouts, security=security, rules=rules))
         except OSError as problem:
             log.warning("%s is left out: %s", root, problem)
     return found

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
+import secrets
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vua.capacity.limits import Limits
 from vua.capacity.reservation import Capacity
+from vua.capacity.usage import Usage, measure
 from vua.errors import ConfigError, LayoutError, StorageError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain
@@ -31,7 +34,7 @@ from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner, open_directory
 from vua.storage.base import Storage, explained
 from vua.storage.description import DESCRIPTION, FORMAT, Description, read_description
-from vua.storage.local import LocalStorage
+from vua.storage.local import TEMPORARY, LocalStorage
 from vua.storage.mark import MARK, claim
 from vua.store.evidence import (
     LaterNamespaceError,
@@ -45,11 +48,14 @@ from vua.store.store import Store
 
 if TYPE_CHECKING:
     from vua.capacity.bucket import BucketCapacity
+    from vua.storage.location import Location
     from vua.storage.object import ObjectStorage
     from vua.store.travel import Travel
 
 __all__ = [
+    "DirectoryKind",
     "Namespace",
+    "Place",
     "check_root",
     "create_storage",
     "described",
@@ -439,3 +445,120 @@ def _see_to_mark(root: Path, mode: int) -> None:
             "ever deleted; `vua adopt %s` looks at it and makes one",
             *(root, MARK, root),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A directory that can hold a cache."""
+
+    path: Location
+    """Absolute."""
+    made: bool
+    """Whether it was made just now."""
+    usage: Usage | None
+    """None for a bucket: counting costs requests."""
+
+    def __str__(self) -> str:
+        """Its path, and what is stored there.
+
+        >>> str(Place(Path("/kv"), False, Usage(39 << 20, 1204, exact=False)))
+        '/kv (about 39 MiB stored in 1,204 chunks)'
+        """
+        if self.usage is None:
+            return str(self.path)
+        if not self.usage.chunks:
+            return f"{self.path} ({'made now, ' * self.made}empty)"
+        about = "" if self.usage.exact else "about "
+        mib = self.usage.nbytes / 2**20
+        amount = f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.2f} MiB"
+        return f"{self.path} ({about}{amount} stored in {self.usage.chunks:,} chunks)"
+
+
+class DirectoryKind:
+    """What is particular to a directory; see :class:`vua.store.place.LocationKind`."""
+
+    def locate(
+        self, root: str | os.PathLike[str], *, create: bool, security: Security | None
+    ) -> Path:
+        return check_root(root, create=create, security=security)
+
+    def at(self, root: str | os.PathLike[str]) -> Path:
+        return Path(os.path.abspath(root))  # noqa: PTH100 - keeps symbolic links
+
+    def reach(
+        self, root: str | os.PathLike[str], *, create: bool, security: Security | None
+    ) -> None:
+        path = self.at(root)
+        if not os.path.lexists(path.parent):
+            raise StorageError(errno.ENOENT, f"{path.parent} is missing")
+        check_root(path, create=create, security=security)
+
+    def look_at(self, root: str | os.PathLike[str], *, made: bool = False) -> Place:
+        return Place(self.at(root), made, measure(root))
+
+    def prepare(self, root: str | os.PathLike[str], security: Security, *, writes: bool) -> Place:
+        path = self.at(root)
+        made = not os.path.lexists(path)
+        check_root(path, create=writes or made, security=security)
+        try:
+            if writes:
+                _try_to_write(path)
+            return self.look_at(path, made=made)
+        except OSError as problem:
+            if isinstance(problem, StorageError):
+                raise
+            raise explained(problem, str(path)) from problem
+
+    def description(self, path: Path) -> Description:
+        return read_description(path)
+
+    def tier(
+        self,
+        path: Path,
+        identity: Identity,
+        layouts: Sequence[KVLayout],
+        *,
+        security: Security,
+        rules: object,
+    ) -> LocalStorage:
+        del rules  # entries are stored as they are
+        make = functools.partial(make_namespace, path, identity, layouts, security)
+        make()
+        return LocalStorage(path, renew=make, security=security)
+
+    def open(
+        self,
+        path: Path,
+        *,
+        security: Security | None,
+        bounds: Limits | None,
+        rules: object,
+        layouts: Sequence[KVLayout] | None,
+    ) -> Namespace | None:
+        del bounds, rules
+        return Namespace.open(path, security=security, layouts=layouts)
+
+    def create(
+        self,
+        root: Path,
+        identity: Identity,
+        layouts: Sequence[KVLayout],
+        *,
+        durable: bool,
+        bounds: Limits | None,
+        security: Security | None,
+        rules: object,
+    ) -> Namespace:
+        del rules
+        return Namespace.create(
+            *(root, identity, layouts), durable=durable, bounds=bounds, security=security
+        )
+
+
+def _try_to_write(path: Path) -> None:
+    """Make a file and delete it: modes alone do not tell what a file server allows."""
+    probe = path / f"{TEMPORARY}{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    os.close(os.open(probe, flags, 0o600))
+    with contextlib.suppress(FileNotFoundError):
+        probe.unlink()

@@ -1,33 +1,89 @@
 """From a user's path to a namespace in use: a directory, a bucket, or several tiers.
 
 :func:`prepare` checks a path before an engine starts: loading a model takes minutes, so a wrong
-directory must show before that, in one line. A directory is opened here; everything else is opened
-by :mod:`vua.store.far`, which is imported only when needed.
+directory must show before that, in one line. What differs between a directory, a bucket and tiers
+is in a :class:`LocationKind` each, which :func:`kind_of` chooses: for a directory from
+:mod:`vua.store.namespace`; the others from :mod:`vua.store.far`, which is imported only when
+needed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
-import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
 from vua.capacity.limits import Limits
-from vua.capacity.usage import Usage, measure
-from vua.errors import ConfigError, NotWritableError, StorageError, VUAError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.security.settings import Security
-from vua.storage.base import explained
-from vua.storage.bucket_cost import requests
-from vua.storage.local import TEMPORARY
-from vua.storage.location import Location, is_directory_name, is_url, names_of
-from vua.store.namespace import Namespace, check_root
+from vua.storage.location import Location, is_directory_name
+from vua.store.namespace import DirectoryKind, Namespace, Place
 
-__all__ = ["Place", "create_namespace", "locate", "look_at", "open_namespace", "prepare"]
+__all__ = [
+    "LocationKind",
+    "Place",
+    "create_namespace",
+    "kind_of",
+    "locate",
+    "look_at",
+    "open_namespace",
+    "prepare",
+]
+
+
+class LocationKind(Protocol):
+    """How caches in one kind of location are found, checked and opened."""
+
+    def locate(self, root: Any, *, create: bool, security: Security | None) -> Location:
+        """See :func:`locate`."""
+        ...
+
+    def look_at(self, root: Any) -> Place:
+        """See :func:`look_at`."""
+        ...
+
+    def prepare(self, root: Any, security: Security, *, writes: bool) -> Place:
+        """See :func:`prepare`."""
+        ...
+
+    def open(
+        self,
+        path: Any,
+        *,
+        security: Security | None,
+        bounds: Limits | None,
+        rules: object,
+        layouts: Sequence[KVLayout] | None,
+    ) -> Namespace | None:
+        """See :func:`open_namespace`."""
+        ...
+
+    def create(
+        self,
+        root: Any,
+        identity: Identity,
+        layouts: Sequence[KVLayout],
+        *,
+        durable: bool,
+        bounds: Limits | None,
+        security: Security | None,
+        rules: object,
+    ) -> Namespace:
+        """See :func:`create_namespace`."""
+        ...
+
+
+_DIRECTORY: Final = DirectoryKind()
+
+
+def kind_of(root: Location | str | os.PathLike[str] | Sequence[str]) -> LocationKind:
+    """Return the kind of a location, or of what a user's path names."""
+    if is_directory_name(root):
+        return _DIRECTORY
+    from vua.store import far  # noqa: PLC0415 - most caches are directories
+
+    return far.kind_of(root)
 
 
 def locate(
@@ -42,11 +98,7 @@ def locate(
     cache; with ``create`` an empty prefix gets the mark. Slower tiers need not be reachable. Raises
     ConfigError, StorageError.
     """
-    if is_directory_name(root):
-        return check_root(root, create=create, security=security)
-    from vua.store.far import locate_far  # noqa: PLC0415
-
-    return locate_far(root, create=create, security=security)
+    return kind_of(root).locate(root, create=create, security=security)
 
 
 def open_namespace(
@@ -64,11 +116,7 @@ def open_namespace(
     compressed entries of a bucket are read, too. Other arguments as for :func:`create_namespace`.
     Raises OSError; StorageError if it belongs to an untrusted user.
     """
-    if isinstance(path, Path):
-        return Namespace.open(path, security=security, layouts=layouts)
-    from vua.store.far import open_far  # noqa: PLC0415
-
-    return open_far(path, security=security, bounds=bounds, rules=rules)
+    return kind_of(path).open(path, security=security, bounds=bounds, rules=rules, layouts=layouts)
 
 
 def create_namespace(
@@ -85,13 +133,7 @@ def create_namespace(
 
     ``rules`` has the attributes of :class:`vua.store.tier_rules.TierRules`.
     """
-    if isinstance(root, Path):
-        return Namespace.create(
-            *(root, identity, layouts), durable=durable, bounds=bounds, security=security
-        )
-    from vua.store.far import create_far  # noqa: PLC0415
-
-    return create_far(
+    return kind_of(root).create(
         *(root, identity, layouts),
         durable=durable,
         bounds=bounds,
@@ -100,41 +142,9 @@ def create_namespace(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A directory that can hold a cache."""
-
-    path: Location
-    """Absolute."""
-    made: bool
-    """Whether it was made just now."""
-    usage: Usage | None
-    """None for a bucket: counting costs requests."""
-
-    def __str__(self) -> str:
-        """Its path, and what is stored there.
-
-        >>> str(Place(Path("/kv"), False, Usage(39 << 20, 1204, exact=False)))
-        '/kv (about 39 MiB stored in 1,204 chunks)'
-        """
-        if self.usage is None:
-            return str(self.path)
-        if not self.usage.chunks:
-            return f"{self.path} ({'made now, ' * self.made}empty)"
-        about = "" if self.usage.exact else "about "
-        mib = self.usage.nbytes / 2**20
-        amount = f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.2f} MiB"
-        return f"{self.path} ({about}{amount} stored in {self.usage.chunks:,} chunks)"
-
-
-def look_at(root: str | os.PathLike[str] | Sequence[str], *, made: bool = False) -> Place:
+def look_at(root: str | os.PathLike[str] | Sequence[str]) -> Place:
     """Return what is stored in a directory; takes about a tenth of a second. Raises OSError."""
-    near = names_of(root)[0]
-    if is_url(near):
-        from vua.store import far  # noqa: PLC0415 - most caches are directories
-
-        return Place(far.at(near), made, None)
-    return Place(Path(os.path.abspath(near)), made, measure(near))  # noqa: PTH100 - keeps links
+    return kind_of(root).look_at(root)
 
 
 def prepare(
@@ -152,86 +162,4 @@ def prepare(
             mounted), or untrusted users could replace its files.
         StorageError: it cannot be made, searched or, with ``writes``, written to.
     """
-    near = names_of(root)[0]
-    prepare_one = _prepare_bucket if is_url(near) else _prepare_directory
-    place = prepare_one(near, security, writes=writes)
-    if near is not root:
-        _in_a_child(lambda: locate(root, create=writes, security=security))
-    return place
-
-
-def _prepare_bucket(root: str | os.PathLike[str], security: Security, *, writes: bool) -> Place:
-    del security
-    _in_a_child(lambda: _try_bucket(root, writes=writes))
-    return look_at(root)
-
-
-def _prepare_directory(root: str | os.PathLike[str], security: Security, *, writes: bool) -> Place:
-    path = Path(os.path.abspath(root))  # noqa: PTH100 - keeps symbolic links
-    made = not os.path.lexists(path)
-    check_root(path, create=writes or made, security=security)
-    try:
-        if writes:
-            _try_to_write(path)
-        return look_at(path, made=made)
-    except OSError as problem:
-        if isinstance(problem, StorageError):
-            raise
-        raise explained(problem, str(path)) from problem
-
-
-def _in_a_child(work: Callable[[], object]) -> None:
-    """Use a bucket in a forked child: engines fork from this process later.
-
-    They could not use connections that this process has made. Raises what ``work`` raises.
-    """
-    if requests:
-        work()
-        return
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        answer = b""
-        try:
-            work()
-        except VUAError as problem:
-            letter = b"w" if isinstance(problem, NotWritableError) else b"s"
-            letter = b"c" if isinstance(problem, ConfigError) else letter
-            answer = letter + (getattr(problem, "strerror", None) or str(problem)).encode()
-        except BaseException as problem:  # noqa: BLE001 - for the parent
-            answer = b"s" + repr(problem).encode()
-        finally:
-            os.write(writing, answer[:4096])
-            os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as stream:  # noqa: PTH123 - a descriptor
-        said = stream.read().decode(errors="replace")
-    os.waitpid(child, 0)
-    if said:
-        if said[0] == "c":
-            raise ConfigError(said[1:])
-        raise (NotWritableError if said[0] == "w" else StorageError)(errno.EIO, said[1:])
-
-
-def _try_bucket(root: str | os.PathLike[str], *, writes: bool) -> None:
-    """Check that a prefix is usable; write an object and delete it.
-
-    Raises ConfigError, StorageError.
-    """
-    from vua.store import far  # noqa: PLC0415 - as above
-
-    place = far.locate_bucket(root, create=writes)
-    if not writes:
-        return
-    key = (place / f"{TEMPORARY}{secrets.token_hex(8)}").key
-    place.bucket.put(key, b"")
-    place.bucket.delete([key])
-
-
-def _try_to_write(path: Path) -> None:
-    """Make a file and delete it: modes alone do not tell what a file server allows."""
-    probe = path / f"{TEMPORARY}{secrets.token_hex(8)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    os.close(os.open(probe, flags, 0o600))
-    with contextlib.suppress(FileNotFoundError):
-        probe.unlink()
+    return kind_of(root).prepare(root, security, writes=writes)
