@@ -24,8 +24,7 @@ from vua.connector.metrics import Recorder
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.sglang.host_pages import HostPages
-from vua.sglang.transfers import Transfers
+from vua.sglang.transfers import HostPages, Transfers
 from vua.store.namespace import Namespace
 
 PAGE, PAGES, ROUNDS = 64, 24, 9

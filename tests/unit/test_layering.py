@@ -18,7 +18,7 @@ ENGINES = ("llama_cpp", "lmcache", "sglang", "transformers", "vllm")
 NAMERS = {
     "vua.format.keys",
     "vua.store.namespace",
-    "vua.sglang.versions",
+    "vua.sglang.storage",
     "vua.testing.conformance",
 }
 """What makes a `KeyChain`. All others ask `Namespace.keys`, which knows whether names are secret.

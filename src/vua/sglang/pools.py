@@ -20,10 +20,9 @@ from vua.connector.metrics import Recorder
 from vua.connector.opening import OpenedNamespace
 from vua.format.keys import ChunkKey
 from vua.sglang.engine import Engine
-from vua.sglang.host_pages import HostPages
 from vua.sglang.identity import described, shard_of
-from vua.sglang.reuse import Reuse
-from vua.sglang.transfers import Transfers
+from vua.sglang.lookups import Reuse
+from vua.sglang.transfers import HostPages, Transfers
 
 __all__ = ["KNOWN", "OpenPools", "Part", "Pools", "check_name"]
 

@@ -6,6 +6,8 @@ a page that is not stored does not end the backup of others. An engine whose pag
 identified is served without a stored cache, with a warning; wrong settings end its start.
 
 VUA's own metrics appear beside SGLang's in the same ``/metrics``.
+
+VUA works with tested versions of SGLang only, and only if its page names are VUA's chunk names.
 """
 
 from __future__ import annotations
@@ -15,8 +17,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import sglang
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer, PoolTransferResult
+from packaging.version import InvalidVersion, Version
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+from sglang.srt.mem_cache.utils import get_hash_str
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from vua import native
@@ -27,16 +37,87 @@ from vua.connector.metrics import Recorder
 from vua.connector.opening import Opening
 from vua.connector.prometheus import Families
 from vua.errors import ConfigError, VUAError
+from vua.format.keys import KeyChain, token_ids
 from vua.sglang.engine import Engine, passes_prefix_keys
-from vua.sglang.interface import PagesInPlace
 from vua.sglang.lookups import Lookups
 from vua.sglang.pools import OpenPools, PoolPages, Pools, check_name
 from vua.sglang.settings import chunk_keys, settings_of
-from vua.sglang.versions import check_version
 from vua.store.place import prepare
 from vua.weights import Identification, Weights, checkpoint_files, identify_weights
 
-__all__ = ["Metrics", "VUAHiCacheStorage"]
+__all__ = ["Metrics", "PagesInPlace", "VUAHiCacheStorage", "check_version"]
+
+OLDEST: Final = Version("0.5.23")
+NEWEST: Final = Version("0.5.23")
+"""The backend is tested with these. It relies on more than the documented interface: which thread
+calls it, the names of pages, the forms of the host pools, the updates of weights."""
+
+
+def check_version() -> None:
+    """Refuse an SGLang with which this backend was never run.
+
+    Raises:
+        ConfigError: with the version found, the range, and what to do; or its pages have other
+            names than VUA's chunks.
+    """
+    try:
+        found = Version(sglang.__version__)
+    except InvalidVersion:  # a custom build: its maker knows
+        found = OLDEST
+    release = Version(".".join(map(str, found.release)))
+    if not OLDEST <= release <= NEWEST:
+        raise ConfigError(
+            f"SGLang {sglang.__version__} is not supported: this version of VUA works with "
+            f"{OLDEST} to {NEWEST}. Install one of these, or look for another version of VUA"
+        )
+    chain, ids = KeyChain(token_ids(range(24)), 8), list(range(24))
+    expected = [chain[at].name for at in range(3)]
+    if [*get_hash_str(ids[:16], None, 8), *get_hash_str(ids[16:], expected[1], 8)] != expected:
+        raise ConfigError(
+            f"SGLang {sglang.__version__} names pages differently from VUA's chunks, so nothing "
+            "could be shared with other engines; look for another version of VUA"
+        )
+
+
+class PagesInPlace(HiCacheStorage):
+    """Refuses everything through the other methods."""
+
+    def exists(self, key: str) -> bool:
+        """Return False: pages are looked up by `batch_exists`."""
+        return False
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        """Return None: pages go through `batch_get_v1`."""
+
+    def batch_get(
+        self,
+        keys: list[str],
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> list[torch.Tensor | None]:
+        """Return None for each: pages go through `batch_get_v1`."""
+        return [None] * len(keys)
+
+    def set(
+        self,
+        key: str,
+        value: Any = None,
+        target_location: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Return False: pages go through `batch_set_v1`."""
+        return False
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """Return False: pages go through `batch_set_v1`."""
+        return False
+
 
 _LABELS: Final = ("model_name", "tp_rank", "pp_rank")
 

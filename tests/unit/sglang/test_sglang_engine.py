@@ -27,9 +27,8 @@ from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
-from vua.sglang.host_pages import HostPages
 from vua.sglang.settings import chunk_keys, engine_arguments, settings_of
-from vua.sglang.transfers import Transfers
+from vua.sglang.transfers import HostPages, Transfers
 from vua.store.namespace import Namespace
 
 pytest.importorskip("sglang.srt", reason="SGLang has an environment of its own: `dev.py sglang`")
@@ -291,20 +290,20 @@ class NamesTest(unittest.TestCase):
         """Another SGLang is refused with its version, and one whose pages have other names."""
         import sglang
 
-        from vua.sglang import versions
+        from vua.sglang import storage
 
-        versions.check_version()
+        storage.check_version()
         for version in ("0.5.22", "0.5.24", "0.6.0"):
             with (
                 mock.patch.object(sglang, "__version__", version),
                 self.assertRaisesRegex(ConfigError, f"{version} is not supported"),
             ):
-                versions.check_version()
+                storage.check_version()
         with (
-            mock.patch.object(versions, "get_hash_str", return_value=["00" * 32]),
+            mock.patch.object(storage, "get_hash_str", return_value=["00" * 32]),
             self.assertRaisesRegex(ConfigError, "names pages differently"),
         ):
-            versions.check_version()
+            storage.check_version()
 
 
 class Scheduler:

@@ -19,9 +19,8 @@ from vua.errors import InputError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
-from vua.sglang.host_pages import HostPages
 from vua.sglang.settings import chunk_keys
-from vua.sglang.transfers import Transfers
+from vua.sglang.transfers import HostPages, Transfers
 from vua.storage.base import Batch, Filled, Storage, WriteResult
 from vua.store.namespace import Namespace
 from vua.testing.faulty import FaultyStorage

@@ -12,7 +12,7 @@ from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
-from vua.sglang.reuse import Reuse
+from vua.sglang.lookups import Reuse
 from vua.sglang.settings import settings_of
 
 CHUNK = 64
