@@ -191,7 +191,7 @@ class ArgumentsTest(DirectoryTest):
 class VariablesTest(DirectoryTest):
     def counted(self, **environment: str) -> dict[str, Any]:
         """What counts of an environment."""
-        from vua.sglang.computation import variables_that_count
+        from vua.sglang.identity import variables_that_count
 
         return variables_that_count({"HOME": "/root", "PATH": "/bin", **environment})
 

@@ -29,7 +29,7 @@ def model() -> Any:
 
 def foreign(changed: Any) -> dict[str, Any]:
     """What of a model is not SGLang's."""
-    from vua.sglang.computation import foreign_code
+    from vua.sglang.identity import foreign_code
 
     return foreign_code(SimpleNamespace(model=changed))
 
@@ -145,7 +145,7 @@ class ForeignTest(DirectoryTest):
 
     def test_attention(self) -> None:
         """A backend counts where the model needs what it does not read, or where bits count."""
-        from vua.sglang.computation import attention_that_counts
+        from vua.sglang.identity import attention_that_counts
 
         def counted(cap: float, backend: str, *, exact: bool = False) -> dict[str, Any]:
             layer = torch.nn.Linear(4, 4)
