@@ -44,7 +44,7 @@ several elements into a row, or scale every token separately."""
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> Model:
-    """Describe the engine's KV cache, except for the weights, see `vua.vllm.weights`.
+    """Describe the engine's KV cache, except for the weights, see `vua.vllm.engine_identity`.
 
     Raises:
         UncachedError: it cannot be stored correctly, with the reason.

@@ -60,11 +60,10 @@ from vua.security.keyring import check_keys
 from vua.store.place import locate, prepare
 from vua.vllm import page_layout
 from vua.vllm.cache_spec import describe, layer_number
-from vua.vllm.engine_identity import setup_of
+from vua.vllm.engine_identity import find_weights, setup_of
 from vua.vllm.engine_worker import memory_of
 from vua.vllm.support import check_starts
 from vua.vllm.versions import MEDIUM_STORAGE, announce, check_version, event_extra_keys, session_of
-from vua.vllm.weights import find_weights
 from vua.weights import Identification
 
 if TYPE_CHECKING:

@@ -67,7 +67,7 @@ class EngineFieldsTest(unittest.TestCase):
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         from vua.vllm.cache_spec import describe
-        from vua.vllm.weights import find_weights
+        from vua.vllm.engine_identity import find_weights
 
         cache = made.cache_config
         dtypes = {"fp8": torch.uint8, "bfloat16": torch.bfloat16}

@@ -50,7 +50,7 @@ class FilesTest(unittest.TestCase):
 
     def find(self, load_format: str = "auto", **fields: Any) -> Weights:
         """What the connector finds for an engine with this load format."""
-        from vua.vllm.weights import find_weights
+        from vua.vllm.engine_identity import find_weights
 
         made = engine_config()
         model_config, load_config = copy.copy(made.model_config), copy.copy(made.load_config)
@@ -113,7 +113,7 @@ class FilesTest(unittest.TestCase):
         from vllm.model_executor.models.llama import LlamaForCausalLM
         from vllm.model_executor.models.ultravox import UltravoxModel
 
-        from vua.vllm.weights import has_secondary
+        from vua.vllm.engine_identity import has_secondary
 
         self.assertEqual(
             [True, False], [has_secondary(one) for one in (UltravoxModel, LlamaForCausalLM)]
@@ -138,7 +138,7 @@ class FilesTest(unittest.TestCase):
         with mock.patch(name, return_value=SimpleNamespace(name="EngineCore")):
             with self.assertRaisesRegex(UncachedError, "after the engine's start"):
                 self.find()
-            with mock.patch("vua.vllm.weights.process_began_s", return_value=2**33):
+            with mock.patch("vua.vllm.engine_identity.process_began_s", return_value=2**33):
                 expected = self.find()
         self.assertEqual(expected.fingerprint, self.find().fingerprint)
 
