@@ -62,8 +62,14 @@ from vua.vllm import page_layout
 from vua.vllm.cache_spec import describe, layer_number
 from vua.vllm.engine_identity import find_weights, setup_of
 from vua.vllm.engine_worker import memory_of
-from vua.vllm.support import check_starts
-from vua.vllm.versions import MEDIUM_STORAGE, announce, check_version, event_extra_keys, session_of
+from vua.vllm.support import (
+    MEDIUM_STORAGE,
+    announce,
+    check_starts,
+    check_version,
+    event_extra_keys,
+    session_of,
+)
 from vua.weights import Identification
 
 if TYPE_CHECKING:

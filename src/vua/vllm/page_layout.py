@@ -20,7 +20,7 @@ from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
 from vua.device.paged import WORDS, PagedCache, PageRows, WholePages
 from vua.errors import LayoutError, VUAError
 from vua.format.layout import Shard, state_nbytes
-from vua.vllm.versions import packs_k_and_v
+from vua.vllm.support import packs_k_and_v
 
 __all__ = [
     "UnknownFormError",

@@ -1,26 +1,165 @@
-"""When an engine's KV cache is not stored; why, and what to do: `vua.connector.refusals`.
+"""Which versions of vLLM this connector works with, and when an engine's KV cache is not stored.
 
-A cache whose form is not known is no reason: its pages are stored as they are.
+The connector is written for the newest version; what an older one lacks is handled here.
+docs/vllm.md says which versions were run and which only read. Why something is not stored, and what
+to do: `vua.connector.refusals`. A cache whose form is not known is no reason: its pages are stored
+as they are.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+import vllm
+from packaging.version import InvalidVersion, Version
+from vllm.distributed import kv_events
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+
+from vua import native
 from vua.connector.config import ConnectorConfig
+from vua.connector.log import logger
 from vua.connector.refusals import refused
 from vua.errors import ConfigError
-from vua.vllm.versions import can_fail_requests, knows_current_blocks
 
 __all__ = [
     "DRAFTS",
+    "MEDIUM_STORAGE",
     "adapters_spill",
+    "announce",
+    "can_fail_requests",
+    "caveat",
     "check_drafts",
     "check_engine",
     "check_groups",
     "check_latent",
     "check_starts",
+    "check_version",
+    "event_extra_keys",
+    "knows_current_blocks",
+    "packs_k_and_v",
+    "session_of",
 ]
+
+log = logger()
+
+OLDEST_ON_GPU: Final = Version("0.24")
+"""From here to `OLDEST` only on NVIDIA GPUs: the page forms of their CPU backends were not
+checked."""
+OLDEST: Final = Version("0.28")
+NEWEST: Final = Version("0.33")
+"""The connector is tested with `OLDEST`, 0.32 and this one. Releases before `OLDEST` were compared
+with them: the hooks, who calls them and when, what they read, the forms of the pages."""
+
+MEDIUM_STORAGE: Final[str] = getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")
+"""The medium in events; vLLM has a name for it since 0.27."""
+
+
+def _release() -> Version | None:
+    """The minor release of vLLM; None for a custom build."""
+    try:
+        found = Version(vllm.__version__)
+    except InvalidVersion:
+        return None
+    return Version(f"{found.major}.{found.minor}")
+
+
+def check_version(*, allow_untested: bool) -> None:
+    """Refuse a vLLM whose interface was never checked.
+
+    Args:
+        allow_untested: accept a newer one anyway.
+
+    Raises:
+        ConfigError: with the version found, the range, and what to do.
+    """
+    from vllm.platforms import current_platform
+
+    release = _release()
+    if release is None:
+        return
+    oldest = OLDEST_ON_GPU if current_platform.is_cuda() else OLDEST
+    if release < oldest or (release > NEWEST and not allow_untested):
+        text = (
+            f"vLLM {vllm.__version__} is not supported on this platform "
+            f"({current_platform.device_type}): this version of VUA works with {OLDEST} to "
+            f"{NEWEST}, on NVIDIA GPUs from {OLDEST_ON_GPU} on. Install one of these, or look for "
+            "another version of VUA"
+        )
+        if release > NEWEST:
+            text += '; "allow": ["untested_vllm"] in kv_connector_extra_config tries this one'
+        raise ConfigError(text)
+
+
+def caveat() -> str | None:
+    """Return the warning to log about an accepted vLLM with which VUA was never run."""
+    release = _release()
+    if release is None or OLDEST <= release <= NEWEST:
+        return None
+    known = "by its API only" if release <= NEWEST else "not even its API is known"
+    return (
+        f"vLLM {vllm.__version__} with this version of VUA: not run; {known} "
+        f"(run: {OLDEST} to {NEWEST})"
+    )
+
+
+def announce(transfer: Any) -> None:
+    """Log what is in use, and what users may want to change in ``transfer``."""
+    log.info("VUA: %s", native.status().text)
+    if (text := caveat()) is not None:
+        log.warning("VUA: %s", text)
+    if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
+        log.warning(
+            'VUA: kv_load_failure_policy is "%s": a damaged or vanished file will FAIL its '
+            'request. Set kv_load_failure_policy="recompute" in --kv-transfer-config',
+            transfer.kv_load_failure_policy,
+        )
+
+
+def can_fail_requests() -> bool:
+    """Whether a failed load can be reported for a request as a whole (vLLM 0.30)."""
+    return hasattr(KVConnectorOutput(), "failed_recving")
+
+
+def knows_current_blocks() -> bool:
+    """Whether a step says which blocks a request has now, freed ones left out (vLLM 0.32)."""
+    return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+
+
+def packs_k_and_v() -> bool:
+    """Whether a page has K and V in one row, heads before slots (vLLM 0.26).
+
+    Before, only backends for K and V of different sizes did that, with slots before heads.
+    """
+    release = _release()
+    return release is None or release >= Version("0.26")
+
+
+def event_extra_keys(request: Any, blocks: range, block_size: int) -> list[Any] | None:
+    """Return what identifies a request's blocks besides tokens, in the form of vLLM's events.
+
+    None if there is nothing. vLLM 0.32 tags these keys and publishes them without the tags.
+    """
+    if not (request.lora_request or request.cache_salt or request.mm_features):
+        return None
+    keys, feature = [], 0
+    for block in blocks:
+        start = block * block_size
+        found, feature = kv_cache_utils.generate_block_hash_extra_keys(
+            request, start, start + block_size, feature
+        )
+        keys.append(found)
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    return keys if untagged is None else list(untagged(keys))
+
+
+def session_of(request: Any) -> dict[str, Any]:
+    """Return the field of an event that names the request's session, if vLLM (0.32) has it."""
+    if "session_id" not in kv_events.BlockStored.__struct_fields__:
+        return {}
+    return {"session_id": request.session_id}
+
 
 DRAFTS: Final = ("eagle", "eagle3", "mtp")
 """Methods of speculative decoding whose layers continue from the model's own hidden states."""

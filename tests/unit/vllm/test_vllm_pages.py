@@ -450,7 +450,7 @@ class ClassesTest(GeneratedModelsTest):
 
 def windows_are_cached() -> bool:
     """Whether this vLLM has what several groups need."""
-    from vua.vllm.versions import can_fail_requests, knows_current_blocks
+    from vua.vllm.support import can_fail_requests, knows_current_blocks
 
     return can_fail_requests() and knows_current_blocks()
 

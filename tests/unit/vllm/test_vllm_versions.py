@@ -1,4 +1,4 @@
-"""Mirrors `vua.vllm.versions`: which releases of vLLM are taken, and what is said of others."""
+"""Mirrors `vua.vllm.support`: which releases of vLLM are taken, and what is said of others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANGES = r"works with 0\.28 to 0\.33, on NVIDIA GPUs from 0\.24 on\."
 class VersionsTest(unittest.TestCase):
     def check(self, version: str, device: str = "cpu", *, allow_untested: bool = False) -> None:
         """Check as if vLLM were of this version."""
-        from vua.vllm.versions import check_version
+        from vua.vllm.support import check_version
 
         platform = SimpleNamespace(is_cuda=lambda: device == "cuda", device_type=device)
         with (
@@ -60,7 +60,7 @@ class VersionsTest(unittest.TestCase):
 
     def test_what_was_not_run(self) -> None:
         """An accepted release that VUA was never run with says so; the others say nothing."""
-        from vua.vllm.versions import caveat
+        from vua.vllm.support import caveat
 
         for version, text in (
             ("0.24.0", r"0\.24\.0.*not run; by its API only \(run: 0\.28 to 0\.33\)"),
@@ -75,7 +75,7 @@ class VersionsTest(unittest.TestCase):
 
     def test_form_of_pages(self) -> None:
         """K and V share a row since 0.26."""
-        from vua.vllm.versions import packs_k_and_v
+        from vua.vllm.support import packs_k_and_v
 
         for version, packed in (("0.25.1", False), ("0.26.0", True), ("mine", True)):
             with self.subTest(version), mock.patch("vllm.__version__", version):
