@@ -29,7 +29,7 @@ from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import KINDS, PRICES, cost_dollars
 from vua.storage.local import entry_path
 from vua.storage.location import BucketPath
-from vua.storage.parents import FULL, write_parents
+from vua.storage.object import FULL, write_parents
 from vua.store.namespace import Namespace
 from vua.store.place import create_namespace, locate
 

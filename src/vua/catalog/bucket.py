@@ -77,8 +77,7 @@ from vua.storage.names import (
     kind_at,
     plain_path,
 )
-from vua.storage.object import ObjectStorage
-from vua.storage.parents import FULL, parents_in, write_parents
+from vua.storage.object import FULL, ObjectStorage, parents_in, write_parents
 from vua.store.far import at
 from vua.store.place import locate
 

@@ -51,7 +51,7 @@ TTL_FOLDER: Final = "ttl"
 """A namespace's folder of per-chunk times to live; see :mod:`vua.capacity.marks`."""
 PARENTS: Final = "parents"
 """A namespace's folder in a bucket of objects that tell which chunk precedes which; see
-:mod:`vua.storage.parents`."""
+:mod:`vua.storage.object`."""
 NOTED: Final = re.compile(r"[0-9a-f]{16}")
 """The name of such an object."""
 QUARANTINED: Final = re.compile(r"[0-9a-f]{64}\.(.+)\.[0-9a-f]{6}")
