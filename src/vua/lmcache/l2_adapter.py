@@ -53,8 +53,7 @@ from vua.store.place import create_namespace, locate
 from vua.store.writer import EntryWriter, process_writer
 from vua.weights import Identification, Weights, checkpoint_files, identify_weights
 from vua.weights.content import State
-from vua.weights.files import link_changed_s
-from vua.weights.fingerprint import CLOCK_TICK_S
+from vua.weights.fingerprint import CLOCK_TICK_S, link_changed_s
 
 __all__ = ["Models", "VUAL2Adapter"]
 

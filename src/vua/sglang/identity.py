@@ -57,7 +57,7 @@ from vua.sglang.argument_fields import (
     NEUTRAL,
 )
 from vua.weights import identify_weights
-from vua.weights.files import code_digest
+from vua.weights.fingerprint import code_digest
 
 __all__ = [
     "CacheDescription",

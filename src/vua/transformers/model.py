@@ -42,7 +42,7 @@ from vua.transformers.tensors import PIECE_NBYTES, Contents, same_bytes
 from vua.transformers.watch import ModelWatch, attention_of, is_compared
 from vua.weights import Weights, checkpoint_files
 from vua.weights.content import State
-from vua.weights.files import code_digest
+from vua.weights.fingerprint import code_digest
 
 __all__ = [
     "DTYPE_NAMES",

@@ -50,7 +50,7 @@ from vua.vllm.config_fields import ADAPTER_CLASSES, EXCLUDED, HOLDERS, MEDIA_CLA
 from vua.vllm.environment import environment_of_pages, environment_that_counts
 from vua.vllm.support import DRAFTS
 from vua.weights import Weights, checkpoint_files, identify_weights, process_began_s
-from vua.weights.files import code_digest, processor_digest, quantization_digest
+from vua.weights.fingerprint import code_digest, processor_digest, quantization_digest
 
 __all__ = [
     "Settings",

@@ -4,10 +4,10 @@
 thread. docs/decisions/0015-weights-by-content.md says what is trusted and what remains.
 """
 
-from vua.weights.files import checkpoint_files
 from vua.weights.fingerprint import (
     Identification,
     Weights,
+    checkpoint_files,
     identify_weights,
     process_began_s,
     weights_fingerprint,
