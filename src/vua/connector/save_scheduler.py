@@ -35,9 +35,9 @@ from vua.connector.metadata import (
     ScheduledStep,
     Tables,
 )
+from vua.connector.metrics import RequestMetrics
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.request import RequestOptions, SaveHints
-from vua.connector.request_metrics import RequestMetrics
 from vua.connector.witness import Witness
 from vua.format.keys import ChunkKey, KeyRun, token_ids
 

@@ -29,12 +29,11 @@ from vua.connector.metadata import (
     WorkerOutput,
     prompt_work,
 )
-from vua.connector.metrics import Recorder, Series, record_requests
+from vua.connector.metrics import Recorder, RequestMetrics, Series, record_requests
 from vua.connector.opening import Opening, close_within
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.proved import written
 from vua.connector.request import OptionReader, RequestOptions
-from vua.connector.request_metrics import RequestMetrics
 from vua.connector.save_scheduler import RequestState, SaveScheduler, stop_at_state, to_load
 from vua.connector.witness import Witness
 from vua.format.identity import Identity

@@ -18,8 +18,7 @@ if find_spec("vllm"):
     from vua.connector.cache_spec import Group, Model
     from vua.connector.config import ConnectorConfig
     from vua.connector.load_policy import LoadDecision, LoadPolicy
-    from vua.connector.metrics import Recorder
-    from vua.connector.request_metrics import RequestMetrics
+    from vua.connector.metrics import Recorder, RequestMetrics
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
