@@ -31,10 +31,9 @@ from vua.catalog.base import NO_KEYS, Catalog
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
 from vua.cli.explain import Question, explain_ids
-from vua.cli.looks import View, watch
+from vua.cli.looks import Child, Talk, View, watch
 from vua.cli.output import SOUND, Output, Report, plain
 from vua.cli.prompt import parse_ids, tokenizer
-from vua.cli.ui.child import Child, Talk
 from vua.cli.verify import verify
 from vua.errors import ConfigError, VUAError
 from vua.security.settings import Security
