@@ -1,7 +1,7 @@
-"""`vua args`: the arguments that make an engine use a cache directory, ready for its command line.
+"""`vua args` and `vua completion`: what makes an engine use a cache, and a shell complete `vua`.
 
-Each argument is one word of a shell, so that `engine $(vua args sglang /mnt/kv)` works: what a
-shell would split or expand is escaped in JSON.
+Each argument of an engine is one word of a shell, so that `engine $(vua args sglang /mnt/kv)`
+works: what a shell would split or expand is escaped in JSON.
 """
 
 from __future__ import annotations
@@ -16,14 +16,43 @@ from shlex import quote
 from typing import Final
 
 import click
+from click.shell_completion import get_completion_class
 
 from vua.cli.command import argument, command
 from vua.cli.output import Report
+from vua.cli.root import vua
 from vua.connector.launch import VLLM_TRANSFER, sglang_arguments
 from vua.errors import ConfigError
 from vua.storage.location import directory_of, is_url
 
-__all__ = ["ENGINES", "Arguments", "arguments_of"]
+__all__ = ["ENGINES", "SHELLS", "Arguments", "Script", "arguments_of", "completion"]
+
+SHELLS: Final = ("bash", "zsh", "fish")
+
+
+@dataclass(frozen=True, slots=True)
+class Script(Report):
+    """A completion script."""
+
+    shell: str
+    text: str
+
+    def describe(self) -> object:
+        return {"shell": self.shell, "code": self.text}
+
+    def show(self) -> None:
+        print(self.text)
+
+
+@command("completion", "print a shell's completion script", takes_directory=False)
+@argument("shell", "bash, zsh or fish", metavar="SHELL", type=click.Choice(SHELLS))
+def completion(shell: str) -> Script:
+    """Return the script for one of SHELLS; it asks `vua` itself for completions."""
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise ConfigError(f"{shell} is not known to the package click")
+    return Script(shell, kind(vua, {}, "vua", "_VUA_COMPLETE").source())
+
 
 ENGINES: Final = ("vllm", "sglang", "lmcache", "docker")
 _UNSAFE: Final = re.compile(r"[\s*?\[\]~\\]")

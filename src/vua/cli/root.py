@@ -26,7 +26,7 @@ _MODULES: Final = {
     "inspect": "verify",
     "verify": "verify",
     "top": "looks",
-    "doctor": "doctor",
+    "doctor": "verify",
     "ui": "ui.server",
     "events": "events",
     "explain": "explain",
@@ -43,7 +43,7 @@ _MODULES: Final = {
     "args": "args",
     "key": "prompt",
     "bench": "bench",
-    "completion": "completion",
+    "completion": "args",
 }
 """The module of each command."""
 

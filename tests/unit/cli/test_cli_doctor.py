@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.doctor` and `vua.catalog.probes`: what VUA relies on, and what shows it."""
+"""Mirrors `vua.cli.verify` and `vua.catalog.probes`: what VUA relies on, and what shows it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from helpers import DirectoryTest, native_code, read_only
 from vua.capacity.limits import Limits, write_bounds
 from vua.catalog import probes
 from vua.catalog.probes import PROBES, Finding, Mount, ProbeDirectory, mount_of
-from vua.cli.doctor import Diagnosis
+from vua.cli.verify import Diagnosis
 from vua.errors import ConfigError
 from vua.io.posix import cached_pages
 from vua.security.settings import Security

@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.output` and `vua.cli.completion`: how commands look."""
+"""Mirrors `vua.cli.output` and `vua.cli.args`: how commands look."""
 
 from __future__ import annotations
 
