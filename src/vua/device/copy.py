@@ -29,9 +29,9 @@ class MoveChoice(NamedTuple):
 def choose(device: torch.device) -> MoveChoice:
     """Return how rows are moved on a device: by Triton if that works, which one trial proves."""
     if device.type == "cpu":
-        from vua.device import host  # noqa: PLC0415 - the native library is not needed on a GPU
+        from vua.device import cpu_pages  # noqa: PLC0415 - the native library is not needed on a GPU
 
-        return MoveChoice("host", host.move, "the cache is in CPU memory")
+        return MoveChoice("host", cpu_pages.move, "the cache is in CPU memory")
     if device.type != "cuda":
         return MoveChoice("torch", moves.move, f"the cache is on the device {device.type}")
     try:

@@ -20,7 +20,7 @@ import torch
 
 import vua.device.paged
 from helpers import bits, has_native, noise
-from vua.device import host, moves
+from vua.device import cpu_pages, moves
 from vua.device.copy import choose, gather, proves, scatter
 from vua.device.moves import Job, Move, plan
 from vua.device.paged import PagedCache, PagedLayout, slots_of
@@ -323,12 +323,12 @@ class RunsTest(BlocksTest):
 class HostTest(BlocksTest):
     """What is chosen on a CPU: the loop in C."""
 
-    move = staticmethod(host.move)
+    move = staticmethod(cpu_pages.move)
 
     def setUp(self) -> None:
         """Never fall back to PyTorch."""
         never = SimpleNamespace(runs=moves.runs, move=mock.Mock(side_effect=AssertionError))
-        patch = mock.patch.object(host, "moves", never)
+        patch = mock.patch.object(cpu_pages, "moves", never)
         patch.start()
         self.addCleanup(patch.stop)
 
@@ -338,7 +338,7 @@ class HostTest(BlocksTest):
         slots = torch.randperm(600 * SLOTS, generator=torch.Generator().manual_seed(1))[:2000]
         chunks = noise(2, 1, 2, 8, 2000, 64, dtype=torch.int32)
         copies = []
-        for move in (host.move, moves.move):
+        for move in (cpu_pages.move, moves.move):
             memory, taken = pages.clone(), chunks.clone()
             paged = PagedCache.of(memory, "LBHNC")
             gather(paged, slots.flip(0), *taken, move=move)
@@ -352,8 +352,8 @@ class HostTest(BlocksTest):
         """Where two tokens share a slot one of them is there, whole: PyTorch copies these."""
         paged = PagedCache.of(torch.zeros(1, 2, 1, SLOTS, 2 * 64, dtype=torch.int16), "LBHNC")
         k, v = torch.stack([torch.arange(1.0, 4)] * 64, 1).to(torch.int16).expand(2, 1, 1, 3, 64)
-        never = mock.patch.object(host.native, "copy_strided", side_effect=AssertionError)
-        with mock.patch.object(host, "moves", moves), never:
+        never = mock.patch.object(cpu_pages.native, "copy_strided", side_effect=AssertionError)
+        with mock.patch.object(cpu_pages, "moves", moves), never:
             scatter(paged, torch.tensor([1, 2, 1]), k, v)
 
         rows = paged.arrays[0][0][0, :, 0]
@@ -566,7 +566,7 @@ class PagesTest(unittest.TestCase):
 
     def test_choice_on_a_cpu(self) -> None:
         """On the CPU the loop in C moves the rows."""
-        self.assertEqual(("host", host.move), choose(CPU)[:2])
+        self.assertEqual(("host", cpu_pages.move), choose(CPU)[:2])
 
 
 class DocumentationTest(unittest.TestCase):
