@@ -41,8 +41,15 @@ from vua.native.entries import (
     read_entries,
     write_entries,
 )
-from vua.native.fallback import LATEST_NS, read_entry
-from vua.native.hashes import Digest, digests_of, fill_check, hash_chain, narrow
+from vua.native.fallback import (
+    LATEST_NS,
+    Digest,
+    digests_of,
+    fill_check,
+    hash_chain,
+    narrow,
+    read_entry,
+)
 from vua.native.rows import blocks_of, rows_of
 from vua.native.transfer import NOWHERE, Headers, Spread, Transfer
 

@@ -1,6 +1,8 @@
 """The C functions in Python: the same signatures and results, but with errors explained.
 
-C only stops at a file that is not in order; :func:`read_entry` says what is wrong with it.
+C only stops at a file that is not in order; :func:`read_entry` says what is wrong with it. The
+hashes are here too: the xxh3-64 of blocks and headers, and the SHA-256 chain of prompts, for which
+:func:`hash_chain` takes C where it is built.
 """
 
 from __future__ import annotations
@@ -8,22 +10,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from vua.errors import CorruptEntryError, EntryError, UntrustedError
 from vua.io import posix, vectors
 from vua.io.files import Directory, Uids, close_plain, is_plain, make_directory, open_plain
 from vua.io.pool import Job, Pool
 from vua.io.posix import FileStatus, close_quietly
-from vua.native.hashes import digests_of, fill_check
+from vua.native.bindings import library, sha256
 from vua.native.rows import Read, blocks_of, reads_of, rows_of
 from vua.native.transfer import (
     FAILED,
@@ -36,15 +41,107 @@ from vua.native.transfer import (
 
 __all__ = [
     "LATEST_NS",
+    "Digest",
     "Strided",
     "copy_strided",
+    "digests_of",
+    "fill_check",
     "fill_entry",
     "gather_entry",
+    "hash_chain",
     "list_chunks",
+    "narrow",
     "read_entries",
     "read_entry",
     "write_entries",
 ]
+
+_CHECK_DIGITS: Final = 16
+
+
+class Digest(Protocol):
+    """Consumes the bytes of one block: a hash, or one block's seal."""
+
+    def update(self, view: memoryview, /) -> object: ...
+
+    def intdigest(self) -> int: ...
+
+
+def digests_of(blocks: Iterable[Iterable[memoryview]]) -> list[int]:
+    """Return the xxh3-64 of each block: the only place where Python hashes K and V."""
+    digests = []
+    for block in blocks:
+        digest = xxhash.xxh3_64()
+        for part in block:
+            digest.update(part)
+        digests.append(digest.intdigest())
+    return digests
+
+
+def fill_check(header: npt.NDArray[np.uint8], check_offset: int) -> None:
+    """Fill in a header's self-check, computed with zeros for its own digits."""
+    check = header[check_offset : check_offset + _CHECK_DIGITS]
+    check[:] = ord("0")
+    digits = xxhash.xxh3_64_hexdigest(header.data).encode()
+    check[:] = np.frombuffer(digits, dtype=np.uint8)
+
+
+_DIGEST_NBYTES: Final = 32
+_HELD_NBYTES: Final = 2 << 20
+"""Token ids up to this size, half a million, are hashed in some 2 ms with the GIL held."""
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.argtypes, _new_bytes.restype = [ctypes.c_void_p, ctypes.c_ssize_t], ctypes.py_object
+_address_of = ctypes.pythonapi.PyBytes_AsString
+_address_of.argtypes, _address_of.restype = [ctypes.py_object], ctypes.c_void_p
+
+
+def narrow(ids: npt.NDArray[np.generic]) -> bytes | None:
+    """Return integers of 4 or 8 bytes as little-endian u32 bytes; None if some do not fit.
+
+    Also None if it cannot tell; the caller finds out why. Keeps the GIL for up to half a million
+    ids, where numpy would release it at each step.
+    """
+    bound, kind = library(), ids.dtype
+    known = kind.kind in "iu" and kind.itemsize in (4, 8) and kind.isnative
+    if bound is None or not known or sys.byteorder != "little" or 4 * ids.size > _HELD_NBYTES:
+        return None
+    ids = np.ascontiguousarray(ids)
+    found = _new_bytes(None, 4 * ids.size)  # filled before other code sees it: no copy
+    given = ids.ctypes.data, kind.itemsize, kind.kind == "i", ids.size
+    return found if bound.ids_held(*given, _address_of(found)) else None
+
+
+def hash_chain(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
+    """Return the digests of consecutive chunks, 32 bytes each.
+
+    Args:
+        parent: hashed before the first chunk's ids: a digest, or empty.
+        ids: token ids of whole chunks, contiguous bytes.
+        chunk_nbytes: bytes of a chunk's ids.
+
+    Each is the SHA-256 of the previous digest and its chunk's ids; see :mod:`vua.format.keys`.
+    """
+    chunks = len(ids) // chunk_nbytes
+    bound = library()
+    if bound is None or sha256 is None or chunks < 2:
+        return chain_in_python(parent, ids, chunk_nbytes)
+    digests = ctypes.create_string_buffer(chunks * _DIGEST_NBYTES)
+    data = bytes(ids)
+    hash_all = bound.chain_held if len(data) <= _HELD_NBYTES else bound.chain
+    hash_all(sha256, parent, len(parent), data, chunk_nbytes, chunks, digests)
+    return digests.raw
+
+
+def chain_in_python(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
+    digests, fresh = bytearray(), hashlib.sha256().copy  # cheaper than making each anew
+    for start in range(0, len(ids), chunk_nbytes):
+        digest = fresh()
+        digest.update(parent)
+        digest.update(ids[start : start + chunk_nbytes])
+        parent = digest.digest()
+        digests += parent
+    return bytes(digests)
+
 
 _WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHUNK: Final = re.compile(r"[0-9a-f]{64}")

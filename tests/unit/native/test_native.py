@@ -461,7 +461,7 @@ class TestChain(unittest.TestCase):
         """Where there is a library, it is not Python that hashes."""
         if not has_native() or bindings.sha256 is None:
             self.skipTest("no native code or no OpenSSL here")
-        with mock.patch("vua.native.hashes.chain_in_python") as in_python:
+        with mock.patch("vua.native.fallback.chain_in_python") as in_python:
             self.assertEqual(64, len(native.hash_chain(b"", memoryview(bytes(512)), 256)))
         in_python.assert_not_called()
 
