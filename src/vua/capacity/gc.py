@@ -31,11 +31,21 @@ from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import mtime_ns_of, next_tick_ns, set_mtime
-from vua.capacity.owned import is_ours, is_temporary, trash_in
 from vua.capacity.policy import LeastHitDensity
 from vua.capacity.prefix_tree import PrefixTree, Spread, in_turn, read_node, read_prefix_tree
 from vua.capacity.removal import GRACE_S, NOTHING, DeletionTotals, Remover, evict_chunk
-from vua.capacity.scan import Show, Space, chunks_of, fans_of, listed, silent, spaces
+from vua.capacity.scan import (
+    Show,
+    Space,
+    chunks_of,
+    fans_of,
+    is_ours,
+    is_temporary,
+    listed,
+    silent,
+    spaces,
+    trash_in,
+)
 from vua.capacity.usage import TOLERANCE, Usage, measure, nbytes_per_inode
 from vua.errors import CorruptEntryError
 from vua.format.entry import MAX_HEADER_NBYTES, SEALED, SEALED_V1

@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from vua.capacity.lru import mtime_ns_of, set_mtime
-from vua.capacity.owned import is_ours
 from vua.capacity.prefix_tree import ancestors, read_node
-from vua.capacity.scan import Candidate, Space, listed
+from vua.capacity.scan import Candidate, Space, is_ours, listed
 from vua.io.posix import close_quietly, open_beneath
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.names import PIN, SENT, TTL_FOLDER

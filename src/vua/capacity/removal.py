@@ -20,15 +20,19 @@ from typing import Final, NamedTuple
 
 from vua.capacity import marks
 from vua.capacity.lru import got_child, mtime_ns_of, server_now_ns
-from vua.capacity.owned import (
+from vua.capacity.scan import (
     QUARANTINED,
+    TRASH,
+    Space,
+    chunk_nbytes,
     is_chunk,
     is_chunk_file,
+    is_fan,
     is_leftover,
     is_temporary,
     is_trash,
+    listed,
 )
-from vua.capacity.scan import TRASH, Space, chunk_nbytes, is_fan, listed
 from vua.io.posix import close_quietly
 from vua.storage.description import DESCRIPTION, is_described
 from vua.storage.local import QUARANTINE, SUFFIX, chunk_path

@@ -28,7 +28,6 @@ from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
 from vua.capacity.lru import mtime_ns_of
 from vua.capacity.marks import count_ttls, pin, unpin
-from vua.capacity.owned import is_all_ours, is_ours, is_trash, trash_in
 from vua.capacity.prefix_tree import PrefixTree, ancestors, read_node, read_prefix_tree
 from vua.capacity.removal import NOTHING, DeletionTotals, Remover, delete_namespace
 from vua.capacity.scan import (
@@ -39,9 +38,13 @@ from vua.capacity.scan import (
     chunks_of,
     columns_of,
     fans_of,
+    is_all_ours,
     is_fan,
+    is_ours,
+    is_trash,
     listed,
     spaces,
+    trash_in,
 )
 from vua.capacity.usage import Usage, measure, sample_prefix_tree
 from vua.capacity.use_log import UseLog

@@ -1,7 +1,7 @@
 """Names of files and objects in a namespace, and from a path back to its kind.
 
 :func:`kind_at` is the one grammar of a namespace's file names. Code that deletes asks it, in a
-directory (:mod:`vua.capacity.owned`, which also checks file types) and in a bucket.
+directory (:mod:`vua.capacity.scan`, which also checks file types) and in a bucket.
 """
 
 from __future__ import annotations
