@@ -262,7 +262,7 @@ class PoolTest(DirectoryTest):
         """A pool of states, of an index or of a draft model is refused by its name."""
         from sglang.srt.mem_cache.hicache_storage import PoolName
 
-        from vua.sglang.pools import check_name
+        from vua.sglang.storage import check_name
 
         for name in PoolName:
             if name in (PoolName.KV, PoolName.SWA):
@@ -505,8 +505,7 @@ class Storing(Scheduler):
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 
         from vua.sglang.identity import shard_of
-        from vua.sglang.pools import Part, Pools
-        from vua.sglang.storage import VUAHiCacheStorage
+        from vua.sglang.storage import Part, Pools, VUAHiCacheStorage
 
         super().__init__(folder)
         hicache_storage_pass_prefix_keys = True  # noqa: F841 - looked for in SGLang's frame
