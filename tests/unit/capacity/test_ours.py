@@ -1,4 +1,4 @@
-"""Mirrors `mark` and `owned`: nothing of others is deleted, renamed or written to."""
+"""Mirrors `mark` and `scan`: nothing of others is deleted, renamed or written to."""
 
 from __future__ import annotations
 
