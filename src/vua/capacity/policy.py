@@ -1,4 +1,4 @@
-"""Which chunks go first: the one module that another eviction policy replaces.
+"""Which chunks go first. "Another policy" in docs/architecture.md tells how to replace it.
 
 Eviction deletes the chunks of the lowest *rank* (:mod:`vua.capacity.evictor`). For LRU the rank is
 the mtime, and a new chunk gets that of its parent less a microsecond (:mod:`vua.capacity.lru`).
@@ -120,6 +120,9 @@ class LRU:
 
     def used(self, directory: int, chunks: Sequence[str]) -> int:
         """Note the use of a stored prefix: set its mtimes to now.
+
+        Called for a load, and for the existing prefix of what is stored. New chunks get their
+        mtimes from it: without renewal a full directory refuses them.
 
         A child's mtime must stay older than its parent's, whatever else happens meanwhile: they are
         set front to back. Never raises for the state of the storage.
