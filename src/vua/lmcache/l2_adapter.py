@@ -110,7 +110,7 @@ class _Found:
         if not self.only:
             same = weights.changed_s <= ticked_s and not changed
         else:  # an engine that was started after the server may have fetched it
-            same = not weights.changed_since(since_s, stop=stop) and all(map(_is_named, changed))
+            same = not weights.changed_since(ticked_s, stop=stop) and all(map(_is_named, changed))
         if not same:
             msg = "its files were changed after this server's start"
             raise UncachedError(msg)
