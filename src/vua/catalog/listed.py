@@ -476,7 +476,7 @@ def _doomed(
 ) -> tuple[list[tuple[N, ListedChunk]], list[tuple[N, ListedChunk]]]:
     """Return chunks older than ``before_s``, and further ones until ``excess`` bytes are freed.
 
-    No chunk comes before one that follows it, in whatever order the two were written.
+    A chunk comes after the chunks that follow it in prompts, also if they were written earlier.
     """
     order = sorted(every, key=lambda one: (one[1].needed_s, -one[1].depth))
     free = [one for one in order if not one[1].pins]
