@@ -24,6 +24,7 @@ import itertools
 import json
 import logging
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -67,6 +68,8 @@ _ASKED_NBYTES: Final = 4096
 """Longest message of a peer; a longer one ends its connection."""
 _LINGER_S: Final = 60.0
 """How long subscribers have at the end to receive what was sent."""
+_CLOSE_S: Final = 1.0
+"""How long libzmq has to close its connections after that."""
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 """Number that ends a replay."""
 
@@ -114,7 +117,7 @@ class EventSocket:
             raise ConfigError(msg) from problem
         self._topic, self._numbers, self._clock = topic.encode(), itertools.count(), clock
         self._kept = deque[tuple[bytes, bytes]]()
-        self._kept_nbytes, self._linger_ms = 0, int(linger_s * 1e3)
+        self._kept_nbytes, self._linger_s = 0, linger_s
         self._replays: dict[bytes, _Replay] = {}
         self._context, self._poller = self._zmq.Context(), self._zmq.Poller()
         self._subscribed = False
@@ -127,7 +130,7 @@ class EventSocket:
             if replay_endpoint is not None:
                 self._replay = self._opened(self._zmq.ROUTER, replay_endpoint)
         except ConfigError:
-            self._context.destroy(linger=0)
+            self._close(0.0)
             raise
 
     def _opened(self, kind: int, endpoint: str, *, connect: bool = False) -> Any:
@@ -153,13 +156,22 @@ class EventSocket:
             while not self._subscribed:
                 self._serve(None)
         except BaseException:
-            self._context.destroy(linger=0)
+            self._close(0.0)
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close once subscribers have received everything; at once after an error."""
-        self._context.destroy(linger=self._linger_ms if kind is None else 0)
+        self._close(self._linger_s if kind is None else 0.0)
+
+    def _close(self, linger_s: float) -> None:
+        for socket in self._poller.sockets:
+            socket[0].close(linger=int(linger_s * 1000))
+        # libzmq 4.3.5 sometimes never returns from this if a subscriber that does not read
+        # disconnects meanwhile, so another thread calls it.
+        end = threading.Thread(target=self._context.term, name="vua-events-end", daemon=True)
+        end.start()
+        end.join(linger_s + _CLOSE_S)
 
     def publish(self, batch: Sequence[Mapping[str, Any]]) -> None:
         """Send some events in one message."""

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import unittest
 from collections.abc import Callable
 from pathlib import Path
@@ -388,6 +389,19 @@ class TestSocket(SocketTest):
             self.assertLess(resident_nbytes() - before, 24 << 20)
             slow.close(linger=0)
         self.assertEqual(1, len(logged.output), logged.output)
+
+    def test_end(self) -> None:
+        """The end is bounded, also if libzmq never closes its connections."""
+        done, term = threading.Event(), self.zmq.Context.term
+        self.addCleanup(done.set)
+        subscriber = self.socket(self.zmq.SUB, self.out)
+        subscriber.subscribe(b"")
+        with (
+            mock.patch.object(self.zmq.Context, "term", lambda one: done.wait() and term(one)),
+            EventSocket(self.out, linger_s=0) as out,
+        ):
+            out.publish([])
+        self.assertFalse(done.is_set())
 
     def test_endpoints(self) -> None:
         """One that cannot be used, and a package that is missing, are told in a sentence."""
