@@ -68,8 +68,8 @@ TICK_S = 20.0
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 PYTHONS_WITH_TORCH = {"3.10", "3.13", "{}.{}".format(*sys.version_info)}
 WHEELS = ("pure", "manylinux_2_17_x86_64", "manylinux_2_17_aarch64")
-SHARED = ("--dist", "loadscope", "--max-worker-restart", "0")
-"""A class's tests run in one process; a crash ends the run, where xdist would wait for ever."""
+SHARED = ("--dist", "loadgroup", "--max-worker-restart", "0")
+"""Groups of tests share processes; a crash ends the run, where xdist would wait for ever."""
 QUICK = "not thorough and not soak and not gpu"
 
 
@@ -338,12 +338,12 @@ def demo(*arguments: str) -> int:
 
 
 def test(*arguments: str) -> int:
-    """Runs the quick tests, in two processes: those not marked thorough, soak or gpu."""
-    return run("-m", "pytest", "-q", "-n", "2", *SHARED, "-m", QUICK, *arguments)
+    """Runs the quick tests, in three processes: those not marked thorough, soak or gpu."""
+    return run("-m", "pytest", "-q", "-n", "3", *SHARED, "-m", QUICK, *arguments)
 
 
 def thorough(*arguments: str) -> int:
-    """Runs the tests that CI runs too, some ten seconds each; three processes share them."""
+    """Runs the slower tests, which CI runs too; three processes share them."""
     processes = ("-n", "3")  # engines and servers often wait
     which = "thorough and not soak and not gpu"
     return run("-m", "pytest", "-q", *processes, *SHARED, "-m", which, *arguments)

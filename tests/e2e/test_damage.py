@@ -59,18 +59,21 @@ class DamagedTest(EngineTest):
 
         self.assertIn("out of sight", damaged.log)
 
+    @pytest.mark.thorough
     def test_truncated_file(self) -> None:
         """A chunk whose file ends early is computed and stored again."""
         truncate(self.file(9))
 
         self.check(576, corrupt=1, chunks_saved=1)
 
+    @pytest.mark.thorough
     def test_empty_file(self) -> None:
         """A file without content, as a power cut may leave it, is no different."""
         self.file(3).write_bytes(b"")
 
         self.check(192, corrupt=1, chunks_saved=1)
 
+    @pytest.mark.thorough
     def test_deleted_file(self) -> None:
         """A hole in the middle ends what is loaded, and is filled."""
         self.file(8).unlink()
@@ -83,6 +86,7 @@ class DamagedTest(EngineTest):
 
         self.check(256, foreign=2, chunks_saved=2)
 
+    @pytest.mark.thorough
     def test_first_chunk(self) -> None:
         """Without the first chunk nothing can be used, and no request waits for it for ever."""
         flip(self.file(0))
@@ -138,6 +142,7 @@ class MeanwhileTest(EngineTest):
                 self.assertEqual({"length"}, {*first.finish, *second.finish})
                 self.assertEqual(0, first.counts.get("tokens_loaded", 0))
 
+    @pytest.mark.thorough
     def test_load_failures_that_fail(self) -> None:
         """With the policy "fail", which is warned of, a damaged file costs its own request only."""
         self.fill(BATCH)
@@ -151,6 +156,7 @@ class MeanwhileTest(EngineTest):
         self.assertEqual([[], expected[1]], served.tokens)
         self.assertEqual(1, served.log.count('kv_load_failure_policy is "fail"'))
 
+    @pytest.mark.thorough
     def test_description_of_another_layout(self) -> None:
         """What the description says of the layout is not believed against the entries' headers."""
         expected = self.baseline(BATCH)

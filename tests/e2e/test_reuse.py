@@ -74,6 +74,7 @@ class ReuseTest(EngineTest):
         self.assertEqual(before, set(stored(self.root)))
         self.assertEqual(2, served.log.count("a forked copy of an engine's process"))
 
+    @pytest.mark.thorough
     def test_one_token_is_left_to_compute(self) -> None:
         """Of a prompt that is stored to its last token all but the last block is loaded."""
         batch = Batch([PROMPT[:640]])
@@ -130,6 +131,7 @@ class ReuseTest(EngineTest):
                 self.assertEqual([expected, expected], [cold.tokens, warm.tokens])
                 self.assertEqual([[0, 0], [640, 768]], [cold.cached, warm.cached])
 
+    @pytest.mark.thorough
     def test_prefix_cache_of_the_engine(self) -> None:
         """The engine's own hit is kept and only what lies beyond it is loaded."""
         engine = {"enable_prefix_caching": True}
@@ -189,6 +191,7 @@ class ReuseTest(EngineTest):
                 said = [explained(root, prompt, block) for prompt in batch.prompts]
                 self.assertEqual(second.cached, said)
 
+    @pytest.mark.thorough
     def test_block_size_may_change(self) -> None:
         """What an engine with one block size stored an engine with another one loads."""
         batch = Batch([PROMPT])
@@ -280,6 +283,7 @@ class SeparationTest(EngineTest):
         self.assertEqual([640, 0], warm.cached)
         self.assertEqual(10, len(stored(self.root)))
 
+    @pytest.mark.thorough
     def test_epoch(self) -> None:
         """Another epoch sees nothing of what was stored before."""
         batch = Batch([PROMPT])

@@ -114,6 +114,7 @@ class TestCard(DirectoryTest):
         self.assertEqual([12, 13, 14, 15, 20], table.failed_gates)
         self.assertEqual((0.0, 5), table.total)
 
+    @pytest.mark.thorough
     def test_telling_time_fails(self) -> None:
         """One that reads another tenant's entry before it misses fails the gate: it is slower."""
 

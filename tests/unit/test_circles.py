@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import unittest
 
+import pytest
+
 from helpers import ROOT, TESTS
 from imports import (
     SOURCE,
@@ -39,6 +41,7 @@ class TestCircles(unittest.TestCase):
 
         self.assertEqual([], circle(imports))
 
+    @pytest.mark.thorough
     def test_no_circles_beside_the_package(self) -> None:
         """Nor do the modules of tests and benchmarks."""
         imports = {

@@ -9,6 +9,8 @@ import ast
 import unittest
 from collections.abc import Iterable, Iterator
 
+import pytest
+
 from helpers import ROOT, TESTS
 from imports import sources
 
@@ -72,6 +74,7 @@ def faults(source: str, names: set[str]) -> list[str]:
 class TestPrivate(unittest.TestCase):
     """The rule, and that it is really checked."""
 
+    @pytest.mark.thorough
     def test_tests(self) -> None:
         """No test reaches into VUA's objects but where it says which race needs that."""
         names = defined(map(ast.parse, sources().values()))

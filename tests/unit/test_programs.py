@@ -66,6 +66,7 @@ class TestPrograms(unittest.TestCase):
             with self.subTest(named.name):
                 self.assertEqual(named.name, mutation.named_mutant(named).name)
 
+    @pytest.mark.thorough
     def test_scale_benchmark(self) -> None:
         """What grows with chunks is measured and fitted; the largest size tests the fit."""
         with tempfile.TemporaryDirectory() as name:

@@ -48,6 +48,7 @@ class TestLog(DirectoryTest):
                 known += len(reader.read())
         return processes * seconds - known
 
+    @pytest.mark.thorough
     def test_nothing_is_lost(self) -> None:
         """All that each of 64 processes asks for is known; control: not with less for each."""
         self.assertEqual(0, self.lost(64, 12, every=4))
@@ -166,6 +167,7 @@ class TestLimit(DirectoryTest):
         """Ten thousand keep to the limit, but for five percent."""
         self.assertLessEqual(self.peak(10_000, lambda number: number), 1.05)
 
+    @pytest.mark.thorough
     def test_a_thousand(self) -> None:
         """So do a thousand; control: not if each takes itself for the only one."""
         self.assertLessEqual(self.peak(1000, lambda number: number), 1.05)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from helpers import DirectoryTest, write_log
 from replay import LAYOUT, NBYTES
@@ -245,6 +246,7 @@ class TestLeastHitDensity(DirectoryTest):
 
         return ask
 
+    @pytest.mark.thorough
     def test_not_worth_to_be_written(self) -> None:
         """In a full cache prompts that will not come back are not stored; others are."""
         capacity = self.capacity(self.requests)
@@ -282,6 +284,7 @@ class TestLeastHitDensity(DirectoryTest):
         self.assertTrue(waited)
         self.assertTrue(all(waited))
 
+    @pytest.mark.thorough
     def test_others_refuse_nothing(self) -> None:
         """Where only the log says that prompts will not come back, all of them are stored."""
         self.check_all_stored([])

@@ -100,6 +100,7 @@ class TestManyNamespaces(UpkeepTest):
             names.append(identity.namespace)
         return names
 
+    @pytest.mark.thorough
     def test_bounds_hold(self) -> None:
         """Writers keep to the limit, `gc` and `rm` work, measuring counts what is there."""
         self.plant(self.many)
@@ -230,6 +231,7 @@ class TestEmptied(UpkeepTest):
 class TestClocks(UpkeepTest):
     """A server whose clock jumps by hours, either way."""
 
+    @pytest.mark.thorough
     def test_set_back(self) -> None:
         """After an hour back all of a prompt is stored, and what is used now stays longest."""
         for hours in (1, -1, 30):
@@ -523,6 +525,7 @@ class TestOtherUser(UpkeepTest):
         self.assertEqual(6, self.engine(1, 7))
         self.assertTrue(is_marked(self.root))
 
+    @pytest.mark.thorough
     def test_what_an_older_root_left(self) -> None:
         """One more `vua gc` by root gives the engine's user back what it needs."""
         self.assertEqual(1, self.engine(0, 1))

@@ -15,6 +15,8 @@ import tempfile
 import unittest
 from unittest import mock
 
+import pytest
+
 from commands import TOKENS, CliTest, run, verbs
 from helpers import flip, keys_of
 from vua.catalog.archive import Writer
@@ -88,6 +90,7 @@ class TestBorder(CliTest):
         self.assertEqual(str(self.evil), report["directory"])
         self.assertIn(self.EVIL, [one["identity"]["model"] for one in report["namespaces"]])
 
+    @pytest.mark.thorough
     def test_progress(self) -> None:
         """On a terminal the line that changes has no other control characters than its own."""
         for command in (["verify", str(self.evil)], ["import", str(self.root), "-"]):

@@ -106,6 +106,7 @@ class InterruptTest(CliTest):
                 self.assertLessEqual(err.count("\n"), 1, f"event {stop} of {events}: {err}")
                 self.assertNotIn("Traceback", err)
 
+    @pytest.mark.thorough
     def test_imports(self) -> None:
         """A command that is interrupted while it starts, and while it lists."""
         self.check(Case("ls", self.root), 6, random.Random(1))

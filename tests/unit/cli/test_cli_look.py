@@ -124,6 +124,7 @@ class TestLook(CliTest):
                 for cell in row[:5]:
                     self.assertIn(cell, shown.split(), shown)
 
+    @pytest.mark.thorough
     @given(
         head=st.lists(st.sampled_from([" number", "name", " a rate", "what it is"]), min_size=1),
         width=st.integers(60, 200),

@@ -267,6 +267,7 @@ class FormsTest(DirectoryTest):
         with self.assertRaisesRegex(ConfigError, "gds_mode must be .* found 'maybe'"):
             ConnectorConfig(shared_storage_path=str(self.root), gds_mode="maybe")
 
+    @pytest.mark.thorough
     def test_wrong_slots_are_noticed(self) -> None:
         """The check of forms fails when slots are off by one."""
         right, turns = device_transfer.slots_of, iter((0, 1))  # one gather, one load

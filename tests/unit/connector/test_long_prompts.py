@@ -142,6 +142,7 @@ class LongPromptTest(DirectoryTest):
         self.generate(request, 100)
         self.assertEqual(512, engine.leading(request))
 
+    @pytest.mark.thorough
     def test_several_requests(self) -> None:
         """Each is stored from its front, whatever became of the others."""
         engine = self.start(worker=WorkerResources(max_pending_save_mib=1))

@@ -52,6 +52,7 @@ class PrefixTest(DirectoryTest):
         for chunk in chunks:
             save_chunk(store, keys[chunk], buffer.memory)
 
+    @pytest.mark.thorough
     def test_definition(self) -> None:
         """Over many patterns of stored windows, block sizes and prompt lengths."""
         from vua.connector.prefix_match import find
@@ -89,6 +90,7 @@ class PrefixTest(DirectoryTest):
         windows = {token // SIZE for token in range(first, end)}
         return end <= stored * SIZE and windows <= there
 
+    @pytest.mark.thorough
     def test_everybody_agrees(self) -> None:
         """`vua explain` and a rank of SGLang say what the engine's lookup says.
 

@@ -52,6 +52,7 @@ class RulesTest(DirectoryTest):
         for chunk in chunks:
             save_chunk(store, keys[chunk], buffer.memory)
 
+    @pytest.mark.thorough
     def test_definition(self) -> None:
         """The longest end of a block and a chunk with all K and V before it and the state there."""
         from vua.connector.prefix_match import find

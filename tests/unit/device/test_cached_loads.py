@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 from forms import column_form, shuffled_form
 
@@ -172,6 +173,7 @@ class CachedLoadTest(DirectoryTest):
         others.scatter_chunks(ids, 0, CHUNKS * SIZE, 0, k[:, 1:2, 3:12], v[:, 1:2, 3:12])
         self.assertEqual(bits(theirs), bits(ours))
 
+    @pytest.mark.thorough
     def test_damage(self) -> None:
         """A flipped bit ends the load there, and no byte that has no checksum of its own lands."""
         for layout, form in ((LONG, column_form(16, 64)), (SHORT, column_form(16, 8))):

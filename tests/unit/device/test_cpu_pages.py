@@ -142,6 +142,7 @@ class PagedTestCase(unittest.TestCase):
 
 
 class MoveTest(PagedTestCase):
+    @pytest.mark.thorough
     def test_every_form_dtype_and_block_size(self) -> None:
         """Tokens go to and from their places, and nothing else changes, for every combination."""
         forms: tuple[Make, ...] = (fused_form, column_form, shuffled_form, latent_form)
@@ -379,6 +380,7 @@ class RefusalTest(PagedTestCase):
             with self.assertRaises(LayoutError):
                 PageForm(*wrong, 16)
 
+    @pytest.mark.thorough
     def test_import_needs_no_engine(self) -> None:
         """Importing the module does not import vLLM."""
         code = "import sys, vua.device.cpu_pages; sys.exit('vllm' in sys.modules)"
@@ -487,6 +489,7 @@ class VllmTest(PagedTestCase):
             found.append(isa)
         return found
 
+    @pytest.mark.thorough
     def test_same_bytes_as_the_engine(self) -> None:
         """Gather reads what vLLM wrote; scatter leaves the very bytes that vLLM would have."""
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

@@ -312,6 +312,7 @@ class JavaScriptTest(DirectoryTest):
         self.assertEqual([], differing(names, expected, said))
         self.assertEqual({"right", "foreign", "damaged", "later"}, set(expected))
 
+    @pytest.mark.thorough
     def test_frames(self) -> None:
         """Its decoder of zstd holds what libzstd holds, of 500 sound and damaged frames.
 

@@ -13,6 +13,7 @@ import unittest
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -164,6 +165,7 @@ class TestKeyChain(unittest.TestCase):
                 KeyChain(ids, 4)[index]
         self.assertEqual(expected, list(KeyChain(ids, 4)))
 
+    @pytest.mark.thorough
     def test_other_processes(self) -> None:
         """Every process computes the same name, whatever its PYTHONHASHSEED."""
         script = (

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from unittest import mock
 
+import pytest
+
 from lab.policies import HINTS, POLICIES, Ranked, clairvoyant, compare, waits_s
 from mixtures import mixture
 from vua.capacity import hit_density
@@ -133,6 +135,7 @@ class TestRanked(unittest.TestCase):
 class TestDense(unittest.TestCase):
     """The policy of directories."""
 
+    @pytest.mark.thorough
     def test_more_hits_from_fewer_bytes(self) -> None:
         """Beside prompts that nobody repeats it finds more than LRU, and writes less for it."""
         lru, dense, _ = compare(asked("chat_scan", 1200), ["hit density"], [500])
@@ -147,6 +150,7 @@ class TestDense(unittest.TestCase):
         self.assertEqual(0.0, lru.hit_ratio)
         self.assertGreater(dense.hit_ratio, 0.4 * best.hit_ratio)
 
+    @pytest.mark.thorough
     def test_where_lru_is_best(self) -> None:
         """Where all come back within the time that LRU holds them it is not worse by much."""
         lru, dense, _ = compare(asked("chat", 1600), ["hit density"], [6000])

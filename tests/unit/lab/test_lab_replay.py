@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from helpers import DirectoryTest, flip
 from lab.__main__ import main
 from lab.replay import Request, block_file_nbytes, read, replay
@@ -143,6 +145,7 @@ class TestReplay(DirectoryTest):
         self.assertEqual(done.hit_blocks * 64 / done.tokens, done.token_hit_ratio)
         self.assertEqual({block_file_nbytes(64)}, {path.stat().st_size for path in self.files()})
 
+    @pytest.mark.thorough
     def test_too_little_to_learn_from(self) -> None:
         """It is said that the policy has learned nothing, or late: until then it is LRU."""
         short = self.write("short", *[([1, 2], 1024)] * 20)

@@ -439,6 +439,7 @@ class V2Test(unittest.TestCase):
         self.assertIs(TheirFormat.KV_2LTD, theirs.metadata.fmt)
         self.assertEqual(before, case.bytes)
 
+    @pytest.mark.thorough
     def test_alone(self) -> None:
         """The connectors need no LMCache, import no engine, and of VUA what copies tensors."""
         script = (

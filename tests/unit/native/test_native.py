@@ -185,6 +185,7 @@ class TestLoad(DirectoryTest):
         directory = self.storage.directory / name[:2] / name
         return directory / f"{LAYOUT.full.name}.safetensors"
 
+    @pytest.mark.thorough
     def test_memory(self) -> None:
         """Everything lands where it belongs and nothing lands elsewhere, by one and two threads."""
         expected = Memory(LAYOUT, LAYOUT.full, CHUNKS, block_tokens=16).fill(self.model)

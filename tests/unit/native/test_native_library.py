@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from helpers import ROOT, DirectoryTest, has_native, native_code
 from vua import native
 from vua.errors import ConfigError
@@ -209,6 +211,7 @@ class TestBuild(DirectoryTest):
         hook.initialize(version, self.data)
         return hook
 
+    @pytest.mark.thorough
     @unittest.skipUnless(compiler(), "no C compiler here")
     def test_built_when_changed(self) -> None:
         """In the source tree it is compiled once, and again when a C file has changed."""

@@ -116,6 +116,7 @@ class TestDamage(DescriptionTest):
         for text in (b"", b"[" * 10**5, b"\xff" * 100, self.sound[:200], b"null", b"1e999"):
             yield repr(text[:10]), text
 
+    @pytest.mark.thorough
     def test_changes(self) -> None:
         """Whatever it says: no call raises, allocates by it, or stores anew."""
         for name, text in self.changed():

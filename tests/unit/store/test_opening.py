@@ -6,6 +6,8 @@ import subprocess
 import sys
 import unittest
 
+import pytest
+
 from helpers import DirectoryTest
 
 USE = """
@@ -23,6 +25,7 @@ FAR = ("bucket", "object", "tiered", "signed_reads", "compression", "far", "trav
 
 
 class OpeningTest(DirectoryTest):
+    @pytest.mark.thorough
     def test_far_modules_are_not_imported(self) -> None:
         """Storing in a directory and loading from it imports no module of other places."""
         done = subprocess.run(

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from helpers import (
     PACKED,
@@ -147,6 +148,7 @@ class StoreTest(DirectoryTest):
 class TestShards(StoreTest):
     """Who wrote which shards does not matter to who reads."""
 
+    @pytest.mark.thorough
     def test_every_split_reads_every_split(self) -> None:
         """Chunks written by TP and PP ranks are read by any other ranks, bit by bit."""
         cases = {

@@ -10,6 +10,8 @@ from importlib import util
 from pathlib import Path
 from typing import get_args
 
+import pytest
+
 from vua.testing.models import Family, make_model
 from vua.weights import weights_fingerprint
 
@@ -26,6 +28,7 @@ class TestModels(unittest.TestCase):
         self.addCleanup(catching.__exit__, None, None, None)
         warnings.simplefilter("ignore")  # transformers' own
 
+    @pytest.mark.thorough
     def test_every_family_follows_its_prompt(self) -> None:
         """Each family loads, and other prompts give other tokens."""
         import torch

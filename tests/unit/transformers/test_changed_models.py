@@ -191,6 +191,7 @@ class ChangedModelTest(unittest.TestCase):
         self.assertEqual(1, len(logs.output))
         self.assertIn("model.norm: variance_epsilon is 0.5, expected 1e-", logs.output[0])
 
+    @pytest.mark.thorough
     def test_autocast(self) -> None:
         """What autocast computes is not stored, in the block or by hand."""
         from vua.transformers import PrefixCache
@@ -263,6 +264,7 @@ class ChangedModelTest(unittest.TestCase):
             mine = model.generate = lambda *_, **__: None
         self.assertIs(mine, model.generate)
 
+    @pytest.mark.thorough
     def test_beams_by_hand(self) -> None:
         """`save` refuses rows that beams have moved, in a loaded cache and in one of the user's."""
         from transformers import DynamicCache

@@ -206,6 +206,7 @@ class GenerationTest(unittest.TestCase):
         ended = [row.index(end, 100) for row in first if end in row[100:]]
         self.assertEqual(min(ended) + 1, stored.shape[1])
 
+    @pytest.mark.thorough
     def test_streams_and_pipelines(self) -> None:
         """A streamer gets the same tokens; a pipeline's calls go through it."""
         from transformers import AutoTokenizer, pipeline
@@ -244,6 +245,7 @@ class GenerationTest(unittest.TestCase):
                 self.assertEqual(expected, again)
             self.assertLess(self.columns[0], 20)
 
+    @pytest.mark.thorough
     def test_without_a_prefix(self) -> None:
         """What cannot begin with a prefix is generated as ever, and the log says why, once."""
         from transformers import DynamicCache

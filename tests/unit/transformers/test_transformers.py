@@ -132,6 +132,7 @@ class TestTransformers(unittest.TestCase):
         self.assertEqual(chunks(out), self.prefixes(model).save(out, cache))
         return out
 
+    @pytest.mark.thorough
     def test_same_tokens(self) -> None:
         """Whatever part of a prompt is loaded, the same tokens follow, also in later turns."""
         self.check_same_tokens("llama", cuts=(150, 64, 17))
@@ -223,6 +224,7 @@ class TestTransformers(unittest.TestCase):
         self.assertEqual(144, wrong.num_tokens)
         self.assertNotEqual(expected.tolist(), generate(model, PROMPT, wrong.cache).tolist())
 
+    @pytest.mark.thorough
     def test_other_models(self) -> None:
         """Other weights, settings or dtypes find nothing, even at the same path."""
         self.stored(load(self.model_path()))
@@ -497,6 +499,7 @@ print(one.namespace == other.namespace, one.name)
         """How many files of a group of layers are stored."""
         return sum(path.name.startswith(group) for path in self.store.rglob("*.safetensors"))
 
+    @pytest.mark.thorough
     def test_groups(self) -> None:
         """Layers with a window are a group of their own, of which a load reads what it needs."""
         from transformers import DynamicCache
@@ -515,6 +518,7 @@ print(one.namespace == other.namespace, one.name)
                 self.assertEqual(expected.tolist(), generate(model, ids, found.cache).tolist())
         self.assertEqual(out.tolist(), generate(model, PROMPT, DynamicCache()).tolist())
 
+    @pytest.mark.thorough
     def test_nothing_but_what_was_loaded(self) -> None:
         """What a window has left behind is not stored as zeros when the cache is saved again."""
         from transformers import DynamicCache
@@ -534,6 +538,7 @@ print(one.namespace == other.namespace, one.name)
         self.assertEqual(expected.tolist(), out.tolist())
         self.assertEqual(expected.tolist(), generate(model, longer, again.cache).tolist())
 
+    @pytest.mark.thorough
     def test_default_cache(self) -> None:
         """The cache that `generate` makes keeps the last window alone: it is refused."""
         from transformers import DynamicCache

@@ -119,6 +119,7 @@ class FilesTest(unittest.TestCase):
             [True, False], [has_secondary(one) for one in (UltravoxModel, LlamaForCausalLM)]
         )
 
+    @pytest.mark.thorough
     def test_a_description_of_quantisation_counts(self) -> None:
         """Bits and groups that a checkpoint has beside its config belong to its weights."""
         plain = self.find().fingerprint
