@@ -53,7 +53,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     }.items()
     if hasattr(torch, in_torch)
 }
-_WRITABLE: Final = frozenset(DTYPES.values())
+DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def tensor_to_bytes(t: torch.Tensor) -> bytes:
@@ -73,7 +73,7 @@ def tensor_to_bytes(t: torch.Tensor) -> bytes:
             f"this tensor has no plain dense bytes: layout {t.layout}, dtype {t.dtype}, "
             f"device {t.device}; convert it first, e.g. with to_dense() or dequantize()"
         )
-    if t.dtype not in _WRITABLE:
+    if t.dtype not in DTYPE_NAMES:
         raise InputError(
             f"safetensors has no name for {t.dtype}; convert the tensor first, "
             f"e.g. with view(torch.uint8)"

@@ -48,7 +48,7 @@ from vua.errors import ConfigError
 from vua.format.identity import Identity, config_digest, rope_order, varies_with_length
 from vua.format.layout import KVLayout, Shard
 from vua.format.shared_config import listed, unshared
-from vua.serdes import DTYPES
+from vua.serdes import DTYPE_NAMES
 from vua.sglang.argument_fields import (
     COUNTED_VARIABLES,
     EXCLUDED,
@@ -477,7 +477,6 @@ def _text(value: str, what: str, folder: Path | None) -> Any:
     return value
 
 
-_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _KINDS: Final = ("BF16", "F16", "F32")
 _ELSEWHERE: Final = "weights, or K and V, come from another process, which is unknown"
 _ONLY: Final[Mapping[str, tuple[object, ...]]] = {
@@ -668,7 +667,7 @@ def _group(
 
 
 def _dtype(pool: Any) -> str:
-    name = _NAMES.get(pool.dtype)
+    name = DTYPE_NAMES.get(pool.dtype)
     if name not in _KINDS:
         msg = f"a KV cache of {pool.dtype} is not supported; use one of {', '.join(_KINDS)}"
         raise UncachedError(msg)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from vua.errors import InputError
 from vua.format.keys import ChunkKey, token_ids
 from vua.format.layout import KVLayout, MemoryMap, Shard
 from vua.io.buffers import BufferPool
-from vua.serdes import DTYPES
+from vua.serdes import DTYPE_NAMES, DTYPES
 from vua.store.store import Store
 
 __all__ = [
@@ -29,8 +29,6 @@ __all__ = [
 
 KVCache = Sequence[Sequence[torch.Tensor]]
 """``[layer][0: K, 1: V]``, each ``(batch, heads, tokens, head_dim)``."""
-
-_DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Sequences(NamedTuple):
@@ -108,15 +106,15 @@ class Cache:
 
     def layout(self, chunk_tokens: int) -> KVLayout:
         k, v = self.arrays[0][0], self.arrays[1][0]
-        if k.dtype not in _DTYPE_NAMES:
-            msg = f"KV caches of {k.dtype} are not supported; expected one of {list(_DTYPE_NAMES)}"
+        if k.dtype not in DTYPE_NAMES:
+            msg = f"KV caches of {k.dtype} are not supported; expected one of {list(DTYPE_NAMES)}"
             raise InputError(msg)
         return KVLayout(
             layers=len(self.arrays[0]),
             kv_heads=k.shape[0],
             k_dim=k.shape[2],
             v_dim=v.shape[2],
-            dtype=_DTYPE_NAMES[k.dtype],
+            dtype=DTYPE_NAMES[k.dtype],
             chunk_tokens=chunk_tokens,
         )
 

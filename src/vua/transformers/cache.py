@@ -24,12 +24,11 @@ from vua.core import VUAConfig
 from vua.errors import ConfigError, InputError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-from vua.serdes import DTYPES
+from vua.serdes import DTYPE_NAMES, DTYPES
 from vua.store.identified import LazyStore
 from vua.store.place import locate
 from vua.transformers.layers import LayerCache, StoredLayers, groups_of
 from vua.transformers.model import (
-    DTYPE_NAMES,
     LAYERS,
     NoIdentityError,
     described_model,

@@ -35,7 +35,7 @@ from vua.errors import ConfigError
 from vua.format.identity import Identity, config_digest, rope_order, varies_with_length
 from vua.format.layout import KVLayout
 from vua.format.shared_config import unshared
-from vua.serdes import DTYPES
+from vua.serdes import DTYPE_NAMES
 from vua.store.identified import ModelDescription
 from vua.transformers.layers import groups_of
 from vua.transformers.tensors import PIECE_NBYTES, Contents, same_bytes
@@ -45,7 +45,6 @@ from vua.weights.content import State
 from vua.weights.fingerprint import code_digest
 
 __all__ = [
-    "DTYPE_NAMES",
     "LAYERS",
     "NoIdentityError",
     "described_model",
@@ -229,7 +228,6 @@ def _compared(
 
 log = logging.getLogger(__name__)
 
-DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 LAYERS: Final = (DynamicLayer, DynamicSlidingWindowLayer)
 """Cache layers that hold K and V of single tokens, and nothing else."""
 
@@ -415,7 +413,9 @@ def _unsupported(model: Any, text: Any) -> str:
 def _dtype_name(model: Any) -> str:
     name = DTYPE_NAMES.get(model.dtype)
     if name is None:
-        raise ConfigError(f"a model of {model.dtype} is not supported; use one of {[*DTYPES]}")
+        raise ConfigError(
+            f"a model of {model.dtype} is not supported; use one of {[*DTYPE_NAMES.values()]}"
+        )
     return name
 
 
