@@ -241,4 +241,4 @@ def bounds_text(bounds: Limits) -> bytes:
 
 def write_bounds(root: str | os.PathLike[str], bounds: Limits) -> None:
     """Replace ``bounds.json``, all or nothing. Raises OSError."""
-    atomic_write(Path(root) / LIMITS_FILE, bounds_text(bounds))
+    atomic_write(Path(root) / LIMITS_FILE, bounds_text(bounds), durable=True)

@@ -63,11 +63,12 @@ def atomic_write(
     dir_fd: int | None = None,
     mode: int = 0o600,
     keep: Callable[[], bool] | None = None,
+    durable: bool = False,
 ) -> None:
     """Write a file under a temporary name beside ``path``, then rename it.
 
-    Readers see the old file or the new one, also after a crash of this process (nothing is synced:
-    not after a power cut). Safe for any number of writers at once.
+    Readers see the old file or the new one, also after a crash of this process. Safe for any number
+    of writers at once.
 
     Args:
         path: of the file.
@@ -77,6 +78,7 @@ def atomic_write(
         keep: called if a file of that name may exist; True keeps that one. Without ``keep`` the new
             file replaces it. If several write at once with ``keep``, the first one's file stays, if
             the file system has hard links.
+        durable: sync the file and its directory. Otherwise it may be empty after a power cut.
 
     Raises OSError.
     """
@@ -86,16 +88,42 @@ def atomic_write(
         with open(os.open(temporary, _FLAGS, mode, dir_fd=dir_fd), "wb") as stream:  # noqa: PTH123
             see_to_mode(stream.fileno(), mode)
             stream.write(data)
-        if keep is not None:
-            with contextlib.suppress(OSError):  # it exists, or the file system has no hard links
-                os.link(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-                return
-            if keep():
-                return
-        os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
+        if not _linked(temporary, path, dir_fd, keep):
+            os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        if durable:
+            with contextlib.suppress(OSError):  # some file systems cannot sync directories
+                _sync_directory(folder or ".", dir_fd=dir_fd)
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary, dir_fd=dir_fd)
+
+
+def _linked(
+    temporary: str,
+    path: str | os.PathLike[str],
+    dir_fd: int | None,
+    keep: Callable[[], bool] | None,
+) -> bool:
+    """Whether ``path`` is there: the temporary file, or another one that is kept."""
+    if keep is None:
+        return False
+    try:
+        os.link(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except OSError:  # it exists, or the file system has no hard links
+        return keep()
+    return True
+
+
+def _sync_directory(path: str, *, dir_fd: int | None = None) -> None:
+    """Sync the entries of a directory. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        os.fsync(fd)
+    finally:
+        posix.close_quietly(fd)
 
 
 def see_to_mode(

@@ -147,8 +147,9 @@ def claimable(
 
 
 def make_mark(root: str | os.PathLike[str], mode: int = 0o600) -> None:
-    """Write the mark, whole or not at all; an existing one stays. Raises OSError."""
-    atomic_write(Path(root) / MARK, mark_text(), mode=mode, keep=lambda: is_marked(root))
+    """Write the mark, whole or not at all, synced; an existing one stays. Raises OSError."""
+    path, text = Path(root) / MARK, mark_text()
+    atomic_write(path, text, mode=mode, keep=lambda: is_marked(root), durable=True)
 
 
 def strangers(root: str | os.PathLike[str]) -> tuple[list[str], bool]:

@@ -100,6 +100,7 @@ def make_namespace(
             dir_fd=fd,
             mode=security.file_mode,
             keep=lambda: is_kept(read_description(path), layouts, anew=anew),
+            durable=True,
         )
     finally:
         close_quietly(fd)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,12 +19,12 @@ import foreign
 from commands import run, run_json
 from helpers import DirectoryTest, caches_of
 from vua.capacity.gc import collect
-from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.limits import Limits, ResolvedLimits, write_bounds
 from vua.capacity.scan import is_all_ours, spaces
 from vua.capacity.usage import measure
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
-from vua.storage.mark import MARK, claim, is_marked
+from vua.storage.mark import LIMITS_FILE, MARK, claim, is_marked
 
 CONFIG = VUAConfig(split_factor=4, max_bytes="1G", min_free_bytes=0)
 COMMANDS = (
@@ -191,6 +193,25 @@ class TestMark(DirectoryTest):
             with VUA(CONFIG, root):
                 self.assertTrue(is_marked(root))
                 self.assertEqual("vua.root.v1", json.loads((root / MARK).read_text())["format"])
+
+    def test_synced(self) -> None:
+        """A power cut spares the files that say what a directory is, and how large it may be."""
+        files, folders, sync = set(), set(), os.fsync
+
+        def fsync(fd: int) -> None:
+            if stat.S_ISDIR(os.fstat(fd).st_mode):
+                folders.update((os.fstat(fd).st_ino, name) for name in os.listdir(fd))
+            else:
+                files.add(os.fstat(fd).st_ino)
+            sync(fd)
+
+        with mock.patch("os.fsync", fsync):
+            fill(self.root / "kv")
+            write_bounds(self.root / "kv", Limits(max_bytes=1 << 30))
+        for name in (MARK, LIMITS_FILE, "namespace.json"):
+            (path,) = (self.root / "kv").rglob(name)
+            self.assertIn(path.stat().st_ino, files)
+            self.assertIn((path.parent.stat().st_ino, name), folders)
 
     def test_older_cache(self) -> None:
         """One without the mark is read and written, within its bounds; nothing in it is deleted."""
