@@ -135,14 +135,15 @@ class Prompts:
         kind = "i" if tree.parent.itemsize == array("i").itemsize else "q"
         self._order, self._before = array(kind), array(kind)
         """Chunks by their indices, and how many are before each in its prompt."""
-        children, own = tree.children(), np.arange(len(tree), dtype=tree.parent.dtype)
-        waiting = [(at, 0) for at in np.flatnonzero(tree.parent == own)[::-1].tolist()]
-        del own
-        while waiting:
-            at, before = waiting.pop()
-            self._order.append(at)
-            self._before.append(before)
-            waiting += [(one, before + 1) for one in reversed(children(at))]
+        children, dtype = tree.children(), tree.parent.dtype
+        first = np.flatnonzero(tree.parent == np.arange(len(tree), dtype=dtype)).astype(dtype)
+        for root in first:
+            waiting = [(int(root), 0)]
+            while waiting:
+                at, before = waiting.pop()
+                self._order.append(at)
+                self._before.append(before)
+                waiting += [(one, before + 1) for one in reversed(children(at))]
 
     def nbytes_of(self, content: Content) -> npt.NDArray[np.int64]:
         """Return the bytes of each chunk's entries, by its index; -1 if there are none."""
