@@ -17,11 +17,13 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_ST
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A class's tests run in one process, and so do all quick ones that start vLLM's engines.
 
     A process that starts engines imports vLLM for them first, which takes half a minute of CPU.
     """
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
     for item in items:
         quick = item.get_closest_marker("thorough") is None
         engines = Path(__file__).parent / "e2e" in item.path.parents
