@@ -400,8 +400,13 @@ def _draft(vllm_config: Any) -> list[str] | None:
     if speculative is None or speculative.method not in DRAFTS:
         return None
     draft = speculative.draft_model_config
-    config = config_digest(draft.hf_config.to_dict())
-    return [speculative.method, config, str(draft.dtype), str(draft.quantization)]
+    config = draft.hf_config.to_dict()
+    # Where the workers are this process, loading the draft has written these into its config.
+    config.pop("target_layer_count", None)
+    if config.get("draft_vocab_size") == config.get("vocab_size"):
+        config.pop("draft_vocab_size", None)
+    dtypes = [str(draft.dtype), str(draft.quantization)]
+    return [speculative.method, config_digest(config), *dtypes]
 
 
 def _whole(model: Any) -> str:

@@ -31,8 +31,13 @@ class DraftTest(unittest.TestCase):
         self.addCleanup(shutil.rmtree, self.root)
         self.enterContext(mock.patch.dict(os.environ, ENVIRONMENT))
 
-    def described(self, *specs: Any, layers: int = 3, **speculative: Any) -> Any:
-        """How the connector describes an engine with such guesses, and such cache groups."""
+    def described(
+        self, *specs: Any, layers: int = 3, draft: dict[str, Any] | None = None, **speculative: Any
+    ) -> Any:
+        """How the connector describes an engine with such guesses, and such cache groups.
+
+        ``draft``: what stands in the draft's config besides.
+        """
         from vllm.engine.arg_utils import EngineArgs
 
         from vua.vllm.cache_spec import describe
@@ -44,6 +49,8 @@ class DraftTest(unittest.TestCase):
             skip_tokenizer_init=True,
             speculative_config=speculative or None,
         ).create_engine_config()
+        if draft is not None:
+            made.speculative_config.draft_model_config.hf_config.update(draft)
         names = [f"model.layers.{layer}.attn" for layer in range(layers)]
         specs = specs or (self.full(),)
         groups = [
@@ -80,6 +87,12 @@ class DraftTest(unittest.TestCase):
         self.assertEqual((True, False), (plain.plain, both.plain))
         self.assertNotEqual(plain.identity.model, both.identity.model)
         self.refused("cannot be found", layers=2, **draft)
+
+        loading_adds = {"draft_vocab_size": 512, "target_layer_count": 2}
+        loaded = self.described(draft=loading_adds, **draft)
+        other = self.described(draft=loading_adds | {"draft_vocab_size": 256}, **draft)
+        self.assertEqual(both.identity, loaded.identity)
+        self.assertNotEqual(both.identity, other.identity)
 
     def test_guesses_without_layers(self) -> None:
         """N-grams say nothing about K and V."""
