@@ -57,6 +57,7 @@ PARALLEL = "tests/e2e/test_parallel.py::TensorParallelTest::"
 FP8 = "tests/e2e/test_pages.py::PagesTest::"
 IDENTITY = "tests/e2e/test_identity.py::PictureTest::"
 STATES = "tests/e2e/test_states.py::StatesTest::"
+CLASSES = "tests/e2e/test_classes.py::"
 DRAFTS = "tests/e2e/test_drafts.py::DraftTest::"
 GENERATED = "tests/unit/vllm/test_vllm_pages.py::GeneratedModelsTest::"
 
@@ -72,6 +73,7 @@ ROWS = (
             "damage": "tests/e2e/test_damage.py::DamagedTest::test_flipped_bit",
             "TP 1 to 2": f"{PARALLEL}test_one_worker_then_two",
             "TP 2 to 1": f"{PARALLEL}test_two_workers",
+            "beside another store": "tests/e2e/test_multi.py::MultiTest::test_beside_another_store",
         },
     ),
     Row(
@@ -122,18 +124,37 @@ ROWS = (
     ),
     Row(
         *("short convolution", "LFM2", "vllm", "canonical and state", "CPU"),
-        {"cold, restart": f"{STATES}test_short_convolution"},
+        {
+            "cold, restart": f"{STATES}test_short_convolution",
+            "own hit, damage, noise": f"{CLASSES}ConvolutionTest::test_row",
+            "TP 2": f"{CLASSES}ConvolutionTest::test_workers",
+        },
     ),
     Row(
         *("draft by EAGLE", "Llama 3 with EAGLE-3", "vllm", CANONICAL, "CPU"),
         {
             "cold, restart, bytes, another draft": f"{DRAFTS}test_eagle",
             "a chunk of the draft missing": f"{DRAFTS}test_without_its_draft",
+            "own hit, longer, branch, damage, noise": f"{CLASSES}EagleTest::test_row",
+            "preempted": f"{CLASSES}EagleTest::test_preempted",
+            "TP 1 to 2": f"{CLASSES}EagleTest::test_workers",
         },
     ),
     Row(
         *("draft in the model (MTP)", "ERNIE 4.5, DeepSeek V3", "vllm", CANONICAL, "CPU"),
-        {"cold, restart, bytes, another draft": f"{DRAFTS}test_mtp"},
+        {
+            "cold, restart, bytes, another draft": f"{DRAFTS}test_mtp",
+            "own hit, longer, branch, damage, noise": f"{CLASSES}MultiTokenTest::test_row",
+            "preempted": f"{CLASSES}MultiTokenTest::test_preempted",
+            "TP 1 to 2": f"{CLASSES}MultiTokenTest::test_workers",
+        },
+    ),
+    Row(
+        *("guesses by n-grams", "any model", "vllm", CANONICAL, "CPU"),
+        {
+            "own hit, restart, longer, branch, damage, noise": f"{CLASSES}NgramTest::test_row",
+            "preempted": f"{CLASSES}NgramTest::test_preempted",
+        },
     ),
     Row(
         *("images", "LLaVA", "vllm", CANONICAL, "CPU"),

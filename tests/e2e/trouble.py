@@ -100,7 +100,8 @@ def _rage(
 def _preemptions(every: int) -> Iterator[None]:
     """Throw all running requests out, and what vLLM has in its prefix cache, every so often.
 
-    As vLLM does it for new weights; it cannot while a load is running, so then in a later step.
+    As vLLM does it for new weights; it cannot while a load is running, or while what an ended
+    request holds is stored, so then in a later step.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import RequestStatus
@@ -110,11 +111,11 @@ def _preemptions(every: int) -> Iterator[None]:
     def interrupted(self: Any, *arguments: Any, **named: Any) -> Any:
         nonlocal steps
         steps += 1
-        loading = any(
-            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        transferring = any(
+            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS or request.is_finished()
             for request in self.requests.values()
         )
-        if steps >= every and self.running and not loading:
+        if steps >= every and self.running and not transferring:
             steps = 0
             self.reset_prefix_cache(reset_running_requests=True)
         return schedule(self, *arguments, **named)

@@ -1,0 +1,147 @@
+"""Classes of models with drafts and states, each the whole way, with a negative control.
+
+Cold, its own hit, damaged, healed, a longer and two branching prompts by another process, noise in
+the place of what is stored; preempted; other numbers of workers. `tests/model_classes.py` lists
+where the other classes are tested. What vLLM 0.32 does not do on CPUs without VUA is not here:
+guesses beside states need a kernel by Triton, and Qwen3-Next, in bfloat16, generates other tokens
+after it was preempted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from e2e.architectures import eagle, ernie, lfm2
+from e2e.controls import exchange_for_noise
+from e2e.damage import flip, stored
+from e2e.harness import PROMPT, RESET, Batch, EngineTest, llama, needs_windows, tokens
+from helpers import soak
+
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
+
+WHOLE = Batch([PROMPT[:642]])
+"""Two tokens are left to compute: states fade, and here they cannot."""
+LONGER = Batch([PROMPT[:642] + tokens(300, seed=4)])
+BRANCHES = [Batch([PROMPT[:400] + tokens(150, seed=seed)]) for seed in (2, 3)]
+SHARING = Batch([PROMPT[:400] + tokens(150, seed=10 + at) for at in range(4)], max_tokens=40)
+TP2: dict[str, Any] = {"tensor_parallel_size": 2}
+
+
+class Row(EngineTest):
+    """What one class has to hold; the classes below are made of it."""
+
+    __test__ = False
+    engine: dict[str, Any] = {}  # noqa: RUF012 - each class has its own
+    others: tuple[Batch, ...] = (LONGER, *BRANCHES)
+    """Further prompts, each after vLLM has forgotten its own prefix cache."""
+    loaded: tuple[int, ...] = (640, 384, 384)
+    """Tokens that these load."""
+    damaged = "l"
+    """How the name of the damaged file begins: its kind of layers."""
+    shared_by_workers = True
+    """Whether two workers load what one has stored."""
+
+    def test_row(self) -> None:
+        """The same tokens in every way, and with noise other ones."""
+        later = [step for other in self.others for step in (RESET, other)]
+        first, *rest = self.baseline(WHOLE, *self.others, engine=self.engine)
+        self.assertEqual(len(rest) + 1, len({*map(tuple, [first, *rest])}))
+
+        cold = self.serve(WHOLE, RESET, WHOLE, engine=self.engine)
+        flip(max(path for path in stored(self.root) if path.name.startswith(self.damaged)))
+        warm = self.serve(WHOLE, RESET, WHOLE, *later, engine=self.engine)
+        exchange_for_noise(self.root, WHOLE.prompts[0])
+        noise = self.serve(WHOLE, engine=self.engine)
+
+        self.assertEqual([[first] * 2, [0, 640]], [cold.tokens, cold.cached])
+        self.assertEqual([first, first, *rest], warm.tokens)
+        self.assertEqual([640, *self.loaded], warm.cached[1:])
+        self.assertEqual(1, warm.counts["corrupt"])
+        self.assertGreater(warm.counts["tokens_loaded"], 640)
+        self.assertEqual([640], noise.cached)
+        self.assertNotEqual([first], noise.tokens)
+
+    def test_preempted(self) -> None:
+        """Prompts that share a beginning and are thrown out again and again, in small steps."""
+        small = self.engine | {"max_num_batched_tokens": 192, "enable_chunked_prefill": True}
+        expected = self.baseline(SHARING, engine=small)
+
+        served = self.serve(SHARING, RESET, SHARING, engine=small, trouble={"preempt_every": 25})
+
+        self.assertEqual(expected * 2, served.tokens)
+        self.assertGreater(served.counts.get("preemptions", 0), 0)
+        self.assertGreater(min(served.cached[4:]), 0)
+
+    @soak
+    def test_workers(self) -> None:
+        """Two workers, from what one has stored or else from their own."""
+        self.fill(WHOLE, engine=self.engine)
+        expected = self.baseline(WHOLE, engine=self.engine | TP2)
+
+        served = [self.serve(WHOLE, engine=self.engine | TP2) for _ in range(2)]
+
+        self.assertEqual([expected] * 2, [one.tokens for one in served])
+        loaded = [640 if self.shared_by_workers else 0, 640]
+        self.assertEqual(loaded, [cached for one in served for cached in one.cached])
+
+
+def drafted(method: str, **more: Any) -> dict[str, Any]:
+    """Settings of an engine that guesses."""
+    return {"speculative_config": {"method": method, "num_speculative_tokens": 2} | more}
+
+
+@pytest.mark.soak
+class NgramTest(Row):
+    """Guesses of n-grams: K and V of the model alone. Each engine compiles their search anew."""
+
+    __test__ = True
+
+    def setUp(self) -> None:
+        """Guess from what was there already."""
+        super().setUp()
+        self.engine = drafted("ngram", prompt_lookup_max=3) | {"model": str(llama())}
+
+
+@needs_windows
+class EagleTest(Row):
+    """A draft by EAGLE: a layer of its own."""
+
+    __test__ = True
+    damaged = "d1"
+
+    def setUp(self) -> None:
+        """Make the draft's checkpoint."""
+        super().setUp()
+        self.engine = drafted("eagle", model=str(eagle())) | {"model": str(llama())}
+
+
+@needs_windows
+class MultiTokenTest(Row):
+    """A draft in the model's own checkpoint (MTP)."""
+
+    __test__ = True
+    damaged = "d1"
+
+    def setUp(self) -> None:
+        """Make the checkpoint."""
+        super().setUp()
+        self.engine = drafted("mtp", num_speculative_tokens=1) | {"model": str(ernie())}
+
+
+@needs_windows
+class ConvolutionTest(Row):
+    """LFM2: a short convolution, whose state is its last tokens.
+
+    Its tokens depend on how vLLM cuts a prompt into steps, so only whole prompts are compared.
+    """
+
+    __test__ = True
+    others, loaded, shared_by_workers, damaged = (), (), False, "s"
+    test_preempted = None  # type: ignore[assignment] # as said
+
+    def setUp(self) -> None:
+        """With prefix caching, without which vLLM keeps no states."""
+        super().setUp()
+        self.engine = {"model": str(lfm2()), "enable_prefix_caching": True}
