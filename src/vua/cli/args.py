@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,10 @@ from vua.cli.command import argument, command
 from vua.cli.output import Report
 from vua.cli.root import vua
 from vua.connector.launch import VLLM_TRANSFER, sglang_arguments
-from vua.errors import ConfigError
+from vua.errors import ConfigError, StorageError
+from vua.security.settings import Security
 from vua.storage.location import directory_of, is_url
+from vua.store.namespace import check_start
 
 __all__ = ["ENGINES", "SHELLS", "Arguments", "Script", "arguments_of", "completion"]
 
@@ -147,6 +150,18 @@ def _docker(path: str) -> tuple[str, ...]:
     )
 
 
+def _warn(path: str) -> None:
+    """Say now what the engine would say after it has loaded a model.
+
+    It may start as another user or on another host, so the arguments are printed, too.
+    """
+    try:
+        check_start(path, Security())
+    except (ConfigError, StorageError) as problem:
+        text = problem.strerror if isinstance(problem, StorageError) else problem
+        print(f"vua args: an engine of this user does not start here: {text}", file=sys.stderr)
+
+
 @command("args", "print an engine's arguments for a cache directory", takes_directory=False)
 @argument("engine", "vllm, sglang, lmcache or docker", metavar="ENGINE", type=click.Choice(ENGINES))
 @argument("path", "directory of the cache, or URL", metavar="PATH")
@@ -156,6 +171,8 @@ def _docker(path: str) -> tuple[str, ...]:
 def arguments_of(engine: str, path: str, *, plain_engines: bool = False) -> Arguments:
     """Return the arguments. Raises ConfigError where they cannot be given."""
     where = path if is_url(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
+    if not is_url(where):
+        _warn(where)
     if engine == "lmcache":
         return Arguments(engine, _lmcache(where, plain_engines=plain_engines))
     return Arguments(engine, {"vllm": _vllm, "sglang": _sglang, "docker": _docker}[engine](where))

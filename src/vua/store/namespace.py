@@ -35,7 +35,7 @@ from vua.security.settings import Security, check_owner, open_directory
 from vua.storage.base import Storage, explained
 from vua.storage.description import DESCRIPTION, FORMAT, Description, read_description
 from vua.storage.local import TEMPORARY, LocalStorage
-from vua.storage.mark import MARK, claim
+from vua.storage.mark import MARK, claim, claimable
 from vua.store.evidence import (
     LaterNamespaceError,
     Stated,
@@ -57,6 +57,7 @@ __all__ = [
     "Namespace",
     "Place",
     "check_root",
+    "check_start",
     "create_storage",
     "described",
     "description_text",
@@ -421,6 +422,29 @@ def check_root(
     except OSError as problem:
         raise explained(problem, str(path)) from problem
     return path
+
+
+def check_start(root: str | os.PathLike[str], security: Security) -> None:
+    """Raise what an engine of this user would where it starts; nothing is made or changed.
+
+    Raises:
+        ConfigError: as `check_root`, for a directory that is written to.
+        StorageError: it cannot be searched, made or written to.
+    """
+    path = Path(os.path.abspath(root))  # noqa: PTH100 - keeps links
+    try:
+        there = os.path.lexists(path)
+        if there:
+            check_root(path, create=False, security=security)
+            claimable(path)
+        elif not path.parent.is_dir():
+            raise ConfigError(_missing_above(path))
+        if not os.access(path if there else path.parent, os.W_OK | os.X_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except StorageError:
+        raise
+    except OSError as problem:
+        raise explained(problem, str(path)) from problem
 
 
 def _missing_above(path: Path) -> str:
