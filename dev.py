@@ -68,8 +68,8 @@ TICK_S = 20.0
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 PYTHONS_WITH_TORCH = {"3.10", "3.13", "{}.{}".format(*sys.version_info)}
 WHEELS = ("pure", "manylinux_2_17_x86_64", "manylinux_2_17_aarch64")
-SHARED = ("--dist", "loadgroup", "--max-worker-restart", "0")
-"""Groups of tests share processes; a crash ends the run, where xdist would wait for ever."""
+SHARED = ("--dist", "loadscope", "--max-worker-restart", "0")
+"""A class's tests run in one process; a crash ends the run, where xdist would wait for ever."""
 QUICK = "not thorough and not soak and not gpu"
 
 

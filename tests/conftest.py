@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,15 +17,21 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_ST
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A class's tests run in one process, and so do all quick ones that start vLLM's engines.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run a class's tests in one process, and so all quick ones that start vLLM's engines.
 
     A process that starts engines imports vLLM for them first, which takes half a minute of CPU.
     """
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        quick = item.get_closest_marker("thorough") is None
-        engines = Path(__file__).parent / "e2e" in item.path.parents
-        group = "engines" if quick and engines else item.nodeid.rpartition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    is_quick = "not thorough" in config.option.markexpr
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            if is_quick and nodeid.startswith("tests/e2e/"):
+                return "engines"
+            scope: str = super()._split_scope(nodeid)
+            return scope
+
+    return Scheduler(config, log)
