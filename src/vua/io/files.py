@@ -90,11 +90,11 @@ def atomic_write(
             stream.write(data)
             if durable:
                 stream.flush()
-                os.fsync(stream.fileno())
+                _sync(stream.fileno())
         if not _linked(temporary, path, dir_fd, keep):
             os.replace(temporary, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         if durable:
-            with contextlib.suppress(OSError):  # some file systems cannot sync directories
+            with contextlib.suppress(OSError):  # it may be searchable and not readable
                 _sync_directory(folder or ".", dir_fd=dir_fd)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -117,11 +117,20 @@ def _linked(
     return True
 
 
+def _sync(fd: int) -> None:
+    """Sync a file or a directory where the file system can. Raises OSError."""
+    try:
+        os.fsync(fd)
+    except OSError as problem:
+        if problem.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
+
+
 def _sync_directory(path: str, *, dir_fd: int | None = None) -> None:
     """Sync the entries of a directory. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
-        os.fsync(fd)
+        _sync(fd)
     finally:
         posix.close_quietly(fd)
 

@@ -366,9 +366,9 @@ class Weights:
     def changed_since(self, when_s: float, *, stop: threading.Event | None = None) -> bool:
         """Whether a file may have changed since ``when_s``, by its own change time or a link's.
 
-        The file system's clock may be behind by :data:`CLOCK_TICK_S`: subtract it from ``when_s``
-        where files may change at just that time. A blob that the hub's cache has fetched since does
-        not count: it is read as a whole, and its name is its SHA-256.
+        The file system's clock may lag by :data:`CLOCK_TICK_S`. If files may change near
+        ``when_s``, pass a time that much earlier. A blob that the hub's cache has fetched since
+        does not count: it is read as a whole, and its name is its SHA-256.
 
         Raises:
             ConfigError, OSError, CancelledError: as `identify_weights`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -24,7 +25,7 @@ from vua.capacity.scan import is_all_ours, spaces
 from vua.capacity.usage import measure
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
-from vua.storage.mark import LIMITS_FILE, MARK, claim, is_marked
+from vua.storage.mark import LIMITS_FILE, MARK, claim, is_marked, make_mark
 
 CONFIG = VUAConfig(split_factor=4, max_bytes="1G", min_free_bytes=0)
 COMMANDS = (
@@ -212,6 +213,17 @@ class TestMark(DirectoryTest):
             (path,) = (self.root / "kv").rglob(name)
             self.assertIn(path.stat().st_ino, files)
             self.assertIn((path.parent.stat().st_ino, name), folders)
+
+    def test_a_file_system_that_cannot_sync(self) -> None:
+        """It is used all the same; an error of the disk is told."""
+        with mock.patch("os.fsync", side_effect=OSError(errno.EINVAL, "cannot")):
+            make_mark(self.root)
+        self.assertTrue(is_marked(self.root))
+        with (
+            mock.patch("os.fsync", side_effect=OSError(errno.EIO, "broken")),
+            self.assertRaises(OSError),
+        ):
+            write_bounds(self.root, Limits(max_bytes=1))
 
     def test_older_cache(self) -> None:
         """One without the mark is read and written, within its bounds; nothing in it is deleted."""
