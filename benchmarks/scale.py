@@ -193,7 +193,7 @@ def work_calls(place: str) -> dict[str, Any]:
     evictor, upkeep, looks = Evictor(place, policy=LRU()), upkeep_directory(place), 0
     real = scan.columns_of
 
-    def columns_of(space: scan.Space, fan: str) -> tuple[list[str], scan.Column]:
+    def columns_of(space: scan.Space, fan: str) -> tuple[Sequence[str], scan.Column]:
         nonlocal looks
         found = real(space, fan)
         looks += len(found[0])

@@ -177,7 +177,7 @@ class StallTest(unittest.TestCase):
 
     def setUp(self) -> None:
         """Make a directory; the user's own cache lies in it."""
-        folder = self.enterContext(tempfile.TemporaryDirectory())
+        folder = self.enterContext(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         home = {"XDG_CACHE_HOME": f"{folder}/kv/cache"}  # as slow as the rest
         self.enterContext(mock.patch.dict(os.environ, home))
         self.root = Path(folder) / "kv"

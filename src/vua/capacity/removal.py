@@ -32,6 +32,7 @@ from vua.capacity.scan import (
     is_temporary,
     is_trash,
     listed,
+    opened,
 )
 from vua.io.posix import close_quietly
 from vua.storage.description import DESCRIPTION, is_described
@@ -97,17 +98,19 @@ def evict_chunk(
         return None
     except OSError as problem:
         return _delete_in_place(space, chunk, mtime_ns, problem)
-    stays = not pinned and _look(space, trash)[0]  # by another process, this very moment
-    if not stays and mtime_ns is not None:
-        now_ns = os.stat(trash, dir_fd=space.fd, follow_symlinks=False).st_mtime_ns
-        stays = got_child(now_ns, mtime_ns)
-    if stays:
-        with contextlib.suppress(OSError):
-            os.rename(trash, path, src_dir_fd=space.fd, dst_dir_fd=space.fd)
-            return None
-    marks.remove_ttl(space, chunk)
-    nbytes = delete_chunk(space.fd, trash)
-    if _holds_entries(space, trash):
+    with opened(space.fd, trash) as fd:
+        names = [] if fd is None else _chunk_files(fd)
+        # Pinned, or given a child, by another process at this very moment.
+        stays = not pinned and any(name.startswith(PIN) for name in names)
+        if not stays and fd is not None and mtime_ns is not None:
+            stays = got_child(os.fstat(fd).st_mtime_ns, mtime_ns)
+        if stays:
+            with contextlib.suppress(OSError):
+                os.rename(trash, path, src_dir_fd=space.fd, dst_dir_fd=space.fd)
+                return None
+        marks.remove_ttl(space, chunk)
+        nbytes = 0 if fd is None else sum(delete_file(fd, name) for name in names)
+    if not _remove(space.fd, trash) and _holds_entries(space, trash):
         with contextlib.suppress(OSError):
             os.rename(trash, path, src_dir_fd=space.fd, dst_dir_fd=space.fd)
         raise ImmovableError(errno.EPERM, "a file cannot be deleted", _where(space, chunk))
@@ -272,11 +275,14 @@ def strip_chunk(parent: int, path: str) -> int:
     except OSError:
         return 0
     try:
-        with os.scandir(fd) as entries:
-            names = [entry.name for entry in entries if is_chunk_file(entry)]
-        return sum(delete_file(fd, name) for name in names)
+        return sum(delete_file(fd, name) for name in _chunk_files(fd))
     finally:
         close_quietly(fd)
+
+
+def _chunk_files(fd: int) -> list[str]:
+    with os.scandir(fd) as entries:
+        return [entry.name for entry in entries if is_chunk_file(entry)]
 
 
 def delete_chunk(parent: int, path: str) -> int:
@@ -286,9 +292,11 @@ def delete_chunk(parent: int, path: str) -> int:
     return nbytes
 
 
-def _remove(parent: int, path: str) -> None:
+def _remove(parent: int, path: str) -> bool:
     with contextlib.suppress(OSError):  # there is something in it
         os.rmdir(path, dir_fd=parent)
+        return True
+    return False
 
 
 def delete_namespace(parent: int, name: str) -> int:

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.io.posix import close_quietly
-from vua.native import LATEST_NS, list_chunks
+from vua.native import LATEST_NS, ChunkNames, list_chunks
 from vua.storage.description import DESCRIPTION, is_described, is_later, is_namespace_name
 from vua.storage.local import QUARANTINE
 from vua.storage.names import NOTED, PARENTS, QUARANTINED, TTL_FOLDER, chunk_file_kind, is_temporary
@@ -140,7 +140,7 @@ class Space:
         """As :func:`fans_of`."""
         return fans_of(self)
 
-    def columns(self, fan: str) -> tuple[list[str], Column]:
+    def columns(self, fan: str) -> tuple[Sequence[str], Column]:
         """As :func:`columns_of`."""
         return columns_of(self, fan)
 
@@ -286,20 +286,23 @@ def opened(
     ``refused`` is told why an existing one cannot be read. Raises OSError if this process has no
     more descriptors or memory: then the state is unknown.
     """
+    fd = _open(parent, path, refused)
     try:
-        fd = os.open(path, _DIRECTORY, dir_fd=parent)
+        yield fd
+    finally:
+        if fd is not None:
+            close_quietly(fd)
+
+
+def _open(parent: int, path: str, refused: Callable[[OSError], None] | None) -> int | None:
+    try:
+        return os.open(path, _DIRECTORY, dir_fd=parent)
     except OSError as problem:
         if problem.errno in EXHAUSTED:
             raise
         if refused is not None and problem.errno not in GONE:
             refused(problem)
-        yield None
-        return
-    try:
-        yield fd
-    finally:
-        with contextlib.suppress(OSError):
-            close_quietly(fd)
+        return None
 
 
 @contextlib.contextmanager
@@ -307,12 +310,15 @@ def listed(
     parent: int, path: str, refused: Callable[[OSError], None] | None = None
 ) -> Iterator[Iterator[os.DirEntry[str]]]:
     """List a directory below ``parent``; empty if :func:`opened` returns None."""
-    with opened(parent, path, refused) as fd:
-        if fd is None:
-            yield iter(())
-        else:
-            with os.scandir(fd) as entries:
-                yield entries
+    fd = _open(parent, path, refused)
+    if fd is None:
+        yield iter(())
+        return
+    try:
+        with os.scandir(fd) as entries:
+            yield entries
+    finally:
+        close_quietly(fd)
 
 
 def is_fan(name: str) -> bool:
@@ -326,7 +332,7 @@ def fans_of(space: Space) -> list[str]:
         return sorted(entry.name for entry in entries if is_fan(entry.name))
 
 
-def columns_of(space: Space, fan: str) -> tuple[list[str], Column]:
+def columns_of(space: Space, fan: str) -> tuple[Sequence[str], Column]:
     """Return the names and mtimes of the chunks in one fan-out directory."""
     with opened(space.fd, fan) as fd:
         return ([], np.empty(0, dtype=np.int64)) if fd is None else list_chunks(fd)
@@ -374,7 +380,7 @@ class Folders(Protocol):
         """Return the names of its fan-out directories."""
         ...
 
-    def columns(self, fan: str) -> tuple[list[str], Column]:
+    def columns(self, fan: str) -> tuple[Sequence[str], Column]:
         """Return the names and mtimes of the chunks in one of them."""
         ...
 
@@ -418,7 +424,7 @@ class Sweep:
         """How many were found so far."""
         self._chunks = {space.name: 0 for space in found}
         self._todo: list[tuple[str, str]] = []
-        sampled: list[tuple[str, list[str], Column, Column]] = []
+        sampled: list[tuple[str, Sequence[str], Column, Column]] = []
         stand_for: list[float] = []
         for space in found:
             fans = space.fans()
@@ -506,12 +512,13 @@ class Sweep:
             if self._todo:  # what is called may have gone on
                 self.step(by_name)
 
-    def _keep(self, space: str, names: list[str], mtimes_ns: Column, ranks: Column) -> None:
+    def _keep(self, space: str, names: Sequence[str], mtimes_ns: Column, ranks: Column) -> None:
         self._chunks[space] += len(names)
 
         def those(which: npt.NDArray[np.bool_], by: Column) -> Candidates:
             at = np.flatnonzero(which)
-            chunks = np.array([names[one] for one in at.tolist()], dtype=object)
+            some = names[at] if isinstance(names, ChunkNames) else [names[one] for one in at]
+            chunks = np.array([*some], dtype=object)
             return Candidates(by[at], mtimes_ns[at], np.full(len(at), space, object), chunks)
 
         is_over = mtimes_ns < self._expired_ns

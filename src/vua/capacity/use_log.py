@@ -38,6 +38,7 @@ from vua.capacity.lease import upkeep_directory
 from vua.capacity.lru import Bare
 from vua.io.files import see_to_mode
 from vua.io.posix import close_quietly
+from vua.native import ChunkNames
 from vua.storage.mark import UPKEEP, USES, is_marked
 
 __all__ = ["HintLog", "UseLog", "short_names"]
@@ -67,6 +68,8 @@ _OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 def short_names(chunks: Sequence[str]) -> npt.NDArray[np.uint64]:
     """Return the numbers that stand for chunks (64 hex) here: the first eight bytes of each."""
+    if isinstance(chunks, ChunkNames):
+        return chunks.numbers()
     names = np.frombuffer(bytes.fromhex("".join([chunk[:16] for chunk in chunks])), ">u8")
     return names.astype(np.uint64)
 

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ __all__ = [
     "PRESENT",
     "THREADS",
     "WRITTEN",
+    "ChunkNames",
     "EntryStream",
     "StridedCopy",
     "WriteOptions",
@@ -342,7 +343,39 @@ _ROOM: Final = 4096
 """Expected chunks, a 256th of a million; with more it lists again."""
 
 
-def list_chunks(directory: int) -> tuple[list[str], npt.NDArray[np.int64]]:
+class ChunkNames(Sequence[str]):
+    """Names of chunks (64 hex) as a listing left them: none is an object before it is asked for."""
+
+    __slots__ = ("_digits",)
+
+    def __init__(self, digits: npt.NDArray[np.uint8]) -> None:
+        """Take the ASCII digits, [chunks, 64]."""
+        self._digits = digits
+
+    def __len__(self) -> int:
+        return len(self._digits)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+    @overload
+    def __getitem__(self, at: slice | npt.NDArray[np.intp]) -> ChunkNames: ...
+    def __getitem__(self, at: int | slice | npt.NDArray[np.intp]) -> str | ChunkNames:
+        part = self._digits[at]
+        return ChunkNames(part) if part.ndim > 1 else part.tobytes().decode("ascii")
+
+    def __iter__(self) -> Iterator[str]:
+        text = self._digits.tobytes().decode("ascii")
+        return (text[at : at + _NAME_NBYTES] for at in range(0, len(text), _NAME_NBYTES))
+
+    def numbers(self) -> npt.NDArray[np.uint64]:
+        """Return the first eight bytes of each name, as big-endian numbers."""
+        digits = self._digits[:, :16]
+        values = np.where(digits >= ord("a"), digits - (ord("a") - 10), digits - ord("0"))
+        pairs = np.ascontiguousarray(values[:, ::2] << 4 | values[:, 1::2])
+        return pairs.view(">u8")[:, 0].astype(np.uint64)
+
+
+def list_chunks(directory: int) -> tuple[Sequence[str], npt.NDArray[np.int64]]:
     """Return the names (64 hex) of chunks in a directory, and their mtimes in ns since 1970.
 
     Chunks are directories with such names; everything else is skipped, as is what vanishes
@@ -356,14 +389,12 @@ def list_chunks(directory: int) -> tuple[list[str], npt.NDArray[np.int64]]:
     room, found = 0, _ROOM
     while found > room:
         room = found
-        names = ctypes.create_string_buffer(room * _NAME_NBYTES)
+        digits = np.empty((room, _NAME_NBYTES), dtype=np.uint8)
         mtimes_ns = np.empty(room, dtype=np.int64)
-        found = bound.list(directory, names, mtimes_ns.ctypes.data, room)
+        found = bound.list(directory, digits.ctypes.data, mtimes_ns.ctypes.data, room)
         if found < 0:
             raise OSError(-found, os.strerror(-found))
-    text = ctypes.string_at(names, found * _NAME_NBYTES).decode("ascii")
-    starts = range(0, len(text), _NAME_NBYTES)
-    return [text[at : at + _NAME_NBYTES] for at in starts], mtimes_ns[:found].copy()
+    return ChunkNames(digits[:found].copy()), mtimes_ns[:found].copy()
 
 
 ITEMS: Final = (1, 2, 4, 8)

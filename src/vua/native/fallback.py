@@ -409,7 +409,7 @@ def _elements(
     return np.ndarray(tuple(shape), f"u{item}", buffer, strides=tuple(strides))
 
 
-def list_chunks(directory: int) -> tuple[list[str], npt.NDArray[np.int64]]:
+def list_chunks(directory: int) -> tuple[Sequence[str], npt.NDArray[np.int64]]:
     """List a directory; see :func:`vua.native.entries.list_chunks`."""
     names, mtimes_ns = [], []
     with os.scandir(directory) as entries:

@@ -6,6 +6,7 @@ directory (:mod:`vua.capacity.scan`, which also checks file types) and in a buck
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Final, Literal
 
@@ -81,6 +82,7 @@ def kind_at(path: str) -> Kind:
     return "quarantined" if folder == QUARANTINE and QUARANTINED.fullmatch(name) else "stray"
 
 
+@functools.lru_cache(maxsize=1024)
 def chunk_file_kind(name: str) -> Kind:
     """Return the kind of a file in a chunk's directory, by its name."""
     if name.endswith(SUFFIX) and Shard.parse(name.removesuffix(SUFFIX)) is not None:

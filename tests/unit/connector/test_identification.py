@@ -48,7 +48,7 @@ class UntilKnownTest(unittest.TestCase):
 
     def setUp(self) -> None:
         """A search that ends when it is told to."""
-        self.root = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.root = Path(self.enterContext(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         self.go = threading.Event()
         self.addCleanup(self.go.set)
         self.enterContext(mock.patch("vua.connector.opening._START_WAIT_S", 0.01))

@@ -34,7 +34,7 @@ class ResetTest(unittest.TestCase):
         """An engine that has stored one prompt."""
         from vua.vllm import page_layout
 
-        root = self.enterContext(tempfile.TemporaryDirectory())
+        root = self.enterContext(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         config = ConnectorConfig(
             shared_storage_path=root, chunk_tokens=16, timeouts=Timeouts(lookup_s=5.0)
         )

@@ -65,7 +65,7 @@ class SchedulerTest(unittest.TestCase):
         group = Group(layout, (0,), ((layout.full,),), (0,))
         identity = Identity(model="m", chunk_tokens=16)
         model = Model(identity, (group,), (block,), draft_tokens=draft_tokens)
-        folder = tempfile.TemporaryDirectory()
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.addCleanup(folder.cleanup)
         settings = {"witness_every": 0} | settings
         config = ConnectorConfig(shared_storage_path=folder.name, chunk_tokens=16, **settings)
@@ -271,7 +271,7 @@ class SchedulerTest(unittest.TestCase):
 
     def test_tenants(self) -> None:
         """A salt with a key finds and stores what is its own; one without a key is not cached."""
-        keys = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        keys = Path(self.enterContext(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         write_key(keys / f"{tenant_of(b'alice')}.key")
         side = self.side(security=Security(tenant_keys=str(keys)))
         store = side.namespace.stores[0]

@@ -38,7 +38,7 @@ class CallsTest(unittest.TestCase):
         layout = KVLayout(1, 1, 8, 8, "U8", CHUNK)
         group = Group(layout, (0,), ((layout.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=CHUNK), (group,), (CHUNK,))
-        with tempfile.TemporaryDirectory() as root:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
             config = ConnectorConfig(shared_storage_path=root, chunk_tokens=CHUNK, witness_every=0)
             side = SchedulerSide(model, config, loads=True, saves=True)
             try:

@@ -93,7 +93,7 @@ class EngineTest(unittest.TestCase):
 
     def setUp(self) -> None:
         """A directory in which others have stored something."""
-        folder = tempfile.TemporaryDirectory()
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.addCleanup(folder.cleanup)
         self.root, self.now_s = Path(folder.name) / "kv", 0.0
         home = {"XDG_CACHE_HOME": str(Path(folder.name) / "cache")}

@@ -14,6 +14,7 @@ from helpers import DirectoryTest, Memory, descriptors, has_native, model_arrays
 from layouts import DEEP, SMALL, shards
 from properties import given
 from vua import native
+from vua.capacity.use_log import short_names
 from vua.format.entry import EntryCodec, entry_plan
 from vua.format.layout import KVLayout
 from vua.io.files import Directory
@@ -144,6 +145,25 @@ class TestListChunks(DirectoryTest):
         self.addCleanup(os.close, fd)
         for _ in range(2):
             self.assertEqual([stored, stored], self.listed(fd))
+
+    def test_names_in_memory(self) -> None:
+        """What a listing returns is a sequence of texts; numbers are their first eight bytes."""
+        stored = [f"{number * 0x9E3779B97F4A7C15 % 2**64:016x}{number:048x}" for number in range(9)]
+        for name in stored:
+            (self.root / name).mkdir()
+        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        self.addCleanup(os.close, fd)
+        names = native.list_chunks(fd)[0]
+        self.assertIsInstance(names, native.ChunkNames)
+        listed = [*names]
+
+        self.assertEqual(stored, sorted(listed))
+        self.assertEqual(listed, [names[at] for at in range(len(names))])
+        self.assertEqual(listed[2:5], [*names[2:5]])
+        self.assertEqual([listed[7], listed[1]], [*names[np.array([7, 1])]])
+        self.assertEqual([int(name[:16], 16) for name in listed], short_names(names).tolist())
+        self.assertEqual(short_names(listed).tolist(), short_names(names).tolist())
+        self.assertEqual([], short_names(names[:0]).tolist())
 
     def test_many(self) -> None:
         """As many as there are, also where fewer are expected."""

@@ -80,7 +80,7 @@ class ReuseTest(unittest.TestCase):
 class SettingsTest(unittest.TestCase):
     def test_sglang_keys(self) -> None:
         """SGLang's own keys are passed over, VUA's are read, and the rest is refused by name."""
-        with tempfile.TemporaryDirectory() as root:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
             extra = {
                 "backend_name": "vua",
                 "module_path": "vua.sglang.storage",

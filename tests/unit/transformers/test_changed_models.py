@@ -38,13 +38,13 @@ class ChangedModelTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         """A small model, and what it says unchanged."""
-        folder = tempfile.TemporaryDirectory()
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         cls.addClassCleanup(folder.cleanup)
         cls.path = make_model(Path(folder.name, "model"))
 
     def setUp(self) -> None:
         """A store of its own."""
-        folder = tempfile.TemporaryDirectory()
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
         self.store = self.folder / "kv"

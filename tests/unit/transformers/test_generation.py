@@ -49,14 +49,14 @@ class GenerationTest(unittest.TestCase):
         """A small model."""
         from transformers import AutoModelForCausalLM
 
-        folder = tempfile.TemporaryDirectory()
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         cls.addClassCleanup(folder.cleanup)
         cls.path = make_model(Path(folder.name, "model"))
         cls.model = AutoModelForCausalLM.from_pretrained(cls.path, attn_implementation="eager")
 
     def setUp(self) -> None:
         """A store of its own; counts what the model computes."""
-        folder = tempfile.TemporaryDirectory()
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.addCleanup(folder.cleanup)
         self.store = Path(folder.name, "kv")
         catching = warnings.catch_warnings()
@@ -186,7 +186,10 @@ class GenerationTest(unittest.TestCase):
             "dynamic": {"cache_implementation": None, "use_cache": True},
         }
         for name, way in ways.items():
-            with self.subTest(name), tempfile.TemporaryDirectory() as folder:
+            with (
+                self.subTest(name),
+                tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+            ):
                 self.store = Path(folder, "kv")
                 self.check(90, last=name, **batch, **way)
 

@@ -88,12 +88,12 @@ class TestTransformers(unittest.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         """A folder for the models, which all tests share."""
-        cls.models = tempfile.TemporaryDirectory()
+        cls.models = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         cls.addClassCleanup(cls.models.cleanup)
 
     def setUp(self) -> None:
         """A store of its own."""
-        folder = tempfile.TemporaryDirectory()
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
         self.store = self.folder / "kv"

@@ -38,13 +38,13 @@ class WaysTest(unittest.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         """A small model."""
-        folder = tempfile.TemporaryDirectory()
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         cls.addClassCleanup(folder.cleanup)
         cls.path = make_model(Path(folder.name, "model"))
 
     def setUp(self) -> None:
         """A store, in which the plain model has stored the prompt."""
-        folder = tempfile.TemporaryDirectory()
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.addCleanup(folder.cleanup)
         self.folder = Path(folder.name)
         self.store = self.folder / "kv"

@@ -49,7 +49,10 @@ class HooksTest(unittest.TestCase):
     def test_directory_before_the_model(self) -> None:
         """What vLLM asks on GPUs before it loads a model refuses a bad directory."""
         ask = VUAStorageConnector_V1.requires_piecewise_for_cudagraph
-        with tempfile.TemporaryDirectory() as name, tempfile.NamedTemporaryFile() as file:
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name,
+            tempfile.NamedTemporaryFile() as file,
+        ):
             self.assertFalse(ask({"shared_storage_path": f"{name}/kv"}))
             for path, words in ((file.name, "found a file"), (f"{name}/mnt/kv", "missing too")):
                 with self.assertRaisesRegex(ConfigError, words):

@@ -31,7 +31,10 @@ def engine_config() -> Any:
     """What vLLM makes of a tiny Llama, once: it takes seconds."""
     from vllm.engine.arg_utils import EngineArgs
 
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"),
+    ):
         model = make_model(Path(folder, "model"), layers=2)
         return EngineArgs(model=str(model), skip_tokenizer_init=True).create_engine_config()
 
@@ -42,7 +45,7 @@ class FilesTest(unittest.TestCase):
 
     def setUp(self) -> None:
         """Make a model of two files with an index."""
-        self.root = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.root = Path(self.enterContext(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         environment = {"HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(self.root / "cache")}
         self.enterContext(mock.patch.dict(os.environ, environment))
         self.model = make_model(self.root / "model", layers=2)
