@@ -155,7 +155,7 @@ class Transformers:
 
         if limits:
             write_bounds(root, Limits(**limits))
-        self.block = reuse_prefixes(self.model(), root, chunk_tokens=64)
+        self.block = reuse_prefixes(self.model(), root, chunk_tokens=64, load_policy="always")
         self.prefixes = self.block.__enter__()
         self.prefixes.ready(60)
 

@@ -28,7 +28,7 @@ def generated(
     """For each prompt in turn: tokens loaded, and so many new ones."""
     from vua.transformers import PrefixCache
 
-    with PrefixCache(model, root, chunk_tokens=CHUNK) as prefixes:
+    with PrefixCache(model, root, chunk_tokens=CHUNK, load_policy="always") as prefixes:
         prefixes.ready()
         for prompt in prompts:
             ids = torch.tensor([prompt])

@@ -114,7 +114,9 @@ class ApartTest(EngineTest):
             with self.subTest(name):
                 self.elsewhere(name.replace(" ", "-"))
                 model = model_of(llama())
-                with reuse_prefixes(model, self.root, chunk_tokens=CHUNK) as prefixes:
+                with reuse_prefixes(
+                    model, self.root, chunk_tokens=CHUNK, load_policy="always"
+                ) as prefixes:
                     prefixes.ready()
                     plain(model)
                     CHANGES[name](model, torch.Generator().manual_seed(5))

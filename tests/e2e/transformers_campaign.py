@@ -217,7 +217,9 @@ class Trial:
             self.kind.asked.append(prompt)
             for attempt in ("first", "second"):
                 model = self.load()
-                with reuse_prefixes(model, self.kind.store, chunk_tokens=CHUNK) as prefixes:
+                with reuse_prefixes(
+                    model, self.kind.store, chunk_tokens=CHUNK, load_policy="always"
+                ) as prefixes:
                     prefixes.ready()
                     if attempt == "second":
                         whole = (prompt.shape[1] - 1) // CHUNK
@@ -241,7 +243,9 @@ class Trial:
 
     def _between(self, changed: list[list[int]], plain: list[list[int]]) -> None:
         model = self.load()
-        with reuse_prefixes(model, self.kind.store, chunk_tokens=CHUNK) as prefixes:
+        with reuse_prefixes(
+            model, self.kind.store, chunk_tokens=CHUNK, load_policy="always"
+        ) as prefixes:
             prefixes.ready()
             self.expect("before the change", plain[0], say(model, self.first))
             self.change(model)
@@ -251,7 +255,9 @@ class Trial:
     def _undone(self, changed: list[list[int]], plain: list[list[int]]) -> None:
         model = self.load()
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        with reuse_prefixes(model, self.kind.store, chunk_tokens=CHUNK) as prefixes:
+        with reuse_prefixes(
+            model, self.kind.store, chunk_tokens=CHUNK, load_policy="always"
+        ) as prefixes:
             prefixes.ready()
             self.expect("before the change", plain[0], say(model, self.first))
             self.change(model)
@@ -266,7 +272,9 @@ class Trial:
             self.found.counts["changes that end a call"] += 1
             return
         model = self.load()
-        with reuse_prefixes(model, self.kind.store, chunk_tokens=CHUNK) as prefixes:
+        with reuse_prefixes(
+            model, self.kind.store, chunk_tokens=CHUNK, load_policy="always"
+        ) as prefixes:
             prefixes.ready()
             self.expect("changed within", expected, self._changing(model) or [])
             self.expect("after that call", changed[1], say(model, self.second))

@@ -232,7 +232,7 @@ def _compute(
     engine, torch = _package("transformers"), _package("torch")
     tokenizer = engine.AutoTokenizer.from_pretrained(model)
     loaded = engine.AutoModelForCausalLM.from_pretrained(model, **settings)
-    with _package("vua.transformers").PrefixCache(loaded, path) as prefixes:
+    with _package("vua.transformers").PrefixCache(loaded, path, load_policy="always") as prefixes:
         prefixes.ready()
         for one in prompts:
             ids = torch.tensor([_tokenize(tokenizer, one)], device=loaded.device)

@@ -155,9 +155,16 @@ class LoadPolicy:
     """Decides for one engine, about ``model`` by ``config.load_policy``. For one thread."""
 
     def __init__(
-        self, model: Model, config: ConnectorConfig, *, clock: Callable[[], float] = time.monotonic
+        self,
+        model: Model,
+        config: ConnectorConfig,
+        *,
+        samples: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Know nothing yet; ``samples``: compute the ends of some hits, to measure that."""
         self._model, self._clock, self._threads = model, clock, config.worker.load_threads
+        self._samples = samples
         self._always, self._margin = config.load_policy == "always", config.load_margin
         self.prefill = PrefillSpeed(model.chunk_tokens, clock=clock)
         """Told of every step, by callers that see steps."""
@@ -169,20 +176,22 @@ class LoadPolicy:
         self._probe_at_s: float | None = None  # when a load is tried; None: none are left out
         self._pause_s = _FIRST_PAUSE_S
 
-    def decide(self, start: int, stop: int, *, asked: bool = False) -> LoadDecision:
+    def decide(self, start: int, stop: int, *, rows: int = 1, asked: bool = False) -> LoadDecision:
         """Decide about tokens [start, stop) of a request, all of them stored.
 
-        ``asked``: the client waited for them, so they are loaded. An engine may ask any number of
-        times: a probe begins only when it is ordered.
+        ``rows``: sequences of that length that are loaded, or computed, together. ``asked``: the
+        client waited for them, so they are loaded. An engine may ask any number of times: a probe
+        begins only when it is ordered.
         """
-        load_s, compute_s = self._predict(start, stop)
+        load_s, compute_s = self._predict(start, stop, rows)
         wait_s = self._queue_s() if load_s is None else load_s
         ratio = 1.0 if self._probe_at_s is None else _RESUME_RATIO
         end, reason = stop, "unmeasured" if load_s is None or compute_s is None else "faster"
         if self._always or asked:
             reason = "asked"
         elif compute_s is None:
-            end = stop if load_s is None else max((start + stop) // 2, stop - _SAMPLE_TOKENS)
+            if load_s is not None and self._samples:
+                end = max((start + stop) // 2, stop - _SAMPLE_TOKENS)
         elif wait_s * ratio <= self._margin * compute_s:
             self._probe_at_s = None
         else:
@@ -198,15 +207,15 @@ class LoadPolicy:
             )  # only whole ones are usable
             end = max(start // granule + 1, end // granule) * granule
             end = end if self._model.plain and end < stop else stop
-            load_s, compute_s = self._predict(start, end)
+            load_s, compute_s = self._predict(start, end, rows)
         return LoadDecision(end - start, reason, load_s, compute_s)
 
-    def _predict(self, start: int, stop: int) -> tuple[float | None, float | None]:
+    def _predict(self, start: int, stop: int, rows: int) -> tuple[float | None, float | None]:
         """Return the seconds to load and to compute; None: unmeasured."""
-        load_s = self._own_s(self._model.loaded_nbytes(start, stop))
+        load_s = self._own_s(rows * self._model.loaded_nbytes(start, stop))
         load_s = None if load_s is None else self._queue_s() + load_s
         compute_s = self.prefill.seconds(stop - start, start, _MIN_MEASURED)
-        return load_s, None if compute_s is None else self._admitted_s + compute_s
+        return load_s, None if compute_s is None else self._admitted_s + rows * compute_s
 
     def _own_s(self, nbytes: int) -> float | None:
         """Return a load's own time; a long one takes as much per byte as the longer half."""
@@ -229,9 +238,10 @@ class LoadPolicy:
         """Note that this step computes tokens [start, stop) of a request, or begins to."""
         self._admitted_s += self.prefill.seconds(stop - start, start) or 0.0
 
-    def ordered(self, request_id: str, start: int, stop: int) -> None:
-        """Note that the load of tokens [start, stop) has been ordered."""
-        self._running[request_id] = (self._model.loaded_nbytes(start, stop), self._clock(), 0.0)
+    def ordered(self, request_id: str, start: int, stop: int, *, rows: int = 1) -> None:
+        """Note that the load of tokens [start, stop) of so many sequences has been ordered."""
+        nbytes = rows * self._model.loaded_nbytes(start, stop)
+        self._running[request_id] = (nbytes, self._clock(), 0.0)
 
     def measured(self, seconds: Mapping[str, float]) -> None:
         """Learn how long loads took workers: of failed ones only times that were too long."""

@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from transformers import DynamicCache
 
+from vua.connector.config import ConnectorConfig
 from vua.core import VUAConfig
 from vua.errors import ConfigError, InputError
 from vua.format.identity import Identity
@@ -110,9 +111,23 @@ class Prefix:
 class _Note:
     """State of a cache that `PrefixCache.load` returned; copies of the cache share it."""
 
-    def __init__(self, watch: ModelWatch, ids: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        watch: ModelWatch,
+        ids: torch.Tensor,
+        dtype: torch.dtype,
+        computed: Callable[[int, int, int, float], None],
+    ) -> None:
+        """``computed`` is told of each prefill, see `StoredLayers.computed`."""
         self.watch, self.ids, self._dtype = watch, ids, dtype
+        self._computed = computed
         self.versions = watch.versions_now()
+        self.paddings: list[int] = []
+        """Of the rows of ``ids``."""
+        self.loaded = 0
+        """Columns that the cache was filled with."""
+        self._prefill: tuple[int, int, int, float] | None = None
+        """The rows, columns before, columns and beginning of the last one, while it may run."""
         self.problem = ""
         """What happened while the cache was filled that forbids storing it."""
         self.reordered = False
@@ -129,16 +144,30 @@ class _Note:
 
     def earn(self) -> None:
         """Count the time since then as generating."""
+        self._prefill_ended()
         began_s, self.began_s = self.began_s, self.watch.clock()
         self.watch.earn(self.began_s - began_s)
 
-    def look(self, k: torch.Tensor) -> None:
-        """Check the model that computes ``k`` now: thoroughly if it computes several tokens."""
+    def _prefill_ended(self) -> None:
+        if self._prefill is not None:
+            rows, before, columns, began_s = self._prefill
+            self._prefill = None
+            self._computed(rows, before, columns, self.watch.clock() - began_s)
+
+    def look(self, k: torch.Tensor, before: int) -> None:
+        """Check the model that computes ``k``, [rows, heads, columns, dim], after other columns.
+
+        Thoroughly if it computes several columns.
+        """
+        self._prefill_ended()
+        rows, columns = k.shape[0], k.shape[2]
+        if columns > 1:
+            self._prefill = (rows, before, columns, self.watch.clock())
         if self.problem:
             return
         if k.dtype != self._dtype:
             self.problem = f"K was computed as {k.dtype}, expected {self._dtype}"
-        elif k.shape[2] > 1:
+        elif columns > 1:
             self.problem = self.watch.change()
         else:
             self.problem = self.watch.change_of_modes()
@@ -158,7 +187,7 @@ class _NotedCache(DynamicCache):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.vua_note is not None and layer_idx == 0:
-            self.vua_note.look(key_states)
+            self.vua_note.look(key_states, self.get_seq_length())
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -197,6 +226,7 @@ class PrefixCache:
         chunk_tokens: int = 64,
         epoch: str = "",
         durable: bool = False,
+        load_policy: str | float = "faster",
     ) -> None:
         """Use the directory ``path``, which is created (mode 0700) if missing.
 
@@ -214,6 +244,11 @@ class PrefixCache:
             chunk_tokens: tokens per chunk, the granularity of reuse.
             epoch: change it to ignore everything stored so far.
             durable: fsync each file. Without it a power cut may cost recent chunks.
+            load_policy: ``"faster"``: load a stored prefix unless computing it is predicted to take
+                less time. Both are measured: each load, and each prefill with a cache that `load`
+                returned. Until there are three of each, all that is stored is loaded.
+                ``"always"``: load it in any case. A number: skip a load that is predicted to take
+                more than this many times the compute time.
 
         Raises:
             ConfigError: the model's caches cannot be stored, or ``path`` is a file.
@@ -226,10 +261,19 @@ class PrefixCache:
         described = described_model(model, self._watch, chunk_tokens=chunk_tokens, epoch=epoch)
         self._model, self._said = model, set[str]()
         place, groups = locate(path), self._groups
+        policy = 1.0 if load_policy == "faster" else load_policy
+        ConnectorConfig(shared_storage_path=str(path), load_policy=policy)  # checks it
         self._notes = weakref.WeakKeyDictionary[DynamicCache, _Note]()
         self._stored = LazyStore(
             described,
-            lambda identity: StoredLayers(place, identity, groups, durable=durable),
+            lambda identity: StoredLayers(
+                place,
+                identity,
+                groups,
+                durable=durable,
+                load_policy=policy,
+                clock=lambda: self._watch.clock(),  # noqa: PLW0108 - as it is then
+            ),
             log,
         )
         if self.ready(_START_WAIT_S):
@@ -279,7 +323,7 @@ class PrefixCache:
         *,
         attention_mask: torch.Tensor | None = None,
     ) -> Prefix:
-        """Return the longest stored prefix, in whole chunks.
+        """Return the longest stored prefix, in whole chunks, if that is worth it (``load_policy``).
 
         At least one token of each sequence is left, because `generate` must compute one. Before the
         model is identified nothing is found. For a batch, as many columns are filled as all of its
@@ -303,8 +347,10 @@ class PrefixCache:
             raise InputError(
                 f"{type(filled).__name__} given to fill; expected an empty DynamicCache"
             )
-        note = _Note(self._watch, torch.as_tensor(input_ids), DTYPES[self.layout.dtype])
-        columns = self._fill(filled, rows)
+        dtype = DTYPES[self.layout.dtype]
+        note = _Note(self._watch, torch.as_tensor(input_ids), dtype, self._computed)
+        columns = note.loaded = self._fill(filled, rows)
+        note.paddings = [row.padding for row in rows]
         note.began_s = self._watch.clock()
         if isinstance(filled, _NotedCache):
             filled.vua_note = note
@@ -316,6 +362,7 @@ class PrefixCache:
         """Load what is stored, if it is this model's, and return the number of columns."""
         if (stored := self._stored.usable()) is None or self._is_changed():
             return 0
+        began_s = self._watch.clock()
         found, columns = self._read(stored, rows)
         # Versions and modes do not show writes through `.data`; the bytes do: checked before use.
         if not columns or self._is_changed(self._watch.change_of_bytes()):
@@ -323,7 +370,14 @@ class PrefixCache:
         for number in range(self.layout.layers):
             mine = [layers[number] if layers else None for layers in found]
             filled.update(*self._joined(rows, mine, columns), number)
+        tokens = columns - min(row.padding for row in rows)
+        stored.loaded(len(rows), tokens, self._watch.clock() - began_s)
         return columns
+
+    def _computed(self, rows: int, before: int, columns: int, took_s: float) -> None:
+        """Learn how long a prefill took; where it is still unknown what is stored, nothing."""
+        if (stored := self._stored.usable()) is not None:
+            stored.computed(rows, before, columns, took_s)
 
     def _is_changed(self, change: str | None = None) -> bool:
         """Whether the model differs from the identified one, now or as said; logged once."""
@@ -342,10 +396,14 @@ class PrefixCache:
         A row that is padding up to there has no layers.
         """
         most = [len(row.ids) - 1 for row in rows]
+        padding, worth = min(row.padding for row in rows), None
         for _ in range(_TRIES):
             ends = [stored.longest(row.ids[:end]) for row, end in zip(rows, most, strict=True)]
             columns = min(row.padding + end for row, end in zip(rows, ends, strict=True))
-            if columns <= min(row.padding for row in rows):
+            if columns > padding and worth is None:
+                worth = padding + stored.worth_loading(len(rows), columns - padding)
+            columns = min(columns, columns if worth is None else worth)
+            if columns <= padding:
                 break
             found: list[Sequence[LayerCache]] = []
             for number, row in enumerate(rows):
@@ -412,10 +470,10 @@ class PrefixCache:
         elif len(rows) > 1 and not isinstance(cache, _NotedCache):
             self._check_rows(rows, layers[0])
         if note is not None:
+            if layers[0].k.is_cuda:
+                torch.cuda.current_stream(layers[0].k.device).synchronize()
             note.earn()
-        if self._is_changed() or self._is_changed(self._change_since(note)):
-            return 0
-        may = _Once(lambda: not self._is_changed(self._watch.change_of_bytes()))
+        may = _Once(lambda: self._is_unchanged_since(note))
         written, held = 0, min(layer.start + layer.k.shape[2] for layer in layers)
         for number, row in enumerate(rows):
             length = min(len(row.ids), held - row.padding)
@@ -427,8 +485,16 @@ class PrefixCache:
                 first = max(layer.start, row.padding)
                 k, v = (array[number, :, first - layer.start :] for array in (layer.k, layer.v))
                 mine.append(LayerCache(k, v, first - row.padding))
-            written += stored.save(row.ids[:length], mine, may)
+            known = 0 if note is None else _loaded_of(note, row, number, len(rows))
+            written += stored.save(row.ids[:length], mine, may, known)
         return written
+
+    def _is_unchanged_since(self, note: _Note | None) -> bool:
+        return not (
+            self._is_changed()
+            or self._is_changed(self._change_since(note))
+            or self._is_changed(self._watch.change_of_bytes())
+        )
 
     def _change_since(self, note: _Note | None) -> str:
         """Return what happened to the model while a cache was filled; "" if nothing did."""
@@ -509,6 +575,16 @@ class _Once:
         if self._answer is None:
             self._answer = self._ask()
         return self._answer
+
+
+def _loaded_of(note: _Note, row: Row, number: int, rows: int) -> int:
+    """Return how many tokens of a row, one of so many, its cache was filled with."""
+    prompts = note.ids[None] if note.ids.ndim == 1 else note.ids
+    at = min(number // max(1, rows // len(prompts)), len(prompts) - 1)
+    loaded = note.loaded - row.padding
+    given = prompts[at][row.padding : note.loaded].to(row.ids.device)
+    same = note.paddings[at] == row.padding and torch.equal(given, row.ids[:loaded])
+    return loaded if same and loaded > 0 else 0
 
 
 def _check_reordered(rows: Sequence[Row], prompts: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ nothing. Safe for threads, processes and forks.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -17,6 +18,8 @@ import torch
 from vua.config import VUAConfig
 from vua.connector import prefix_match
 from vua.connector.cache_spec import Group, Model
+from vua.connector.config import ConnectorConfig
+from vua.connector.load_policy import LoadPolicy
 from vua.errors import InputError
 from vua.format.identity import Identity
 from vua.format.keys import token_ids
@@ -74,6 +77,8 @@ class StoredLayers:
         groups: Sequence[Group],
         *,
         durable: bool,
+        load_policy: str | float,
+        clock: Callable[[], float],
     ) -> None:
         """Use ``root``; nothing is opened yet.
 
@@ -82,10 +87,14 @@ class StoredLayers:
             identity: everything that K and V depend on.
             groups: the model's layers.
             durable: fsync each file.
+            load_policy: as in :class:`vua.connector.config.ConnectorConfig`.
+            clock: returns seconds.
         """
         self._root, self._identity, self._durable = root, identity, durable
         blocks = (identity.chunk_tokens,) * len(groups)
         self._model = Model(identity, tuple(groups), blocks)
+        config = ConnectorConfig(shared_storage_path=str(root), load_policy=load_policy)
+        self._policy = LoadPolicy(self._model, config, samples=False, clock=clock)
         self._layers = sum(len(group.layers) for group in groups)
         self._buffers = BufferPool(VUAConfig.buffer_bytes)
         self._reading: Namespace | None = None
@@ -115,6 +124,27 @@ class StoredLayers:
         except OSError as problem:
             log.warning("%s cannot be read, a miss: %s", self._root, problem)
             return 0
+
+    def worth_loading(self, rows: int, tokens: int) -> int:
+        """Return how many of so many stored tokens of each row to load: 0 or part if slower."""
+        with self._lock:
+            decision = self._policy.decide(0, tokens, rows=rows)
+        log.debug("%d stored tokens of %d rows: %s", tokens, rows, decision)
+        return decision.tokens
+
+    def loaded(self, rows: int, tokens: int, took_s: float) -> None:
+        """Note how long it took to load so many tokens of each row."""
+        name = f"{threading.get_ident()}"
+        with self._lock:
+            self._policy.ordered(name, 0, tokens, rows=rows)
+            self._policy.measured({name: took_s})
+            self._policy.ended(name)
+
+    def computed(self, rows: int, before: int, tokens: int, took_s: float) -> None:
+        """Note how long it took to compute so many tokens of each row, after others."""
+        together = rows * tokens
+        with self._lock:
+            self._policy.prefill.measured(together, together * (before + tokens / 2), took_s)
 
     def read(
         self, ids: torch.Tensor, tokens: int, device: torch.device
@@ -159,7 +189,13 @@ class StoredLayers:
 
     # -- save ---------------------------------------------------------------------------------
 
-    def save(self, ids: torch.Tensor, layers: Sequence[LayerCache], may: Callable[[], bool]) -> int:
+    def save(
+        self,
+        ids: torch.Tensor,
+        layers: Sequence[LayerCache],
+        may: Callable[[], bool],
+        loaded: int = 0,
+    ) -> int:
         """Store whole chunks that are not stored yet; return for how many something was written.
 
         Args:
@@ -168,12 +204,16 @@ class StoredLayers:
                 begin later, or with zeros, as :meth:`read` returns them; earlier chunks stay as
                 they are stored, or not.
             may: asked before something is written; False: nothing is.
+            loaded: tokens that :meth:`read` returned. They are stored if a lookup finds them, too;
+                what is computed after a hole is stored from the hole on.
 
         Raises:
             InputError: a layer begins so late that its content would be useless.
             LayoutError: the directory holds other shapes for this model.
             NotWritableError, StorageFullError, StorageError: the directory refuses.
         """
+        if self._writing is self._reading is None and not may():
+            return 0
         try:
             namespace = self._to_write()
         except LaterNamespaceError as problem:
@@ -181,14 +221,25 @@ class StoredLayers:
             return 0
         keys, size, written = namespace.keys(token_ids(ids)), self._model.chunk_tokens, 0
         groups = self._model.groups
-        stored = min(
-            store.lookup(keys)
+        leading = [
+            store
             for group, store in zip(groups, namespace.stores, strict=True)
             if group in self._model.leading
-        )
+        ]
+        stored = min(store.lookup(keys) for store in leading)
         # Before anything is evicted for the rest.
         namespace.stores[0].used(keys, stored, wait=stored < len(keys), storing=True)
-        firsts = [self._first_to_store(group, layers, len(ids), stored) for group in groups]
+        known = held = min(stored, loaded // size)
+        # One after the other: the lookup above passes over holes, which are to be filled.
+        while held < stored and all(one.lookup(keys.run(held, held + 1)) for one in leading):
+            held += 1
+        firsts = [
+            max(
+                held if group in self._model.leading else known,
+                self._first_to_store(group, layers, len(ids), stored),
+            )
+            for group in groups
+        ]
         if min(firsts) >= len(keys) or not may():
             return 0
         for group, store, first in zip(groups, namespace.stores, firsts, strict=True):
@@ -220,7 +271,12 @@ class StoredLayers:
     ) -> int:
         """Return the first chunk that a group's layers hold completely. Raises InputError."""
         size = self._model.chunk_tokens
-        first = -(-max(_first_filled(layers[number]) for number in group.layers) // size)
+        is_whole = group.layout.window is None
+        starts = (
+            layers[number].start if is_whole else _first_filled(layers[number])
+            for number in group.layers
+        )
+        first = -(-max(starts) // size)
         of_use = stored if group in self._model.leading else group.first_needed(tokens) // size
         if first > of_use:
             raise InputError(

@@ -157,7 +157,7 @@ class TestListChunks(DirectoryTest):
         self.assertIsInstance(names, native.ChunkNames)
         listed = [*names]
 
-        self.assertEqual(stored, sorted(listed))
+        self.assertEqual(sorted(stored), sorted(listed))
         self.assertEqual(listed, [names[at] for at in range(len(names))])
         self.assertEqual(listed[2:5], [*names[2:5]])
         self.assertEqual([listed[7], listed[1]], [*names[np.array([7, 1])]])

@@ -74,13 +74,13 @@ class ChangedModelTest(unittest.TestCase):
         """The block, in this test's store."""
         from vua.transformers import reuse_prefixes
 
-        return reuse_prefixes(model, self.store, chunk_tokens=CHUNK)
+        return reuse_prefixes(model, self.store, chunk_tokens=CHUNK, load_policy="always")
 
     def loaded(self, model: Any) -> int:
         """How many tokens a model finds stored."""
         from vua.transformers import PrefixCache
 
-        with PrefixCache(model, self.store, chunk_tokens=CHUNK) as prefixes:
+        with PrefixCache(model, self.store, chunk_tokens=CHUNK, load_policy="always") as prefixes:
             prefixes.ready()
             return prefixes.load(PROMPT).num_tokens
 
@@ -199,7 +199,7 @@ class ChangedModelTest(unittest.TestCase):
         model = self.load()
         with self.reusing(model), torch.autocast("cpu", torch.bfloat16):
             self.plain(model)
-        with PrefixCache(model, self.store, chunk_tokens=CHUNK) as prefixes:
+        with PrefixCache(model, self.store, chunk_tokens=CHUNK, load_policy="always") as prefixes:
             prefix = prefixes.load(PROMPT)
             with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
                 model(PROMPT, past_key_values=prefix.cache)
@@ -273,7 +273,7 @@ class ChangedModelTest(unittest.TestCase):
 
         model = self.load()
         beams = {"num_beams": 4, "num_return_sequences": 4, **GREEDY, "max_new_tokens": 30}
-        with PrefixCache(model, self.store, chunk_tokens=CHUNK) as prefixes:
+        with PrefixCache(model, self.store, chunk_tokens=CHUNK, load_policy="always") as prefixes:
             for cache in (prefixes.load(PROMPT).cache, DynamicCache()):
                 out = model.generate(PROMPT, past_key_values=cache, **beams)
                 with self.assertRaisesRegex(InputError, "beams"):

@@ -78,7 +78,9 @@ class GenerationTest(unittest.TestCase):
         """The block in which the model reuses prefixes of this test's store."""
         from vua.transformers import reuse_prefixes
 
-        return reuse_prefixes(self.model, self.store, **{"chunk_tokens": CHUNK, **settings})
+        return reuse_prefixes(
+            self.model, self.store, **{"chunk_tokens": CHUNK, "load_policy": "always", **settings}
+        )
 
     def ask(self, **call: Any) -> tuple[list[list[int]], int]:
         """What is generated, and how many columns were computed in the first pass."""
@@ -318,7 +320,9 @@ class GenerationTest(unittest.TestCase):
         from vua.transformers import PrefixCache
 
         right = {"attention_mask": (torch.arange(100) < 90).long()[None]}
-        with PrefixCache(self.model, self.store, chunk_tokens=CHUNK) as prefixes:
+        with PrefixCache(
+            self.model, self.store, chunk_tokens=CHUNK, load_policy="always"
+        ) as prefixes:
             refused = {
                 "left end": lambda: prefixes.load(PROMPT, **right),
                 "same shape": lambda: prefixes.save(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -119,7 +120,9 @@ class TestTransformers(unittest.TestCase):
         """A PrefixCache in this test's store."""
         from vua.transformers import PrefixCache
 
-        prefixes = PrefixCache(model, self.store, **{"chunk_tokens": CHUNK, **settings})
+        prefixes = PrefixCache(
+            model, self.store, **{"chunk_tokens": CHUNK, "load_policy": "always", **settings}
+        )
         self.addCleanup(prefixes.close)
         return prefixes
 
@@ -554,6 +557,64 @@ print(one.namespace == other.namespace, one.name)
         self.assertEqual((144, WINDOW - 1), (small.num_tokens, small.cache.layers[0].keys.shape[2]))
         self.assertEqual(out.tolist(), generate(model, PROMPT, small.cache).tolist())
 
+    def test_slower_than_computing(self) -> None:
+        """Where loads take longer than prefills do, prompts are computed; both are measured."""
+        model, now_s = load(self.model_path()), [0.0]
+        self.stored(model)
+        for policy, expected in (("faster", 0), ("always", 144), (2.0, 0)):
+            with self.subTest(policy=policy):
+                prefixes = self.prefixes(model, load_policy=policy)
+                prefixes._watch.clock = lambda: now_s[0]
+                layers = prefixes._stored.usable()
+                read, pause_s = layers.read, 10.0
+
+                def slowly(*args: Any, read: Any = read) -> Any:
+                    now_s[0] += pause_s  # noqa: B023 - as of now
+                    return read(*args)
+
+                layers.read = slowly
+                for _ in range(3):
+                    prefix = prefixes.load(PROMPT)
+                    self.assertEqual(144, prefix.num_tokens)
+                    other = torch.randint(4, 512, (1, 150))
+                    empty = prefixes.load(other)
+                    model.generate(other, past_key_values=empty.cache, max_new_tokens=1)
+                    now_s[0] += 1.0
+                    prefixes.save(other, empty.cache)
+                self.assertEqual(expected, prefixes.load(PROMPT).num_tokens)
+                batch = torch.cat([PROMPT, PROMPT])
+                self.assertEqual(expected, prefixes.load(batch).num_tokens)
+
+                pause_s = 0.01
+                for _ in range(8):  # a pause, then parts of prompts are tried, then all is loaded
+                    now_s[0] += 100.0
+                    prefix = prefixes.load(PROMPT)
+                self.assertEqual(144, prefix.num_tokens)
+                self.assertEqual(prefixes.load(PROMPT).num_tokens, 144)
+
+    def test_what_was_loaded_is_not_looked_at(self) -> None:
+        """A save begins where a load ended; a hole is found by the next load, and filled."""
+        model = load(self.model_path())
+        out = self.stored(model)
+        prefixes = self.prefixes(model)
+        prefix = prefixes.load(PROMPT)
+        store = prefixes._stored.usable()._reading.stores[0]
+        store.counts.clear()
+        with mock.patch.object(prefixes._watch, "change_of_bytes") as checked:
+            self.assertEqual(0, prefixes.save(PROMPT, prefix.cache))
+        self.assertEqual((0, 0), (store.counts["chunks_present"], checked.call_count))
+
+        keys = keys_of(out[0].tolist(), CHUNK)
+        shutil.rmtree(next(self.store.rglob(keys[3].name)))
+        prefix = prefixes.load(out)
+        self.assertEqual(3 * CHUNK, prefix.num_tokens)
+        again = generate(model, out, prefix.cache)
+        self.assertGreater(prefixes.save(again, prefix.cache), 0)
+        self.assertEqual(chunks(out) * CHUNK, prefixes.load(out).num_tokens)
+        other = PROMPT.clone()
+        other[0, 20] += 1  # not what was loaded
+        self.assertGreater(prefixes.save(other, prefixes.load(PROMPT).cache), 0)
+
     def test_batch_of_windows(self) -> None:
         """In a batch a hit may end within a chunk; its window is read to just there."""
         from vua.transformers import reuse_prefixes
@@ -564,7 +625,9 @@ print(one.namespace == other.namespace, one.name)
         ids = torch.cat([PROMPT, PROMPT.flip(1)])
         batch = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
         expected = model.generate(**batch)
-        with reuse_prefixes(model, self.store, chunk_tokens=CHUNK) as prefixes:
+        with reuse_prefixes(
+            model, self.store, chunk_tokens=CHUNK, load_policy="always"
+        ) as prefixes:
             prefixes.ready()
             for _ in range(2):
                 self.assertEqual(expected.tolist(), model.generate(**batch).tolist())

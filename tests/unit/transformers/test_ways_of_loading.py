@@ -77,7 +77,9 @@ class WaysTest(unittest.TestCase):
         expected = (by or model).generate(**say).tolist()
         with self.assertLogs("vua.transformers", logging.INFO) as logs:
             logging.getLogger("vua.transformers").info("so that there is a line")
-            with reuse_prefixes(model, self.store, chunk_tokens=CHUNK) as prefixes:
+            with reuse_prefixes(
+                model, self.store, chunk_tokens=CHUNK, load_policy="always"
+            ) as prefixes:
                 prefixes.ready()
                 loaded = prefixes.load(PROMPT).num_tokens
                 for _ in range(2):
@@ -231,7 +233,9 @@ class WaysTest(unittest.TestCase):
         from vua.transformers import reuse_prefixes
 
         model, other = self.load(), PROMPT.flip(1)
-        with reuse_prefixes(model, self.store, chunk_tokens=CHUNK) as prefixes:
+        with reuse_prefixes(
+            model, self.store, chunk_tokens=CHUNK, load_policy="always"
+        ) as prefixes:
             prefixes.ready()
             self.assertEqual(WHOLE, prefixes.load(PROMPT).num_tokens)
             adapter = LoraConfig(
@@ -245,7 +249,9 @@ class WaysTest(unittest.TestCase):
             wrapper.merge_and_unload()
             self.assertEqual(0, prefixes.load(PROMPT).num_tokens)
             model.generate(other, **GREEDY)
-        with reuse_prefixes(self.load(), self.store, chunk_tokens=CHUNK) as prefixes:
+        with reuse_prefixes(
+            self.load(), self.store, chunk_tokens=CHUNK, load_policy="always"
+        ) as prefixes:
             prefixes.ready()
             self.assertEqual(0, prefixes.load(other).num_tokens)  # nothing of it was stored
 
@@ -264,7 +270,9 @@ class WaysTest(unittest.TestCase):
         say = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT), **GREEDY}
         expected = [each.generate(**say).tolist() for each in (wrapper, self.load())]
         self.assertNotEqual(*expected)
-        with reuse_prefixes(model, self.store, chunk_tokens=CHUNK) as prefixes:
+        with reuse_prefixes(
+            model, self.store, chunk_tokens=CHUNK, load_policy="always"
+        ) as prefixes:
             prefixes.ready()
             for _ in range(2):
                 found = [each.generate(**say).tolist() for each in (wrapper, model)]
