@@ -145,9 +145,9 @@ def verdict(answer: Answer) -> str:
 
 
 def _loaded(answer: Answer) -> str:
-    """Say how much of it vLLM loads: a hit ends with one of its blocks."""
+    """Say how much of it an engine loads: a hit ends with one of its blocks."""
     words = [f"{tokens} with blocks of {size}" for size, tokens in answer.loads.items()]
-    return f", of which vLLM loads {' or '.join(words)}"
+    return f", of which an engine loads {' or '.join(words)}"
 
 
 def _reason(answer: Answer, gap: ChunkState) -> str:

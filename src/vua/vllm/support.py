@@ -112,7 +112,8 @@ def announce(transfer: Any) -> None:
     if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
         log.warning(
             'VUA: kv_load_failure_policy is "%s": a damaged or vanished file will FAIL its '
-            'request. Set kv_load_failure_policy="recompute" in --kv-transfer-config',
+            'request. Set kv_load_failure_policy="recompute" in --kv-transfer-config; below a '
+            "MultiConnector, whose settings VUA does not see, set it in both",
             transfer.kv_load_failure_policy,
         )
 
