@@ -154,11 +154,11 @@ class Runs:
 
     digests: npt.NDArray[np.void]
     """Each run's first chunk, 32 bytes, ascending: constant when the run grows, or branches."""
-    parent: _Ints
+    parent: Indices
     """The preceding run; -1 at a prompt's beginning."""
-    chunks: _Ints
+    chunks: Indices
     """Chunks in the run itself."""
-    place: _Ints
+    place: Indices
     """Chunks before it in the prompt."""
     total_chunks: _Ints
     """In the run and all that follow; also for the other totals."""
@@ -168,9 +168,9 @@ class Runs:
     """The latest mtime in the run and all that follow."""
     unreachable: int
     """Chunks whose prefix is incomplete."""
-    _order: _Ints
+    _order: Indices
     """Runs by the run that they follow."""
-    _starts: _Ints
+    _starts: Indices
     """Where in that those begin that follow nothing, the first run, the second, and so on."""
 
     @property
@@ -188,12 +188,12 @@ class Runs:
         run = bisect_left(range(len(self.digests)), name, key=self.name)
         return run if run < len(self.digests) and self.name(run) == name else -1
 
-    def children(self, run: int) -> _Ints:
+    def children(self, run: int) -> Indices:
         """Return the runs that follow a run; for -1 those that begin prompts."""
         return self._order[self._starts[run + 1] : self._starts[run + 2]]
 
     @property
-    def beginnings(self) -> _Ints:
+    def beginnings(self) -> Indices:
         return self.children(-1)
 
     def boxes(self, focus: str, by: str) -> list[dict[str, object]]:
@@ -283,11 +283,11 @@ def runs_of(tree: PrefixTree, uses: Indices, stands_for: _Floats | None = None) 
     number -= 1
     run_of[:] = number[run_of]
     del number, is_head
-    before = tree.parent[heads].astype(np.int64)
-    is_root = before == heads
-    parent = np.full(len(heads), -1, dtype=np.int64)
-    parent[~is_root] = run_of[before[~is_root]]
-    chunks, total, nbytes, used, newest = (np.zeros(len(heads), dtype=np.int64) for _ in range(5))
+    before = tree.parent[heads]
+    parent = np.where(before == heads, small.type(-1), run_of[before])
+    del before
+    chunks = np.zeros(len(heads), dtype=small)
+    total, nbytes, used, newest = (np.zeros(len(heads), dtype=np.int64) for _ in range(4))
     for start, rows in tree.blocks():
         part = slice(start, start + len(rows))
         at = np.flatnonzero(~is_lost[part])
@@ -297,13 +297,13 @@ def runs_of(tree: PrefixTree, uses: Indices, stands_for: _Floats | None = None) 
         np.add.at(nbytes, run, rows["nbytes"][at])
         np.add.at(used, run, uses[part][at].astype(np.int64))
         np.maximum.at(newest, run, rows["mtime_ns"][at])
-    return _linked(
-        tree.rows(heads)["name"],
-        parent,
-        chunks,
-        [total, nbytes, used, newest],
-        unreachable=int(is_lost.sum()),
-    )
+    unreachable = int(is_lost.sum())
+    del run_of, is_lost
+    names = np.zeros(len(heads), dtype="V32")
+    for start in range(0, len(heads), _AT_ONCE):
+        names[start : start + _AT_ONCE] = tree.rows(heads[start : start + _AT_ONCE])["name"]
+    del heads
+    return _linked(names, parent, chunks, [total, nbytes, used, newest], unreachable=unreachable)
 
 
 def _heads(tree: PrefixTree, is_lost: npt.NDArray[np.bool_]) -> Indices:
@@ -327,20 +327,22 @@ def _heads(tree: PrefixTree, is_lost: npt.NDArray[np.bool_]) -> Indices:
 
 def _linked(
     digests: npt.NDArray[np.void],
-    parent: _Ints,
-    length: _Ints,
+    parent: Indices,
+    length: Indices,
     own: Sequence[_Ints],
     *,
     unreachable: int,
 ) -> Runs:
-    """Add up the totals; ``own``: each run's own chunks, bytes, uses, and its latest mtime.
+    """Add up the totals in ``own``: each run's own chunks, bytes, uses, and its latest mtime.
 
     ``length`` is a run's number of chunks, which in a sample differs from what it adds.
     """
-    order = np.argsort(parent, kind="stable")
-    starts = np.searchsorted(parent[order], np.arange(-1, len(parent) + 1))
-    place = np.zeros(len(parent), dtype=np.int64)
-    chunks, nbytes, uses, newest = own = [one.copy() for one in own]
+    small = parent.dtype
+    order = np.argsort(parent, kind="stable").astype(small)
+    starts = np.zeros(len(parent) + 2, dtype=small)  # the last two are all of them
+    np.cumsum(np.bincount(parent + 1, minlength=len(parent) + 1), out=starts[1:], dtype=small)
+    place = np.zeros(len(parent), dtype=small)
+    chunks, nbytes, uses, newest = own
     level = order[: starts[1]]
     levels = []
     while len(level):
@@ -354,7 +356,7 @@ def _linked(
             np.add.at(total, parent[level], total[level])
         np.maximum.at(newest, parent[level], newest[level])
     return Runs(
-        digests=digests.copy(),
+        digests=digests,
         parent=parent,
         chunks=length,
         place=place,
@@ -661,9 +663,12 @@ def _sample(catalog: Catalog, found: Sequence[Description], talk: Talk) -> None:
 
 def _view(catalog: Catalog, description: Description, now: _Seen) -> View:
     tree, runs = now.tree, runs_of(now.tree, now.uses)
-    newest_s = int(tree.mtimes_ns.max(initial=0)) / 1e9
-    content = Content(description, catalog.state(description), newest_s=newest_s)
-    content.chunks, content.nbytes = len(tree), int(tree.nbytes.sum())
+    newest_ns, nbytes = 0, 0
+    for _, rows in tree.blocks():
+        newest_ns = max(newest_ns, int(rows["mtime_ns"].max()))
+        nbytes += int(rows["nbytes"].sum())
+    content = Content(description, catalog.state(description), newest_s=newest_ns / 1e9)
+    content.chunks, content.nbytes = len(tree), nbytes
     summary = {
         **_summary(content),
         "pinned": int(tree.pinned.sum()),
