@@ -264,6 +264,19 @@ class Namespace:
         return KeyChain(ids, self.layouts[0].chunk_tokens, extras, naming)
 
 
+def _passes(root: Path, security: Security) -> bool:
+    """Whether a directory, if it exists, belongs to a trusted user. Raises StorageError."""
+    try:
+        check_owner(root, security)
+    except ConfigError:
+        return False
+    except FileNotFoundError:
+        return True
+    except OSError as problem:
+        raise explained(problem, str(root)) from problem
+    return True
+
+
 def create_storage(
     root: Path,
     identity: Identity,
@@ -273,12 +286,8 @@ def create_storage(
     security: Security,
 ) -> LocalStorage:
     """Open the directory of a namespace; arguments and errors are :meth:`Namespace.create`'s."""
-    path, judged = root / identity.namespace, True
-    with contextlib.suppress(FileNotFoundError):
-        try:
-            check_owner(root, security)
-        except ConfigError:
-            judged = False  # it was opened with settings that do not ask for that
+    path = root / identity.namespace
+    judged = _passes(root, security)  # else opened with settings that do not ask for that
 
     def check() -> None:
         """Apply the first opening's checks to the directory that the path names now."""

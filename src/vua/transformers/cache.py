@@ -272,7 +272,7 @@ class PrefixCache:
                 groups,
                 durable=durable,
                 load_policy=policy,
-                clock=lambda: self._watch.clock(),  # noqa: PLW0108 - as it is then
+                clock=self._watch.clock,
             ),
             log,
         )
