@@ -582,7 +582,7 @@ def _loaded_of(note: _Note, row: Row, number: int, rows: int) -> int:
     prompts = note.ids[None] if note.ids.ndim == 1 else note.ids
     at = min(number // max(1, rows // len(prompts)), len(prompts) - 1)
     loaded = note.loaded - row.padding
-    given = prompts[at][row.padding : note.loaded].to(row.ids.device)
+    given = prompts[at][row.padding : note.loaded].to(row.ids)
     same = note.paddings[at] == row.padding and torch.equal(given, row.ids[:loaded])
     return loaded if same and loaded > 0 else 0
 
