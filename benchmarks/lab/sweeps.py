@@ -26,7 +26,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ from lab.replay import Request, read
 from vua.capacity.lru import MTIME_STEP_NS
 from vua.capacity.scan import HIGHEST, Candidates, Column, Rank, Sweep, by_mtime
 from vua.cli.advise import LRU, Dense, Outcome, Past, Policy, SimulatedStore, leading
+from vua.native import ChunkNames
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "measurements" / "sweeps.json"
@@ -106,12 +107,12 @@ class Fanned:
         """Return their names."""
         return [str(number) for number in range(_FANS)]
 
-    def columns(self, fan: str) -> tuple[list[str], Column]:
-        """Return a folder's blocks, by their numbers in the place of names, and mtimes."""
+    def columns(self, fan: str) -> tuple[ChunkNames, Column]:
+        """Return a folder's blocks, named by their numbers in 16 digits and zeros, and mtimes."""
         blocks = [*self._fans[int(fan)]]
         self.looks += len(blocks)
         mtimes_ns = np.array([self.mtimes_ns[one] for one in blocks], dtype=np.int64)
-        return cast("list[str]", blocks), mtimes_ns
+        return ChunkNames.of(f"{one:016x}{0:048}" for one in blocks), mtimes_ns
 
 
 class Learned:
@@ -130,8 +131,8 @@ class Learned:
         known, rows = density.in_order()
         ranks = (worths[rows] * 1e17).astype(np.int64)
 
-        def rank(chunks: Sequence[str], mtimes_ns: Column) -> Column:
-            names = np.array(chunks, dtype=np.uint64)
+        def rank(chunks: ChunkNames, mtimes_ns: Column) -> Column:
+            names = chunks.numbers()
             at = np.minimum(np.searchsorted(known, names), len(known) - 1)
             old = np.where(known[at] == names, ranks[at], mtimes_ns + _UNKNOWN)
             found: npt.NDArray[np.int64] = np.where(mtimes_ns >= made_ns, HIGHEST - 1, old)
@@ -189,7 +190,7 @@ class Swept(Policy):
             while self._at < len(self._pool):
                 one = self._pool[self._at]
                 self._at += 1
-                block = cast("int", one.chunk)
+                block = int(one.chunk[:16], 16)
                 if self.folders.mtimes_ns.get(block) == one.mtime_ns:
                     return block
             self._search()
@@ -229,7 +230,7 @@ class Swept(Policy):
                 self._ranked_ns, left = made_ns, self._pool[self._at :]
                 if not self._by_fan:  # they are too old
                     self._sweep, left = None, left[:0]
-                self._order(left.ranked(self._rank(left.chunks.tolist(), left.mtimes_ns)))
+                self._order(left.ranked(self._rank(left.chunks, left.mtimes_ns)))
 
 
 class Directory(SimulatedStore):

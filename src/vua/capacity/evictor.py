@@ -348,7 +348,7 @@ class Evictor:
     def _order(self) -> None:
         """Order the victims that are known by their ranks."""
         known = Candidates.joined([self._pool.all(), self._spared])
-        ranks = self._ranks.of(known.chunks.tolist(), known.mtimes_ns)
+        ranks = self._ranks.of(known.chunks, known.mtimes_ns)
         self._pool, self._spared = _Pool(known.ranked(ranks).in_order()), []
 
     def _expire_own(self, now_ns: int, pulse: Callable[[DeletionTotals], None]) -> DeletionTotals:

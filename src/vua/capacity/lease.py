@@ -38,6 +38,7 @@ from vua.capacity.lru import FULL, Bare, server_now_ns
 from vua.capacity.scan import Candidates
 from vua.io.files import see_to_mode
 from vua.io.posix import close_quietly
+from vua.native import ChunkNames
 from vua.storage.mark import UPKEEP
 
 __all__ = [
@@ -292,7 +293,7 @@ def tell_victims(directory: int, victims: Victims) -> None:
     table = np.empty(len(found), _VICTIM)
     table["rank"], table["mtime_ns"] = found.ranks, found.mtimes_ns
     table["space"] = [place[name] for name in folders]
-    table["name"] = np.frombuffer(bytes.fromhex("".join(found.chunks.tolist())), "V32")
+    table["name"] = np.frombuffer(bytes.fromhex(found.chunks.digits.tobytes().decode()), "V32")
     head = _VICTIMS_HEAD.pack(
         _VICTIMS_MAGIC,
         victims.seen_ns,
@@ -352,11 +353,10 @@ def told_victims(directory: int, after_ns: int, now_ns: int) -> Victims | None:
         or (table["space"] >= spaces).any()
     ):
         return None
-    digits = table["name"].tobytes().hex()
-    chunks = [digits[at : at + 64] for at in range(0, len(digits), 64)]
+    chunks = ChunkNames.read(table["name"].tobytes().hex().encode())
     folders = np.array(names, dtype=object)[table["space"]]
     columns = table["rank"].copy(), table["mtime_ns"].copy(), folders
-    found = Candidates(*columns, np.array(chunks, dtype=object))
+    found = Candidates(*columns, chunks)
     return Victims(seen_ns, until_ns, bool(lasts), found.in_order())
 
 

@@ -22,6 +22,7 @@ from vua.capacity.lru import ORPHAN_MTIME_NS, touch
 from vua.capacity.scan import HIGHEST, Column, Rank, by_mtime
 from vua.capacity.use_log import HintLog, UseLog, short_names
 from vua.io.forks import watch
+from vua.native import ChunkNames
 
 __all__ = ["BY_MTIME", "LRU", "LeastHitDensity", "Policy", "Ranks"]
 
@@ -262,8 +263,8 @@ class LeastHitDensity(LRU):
                     self._made_until_s = began_s + took_s / _COSTS_SHARE
             made, floor = self._made, self._floor
 
-        def rank(chunks: Sequence[str], mtimes_ns: Column) -> Column:
-            names = short_names(chunks)
+        def rank(chunks: ChunkNames, mtimes_ns: Column) -> Column:
+            names = chunks.numbers()
             with self._lock:  # numpy counts a mask, then copies by it without the GIL
                 floor.meet(names)
                 rows = density.rows(names)  # as of now: others learn meanwhile

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.io.posix import close_quietly
-from vua.native import LATEST_NS, ChunkNames, list_chunks
+from vua.native import LATEST_NS, ChunkNames, Places, list_chunks
 from vua.storage.description import DESCRIPTION, is_described, is_later, is_namespace_name
 from vua.storage.local import QUARANTINE
 from vua.storage.names import NOTED, PARENTS, QUARANTINED, TTL_FOLDER, chunk_file_kind, is_temporary
@@ -43,7 +43,6 @@ __all__ = [
     "Show",
     "Space",
     "Sweep",
-    "Texts",
     "by_mtime",
     "chunk_nbytes",
     "chunks_of",
@@ -109,8 +108,6 @@ LOWEST: Final = -(1 << 63)
 
 Column: TypeAlias = npt.NDArray[np.int64]
 """A number for each of some chunks."""
-Texts: TypeAlias = npt.NDArray[np.object_]
-"""A text for each of some chunks."""
 
 
 class Space:
@@ -140,7 +137,7 @@ class Space:
         """As :func:`fans_of`."""
         return fans_of(self)
 
-    def columns(self, fan: str) -> tuple[Sequence[str], Column]:
+    def columns(self, fan: str) -> tuple[ChunkNames, Column]:
         """As :func:`columns_of`."""
         return columns_of(self, fan)
 
@@ -204,8 +201,14 @@ class Candidates(Sequence[Candidate]):
 
     __slots__ = ("chunks", "mtimes_ns", "ranks", "spaces")
 
-    def __init__(self, ranks: Column, mtimes_ns: Column, spaces: Texts, chunks: Texts) -> None:
-        """Take columns of one length."""
+    def __init__(
+        self,
+        ranks: Column,
+        mtimes_ns: Column,
+        spaces: npt.NDArray[np.object_],
+        chunks: ChunkNames,
+    ) -> None:
+        """Take columns of one length; the namespaces by their names."""
         self.ranks, self.mtimes_ns, self.spaces, self.chunks = ranks, mtimes_ns, spaces, chunks
 
     @classmethod
@@ -216,7 +219,7 @@ class Candidates(Sequence[Candidate]):
         ranks = np.array([one.rank for one in some], dtype=np.int64)
         mtimes_ns = np.array([one.mtime_ns for one in some], dtype=np.int64)
         names = np.array([one.space for one in some], dtype=object)
-        return cls(ranks, mtimes_ns, names, np.array([one.chunk for one in some], dtype=object))
+        return cls(ranks, mtimes_ns, names, ChunkNames.of(one.chunk for one in some))
 
     @classmethod
     def joined(cls, parts: Sequence[Sequence[Candidate]]) -> Candidates:
@@ -228,7 +231,7 @@ class Candidates(Sequence[Candidate]):
             np.concatenate([one.ranks for one in some]),
             np.concatenate([one.mtimes_ns for one in some]),
             np.concatenate([one.spaces for one in some]),
-            np.concatenate([one.chunks for one in some]),
+            ChunkNames.joined([one.chunks for one in some]),
         )
 
     def __len__(self) -> int:
@@ -244,7 +247,7 @@ class Candidates(Sequence[Candidate]):
         rank, mtime_ns = int(self.ranks[at]), int(self.mtimes_ns[at])
         return Candidate(rank, mtime_ns, self.spaces[at], self.chunks[at])
 
-    def only(self, which: slice | npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Candidates:
+    def only(self, which: slice | Places) -> Candidates:
         """Return some of them, or all in another order, as numpy's arrays are indexed."""
         columns = self.ranks[which], self.mtimes_ns[which], self.spaces[which], self.chunks[which]
         return Candidates(*columns)
@@ -332,10 +335,10 @@ def fans_of(space: Space) -> list[str]:
         return sorted(entry.name for entry in entries if is_fan(entry.name))
 
 
-def columns_of(space: Space, fan: str) -> tuple[Sequence[str], Column]:
+def columns_of(space: Space, fan: str) -> tuple[ChunkNames, Column]:
     """Return the names and mtimes of the chunks in one fan-out directory."""
     with opened(space.fd, fan) as fd:
-        return ([], np.empty(0, dtype=np.int64)) if fd is None else list_chunks(fd)
+        return (ChunkNames.of(()), np.empty(0, dtype=np.int64)) if fd is None else list_chunks(fd)
 
 
 def chunks_of(space: Space, fan: str) -> Iterator[tuple[str, int]]:
@@ -360,12 +363,12 @@ def files_nbytes(entries: Iterable[os.DirEntry[str]]) -> int:
     return total
 
 
-Rank: TypeAlias = Callable[[Sequence[str], Column], Column]
+Rank: TypeAlias = Callable[[ChunkNames, Column], Column]
 """The ranks of chunks, by their names (64 hex) and mtimes in ns. A chunk that follows another one
 in prompts has a lower rank, or the same and an older mtime."""
 
 
-def by_mtime(chunks: Sequence[str], mtimes_ns: Column) -> Column:
+def by_mtime(chunks: ChunkNames, mtimes_ns: Column) -> Column:
     """Rank chunks as LRU does."""
     del chunks
     return mtimes_ns
@@ -380,7 +383,7 @@ class Folders(Protocol):
         """Return the names of its fan-out directories."""
         ...
 
-    def columns(self, fan: str) -> tuple[Sequence[str], Column]:
+    def columns(self, fan: str) -> tuple[ChunkNames, Column]:
         """Return the names and mtimes of the chunks in one of them."""
         ...
 
@@ -424,7 +427,7 @@ class Sweep:
         """How many were found so far."""
         self._chunks = {space.name: 0 for space in found}
         self._todo: list[tuple[str, str]] = []
-        sampled: list[tuple[str, Sequence[str], Column, Column]] = []
+        sampled: list[tuple[str, ChunkNames, Column, Column]] = []
         stand_for: list[float] = []
         for space in found:
             fans = space.fans()
@@ -512,14 +515,12 @@ class Sweep:
             if self._todo:  # what is called may have gone on
                 self.step(by_name)
 
-    def _keep(self, space: str, names: Sequence[str], mtimes_ns: Column, ranks: Column) -> None:
+    def _keep(self, space: str, names: ChunkNames, mtimes_ns: Column, ranks: Column) -> None:
         self._chunks[space] += len(names)
 
         def those(which: npt.NDArray[np.bool_], by: Column) -> Candidates:
             at = np.flatnonzero(which)
-            some = names[at] if isinstance(names, ChunkNames) else [names[one] for one in at]
-            chunks = np.array([*some], dtype=object)
-            return Candidates(by[at], mtimes_ns[at], np.full(len(at), space, object), chunks)
+            return Candidates(by[at], mtimes_ns[at], np.full(len(at), space, object), names[at])
 
         is_over = mtimes_ns < self._expired_ns
         victims = those((ranks <= self.limit) & ~is_over, ranks)

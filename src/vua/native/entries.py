@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, overload
+from typing import Final, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -343,39 +343,58 @@ _ROOM: Final = 4096
 """Expected chunks, a 256th of a million; with more it lists again."""
 
 
+Places: TypeAlias = npt.NDArray[np.intp] | npt.NDArray[np.bool_]
+"""Some of several, as numpy's arrays are indexed."""
+
+
 class ChunkNames(Sequence[str]):
     """Names of chunks (64 hex) as a listing left them: none is an object before it is asked for."""
 
-    __slots__ = ("_digits",)
+    __slots__ = ("digits",)
 
     def __init__(self, digits: npt.NDArray[np.uint8]) -> None:
         """Take the ASCII digits, [chunks, 64]."""
-        self._digits = digits
+        self.digits = digits
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> ChunkNames:
+        """Return these names in this form."""
+        return cls.read("".join(names).encode("ascii"))
+
+    @classmethod
+    def read(cls, digits: bytes) -> ChunkNames:
+        """Return the names that follow each other in ``digits``."""
+        return cls(np.frombuffer(digits, dtype=np.uint8).reshape(-1, _NAME_NBYTES))
+
+    @classmethod
+    def joined(cls, parts: Sequence[ChunkNames]) -> ChunkNames:
+        """Return all of these, one after the other."""
+        return cls(np.concatenate([one.digits for one in parts]))
 
     def __len__(self) -> int:
-        return len(self._digits)
+        return len(self.digits)
 
     @overload
     def __getitem__(self, at: int) -> str: ...
     @overload
-    def __getitem__(self, at: slice | npt.NDArray[np.intp]) -> ChunkNames: ...
-    def __getitem__(self, at: int | slice | npt.NDArray[np.intp]) -> str | ChunkNames:
-        part = self._digits[at]
+    def __getitem__(self, at: slice | Places) -> ChunkNames: ...
+    def __getitem__(self, at: int | slice | Places) -> str | ChunkNames:
+        part = self.digits[at]
         return ChunkNames(part) if part.ndim > 1 else part.tobytes().decode("ascii")
 
     def __iter__(self) -> Iterator[str]:
-        text = self._digits.tobytes().decode("ascii")
+        text = self.digits.tobytes().decode("ascii")
         return (text[at : at + _NAME_NBYTES] for at in range(0, len(text), _NAME_NBYTES))
 
     def numbers(self) -> npt.NDArray[np.uint64]:
         """Return the first eight bytes of each name, as big-endian numbers."""
-        digits = self._digits[:, :16]
+        digits = self.digits[:, :16]
         values = np.where(digits >= ord("a"), digits - (ord("a") - 10), digits - ord("0"))
         pairs = np.ascontiguousarray(values[:, ::2] << 4 | values[:, 1::2])
         return pairs.view(">u8")[:, 0].astype(np.uint64)
 
 
-def list_chunks(directory: int) -> tuple[Sequence[str], npt.NDArray[np.int64]]:
+def list_chunks(directory: int) -> tuple[ChunkNames, npt.NDArray[np.int64]]:
     """Return the names (64 hex) of chunks in a directory, and their mtimes in ns since 1970.
 
     Chunks are directories with such names; everything else is skipped, as is what vanishes
@@ -385,7 +404,8 @@ def list_chunks(directory: int) -> tuple[Sequence[str], npt.NDArray[np.int64]]:
     """
     bound = library()
     if bound is None:
-        return fallback.list_chunks(directory)
+        names, mtimes_ns = fallback.list_chunks(directory)
+        return ChunkNames.of(names), mtimes_ns
     room, found = 0, _ROOM
     while found > room:
         room = found
