@@ -210,8 +210,14 @@ def work_calls(place: str) -> dict[str, Any]:
     return told
 
 
+LOCKED = ("held", "longest")
+
+
 def work_lock(place: str, name: str, bursts: int) -> dict[str, Any]:
     """Evict bursts in a thread; return what they keep from another one, in ms for each burst.
+
+    As in a new process of an engine: a writer waits for the first burst, which takes what a sample
+    of the folders shows; then the process searches the others, ahead of need; then it evicts.
 
     ``held``: processor time of the evicting thread without what it ran while it had given up the
     lock. ``late`` and ``longest``: delays of a thread that sleeps for half a millisecond at a time.
@@ -220,23 +226,36 @@ def work_lock(place: str, name: str, bursts: int) -> dict[str, Any]:
     evictor, upkeep = Evictor(place, policy=policy), upkeep_directory(place)
     shim = ctypes.PyDLL(os.environ["LD_PRELOAD"])
     shim.vua_released_ns.restype = ctypes.c_longlong
-    found: list[dict[str, float]] = []
     evicting, over = threading.Event(), threading.Event()
     late: list[float] = []
 
+    def burst() -> int:
+        nbytes = BURST * CODEC.file_nbytes
+        return evictor.evict(nbytes, next_tick_ns(upkeep), hurries=True).chunks
+
+    def search() -> int:
+        evictor.prepare(next_tick_ns(upkeep), lambda: None)
+        return 0
+
+    def measured(work: Callable[[], int]) -> dict[str, float]:
+        late.clear()
+        released_ns, ran_ns = shim.vua_released_ns(), time.thread_time_ns()
+        evicting.set()
+        gone = work()
+        evicting.clear()
+        ran_ns = time.thread_time_ns() - ran_ns
+        held_ns = ran_ns - (shim.vua_released_ns() - released_ns)
+        delays = [*late] or [0.0]
+        times = {"ran": ran_ns / 1e6, "held": held_ns / 1e6}
+        time.sleep(0.02)
+        return {**times, "late": sum(delays), "longest": max(delays), "gone": gone}
+
+    found: dict[str, Any] = {}
+
     def evict() -> None:
-        for _ in range(bursts):
-            late.clear()
-            released_ns, ran_ns = shim.vua_released_ns(), time.thread_time_ns()
-            evicting.set()
-            gone = evictor.evict(BURST * CODEC.file_nbytes, next_tick_ns(upkeep)).chunks
-            evicting.clear()
-            ran_ns = time.thread_time_ns() - ran_ns
-            held_ns = ran_ns - (shim.vua_released_ns() - released_ns)
-            delays = [*late] or [0.0]
-            times = {"ran": ran_ns / 1e6, "held": held_ns / 1e6}
-            found.append({**times, "late": sum(delays), "longest": max(delays), "gone": gone})
-            time.sleep(0.02)
+        found["first"] = measured(burst)
+        found["search"] = measured(search)
+        found["bursts"] = [measured(burst) for _ in range(bursts)]
         over.set()
 
     thread = threading.Thread(target=evict)
@@ -248,7 +267,7 @@ def work_lock(place: str, name: str, bursts: int) -> dict[str, Any]:
         if evicting.is_set() and delay_s > LATE_S:
             late.append(1e3 * delay_s)
     thread.join()
-    return {"bursts": found}
+    return found
 
 
 WORK: dict[str, Callable[..., dict[str, Any]]] = {
@@ -367,18 +386,18 @@ def locks(root: Path, chunks: int) -> dict[str, Any]:
         source.write_text(LOCK_SHIM)
         subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", shim, source, "-ldl"], check=True)
         for name in ("LRU", "hit density"):
-            bursts = told_by(child(str(root), "lock", name, 60), LD_PRELOAD=shim)["bursts"]
-            report[name] = bursts
-            first, later = bursts[0], bursts[1:]
+            report[name] = told_by(child(str(root), "lock", name, 60), LD_PRELOAD=shim)
             ran, held, longest = (
-                [one[what] for one in later] for what in ("ran", "held", "longest")
+                [one[what] for one in report[name]["bursts"]] for what in ("ran", "held", "longest")
             )
             print(
                 f"a burst of {BURST} chunks, {name}: its thread runs "
                 f"{statistics.median(ran):.0f} ms and holds the lock for "
                 f"{statistics.median(held):.0f} ms, {max(held):.0f} at most; another thread is "
-                f"late by {max(longest):.1f} ms at most. The first one, with its sweep: "
-                f"{first['held']:.0f} ms, late by {first['longest']:.1f} ms at most",
+                f"late by {max(longest):.1f} ms at most. The first one: "
+                + ", late by ".join(f"{report[name]['first'][what]:.0f} ms" for what in LOCKED)
+                + "; the search for others, folder by folder: "
+                + ", late by ".join(f"{report[name]['search'][what]:.0f} ms" for what in LOCKED),
                 flush=True,
             )
     return report

@@ -264,7 +264,7 @@ class LeastHitDensity(LRU):
             made, floor = self._made, self._floor
 
         def rank(chunks: ChunkNames, mtimes_ns: Column) -> Column:
-            names = chunks.numbers()
+            names = short_names(chunks)
             with self._lock:  # numpy counts a mask, then copies by it without the GIL
                 floor.meet(names)
                 rows = density.rows(names)  # as of now: others learn meanwhile

@@ -525,7 +525,7 @@ class Reclaimer:
                 before_ns=what.mtime_ns,
                 most_rank=what.rank,
                 pins_nbytes=pins_nbytes,
-                hurries=not ahead,
+                hurries=True,
                 pulse=lambda _: self._pulse(held),
             )
 

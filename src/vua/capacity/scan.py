@@ -426,6 +426,8 @@ class Sweep:
         self.picked = 0
         """How many were found so far."""
         self._chunks = {space.name: 0 for space in found}
+        self._labels = {space.name: np.empty(0, dtype=object) for space in found}
+        """Each namespace's name, again and again: its folders share it."""
         self._todo: list[tuple[str, str]] = []
         sampled: list[tuple[str, ChunkNames, Column, Column]] = []
         stand_for: list[float] = []
@@ -520,17 +522,21 @@ class Sweep:
 
         def those(which: npt.NDArray[np.bool_], by: Column) -> Candidates:
             at = np.flatnonzero(which)
-            return Candidates(by[at], mtimes_ns[at], np.full(len(at), space, object), names[at])
+            if len(at) > len(self._labels.get(space, ())):
+                self._labels[space] = np.full(len(names), space, dtype=object)
+            label = self._labels[space][: len(at)]
+            return Candidates(by[at], mtimes_ns[at], label, names[at])
 
-        is_over = mtimes_ns < self._expired_ns
-        victims = those((ranks <= self.limit) & ~is_over, ranks)
+        is_victim = ranks <= self.limit
+        if len(names) and mtimes_ns.min() < self._expired_ns:
+            is_over = mtimes_ns < self._expired_ns
+            is_victim &= ~is_over
+            self._expired.append(those(is_over, mtimes_ns))
+        victims = those(is_victim, ranks)
         self.put(victims)
         self.picked += len(victims)
-        if is_over.any():
-            self._expired.append(those(is_over, mtimes_ns))
-        is_ahead = mtimes_ns > self._latest_ns
-        if is_ahead.any():
-            self.ahead += those(is_ahead, mtimes_ns)
+        if len(names) and mtimes_ns.max() > self._latest_ns:
+            self.ahead += those(mtimes_ns > self._latest_ns, mtimes_ns)
         if len(self.ahead) > 2 * self._room:
             self.ahead = sorted(self.ahead)[: self._room]
 

@@ -414,7 +414,9 @@ def list_chunks(directory: int) -> tuple[ChunkNames, npt.NDArray[np.int64]]:
         found = bound.list(directory, digits.ctypes.data, mtimes_ns.ctypes.data, room)
         if found < 0:
             raise OSError(-found, os.strerror(-found))
-    return ChunkNames(digits[:found].copy()), mtimes_ns[:found].copy()
+    if 2 * found < room:
+        return ChunkNames(digits[:found].copy()), mtimes_ns[:found].copy()
+    return ChunkNames(digits[:found]), mtimes_ns[:found]
 
 
 ITEMS: Final = (1, 2, 4, 8)

@@ -8,6 +8,8 @@ from collections import Counter
 from typing import Any
 from unittest import mock
 
+import numpy as np
+
 from helpers import DirectoryTest
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity.evictor import Evictor
@@ -98,7 +100,7 @@ class RacesTest(DirectoryTest):
             cache.saver.save([keys[3]])
             real(sweep, *args)
             seen = sweep.take()
-            sweep.put(seen.only(seen.chunks != names[3]))
+            sweep.put(seen.only(np.array([one != names[3] for one in seen.chunks])))
 
         for is_late in (False, True):  # stored after all was looked at
             keys = keys_of_prompt(20 + is_late, 21, 22, 23)
