@@ -130,6 +130,35 @@ class TestParts(SweepTest):
             victims.prepare(self.tick(), pulse)
         self.assertEqual(20, len(gone))
 
+    def test_ranks_change(self) -> None:
+        """A burst ahead of need searches a sample where its victims' ranks have become others."""
+
+        class Learning(LRU):
+            """Ranks by age at first, and by something else once it knows enough."""
+
+            asked = 0
+
+            def rank(self, now_ns: int) -> Ranks:
+                """The first one is for the search."""
+                self.asked += 1
+                if self.asked == 1:
+                    return super().rank(now_ns)
+                return Ranks(lambda _, mtimes_ns: mtimes_ns - 10**18, is_lasting=False)
+
+        limits = Limits(max_bytes=(self.many - 3) * NBYTES, min_free_bytes=0)
+        reclaimer = Reclaimer(self.root, limits, Counter(), Learning())
+        self.addCleanup(reclaimer.close)
+        reclaimer.measure()
+        with (
+            mock.patch.object(evictor, "AT_ONCE", 0),
+            mock.patch.object(evictor, "_VICTIMS", 200),
+            mock.patch.object(scan, "_SAMPLED_CHUNKS", 100),
+            self.counted() as looks,
+        ):
+            reclaimer.work_ahead()
+            self.assertLessEqual(sum(looks.values()), self.fans + 256 // 15)
+        self.assertLess(len(self.stored()), self.many)
+
     def test_exact(self) -> None:
         """Who does not hurry, and of few chunks everybody, evicts exactly the oldest."""
         for hurries in (False, True):
