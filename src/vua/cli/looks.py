@@ -150,6 +150,8 @@ def _work(work: Callable[[Talk], None], line: Connection, server: int) -> None:
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
 _Floats: TypeAlias = npt.NDArray[np.float64]
+_Uses: TypeAlias = npt.NDArray[np.uint16]
+_MOST_USES: Final = (1 << 16) - 1
 _NARROWEST: Final = 1 / 500
 """Smallest share of the whole that is drawn as its own box: about two pixels."""
 _MOST_BOXES: Final = 1200
@@ -278,7 +280,7 @@ class Runs:
         }
 
 
-def runs_of(tree: PrefixTree, uses: Indices, stands_for: _Floats | None = None) -> Runs:
+def runs_of(tree: PrefixTree, uses: _Uses, stands_for: _Floats | None = None) -> Runs:
     """Condense a tree into runs; ``uses`` count each chunk's observed uses.
 
     ``stands_for``: for how many chunks each one counts, if the tree is a sample.
@@ -544,8 +546,8 @@ class _Seen:
     """What the last look found in a namespace."""
 
     tree: PrefixTree
-    uses: npt.NDArray[np.int32]
-    """Observed uses per chunk since the first look."""
+    uses: _Uses
+    """Observed uses per chunk since the first look, up to `_MOST_USES`."""
     counts: dict[str, int] = field(default_factory=dict)
     """New, used and gone since the previous look."""
     ages: list[int] = field(default_factory=list)
@@ -643,14 +645,15 @@ def _seen(
     if tree is None:
         return None
     if before is None or old is None:
-        uses = np.zeros(len(tree), dtype=np.int32)
+        uses = np.zeros(len(tree), dtype=np.uint16)
         return _Seen(tree, uses, {} if is_first else {"new": len(tree)})
-    uses, find, stayed, used = np.zeros(len(tree), dtype=np.int32), old.finder(), 0, 0
+    uses, find, stayed, used = np.zeros(len(tree), dtype=np.uint16), old.finder(), 0, 0
     for start, rows in tree.blocks():
         place = find(rows["name"])
         at = np.flatnonzero(place < len(old))
         is_used = rows["mtime_ns"][at] > old.rows(place[at])["mtime_ns"]
-        uses[start + at] = before.uses[place[at]] + is_used
+        seen = before.uses[place[at]]
+        uses[start + at] = seen + (is_used & (seen < _MOST_USES))
         stayed, used = stayed + len(at), used + int(is_used.sum())
     counts = {"new": len(tree) - stayed, "used": used, "gone": len(old) - stayed}
     return _Seen(tree, uses, counts)
@@ -664,7 +667,7 @@ def _sample(catalog: Catalog, found: Sequence[Description], talk: Talk) -> None:
         if sampled is None:
             continue
         tree, stands_for = sampled
-        runs = runs_of(tree, np.zeros(len(tree), dtype=np.int32), stands_for)
+        runs = runs_of(tree, np.zeros(len(tree), dtype=np.uint16), stands_for)
         newest_s = int(tree.mtimes_ns.max(initial=0)) / 1e9
         content = Content(one, catalog.state(one), newest_s=newest_s)
         content.chunks, content.nbytes = round(stands_for.sum()), int(tree.nbytes.sum())

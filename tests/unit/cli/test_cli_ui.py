@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
+import multiprocessing
 import os
 import signal
 import tempfile
 import time
 import unittest
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,7 +30,8 @@ from vua.capacity.lru import touch
 from vua.capacity.prefix_tree import PrefixTree, read_node, read_prefix_tree
 from vua.capacity.scan import spaces
 from vua.capacity.usage import sample_prefix_tree
-from vua.cli.looks import runs_of
+from vua.cli import looks
+from vua.cli.looks import Talk, View, runs_of, watch
 from vua.core import VUA, VUAConfig
 
 
@@ -224,6 +229,47 @@ class EndTest(CliTest):
         with served(self.root) as page:
             code, _, err = run("ui", self.root, "--port", str(page.port))
         self.assertEqual((2, True), (code, "leave out --port" in err))
+
+
+class Looks(Talk):
+    """A child's end that uses a chunk before each look but the first, and ends after five."""
+
+    def __init__(self, use: Callable[[], None]) -> None:
+        """``use`` uses a chunk."""
+        line, self._other = multiprocessing.Pipe()
+        super().__init__(line, os.getppid())
+        self.use, self.views, self.looks = use, list[View](), 0
+
+    def tell(self, what: str, value: Any) -> None:
+        """Keep what was seen of namespaces."""
+        self.views += value[0].values() if what == "views" else ()
+
+    def wait(self, seconds: float = 0.0) -> bool:
+        """Use it."""
+        self.looks += 1
+        if self.looks == 5:
+            raise EOFError
+        self.use()
+        return True
+
+
+class UsesTest(CliTest):
+    """Uses that are counted while the page is open."""
+
+    def test_most(self) -> None:
+        """Counts end where their numbers do, and do not begin anew."""
+        chunk = self.entries()[0].parent
+        later_ns = itertools.count(chunk.stat().st_mtime_ns + 10**9, 10**9)
+
+        def use() -> None:
+            at_ns = next(later_ns)
+            os.utime(chunk, ns=(at_ns, at_ns))
+
+        talk = Looks(use)
+        with mock.patch.object(looks, "_MOST_USES", 2), self.assertRaises(EOFError):
+            watch(str(self.root), talk)
+        runs = [one.runs for one in talk.views if one.summary["model"] == "llama" and one.runs]
+        self.assertEqual([0, 1, 2, 2, 2], [int(one.total_uses.max()) for one in runs])
 
 
 def is_running(pid: str) -> bool:
