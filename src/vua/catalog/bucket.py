@@ -16,7 +16,8 @@ import re
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -45,6 +46,7 @@ from vua.catalog.base import (
     size,
 )
 from vua.catalog.check import Check, Checker, Place, Verification, sampled
+from vua.catalog.inventory import Inventory
 from vua.catalog.listed import ListedCatalog, ListedChunk, ListedNamespace, seals
 from vua.errors import ConfigError, CorruptEntryError, StorageError
 from vua.format.compressed import PACKAGE, Compressed, decompressed
@@ -116,8 +118,14 @@ _OURS: Final = b'{\n "format": "vua.'
 class BucketNamespace(ListedNamespace):
     """A namespace in a bucket."""
 
-    def __init__(self, description: Description, place: BucketPath, show: Show) -> None:
-        """List the namespace. Raises StorageError."""
+    def __init__(
+        self,
+        description: Description,
+        place: BucketPath,
+        show: Show,
+        metas: Iterable[Meta] | None = None,
+    ) -> None:
+        """List the namespace, or take the objects in ``metas``. Raises StorageError."""
         super().__init__(description)
         self.place = place
         self.leftovers: list[str] = []
@@ -153,7 +161,7 @@ class BucketNamespace(ListedNamespace):
             else:
                 self._note(item)
 
-        place.bucket.walk_at_once(place.key, take)
+        _give(place, metas, take)
         self.chunks = dict(sorted(self.chunks.items()))
         for name, beside in marked.items():
             if here := self.chunks.get(name):
@@ -286,6 +294,10 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         super().__init__(where, place)
         self.root = place
         self._is_asked = False
+        self._inventory: dict[str, list[Meta]] | None = None
+        """The objects by namespace, where a report tells them."""
+        self._report_counts: Mapping[str, int] = {}
+        """Requests that were sent for it."""
 
     @classmethod
     def open(cls, where: str, *, create: bool = False) -> BucketCatalog:
@@ -295,12 +307,21 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        return self.root.bucket.counts
+        return Counter(self.root.bucket.counts) + Counter(self._report_counts)
 
     def monthly_dollars(self, nbytes: int) -> float:
         return round(nbytes / _GB * DOLLARS_PER_GB_MONTH, 6)
 
     # -- what lies in it --------------------------------------------------------------------------
+
+    def use_inventory(self, manifest: str) -> float:
+        """Read all of it."""
+        report = Inventory(manifest)
+        self._inventory, self._report_counts = report.of(self.root), report.counts
+        return report.taken_s
+
+    def _metas(self, description: Description) -> list[Meta] | None:
+        return None if self._inventory is None else self._inventory.get(description.name, [])
 
     def contents(self) -> tuple[list[Description], list[str]]:
         """Send a listing, and one request per namespace."""
@@ -320,7 +341,8 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
         del show
         content = Content(description, self.state(description))
-        for _, items in itertools.groupby(walk(self._path(description)), lambda one: one.path[:2]):
+        found = walk(self._path(description), self._metas(description))
+        for _, items in itertools.groupby(found, lambda one: one.path[:2]):
             content.add(Counted.of(items, long=long))
         return content
 
@@ -330,7 +352,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
             locate(self.where, create=False)
             self._is_asked = True
         found, strays = bucket_contents(self.root)
-        spaces = [BucketNamespace(one, self._path(one), show) for one in found]
+        spaces = [BucketNamespace(one, self._path(one), show, self._metas(one)) for one in found]
         strays += [space.name for space in spaces if not space.is_ours]
         ours = [space for space in spaces if space.is_ours]
         strays += [f"{space.name}/{path}" for space in ours for path in space.strays]
@@ -458,9 +480,22 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         return None, []
 
 
-def walk(place: BucketPath) -> Iterator[Item]:
-    """Return the objects of a namespace, except its description. Raises StorageError."""
-    items = (_item(place, meta) for meta in place.bucket.walk(place.key))
+def _give(place: BucketPath, metas: Iterable[Meta] | None, take: Callable[[Meta], None]) -> None:
+    """Give all objects of a namespace, or those in ``metas``, to ``take``. Raises StorageError."""
+    if metas is None:
+        place.bucket.walk_at_once(place.key, take)
+    else:
+        for meta in metas:
+            take(meta)
+
+
+def walk(place: BucketPath, metas: Iterable[Meta] | None = None) -> Iterator[Item]:
+    """Return the objects of a namespace, except its description. Raises StorageError.
+
+    ``metas``: these, instead of what a listing finds.
+    """
+    found = place.bucket.walk(place.key) if metas is None else metas
+    items = (_item(place, meta) for meta in found)
     return (one for one in items if one.kind != "description")
 
 

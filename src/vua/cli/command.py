@@ -43,6 +43,7 @@ __all__ = [
     "argument",
     "as_owner",
     "asking",
+    "by_inventory",
     "command",
     "duration",
     "duration_s",
@@ -212,6 +213,12 @@ class _Argument(click.Argument):
 def argument(name: str, text: str, **more: Any) -> Callable[[F], F]:
     """Declare an argument, and its explanation; the rest as for `click.argument`."""
     return click.argument(name, cls=_Argument, text=text, **more)
+
+
+by_inventory = click.option(
+    "--inventory", metavar="URL", help="list a bucket by this manifest.json of an S3 inventory"
+)
+"""Declares a report of a bucket's objects; see :mod:`vua.catalog.inventory`."""
 
 
 def _key_options() -> list[click.Parameter]:

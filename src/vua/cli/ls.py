@@ -15,8 +15,19 @@ import numpy.typing as npt
 from vua.capacity.prefix_tree import PrefixTree
 from vua.catalog.base import Content
 from vua.catalog.opening import open_catalog
-from vua.cli.command import command
-from vua.cli.output import SHORT, Lazy, Report, line, print_strays, progress, size, table, when
+from vua.cli.command import by_inventory, command
+from vua.cli.output import (
+    SHORT,
+    Lazy,
+    Report,
+    line,
+    print_listed,
+    print_strays,
+    progress,
+    size,
+    table,
+    when,
+)
 from vua.errors import ConfigError
 
 __all__ = ["SORTS", "Listing", "ls"]
@@ -39,10 +50,13 @@ class Listing(Report):
     """By namespace its chunks in the order of prompts."""
     model: str | None = None
     """What was asked for; None: everything."""
+    listed_s: float | None = None
+    """When the inventory was made by which it was listed, in seconds since 1970."""
 
     def describe(self) -> object:
         namespaces = [_describe(one, long=self.long) for one in self.contents]
-        return {"directory": self.directory, "namespaces": namespaces, "strays": len(self.strays)}
+        said = {"directory": self.directory, "namespaces": namespaces, "strays": len(self.strays)}
+        return said if self.listed_s is None else {**said, "listed_s": self.listed_s}
 
     def show(self) -> None:
         """Print one row per namespace, and with ``long`` one per chunk."""
@@ -63,6 +77,7 @@ class Listing(Report):
         for one in self.contents if self.long else ():
             _show_chunks(one, (self.prompts or {}).get(one.description.name))
         print_strays(self.strays)
+        print_listed(self.listed_s)
 
 
 def _describe(content: Content, *, long: bool) -> dict[str, object]:
@@ -192,15 +207,23 @@ def _sizes(content: Content) -> Iterator[tuple[str, int]]:
     default="name",
     help="the largest or newest first; chunks in the order of prompts; default by name",
 )
+@by_inventory
 def ls(
-    directory: str, *, long: bool = False, model: str | None = None, sort: str = "name"
+    directory: str,
+    *,
+    long: bool = False,
+    model: str | None = None,
+    sort: str = "name",
+    inventory: str | None = None,
 ) -> Listing:
     """List the namespaces of a cache; ``sort`` is one of SORTS, "prompt" lists chunks.
 
-    Raises ConfigError if a directory holds something else, or names do not say the order.
+    ``inventory``: see :mod:`vua.catalog.inventory`. Raises ConfigError if a directory holds
+    something else, or names do not say the order; StorageError.
     """
     long = long or sort == "prompt"
     catalog = open_catalog(directory)
+    listed_s = None if inventory is None else catalog.use_inventory(inventory)
     found, others = catalog.contents()
     if others and not found and catalog.is_foreign():
         raise ConfigError(
@@ -222,7 +245,7 @@ def ls(
     if sort in ("size", "newest"):
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
         contents.reverse()
-    return Listing(directory, contents, strays, long, prompts, model)
+    return Listing(directory, contents, strays, long, prompts, model, listed_s)
 
 
 def _is_meant(content: Content, text: str) -> bool:

@@ -45,6 +45,7 @@ __all__ = [
     "guarded",
     "line",
     "plain",
+    "print_listed",
     "print_strays",
     "progress",
     "requests_of",
@@ -268,6 +269,12 @@ def print_strays(strays: Sequence[str]) -> None:
         some = ", ".join(plain(repr(name)[1:-1])[:60] for name in strays[:3])
         more = ", ..." if len(strays) > 3 else ""
         print(f"{len(strays)} objects or folders are not of VUA and stay: {some}{more}")
+
+
+def print_listed(listed_s: float | None) -> None:
+    """Print when the inventory was made by which a bucket was listed, if it was."""
+    if listed_s is not None:
+        print(f"listed by an inventory of {when(listed_s)}")
 
 
 def requests_of(counts: Mapping[str, int]) -> dict[str, object]:
