@@ -88,6 +88,7 @@ COHERE2: dict[str, Any] = {
 
 
 class OtherEngineTest(EngineTest):
+    @pytest.mark.thorough
     def test_transformers_then_vllm(self) -> None:
         """VLLM loads every whole chunk that transformers stored, and says what it would have."""
         for name, path in self._checkpoints():

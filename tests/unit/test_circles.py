@@ -55,6 +55,7 @@ class TestCircles(unittest.TestCase):
         self.assertIn("benchmarks/peers/stores.py", imports["benchmarks/peers/worker.py"])
         self.assertEqual([], circle(imports))
 
+    @pytest.mark.thorough
     def test_tests_stand_alone(self) -> None:
         """What tests share lies in modules that are none."""
         found = [

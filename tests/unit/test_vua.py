@@ -8,6 +8,7 @@ import sys
 import unittest
 from pathlib import Path
 
+import pytest
 import torch
 
 import vua
@@ -55,6 +56,7 @@ print("checked")
 class TestVUA(DirectoryTest):
     """What the READMEs of the first VUA promise."""
 
+    @pytest.mark.thorough
     def test_example(self) -> None:
         """The example of the README runs, and what it retrieves is what it stored."""
         done = subprocess.run(

@@ -289,6 +289,7 @@ class TestLeastHitDensity(DirectoryTest):
         """Where only the log says that prompts will not come back, all of them are stored."""
         self.check_all_stored([])
 
+    @pytest.mark.thorough
     def test_refused_once(self) -> None:
         """Where prompts come back once in this process, the log may refuse each of them once."""
         came_s = self.now_ns / 1e9 - HISTORY_S

@@ -209,6 +209,7 @@ class OddKeysTest(DirectoryTest):
         pages = s3.get_paginator("list_objects_v2").paginate(Bucket="vua", Prefix=self.prefix)
         return {one["Key"] for page in pages for one in page["Contents"]}
 
+    @pytest.mark.thorough
     def test_no_command_ends(self) -> None:
         """Beside namespaces, in one and in a chunk's folder; they stay, and are counted."""
         key = next(one.key for one in Bucket.at(self.url).walk() if one.key.endswith("tensors"))

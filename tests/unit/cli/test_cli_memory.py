@@ -115,6 +115,7 @@ class MemoryTest(DirectoryTest):
         """What needed 500 bytes and more for each chunk, before it went by fan-out directories."""
         self.check(1024, 2048, "gc", "top")
 
+    @pytest.mark.thorough
     def test_many_short_prompts(self) -> None:
         """The order of prompts, though every second chunk begins one."""
         digests = np.random.default_rng(0).bytes(32 * 40_000)

@@ -326,6 +326,7 @@ class RunsTest(DirectoryTest):
         self.assertEqual(len(lost) - 1, runs.unreachable)
         self.assertEqual(len(now) - len(lost) + 1, int(runs.chunks.sum()))
 
+    @pytest.mark.thorough
     def test_sample(self) -> None:
         """Each prefix counts in a sample, on average over all parts, with all that it has."""
         plant(self.root, 400, seed=4)

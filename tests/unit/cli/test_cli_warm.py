@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from commands import run, run_json
@@ -95,6 +96,7 @@ class WarmTest(DirectoryTest):
         path.write_text("\n".join(lines))
         return path
 
+    @pytest.mark.thorough
     @unittest.skipUnless(find_spec("transformers"), "transformers is not installed")
     def test_transformers(self) -> None:
         """What is computed is stored, and told once; the second time it is found."""

@@ -225,6 +225,7 @@ class MovesTest(unittest.TestCase):
             after = [bits(t.cpu()) for t in engine.memory]
             self.assertEqual([bits(t) for t in expected.memory], after)
 
+    @pytest.mark.thorough
     def test_every_layout(self) -> None:
         """Every layout, with tokens left alone and without, in one chunk and in several."""
         for make, (count, tokens, holes) in product(ENGINES, self.sizes):
@@ -385,6 +386,7 @@ class InterpretedKernelTest(MovesTest):
                 with self.subTest(make=make.__name__):
                     self.assert_moves(make, torch.bfloat16, draw_slots(2, 7, seed=3))
 
+    @pytest.mark.thorough
     def test_same_as_torch(self) -> None:
         """Random sizes: kernel and PyTorch leave the same bytes, in both directions."""
         draw = random.Random(20)

@@ -195,6 +195,7 @@ class TestLoad(DirectoryTest):
             for want, got in zip(expected.buffers, self.memory.buffers, strict=True):
                 np.testing.assert_array_equal(want, got)
 
+    @pytest.mark.thorough
     def test_part_of_files(self) -> None:
         """Extents that are read only to be verified get in nobody's way, with several threads."""
         target = Shard(3, 13, 0, 2)  # checksums cover 8 layers each

@@ -187,6 +187,7 @@ class SettingsTest(DirectoryTest):
             with self.assertRaisesRegex(VUAError, "no luck"):
                 VUA(CONFIG, self.url())
 
+    @pytest.mark.thorough
     def test_no_credentials(self) -> None:
         """Where nothing is found the error says what to set."""
         server = {"AWS_ENDPOINT_URL": moto(), "AWS_ALLOW_HTTP": "true",

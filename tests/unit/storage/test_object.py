@@ -187,6 +187,7 @@ class BucketTest(DirectoryTest):
         for _ in range(2):
             self.assertFalse(claim_bucket(BucketPath(copy)))
 
+    @pytest.mark.thorough
     def test_forked_after_a_trial(self) -> None:
         """An engine's start tries the place, and forks then: its children can use it."""
         url = f"file://{self.root}/tried"

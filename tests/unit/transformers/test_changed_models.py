@@ -172,6 +172,7 @@ class ChangedModelTest(unittest.TestCase):
                         self.plain(model)
                 self.assertEqual([0, 96], found)
 
+    @pytest.mark.thorough
     def test_said_once(self) -> None:
         """One line names what differs, where, and what was expected."""
         model = self.load()
@@ -250,6 +251,7 @@ class ChangedModelTest(unittest.TestCase):
             self.plain(model)
         self.assertFalse([*self.store.rglob("*.safetensors")])
 
+    @pytest.mark.thorough
     def test_copies(self) -> None:
         """A copy or a pickle of the model inside of the block is a plain model."""
         model = self.load()
@@ -313,6 +315,7 @@ class ChangedModelTest(unittest.TestCase):
                 for call in (first, second, first, second):
                     self.assertEqual(whole if call else inferred, ask(asked, **call))
 
+    @pytest.mark.thorough
     def test_dynamic(self) -> None:
         """`cache_implementation="dynamic"` is what is used anyway, however it is said."""
         from transformers import GenerationConfig

@@ -121,6 +121,7 @@ class GenerationTest(unittest.TestCase):
         with self.reusing() as prefixes:
             self.assertTrue(prefixes.ready())
 
+    @pytest.mark.thorough
     def test_one_request_counts_once(self) -> None:
         """A prompt that is loaded, and stored with what was generated, is one logged request."""
         with self.reusing() as prefixes:
@@ -139,6 +140,7 @@ class GenerationTest(unittest.TestCase):
         found = [json.loads(line)["block_hashes"][0] for line in out.splitlines()]
         self.assertEqual([key.name for key in keys_of(PROMPT[0].tolist(), CHUNK)], found)
 
+    @pytest.mark.thorough
     def test_left_padding(self) -> None:
         """Of a batch as many columns are loaded as all rows have; padding does not matter."""
         rows = PROMPT[0], PROMPT[0, :70].flip(0), PROMPT[0, :83]
@@ -195,6 +197,7 @@ class GenerationTest(unittest.TestCase):
                 self.store = Path(folder, "kv")
                 self.check(90, last=name, **batch, **way)
 
+    @pytest.mark.thorough
     def test_ends(self) -> None:
         """Sequences of a batch that end early: what follows their end is not stored."""
         from vua.transformers import PrefixCache

@@ -91,6 +91,7 @@ def test_paid_in_part() -> None:
     assert found == {1, 2}
 
 
+@pytest.mark.thorough
 def test_small_ones() -> None:
     """Little is read whole each time, whatever it costs; shared and odd tensors, too."""
     from vua.transformers.tensors import Contents

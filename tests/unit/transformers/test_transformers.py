@@ -172,6 +172,7 @@ class TestTransformers(unittest.TestCase):
                 more = self.prefixes(model).save(expected, found.cache)
                 self.assertEqual(chunks(expected) - chunks(first), more)
 
+    @pytest.mark.thorough
     def test_loaded_bytes(self) -> None:
         """A loaded cache holds bit for bit what was saved, in any dtype."""
         from transformers import DynamicCache
@@ -248,6 +249,7 @@ class TestTransformers(unittest.TestCase):
             with self.subTest(name):
                 self.assertEqual(0, self.prefixes(model, **settings).load(PROMPT).num_tokens)
 
+    @pytest.mark.thorough
     def test_ten_rows_of_the_embedding(self) -> None:
         """A checkpoint with a few tokens trained has caches of its own; put back, it has all."""
         path = make_model(self.folder / "trained")
@@ -272,6 +274,7 @@ class TestTransformers(unittest.TestCase):
 
         self.assertEqual(144, self.prefixes(load(path)).load(PROMPT).num_tokens)
 
+    @pytest.mark.thorough
     def test_until_the_weights_are_known(self) -> None:
         """Before, nothing is loaded or saved and nobody waits; then everything is found."""
         model = load(self.model_path())
@@ -299,6 +302,7 @@ class TestTransformers(unittest.TestCase):
         self.assertEqual(144, prefixes.load(PROMPT).num_tokens)
         self.assertEqual(expected.tolist(), output.tolist())
 
+    @pytest.mark.thorough
     def test_forked_child(self) -> None:
         """A forked child loads and saves, though a thread held the lock that it then needs."""
         from transformers import DynamicCache
@@ -334,6 +338,7 @@ class TestTransformers(unittest.TestCase):
         self.assertEqual("well", ended)
         self.assertEqual(144, prefixes.load(other).num_tokens)
 
+    @pytest.mark.thorough
     def test_forked_before_the_weights_are_known(self) -> None:
         """A child looks for them itself: the thread that did is not there."""
         model = load(self.model_path())
@@ -448,6 +453,7 @@ print(one.namespace == other.namespace, one.name)
         for length, expected in ((0, 0), (1, 0), (16, 0), (17, 16), (32, 16), (33, 32), (40, 32)):
             self.assertEqual(expected, prefixes.load(PROMPT[:, :length]).num_tokens)
 
+    @pytest.mark.thorough
     def test_sliding_windows(self) -> None:
         """A cache that dropped tokens is refused; one that fits the window, or fills it, is not."""
         from transformers import DynamicCache
@@ -558,6 +564,7 @@ print(one.namespace == other.namespace, one.name)
         self.assertEqual((144, WINDOW - 1), (small.num_tokens, small.cache.layers[0].keys.shape[2]))
         self.assertEqual(out.tolist(), generate(model, PROMPT, small.cache).tolist())
 
+    @pytest.mark.thorough
     def test_slower_than_computing(self) -> None:
         """Where loads take longer than prefills do, prompts are computed; both are measured."""
         from vua.transformers.layers import StoredLayers
@@ -596,6 +603,7 @@ print(one.namespace == other.namespace, one.name)
                 self.assertEqual(144, prefix.num_tokens)
                 self.assertEqual(prefixes.load(PROMPT).num_tokens, 144)
 
+    @pytest.mark.thorough
     def test_what_was_loaded_is_not_looked_at(self) -> None:
         """A save begins where a load ended; a hole is found by the next load, and filled."""
         from vua.store.writer import EntryWriter
@@ -623,6 +631,7 @@ print(one.namespace == other.namespace, one.name)
         other[0, 20] += 1  # not what was loaded
         self.assertGreater(prefixes.save(other, prefixes.load(PROMPT).cache), 0)
 
+    @pytest.mark.thorough
     def test_batch_of_windows(self) -> None:
         """In a batch a hit may end within a chunk; its window is read to just there."""
         from vua.transformers import reuse_prefixes

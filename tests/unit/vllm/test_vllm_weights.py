@@ -134,6 +134,7 @@ class FilesTest(unittest.TestCase):
             self.assertEqual(plain, self.find().fingerprint)
         self.assertEqual(3, len(found))
 
+    @pytest.mark.thorough
     def test_files_changed_after_the_start(self) -> None:
         """In a process that vLLM started for the engine, newer files may not be what it loaded."""
         from vua.connector.cache_spec import UncachedError
