@@ -488,7 +488,7 @@ def azurite(*arguments: str) -> int:
 
 
 def llama_cpp(*arguments: str) -> int:
-    """Runs the tests of the llama.cpp face; builds its engine first, once (ten minutes or more)."""
+    """Runs the tests of the llama.cpp face; builds its engine first, once (minutes)."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     target = cache / "vua" / "engines" / f"llama-cpp-python-{LLAMA_CPP}"
     if not any(target.glob("llama_cpp_python-*.dist-info")):
@@ -497,7 +497,7 @@ def llama_cpp(*arguments: str) -> int:
         step(
             f"llama-cpp-python {LLAMA_CPP}, by pip, from its source (the long step)",
             [*pip_command(), "install", "--no-input", *what],
-            CMAKE_ARGS="-DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_CURL=OFF",
+            CMAKE_ARGS=shlex.quote(f"-DCMAKE_PROJECT_INCLUDE={REQUIREMENTS / 'llama-cpp.cmake'}"),
         )
     return run("-m", "pytest", "-q", *(arguments or ["tests/unit/llama_cpp"]))
 

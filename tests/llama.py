@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 VERSION = "0.3.36"
-WHERE = "llama-cpp-python is not installed; `dev.py llama-cpp` builds it once, in some ten minutes"
+WHERE = "llama-cpp-python is not installed; `dev.py llama-cpp` builds it once, in some minutes"
 CONTEXT_TOKENS = 256
 BYTES_FROM = 3
 """The token of byte 0; before it the unknown one, and those of beginning and end."""
