@@ -20,6 +20,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vua.capacity.hazards import hazards, hits_per_time
+
 __all__ = ["Hint", "HitDensity", "Request"]
 
 _REMEMBERED: Final = 1 << 20
@@ -393,8 +395,14 @@ class HitDensity:
             self._forgotten /= 2
         used = self._depth >= 0
         waiting = _counted(self._class[used], np.maximum(0.0, now_s - self._last_s[used]))
-        censored = self._forgotten + waiting
-        self._density = _density(_hazards(self._returned, censored))
+        shape = (_USES_CLASSES, _NEW_CLASSES, _BINS)  # all; by their uses; by the new chunks, too
+        chances = hazards(
+            self._returned.reshape(shape),
+            (self._forgotten + waiting).reshape(shape),
+            np.full(_BINS, 1e-3),
+            (1.0, _COARSER_WEIGHT, _COARSER_WEIGHT),
+        )
+        self._density = hits_per_time(chances.reshape(-1, _BINS), _WIDTHS_S)
         return self._density
 
 
@@ -429,45 +437,3 @@ def _counted(
 def _uses_class(uses: npt.NDArray[np.int32]) -> npt.NDArray[np.intp]:
     doublings = 2 + np.log2(np.maximum(uses, 1)).astype(np.intp)
     return np.where(uses < 4, uses, np.minimum(doublings, _USES_CLASSES - 1)).astype(np.intp)
-
-
-def _hazards(
-    returned: npt.NDArray[np.float64], censored: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    """Return the chance of a use within each bin, of those not used before it: Kaplan and Meier.
-
-    Args:
-        returned: uses by class and bin of the next one.
-        censored: uses not followed by another so far, by the time watched.
-    """
-    shape = (_USES_CLASSES, _NEW_CLASSES, _BINS)
-    returned, censored = returned.reshape(shape), censored.reshape(shape)
-    hazards, weight = np.full((1, 1, _BINS), 1e-3), 1.0
-    for axes in ((0, 1), (1,), ()):  # all chunks; by their uses; by the request's new chunks, too
-        events = returned.sum(axis=axes, keepdims=True)
-        gone = censored.sum(axis=axes, keepdims=True)
-        at_risk = np.cumsum((events + gone)[..., ::-1], axis=-1)[..., ::-1] - gone / 2
-        hazards = (events + weight * hazards) / (at_risk + weight)
-        weight = _COARSER_WEIGHT
-    return np.clip(hazards, 0.0, 1.0).reshape(-1, _BINS)
-
-
-def _density(hazards: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return, for each bin, the most hits per second of keeping a chunk from its start on.
-
-    Kept until the end of a later bin, a chunk is hit with some chance and occupies its space for
-    some mean time; the best such end counts.
-    """
-    survive = np.cumprod(1 - hazards, axis=1)
-    before = np.concatenate([np.ones((len(survive), 1)), survive[:, :-1]], axis=1)
-    hit = 1 - survive
-    taken_s = np.cumsum((survive + before) / 2 * _WIDTHS_S, axis=1)
-    density = np.empty_like(hit)
-    for bin_ in range(_BINS):
-        hit_before = hit[:, bin_ - 1 : bin_] if bin_ else 0.0
-        taken_before_s = taken_s[:, bin_ - 1 : bin_] if bin_ else 0.0
-        chances = (hit[:, bin_:] - hit_before) / np.maximum(
-            taken_s[:, bin_:] - taken_before_s, 1e-9
-        )
-        density[:, bin_] = chances.max(axis=1)
-    return density
