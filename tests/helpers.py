@@ -331,8 +331,13 @@ def in_child(does: Callable[[], object]) -> str:
     return "hung"
 
 
-def write_log(root: Path, requests: Iterable[tuple[float, Sequence[str]]]) -> None:
-    """Have requests in a directory's log: when they came, and their chunks (64 hex)."""
+def write_log(
+    root: Path, requests: Iterable[tuple[float, Sequence[str]]], suffix: str = ".uses"
+) -> None:
+    """Have requests in a directory's log: when they came, and their chunks (64 hex).
+
+    Of ``.hints`` the first chunk is a number: milliseconds within which the others are used.
+    """
     folder = root / UPKEEP / USES
     folder.mkdir(parents=True, exist_ok=True)
     files = [b""]
@@ -343,4 +348,4 @@ def write_log(root: Path, requests: Iterable[tuple[float, Sequence[str]]]) -> No
             files.append(b"")
         files[-1] += record
     for number, records in enumerate(files):
-        (folder / f"{number:016x}.uses").write_bytes(b"VUAuses1" + records)
+        (folder / f"{number:016x}{suffix}").write_bytes(b"VUAuses1" + records)

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple, Protocol
 
 from vua.capacity.lru import MTIME_STEP_NS
 from vua.cli.advise import LRU, Dense, Listed, Past, Policy, TraceRequest, simulate
+from vua.connector.request import DEFAULT_RETAIN_S
 from vua.errors import InputError
 
 _BELADY: Final = "Belady"
@@ -332,14 +333,13 @@ def waits_s(requests: Sequence[TraceRequest]) -> list[float | None]:
     return found
 
 
-_LEASE_S: Final = 3600.0
 _UNSURE: Final = 2.0
 """Who guesses a time promises so many times as much."""
 
 
 def _whether(wait_s: float | None, chance: random.Random) -> float:  # noqa: ARG001
-    """An agent says only that it goes on, or has ended."""
-    return 0.0 if wait_s is None else _LEASE_S
+    """An agent says only that it goes on, by `kv.retain` without a time, or has ended."""
+    return 0.0 if wait_s is None else DEFAULT_RETAIN_S
 
 
 def _about(wait_s: float | None, chance: random.Random) -> float:

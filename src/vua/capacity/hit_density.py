@@ -6,21 +6,22 @@ chunks, how long after a use the next one comes. Chunks are classified by two th
 were used before, and how many new chunks their last request had (a returning user often returns
 again; a long new document is read once). A class with few observations borrows from coarser ones.
 
-Hints about chunks (:class:`Hint`) count beside what is learned: a use that is
-promised within some seconds is worth one hit in these, as far as promises were kept so far.
+Hints about chunks (:class:`Hint`) count beside what is learned (:mod:`vua.capacity.promises`).
 
 This module knows numbers that stand for chunks and seconds of any clock; no storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from vua.capacity.hazards import hazards, hits_per_time
+from vua.capacity.promises import SLACK_S, Promises
 
 __all__ = ["Hint", "HitDensity", "Request"]
 
@@ -51,10 +52,6 @@ _REQUESTS_PER_FIT: Final = 64
 _UNLEARNED: Final = 1e-4
 """Hits per second of a chunk that was used a second ago, before anything is learned: few beside
 what a hint promises."""
-_SLACK_S: Final = 0.1
-"""A hint follows its request at once, and two clocks may tell their times."""
-_BELIEVED: Final = 1000.0
-"""Promises are believed as if they had been kept for so many chunks before."""
 _BATCH_CHUNKS: Final = 1 << 17
 """Chunks of requests counted at once: some 20 MB meanwhile."""
 
@@ -76,6 +73,10 @@ class Hint(NamedTuple):
     chunks: Sequence[int] | npt.NDArray[np.uint64]
     within_s: float
     """They are used again within so many seconds; 0: never."""
+
+
+def _order(one: Any) -> float:
+    return one.time_s + SLACK_S if isinstance(one, Hint) else one.time_s
 
 
 class _Rows(NamedTuple):
@@ -117,27 +118,30 @@ class HitDensity:
         self._depth = np.zeros(0, dtype=np.int32)
         """Place in the prompt; -1 where the row is free."""
         self._chunk = np.zeros(0, dtype=np.uint64)
-        self._said_s, self._due_s = np.zeros(0), np.zeros(0)
-        """When the latest hint was given, and until when it promises a use; infinite: not given.
-        Both the same: it promises none. Empty before the first hint."""
-        self._kept = self._broken = 0.0
-        """Chunks of which such a promise was kept, or not."""
+        self._promises = Promises()
         shape = (_CLASSES, _BINS)
         self._returned, self._forgotten = np.zeros(shape), np.zeros(shape)
         """Uses by class and bin of the time until the next one; until the chunk was forgotten."""
         self._density: npt.NDArray[np.float64] | None = None
         self._requests = 0
 
-    def meet(self, requests: Iterable[Request]) -> None:
-        """Note requests, about in order of time; a late one counts as coming just now."""
+    def meet(self, requests: Iterable[Request], hints: Iterable[Hint] = ()) -> None:
+        """Note requests, about in order of time, and what is said about them, in order of time.
+
+        A late request counts as coming just now. Each hint is noted after the requests of its time.
+        """
         batch: list[Request] = []
         chunks = 0
-        for request in requests:
-            batch.append(request)
-            chunks += len(request.chunks)
-            if chunks >= _BATCH_CHUNKS:
+        both: Iterator[Request | Hint] = heapq.merge(requests, hints, key=_order)
+        for one in both:
+            if isinstance(one, Request):
+                batch.append(one)
+                chunks += len(one.chunks)
+            if chunks and (chunks >= _BATCH_CHUNKS or isinstance(one, Hint)):
                 self._meet(batch)
                 batch, chunks = [], 0
+            if isinstance(one, Hint):
+                self._told(one)
         if chunks:
             self._meet(batch)
 
@@ -174,7 +178,7 @@ class HitDensity:
         self._returned += _counted(before, ages_s)
 
         last = np.append(start[1:], len(row)) - 1
-        self._answer(row[last], times_s[when[last]])
+        self._promises.answer(row[last], times_s[when[last]])
         self._class[row[last]], self._uses[row[last]] = of_class[last], uses[last] + 1
         self._last_s[row[last]] = times_s[when[last]]
         self._forget(float(times_s[-1]))
@@ -208,7 +212,7 @@ class HitDensity:
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros(more, dtype=old.dtype)]))
             self._depth[size:] = -1
-            self._lengthen_hints()
+            self._promises.lengthen(len(self._depth))
         if missing:
             rows = row_of[is_new] = self._free[:missing]
             self._free = self._free[missing:]
@@ -220,7 +224,7 @@ class HitDensity:
             at = first[is_new]
             self._chunk[rows], self._uses[rows], self._depth[rows] = chunks[is_new], 0, place[at]
             self._parent[rows] = np.where(place[at] > 0, row_of[chunk[at - 1]], -1)
-            self._unsay(rows)
+            self._promises.void(rows)
         return row_of, is_new
 
     def _forget(self, now_s: float) -> None:
@@ -236,90 +240,37 @@ class HitDensity:
         self._free = np.append(self._free, rows.astype(np.int32))
         self._many -= many
         self._sorted, self._recent = _Rows(*self.in_order()), _Rows()
-        self._unsay(rows)
+        self._promises.void(rows)
 
     # -- hints ---------------------------------------------------------------------------------
 
-    def told(self, hints: Iterable[Hint]) -> None:
-        """Note what is said about chunks that were asked for, in order of time.
-
-        Later uses make it void, also those that are noted already.
-        """
-        for hint in hints:
-            rows = self.rows(np.asarray(hint.chunks, dtype=np.uint64))
-            rows = rows[rows >= 0]
-            rows = rows[self._last_s[rows] <= hint.time_s + _SLACK_S]
-            if len(rows):
-                self._said_s = self._said_s if len(self._said_s) else np.full(1, np.inf)
-                self._lengthen_hints()
-                self._expire(hint.time_s)
-                self._said_s[rows] = hint.time_s
-                self._due_s[rows] = hint.time_s + max(0.0, hint.within_s)
+    def _told(self, hint: Hint) -> None:
+        """Note what is said about a prompt; later uses make it void, also those noted already."""
+        rows = self.rows(np.asarray(hint.chunks, dtype=np.uint64))
+        rows = rows[rows >= 0]
+        rows = rows[self._last_s[rows] <= hint.time_s + SLACK_S]
+        if len(rows):
+            self._promises.say(rows, hint.time_s, hint.within_s, len(self._depth))
 
     @property
     def is_told(self) -> bool:
         """Whether any hint is in force; those that are over count until the next look."""
-        return bool(np.isfinite(self._said_s).any())
+        return self._promises.many > 0
 
     def promised(self, now_s: float, besides: npt.NDArray[np.uint64]) -> int:
         """Return of how many chunks a use is promised at a time, without those ``besides``."""
-        if not len(self._said_s):
-            return 0
-        is_promised = self._is_promised(slice(None)) & (self._due_s >= now_s)
         rows = self.rows(besides)
-        return int(is_promised.sum() - is_promised[rows[rows >= 0]].sum())
-
-    def _lengthen_hints(self) -> None:
-        """Have a place for each row, where there are hints at all."""
-        missing = len(self._depth) - len(self._due_s)
-        if len(self._said_s) and missing:
-            none = np.full(len(self._depth) - len(self._said_s), np.inf)
-            self._said_s = np.append(self._said_s, none)
-            self._due_s = np.append(self._due_s, np.full(missing, np.inf))
-
-    def _unsay(self, rows: npt.NDArray[Any]) -> None:
-        if len(self._said_s):
-            self._said_s[rows] = self._due_s[rows] = np.inf
-
-    def _is_promised(self, rows: npt.NDArray[np.intp] | slice) -> npt.NDArray[np.bool_]:
-        found: npt.NDArray[np.bool_] = np.isfinite(self._due_s[rows])
-        return found & (self._due_s[rows] > self._said_s[rows])
-
-    def _answer(self, rows: npt.NDArray[np.intp], times_s: npt.NDArray[np.float64]) -> None:
-        """Note uses of chunks: what was said of them before is kept, or broken, and void."""
-        if not self.is_told:
-            return
-        answered = np.isfinite(self._said_s[rows]) & (times_s > self._said_s[rows] + _SLACK_S)
-        rows, times_s = rows[answered], times_s[answered]
-        promises = self._is_promised(rows)
-        kept = int((promises & (times_s <= self._due_s[rows])).sum())
-        self._kept += kept
-        self._broken += int(promises.sum()) - kept
-        self._unsay(rows)
-
-    def _expire(self, now_s: float) -> None:
-        """Count promises that were not kept in time, and forget them."""
-        over = np.flatnonzero((self._due_s > self._said_s) & (self._due_s < now_s))
-        self._broken += len(over)
-        self._unsay(over)
-
-    @property
-    def believed(self) -> float:
-        """Share of the promised uses that came in time; 1 at first."""
-        return (self._kept + _BELIEVED) / (self._kept + self._broken + _BELIEVED)
+        return self._promises.promised(now_s, rows[rows >= 0])
 
     def _with_hints(
         self, now_s: float, rows: npt.NDArray[np.intp], worths: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
         """Return the worths of rows with what was said of them."""
+        self._promises.expire(now_s)
         if not self.is_told:
             return worths
-        self._expire(now_s)
-        promised = self._is_promised(rows)
-        left_s = np.maximum(_SHORTEST_S, self._due_s[rows[promised]] - now_s)
-        worths[promised] += self.believed / left_s
-        done = np.flatnonzero(self._due_s[rows] == self._said_s[rows])
-        done = done[np.isfinite(self._said_s[rows[done]])]
+        worths += self._promises.worths(now_s, rows)
+        done = np.flatnonzero(self._promises.is_dropped(rows))
         if len(done):  # where prompts part, others may come: what they have in common stays
             parents = self._parent[self._depth >= 0]
             followed = np.bincount(parents[parents >= 0], minlength=len(self._depth))

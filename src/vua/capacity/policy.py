@@ -8,6 +8,7 @@ that knowledge, or another version of VUA, evicts by these.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -44,6 +45,8 @@ _OWN_LEAST: Final = 128
 """Uses of chunks once more that a process has to be asked for itself before it refuses any."""
 _PART_CHUNKS: Final = 1 << 15
 """Chunks of requests that are learned at a time: some 20 ms, in which nothing else may be asked."""
+_CHUNKS_OF_HINT: Final = 1 << 10
+"""Requests with hints between them take as long as so many chunks."""
 _MINE_MOST: Final = 64
 """Requests of this process that are noted at once."""
 _REFUSED_MOST: Final = 1 << 16
@@ -194,7 +197,7 @@ class LeastHitDensity(LRU):
         self._is_up_to_date = False
         """Whether all was learned that had been logged when this process first looked."""
         self._hints, self._said = HintLog(self._root), list[Hint]()
-        """The second: of requests that may not be learned yet."""
+        """The second: later than the requests that are learned."""
         self.own, self._floor = HitDensity(_OWN_REMEMBERED), _Floor()
         self._mine: list[Request] = []
         self._refused: dict[str, None] = {}
@@ -320,12 +323,12 @@ class LeastHitDensity(LRU):
             while is_full and at_once:
                 part, is_full = self._next_part()
                 at_once = self._at_once
+                until_s = part[-1].time_s if is_full else math.inf
+                said = [hint for hint in self._said if hint.time_s <= until_s]
+                self._said = [hint for hint in self._said if hint.time_s > until_s]
                 with self._lock:  # a writer may ask in between
-                    self._density.meet(part)
+                    self._density.meet(part, said)
             with self._lock:
-                if not is_full:
-                    self._density.told(self._said)
-                    self._said = []
                 self._meet_mine()
             took_s = time.monotonic() - began_s
             self._read_from_s = began_s + (took_s / _COSTS_SHARE if took_s > _CHEAP_S else 0.0)
@@ -338,7 +341,8 @@ class LeastHitDensity(LRU):
                 self._unlearned = self._log.requests()
             for request in self._unlearned or ():
                 part.append(request)
-                chunks += len(request.chunks)
+                is_hinted = bool(self._said) and self._said[0].time_s <= request.time_s
+                chunks += max(len(request.chunks), _CHUNKS_OF_HINT if is_hinted else 0)
                 if chunks >= _PART_CHUNKS:
                     return part, True
             self._is_up_to_date = self._unlearned is not None

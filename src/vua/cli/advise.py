@@ -208,7 +208,7 @@ class Past:
 
     def tell(self, blocks: Sequence[int], now_ns: int, within_s: float) -> None:
         """Note that blocks are used again within so many seconds; 0: never."""
-        self.density.told([Hint(now_ns / 1e9, blocks, within_s)])
+        self.density.meet((), [Hint(now_ns / 1e9, blocks, within_s)])
 
 
 class Dense(Policy):

@@ -21,7 +21,15 @@ from typing import Any, Final
 
 from vua.connector.log import logger
 
-__all__ = ["ACTIONS", "MAX_RETAIN_S", "MAX_WAIT_S", "OptionReader", "RequestOptions", "SaveHints"]
+__all__ = [
+    "ACTIONS",
+    "DEFAULT_RETAIN_S",
+    "MAX_RETAIN_S",
+    "MAX_WAIT_S",
+    "OptionReader",
+    "RequestOptions",
+    "SaveHints",
+]
 
 log = logger("requests")
 
@@ -45,7 +53,7 @@ _VERSIONS: Final = ("0", "1")
 """Major versions of these."""
 _MOST_ACTIONS: Final = 16
 _MOST_DIRECTIVES: Final = 64
-_RETAIN_S: Final = 600.0
+DEFAULT_RETAIN_S: Final = 600.0
 """For how long chunks are retained where an action does not say."""
 
 
@@ -217,7 +225,7 @@ def _retain_s(payload: Mapping[str, Any]) -> float | None:
     times = [one for one in said if one is not None]
     if any(isinstance(one, bool) or not isinstance(one, int | float) for one in times):
         return None
-    found = [_finite(one) for one in times] or [_RETAIN_S]
+    found = [_finite(one) for one in times] or [DEFAULT_RETAIN_S]
     return max(found) if min(found) >= 0 else None
 
 

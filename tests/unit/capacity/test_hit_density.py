@@ -185,7 +185,7 @@ class TestHints(unittest.TestCase):
         Control: without the hint the documents are worth the same.
         """
         self.assertEqual(1, len({*self.worths(1201.0)}))
-        self.density.told([Hint(1200.0, self.one, 20.0)])
+        self.density.meet((), [Hint(1200.0, self.one, 20.0)])
         promised, plain, _ = self.worths(1201.0)
         self.assertAlmostEqual(1 / 19, promised - plain, places=6)
         self.assertLess(plain, promised / 3)
@@ -194,14 +194,14 @@ class TestHints(unittest.TestCase):
 
     def test_prefix_of_a_promise(self) -> None:
         """What comes before a promised chunk is worth as much."""
-        self.density.told([Hint(1200.0, self.one[-1:], 20.0)])
+        self.density.meet((), [Hint(1200.0, self.one[-1:], 20.0)])
         self.assertEqual(1, len({*self.of(self.one, 1201.0)}))
 
     def test_dropped(self) -> None:
         """What is said not to come again goes first; where prompts part, that stays as it was."""
         self.density.meet([Request(1200.5, [*self.one[:2], NEW + 50])])
         before = self.worths(1202.0)
-        self.density.told([Hint(1201.0, self.one, 0.0)])
+        self.density.meet((), [Hint(1201.0, self.one, 0.0)])
         after = self.worths(1202.0)
         self.assertEqual([0.0, *before[1:]], after)
         _, parts, own, last = self.of(self.one, 1202.0)  # [NEW, NEW + 1, NEW + 50] goes on
@@ -210,45 +210,51 @@ class TestHints(unittest.TestCase):
 
     def test_a_use_makes_it_void(self) -> None:
         """After a use nothing that was said before it holds, in whatever order both are read."""
-        self.density.told([Hint(1201.0, self.one, 0.0), Hint(1201.0, self.two, 500.0)])
+        self.density.meet((), [Hint(1201.0, self.one, 0.0), Hint(1201.0, self.two, 500.0)])
         for chunks in (self.one, self.two, self.three):
             self.density.meet([Request(1210.0, chunks)])
         self.assertEqual(1, len({*self.worths(1211.0)}))
-        self.density.told([Hint(1202.0, self.one, 0.0), Hint(1202.0, self.two, 500.0)])
+        self.density.meet((), [Hint(1202.0, self.one, 0.0), Hint(1202.0, self.two, 500.0)])
         self.assertEqual(1, len({*self.worths(1211.0)}))
-        self.density.told([Hint(1212.0, self.one, 0.0)])
+        self.density.meet((), [Hint(1212.0, self.one, 0.0)])
         self.assertEqual(0.0, self.worths(1213.0)[0])
 
     def test_unknown_chunks(self) -> None:
         """A hint about chunks that nobody asked for changes nothing."""
-        self.density.told([Hint(1201.0, [1 << 60, (1 << 60) + 1], 5.0)])
+        self.density.meet((), [Hint(1201.0, [1 << 60, (1 << 60) + 1], 5.0)])
         self.assertFalse(self.density.is_told)
         self.assertEqual(0, self.promised(1202.0))
 
-    def test_believed_as_far_as_kept(self) -> None:
-        """Who promises what does not come is believed less; who keeps a promise, as before."""
-        for turn in range(20):
-            now_s = 1300.0 + 100 * turn
-            chunks = [(1 << 55) + n for n in range(100)]
-            self.density.meet([Request(now_s, chunks)])
-            self.density.told([Hint(now_s, chunks, 50.0)])
-            self.density.meet([Request(now_s + 40, chunks)])
-        self.assertEqual(1.0, self.density.believed)
-        for turn in range(40):
-            now_s = 4000.0 + 100 * turn
-            chunks = [(1 << 56) + 1000 * turn + n for n in range(100)]
-            self.density.meet([Request(now_s, chunks)])
-            self.density.told([Hint(now_s, chunks, 5.0)])
-        self.assertLess(self.density.believed, 0.5)
-        self.density.meet([Request(9000.0, self.one)])
-        plain = self.worths(9001.0)[0]
-        self.density.told([Hint(9000.0, self.one, 20.0)])
-        self.assertLess(self.worths(9001.0)[0] - plain, 0.5 / 19)
+    def test_learned_at_once(self) -> None:
+        """What became of promises is learned of a log at once as it is one by one.
+
+        Control: without what was said before, the last hints are worth what they promise.
+        """
+        requests, hints = [], []
+        for turn in range(60):
+            for at, chunks in enumerate((self.one, self.two)):
+                now_s = 1300.0 + 20 * turn + at
+                requests.append(Request(now_s, chunks))
+                hints.append(Hint(now_s - 0.01, chunks, 500.0 if turn % 9 else 5.0))
+        one_by_one, at_once, control, plain = (taught() for _ in range(4))
+        for request, hint in zip(requests, hints, strict=True):
+            one_by_one.meet([request])
+            one_by_one.meet((), [hint])
+        at_once.meet(requests, hints)
+        control.meet(requests, hints[-2:])
+        plain.meet(requests)
+        found = []
+        for self.density in (one_by_one, at_once, control, plain):
+            found.append(self.of([*self.one, *self.two], requests[-1].time_s + 1))
+        self.assertEqual(found[0], found[1])
+        learned, promised = (worths[0] - found[3][0] for worths in found[1:3])
+        self.assertAlmostEqual(1 / 500, promised, delta=0.0001)
+        self.assertAlmostEqual(1 / 20, learned, delta=0.01)
 
     def test_promised(self) -> None:
         """It is known of how many chunks a use is promised: each counts once, while it holds."""
-        self.density.told([Hint(1201.0, self.one, 20.0), Hint(1202.0, self.two, 50.0)])
-        self.density.told([Hint(1202.0, self.one, 20.0), Hint(1202.0, self.three, 0.0)])
+        self.density.meet((), [Hint(1201.0, self.one, 20.0), Hint(1202.0, self.two, 50.0)])
+        self.density.meet((), [Hint(1202.0, self.one, 20.0), Hint(1202.0, self.three, 0.0)])
         self.assertEqual(8, self.promised(1203.0))
         self.assertEqual(4, self.promised(1203.0, self.one))
         self.assertEqual(4, self.promised(1230.0))

@@ -14,7 +14,7 @@ from helpers import DirectoryTest, write_log
 from replay import LAYOUT, NBYTES
 from vua.capacity import evictor
 from vua.capacity.evictor import Evictor
-from vua.capacity.hit_density import HitDensity, Request
+from vua.capacity.hit_density import Hint, HitDensity, Request
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
 from vua.capacity.policy import LRU, LeastHitDensity
@@ -322,10 +322,12 @@ class TestLeastHitDensity(DirectoryTest):
         policy, read = LeastHitDensity(self.root), []
         real = HitDensity.meet
 
-        def meet(density: HitDensity, requests: Sequence[Request]) -> None:
+        def meet(
+            density: HitDensity, requests: Sequence[Request], hints: Sequence[Hint] = ()
+        ) -> None:
             if density is not policy.own:
                 read.append(sum(len(one.chunks) for one in requests))
-            real(density, requests)
+            real(density, requests, hints)
 
         with (
             mock.patch("vua.capacity.policy._PART_CHUNKS", 3000),
@@ -380,6 +382,27 @@ class TestLeastHitDensity(DirectoryTest):
         self.evict(50, policy)
         self.assertEqual(1, self.stored(once[:1]))
         self.assertLess(self.stored(once[1:10]), 5)
+
+    def test_what_came_of_hints(self) -> None:
+        """A process that begins later knows from the log when promises came true.
+
+        Who promised ten minutes came after two seconds: what was promised thirty seconds ago will
+        hardly come. Control: without the earlier promises that one has less time left, and stays.
+        """
+        now_s, agent = self.now_ns / 1e9, self.names(self.prompt(1 << 20, 1))
+        old, new = (self.names(self.prompt(1 << 21, number)) for number in range(2))
+        turns = [(now_s - 300 + 2 * turn, agent) for turn in range(100)]
+        said = [(now_s - 30, old), (now_s - 1, new)]
+        write_log(self.root, sorted([*self.requests, *turns, *said]))
+        times = np.full(2, self.now_ns - 40 * SECOND_NS)
+        found = []
+        for hints in ([*turns[:-1], *said], said):
+            ten_minutes = f"{600_000:016x}"
+            write_log(self.root, [(at, [ten_minutes, *names]) for at, names in hints], ".hints")
+            policy = LeastHitDensity(self.root, at_once=True)
+            ranks = policy.rank(self.now_ns).of([old[-1], new[-1]], times)
+            found.append(ranks[0] < ranks[1])
+        self.assertEqual([True, False], found)
 
     def test_hints_within_the_budget(self) -> None:
         """Uses of so many chunks are promised at most; the same prompt counts once."""

@@ -91,7 +91,7 @@ class TestPolicies(unittest.TestCase):
         self.assertEqual([None, None], waits[-2:])
         found = {one.policy: one for one in compare(requests, list(HINTS), [7])}
 
-        self.assertLess(found["LRU"].hit_ratio, found["hints: whether"].hit_ratio)
+        self.assertGreaterEqual(found["hints: whether"].covered, 0.5)
         self.assertGreater(found["hints: when"].covered, 0.9)
         self.assertGreaterEqual(found["hints: about when"].covered, 0.5)
         with self.assertRaisesRegex(InputError, "no sessions"):
