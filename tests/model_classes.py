@@ -56,6 +56,7 @@ REUSE, MODELS = "tests/e2e/test_reuse.py::ReuseTest::", "tests/e2e/test_models.p
 PARALLEL = "tests/e2e/test_parallel.py::TensorParallelTest::"
 FP8 = "tests/e2e/test_pages.py::PagesTest::"
 IDENTITY = "tests/e2e/test_identity.py::PictureTest::"
+ENCODERS = "tests/e2e/test_encoders.py::EncodersTest::"
 STATES = "tests/e2e/test_states.py::StatesTest::"
 CLASSES = "tests/e2e/test_classes.py::"
 DRAFTS = "tests/e2e/test_drafts.py::DraftTest::"
@@ -161,6 +162,14 @@ ROWS = (
         {
             "restart, other images": f"{IDENTITY}test_pictures",
             "names": f"{IDENTITY}test_named_pictures",
+        },
+    ),
+    Row(
+        *("images, encoded apart", "LLaVA, --ec-transfer-config", "vllm", CANONICAL, "CPU"),
+        {
+            "restart, other images, own encoder": f"{ENCODERS}test_restart",
+            "noise": f"{ENCODERS}test_negative_control",
+            "refused without leave": f"{ENCODERS}test_not_allowed",
         },
     ),
     Row(

@@ -174,6 +174,10 @@ def with_engine(phase: dict[str, Any]) -> dict[str, Any]:
         from vllm.config.kv_events import KVEventsConfig
 
         settings["kv_events_config"] = KVEventsConfig(**settings["kv_events_config"])
+    if "ec_transfer_config" in settings:
+        from vllm.config import ECTransferConfig
+
+        settings["ec_transfer_config"] = ECTransferConfig(**settings["ec_transfer_config"])
     if "weight_transfer_config" in settings:
         from e2e import trainer
 
