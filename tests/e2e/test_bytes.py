@@ -21,9 +21,11 @@ from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
 
-BLOCK, LOADED = 16, 640
-BATCH = Batch([PROMPT])
 AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
+BLOCK, LOADED = 32 if AMX else 16, 640
+DTYPE = "bfloat16" if AMX else "float32"
+"""With AMX vLLM's MLA takes no weights in float32, and no shorter blocks."""
+BATCH = Batch([PROMPT])
 
 
 class LatentBytesTest(EngineTest):
@@ -31,7 +33,7 @@ class LatentBytesTest(EngineTest):
 
     def blocks(self, *, loaded: int) -> dict[str, list[str]]:
         """Serve the prompt in a process of its own; the digests of its whole blocks."""
-        engine: dict[str, Any] = {"model": str(deepseek()), "block_size": BLOCK}
+        engine: dict[str, Any] = {"model": str(deepseek()), "block_size": BLOCK, "dtype": DTYPE}
         extra = {"allow": ["inexact_continuation"]}
         served = self.serve(BATCH, engine=engine, extra=extra, snapshots=True)
         self.assertEqual([loaded], served.cached)
@@ -40,7 +42,6 @@ class LatentBytesTest(EngineTest):
         self.assertEqual(2, len(blocks))
         return {name: digests[: LOADED // BLOCK] for name, digests in blocks.items()}
 
-    @unittest.skipIf(AMX, "vLLM's MLA takes no float32 weights on CPUs with AMX")
     @pytest.mark.thorough
     def test_latents(self) -> None:
         """A warm process has the bytes of the cold one in every block it loaded.
