@@ -73,6 +73,26 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "unidentified": Refusal(
         _ENGINE, "the model cannot be identified: {}", "give vLLM a readable directory"
     ),
+    "weights": Refusal(
+        _ENGINE,
+        "the weights cannot be identified: {}",
+        "give --model a directory of safetensors, and leave out --load-format",
+    ),
+    "weights_changed": Refusal(
+        _ENGINE,
+        "weight files were changed after the engine's start, so what it has loaded is unknown",
+        "restart the engine",
+    ),
+    "setting": Refusal(
+        _ENGINE,
+        "vLLM's setting {}: two engines' values cannot be compared",
+        "leave it out, or report it",
+    ),
+    "old_pages": Refusal(
+        _ENGINE,
+        "K and V of different sizes, as vLLM before 0.26 lays them out",
+        "install vLLM 0.26 or newer",
+    ),
     "draft_method": Refusal(
         _ENGINE,
         "{}: it is unknown how its draft's K and V depend on the prompt",
@@ -130,7 +150,6 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         "layers that share KV caches, together with pipeline parallelism",
         "use tensor parallelism alone",
     ),
-    "heads": Refusal(_ENGINE, "layers with {} on each rank", "use another --tensor-parallel-size"),
     "no_images": Refusal(_REQUEST, "the model takes no images", "send text alone"),
     "other_encoder": Refusal(
         _REQUEST,

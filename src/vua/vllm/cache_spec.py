@@ -361,7 +361,7 @@ def _layout(vllm_config: Any, size: int, kind: str, spec: Any, layers: int) -> K
     stored = _dtype_of(spec, vllm_config)
     heads = _heads_of(kind, spec, vllm_config)
     if stored is None or heads is None:
-        raise refused("heads", f"{spec.num_kv_heads} KV heads of {spec.dtype}")
+        raise refused("unknown_rule", type(spec).__name__)  # pages are stored where it is so
     return KVLayout(
         layers=layers,
         kv_heads=heads,

@@ -90,15 +90,10 @@ def find_weights(vllm_config: Any, stop: threading.Event) -> Weights:
         # that makes engines in itself may have written the model, too: times tell nothing there.
         own = multiprocessing.current_process().name.startswith("EngineCore")
         changed = own and weights.changed_since(process_began_s(), stop=stop)
-    except (ConfigError, OSError) as problem:
-        msg = f"the weights cannot be identified: {problem}"
-        raise UncachedError(msg) from problem
+    except (UncachedError, ConfigError, OSError) as problem:
+        raise refused("weights", problem) from problem
     if changed:
-        msg = (
-            "weight files were changed after the engine's start, so the loaded weights are "
-            "unknown; restart the engine"
-        )
-        raise UncachedError(msg)
+        raise refused("weights_changed")
     return weights
 
 
@@ -134,12 +129,12 @@ def _root(model_config: Any, load: Any) -> Path:
 
     model = model_config.model
     if getattr(model_config, "model_weights", ""):
-        msg = "weights in an object storage are not identified"
+        msg = "they lie in an object storage"
         raise UncachedError(msg)
     if Path(model).exists():
         return Path(model)
     if envs.VLLM_USE_MODELSCOPE:
-        msg = "weights from ModelScope are not identified; give --model a local directory"
+        msg = "they come from ModelScope"
         raise UncachedError(msg)
     root = local_directory(model, model_config.revision, load.download_dir)
     commit = getattr(model_config.hf_config, "_commit_hash", None)
@@ -296,11 +291,7 @@ def _canonical(value: Any, place: str) -> Any:  # noqa: C901, PLR0911 - each kin
     if isinstance(value, set | frozenset):
         items = [_canonical(each, place) for each in value]
         return sorted(items, key=lambda item: json.dumps(item, sort_keys=True))
-    msg = (
-        f"vLLM's setting {place} is a {type(value).__name__}: two engines' values cannot be "
-        "compared"
-    )
-    raise UncachedError(msg)
+    raise refused("setting", f"{place}, a {type(value).__name__}")
 
 
 _TOWERS: Final = ("audio_config", "vision_config")

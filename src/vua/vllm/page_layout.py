@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vua.connector.cache_spec import Group, UncachedError
+from vua.connector.refusals import refused
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
 from vua.device.paged import WORDS, PagedCache, PageRows, WholePages
 from vua.errors import LayoutError, VUAError
@@ -72,8 +73,7 @@ def device_pages(
         return PageRows.of(caches, nbytes, block_size, chunk_tokens=size, last=last)
     axes = axes_of(shape, heads=shard.heads, block_size=block_size, dims=layout.dims)
     if axes == "BHNC" and not packs_k_and_v():
-        msg = "K and V of different sizes, as vLLM before 0.26 lays them out, are not supported"
-        raise UncachedError(msg)
+        raise refused("old_pages")
     return PagedCache.of(caches, axes, k_dim=layout.k_dim if "C" in axes else None)
 
 

@@ -102,7 +102,7 @@ class FilesTest(unittest.TestCase):
 
         refused("somebodys", "somebodys")
         refused("npcache", "npcache")
-        refused("object storage", model_weights="s3://bucket/model")
+        refused("object storage.*directory of safetensors", model_weights="s3://bucket/model")
         with mock.patch.object(LlamaForCausalLM, "secondary_weights", (), create=True):
             refused("second place")
         prepare = "_prepare_weights"
