@@ -576,6 +576,8 @@ def shares(*arguments: str) -> int:
 
 def models(*arguments: str) -> int:
     """Runs the tests of each class of models, and writes docs/models.md: NAME ..., --page."""
+    if {"--page", "--log"}.isdisjoint(arguments) and install_sglang():  # some rows are SGLang's
+        os.environ["VUA_SGLANG_PYTHON"] = str(SGLANG / "bin" / "python")
     return run("tests/model_classes.py", *arguments, paths=("src", "tests"))
 
 
