@@ -216,7 +216,7 @@ class UncachedModelsTest(EngineTest):
         self.assertEqual(1, len({line.split("] ", 1)[1] for line in said}), said)
         self.assertIn(reason, said[0])
 
-    @unittest.skipIf(AMX, "vLLM's MLA takes no float32 weights on CPUs with AMX")
+    @unittest.skipIf(AMX, "with AMX vLLM has an MLA backend that continues prefixes")
     @pytest.mark.thorough
     def test_latent_attention(self) -> None:
         """MLA on a CPU, where vLLM's reference backend cannot continue a prefix, goes without."""
