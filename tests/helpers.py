@@ -27,8 +27,8 @@ from vua import native
 from vua.capacity.use_log import short_names
 from vua.core import VUA
 from vua.format.keys import ChunkKey, KeyChain, token_ids
-from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
-from vua.native import bindings
+from vua.format.layout import ITEMSIZE, KVLayout, Shard
+from vua.native import MemoryMap, bindings
 from vua.storage.base import WRITTEN
 from vua.storage.mark import UPKEEP, USES
 from vua.store.namespace import Namespace

@@ -29,8 +29,9 @@ from vua.format.compressed import compress, is_available
 from vua.format.entry import EntryCodec, SealInfo
 from vua.format.identity import Identity, config_digest
 from vua.format.keys import KeyChain, token_ids
-from vua.format.layout import KVLayout, MemoryMap, Shard, pages_layout, payload_map
+from vua.format.layout import KVLayout, Shard, pages_layout, payload_map
 from vua.format.parse import encode_header, parse_entry
+from vua.native import MemoryMap
 from vua.security.seal import Seal, derived
 from vua.security.settings import Security
 from vua.storage.mark import MARK, UPKEEP

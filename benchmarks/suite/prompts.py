@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from vua.device.buffers import StagingBuffer
 from vua.format.keys import ChunkKey, KeyChain, token_ids
-from vua.format.layout import KVLayout, MemoryMap
-from vua.native import rows_of
+from vua.format.layout import KVLayout
+from vua.native import MemoryMap, rows_of
 from vua.store.store import Store
 
 __all__ = ["CASES", "TINY", "Case", "Memory", "dense", "keys_of", "paged", "staged"]

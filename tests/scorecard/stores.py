@@ -27,7 +27,8 @@ from vua.capacity.limits import Limits, ResolvedLimits
 from vua.errors import StorageError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
-from vua.format.layout import KVLayout, MemoryMap
+from vua.format.layout import KVLayout
+from vua.native import MemoryMap
 from vua.security.settings import Security
 from vua.storage.base import Batch, Entry, Filled, Storage, WriteResult
 from vua.storage.local import TEMPORARY

@@ -543,7 +543,7 @@ class StorageNamespace(ListedNamespace):
         """Return an entry's first bytes, by default all, and its version. Raises OSError."""
         nbytes = self._nbytes[name]
         plan = header_plan(nbytes, nbytes if most is None else min(nbytes, most))
-        batch = Batch.of([name], Transfer(plan, (), (), ()))
+        batch = Batch.of([name], Transfer(plan))
         filled = self.storage.read(batch)
         if isinstance(filled.problem, EntryError):
             raise OSError(str(filled.problem)) from filled.problem

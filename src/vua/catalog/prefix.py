@@ -134,7 +134,7 @@ def _problem(store: Store, seal: Seal | None, key: ChunkKey, shard: Shard) -> st
         return f"lies outside the layout's {store.layout.full.name}"
     codec = store.codec(shard, "" if seal is None else seal.kind)
     plan = header_plan(codec.file_nbytes, codec.header_nbytes, codec.table_offset)
-    header_only = Transfer(plan, (), (), ())
+    header_only = Transfer(plan)
     problem = EntryReader(store.storage, codec, header_only).read([key], seal=seal).problem
     if isinstance(problem, FileNotFoundError):
         return None

@@ -504,7 +504,7 @@ def _stored_header(store: Store, codec: EntryCodec, chunk: str) -> bytes:
     Raises CorruptEntryError for an entry of another length, UntrustedError, OSError.
     """
     plan = header_plan(codec.file_nbytes, codec.header_nbytes)
-    batch = Batch.of([entry_name(chunk, codec.shard)], Transfer(plan, (), (), ()))
+    batch = Batch.of([entry_name(chunk, codec.shard)], Transfer(plan))
     filled = store.storage.read(batch)
     if filled.problem is not None:
         raise filled.problem

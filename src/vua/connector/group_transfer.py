@@ -30,9 +30,10 @@ from vua.device.gds import Gds
 from vua.device.paged import PagedCache, PageRows, WholePages
 from vua.device.staging import DeviceBuffer, Fence
 from vua.format.keys import ChunkKey, Keys
-from vua.format.layout import MemoryMap, Shard
+from vua.format.layout import Shard
 from vua.io.pool import Job
 from vua.io.posix import machine_memory_nbytes
+from vua.native import MemoryMap
 from vua.serdes import DTYPES
 from vua.storage.bucket_cost import REQUESTS_AT_ONCE
 from vua.storage.location import is_url
@@ -64,7 +65,7 @@ class CachedLoads:
     ) -> None:
         """Load ``shard`` into the blocks of ``table``; :meth:`of` calls this."""
         self._pages, self._memory, self._table = pages, memory, table
-        self._chunks = memory.chunks(store.layout)
+        self._chunks = memory.chunks(store.layout.chunk_tokens)
         self.loader = Loader(store, memory, target=shard)
         """Loads the keys that :meth:`aim` returns. All copied bytes match the checksums of their
         file's header, but the file may belong to another chunk."""

@@ -13,8 +13,9 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
-from vua.format.layout import KVLayout, MemoryMap, Shard, payload_map
+from vua.format.layout import KVLayout, Shard, payload_map
 from vua.io.posix import PAGE, page_aligned
+from vua.native import MemoryMap
 
 __all__ = ["StagingBuffer", "StagingPool"]
 

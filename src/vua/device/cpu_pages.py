@@ -23,8 +23,7 @@ from vua.device import moves
 from vua.device.moves import Job, Runs
 from vua.device.paged import WORDS, spans
 from vua.errors import InputError, LayoutError
-from vua.format.layout import MemoryMap
-from vua.native import NOWHERE, Spread, StridedCopy
+from vua.native import NOWHERE, MemoryMap, Spread, StridedCopy
 
 __all__ = ["PageForm", "PagedKV", "Pages", "Piece", "fused_form", "latent_form", "move"]
 

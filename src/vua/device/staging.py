@@ -37,8 +37,9 @@ from vua.device.moves import Job, check_slots, plan
 from vua.device.paged import PagedCache, PageRows
 from vua.device.xxh3 import DigestCheck
 from vua.errors import InputError, LayoutError
-from vua.format.layout import ITEMSIZE, KVLayout, MemoryMap, Shard
+from vua.format.layout import ITEMSIZE, KVLayout, Shard
 from vua.io.posix import page_aligned
+from vua.native import MemoryMap
 
 __all__ = ["DeviceBuffer", "Fence", "Staging", "clear_error"]
 

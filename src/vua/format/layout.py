@@ -24,15 +24,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from vua.errors import LayoutError
-from vua.native import Spread
+from vua.native import MemoryMap
 
 __all__ = [
     "ITEMSIZE",
     "KVLayout",
-    "MemoryMap",
     "Shard",
     "cover",
     "is_group",
@@ -275,36 +273,6 @@ def cover(needed: Shard, available: Iterable[Shard]) -> list[tuple[Shard, Shard]
             missing[cells] = False
             chosen.append((shard, part))
     return None if missing.any() else chosen
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryMap:
-    """Where the tokens of one shard lie in memory, as segments of whole tokens.
-
-    Token ``t`` of head ``h`` of layer ``l`` of array ``a`` (0: K, 1: V) lies at ``base[a][l] + h *
-    head_stride[a] + segment_offset[a][t // segment_tokens]`` plus its offset inside the segment,
-    where tokens follow each other without gaps. A dense tensor is one segment per chunk, a paged
-    cache one segment per cache block. Layers and heads count from the start of the shard.
-
-    With ``spread`` a token's elements are not contiguous: it gives the distance between them. Such
-    a map can only be loaded into; an unwanted segment has the offset :data:`vua.native.NOWHERE`.
-    """
-
-    base: tuple[npt.NDArray[np.uint64], ...]
-    """Per array: addresses of head 0, one per layer, ``[layers]``."""
-    head_stride: tuple[int, ...]
-    """Per array: bytes from one head to the next."""
-    segment_offset: tuple[npt.NDArray[np.uint64], ...]
-    """Per array: byte offset of each segment, ``[segments]``."""
-    segment_tokens: int
-    """Tokens per segment; divides the chunk length."""
-    owner: object
-    """Keeps the memory alive."""
-    spread: Spread | None = None
-
-    def chunks(self, layout: KVLayout) -> int:
-        """Return how many whole chunks the map has space for."""
-        return len(self.segment_offset[0]) * self.segment_tokens // layout.chunk_tokens
 
 
 def payload_map(

@@ -45,8 +45,9 @@ from vua.connector.cache_spec import UncachedError, local_directory
 from vua.errors import ConfigError, VUAError
 from vua.format.identity import Identity, config_digest
 from vua.format.keys import ChunkKey
-from vua.format.layout import KVLayout, MemoryMap
+from vua.format.layout import KVLayout
 from vua.io.pool import Job, Pool
+from vua.native import MemoryMap
 from vua.storage.base import entry_name
 from vua.store.namespace import Namespace
 from vua.store.place import create_namespace, locate

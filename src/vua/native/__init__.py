@@ -53,7 +53,7 @@ from vua.native.fallback import (
     read_entry,
 )
 from vua.native.rows import blocks_of, rows_of
-from vua.native.transfer import NOWHERE, Headers, Spread, Transfer
+from vua.native.transfer import NOWHERE, Headers, MemoryMap, Spread, Transfer
 
 __all__ = [
     "FAILED",
@@ -67,6 +67,7 @@ __all__ = [
     "Digest",
     "EntryStream",
     "Headers",
+    "MemoryMap",
     "Places",
     "Spread",
     "Status",

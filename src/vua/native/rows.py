@@ -121,7 +121,7 @@ def _cut(transfer: Transfer) -> _Cuts:
     for array in sorted(set(arrays.tolist())):
         mine = arrays == array
         if array < ARRAYS_MAX:
-            heads = extents["head"][mine] * np.uint64(transfer.strides[array])
+            heads = extents["head"][mine] * np.uint64(transfer.memory.head_stride[array])
             starts[mine] = transfer.bases[array][extents["layer"][mine]] + heads
         low[array] = starts[mine].min()
         reach[array] = int((starts + nbytes)[mine].max() - low[array])

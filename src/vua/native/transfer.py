@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -20,6 +21,7 @@ __all__ = [
     "PRESENT",
     "WRITTEN",
     "Headers",
+    "MemoryMap",
     "Spread",
     "Transfer",
     "WriteOptions",
@@ -106,12 +108,40 @@ class Spread(ctypes.Structure):
             self.dims[array], self.token[array], self.dim[array] = dims, token, dim
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryMap:
+    """Where the tokens of one shard lie in memory, as segments of whole tokens.
+
+    Token ``t`` of head ``h`` of layer ``l`` of array ``a`` (0: K, 1: V) lies at ``base[a][l] + h *
+    head_stride[a] + segment_offset[a][t // segment_tokens]`` plus its offset inside the segment,
+    where tokens follow each other without gaps. A dense tensor is one segment per chunk, a paged
+    cache one segment per cache block. Layers and heads count from the start of the shard.
+
+    With ``spread`` a token's elements are not contiguous: it gives the distance between them. Such
+    a map can only be loaded into; an unwanted segment has the offset :data:`NOWHERE`.
+    """
+
+    base: tuple[npt.NDArray[np.uint64], ...]
+    """Per array: addresses of head 0, one per layer, ``[layers]``."""
+    head_stride: tuple[int, ...]
+    """Per array: bytes from one head to the next."""
+    segment_offset: tuple[npt.NDArray[np.uint64], ...]
+    """Per array: byte offset of each segment, ``[segments]``."""
+    segment_tokens: int
+    """Tokens per segment; divides the chunk length."""
+    owner: object
+    """Keeps the memory alive."""
+    spread: Spread | None = None
+
+    def chunks(self, chunk_tokens: int) -> int:
+        """Return how many whole chunks of so many tokens the map has space for."""
+        return len(self.segment_offset[0]) * self.segment_tokens // chunk_tokens
+
+
 class Transfer(ctypes.Structure):
     """Moves between files of one plan and one memory, for any number of chunks. Immutable.
 
-    Token ``t`` of head ``h`` of layer ``l`` of array ``a`` lies at ``base[a][l] + h *
-    head_stride[a] + segment_offset[a][s]``, where ``s`` is ``t``'s segment, plus its offset inside
-    the segment. The first fields are `load.h`'s ``struct batch``.
+    The first fields are `load.h`'s ``struct batch``.
     """
 
     _fields_ = (
@@ -135,39 +165,23 @@ class Transfer(ctypes.Structure):
         ("spread_at", ctypes.c_void_p),
     )
 
-    def __init__(
-        self,
-        plan: EntryPlan,
-        base: Sequence[npt.NDArray[np.uint64]],
-        head_stride: Sequence[int],
-        segment_offset: Sequence[npt.NDArray[np.uint64]],
-        owner: object = None,
-        spread: Spread | None = None,
-    ) -> None:
-        """Use ``plan`` for memory.
-
-        Args:
-            plan: made for segments of this length.
-            base: per array, addresses of head 0 of each layer, ``[layers]``.
-            head_stride: per array, bytes from one head to the next.
-            segment_offset: per array, ``[segments of all chunk slots]``, in bytes.
-            owner: keeps the memory alive.
-            spread: strides of elements; None: tokens are rows without gaps.
-        """
-        u64 = np.uint64
-        self.plan, self.owner, self.spread = plan, owner, spread
-        self.bases = [np.ascontiguousarray(array, dtype=u64) for array in base]
-        self.strides = list(head_stride)
-        self.offsets = [np.ascontiguousarray(array, dtype=u64) for array in segment_offset]
+    def __init__(self, plan: EntryPlan, memory: MemoryMap | None = None) -> None:
+        """Use ``plan``, which is made for segments of ``memory``; None: of headers alone."""
+        memory = memory or MemoryMap((), (), (), 1, None)
+        self.plan, self.memory, self.spread = plan, memory, memory.spread
+        self.bases = [np.ascontiguousarray(array, dtype=np.uint64) for array in memory.base]
+        self.offsets = [
+            np.ascontiguousarray(array, dtype=np.uint64) for array in memory.segment_offset
+        ]
         self.memo: dict[int | str, Any] = {}
         """Results that `vua.native.rows` computes once per transfer."""
         super().__init__(*(xxh3 or (0, 0, 0)), *plan.tables)
-        memory = zip(self.bases, self.strides, self.offsets, strict=True)
-        for array, (first, stride, offset) in enumerate(memory):
+        arrays = zip(self.bases, memory.head_stride, self.offsets, strict=True)
+        for array, (first, stride, offset) in enumerate(arrays):
             self.base[array] = first.ctypes.data
             self.head_stride[array] = stride
             self.segment_offset[array] = offset.ctypes.data
-        self.spread_at = None if spread is None else ctypes.addressof(spread)
+        self.spread_at = None if self.spread is None else ctypes.addressof(self.spread)
 
 
 class WriteOptions(ctypes.Structure):

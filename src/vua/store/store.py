@@ -25,11 +25,11 @@ from vua.capacity.reservation import Capacity
 from vua.errors import EntryError, ForeignEntryError, InputError
 from vua.format.entry import EntryCodec, entry_plan
 from vua.format.keys import ChunkKey, Keys
-from vua.format.layout import KVLayout, MemoryMap, Shard, cover
+from vua.format.layout import KVLayout, Shard, cover
 from vua.format.parse import LaterEntryError, later_form
 from vua.io.forks import new_lock
 from vua.io.plan import EntryPlan
-from vua.native import Transfer
+from vua.native import MemoryMap, Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.security.settings import Security
 from vua.storage.base import Storage, entry_name, parse_name
@@ -320,11 +320,7 @@ class Store:
         if plan is None:
             plan = entry_plan(self.codec(stored, kind), taken, target, memory.segment_tokens)
             plan = self._plans.setdefault(which, plan)
-        return Transfer(
-            *(plan, memory.base, memory.head_stride, memory.segment_offset),
-            memory.owner,
-            memory.spread,
-        )
+        return Transfer(plan, memory)
 
     # -- lookup -------------------------------------------------------------------------------
 
@@ -391,7 +387,7 @@ class Loader:
     def __init__(self, store: Store, memory: MemoryMap, *, target: Shard | None = None) -> None:
         """Load into writable ``memory``, which holds ``target``: by default the whole model."""
         self._store, self._memory, self._target = store, memory, target or store.layout.full
-        self._room = memory.chunks(store.layout)
+        self._room = memory.chunks(store.layout.chunk_tokens)
         self._readers: dict[tuple[Shard, Shard, str], EntryReader] = {}
         self._seal: Seal | None = None
         self._follow(store._last_cover.get(self._target) or [(self._target, self._target)])

@@ -245,7 +245,7 @@ def _whole_nbytes(tier: Storage, name: str) -> int:
 def whole_batch(name: str, data: bytes | memoryview) -> Batch:
     """Return a batch of one entry as it is, in which everything counts as its header."""
     plan = header_plan(len(data), len(data))
-    batch = Batch.of([name], Transfer(plan, (), (), ()))
+    batch = Batch.of([name], Transfer(plan))
     batch.headers[0] = np.frombuffer(data, dtype=np.uint8)
     return batch
 

@@ -22,11 +22,11 @@ from vua.capacity.reservation import Reservation, Unlimited
 from vua.errors import InputError, StorageFullError
 from vua.format.entry import ENCRYPTED, PLAIN, EntryCodec
 from vua.format.keys import ChunkKey, Keys
-from vua.format.layout import MemoryMap, Shard, cover, payload_map
+from vua.format.layout import Shard, cover, payload_map
 from vua.io.forks import watch
 from vua.io.plan import header_plan
 from vua.io.posix import page_aligned
-from vua.native import Transfer, blocks_of
+from vua.native import MemoryMap, Transfer, blocks_of
 from vua.security.keyring import NoKeyError
 from vua.storage.base import FAILED, PRESENT, WRITTEN, Batch, Storage, entry_name
 from vua.store.entry_reader import EntryReader
@@ -193,7 +193,7 @@ class Writers:
         which = (id(storage), codec.shard, codec.kind)
         if which not in kept:
             plan = header_plan(codec.file_nbytes, codec.header_nbytes, codec.table_offset)
-            kept[which] = EntryReader(storage, codec, Transfer(plan, (), (), ()))
+            kept[which] = EntryReader(storage, codec, Transfer(plan))
         return kept[which]
 
 
@@ -222,7 +222,7 @@ class EntryWriter:
         """Time to live of chunks written from now on, see :mod:`vua.capacity.marks`."""
         self.wanted: Callable[[], bool] = lambda: True
         """Polled by :meth:`save_all`, which ends early when it returns False."""
-        self._memory, self._room = memory, memory.chunks(store.layout)
+        self._memory, self._room = memory, memory.chunks(store.layout.chunk_tokens)
         self._transfers: dict[str, Transfer] = {}
 
     def save_all(self, keys: Keys) -> int:

@@ -26,7 +26,7 @@ from vua.errors import CorruptEntryError, ForeignEntryError
 from vua.format.entry import EntryCodec, entry_plan
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
-from vua.native import Transfer
+from vua.native import MemoryMap, Transfer
 from vua.storage.base import PRESENT, WRITTEN, Batch, Storage, entry_name, parse_name
 from vua.store.entry_reader import EntryReader
 
@@ -90,7 +90,8 @@ class _Cache:
             strides.append(array.strides[2])
             offsets.append((np.arange(array.shape[1]) * array.strides[1]).astype(np.uint64))
         plan = entry_plan(codec, taken, self.target, self.tokens)
-        return Transfer(plan, bases, strides, offsets, self)
+        lies = MemoryMap(tuple(bases), tuple(strides), tuple(offsets), self.tokens, self)
+        return Transfer(plan, lies)
 
 
 def _keys(seed: int = 0) -> list[ChunkKey]:

@@ -76,7 +76,7 @@ class StoredTest(CliTest):
     def copy(self, storage: SQLiteStorage, name: str, data: bytes) -> None:
         """Write an entry as it is."""
         plan = header_plan(len(data), len(data))
-        batch = Batch.of([name], Transfer(plan, (), (), ()))
+        batch = Batch.of([name], Transfer(plan))
         batch.headers[0] = np.frombuffer(data, dtype=np.uint8)
         self.assertEqual([WRITTEN], list(storage.write(batch).statuses))
 

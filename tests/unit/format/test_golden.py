@@ -21,8 +21,8 @@ from helpers import ROOT, DirectoryTest, contents
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
-from vua.format.layout import MemoryMap
 from vua.format.parse import parse_entry
+from vua.native import MemoryMap
 from vua.store.namespace import Namespace
 
 GOLDEN = make_golden.GOLDEN

@@ -95,7 +95,7 @@ class TestPlan(unittest.TestCase):
         discard = np.full(plan.discard_nbytes, 0x5A, dtype=np.uint8)
         model = model_arrays(layout, 2)
         memory = Memory(layout, needed, 2, block_tokens=block).fill(rectangle(model, needed)).map()
-        transfer = Transfer(plan, memory.base, memory.head_stride, memory.segment_offset, memory)
+        transfer = Transfer(plan, memory)
         rows = rows_of(transfer, 1, discard.ctypes.data)
         found = b"".join(bytes(memory_at(int(at), int(nbytes))) for at, nbytes in rows)
         file = b"".join(

@@ -92,10 +92,7 @@ class TestReadEntries(DirectoryTest):
         for read in (native.read_entries, fallback.read_entries):
             model = rectangle(MODELS[layout], needed)
             memory = Memory(layout, needed, FILES, block_tokens=block).fill(model)
-            tokens = memory.map()
-            transfer = Transfer(
-                plan, tokens.base, tokens.head_stride, tokens.segment_offset, memory
-            )
+            transfer = Transfer(plan, memory.map())
             into = Headers(plan, FILES, keep_discarded=keep)
             done = read(transfer, Directory(fd), paths, 0, into, 0, FILES)
             found.append((done, *contents(transfer, into, done)))

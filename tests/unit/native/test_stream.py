@@ -38,7 +38,7 @@ class StreamTest(DirectoryTest):
         plan = entry_plan(CODEC, LAYOUT.full, LAYOUT.full, 64)
         self.memory = page_aligned((RING + 1) * PAYLOAD)
         lies = payload_map(LAYOUT, LAYOUT.full, self.memory.ctypes.data, self.memory, RING + 1)
-        self.transfer = Transfer(plan, lies.base, lies.head_stride, lies.segment_offset, lies.owner)
+        self.transfer = Transfer(plan, lies)
         self.into = Headers(plan, RING + 1)
         self.places = np.array([3, 1, 6, 0, 5, 2], dtype=np.uint64)  # not the fourth
         self.fd = os.open(self.root, os.O_RDONLY)
