@@ -20,7 +20,7 @@ from vua.storage.base import (
     Batch,
     Capabilities,
     Entry,
-    Filled,
+    ReadResult,
     WriteResult,
 )
 
@@ -60,7 +60,7 @@ class SQLiteStorage:
         """Whether the database was deleted."""
         return not self._path.exists()
 
-    def read(self, batch: Batch) -> Filled:
+    def read(self, batch: Batch) -> ReadResult:
         """Select entries one after the other."""
         versions: list[bytes] = []
         count, problem = 0, None
@@ -76,7 +76,7 @@ class SQLiteStorage:
             problem = known
         except sqlite3.Error as error:
             problem = OSError(5, str(error))
-        return Filled(count, problem, dict(enumerate(versions)).get)
+        return ReadResult(count, problem, dict(enumerate(versions)).get)
 
     def _row(self, query: str, name: str) -> tuple | None:
         with self._lock:

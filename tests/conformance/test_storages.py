@@ -13,7 +13,7 @@ from buckets import azurite, memory_url, moto, seaweedfs, speaking_to
 from conformance.sqlite_storage import SQLiteStorage
 from helpers import has_native, native_code
 from vua.format.compressed import CODEC
-from vua.storage.base import Batch, Filled, Storage
+from vua.storage.base import Batch, ReadResult, Storage
 from vua.storage.bucket import Bucket
 from vua.storage.local import LocalStorage
 from vua.storage.location import BucketPath
@@ -141,9 +141,9 @@ class TestAzurite(TestSeaweedFS):
 class Liar(MemoryStorage):
     """It says that it has read everything, and has not."""
 
-    def read(self, batch: Batch) -> Filled:
+    def read(self, batch: Batch) -> ReadResult:
         """Read nothing."""
-        return Filled(len(batch.names), None, lambda _: None)
+        return ReadResult(len(batch.names))
 
 
 @pytest.mark.thorough

@@ -30,7 +30,7 @@ from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout
 from vua.native import MemoryMap
 from vua.security.settings import Security
-from vua.storage.base import Batch, Entry, Filled, Storage, WriteResult
+from vua.storage.base import Batch, Entry, ReadResult, Storage, WriteResult
 from vua.storage.local import TEMPORARY
 from vua.store.namespace import Namespace
 from vua.store.store import Store
@@ -77,7 +77,7 @@ class _ShortNames(FaultyStorage):
     def write(self, batch: Batch) -> WriteResult:
         return self.inner.write(dataclasses.replace(batch, names=[*map(self._short, batch.names)]))
 
-    def read(self, batch: Batch) -> Filled:
+    def read(self, batch: Batch) -> ReadResult:
         return self.inner.read(dataclasses.replace(batch, names=[*map(self._short, batch.names)]))
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:

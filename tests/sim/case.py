@@ -23,7 +23,7 @@ from sim.engine import Engine, Settings
 from sim.stored import Inventory, take_inventory
 from sim.truth import MODELS, STATE, VOCABULARY, Chain, make_shape
 from sim.worker import Wrong
-from vua.storage.base import Batch, Filled
+from vua.storage.base import Batch, ReadResult
 from vua.storage.local import LocalStorage
 
 STUCK_STEPS = 3_000
@@ -302,14 +302,14 @@ def ailing_storage(case: Case) -> Iterator[list[OSError]]:
             time.sleep(random.uniform(0.0, longest_s))
 
     class AilingStorage(LocalStorage):
-        def read(self, batch: Batch) -> Filled:
+        def read(self, batch: Batch) -> ReadResult:
             if batch.transfer.spread is not None:  # of the page cache, which has half of it
-                cold = Filled(0, BlockingIOError(errno.EAGAIN, "not cached"), lambda _at: None)
+                cold = ReadResult(0, BlockingIOError(errno.EAGAIN, "not cached"))
                 return cold if chance.random() < 0.5 else super().read(batch)
             pause(case.read_s)
             if chance.random() < case.read_errors:
                 failures.append(OSError(errno.EIO, "the disk is broken"))
-                return Filled(0, failures[-1], lambda _at: None)
+                return ReadResult(0, failures[-1])
             return super().read(batch)
 
         def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:

@@ -37,7 +37,7 @@ __all__ = [
     "Batch",
     "Capabilities",
     "Entry",
-    "Filled",
+    "ReadResult",
     "Storage",
     "WriteResult",
     "entry_name",
@@ -156,17 +156,17 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Filled:
-    """The result of a read."""
+class ReadResult:
+    """The result of a read by a storage; the verifier then counts only what it has verified."""
 
     count: int
     """Number of leading entries that are in memory with their headers and digests."""
-    problem: Exception | None
+    problem: Exception | None = None
     """Why the next entry is not; None if all are. FileNotFoundError, another OSError,
     UntrustedError for an untrusted owner, CorruptEntryError for a wrong length."""
-    version: Callable[[int], bytes | None]
+    version: Callable[[int], bytes | None] = lambda _: None
     """By index: bytes that distinguish this entry from any other that ever has its name. For
-    entries in memory, and for the next one if it is damaged."""
+    entries in memory, and for the next one if it is damaged; the verifier: for that one alone."""
 
 
 @dataclass(slots=True)
@@ -223,7 +223,7 @@ class Storage(Protocol):
 
     # -- reading ------------------------------------------------------------------------------
 
-    def read(self, batch: Batch) -> Filled:
+    def read(self, batch: Batch) -> ReadResult:
         """Read leading entries into the batch's memory, and hash them into its digests.
 
         Stops at the first that cannot be read; memory after it is undefined. Entries are read whole

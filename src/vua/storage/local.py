@@ -53,7 +53,7 @@ from vua.storage.base import (
     Batch,
     Capabilities,
     Entry,
-    Filled,
+    ReadResult,
     WriteResult,
     entry_name,
     explained,
@@ -390,11 +390,11 @@ class LocalStorage:
 
     # -- reading ------------------------------------------------------------------------------
 
-    def read(self, batch: Batch) -> Filled:
+    def read(self, batch: Batch) -> ReadResult:
         """Read and hash files by few calls; a file at which C stops is read or judged in Python."""
         paths, transfer, into = list(map(entry_path, batch.names)), batch.transfer, batch.into
         if not self.follow():
-            return Filled(0, FileNotFoundError(errno.ENOENT, "no directory"), into.version)
+            return ReadResult(0, FileNotFoundError(errno.ENOENT, "no directory"), into.version)
         past_cache = self._local and not self.shares_reads
         cached = transfer.spread is not None  # or nothing: then the rest is asked for again
         asked = [] if cached else paths
@@ -412,14 +412,14 @@ class LocalStorage:
             if done < stop:
                 if cached:
                     left = BlockingIOError(errno.EAGAIN, "busy")
-                    return Filled(done, left, into.version)
+                    return ReadResult(done, left, into.version)
                 try:
                     native.read_entry(transfer, directory, paths[done], batch.place, into, done)
                 except (OSError, EntryError, UntrustedError) as problem:
                     self._doubt(problem)
-                    return Filled(done, problem, into.version)
+                    return ReadResult(done, problem, into.version)
                 done += 1
-        return Filled(done, None, into.version)
+        return ReadResult(done, version=into.version)
 
     def ahead(
         self,

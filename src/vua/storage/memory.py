@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from vua.errors import CorruptEntryError
 from vua.io.forks import new_lock
-from vua.storage.base import PRESENT, WRITTEN, Batch, Capabilities, Entry, Filled, WriteResult
+from vua.storage.base import PRESENT, WRITTEN, Batch, Capabilities, Entry, ReadResult, WriteResult
 
 __all__ = ["MemoryStorage"]
 
@@ -27,7 +27,7 @@ class MemoryStorage:
         self._serial = itertools.count()
         self._lock = new_lock()
 
-    def read(self, batch: Batch) -> Filled:
+    def read(self, batch: Batch) -> ReadResult:
         versions: list[bytes] = []
         problem: Exception | None = None
         for index, name in enumerate(batch.names):
@@ -42,7 +42,7 @@ class MemoryStorage:
                 problem = wrong_length
                 break
         done = len(versions) - isinstance(problem, CorruptEntryError)
-        return Filled(done, problem, dict(enumerate(versions)).get)
+        return ReadResult(done, problem, dict(enumerate(versions)).get)
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
         found = [self._entries.get(name) for name in names]

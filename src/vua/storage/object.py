@@ -44,7 +44,7 @@ from vua.storage.base import (
     Batch,
     Capabilities,
     Entry,
-    Filled,
+    ReadResult,
     WriteResult,
 )
 from vua.storage.bucket import Meta
@@ -315,7 +315,7 @@ class ObjectStorage:
 
     # -- reading ------------------------------------------------------------------------------
 
-    def read(self, batch: Batch) -> Filled:
+    def read(self, batch: Batch) -> ReadResult:
         """Get objects, or ranges of them, several at a time."""
         parts = list(_joined(batch.ranges, batch.nbytes))
         problems: dict[int, Exception] = {}
@@ -331,7 +331,7 @@ class ObjectStorage:
 
         self._bucket.each(get, [(at, part) for at in range(len(batch.names)) for part in parts])
         first = min(problems, default=len(batch.names))
-        return Filled(first, problems.get(first), lambda index: tags.get(index) or None)
+        return ReadResult(first, problems.get(first), lambda index: tags.get(index) or None)
 
     def _get(
         self, batch: Batch, index: int, offset: int, nbytes: int, tags: dict[int, bytes]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 
-from vua.storage.base import WRITTEN, Batch, Capabilities, Entry, Filled, Storage, WriteResult
+from vua.storage.base import WRITTEN, Batch, Capabilities, Entry, ReadResult, Storage, WriteResult
 from vua.storage.local import LocalStorage
 
 __all__ = ["TieredStorage", "Travels"]
@@ -69,12 +69,12 @@ class TieredStorage:
 
     # -- reading ------------------------------------------------------------------------------
 
-    def read(self, batch: Batch) -> Filled:
+    def read(self, batch: Batch) -> ReadResult:
         """Read each run of entries from the nearest tier that has its first."""
         with nullcontext() if self.travels is None else self.travels.reading():
             return self._read(batch)
 
-    def _read(self, batch: Batch) -> Filled:
+    def _read(self, batch: Batch) -> ReadResult:
         done, count = 0, len(batch.names)
         versions: dict[int, bytes] = {}
         problem: Exception | None = None
@@ -100,7 +100,7 @@ class TieredStorage:
                     problem = filled.problem
             if done == first:
                 break
-        return Filled(done, problem, versions.get)
+        return ReadResult(done, problem, versions.get)
 
     def _take_offers(self, batch: Batch, first: int, part: Batch) -> set[int]:
         """Report whole entries of ``part`` as they arrive; return the set of their indices."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -17,13 +16,13 @@ from vua.format.entry import MAX_HEADER_NBYTES, EntryCodec
 from vua.format.keys import ChunkKey
 from vua.format.parse import EntryInfo, check_payload, codec_of, mismatch, parse_entry
 from vua.native import Digest, EntryStream, Headers, Transfer, digests_of
-from vua.storage.base import Batch, Storage, entry_name
+from vua.storage.base import Batch, ReadResult, Storage, entry_name
 from vua.storage.local import LocalStorage
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal
 
-__all__ = ["EntryReader", "ReadAhead", "UnbelievedError", "Verified", "check_parts", "verified"]
+__all__ = ["EntryReader", "ReadAhead", "UnbelievedError", "check_parts", "verified"]
 
 _BATCH_ENTRIES: Final = 256
 """Entries read by one call; bounds the memory of headers."""
@@ -38,19 +37,6 @@ class UnbelievedError(Exception):
         """Refuse an entry of ``writer``, the name in the header."""
         super().__init__(writer.decode(errors="replace").strip())
         self.writer = writer
-
-
-@dataclass(slots=True)
-class Verified:
-    """The result of a read."""
-
-    count: int
-    """Number of leading entries that are in memory and proved to be the requested ones."""
-    problem: Exception | None = None
-    """Why the next entry is not: EntryError (damaged or another entry), or as below.
-    UntrustedError, UnbelievedError, FileNotFoundError or another OSError."""
-    version: bytes | None = None
-    """The next entry's version, if the storage knows it; see :meth:`Storage.delete`."""
 
 
 class EntryReader:
@@ -72,7 +58,7 @@ class EntryReader:
         place: int = 0,
         seal: Seal | None = None,
         believed: Container[bytes] | None = None,
-    ) -> Verified:
+    ) -> ReadResult:
         """Read leading entries into the chunk slots from ``place`` on, up to a bad one.
 
         Args:
@@ -81,7 +67,9 @@ class EntryReader:
             seal: the seal they must have; encrypted entries are decrypted in memory.
             believed: names of trusted writers; by default all.
 
-        Raises nothing for the state of the storage. Memory after the counted entries is undefined.
+        Counted entries are proved to be the requested ones. The problem may also be an EntryError
+        (damaged or another entry) or an UnbelievedError. Raises nothing for the state of the
+        storage. Memory after the counted entries is undefined.
         """
         done, at_once = 0, _BATCH_ENTRIES
         keep_discarded = seal is not None and self._transfer.discard_nbytes > 0
@@ -94,8 +82,8 @@ class EntryReader:
             good, bad = self._verify(batch, run[: filled.count], seal, believed)
             done += good
             if (problem := bad or filled.problem) is not None:
-                return Verified(done, problem, filled.version(good))
-        return Verified(done)
+                return ReadResult(done, problem, {done: filled.version(good)}.get)
+        return ReadResult(done)
 
     def ahead(
         self,

@@ -32,9 +32,9 @@ from vua.io.plan import EntryPlan
 from vua.native import MemoryMap, Transfer
 from vua.security.keyring import Keyring, NoKeyError
 from vua.security.settings import Security
-from vua.storage.base import Storage, entry_name, parse_name
+from vua.storage.base import ReadResult, Storage, entry_name, parse_name
 from vua.storage.local import LocalStorage
-from vua.store.entry_reader import EntryReader, UnbelievedError, Verified
+from vua.store.entry_reader import EntryReader, UnbelievedError
 
 if TYPE_CHECKING:
     from vua.capacity.bucket import BucketCapacity
@@ -429,7 +429,7 @@ class Loader:
         """Read from chunk ``first`` on; return the first that cannot be loaded, and the reason."""
         store, chunks = self._store, first
         while chunks < len(keys):
-            got, bad = Verified(len(keys) - chunks), self._target
+            got, bad = ReadResult(len(keys) - chunks), self._target
             for shard, reader in self._route:
                 run = [keys[at] for at in range(chunks, chunks + got.count)]
                 found = reader.read(run, chunks, self._seal, believed)
@@ -437,7 +437,7 @@ class Loader:
                     got, bad = found, shard
             chunks += got.count
             if got.problem is not None:
-                reason = self._miss(keys[chunks], bad, got.problem, got.version)
+                reason = self._miss(keys[chunks], bad, got.problem, got.version(got.count))
                 if reason is not None:
                     store.quarantine.count(reason)
                     return chunks, reason

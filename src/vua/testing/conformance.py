@@ -262,7 +262,7 @@ class StorageConformance(_Case):
         """With a version only the very entry that was read is deleted."""
         longer = EntryCodec(_NAMESPACE, _LONGER, _LONGER.full)
         self.write(self.keys[:1], _Cache(_LONGER, seed=3), longer)
-        damaged = self.reader(_Cache()).read(self.keys[:1]).version
+        damaged = self.reader(_Cache()).read(self.keys[:1]).version(0)
         self.assertIsNotNone(damaged)
         self.save(self.keys[:1])
         self.assertTrue(self.storage.delete(self.names[0], damaged))

@@ -9,7 +9,7 @@ from vua.storage.base import (
     Batch,
     Capabilities,
     Entry,
-    Filled,
+    ReadResult,
     Storage,
     WriteResult,
     explained,
@@ -39,12 +39,12 @@ class FaultyStorage:
         """Whether the storage itself was deleted."""
         return self.inner.gone
 
-    def read(self, batch: Batch) -> Filled:
+    def read(self, batch: Batch) -> ReadResult:
         """Fail, or read."""
         if "open" in self.fail:
-            return Filled(0, self.fail["open"], lambda _: None)
+            return ReadResult(0, self.fail["open"])
         filled = self.inner.read(batch)
-        return Filled(0, self.fail["read"], filled.version) if "read" in self.fail else filled
+        return ReadResult(0, self.fail["read"], filled.version) if "read" in self.fail else filled
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
         """Ask."""

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from vua.storage.base import Batch, Capabilities, Entry, Filled, Storage, WriteResult
+from vua.storage.base import Batch, Capabilities, Entry, ReadResult, Storage, WriteResult
 
 __all__ = ["ThrottledStorage"]
 
@@ -82,7 +82,7 @@ class ThrottledStorage:
 
     # -- slowed down --------------------------------------------------------------------------
 
-    def read(self, batch: Batch) -> Filled:
+    def read(self, batch: Batch) -> ReadResult:
         """Read entries at the limited speed, which includes the inner storage's time."""
         began_s = time.monotonic()
         filled = self.storage.read(batch)

@@ -18,7 +18,7 @@ from scorecard.subject import Key
 from scorecard.trial import Trial, scored
 from vua import native
 from vua.format.parse import encode_header
-from vua.storage.base import Batch, Filled, Storage, WriteResult
+from vua.storage.base import Batch, ReadResult, Storage, WriteResult
 from vua.store.store import Loader
 
 __all__ = ["timings"]
@@ -39,7 +39,7 @@ class _Unhashed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._storage, name)
 
-    def read(self, batch: Batch) -> Filled:
+    def read(self, batch: Batch) -> ReadResult:
         batch.transfer.reset = batch.transfer.update = self._nothing
         batch.transfer.digest = self._version
         return self._storage.read(batch)

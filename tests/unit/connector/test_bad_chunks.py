@@ -19,7 +19,7 @@ from helpers import DirectoryTest, bits, flip, keys_of, noise, save_step, until
 from vua.device.movers import PosixMover
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-from vua.storage.base import Filled
+from vua.storage.base import ReadResult
 from vua.storage.local import LocalStorage
 
 pytestmark = pytest.mark.vllm
@@ -135,7 +135,7 @@ class BadChunkTest(DirectoryTest):
         """A comparison that the storage does not answer says nothing of the chunks."""
         self.begin(on_device=False)
         broken = OSError(errno.EIO, "broken")
-        answer = Filled(0, broken, lambda _: None)
+        answer = ReadResult(0, broken)
         with (
             mock.patch.object(LocalStorage, "read", return_value=answer),
             mock.patch.object(LocalStorage, "ahead", side_effect=broken),
@@ -149,7 +149,7 @@ class BadChunkTest(DirectoryTest):
             with self.subTest(on_device=on_device):
                 self.begin(on_device=on_device)
                 broken = OSError(errno.EIO, "broken")
-                answer = Filled(0, broken, lambda _: None)
+                answer = ReadResult(0, broken)
                 with (
                     mock.patch.object(LocalStorage, "read", return_value=answer),
                     mock.patch.object(LocalStorage, "ahead", side_effect=broken),

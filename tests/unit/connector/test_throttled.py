@@ -16,7 +16,7 @@ from vua.connector.metadata import ScheduledRequest, ScheduledStep
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
-from vua.storage.base import Batch, Filled
+from vua.storage.base import Batch, ReadResult
 from vua.testing.throttle import ThrottledStorage
 
 LAYOUT = KVLayout(2, 1, 8, 4, "F32", 16)
@@ -44,7 +44,7 @@ class SlowStorage(ThrottledStorage):
         super().__init__(storage)
         self.clock, self.read_s = clock, FAST_S
 
-    def read(self, batch: Batch) -> Filled:
+    def read(self, batch: Batch) -> ReadResult:
         """Read entries, in their time."""
         filled = super().read(batch)
         self.clock.now_s += self.read_s

@@ -21,7 +21,7 @@ from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.sglang.settings import chunk_keys
 from vua.sglang.transfers import HostPages, Transfers
-from vua.storage.base import Batch, Filled, Storage, WriteResult
+from vua.storage.base import Batch, ReadResult, Storage, WriteResult
 from vua.store.namespace import Namespace
 from vua.testing.faulty import FaultyStorage
 
@@ -143,7 +143,7 @@ class Hanging(FaultyStorage):
             self.go.wait()
         return super().write(batch)
 
-    def read(self, batch: Batch) -> Filled:
+    def read(self, batch: Batch) -> ReadResult:
         """Read, sooner or later."""
         if self.hangs:
             self.go.wait()
