@@ -37,7 +37,7 @@ from vua.native import MemoryMap
 from vua.serdes import DTYPES
 from vua.storage.bucket_cost import REQUESTS_AT_ONCE
 from vua.storage.location import is_url
-from vua.store.store import Loaded, Loader, Store
+from vua.store.store import UNJUDGED, Loaded, Loader, Store
 from vua.store.writer import EntryWriter
 
 __all__ = [
@@ -233,11 +233,10 @@ class ShardFiles:
         """Tell that the first of these chunks is ``gone``, for ``reason``; read what follows it.
 
         What else is damaged is then out of sight before the recomputed chunks are saved; otherwise
-        each load would find, and heal, only one. After an error nothing is known to be gone; what a
-        writer wrote who is not believed is there. ``chunks`` at a time are read while it
-        ``goes_on``.
+        each load would find, and heal, only one. For reasons that say nothing about a file nothing
+        is known to be gone. ``chunks`` at a time are read while it ``goes_on``.
         """
-        while reason not in ("error", "writer"):
+        while reason not in UNJUDGED:
             if reason is not None:
                 gone(keys[0])
                 keys = keys[1:]

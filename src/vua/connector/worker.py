@@ -50,7 +50,7 @@ from vua.format.keys import ChunkKey
 from vua.io.pool import Breaker, Job, Pool
 from vua.store.agreement import Agreement, compare
 from vua.store.namespace import Namespace
-from vua.store.store import Loader
+from vua.store.store import UNJUDGED, Loader
 from vua.store.writer import Noted
 
 __all__ = ["Comparisons", "Rank", "WorkerSide"]
@@ -161,7 +161,7 @@ class Comparisons:
             name = f"chunk {chunk.key.name[:12]}"
             if isinstance(agreement, str):
                 missing = f"{name}: its file is {agreement}"
-                is_hurt |= agreement not in _UNJUDGED
+                is_hurt |= agreement not in UNJUDGED
                 continue
             text = f"{name}, tokens from {chunk.key.start}: {agreement}"
             found.append(Compared(chunk.key.start, writers, agreement.ratio, text))
@@ -181,7 +181,7 @@ class Comparisons:
             for key in keys:
                 loaded = loader.load([key])
                 job.progress()
-                if loaded.reason in _UNJUDGED or not job.wanted:
+                if loaded.reason in UNJUDGED or not job.wanted:
                     break
                 if not loaded.chunks:
                     group.tell_gone(key)
@@ -217,8 +217,6 @@ class Comparisons:
 
 log = logger("worker")
 
-_UNJUDGED: Final = ("error", "locked", "writer")
-"""Reasons for a miss that say nothing about the file."""
 _POLL_S: Final = 0.0005
 """How often a load that has read checks whether the engine has finished with its blocks."""
 _IO_SHARE: Final = 0.9

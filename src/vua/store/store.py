@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vua.capacity.bucket import BucketCapacity
     from vua.security.seal import Seal
 
-__all__ = ["Keys", "Loaded", "Loader", "Quarantine", "Search", "Store"]
+__all__ = ["UNJUDGED", "Keys", "Loaded", "Loader", "Quarantine", "Search", "Store"]
 
 _PRESENT_S: Final = 600.0
 """How long a found entry counts as present; a load that misses it forgets it at once."""
@@ -247,6 +247,8 @@ class Quarantine:
 log = logging.getLogger(__name__)
 
 _MOST_REFUSED: Final = 1 << 10
+UNJUDGED: Final = ("error", "locked", "writer")
+"""Reasons for a miss (:attr:`Loaded.reason`) that say nothing about the file."""
 
 
 class Loaded(NamedTuple):
@@ -419,7 +421,7 @@ class Loader:
         store.quarantine.loaded(keys, chunks)
         log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
         at, why = chunks, reason
-        while weed and why not in (None, "error", "writer"):
+        while weed and why is not None and why not in UNJUDGED:
             at, why = self._load(keys, at + 1, believed)
         return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
 

@@ -19,6 +19,7 @@ from helpers import DirectoryTest, bits, flip, keys_of, noise, save_step, until
 from vua.device.movers import PosixMover
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
+from vua.security.keyring import Keyring, NoKeyError
 from vua.storage.base import ReadResult
 from vua.storage.local import LocalStorage
 
@@ -156,6 +157,20 @@ class BadChunkTest(DirectoryTest):
                 ):
                     self.assertEqual([], self.load())
                 self.assertEqual({6, 7, 8, 9, 10}, self.side.take_failed_blocks())
+
+    def test_missing_key_tells_nothing(self) -> None:
+        """Without the key of sealed chunks nothing is known of them: they may be there."""
+        for on_device in (False, True):
+            with self.subTest(on_device=on_device):
+                self.begin(on_device=on_device)
+                missing = NoKeyError("the key is missing")
+                with (
+                    mock.patch.object(Keyring, "seals", return_value=True),
+                    mock.patch.object(Keyring, "seal", side_effect=missing),
+                ):
+                    self.assertEqual([], self.load())
+                self.assertEqual({6, 7, 8, 9, 10}, self.side.take_failed_blocks())
+                self.assertEqual(1, self.side.counts["locked"])
 
     def test_direct_reads_of_other_bytes(self) -> None:
         """Files that are right although they came wrong into device memory: that way is given up.
