@@ -223,26 +223,26 @@ class ShardFiles:
         buffer: Buffer,
         keys: Sequence[ChunkKey],
         reason: str | None,
-        chunks: int,
         job: Job[Any],
         *,
         goes_on: Callable[[], bool] = lambda: True,
-        gone: Callable[[ChunkKey], None] = lambda _: None,
         believed: Container[bytes] | None = None,
-    ) -> None:
-        """Tell that the first of these chunks is ``gone``, for ``reason``; read what follows it.
+    ) -> Iterator[ChunkKey]:
+        """Read what follows a chunk that cannot be loaded for ``reason``; yield all that is gone.
 
-        What else is damaged is then out of sight before the recomputed chunks are saved; otherwise
+        Other damaged chunks are then out of sight before the recomputed ones are saved; otherwise
         each load would find, and heal, only one. For reasons that say nothing about a file nothing
-        is known to be gone. ``chunks`` at a time are read while it ``goes_on``.
+        is known to be gone. Begins with the first of the keys; ``reason`` None: it is read, too.
+        Reads while it ``goes_on``.
         """
+        loader = self._loader(buffer)
         while reason not in UNJUDGED:
             if reason is not None:
-                gone(keys[0])
+                yield keys[0]
                 keys = keys[1:]
             if not (keys and goes_on()):
                 return
-            loaded = self.read(buffer, keys[:chunks], believed)
+            loaded = loader.load(keys[: loader.chunks], believed)
             job.progress()
             keys, reason = keys[loaded.chunks :], loaded.reason
 
@@ -467,20 +467,14 @@ class GroupTransfer:
         reason: str | None,
         job: Job[LoadOrder],
     ) -> None:
-        """Report that the first of these chunks is gone, for ``reason``; read what follows it, too.
-
-        Other damaged chunks are then removed before the recomputed ones are saved; otherwise each
-        run would find, and heal, only one. After an error nothing is known to be gone; chunks of an
-        untrusted writer exist.
-        """
-        if reason is None:
-            return
-        self.files.weed(
-            *(buffer, keys, reason, self.load_buffers.chunks, job),
-            goes_on=lambda: job.wanted,
-            gone=self.tell_gone,
-            believed=job.what.believed,
-        )
+        """Report which of these chunks are gone; ``reason``: why the first cannot be loaded."""
+        if reason is not None:
+            for key in self.files.weed(
+                *(buffer, keys, reason, job),
+                goes_on=lambda: job.wanted,
+                believed=job.what.believed,
+            ):
+                self.tell_gone(key)
 
     def tell_gone(self, key: ChunkKey) -> None:
         """Note that a chunk cannot be loaded any more, for events."""

@@ -27,7 +27,13 @@ from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.device_transfer import DeviceGroupTransfer, lies_on_device, open_gds
 from vua.connector.events import FileEventLog
-from vua.connector.group_transfer import GroupTransfer, PageLayouts, Rank, Tables
+from vua.connector.group_transfer import (
+    GroupTransfer,
+    PageLayouts,
+    Rank,
+    ShardFiles,
+    Tables,
+)
 from vua.connector.log import logger
 from vua.connector.metadata import (
     Compared,
@@ -50,7 +56,7 @@ from vua.format.keys import ChunkKey
 from vua.io.pool import Breaker, Job, Pool
 from vua.store.agreement import Agreement, compare
 from vua.store.namespace import Namespace
-from vua.store.store import UNJUDGED, Loader
+from vua.store.store import UNJUDGED
 from vua.store.writer import Noted
 
 __all__ = ["Comparisons", "Rank", "WorkerSide"]
@@ -176,24 +182,18 @@ class Comparisons:
         gone: list[int] = []
         for number, keys in job.what.order.stored:
             group = job.what.groups[number]
-            memory = StagingBuffer(group.group.layout, group.shard, 1).memory
-            loader = Loader(group.store, memory, target=group.shard)
-            for key in keys:
-                loaded = loader.load([key])
-                job.progress()
-                if loaded.reason in UNJUDGED or not job.wanted:
-                    break
-                if not loaded.chunks:
-                    group.tell_gone(key)
-                    gone.append(key.start)
+            buffer = StagingBuffer(group.group.layout, group.shard, 1)
+            files = ShardFiles(group.store, group.shard)  # the group's own would keep the buffer
+            for key in files.weed(buffer, keys, None, job, goes_on=lambda: job.wanted):
+                group.tell_gone(key)
+                gone.append(key.start)
         return min(gone, default=None)
 
     def _agreement(self, chunk: _Computed) -> tuple[Agreement | str, frozenset[bytes]]:
         """Compare one chunk, and return its writers; a reason, if its file cannot be loaded."""
         group, noted = chunk.group, Noted()
         stored = StagingBuffer(group.group.layout, group.shard, 1)
-        loader = Loader(group.store, stored.memory, target=group.shard)
-        loaded = loader.load([chunk.key], noted)
+        loaded = ShardFiles(group.store, group.shard).read(stored, [chunk.key], noted)
         if not loaded.chunks:
             return str(loaded.reason), frozenset()
         group.fetch([chunk.buffer])

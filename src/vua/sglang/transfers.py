@@ -256,7 +256,8 @@ class Transfers:
                 job.tell(done)
                 if reason not in ("", "error", "reset"):
                     rest = [*work.keys[done:], *work.behind]
-                    self._files.weed(work.buffer, rest, reason, self.chunks, job)
+                    for _ in self._files.weed(work.buffer, rest, reason, job):
+                        pass  # nobody follows what is gone
         finally:
             self._load_buffers.give_back(work.buffer)  # not earlier: a hanging read may write to it
 

@@ -389,7 +389,8 @@ class Loader:
     def __init__(self, store: Store, memory: MemoryMap, *, target: Shard | None = None) -> None:
         """Load into writable ``memory``, which holds ``target``: by default the whole model."""
         self._store, self._memory, self._target = store, memory, target or store.layout.full
-        self._room = memory.chunks(store.layout.chunk_tokens)
+        self.chunks = memory.chunks(store.layout.chunk_tokens)
+        """How many chunks the memory has space for."""
         self._readers: dict[tuple[Shard, Shard, str], EntryReader] = {}
         self._seal: Seal | None = None
         self._follow(store._last_cover.get(self._target) or [(self._target, self._target)])
@@ -407,8 +408,8 @@ class Loader:
 
         Never raises for the state of the storage: the result's ``reason`` says it.
         """
-        if len(keys) > self._room:
-            msg = f"{len(keys)} chunks do not fit into memory for {self._room}"
+        if len(keys) > self.chunks:
+            msg = f"{len(keys)} chunks do not fit into memory for {self.chunks}"
             raise InputError(msg)
         store = self._store
         try:
