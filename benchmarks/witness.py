@@ -32,7 +32,6 @@ import torch
 from e2e.variants import WEIGHTS, make_variant
 from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
-from vua.serdes import DTYPES
 from vua.storage.description import descriptions
 from vua.store.agreement import compare
 from vua.store.namespace import Namespace
@@ -128,14 +127,11 @@ def chunks(root: Path, prompts: Prompts) -> Iterator[tuple[str, int, list[torch.
     (found,) = descriptions(root)
     (store,) = Namespace.open(found.path).stores
     layout = store.layout
-    buffer, dtype = StagingBuffer(layout, layout.full, 1), DTYPES[layout.dtype]
+    buffer = StagingBuffer(layout, layout.full, 1)
     for prompt in prompts:
         for key in KeyChain(token_ids(prompt), CHUNK):
             if store.load([key], buffer.memory).chunks:
-                arrays = [
-                    torch.from_numpy(data).view(dtype).view(shape).clone()
-                    for data, shape in buffer.arrays(0)
-                ]
+                arrays = [array[0].clone() for array in buffer.arrays]
                 yield key.name, key.start, arrays, layout.dtype
     store.close()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from sim.truth import DRAFT, STATE, Chain, Shape, first_read, rows
 from sim.worker import Wrong
@@ -132,14 +133,15 @@ def _is_right(
     if store.layout.window == STATE:
         expected = rows(chain.hashes(key.stop - 1, key.stop), shape, layers)
         wanted = expected[:, 0].transpose(1, 0, 2, 3).reshape(len(layers), -1)
-        ((data, _),) = buffer.arrays(0)
-        found = data.view(np.int16).reshape(len(layers), -1)[:, : wanted.shape[1]]
+        (states,) = buffer.arrays
+        found = states.flatten().view(torch.int16).numpy().reshape(len(layers), -1)
+        found = found[:, : wanted.shape[1]]
         if not np.array_equal(found, wanted):
             raise Wrong(f"the stored states behind token {key.stop} of a prompt are wrong")
         return True
     expected = rows(chain.hashes(key.start, key.stop), shape, layers)
-    for (data, size), wanted in zip(buffer.arrays(0), expected, strict=True):
-        found = data.view(np.int16).reshape(size)
+    for array, wanted in zip(buffer.arrays, expected, strict=True):
+        found = array[0].view(torch.int16).numpy()
         if not np.array_equal(found, wanted.transpose(2, 1, 0, 3)):
             raise Wrong(f"the stored tokens {key.start}..{key.stop} of a prompt are wrong")
     return True

@@ -34,7 +34,6 @@ from vua.format.layout import Shard
 from vua.io.pool import Job
 from vua.io.posix import machine_memory_nbytes
 from vua.native import MemoryMap
-from vua.serdes import DTYPES
 from vua.storage.bucket_cost import REQUESTS_AT_ONCE
 from vua.storage.location import is_url
 from vua.store.store import UNJUDGED, Loaded, Loader, Store
@@ -179,7 +178,6 @@ class ShardFiles:
         self._loaders: dict[Buffer, Loader] = {}
         self._savers: dict[tuple[int, str], list[EntryWriter]] = {}
         """Those that no thread uses, by their memory and the name that they write in."""
-        self._dtype = DTYPES[store.layout.dtype]
 
     def read(
         self, buffer: Buffer, keys: Sequence[ChunkKey], believed: Container[bytes] | None = None
@@ -256,23 +254,6 @@ class ShardFiles:
             saver = EntryWriter(self.store, memory, shard=self._shard, writer=writer)
         yield saver
         savers.append(saver)
-
-    def tensors(self, buffer: Buffer, place: int) -> list[torch.Tensor]:
-        """Return K, and V where there is one, of one chunk in a buffer's memory.
-
-        ``[heads, layers, tokens, dim]`` each, of the cache's dtype.
-        """
-        return [
-            torch.from_numpy(data).view(self._dtype).view(shape)
-            for data, shape in buffer.arrays(place)
-        ]
-
-    def leading(self, buffer: StagingBuffer, chunks: int) -> list[torch.Tensor]:
-        """Return :meth:`tensors` of leading chunks at once, ``[chunks, ...]``."""
-        return [
-            torch.from_numpy(rows[:chunks]).view(self._dtype).view(chunks, *shape)
-            for rows, shape in buffer.rows()
-        ]
 
 
 class GroupTransfer:
@@ -454,7 +435,7 @@ class GroupTransfer:
     ) -> None:
         """Bring leading chunks from the buffer into their blocks."""
         start, stop = max(keys[0].start, part.start), min(keys[chunks - 1].stop, part.stop)
-        skip, arrays = start - keys[0].start, self.files.leading(buffer, chunks)
+        skip, arrays = start - keys[0].start, [array[:chunks] for array in buffer.arrays]
         for table, layers, pages in self._places:
             k, *rest = (array[:, :, layers] for array in arrays)
             v = rest[0] if rest else None
@@ -486,15 +467,8 @@ class GroupTransfer:
     ) -> None:
         """Copy chunks out of their prompts' blocks, each to a buffer; ``tables`` of each prompt."""
         for buffer, key, block_ids in zip(buffers, keys, tables, strict=True):
-            k, *rest = self.files.tensors(buffer, 0)
+            k, *rest = (array[0] for array in buffer.arrays)
             for table, layers, pages in self._places:
                 v_part = rest[0][:, layers] if rest else None
                 count = key.stop - key.start
                 pages.gather(block_ids[table], key.start, count, k[:, layers], v_part)
-
-    def arrays(self, buffer: Any) -> list[torch.Tensor]:
-        """Return K, and V if there is one, of what :meth:`gather` copied, once it has arrived.
-
-        ``[heads, layers, tokens, dim]`` each, of the cache's dtype, in the buffer's memory.
-        """
-        return self.files.tensors(buffer, 0)

@@ -198,7 +198,7 @@ class Comparisons:
             return str(loaded.reason), frozenset()
         group.fetch([chunk.buffer])
         layers = group.group.layers[group.shard.layer_start : group.shard.layer_stop]
-        computed, theirs = group.arrays(chunk.buffer), group.arrays(stored)
+        computed, theirs = ([array[0] for array in one.arrays] for one in (chunk.buffer, stored))
         dtype = group.group.layout.dtype
         agreement = compare(computed, theirs, dtype, layers, quantised=self._quantised)
         return agreement, frozenset(noted)

@@ -12,10 +12,12 @@ import threading
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from vua.format.layout import KVLayout, Shard, payload_map
 from vua.io.posix import PAGE, page_aligned
 from vua.native import MemoryMap
+from vua.serdes import DTYPES
 
 __all__ = ["StagingBuffer", "StagingPool"]
 
@@ -44,29 +46,19 @@ class StagingBuffer:
         self.bytes = page_aligned(chunks * payload) if memory is None else memory
         self.bytes[::PAGE] = 0
         self.chunks, self.number = chunks, number
-        self._ranges: list[tuple[int, int, tuple[int, ...]]] = []
+        self.arrays: list[torch.Tensor] = []
+        """K, and V if there is one, of the layout's dtype: ``[chunks, heads, layers, tokens, dim]``
+        each."""
         start = 0
-        for dim, extent in zip(layout.dims, layout.extent_nbytes, strict=True):
-            stop = start + shard.heads * shard.layers * extent
-            shape = (shard.heads, shard.layers, layout.chunk_tokens, dim)
-            self._ranges.append((start, stop, shape))
-            start = stop
-        self._payload = payload
+        with torch.inference_mode(mode=False):  # else only an engine in that mode could fill them
+            places = torch.from_numpy(self.bytes).view(chunks, payload)
+            for dim, extent in zip(layout.dims, layout.extent_nbytes, strict=True):
+                stop = start + shard.heads * shard.layers * extent
+                shape = (chunks, shard.heads, shard.layers, layout.chunk_tokens, dim)
+                self.arrays.append(places[:, start:stop].view(DTYPES[layout.dtype]).view(shape))
+                start = stop
         self.memory = payload_map(layout, shard, self.bytes.ctypes.data, self.bytes, chunks)
         """Where the chunks are, for :meth:`vua.store.store.Store.load` and ``save``."""
-
-    def arrays(self, chunk: int) -> list[tuple[npt.NDArray[np.uint8], tuple[int, ...]]]:
-        """Return (bytes, shape) of K, and of V if there is one, of chunk slot ``chunk``.
-
-        The shape is ``[heads, layers, tokens, head_dim]`` in elements of the layout's dtype.
-        """
-        at = chunk * self._payload
-        return [(self.bytes[at + a : at + b], shape) for a, b, shape in self._ranges]
-
-    def rows(self) -> list[tuple[npt.NDArray[np.uint8], tuple[int, ...]]]:
-        """Return :meth:`arrays` of all chunk slots at once: the bytes are ``[chunks, nbytes]``."""
-        places = self.bytes.reshape(self.chunks, self._payload)
-        return [(places[:, a:b], shape) for a, b, shape in self._ranges]
 
 
 class StagingPool:

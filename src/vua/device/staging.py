@@ -109,8 +109,10 @@ class DeviceBuffer:
     def memory(self) -> MemoryMap:
         return self.host.memory
 
-    def arrays(self, chunk: int) -> list[tuple[npt.NDArray[np.uint8], tuple[int, ...]]]:
-        return self.host.arrays(chunk)
+    @property
+    def arrays(self) -> list[Tensor]:
+        """The host's, see :class:`StagingBuffer`."""
+        return self.host.arrays
 
     @property
     def device_bytes(self) -> Tensor:

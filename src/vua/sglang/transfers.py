@@ -240,7 +240,7 @@ class Transfers:
         def scatter(chunks: int) -> None:
             nonlocal done
             if work.proven():
-                self._pages.scatter(work.pages[:chunks], self._files.leading(work.buffer, chunks))
+                self._pages.scatter(work.pages[:chunks], [a[:chunks] for a in work.buffer.arrays])
                 done = chunks
 
         try:
@@ -284,7 +284,7 @@ class Transfers:
             self._stats.add("vua_chunks_saved_total", len(keys), "paused")
             return 0
         for place, page in enumerate(pages):
-            self._pages.gather(page, self._files.tensors(buffer, place))
+            self._pages.gather(page, [array[place] for array in buffer.arrays])
         work = _Work(keys, pages, buffer, proven)
         return self._result(self._saves, self._write, work, self._save_buffers)
 

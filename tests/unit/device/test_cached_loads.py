@@ -94,14 +94,9 @@ class CachedLoadTest(DirectoryTest):
         self.assertTrue(pages.aim(memory, ids, start, stop - start, start - first * SIZE))
         return loader.load_cached(keys[first:last])
 
-    def scattered(
-        self, buffer: StagingBuffer, layout: KVLayout, chunks: int
-    ) -> list[torch.Tensor | None]:
+    def scattered(self, buffer: StagingBuffer, chunks: int) -> list[torch.Tensor | None]:
         """K and V of leading chunks of a buffer, as `PagedKV.scatter_chunks` takes them."""
-        arrays: list[torch.Tensor | None] = [
-            torch.from_numpy(rows[:chunks]).view(DTYPES[layout.dtype]).view(chunks, *shape)
-            for rows, shape in buffer.rows()
-        ]
+        arrays: list[torch.Tensor | None] = [array[:chunks] for array in buffer.arrays]
         return arrays if len(arrays) == 2 else [*arrays, None]
 
     def test_every_form_and_range(self) -> None:
@@ -127,7 +122,7 @@ class CachedLoadTest(DirectoryTest):
                     chunks = self.load(store, keys, pages, ids, (start, stop))
                     first, last = start // SIZE, -(-stop // SIZE)
                     self.assertEqual(last - first, chunks)
-                    k, v = self.scattered(buffer, layout, CHUNKS)
+                    k, v = self.scattered(buffer, CHUNKS)
                     assert k is not None
                     others.scatter_chunks(
                         ids, start, stop - start, start - first * SIZE,
@@ -167,7 +162,7 @@ class CachedLoadTest(DirectoryTest):
         room = StagingBuffer(LONG, shard, 1)
         self.assertEqual(1, store.load(keys[:1], room.memory, target=shard).chunks)
         self.assertEqual(CHUNKS, loader.load_cached(keys), "the other one has found the files")
-        k, v = self.scattered(buffer, LONG, CHUNKS)
+        k, v = self.scattered(buffer, CHUNKS)
         assert k is not None
         assert v is not None
         others.scatter_chunks(ids, 0, CHUNKS * SIZE, 0, k[:, 1:2, 3:12], v[:, 1:2, 3:12])
@@ -179,7 +174,7 @@ class CachedLoadTest(DirectoryTest):
         for layout, form in ((LONG, column_form(16, 64)), (SHORT, column_form(16, 8))):
             store, keys, buffer = self.stored(layout)
             ids, draw = range(CHUNKS * SIZE // 32), random.Random(5)
-            k, v = self.scattered(buffer, layout, CHUNKS)
+            k, v = self.scattered(buffer, CHUNKS)
             assert k is not None
             nbytes = self.file(store, keys[0]).stat().st_size
             for turn in range(12):
