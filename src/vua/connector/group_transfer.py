@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -34,6 +34,7 @@ from vua.format.layout import Shard
 from vua.io.pool import Job
 from vua.io.posix import machine_memory_nbytes
 from vua.native import MemoryMap
+from vua.storage.base import FAILED, WRITTEN
 from vua.storage.bucket_cost import REQUESTS_AT_ONCE
 from vua.storage.location import is_url
 from vua.store.store import UNJUDGED, Loaded, Loader, Store
@@ -244,16 +245,32 @@ class ShardFiles:
             job.progress()
             keys, reason = keys[loaded.chunks :], loaded.reason
 
-    @contextlib.contextmanager
-    def saver(self, memory: MemoryMap, writer: str) -> Iterator[EntryWriter]:
-        """Yield what saves the shard from ``memory`` in the name of ``writer``, for one thread."""
-        savers = self._savers.setdefault((id(memory), writer), [])
+    def save_run(
+        self,
+        memory: MemoryMap,
+        keys: Sequence[ChunkKey],
+        writer: str,
+        *,
+        first: int = 0,
+        ttl_s: float | None = None,
+    ) -> Iterator[list[str]]:
+        """Write consecutive chunks from slot ``first`` of ``memory`` on; yield what became of them.
+
+        A few at a time: ``written`` in the name of ``writer``, or ``present``; at last all that are
+        ``refused``. Raises as :meth:`EntryWriter.save` does.
+        """
+        savers, left = self._savers.setdefault((id(memory), writer), []), len(keys)
         try:
             saver = savers.pop()
         except IndexError:
             saver = EntryWriter(self.store, memory, shard=self._shard, writer=writer)
-        yield saver
-        savers.append(saver)
+        saver.ttl_s = ttl_s
+        for statuses in saver.save_each(keys, first):
+            good = list(takewhile(lambda one: one != FAILED, statuses))
+            left -= len(good)
+            yield ["written" if one == WRITTEN else "present" for one in good]
+        savers.append(saver)  # not after an error
+        yield ["refused"] * left
 
 
 class GroupTransfer:

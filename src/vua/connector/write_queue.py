@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, Final
 
 from vua.connector.config import ConnectorConfig
@@ -27,7 +26,6 @@ from vua.connector.weights_watch import EngineState
 from vua.errors import StorageError
 from vua.format.keys import ChunkKey
 from vua.io.pool import Breaker, Job, Pool
-from vua.storage.base import FAILED, WRITTEN
 
 __all__ = ["WriteQueue", "WriterCount"]
 
@@ -414,12 +412,9 @@ class WriteQueue:
                 rest = "reset"
             else:
                 memory, name = save.group.save_buffers.memory, save.group.writer
-                with save.files.saver(memory, name) as saver:
-                    saver.ttl_s = save.order.hints.ttl_s
-                    for statuses in saver.save_each(wanted, save.buffers[0].number):
-                        good = takewhile(lambda one: one != FAILED, statuses)
-                        outcomes += ["written" if one == WRITTEN else "present" for one in good]
-                outcomes += ["refused"] * (len(wanted) - len(outcomes))
+                first, ttl_s = save.buffers[0].number, save.order.hints.ttl_s
+                for some in save.files.save_run(memory, wanted, name, first=first, ttl_s=ttl_s):
+                    outcomes += some
                 capacity, rest = save.files.store.capacity, "dropped"
                 if save.pin and len(wanted) == len(save.keys) and capacity is not None:
                     capacity.pin(wanted[-1].name)

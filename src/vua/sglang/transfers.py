@@ -297,10 +297,11 @@ class Transfers:
         work, done, written, outcome = job.what, 0, 0, "error"
         try:
             if work.proven():
-                with self._files.saver(work.buffer.memory, process_writer("sglang")) as saver:
-                    written = saver.save_all(work.keys)
+                memory, writer = work.buffer.memory, process_writer("sglang")
+                outcomes = sum(self._files.save_run(memory, work.keys, writer), list[str]())
+                written = outcomes.count("written")
                 done, outcome = len(work.keys), "present"
-                if saver.refused:
+                if "refused" in outcomes:
                     done, outcome = written, "refused"
             else:
                 outcome = "reset"
