@@ -291,38 +291,35 @@ class Transfers:
     def _save_is_late(self, job: Job[_Work]) -> None:
         if not job.started:
             self._save_buffers.give_back(job.what.buffer)
-        self._count(job.what, 0, "timeout")
+        self._count(["timeout"] * len(job.what.keys))
 
     def _write(self, job: Job[_Work]) -> int:
-        work, done, written, outcome = job.what, 0, 0, "error"
+        work, outcomes, rest = job.what, list[str](), "error"
         try:
             if work.proven():
                 memory, writer = work.buffer.memory, process_writer("sglang")
-                outcomes = sum(self._files.save_run(memory, work.keys, writer), list[str]())
-                written = outcomes.count("written")
-                done, outcome = len(work.keys), "present"
-                if "refused" in outcomes:
-                    done, outcome = written, "refused"
+                for some in self._files.save_run(memory, work.keys, writer):
+                    outcomes += some
             else:
-                outcome = "reset"
+                rest = "reset"
         except StorageError as problem:
             self._warn_once(type(problem).__name__, f"chunks are not stored: {problem}")
         except Exception:
             log.exception("chunks were not stored")
         finally:
             self._save_buffers.give_back(work.buffer)  # not earlier: a hanging write may read it
-            if job.settle(well=outcome != "error"):
-                self._count(work, written, outcome)
-        return done
+            outcomes += [rest] * (len(work.keys) - len(outcomes))
+            if job.settle(well="error" not in outcomes):
+                self._count(outcomes)
+        return outcomes.count("written") + outcomes.count("present")
 
-    def _count(self, work: _Work, written: int, outcome: str) -> None:
-        nbytes = written * self.shard.payload_nbytes(self.store.layout)
-        self._stats.add("vua_chunks_saved_total", written, "written")
-        self._stats.add("vua_stored_bytes_total", nbytes)
-        if self.store.layout.window is None:  # else these are counted with the other layers
-            self._stats.add("vua_stored_tokens_total", written * self.store.layout.chunk_tokens)
-        if left := len(work.keys) - written:
-            self._stats.add("vua_chunks_saved_total", left, outcome)
+    def _count(self, outcomes: Sequence[str]) -> None:
+        written, layout = outcomes.count("written"), self.store.layout
+        for outcome in {"written", *outcomes}:
+            self._stats.add("vua_chunks_saved_total", outcomes.count(outcome), outcome)
+        self._stats.add("vua_stored_bytes_total", written * self.shard.payload_nbytes(layout))
+        if layout.window is None:  # else these are counted with the other layers
+            self._stats.add("vua_stored_tokens_total", written * layout.chunk_tokens)
 
     # -- both ---------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import unittest
 from pathlib import Path
@@ -295,6 +296,15 @@ class TransfersTest(DirectoryTest):
         found = self.stats.take() or {}
         self.assertEqual(1, found["vua_load_stops_total"]["timeout"])
         self.assertLess(0, found["vua_chunks_saved_total"]["timeout"])
+
+    def test_counts(self) -> None:
+        """What is present is counted as that, also if what follows it cannot be written."""
+        self.transfers(pool("page_first")).save(self.keys[:2], range(2), always)
+        store = self.namespace.stores[0]
+        store.storage = FaultyStorage(store.storage, {"write": OSError(errno.EIO, "broken")})
+        self.transfers(pool("page_first")).save(self.keys, range(PAGES), always)
+        counts = {"written": 2, "present": 2, "error": PAGES - 2}
+        self.assertEqual(counts, dict((self.stats.take() or {})["vua_chunks_saved_total"]))
 
     def test_no_room(self) -> None:
         """What has no room is refused, and what stands before it stays."""
