@@ -9,7 +9,7 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from vua.capacity.bucket import BucketCapacity, Renewal
 from vua.capacity.limits import Limits
@@ -36,6 +36,7 @@ from vua.storage.object import ObjectStorage
 from vua.storage.tiered import TieredStorage
 from vua.store.evidence import settled
 from vua.store.namespace import (
+    Access,
     DirectoryKind,
     Namespace,
     Place,
@@ -50,7 +51,6 @@ from vua.store.travel import Travel
 
 __all__ = [
     "BucketKind",
-    "TierKind",
     "TiersKind",
     "at",
     "description_at",
@@ -230,35 +230,20 @@ class BucketKind:
         del security
         return ObjectStorage(path, _describing(path, identity, layouts), rules.codec)
 
-    def open(
-        self,
-        path: BucketPath,
-        *,
-        security: Security | None,
-        bounds: Limits | None,
-        rules: object,
-        layouts: Sequence[KVLayout] | None,
-    ) -> Namespace | None:
-        del bounds, layouts
+    def open(self, path: BucketPath, access: Access, layouts: object) -> Namespace | None:
+        del layouts
         found = settled(read_bucket_description(path))
         if not found.layouts:
             return None
-        storage = ObjectStorage(path, codec=_reading(rules).codec)
+        storage = ObjectStorage(path, codec=_reading(access.rules).codec)
         capacity = RenewingCapacity(storage, None)
-        return Namespace(path.name, storage, found.layouts, capacity, security or Security())
+        security = access.security or Security()
+        return Namespace(path.name, storage, found.layouts, capacity, security)
 
     def create(
-        self,
-        root: BucketPath,
-        identity: Identity,
-        layouts: Sequence[KVLayout],
-        *,
-        durable: bool,
-        bounds: Limits | None,
-        security: Security | None,
-        rules: object,
+        self, root: BucketPath, identity: Identity, layouts: Sequence[KVLayout], access: Access
     ) -> Namespace:
-        del durable  # objects always are
+        _, bounds, security, rules = access  # objects always are durable
         path, codec = root / identity.namespace, _writing(rules).codec
         make = _describing(path, identity, layouts)
         storage = described(
@@ -269,42 +254,6 @@ class BucketKind:
         )
         capacity = RenewingCapacity(storage, bounds)
         return Namespace(identity.namespace, storage, layouts, capacity, security or Security())
-
-
-class TierKind(Protocol):
-    """What a directory and a bucket have to offer as one of several tiers."""
-
-    def at(self, root: Any) -> Path | BucketPath:
-        """Return the location that a path or URL names, unchecked. Raises ConfigError."""
-        ...
-
-    def reach(self, root: Any, *, create: bool, security: Security | None) -> None:
-        """Check that it can be used as a slower tier. Raises ConfigError, StorageError."""
-        ...
-
-    def look_at(self, root: Any) -> Place:
-        """See :func:`vua.store.place.look_at`."""
-        ...
-
-    def prepare(self, root: Any, security: Security, *, writes: bool) -> Place:
-        """See :func:`vua.store.place.prepare`."""
-        ...
-
-    def description(self, path: Any) -> Description:
-        """Read a namespace's description; never raises for its content."""
-        ...
-
-    def tier(
-        self,
-        path: Any,
-        identity: Identity,
-        layouts: Sequence[KVLayout],
-        *,
-        security: Security,
-        rules: TierRules,
-    ) -> LocalStorage | ObjectStorage:
-        """Open a namespace's storage in a slower tier. Raises OSError."""
-        ...
 
 
 class TiersKind:
@@ -327,44 +276,22 @@ class TiersKind:
         _in_a_child(lambda: self.locate(root, create=writes, security=security))
         return place
 
-    def open(
-        self,
-        path: Tiers,
-        *,
-        security: Security | None,
-        bounds: Limits | None,
-        rules: object,
-        layouts: Sequence[KVLayout] | None,
-    ) -> Namespace | None:
+    def open(self, path: Tiers, access: Access, layouts: object) -> Namespace | None:
         del layouts
         described = (settled(description_at(place)) for place in path.places)
         found = next((one for one in described if one.layouts), None)
         if found is None or found.identity is None:
             return None
-        return self.create(
-            *(path.parent, found.identity, found.layouts),
-            durable=False,
-            bounds=bounds,
-            security=security,
-            rules=_reading(rules),
-        )
+        access = access._replace(rules=_reading(access.rules))
+        return self.create(path.parent, found.identity, found.layouts, access)
 
     def create(
-        self,
-        root: Tiers,
-        identity: Identity,
-        layouts: Sequence[KVLayout],
-        *,
-        durable: bool,
-        bounds: Limits | None,
-        security: Security | None,
-        rules: object,
+        self, root: Tiers, identity: Identity, layouts: Sequence[KVLayout], access: Access
     ) -> Namespace:
         if not root.far:
-            return Namespace.create(
-                *(root.near, identity, layouts), durable=durable, bounds=bounds, security=security
-            )
-        security, rules = security or Security(), _writing(rules)
+            return _DIRECTORY.create(root.near, identity, layouts, access)
+        durable, bounds, security, _ = access
+        security, rules = security or Security(), _writing(access.rules)
         near = create_storage(root.near, identity, layouts, durable=durable, security=security)
         far = _open_tiers(root.far, identity, layouts, security, rules)
         where = ", ".join(str(one.directory.parent) for one in far)
@@ -385,12 +312,13 @@ def kind_of(root: object) -> BucketKind | TiersKind:
     return _BUCKET if isinstance(root, BucketPath) or is_url(root) else _TIERS
 
 
-def _tier_kind(place: object) -> TierKind:
+def _tier_kind(place: object) -> DirectoryKind | BucketKind:
+    """Return the kind of one of several tiers."""
     return _DIRECTORY if is_directory_name(place) else _BUCKET
 
 
-def description_at(path: Path | BucketPath) -> Description:
-    """Read a namespace's description from any location; never raises for its content."""
+def description_at(path: Any) -> Description:
+    """Read a namespace's description in a directory or bucket; never raises for its content."""
     return _tier_kind(path).description(path)
 
 
@@ -423,7 +351,7 @@ def _open_tiers(
     """Open the slower tiers; an unreachable one is left out, with a warning."""
     found: list[LocalStorage | ObjectStorage] = []
     for root in places:
-        path = root / identity.namespace
+        path: Any = root / identity.namespace
         try:
             kind = _tier_kind(root)
             found.append(kind.tier(path, identity, layouts, security=security, rules=rules))

@@ -19,7 +19,7 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from vua.capacity.limits import Limits
 from vua.capacity.reservation import Capacity
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from vua.store.travel import Travel
 
 __all__ = [
+    "Access",
     "DirectoryKind",
     "Namespace",
     "Place",
@@ -508,8 +509,22 @@ class Place:
         return f"{self.path} ({about}{amount} stored in {self.usage.chunks:,} chunks)"
 
 
+class Access(NamedTuple):
+    """How a process uses a cache; see :meth:`Namespace.create`."""
+
+    durable: bool = False
+    bounds: Limits | None = None
+    security: Security | None = None
+    rules: object = None
+    """Has the attributes of :class:`vua.store.tier_rules.TierRules`."""
+
+
 class DirectoryKind:
-    """What is particular to a directory; see :class:`vua.store.place.LocationKind`."""
+    """What is particular to a directory; see :class:`vua.store.place.LocationKind`.
+
+    As one of several tiers (:mod:`vua.store.far`) it is found without a check (:meth:`at`), checked
+    (:meth:`reach`) and opened (:meth:`tier`) by itself.
+    """
 
     def locate(
         self, root: str | os.PathLike[str], *, create: bool, security: Security | None
@@ -561,29 +576,14 @@ class DirectoryKind:
         return LocalStorage(path, renew=make, security=security)
 
     def open(
-        self,
-        path: Path,
-        *,
-        security: Security | None,
-        bounds: Limits | None,
-        rules: object,
-        layouts: Sequence[KVLayout] | None,
+        self, path: Path, access: Access, layouts: Sequence[KVLayout] | None
     ) -> Namespace | None:
-        del bounds, rules
-        return Namespace.open(path, security=security, layouts=layouts)
+        return Namespace.open(path, security=access.security, layouts=layouts)
 
     def create(
-        self,
-        root: Path,
-        identity: Identity,
-        layouts: Sequence[KVLayout],
-        *,
-        durable: bool,
-        bounds: Limits | None,
-        security: Security | None,
-        rules: object,
+        self, root: Path, identity: Identity, layouts: Sequence[KVLayout], access: Access
     ) -> Namespace:
-        del rules
+        durable, bounds, security, _ = access
         return Namespace.create(
             *(root, identity, layouts), durable=durable, bounds=bounds, security=security
         )

@@ -18,7 +18,7 @@ from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.security.settings import Security
 from vua.storage.location import Location, is_directory_name
-from vua.store.namespace import DirectoryKind, Namespace, Place
+from vua.store.namespace import Access, DirectoryKind, Namespace, Place
 
 __all__ = [
     "LocationKind",
@@ -48,27 +48,13 @@ class LocationKind(Protocol):
         ...
 
     def open(
-        self,
-        path: Any,
-        *,
-        security: Security | None,
-        bounds: Limits | None,
-        rules: object,
-        layouts: Sequence[KVLayout] | None,
+        self, path: Any, access: Access, layouts: Sequence[KVLayout] | None
     ) -> Namespace | None:
         """See :func:`open_namespace`."""
         ...
 
     def create(
-        self,
-        root: Any,
-        identity: Identity,
-        layouts: Sequence[KVLayout],
-        *,
-        durable: bool,
-        bounds: Limits | None,
-        security: Security | None,
-        rules: object,
+        self, root: Any, identity: Identity, layouts: Sequence[KVLayout], access: Access
     ) -> Namespace:
         """See :func:`create_namespace`."""
         ...
@@ -116,7 +102,8 @@ def open_namespace(
     compressed entries of a bucket are read, too. Other arguments as for :func:`create_namespace`.
     Raises OSError; StorageError if it belongs to an untrusted user.
     """
-    return kind_of(path).open(path, security=security, bounds=bounds, rules=rules, layouts=layouts)
+    access = Access(bounds=bounds, security=security, rules=rules)
+    return kind_of(path).open(path, access, layouts)
 
 
 def create_namespace(
@@ -133,13 +120,7 @@ def create_namespace(
 
     ``rules`` has the attributes of :class:`vua.store.tier_rules.TierRules`.
     """
-    return kind_of(root).create(
-        *(root, identity, layouts),
-        durable=durable,
-        bounds=bounds,
-        security=security,
-        rules=rules,
-    )
+    return kind_of(root).create(root, identity, layouts, Access(durable, bounds, security, rules))
 
 
 def look_at(root: str | os.PathLike[str] | Sequence[str]) -> Place:
