@@ -426,11 +426,9 @@ class DeviceGroupTransfer(GroupTransfer):
         ring, ids = self._ring_loads(), job.what.block_ids
         slots = self._slots(part.keys, part, ids)
         came = ring.load(part.keys, job, ready, slots)
-        nbytes = came.chunks * self.shard.payload_nbytes(self.group.layout)
-        self._stats.add("vua_loaded_bytes_total", nbytes, "pinned")
-        reached = min(part.keys[came.chunks - 1].stop, part.stop) if came.chunks else part.start
+        self._count(came.chunks, "pinned")
         if came.chunks == len(part.keys) or not came.wanted:
-            return reached, None
+            return part.reached(came.chunks), None
         reached, reason = self._load_rest(part, came.chunks, job, ready)
         if came.doubted and reached > part.keys[came.chunks].start:
             log.warning(
@@ -461,7 +459,7 @@ class DeviceGroupTransfer(GroupTransfer):
                 if buffer is not None:
                     buffers.append(buffer)
             if not buffers:
-                return part.keys[done - 1].stop if done else part.start, "unable"
+                return part.reached(done), "unable"
             return self._load(buffers, part, done, job, ready)
         finally:
             for buffer in buffers:  # waits for its last transfer; a hanging read still holds it
@@ -475,28 +473,27 @@ class DeviceGroupTransfer(GroupTransfer):
         job: Job[LoadOrder],
         ready: Callable[[], None],
     ) -> tuple[int, str | None]:
-        reached, turns = part.keys[at - 1].stop if at else part.start, cycle(buffers)
+        turns = cycle(buffers)
         while at < len(part.keys):
             buffer = next(turns)
             buffer.fence.wait()  # until then its bytes are on their way
             keys = part.keys[at : at + buffer.host.chunks]
             path, loaded = self._read(buffer, keys, job.what.believed)
             job.progress()
-            at += loaded.chunks
             if loaded.chunks:
                 slots = self._slots(keys[: loaded.chunks], part, job.what.block_ids)
                 ready()
                 with job.use() as wanted:
                     if not wanted:  # the blocks may be another request's by now
-                        return reached, None
+                        return part.reached(at), None
                     self.load_buffers.load(buffer, slots, there=path == "gds")
-                reached = min(keys[loaded.chunks - 1].stop, part.stop)
-                self._stats.add("vua_loaded_bytes_total", loaded.nbytes, path)
+                at += loaded.chunks
+                self._count(loaded.chunks, path)
             if loaded.reason is not None:
                 buffer.fence.wait()
                 self._weed(buffer, part.keys[at:], loaded.reason, job)
-                return reached, loaded.reason
-        return reached, None
+                return part.reached(at), loaded.reason
+        return part.reached(at), None
 
     def _read(
         self,
@@ -516,8 +513,7 @@ class DeviceGroupTransfer(GroupTransfer):
         with self.load_buffers.aside():
             chunks, wrong = self._direct_reader(gds).read(keys, memory, believed)
         if chunks:
-            nbytes = chunks * self.shard.payload_nbytes(self.group.layout)
-            return "gds", Loaded(chunks, nbytes)
+            return "gds", Loaded(chunks)
         # One file through the host, which decides: missing, foreign, corrupt, or right after all.
         loaded = self.files.read(buffer, keys[:1], believed)
         if loaded.chunks:

@@ -212,7 +212,7 @@ class ShardFiles:
         ready()
         with job.use() as wanted:
             if not wanted:  # the blocks may be another request's by now
-                return Loaded(0, 0)
+                return Loaded(0)
             if loaded.chunks:
                 scatter(loaded.chunks)
         return loaded
@@ -395,7 +395,7 @@ class GroupTransfer:
         if not self._places:
             return part.start, "unable"
         spare, buffer, cached = self._cached, None, self._cached_loads()
-        reached, reason, at = part.start, None, 0
+        reason, at = None, 0
         try:
             while at < len(part.keys) and reason is None:
                 ready()
@@ -410,7 +410,7 @@ class GroupTransfer:
                 if done == 0:
                     buffer, path = buffer or self.load_buffers.take(), "slab"
                     if buffer is None:
-                        return reached, "unable"
+                        return part.reached(at), "unable"
                     keys, order = part.keys[at : at + buffer.chunks], job.what
                     scatter = partial(self._scatter, buffer, keys, part, order)
                     loaded = self.files.load_run(
@@ -421,15 +421,17 @@ class GroupTransfer:
                 job.progress()
                 if done:
                     at += done
-                    reached = min(part.keys[at - 1].stop, part.stop)
-                    nbytes = done * self.shard.payload_nbytes(self.group.layout)
-                    self._stats.add("vua_loaded_bytes_total", nbytes, path)
+                    self._count(done, path)
         finally:
             if cached is not None:
                 spare.append(cached)
             if buffer is not None:  # not earlier: a hanging read may still write to it
                 self.load_buffers.give_back(buffer)
-        return reached, reason
+        return part.reached(at), reason
+
+    def _count(self, chunks: int, path: str) -> None:
+        nbytes = chunks * self.shard.payload_nbytes(self.group.layout)
+        self._stats.add("vua_loaded_bytes_total", nbytes, path)
 
     def _cached_loads(self) -> CachedLoads | None:
         """Return one that no other thread uses; None: pages or files do not allow the shortcut."""

@@ -43,6 +43,10 @@ class GroupLoad:
     keys: Sequence[ChunkKey]
     """The chunks that cover [start, stop), in order."""
 
+    def reached(self, chunks: int) -> int:
+        """Return the token up to which all is loaded, given so many leading chunks."""
+        return min(self.keys[chunks - 1].stop, self.stop) if chunks else self.start
+
 
 @dataclass(slots=True)
 class LoadOrder:

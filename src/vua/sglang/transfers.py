@@ -246,7 +246,8 @@ class Transfers:
         try:
             loaded = self._files.load_run(work.buffer, work.keys, job, scatter)
             reason = loaded.reason or ("" if done == len(work.keys) else "reset")
-            self._stats.add("vua_loaded_bytes_total", loaded.nbytes, "slab")
+            nbytes = loaded.chunks * self.shard.payload_nbytes(self.store.layout)
+            self._stats.add("vua_loaded_bytes_total", nbytes, "slab")
         except Exception:
             log.exception("a load failed")
         try:

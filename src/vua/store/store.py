@@ -256,8 +256,6 @@ class Loaded(NamedTuple):
 
     chunks: int
     """Leading chunks that are in memory and verified; memory after them is undefined."""
-    nbytes: int
-    """Payload bytes of those chunks."""
     reason: str | None = None
     """Why it stopped early: missing, corrupt, foreign, locked, error or writer. ``writer``: the
     next chunk's writer is not trusted."""
@@ -417,14 +415,14 @@ class Loader:
         except NoKeyError as problem:
             store.quarantine.count("locked")
             store.keyring.faults.tell(problem, "nothing is loaded")
-            return Loaded(0, 0, "locked")
+            return Loaded(0, "locked")
         chunks, reason = self._load(keys, 0, believed)
         store.quarantine.loaded(keys, chunks)
         log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
         at, why = chunks, reason
         while weed and why is not None and why not in UNJUDGED:
             at, why = self._load(keys, at + 1, believed)
-        return Loaded(chunks, chunks * self._target.payload_nbytes(store.layout), reason)
+        return Loaded(chunks, reason)
 
     def _load(
         self, keys: Keys, first: int, believed: Container[bytes] | None

@@ -316,7 +316,7 @@ class TestKeys(SealTest):
         key = self.keys / f"{tenant_of(b'alice')}.key"
         aside = key.rename(self.root / "aside")
 
-        self.assertEqual(Loaded(0, 0, "locked"), self.load(store, alice))
+        self.assertEqual(Loaded(0, "locked"), self.load(store, alice))
         self.assertEqual(CHUNKS, self.load(store, bob, his).chunks)
         self.assertEqual(CHUNKS, self.load(store, plain, model).chunks)
         with self.assertRaisesRegex(NoKeyError, "No such file"):
