@@ -56,8 +56,6 @@ from vua.errors import ConfigError, EntryError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo, parse_entry
-from vua.io.plan import header_plan
-from vua.native import Transfer
 from vua.security.keyring import KnownKeys
 from vua.storage.base import Batch, Storage, parse_name
 from vua.storage.description import Description
@@ -541,9 +539,7 @@ class StorageNamespace(ListedNamespace):
 
     def read(self, name: str, most: int | None = None) -> tuple[bytes, bytes | None]:
         """Return an entry's first bytes, by default all, and its version. Raises OSError."""
-        nbytes = self._nbytes[name]
-        plan = header_plan(nbytes, nbytes if most is None else min(nbytes, most))
-        batch = Batch.of([name], Transfer(plan))
+        batch = Batch.of_bytes(name, self._nbytes[name], most)
         filled = self.storage.read(batch)
         if isinstance(filled.problem, EntryError):
             raise OSError(str(filled.problem)) from filled.problem

@@ -23,8 +23,6 @@ from vua.format.identity import Identity, config_digest, rope_order, varies_with
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout, Shard, cover
 from vua.format.prefix import Kind, leading, longest_prefix
-from vua.io.plan import header_plan
-from vua.native import Transfer
 from vua.storage.description import Description
 from vua.store.entry_reader import EntryReader
 from vua.store.store import Store
@@ -133,9 +131,7 @@ def _problem(store: Store, seal: Seal | None, key: ChunkKey, shard: Shard) -> st
     if not store.layout.full.contains(shard):
         return f"lies outside the layout's {store.layout.full.name}"
     codec = store.codec(shard, "" if seal is None else seal.kind)
-    plan = header_plan(codec.file_nbytes, codec.header_nbytes, codec.table_offset)
-    header_only = Transfer(plan)
-    problem = EntryReader(store.storage, codec, header_only).read([key], seal=seal).problem
+    problem = EntryReader(store.storage, codec).read([key], seal=seal).problem
     if isinstance(problem, FileNotFoundError):
         return None
     return "" if problem is None else _explained(problem)

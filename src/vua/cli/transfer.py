@@ -51,8 +51,6 @@ from vua.format.entry import AUTHENTIC, ENCRYPTED, EntryCodec
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import Shard, payload_map
 from vua.format.parse import EntryInfo, parse_entry
-from vua.io.plan import header_plan
-from vua.native import Transfer
 from vua.security.settings import Security
 from vua.storage.base import Batch, entry_name, explained
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
@@ -503,8 +501,8 @@ def _stored_header(store: Store, codec: EntryCodec, chunk: str) -> bytes:
 
     Raises CorruptEntryError for an entry of another length, UntrustedError, OSError.
     """
-    plan = header_plan(codec.file_nbytes, codec.header_nbytes)
-    batch = Batch.of([entry_name(chunk, codec.shard)], Transfer(plan))
+    name = entry_name(chunk, codec.shard)
+    batch = Batch.of_bytes(name, codec.file_nbytes, codec.header_nbytes)
     filled = store.storage.read(batch)
     if filled.problem is not None:
         raise filled.problem

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from vua import native
 from vua.errors import CorruptEntryError, NotWritableError, StorageError, StorageFullError
 from vua.format.layout import Shard
+from vua.io.plan import header_plan
 from vua.native import FAILED, PRESENT, WRITTEN, Headers, Transfer
 
 __all__ = [
@@ -88,6 +89,12 @@ class Batch:
         """Return a batch with new memory for headers and digests, and for discards if asked."""
         into = Headers(transfer.plan, len(names), keep_discarded=keep_discarded)
         return cls(names, transfer, place, into, check_offset)
+
+    @classmethod
+    def of_bytes(cls, name: str, nbytes: int, most: int | None = None) -> Batch:
+        """Return a batch of one entry as it is: its first bytes, by default all, are its header."""
+        plan = header_plan(nbytes, nbytes if most is None else min(nbytes, most))
+        return cls.of([name], Transfer(plan))
 
     @property
     def headers(self) -> npt.NDArray[np.uint8]:

@@ -15,6 +15,7 @@ from vua.errors import CorruptEntryError, EntryError, ForeignEntryError
 from vua.format.entry import MAX_HEADER_NBYTES, EntryCodec
 from vua.format.keys import ChunkKey
 from vua.format.parse import EntryInfo, check_payload, codec_of, mismatch, parse_entry
+from vua.io.plan import header_plan
 from vua.native import Digest, EntryStream, Headers, Transfer, digests_of
 from vua.storage.base import Batch, ReadResult, Storage, entry_name
 from vua.storage.local import LocalStorage
@@ -47,7 +48,13 @@ class EntryReader:
     header's checksums and, with a seal, its tags.
     """
 
-    def __init__(self, storage: Storage, codec: EntryCodec, transfer: Transfer) -> None:
+    def __init__(
+        self, storage: Storage, codec: EntryCodec, transfer: Transfer | None = None
+    ) -> None:
+        """Read entries of ``codec`` as ``transfer`` says; None: their headers alone."""
+        if transfer is None:
+            sizes = codec.file_nbytes, codec.header_nbytes, codec.table_offset
+            transfer = Transfer(header_plan(*sizes))
         self._storage, self._codec, self._transfer = storage, codec, transfer
         self._suffix = f"/{codec.shard.name}"
         self._room: Batch | None = None

@@ -31,9 +31,7 @@ from vua.format.compressed import Compressed
 from vua.format.keys import ChunkKey
 from vua.format.parse import LaterEntryError, parse_entry
 from vua.io.forks import watch
-from vua.io.plan import header_plan
 from vua.io.pool import Job, Pool
-from vua.native import Transfer
 from vua.storage.base import FAILED, Batch, Storage
 from vua.storage.local import LocalStorage, chunk_path
 from vua.storage.names import SENT
@@ -243,9 +241,8 @@ def _whole_nbytes(tier: Storage, name: str) -> int:
 
 
 def whole_batch(name: str, data: bytes | memoryview) -> Batch:
-    """Return a batch of one entry as it is, in which everything counts as its header."""
-    plan = header_plan(len(data), len(data))
-    batch = Batch.of([name], Transfer(plan))
+    """Return a batch that writes one entry as it is."""
+    batch = Batch.of_bytes(name, len(data))
     batch.headers[0] = np.frombuffer(data, dtype=np.uint8)
     return batch
 

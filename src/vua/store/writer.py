@@ -24,7 +24,6 @@ from vua.format.entry import ENCRYPTED, PLAIN, EntryCodec
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import Shard, cover, payload_map
 from vua.io.forks import watch
-from vua.io.plan import header_plan
 from vua.io.posix import page_aligned
 from vua.native import MemoryMap, Transfer, blocks_of
 from vua.security.keyring import NoKeyError
@@ -192,8 +191,7 @@ class Writers:
             kept = self._threads.readers = {}
         which = (id(storage), codec.shard, codec.kind)
         if which not in kept:
-            plan = header_plan(codec.file_nbytes, codec.header_nbytes, codec.table_offset)
-            kept[which] = EntryReader(storage, codec, Transfer(plan))
+            kept[which] = EntryReader(storage, codec)
         return kept[which]
 
 

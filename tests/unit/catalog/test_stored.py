@@ -9,8 +9,6 @@ import time
 import unittest
 from unittest import mock
 
-import numpy as np
-
 from commands import CliTest, run, run_json
 from conformance.sqlite_storage import SQLiteStorage
 from helpers import flip
@@ -20,11 +18,10 @@ from vua.catalog import opening
 from vua.catalog.base import Catalog
 from vua.catalog.listed import StorageCatalog
 from vua.errors import ConfigError
-from vua.io.plan import header_plan
-from vua.native import Transfer
-from vua.storage.base import WRITTEN, Batch
+from vua.storage.base import WRITTEN
 from vua.storage.description import Description, read_description
 from vua.storage.memory import MemoryStorage
+from vua.store.travel import whole_batch
 
 
 class Kept:
@@ -75,10 +72,7 @@ class StoredTest(CliTest):
 
     def copy(self, storage: SQLiteStorage, name: str, data: bytes) -> None:
         """Write an entry as it is."""
-        plan = header_plan(len(data), len(data))
-        batch = Batch.of([name], Transfer(plan))
-        batch.headers[0] = np.frombuffer(data, dtype=np.uint8)
-        self.assertEqual([WRITTEN], list(storage.write(batch).statuses))
+        self.assertEqual([WRITTEN], list(storage.write(whole_batch(name, data)).statuses))
 
     def chunks(self) -> list[str]:
         """The chunks of the longer prompt, front to back."""
