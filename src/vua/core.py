@@ -25,13 +25,12 @@ from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain
 from vua.io.buffers import BufferPool
-from vua.io.forks import new_lock
 from vua.io.pool import Job, Pool
 from vua.security.keyring import NoKeyError, check_keys
 from vua.store.agreement import Label
 from vua.store.evidence import LaterNamespaceError
-from vua.store.namespace import Namespace
-from vua.store.place import create_namespace, locate, open_namespace
+from vua.store.namespace import Access, Namespace
+from vua.store.place import LazyNamespace, locate
 from vua.store.store import Store
 from vua.store.tensors import Cache, KVCache, allocate, memory_map, sequences, sequences_with_caches
 from vua.store.writer import EntryWriter
@@ -129,13 +128,13 @@ class VUA:
                 f"{self.config.split_factor}; they must be equal"
             )
             raise ConfigError(msg)
-        self._reading: Namespace | None = None
-        self._writing: Namespace | None = None
+        config = self.config
+        access = Access(config.durable, config.bounds, config.security, config)
+        self._opened = LazyNamespace(self.path, self._identity, access)
         unnamed = self.config.model == VUAConfig.model
         self._label = None if identity else Label(self.path, self.config.model, default=unnamed)
         self._buffers = BufferPool(self.config.buffer_bytes)
         self._threads = Pool[None](self.config.threads, "vua")
-        self._lock = new_lock()
         log.debug("open %s, namespace %s", self.path, self._identity.namespace[:12])
 
     def __enter__(self) -> VUA:  # noqa: PYI034 - typing.Self needs Python 3.11
@@ -149,8 +148,7 @@ class VUA:
     def close(self) -> None:
         """Wait for running work and release the threads."""
         self._threads.close()
-        for namespace in filter(None, (self._reading, self._writing)):
-            namespace.close()
+        self._opened.close()
 
     # -- put ----------------------------------------------------------------------------------
 
@@ -204,23 +202,10 @@ class VUA:
             msg = f"the sequences' KV caches differ in shape or dtype: {layouts}"
             raise LayoutError(msg)
         layout = layouts.pop()
-        with self._lock:
-            if self._writing is None or self._writing.layouts != (layout,):
-                codec = EntryCodec(self._identity.namespace, layout, layout.full)
-                self.config.check_room(self.path, codec.file_nbytes)
-                self._writing = (
-                    create_namespace(  # raises for another layout, unless it was emptied
-                        self.path,
-                        self._identity,
-                        [layout],
-                        durable=self.config.durable,
-                        bounds=self.config.bounds,
-                        security=self.config.security,
-                        rules=self.config,
-                    )
-                )
-                self._reading = self._writing
-            return self._writing
+        if self._opened.writing is None or self._opened.writing.layouts != (layout,):
+            codec = EntryCodec(self._identity.namespace, layout, layout.full)
+            self.config.check_room(self.path, codec.file_nbytes)
+        return self._opened.to_write([layout])  # raises for another one, unless it was emptied
 
     def _meet(self, store: Store, keys: KeyChain, cache: Cache) -> int:
         """Return how many chunks are stored, after comparing one of them with ``cache``."""
@@ -297,18 +282,11 @@ class VUA:
 
     def namespace(self) -> Namespace | None:
         """Return the namespace that is read, with its counts; None if there is nothing to read."""
-        with self._lock:
-            if self._reading is None or self._reading.storage.gone:
-                try:
-                    self._reading = self._writing or open_namespace(
-                        self.path / self._identity.namespace,
-                        security=self.config.security,
-                        bounds=self.config.bounds,
-                        rules=self.config,
-                    )
-                except OSError as problem:
-                    log.warning("%s cannot be read, all misses: %s", self.path, problem)
-            return self._reading
+        try:
+            return self._opened.to_read()
+        except OSError as problem:
+            log.warning("%s cannot be read, all misses: %s", self.path, problem)
+            return self._opened.reading
 
     def _get(
         self, namespace: Namespace | None, ids: bytes, row: torch.Tensor, device: torch.device

@@ -16,11 +16,13 @@ from typing import Any, Final, Protocol
 from vua.capacity.limits import Limits
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
+from vua.io.forks import new_lock
 from vua.security.settings import Security
 from vua.storage.location import Location, is_directory_name
 from vua.store.namespace import Access, DirectoryKind, Namespace, Place
 
 __all__ = [
+    "LazyNamespace",
     "LocationKind",
     "Place",
     "create_namespace",
@@ -121,6 +123,39 @@ def create_namespace(
     ``rules`` has the attributes of :class:`vua.store.tier_rules.TierRules`.
     """
     return kind_of(root).create(root, identity, layouts, Access(durable, bounds, security, rules))
+
+
+class LazyNamespace:
+    """An identity's namespace, opened when it is there, or made by the first write. Thread-safe."""
+
+    def __init__(self, root: Location, identity: Identity, access: Access) -> None:
+        """Open nothing yet."""
+        self._root, self._identity, self._access = root, identity, access
+        self._lock = new_lock()
+        self.reading: Namespace | None = None
+        self.writing: Namespace | None = None
+
+    def to_read(self, layouts: Sequence[KVLayout] | None = None) -> Namespace | None:
+        """Return it as :func:`open_namespace` does, opened anew if it was deleted."""
+        with self._lock:
+            if self.reading is None or self.reading.storage.gone:
+                path = self._root / self._identity.namespace
+                access = self._access._replace(durable=False)
+                self.reading = self.writing or kind_of(path).open(path, access, layouts)
+            return self.reading
+
+    def to_write(self, layouts: Sequence[KVLayout]) -> Namespace:
+        """Return it with these layouts, as :func:`create_namespace`."""
+        with self._lock:
+            if self.writing is None or self.writing.layouts != tuple(layouts):
+                self.writing = self.reading = kind_of(self._root).create(
+                    *(self._root, self._identity, layouts, self._access)
+                )
+            return self.writing
+
+    def close(self) -> None:
+        for namespace in filter(None, (self.reading, self.writing)):
+            namespace.close()
 
 
 def look_at(root: str | os.PathLike[str] | Sequence[str]) -> Place:

@@ -28,8 +28,8 @@ from vua.io.buffers import BufferPool
 from vua.io.forks import new_lock
 from vua.storage.location import Location
 from vua.store.evidence import LaterNamespaceError
-from vua.store.namespace import Namespace
-from vua.store.place import create_namespace, open_namespace
+from vua.store.namespace import Access, Namespace
+from vua.store.place import LazyNamespace
 from vua.store.tensors import Cache, allocate, memory_map
 from vua.store.writer import EntryWriter, process_writer
 
@@ -90,20 +90,19 @@ class StoredLayers:
             load_policy: as in :class:`vua.connector.config.ConnectorConfig`.
             clock: returns seconds.
         """
-        self._root, self._identity, self._durable = root, identity, durable
+        self._root, self._identity = root, identity
+        self._layouts = tuple(group.layout for group in groups)
         blocks = (identity.chunk_tokens,) * len(groups)
         self._model = Model(identity, tuple(groups), blocks)
         config = ConnectorConfig(shared_storage_path=str(root), load_policy=load_policy)
         self._policy = LoadPolicy(self._model, config, samples=False, clock=clock)
         self._layers = sum(len(group.layers) for group in groups)
         self._buffers = BufferPool(VUAConfig.buffer_bytes)
-        self._reading: Namespace | None = None
-        self._writing: Namespace | None = None
+        self._opened = LazyNamespace(root, identity, Access(durable=durable))
         self._lock = new_lock()
 
     def close(self) -> None:
-        for namespace in filter(None, (self._reading, self._writing)):
-            namespace.close()
+        self._opened.close()
 
     # -- load ---------------------------------------------------------------------------------
 
@@ -155,7 +154,7 @@ class StoredLayers:
         If something is missing or damaged: no layers, and how many tokens may be there at most.
         """
         size, layers = self._model.chunk_tokens, dict[int, LayerCache]()
-        namespace, stop = self._reading, -(-tokens // size)
+        namespace, stop = self._opened.reading, -(-tokens // size)
         if namespace is None or not tokens:
             return [], 0
         keys = namespace.keys(token_ids(ids))
@@ -176,16 +175,11 @@ class StoredLayers:
 
     def _to_read(self) -> Namespace | None:
         """Return the open namespace, or open it if possible. Raises OSError."""
-        with self._lock:
-            if self._reading is None or self._reading.storage.gone:
-                wanted = tuple(group.layout for group in self._model.groups)
-                self._reading = self._writing or open_namespace(
-                    self._root / self._identity.namespace, layouts=wanted
-                )
-                if self._reading is not None and self._reading.layouts != wanted:
-                    log.warning("stored caches of %s do not fit the model", self._identity.name)
-                    self._reading = None
-            return self._reading
+        namespace = self._opened.to_read(self._layouts)
+        if namespace is not None and namespace.layouts != self._layouts:
+            log.warning("stored caches of %s do not fit the model", self._identity.name)
+            namespace = self._opened.reading = None
+        return namespace
 
     # -- save ---------------------------------------------------------------------------------
 
@@ -212,10 +206,10 @@ class StoredLayers:
             LayoutError: the directory holds other shapes for this model.
             NotWritableError, StorageFullError, StorageError: the directory refuses.
         """
-        if self._writing is self._reading is None and not may():
+        if self._opened.reading is None and not may():
             return 0
         try:
-            namespace = self._to_write()
+            namespace = self._opened.to_write(self._layouts)
         except LaterNamespaceError as problem:
             log.warning("nothing is stored: %s", problem)
             return 0
@@ -252,19 +246,6 @@ class StoredLayers:
             if writer.refused:
                 break
         return written
-
-    def _to_write(self) -> Namespace:
-        """Return the open namespace, or open it.
-
-        Raises as :meth:`save`, and LaterNamespaceError.
-        """
-        with self._lock:
-            if self._writing is None:
-                self._writing = self._reading = create_namespace(
-                    *(self._root, self._identity, [group.layout for group in self._model.groups]),
-                    durable=self._durable,
-                )
-            return self._writing
 
     def _first_to_store(
         self, group: Group, layers: Sequence[LayerCache], tokens: int, stored: int
