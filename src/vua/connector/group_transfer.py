@@ -49,6 +49,7 @@ __all__ = [
     "ShardFiles",
     "Tables",
     "load_chunks",
+    "outcomes_of",
     "save_limit",
 ]
 
@@ -168,6 +169,12 @@ def load_chunks(config: ConnectorConfig, chunk_nbytes: int) -> int:
     return chunks
 
 
+def outcomes_of(statuses: Sequence[int]) -> list[str]:
+    """Return the metrics' words for what became of written chunks, up to one that was not."""
+    good = takewhile(lambda one: one != FAILED, statuses)
+    return ["written" if one == WRITTEN else "present" for one in good]
+
+
 class ShardFiles:
     """The files of one shard in one store: read into buffers, and written from them.
 
@@ -245,32 +252,16 @@ class ShardFiles:
             job.progress()
             keys, reason = keys[loaded.chunks :], loaded.reason
 
-    def save_run(
-        self,
-        memory: MemoryMap,
-        keys: Sequence[ChunkKey],
-        writer: str,
-        *,
-        first: int = 0,
-        ttl_s: float | None = None,
-    ) -> Iterator[list[str]]:
-        """Write consecutive chunks from slot ``first`` of ``memory`` on; yield what became of them.
-
-        A few at a time: ``written`` in the name of ``writer``, or ``present``; at last all that are
-        ``refused``. Raises as :meth:`EntryWriter.save` does.
-        """
-        savers, left = self._savers.setdefault((id(memory), writer), []), len(keys)
+    @contextlib.contextmanager
+    def saver(self, memory: MemoryMap, writer: str) -> Iterator[EntryWriter]:
+        """Yield what saves the shard from ``memory`` in the name of ``writer``, for one thread."""
+        savers = self._savers.setdefault((id(memory), writer), [])
         try:
             saver = savers.pop()
         except IndexError:
             saver = EntryWriter(self.store, memory, shard=self._shard, writer=writer)
-        saver.ttl_s = ttl_s
-        for statuses in saver.save_each(keys, first):
-            good = list(takewhile(lambda one: one != FAILED, statuses))
-            left -= len(good)
-            yield ["written" if one == WRITTEN else "present" for one in good]
+        yield saver
         savers.append(saver)  # not after an error
-        yield ["refused"] * left
 
 
 class GroupTransfer:

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
-from vua.connector.group_transfer import GroupTransfer, ShardFiles
+from vua.connector.group_transfer import GroupTransfer, ShardFiles, outcomes_of
 from vua.connector.log import WarnOnce, logger
 from vua.connector.metadata import SaveOrder
 from vua.connector.metrics import Recorder
@@ -412,9 +412,11 @@ class WriteQueue:
                 rest = "reset"
             else:
                 memory, name = save.group.save_buffers.memory, save.group.writer
-                first, ttl_s = save.buffers[0].number, save.order.hints.ttl_s
-                for some in save.files.save_run(memory, wanted, name, first=first, ttl_s=ttl_s):
-                    outcomes += some
+                with save.files.saver(memory, name) as saver:
+                    saver.ttl_s = save.order.hints.ttl_s
+                    for statuses in saver.save_each(wanted, save.buffers[0].number):
+                        outcomes += outcomes_of(statuses)
+                outcomes += ["refused"] * (len(wanted) - len(outcomes))
                 capacity, rest = save.files.store.capacity, "dropped"
                 if save.pin and len(wanted) == len(save.keys) and capacity is not None:
                     capacity.pin(wanted[-1].name)

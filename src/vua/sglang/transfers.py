@@ -19,7 +19,7 @@ import torch
 
 from vua.connector.cache_spec import UncachedError
 from vua.connector.config import ConnectorConfig
-from vua.connector.group_transfer import ShardFiles, load_chunks
+from vua.connector.group_transfer import ShardFiles, load_chunks, outcomes_of
 from vua.connector.log import WarnOnce, logger
 from vua.connector.metrics import Recorder
 from vua.device.buffers import StagingBuffer, StagingPool
@@ -298,9 +298,10 @@ class Transfers:
         work, outcomes, rest = job.what, list[str](), "error"
         try:
             if work.proven():
-                memory, writer = work.buffer.memory, process_writer("sglang")
-                for some in self._files.save_run(memory, work.keys, writer):
-                    outcomes += some
+                with self._files.saver(work.buffer.memory, process_writer("sglang")) as saver:
+                    for statuses in saver.save_each(work.keys):
+                        outcomes += outcomes_of(statuses)
+                rest = "refused"
             else:
                 rest = "reset"
         except StorageError as problem:
