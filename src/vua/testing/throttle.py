@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
 
-from vua.storage.base import Batch, Capabilities, Entry, ReadResult, Storage, WriteResult
+from vua.storage.base import Batch, ReadResult, Storage
+from vua.testing.faulty import FaultyStorage
 
 __all__ = ["ThrottledStorage"]
 
@@ -49,7 +49,7 @@ class Link:
                 self._changed.wait(left_s)
 
 
-class ThrottledStorage:
+class ThrottledStorage(FaultyStorage):
     """Another storage with slower reads; everything else is passed on.
 
     All threads share the bandwidth, like a disk's or a network's. Thread-safe.
@@ -63,7 +63,7 @@ class ThrottledStorage:
         self, storage: Storage, *, bytes_per_s: float | None = None, latency_s: float = 0.0
     ) -> None:
         """Slow ``storage`` down; see :meth:`throttle`."""
-        self.storage = storage
+        super().__init__(storage, {})
         self._link = Link(bytes_per_s, latency_s)
 
     def throttle(self, bytes_per_s: float | None, latency_s: float = 0.0) -> None:
@@ -76,43 +76,18 @@ class ThrottledStorage:
         self._link.throttle(bytes_per_s, latency_s)
 
     @property
+    def storage(self) -> Storage:
+        """The storage that is slowed down."""
+        return self.inner
+
+    @property
     def nbytes_read(self) -> int:
         """Bytes read so far."""
         return self._link.nbytes
 
-    # -- slowed down --------------------------------------------------------------------------
-
     def read(self, batch: Batch) -> ReadResult:
         """Read entries at the limited speed, which includes the inner storage's time."""
         began_s = time.monotonic()
-        filled = self.storage.read(batch)
+        filled = self.inner.read(batch)
         self._link.pass_through(filled.count * batch.nbytes, began_s)
         return filled
-
-    # -- passed on ----------------------------------------------------------------------------
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """None that would bypass this storage."""
-        return Capabilities()
-
-    @property
-    def gone(self) -> bool:
-        """Whether the storage itself was deleted since it was opened."""
-        return self.storage.gone
-
-    def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
-        """Whether entries are there."""
-        return self.storage.exists(names, nbytes)
-
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Yield entries."""
-        return self.storage.list(prefix)
-
-    def write(self, batch: Batch) -> WriteResult:
-        """Write entries."""
-        return self.storage.write(batch)
-
-    def delete(self, name: str, if_version: bytes | None = None) -> bool:
-        """Remove an entry from sight."""
-        return self.storage.delete(name, if_version)
