@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import random
@@ -51,6 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from buckets import moto, seaweedfs, speaking_to
 from directory import CODEC, IDENTITY, LAYOUT, PROMPT_CHUNKS, keys_of
 from house import ROOT, replace_between
+from lock import held_clock, library
 from tools import fill
 from vua.capacity import scan
 from vua.capacity.evictor import Evictor
@@ -85,33 +85,6 @@ WITHIN = 0.25
 GOALS = (10**7, 10**8, 10**9)
 BURST = 512
 LATE_S = 0.0005
-LOCK_SHIM = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <time.h>
-static __thread long long released_ns, began_ns;
-static long long now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-    return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
-void *PyEval_SaveThread(void) {
-    static void *(*real)(void);
-    if (!real) real = (void *(*)(void))dlsym(RTLD_NEXT, "PyEval_SaveThread");
-    void *state = real();
-    began_ns = now();
-    return state;
-}
-void PyEval_RestoreThread(void *state) {
-    static void (*real)(void *);
-    if (!real) real = (void (*)(void *))dlsym(RTLD_NEXT, "PyEval_RestoreThread");
-    released_ns += now() - began_ns;
-    real(state);
-}
-long long vua_released_ns(void) { return released_ns; }
-"""
-"""Counts the processor time of each thread while it has given up the interpreter lock. Calls that
-CPython makes within itself (those of `os`) do not pass here, so they count as if it were held."""
 
 
 # -- children -------------------------------------------------------------------------------------
@@ -224,8 +197,7 @@ def work_lock(place: str, name: str, bursts: int) -> dict[str, Any]:
     """
     policy = LRU() if name == "LRU" else LeastHitDensity(place)
     evictor, upkeep = Evictor(place, policy=policy), upkeep_directory(place)
-    shim = ctypes.PyDLL(os.environ["LD_PRELOAD"])
-    shim.vua_released_ns.restype = ctypes.c_longlong
+    held_ns = held_clock()
     evicting, over = threading.Event(), threading.Event()
     late: list[float] = []
 
@@ -239,14 +211,15 @@ def work_lock(place: str, name: str, bursts: int) -> dict[str, Any]:
 
     def measured(work: Callable[[], int]) -> dict[str, float]:
         late.clear()
-        released_ns, ran_ns = shim.vua_released_ns(), time.thread_time_ns()
+        began_ns, ran_ns = held_ns(), time.thread_time_ns()
         evicting.set()
         gone = work()
         evicting.clear()
-        ran_ns = time.thread_time_ns() - ran_ns
-        held_ns = ran_ns - (shim.vua_released_ns() - released_ns)
+        times = {
+            "ran": (time.thread_time_ns() - ran_ns) / 1e6,
+            "held": (held_ns() - began_ns) / 1e6,
+        }
         delays = [*late] or [0.0]
-        times = {"ran": ran_ns / 1e6, "held": held_ns / 1e6}
         time.sleep(0.02)
         return {**times, "late": sum(delays), "longest": max(delays), "gone": gone}
 
@@ -372,9 +345,6 @@ def calls(place: str) -> dict[str, float]:
 
 def locks(root: Path, chunks: int) -> dict[str, Any]:
     """Measure how long bursts hold the interpreter lock, by LRU and by a log of 8 MiB."""
-    if shutil.which("cc") is None:
-        print("no C compiler: the time of the interpreter lock is not measured")
-        return {}
     log = LeastHitDensity(root)
     some = range(0, chunks // PROMPT_CHUNKS, max(1, chunks // PROMPT_CHUNKS // 12_288))
     for prompt in (*some, *some[-4096:], *some[-4096:]):
@@ -382,9 +352,10 @@ def locks(root: Path, chunks: int) -> dict[str, Any]:
         log.asked([keys[place].name for place in range(PROMPT_CHUNKS)])
     report = {}
     with tempfile.TemporaryDirectory() as folder:
-        source, shim = Path(folder) / "lock.c", f"{folder}/lock.so"
-        source.write_text(LOCK_SHIM)
-        subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", shim, source, "-ldl"], check=True)
+        shim = library(Path(folder))
+        if shim is None:
+            print("no C compiler: the time of the interpreter lock is not measured")
+            return {}
         for name in ("LRU", "hit density"):
             report[name] = told_by(child(str(root), "lock", name, 60), LD_PRELOAD=shim)
             ran, held, longest = (

@@ -41,6 +41,20 @@ RUN = 8
 """Chunks that are written by one call."""
 
 
+def in_threads(threads: int, work: Callable[[int], None], count: int) -> None:
+    """Do numbered pieces of work."""
+
+    def some(first: int) -> None:
+        for number in range(first, count, threads):
+            work(number)
+
+    started = [threading.Thread(target=some, args=(n,)) for n in range(threads)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+
+
 class Sweep:
     """One prompt in files, and its blocks."""
 
@@ -74,19 +88,6 @@ class Sweep:
         self.bench.sync()
         return found.view(torch.int16)
 
-    def in_threads(self, threads: int, work: Callable[[int], None], count: int) -> None:
-        """Do numbered pieces of work."""
-
-        def some(first: int) -> None:
-            for number in range(first, count, threads):
-                work(number)
-
-        started = [threading.Thread(target=some, args=(n,)) for n in range(threads)]
-        for thread in started:
-            thread.start()
-        for thread in started:
-            thread.join()
-
     # -- loads --------------------------------------------------------------------------------
 
     def measure_loads(self, chunks: int, buffers: int, rounds: int) -> list[dict[str, object]]:
@@ -110,7 +111,7 @@ class Sweep:
                 os.preadv(fd, [room[number % threads]], 4096)
                 os.close(fd)
 
-            self.in_threads(threads, one, self.chunks)
+            in_threads(threads, one, self.chunks)
 
         nbytes = self.chunks * self.payload
         for threads in THREADS:
@@ -150,7 +151,7 @@ class Sweep:
             writer = EntryWriter(self.store, self.saves.memory)
             list(writer.save_each(keys, number * RUN))
 
-        self.in_threads(threads, run, -(-self.chunks // RUN))
+        in_threads(threads, run, -(-self.chunks // RUN))
 
     def measure_saves(self, rounds: int) -> list[dict[str, object]]:
         """Save with each number of threads of one call, and two calls at a time."""
@@ -163,7 +164,7 @@ class Sweep:
                 os.write(fd, data)
                 os.close(fd)
 
-            self.in_threads(threads, one, self.chunks)
+            in_threads(threads, one, self.chunks)
 
         def clear() -> None:
             for path in [*self.paths, *(Path(self.root, f"raw-{n}") for n in range(self.chunks))]:
