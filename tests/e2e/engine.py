@@ -330,10 +330,13 @@ def wait_for_saves(patience_s: float = 60.0) -> None:
     """Wait until this process has stored what it has to: the next prompt may rely on it."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    worker = getattr(get_kv_transfer_group(), "worker", None) if has_kv_transfer_group() else None
-    until = time.monotonic() + patience_s
-    while worker is not None and worker.saves.pending and time.monotonic() < until:
-        time.sleep(0.01)
+    if not has_kv_transfer_group():
+        return
+    group, until = get_kv_transfer_group(), time.monotonic() + patience_s
+    for one in getattr(group, "_connectors", [group]):  # a MultiConnector's
+        worker = getattr(one, "worker", None)
+        while worker is not None and worker.saves.pending and time.monotonic() < until:
+            time.sleep(0.01)
 
 
 def settle(llm: Any) -> None:

@@ -82,7 +82,9 @@ class User:
         """Methods and queries of what was sent."""
         self._server = moto()
         admin = {"aws_access_key_id": "any", "aws_secret_access_key": "any"}
-        self._iam = boto3.client("iam", endpoint_url=self._server, region_name="us-east-1", **admin)
+        self._iam = boto3.session.Session().client(
+            "iam", endpoint_url=self._server, region_name="us-east-1", **admin
+        )
         self._iam.create_user(UserName=self.name)
         self._key = self._iam.create_access_key(UserName=self.name)["AccessKey"]
 

@@ -15,13 +15,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 
 from sim.case import Case, draw
 from vua.connector.group_transfer import CachedLoads
 from vua.connector.metadata import ConnectorMetadata
-from vua.device.buffers import StagingBuffer
 from vua.device.cpu_pages import PagedKV
 from vua.format.keys import KeyChain
 from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1 as Connector
@@ -261,10 +259,13 @@ def tables_survive_preemption(patches: ExitStack) -> None:
 def chunks_come_from_the_wrong_place(patches: ExitStack) -> None:
     """Of several chunks read together always the first is taken."""
 
-    def rows(original: Any, self: StagingBuffer) -> Any:
-        return [(np.tile(data[:1], (len(data), 1)), shape) for data, shape in original(self)]
+    class First(PagedKV):
+        def scatter_chunks(self, *given: Any) -> None:
+            *where, k_in, v_in = given
+            firsts = (None if part is None else part[:1].expand_as(part) for part in (k_in, v_in))
+            super().scatter_chunks(*where, *firsts)
 
-    instead(patches, StagingBuffer, "rows", rows)
+    patches.enter_context(mock.patch("vua.vllm.page_layout.PagedKV", First))
     by_buffer(patches)
 
 

@@ -723,7 +723,8 @@ def rules_of(bucket: Bucket) -> Sequence[Mapping[str, Any]]:
         msg = "that needs the package boto3"
         raise ConfigError(msg) from problem
     try:
-        answer = boto3.client("s3").get_bucket_lifecycle_configuration(
+        session = boto3.session.Session()  # boto3's own one keeps the first credentials it saw
+        answer = session.client("s3").get_bucket_lifecycle_configuration(
             Bucket=urlsplit(bucket.url).netloc
         )
     except errors.ClientError as problem:

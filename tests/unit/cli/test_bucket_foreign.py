@@ -193,7 +193,7 @@ class OddKeysTest(DirectoryTest):
     def put_odd(self, folder: str) -> int:
         """Put objects with odd keys into a folder, as far as the server takes them."""
         boto3 = pytest.importorskip("boto3")
-        s3, count = boto3.client("s3", endpoint_url=self.endpoint), 0
+        s3, count = boto3.session.Session().client("s3", endpoint_url=self.endpoint), 0
         for suffix in self.SUFFIXES:
             try:
                 s3.put_object(Bucket="vua", Key=f"{self.prefix}/{folder}{suffix}", Body=b"1")
@@ -205,7 +205,7 @@ class OddKeysTest(DirectoryTest):
     def listed(self) -> set[str]:
         """Every key below the prefix, as another client lists it."""
         boto3 = pytest.importorskip("boto3")
-        s3 = boto3.client("s3", endpoint_url=self.endpoint)
+        s3 = boto3.session.Session().client("s3", endpoint_url=self.endpoint)
         pages = s3.get_paginator("list_objects_v2").paginate(Bucket="vua", Prefix=self.prefix)
         return {one["Key"] for page in pages for one in page["Contents"]}
 

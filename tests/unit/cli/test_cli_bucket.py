@@ -370,7 +370,7 @@ class SeaweedFSCliTest(BucketCliTest):
         found = {one["name"]: one for one in report["findings"]}["lifecycle"]
         self.assertEqual((0, "note"), (code, found["level"]), found)
         self.assertIn("no rule", found["text"])
-        s3 = boto3.client("s3")
+        s3 = boto3.session.Session().client("s3")
         rules = report["lifecycle"]
         s3.put_bucket_lifecycle_configuration(Bucket="vua", LifecycleConfiguration=rules)
         self.addCleanup(s3.delete_bucket_lifecycle, Bucket="vua")

@@ -193,7 +193,12 @@ class TestForks(DirectoryTest):
         capacity = store.capacity
         locks = [
             # race: the fork comes while another thread holds these
-            *(vua._opened._lock, vua._buffers._lock, vua._threads._shared.lock, store.quarantine._lock),
+            *(
+                vua._opened._lock,
+                vua._buffers._lock,
+                vua._threads._shared.lock,
+                store.quarantine._lock,
+            ),
             # race: the fork comes while another thread holds the storage's and the touches'
             *(store.storage._lock, store.storage.first_reads._lock, capacity.touches._lock),
             # race: the fork comes while another thread holds those of the capacity

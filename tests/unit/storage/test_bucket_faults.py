@@ -123,7 +123,7 @@ class FaultTest(ProxiedTest):
     def test_bucket_deleted(self) -> None:
         """It is a miss; here the server makes the bucket anew when something is written."""
         boto3 = pytest.importorskip("boto3")
-        s3 = boto3.client("s3", endpoint_url=seaweedfs().endpoint)
+        s3 = boto3.session.Session().client("s3", endpoint_url=seaweedfs().endpoint)
         name = f"gone-{self.url.rpartition('/')[2]}"
         s3.create_bucket(Bucket=name)
         with VUA(CONFIG, f"s3://{name}/x") as vua:

@@ -109,7 +109,10 @@ class RefusalTest(DirectoryTest):
     def test_object_lock(self) -> None:
         """A bucket with a retention wants a checksum with each write, and gets it."""
         boto3 = pytest.importorskip("boto3")
-        s3, name = boto3.client("s3", endpoint_url=moto()), f"lock-{self.root.name}".lower()
+        s3, name = (
+            boto3.session.Session().client("s3", endpoint_url=moto()),
+            f"lock-{self.root.name}".lower(),
+        )
         s3.create_bucket(Bucket=name.replace("_", "-"), ObjectLockEnabledForBucket=True)
         retention = {"Mode": "COMPLIANCE", "Days": 1}
         rule = {"ObjectLockEnabled": "Enabled", "Rule": {"DefaultRetention": retention}}

@@ -281,7 +281,7 @@ class SeaweedFSTest(BucketTest):
     def test_copied_both_ways(self) -> None:
         """A directory copied by another tool (boto3) is a cache, and the reverse."""
         boto3 = pytest.importorskip("boto3")
-        s3 = boto3.client("s3", endpoint_url=seaweedfs().endpoint)
+        s3 = boto3.session.Session().client("s3", endpoint_url=seaweedfs().endpoint)
         prefix = self.url.removeprefix("s3://vua/")
         source, target = self.root / "source", self.root / "target"
         self.put(str(source))
