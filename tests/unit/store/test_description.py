@@ -77,7 +77,7 @@ class TestDamage(DescriptionTest):
             with self.subTest(bit=bit, text=bytes(damaged[max(0, bit // 8 - 12) :][:24])):
                 self.check(bytes(damaged), heals=not number and not said)
             self.path.write_bytes(self.sound)
-            for log in self.root.glob(".upkeep/*.uses"):  # each process looks at all of them
+            for log in self.root.glob(".upkeep/**/*.uses"):  # each process looks at all of them
                 log.unlink()
 
     def test_flips(self) -> None:
