@@ -1,4 +1,4 @@
-"""The interpreter lock: for how long a thread holds it, whatever else the machine does.
+"""Measures how long a thread holds the interpreter lock. Other work on the machine does not count.
 
 A small library stands before CPython's functions that give the lock up and take it again, and
 counts the processor time of each thread in between. Where CPython gives it up within itself (in

@@ -293,8 +293,8 @@ class Evictor:
             before_ns: chunks with this mtime or a younger one stay.
             most_rank: chunks of a higher rank stay, if ranks are not mtimes.
             pins_nbytes: pinned chunks stay up to so many bytes, the last used ones; None: all.
-            hurries: a writer waits, or may come. Of very many chunks it takes the lowest of those
-                it has looked at so far, and :meth:`prepare` goes on with the search.
+            hurries: do not search a very large directory to its end. Evict the lowest chunks found
+                so far; :meth:`prepare` continues the search.
             pulse: called every few chunks, and while it searches, with what is freed so far.
 
         Raises OSError if the directory cannot be listed or written to.

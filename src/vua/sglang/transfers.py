@@ -258,7 +258,7 @@ class Transfers:
                 if reason not in ("", "error", "reset"):
                     rest = [*work.keys[done:], *work.behind]
                     for _ in self._files.weed(work.buffer, rest, reason, job):
-                        pass  # nobody follows what is gone
+                        pass  # reading them puts damaged files aside; SGLang is not told
         finally:
             self._load_buffers.give_back(work.buffer)  # not earlier: a hanging read may write to it
 

@@ -117,7 +117,7 @@ class RefusalsTest(DirectoryTest):
             self.check("unidentified", lambda: self.described(self.spec()), "gone")
 
     def test_images(self) -> None:
-        """Prompts with images of which something is not known; text is cached all the same."""
+        """If something about images is unknown, prompts with images are not cached; text is."""
         from vllm.config import ECTransferConfig, MultiModalConfig
 
         seeing = MultiModalConfig()
