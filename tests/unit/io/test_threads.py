@@ -192,18 +192,14 @@ class TestForks(DirectoryTest):
         store: Any = namespace_of(vua).stores[0]
         capacity = store.capacity
         locks = [
-            # race: the fork comes while another thread holds these
-            *(
-                vua._opened._lock,
-                vua._buffers._lock,
-                vua._threads._shared.lock,
-                store.quarantine._lock,
-            ),
-            # race: the fork comes while another thread holds the storage's and the touches'
-            *(store.storage._lock, store.storage.first_reads._lock, capacity.touches._lock),
-            # race: the fork comes while another thread holds those of the capacity
-            *(capacity.pending._changed, capacity.touches._recent._lock),
-            capacity.reclaimer._changed,  # race: and of the thread that evicts
+            # race: the fork comes while another thread holds the locks of the library
+            *(vua._opened._lock, vua._buffers._lock, vua._threads._shared.lock),
+            # race: the fork comes while another thread holds the store's
+            *(store.quarantine._lock, store.storage._lock, store.storage.first_reads._lock),
+            # race: the fork comes while another thread holds those of the touches
+            *(capacity.touches._lock, capacity.touches._recent._lock),
+            # race: the fork comes while another thread holds those of the eviction
+            *(capacity.pending._changed, capacity.reclaimer._changed),
         ]
         held, free = threading.Event(), threading.Event()
 
