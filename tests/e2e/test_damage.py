@@ -171,6 +171,7 @@ class MeanwhileTest(EngineTest):
         self.assertEqual([640, 448], served.cached)
         self.assertIn('"layers": 2', description.read_text())
 
+    @pytest.mark.thorough
     def test_nothing_can_be_written(self) -> None:
         """Where no file can be made requests are served, and the log says so once."""
         expected = self.baseline(BATCH)

@@ -104,6 +104,7 @@ class OtherEngineTest(EngineTest):
                 self.assertEqual(expected, warm.tokens)
                 self.assertEqual(WHOLE, warm.counts["tokens_loaded"])
 
+    @pytest.mark.thorough
     def test_vllm_then_transformers(self) -> None:
         """Transformers loads every whole chunk that vLLM stored, and goes on as vLLM did."""
         for name, path in self._checkpoints():

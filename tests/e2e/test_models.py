@@ -55,6 +55,7 @@ class CachedModelsTest(EngineTest):
                 self.assertEqual(expected, warm.tokens)
                 self.assertEqual([640], warm.cached)
 
+    @pytest.mark.thorough
     def test_other_weights(self) -> None:
         """A model of the same shape with other weights loads nothing of the first one's."""
         self.fill(BATCH)
@@ -66,6 +67,7 @@ class CachedModelsTest(EngineTest):
 class WindowedModelsTest(EngineTest):
     """Layers with a sliding window: their chunks are stored, and loaded, where they are of use."""
 
+    @pytest.mark.thorough
     def test_hybrid(self) -> None:
         """A restart loads the prefix of the full layers and the last window of the others."""
         engine = {"model": str(gpt_oss())}
@@ -144,6 +146,7 @@ class WindowedModelsTest(EngineTest):
                 self.assertEqual([640], healed.cached)
                 self.assertNotIn("corrupt", healed.counts)
 
+    @pytest.mark.thorough
     def test_negative_control(self) -> None:
         """The bytes of the windowed layers matter: others give other tokens."""
         engine = {"model": str(gpt_oss())}

@@ -45,6 +45,7 @@ class PagesTest(EngineTest):
         """The stored files with pages."""
         return [path for path in stored(self.root) if path.name.startswith("p")]
 
+    @pytest.mark.thorough
     def test_restart(self) -> None:
         """Another process loads what the first one stored, and generates the same."""
         expected = self.fill(BATCH, engine=self.settings())

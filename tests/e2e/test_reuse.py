@@ -88,6 +88,7 @@ class ReuseTest(EngineTest):
         self.assertEqual(1, warm.log.count(f"VUA: {native.status().text}"))
         self.assertEqual(608, explained(self.root, PROMPT[:640], 32))
 
+    @pytest.mark.thorough
     def test_partial_prefix(self) -> None:
         """A prompt that shares a beginning with a stored one loads the shared whole chunks."""
         self.fill(Batch([PROMPT]))
@@ -247,6 +248,7 @@ class ReuseTest(EngineTest):
 
 
 class SeparationTest(EngineTest):
+    @pytest.mark.thorough
     def test_cache_salt(self) -> None:
         """A request loads what was stored with its own salt, and nothing else."""
         self.fill(Batch([PROMPT]))

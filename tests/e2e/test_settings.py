@@ -35,6 +35,7 @@ class SettingsTest(EngineTest):
 
         self.assertIn("expected a directory, found a file", self.refused())
 
+    @pytest.mark.thorough
     def test_old_names_of_settings(self) -> None:
         """The settings that VUA's first version had are still understood."""
         self.fill(BATCH)

@@ -58,6 +58,7 @@ class StatesTest(EngineTest):
         """The stored files with states."""
         return [path for path in stored(self.root) if path.name.startswith("s")]
 
+    @pytest.mark.thorough
     def test_restart(self) -> None:
         """One state is stored, at the last block's end; another process goes on from there."""
         expected = self.fill(BATCH, engine=engine())

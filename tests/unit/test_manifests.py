@@ -63,6 +63,7 @@ class ManifestTest(unittest.TestCase):
                     with self.assertRaises(kubernetes_validate.ValidationError):
                         kubernetes_validate.validate(wrong, "1.34", strict=True)
 
+    @pytest.mark.thorough
     def test_compose(self) -> None:
         """Each file fits the specification, and one with a field that it does not know does not."""
         self.assertEqual(2, len(COMPOSE))

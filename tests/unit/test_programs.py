@@ -48,6 +48,7 @@ class TestPrograms(unittest.TestCase):
             parts = {"overhead", "time to first token", "after a restart"}
             self.assertLessEqual(parts, json.loads(out.read_text()).keys())
 
+    @pytest.mark.thorough
     def test_scaling_benchmark(self) -> None:
         """A load by 1 to 8 threads over slow reads is right; its speed is for people to judge."""
         with tempfile.TemporaryDirectory() as name:
@@ -205,6 +206,7 @@ class TestPrograms(unittest.TestCase):
             with self.subTest(wrong=wrong), self.assertRaises(ValueError):
                 names(**wrong)
 
+    @pytest.mark.thorough
     def test_first_gpu_run_goes_on(self) -> None:
         """A part that hangs, with what it has started, or fails, ends alone; all is kept.
 

@@ -329,6 +329,7 @@ class TestAttacks(unittest.TestCase):
             with self.subTest(nbytes=nbytes), self.assertRaises(CorruptEntryError):
                 bytes_to_tensor(written[:nbytes])
 
+    @pytest.mark.thorough
     @settings(max_examples=300)
     @given(data=st.data())
     def test_changed_headers(self, data: st.DataObject) -> None:

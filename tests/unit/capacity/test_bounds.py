@@ -401,6 +401,7 @@ class TestCapacity(DirectoryTest):
         st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=5, max_size=40),
         st.integers(4, 20),
     )
+    @pytest.mark.thorough
     def test_no_child_outlives_its_prefix(self, prompts: list[list[int]], capacity: int) -> None:
         """Whatever is asked for in whatever order: each stored chunk has its whole prefix."""
         self.tearDown()

@@ -8,6 +8,7 @@ import unittest
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from vua.capacity import hit_density
 from vua.capacity.hit_density import Hint, HitDensity, Request
@@ -225,6 +226,7 @@ class TestHints(unittest.TestCase):
         self.assertFalse(self.density.is_told)
         self.assertEqual(0, self.promised(1202.0))
 
+    @pytest.mark.thorough
     def test_learned_at_once(self) -> None:
         """What became of promises is learned of a log at once as it is one by one.
 

@@ -139,6 +139,7 @@ class TestLeastHitDensity(DirectoryTest):
         """Make room for so many."""
         Evictor(self.root, policy=policy).evict(chunks * NBYTES, next_tick_ns(self.fd))
 
+    @pytest.mark.thorough
     def test_what_comes_back_stays(self) -> None:
         """What was read once goes, and not what is due, although that was used before it."""
         for policy, left in ((LeastHitDensity(self.root), 40), (LRU(), 0)):
@@ -177,6 +178,7 @@ class TestLeastHitDensity(DirectoryTest):
         self.assertLess(left[-1], latest_ns)
         self.assertGreater(left[0], self.now_ns)
 
+    @pytest.mark.thorough
     def test_spared_for_one_prompt(self) -> None:
         """What stays in one run, as it is of the prompt being stored, goes first in the next."""
         stranger = self.prompt(5000, 1, 2)
@@ -203,6 +205,7 @@ class TestLeastHitDensity(DirectoryTest):
         self.assertEqual(1, self.stored([self.prompt(5001)]))
         self.assertEqual(0, self.stored([self.once[1], self.prompt(5000)]))
 
+    @pytest.mark.thorough
     def test_floor(self) -> None:
         """What ranks too low to be written is known from a run until the next pass, or too long."""
         self.store([*self.loved[:20], *self.once[:20]], 300)
@@ -355,6 +358,7 @@ class TestLeastHitDensity(DirectoryTest):
         self.assertGreater(after(names, times).min(), 0)
         self.assertGreater(before(names, times).min(), 0)  # was asked for since
 
+    @pytest.mark.thorough
     def test_hints(self) -> None:
         """What one process is told of prompts holds for evictions by all, also by later ones.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import unittest
 
 import numpy as np
+import pytest
 
 from vua.capacity.promises import Promises
 
@@ -120,6 +121,7 @@ class TestPromises(unittest.TestCase):
         self.promises.void(rows(2))
         self.assertEqual([0.0], self.promises.worths(10.0, rows(2)).tolist())
 
+    @pytest.mark.thorough
     def test_counts_fade(self) -> None:
         """Agents change, and what is learned with them."""
         found = []

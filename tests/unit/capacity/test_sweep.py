@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from helpers import SOON_S, DirectoryTest, until
 from replay import LAYOUT
 from vua.capacity import evictor, reclaim, scan
@@ -250,6 +252,7 @@ class TestShared(SweepTest):
             self.assertEqual(first, sum(looks.values()))
         self.assertEqual([*range(self.many - 15)], self.stored())
 
+    @pytest.mark.thorough
     def test_used_since(self) -> None:
         """A victim that was used after somebody looked stays."""
         one, other = self.sharing(), self.sharing()
@@ -260,6 +263,7 @@ class TestShared(SweepTest):
             other.evict(2 * NBYTES, self.tick())
         self.assertEqual([*range(self.many - 4), self.many - 2], self.stored())
 
+    @pytest.mark.thorough
     def test_skips_what_is_gone(self) -> None:
         """What others have evicted costs a few looks in all, not one for each."""
         one, other = self.sharing(), self.sharing()
@@ -311,6 +315,7 @@ class TestShared(SweepTest):
         self.assertLess(again.seen_ns, later_ns)
         self.assertIsNone(told_victims(self.upkeep, again.seen_ns, self.tick()))  # once only
 
+    @pytest.mark.thorough
     def test_expiry(self) -> None:
         """Of all processes one sweeps for a time to live, and learns victims in the same sweep."""
 

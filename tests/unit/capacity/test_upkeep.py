@@ -371,6 +371,7 @@ class TestPins(UpkeepTest):
             self.assertTrue(0.4 * 4 * self.one <= left <= 0.5 * 4 * self.one, left / self.one)
             self.assertGreater(self.stored(vua, 3), self.stored(vua, 0))
 
+    @pytest.mark.thorough
     def test_within_the_budget(self) -> None:
         """A pin within it holds as ever."""
         with VUA(config(4 * self.one), self.root) as vua:
@@ -508,6 +509,7 @@ class TestOtherUser(UpkeepTest):
                 os._exit(stored)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
+    @pytest.mark.thorough
     def test_engine_goes_on(self) -> None:
         """After root's tools the engine evicts and stores as before: nothing there is root's."""
         self.assertEqual(1, self.engine(0, 1))

@@ -194,6 +194,7 @@ class ServerTest(KeysTest):
                 self.assertEqual((0, 8, ""), self.warm(address, *words))
                 self.assertEqual((0, 0, ""), self.warm(address, *words))
 
+    @pytest.mark.thorough
     @mock.patch("vua.cli.warm._BRIEFLY_S", 0.5)
     def test_other_names(self) -> None:
         """Who gives no key, another one, or one too many is told so without a long wait."""
@@ -229,6 +230,7 @@ class ServerTest(KeysTest):
         self.assertEqual((2, None), (code, new))
         self.assertIn(f"with key {self.id_of(self.key)}; expected: not sealed", err)
 
+    @pytest.mark.thorough
     @mock.patch("vua.cli.warm._BRIEFLY_S", 0.1)
     def test_others(self) -> None:
         """What others store in the directory with keys of their own does not end the wait."""

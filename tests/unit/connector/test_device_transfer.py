@@ -112,6 +112,7 @@ class FormsTest(DirectoryTest):
         self.assertEqual(bits(expected), bits(other.cpu()))
         self.assertNotEqual(bits(self.memory(form, dtype, seed=2)[0].cpu()), bits(expected))
 
+    @pytest.mark.thorough
     def test_some_forms(self) -> None:
         """A layout with K and V apart in bf16, and a latent one in fp8 as vLLM calls it: bytes."""
         self.check_all([("flash", torch.bfloat16), ("mla", torch.uint8)])

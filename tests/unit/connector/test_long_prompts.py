@@ -95,6 +95,7 @@ class LongPromptTest(DirectoryTest):
         found: dict[str, int] = stats.get("vua_prompt_chunk_tokens_total", {})
         return found
 
+    @pytest.mark.thorough
     def test_default_settings(self) -> None:
         """A prompt of four full steps is stored completely, within the memory of two of them."""
         engine = self.start()
@@ -126,6 +127,7 @@ class LongPromptTest(DirectoryTest):
         self.assertEqual(room, engine.leading(request))
         self.assertEqual(room, len(self.sink.names))
 
+    @pytest.mark.thorough
     def test_scheduled_ahead(self) -> None:
         """A step that was scheduled before its predecessor was done leaves no chunk behind a hole.
 

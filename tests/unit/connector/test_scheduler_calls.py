@@ -8,6 +8,8 @@ import tempfile
 import unittest
 from types import FrameType, SimpleNamespace
 
+import pytest
+
 from helpers import save_chunk
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
@@ -23,6 +25,7 @@ MORE = 800 - 40
 
 
 class CallsTest(unittest.TestCase):
+    @pytest.mark.thorough
     def test_long_prompts(self) -> None:
         """The scheduler's thread does no Python work per chunk: loads and saves cost the same.
 

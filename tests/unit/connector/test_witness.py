@@ -448,6 +448,7 @@ class WitnessTest(EngineTest):
         self.assertEqual(0, self.ask(witness, "c", found_of(9)))
         self.assertEqual(9 * 16, self.ask(witness, "d", found_of(9)))
 
+    @pytest.mark.thorough
     def test_how_much_is_remembered(self) -> None:
         """Engines that come and go take no more and more memory."""
         witness, keys = self.witness(setup=""), found_of(1).keys

@@ -99,6 +99,7 @@ class CachedLoadTest(DirectoryTest):
         arrays: list[torch.Tensor | None] = [array[:chunks] for array in buffer.arrays]
         return arrays if len(arrays) == 2 else [*arrays, None]
 
+    @pytest.mark.thorough
     def test_every_form_and_range(self) -> None:
         """The same bytes as through a buffer, and no others, whatever is cut off at both ends."""
         cases = (

@@ -154,6 +154,7 @@ class MoveTest(PagedTestCase):
                     tokens = (chunk, chunk) if size != 48 else (chunk + 5, chunk)
                     self.assert_moves(list(memory), memory, form, block_size=size, tokens=tokens)
 
+    @pytest.mark.thorough
     def test_ranges_that_cut_blocks(self) -> None:
         """Ranges may start and end anywhere, hold one token, and span many blocks."""
         ranges = ((0, 1), (15, 1), (15, 2), (3, 7), (16, 16), (1, 31), (7, 90), (0, 176))

@@ -333,6 +333,7 @@ class HostTest(BlocksTest):
         patch.start()
         self.addCleanup(patch.stop)
 
+    @pytest.mark.thorough
     def test_two_threads(self) -> None:
         """What is large enough for a second thread comes out the same."""
         pages = noise(8, 600, 2, SLOTS, 2 * 64, dtype=torch.int32)

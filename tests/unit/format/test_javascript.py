@@ -289,6 +289,7 @@ class JavaScriptTest(DirectoryTest):
             self.assertGreaterEqual(share, least, text)
             self.assertLess(share, 1.0, text)
 
+    @pytest.mark.thorough
     def test_mutated(self) -> None:
         """Right or a miss: both say the same of 300 changed files."""
         self.mutate(300, SEED)

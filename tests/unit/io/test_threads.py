@@ -90,6 +90,7 @@ class TestThreads(unittest.TestCase):
         self.assertEqual([-1], did)
         self.assertEqual([4], threads.map(lambda job: job.what, [4]))
 
+    @pytest.mark.thorough
     def test_left_behind(self) -> None:
         """Threads end when their owner is closed, and when it is gone."""
 

@@ -44,6 +44,7 @@ class TestReplay(DirectoryTest):
         self.assertEqual(len(unique), done.written_blocks)
         self.assertEqual(done.blocks, done.hit_blocks + done.written_blocks)
 
+    @pytest.mark.thorough
     def test_bounded(self) -> None:
         """With little room a store hits less than the ideal, and keeps to its room."""
         requests = multi_round(users=6, rounds=4, blocks=3)

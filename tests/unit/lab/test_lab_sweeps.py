@@ -61,6 +61,7 @@ class TestSweeps(unittest.TestCase):
         exact, chance = (store.hit_blocks for store in stores)
         self.assertLess(chance, 0.9 * exact)
 
+    @pytest.mark.thorough
     def test_by_fan(self) -> None:
         """A sweep by fan takes victims of one folder after the other, all of them below a limit."""
         policy = Swept(1000, by_fan=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from helpers import DirectoryTest, Memory, descriptors, has_native, model_arrays, rectangle
@@ -69,6 +70,7 @@ class TestReadEntries(DirectoryTest):
         ),
         st.data(),
     )
+    @pytest.mark.thorough
     def test_same(
         self, layout: KVLayout, block: int | None, case: Any, data: st.DataObject
     ) -> None:
@@ -162,6 +164,7 @@ class TestListChunks(DirectoryTest):
         self.assertEqual(short_names(listed).tolist(), short_names(names).tolist())
         self.assertEqual([], short_names(names[:0]).tolist())
 
+    @pytest.mark.thorough
     def test_many(self) -> None:
         """As many as there are, also where fewer are expected."""
         for number in range(5000):

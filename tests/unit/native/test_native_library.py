@@ -131,6 +131,7 @@ class TestLibrary(DirectoryTest):
         self.library.mkdir()
         self.assert_python("directory")
 
+    @pytest.mark.thorough
     def test_missing(self) -> None:
         """An installation without the library is sound, and calls no compiler."""
         self.library.unlink(missing_ok=True)

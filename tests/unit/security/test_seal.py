@@ -378,6 +378,7 @@ class TestKeys(SealTest):
                 read_key(self.key)
             self.key.rmdir() if self.key.is_dir() else self.key.unlink()
 
+    @pytest.mark.thorough
     @unittest.skipUnless(os.geteuid() == 0, "only root can give files to others")
     def test_group(self) -> None:
         """A pod's user reads the Secret that its fsGroup may read; others' keys are refused."""

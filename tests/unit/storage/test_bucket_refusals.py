@@ -54,6 +54,7 @@ class RefusalTest(DirectoryTest):
             self.assertEqual(0, vua.put(TOKENS, KV))
         self.assertTrue(is_marked_bucket(BucketPath(self.bucket)))
 
+    @pytest.mark.thorough
     def test_bad_conditions(self) -> None:
         """A server that takes no `If-None-Match` is asked first, and then written to."""
         self.proxy.plan = lambda *_: "bad conditions"
@@ -72,6 +73,7 @@ class RefusalTest(DirectoryTest):
         self.proxy.plan = lambda *_: "no conditions"
         self.check()
 
+    @pytest.mark.thorough
     def test_no_bulk(self) -> None:
         """Without deletion of many objects are deleted one by one, from then on at once."""
         self.check()
@@ -93,6 +95,7 @@ class RefusalTest(DirectoryTest):
         self.assertRegex(err, "object lock")
         self.assertEqual(0, run("verify", self.url)[0])
 
+    @pytest.mark.thorough
     def test_damaged_and_locked(self) -> None:
         """What is damaged and cannot be deleted is written over, and is found again."""
         self.check()
@@ -106,6 +109,7 @@ class RefusalTest(DirectoryTest):
             self.assertGreaterEqual(vua.put(TOKENS, KV), 1)
             self.assertEqual(12, vua.get_closest(TOKENS).num_tokens)
 
+    @pytest.mark.thorough
     def test_object_lock(self) -> None:
         """A bucket with a retention wants a checksum with each write, and gets it."""
         boto3 = pytest.importorskip("boto3")

@@ -101,6 +101,7 @@ class SettingsTest(DirectoryTest):
             with self.subTest(url), self.assertRaises(ConfigError):
                 VUA(CONFIG, url)
 
+    @pytest.mark.thorough
     def test_panic(self) -> None:
         """Whatever the client breaks off with is an error of VUA, also in a directory's tier."""
         import obstore

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 
 from helpers import DirectoryTest, caches_of, kv_bits, remove_tree
@@ -133,6 +134,7 @@ class FollowedTest(DirectoryTest):
                 remove_tree(self.path)
                 shutil.rmtree(self.root / "old", ignore_errors=True)
 
+    @pytest.mark.thorough
     def test_stored_again(self) -> None:
         """A process that stores does so where the path leads, at its next look."""
         for what, change in self.ways().items():
@@ -241,6 +243,7 @@ class FollowedTest(DirectoryTest):
         """Bytes of the files."""
         return sum(one.stat().st_size for one in path.rglob("*.safetensors"))
 
+    @pytest.mark.thorough
     def test_removed_at_the_limit(self) -> None:
         """A full cache whose directory is removed stores again, in the processes that filled it."""
         for what, change in self.ways().items():

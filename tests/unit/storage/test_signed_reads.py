@@ -86,6 +86,7 @@ class ServerTest(unittest.TestCase):
                 self.bucket.get("a/b")
         self.assertEqual(["signed", "other", "signed", "signed", "other", "other"], self.asked)
 
+    @pytest.mark.thorough
     def test_connections_are_used_again(self) -> None:
         """Some at a time, and the one that the server has ended is no miss."""
         with socket_count(self.proxy.endpoint) as opened:
@@ -212,6 +213,7 @@ class OddTest(unittest.TestCase):
         answer = SHORT + b"Connection: close\r\n\r\nok"
         self.assertEqual(b"ok", self.found(answer, times=2))
 
+    @pytest.mark.thorough
     def test_drip(self) -> None:
         """An answer that goes on coming, and never ends, is given up."""
         long_head = HEAD + b"x: " + bytes(1000)

@@ -98,6 +98,7 @@ class TlsTest(DirectoryTest):
         self.assertEqual(CHUNKS, self.proxy.counts[FLIPPED_UPLOAD])
         self.assertEqual(0, self.found())
 
+    @pytest.mark.thorough
     def test_bodies_are_not_signed(self) -> None:
         """Unless the environment asks for it."""
         for more, unsigned in (({}, True), ({"AWS_UNSIGNED_PAYLOAD": "false"}, False)):

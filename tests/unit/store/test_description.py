@@ -178,6 +178,7 @@ class TestLater(DescriptionTest):
         yield "group", lambda said: said | {"further_groups": [said["layout"] | group]}
         yield "whole", lambda _: {"format": "vua.namespace.v2", "everything": "else"}
 
+    @pytest.mark.thorough
     def test_descriptions(self) -> None:
         """Writers and tools leave the namespace; only who asks for it deletes it."""
         for name, change in self.descriptions():
@@ -195,6 +196,7 @@ class TestLater(DescriptionTest):
         code, _, err = run("rm", self.root, self.path.parent.name[:12], "--yes")
         self.assertEqual((0, False), (code, self.path.exists()), err)
 
+    @pytest.mark.thorough
     def test_eviction(self) -> None:
         """Neither want of room nor a time to live evicts what a later version has described."""
         for name, change in self.descriptions():

@@ -10,6 +10,8 @@ import unittest
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from helpers import DirectoryTest
 from vua.connector.refusals import REFUSALS
 
@@ -72,6 +74,7 @@ class TestServe(DirectoryTest):
             self.assertEqual(f"    {one.do}", do)
             self.assertGreater(len(one.do.split()), 1, one)
 
+    @pytest.mark.thorough
     def test_refused(self) -> None:
         """A directory that cannot be used ends it at once, in one line, with status 2."""
         (self.root / "file").write_text("x")
@@ -111,6 +114,7 @@ class TestServe(DirectoryTest):
         for words in ("--vua-path DIRECTORY", "VUA_PATH", "chunk_tokens", "max_bytes", "started"):
             self.assertIn(words, done.stdout)
 
+    @pytest.mark.thorough
     def test_mistyped_option(self) -> None:
         """Options that nearly are ours are told from vLLM's."""
         for option in ("--vua-pth", "--vua_dir=/kv", "--vuapath"):

@@ -291,6 +291,7 @@ class DirectoryTest(SocketTest):
             else:
                 believed -= blocks
 
+    @pytest.mark.thorough
     def test_restarts(self) -> None:
         """Routers believe in what is stored, also when chunks went while no publisher ran."""
         routers = [self.socket(zmq.SUB, self.out) for _ in range(2)]

@@ -267,6 +267,7 @@ class GeneratedModelsTest(DirectoryTest):
 
     made: Any = None
 
+    @pytest.mark.thorough
     def test_some(self) -> None:
         """A few models, by both ways."""
         self.check(8, gpu=False)

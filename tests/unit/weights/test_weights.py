@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -94,6 +95,7 @@ class WeightsCase(unittest.TestCase):
 class TestContent(WeightsCase):
     """What counts, and what does not."""
 
+    @pytest.mark.thorough
     @settings(max_examples=150, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def test_each_byte_of_each_tensor_counts(self, data: st.DataObject) -> None:
