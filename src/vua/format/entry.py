@@ -25,6 +25,7 @@ import math
 import re
 import struct
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -37,6 +38,7 @@ from vua.format.keys import ChunkKey
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
 from vua.io.plan import ARRAYS_MAX, EXTENT, READ, EntryPlan
 from vua.io.vectors import IOV_MAX
+from vua.native import KINDS, HeaderForm
 
 __all__ = [
     "AUTHENTIC",
@@ -90,10 +92,23 @@ _CREATED_WIDTH: Final = 10  # seconds since 1970, good until the year 2286
 _CHECK_WIDTH: Final = 16
 _BLANK_CHECK: Final = b"0" * _CHECK_WIDTH
 _BEFORE_WRITER: Final = ',"created":"0123456789","writer":"'
+_DIGIT, _NAMING, _HEX = rb"\d", rb"[\w ./+:-]", rb"[0-9a-f]"
 _VARIABLE: Final = re.compile(
-    rb',"created":"\d{10}","writer":"[\w ./+:-]{48}"(?:,"nonce":"([0-9a-f]{32})")?'
-    rb',"check":"[0-9a-f]{16}'
+    rb',"created":"%b{10}","writer":"%b{48}"(?:,"nonce":"(%b{32})")?,"check":"%b{16}'
+    % (_DIGIT, _NAMING, _HEX, _HEX)
 )
+_KINDS: Final = bytes(
+    sum(
+        1 << bit for bit, kind in enumerate((_DIGIT, _NAMING, _HEX)) if re.match(kind, bytes([one]))
+    )
+    for one in range(256)
+)
+"""Of each byte, bits of what it is: a digit, of a name, hexadecimal."""
+_VARIABLE_KINDS: Final = b',"created":"%b","writer":"%b","check":"%b' % tuple(
+    bytes([KINDS | 1 << bit]) * width
+    for bit, width in enumerate((_CREATED_WIDTH, _WRITER_WIDTH, _CHECK_WIDTH))
+)
+"""A plain file's variable fields, as :class:`vua.native.HeaderForm` has them."""
 _UNNAMED: Final = re.compile("[^A-Za-z0-9 ./_+:-]")
 
 
@@ -194,6 +209,20 @@ class EntryCodec:
         """
         start = self._start_v1 if sealed == SEALED_V1 else self._start
         return start + self._middle(key, key_id).encode()
+
+    def form(self, keys: Sequence[ChunkKey]) -> HeaderForm:
+        """Return what the headers of plain files of ``keys``, at least one, must be.
+
+        Native code compares by it as :meth:`table_of` does.
+        """
+        return HeaderForm(
+            self._start,
+            [self._middle(key, "") for key in keys],
+            self._end,
+            variable=_VARIABLE_KINDS,
+            kinds=_KINDS,
+            check_offset=self.check_offset,
+        )
 
     @staticmethod
     def _variable(created: int, writer: str, nonce: str = "") -> str:

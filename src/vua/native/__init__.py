@@ -2,15 +2,16 @@
 
 All but :class:`EntryStream` have an equal fallback in Python.
 
-=================== ======================== =====================================================
-:func:`read_entries` ``load.c``, ``direct.c`` reads and hashes a batch of entry files by one call
-:class:`EntryStream` ``load.c``, ``direct.c`` the same ahead of use; without it batches are read
-:func:`write_entries` ``save.c``             hashes and writes a batch :func:`fill_entry`
-``rows.c``              takes an entry from memory instead, as buckets have it :func:`gather_entry`
-``rows.c``              the reverse :func:`hash_chain`   ``chain.c``             hashes the chunks
-of a prompt :func:`list_chunks`  ``list.c``              lists the chunks in a directory, and their
-mtimes :func:`copy_strided` ``move.c``              copies between chunks and an engine's pages
-=================== ======================== =====================================================
+===================== ======================== ===================================================
+:func:`read_entries`  ``load.c``, ``direct.c`` reads and hashes a batch of entry files by one call
+:class:`EntryStream`  ``load.c``, ``direct.c`` the same ahead of use, and compares headers
+:func:`write_entries` ``save.c``               hashes and writes a batch
+:func:`fill_entry`    ``rows.c``               takes an entry from memory, as buckets have it
+:func:`gather_entry`  ``rows.c``               the reverse
+:func:`hash_chain`    ``chain.c``              hashes the chunks of a prompt
+:func:`list_chunks`   ``list.c``               lists a directory's chunks, and their mtimes
+:func:`copy_strided`  ``move.c``               copies between chunks and an engine's pages
+===================== ======================== ===================================================
 
 Each function itself chooses between the library and :mod:`vua.native.fallback`; callers never ask.
 docs/decisions/0006-native-loops.md gives the reasons and the gain;
@@ -53,11 +54,12 @@ from vua.native.fallback import (
     read_entry,
 )
 from vua.native.rows import blocks_of, rows_of
-from vua.native.transfer import NOWHERE, Headers, MemoryMap, Spread, Transfer
+from vua.native.transfer import KINDS, NOWHERE, HeaderForm, Headers, MemoryMap, Spread, Transfer
 
 __all__ = [
     "FAILED",
     "ITEMS",
+    "KINDS",
     "LATEST_NS",
     "NOWHERE",
     "PRESENT",
@@ -66,6 +68,7 @@ __all__ = [
     "ChunkNames",
     "Digest",
     "EntryStream",
+    "HeaderForm",
     "Headers",
     "MemoryMap",
     "Places",

@@ -94,7 +94,7 @@ _LOAD: Final = (
     *(_POINTER, _U64, _POINTER, _U64, _U64),
 )
 _STREAM: Final = (
-    *(_POINTER, _POINTER, ctypes.c_int, _TEXT, _U64, _U64, _POINTER, _U64, _U64, _U64),
+    *(_POINTER, _POINTER, ctypes.c_int, _TEXT, _U64, _POINTER, _U64, _POINTER, _U64, _U64, _U64),
     *(_POINTER, _U64, _POINTER, _U64, _U64),
 )
 _GATHER: Final = (_POINTER, _U64, _POINTER, _POINTER)

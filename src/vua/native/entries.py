@@ -17,7 +17,15 @@ from vua.io.forks import watch
 from vua.io.posix import page_aligned
 from vua.native import fallback
 from vua.native.bindings import library
-from vua.native.transfer import FAILED, PRESENT, WRITTEN, Headers, Transfer, WriteOptions
+from vua.native.transfer import (
+    FAILED,
+    PRESENT,
+    WRITTEN,
+    HeaderForm,
+    Headers,
+    Transfer,
+    WriteOptions,
+)
 
 __all__ = [
     "FAILED",
@@ -168,7 +176,8 @@ class EntryStream:
     """Files that are read in order by own threads while the caller uses those that arrived.
 
     File ``f`` goes to chunk slot ``places[f % len(places)]`` and to that row of the headers, once
-    :meth:`wait` was told that the slot may be reused. Not thread-safe.
+    :meth:`wait` was told that the slot may be reused. The threads that read a file also compare it,
+    without the GIL, with what it must be. Not thread-safe.
     """
 
     def __init__(
@@ -176,6 +185,7 @@ class EntryStream:
         transfer: Transfer,
         directory: Directory,
         paths: Sequence[str],
+        form: HeaderForm,
         places: npt.NDArray[np.uint64],
         into: Headers,
         *,
@@ -188,10 +198,11 @@ class EntryStream:
             transfer: how, and into which memory; not spread.
             directory: the paths start there; the stream keeps its own descriptor.
             paths: files, names of equal length; at least one.
+            form: what their headers must be, with a middle for each path.
             places: the chunk slots, and rows of ``into``, that are used in turn.
             into: memory for headers and digests, one row per chunk slot in memory.
             direct: read files that are not in the page cache past it.
-            hashed: whether blocks are hashed into ``into.digests``.
+            hashed: whether blocks are hashed into ``into.digests``, and must match the headers.
 
         Raises OSError without library, descriptor or thread: use :func:`read_entries` then.
         """
@@ -206,12 +217,21 @@ class EntryStream:
         self._bounce = _bounce() if direct else None
         bounce = self._bounce
         room = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
-        self._kept = (transfer, into, names := _joined(paths), places, uids)
+        self._kept = (transfer, into, names := _joined(paths), form, places, uids)
         self._joined = crew.joined(transfer.file_nbytes * len(paths))
         threads = self._joined.__enter__()
         self._stream = bound.stream_open(
             *(ctypes.byref(transfer), ctypes.byref(into), self._fd, names, len(paths[0]) + 1),
-            *(len(paths), places.ctypes.data, len(places), threads, flags, *trusted, *room),
+            *(
+                ctypes.byref(form),
+                len(paths),
+                places.ctypes.data,
+                len(places),
+                threads,
+                flags,
+                *trusted,
+                *room,
+            ),
         )
         self._closed = False
         if self._stream is None:
@@ -221,8 +241,8 @@ class EntryStream:
     def wait(self, done: int, upto: int) -> int:
         """Wait for the first ``upto`` files; return how many arrived: fewer after a bad one.
 
-        Slots of the first ``done`` files may be overwritten. Releases the GIL. Nothing is verified,
-        as with :func:`read_entries`.
+        Slots of the first ``done`` files may be overwritten. Releases the GIL. Those that arrived
+        have the header that they must have, and the payload that it tells if that is hashed.
         """
         return int(self._bound.stream_wait(self._stream, done, upto))
 

@@ -86,19 +86,37 @@ static int enter(struct work *work, uint64_t file)
     return good;
 }
 
-/* A part of a file has been read, or not; the last one closes it. */
-static void leave(struct work *work, uint64_t file, int good)
+/* Whether a file that was read is the one that is wanted, byte for byte. The thread that read the
+ * header or the last part compares it: then it is in that core's cache. */
+static int is_wanted(struct work *work, uint64_t file, int of_header)
+{
+    const uint64_t *digests = vua_digests(work, file);
+    const char *header = work->into->headers + vua_row(work, file) * work->batch->header_nbytes;
+    if (work->form == NULL)
+        return 1;
+    if (of_header)
+        return vua_header_is(work->batch, work->form, file, header);
+    return digests == NULL || vua_blocks_are(work->batch, header, digests);
+}
+
+/* A part of a file has been read, or not; the last one closes it. Returns whether it is good. */
+static int leave(struct work *work, uint64_t file, int good)
 {
     struct opened *opened = &work->opened[file - work->first];
     if (!good)
         atomic_store(&opened->spoiled, 1);
     if (atomic_fetch_add(&opened->parts_done, 1) + 1 == work->parts) {
         close(opened->fd);
+        if (good && !opened->spoiled && !is_wanted(work, file, 0)) {
+            atomic_store(&opened->spoiled, 1);
+            good = 0;
+        }
         pthread_mutex_lock(&work->lock);
         opened->state = opened->spoiled ? BAD : READ;
         pthread_cond_broadcast(&work->changed);
         pthread_mutex_unlock(&work->lock);
     }
+    return good;
 }
 
 /* Do reads through the page cache. Returns whether all of them were done. */
@@ -236,11 +254,12 @@ static void *run(void *argument)
         if (!have_room(work, file))
             break; /* all taken, or behind a bad one */
         char *discard = kept ? kept + vua_row(work, file) * discard_nbytes : own;
+        const uint64_t part = next % work->parts;
         int good = enter(work, file);
         if (good) {
-            good = (discard || !discard_nbytes) &&
-                load_part(work, file, next % work->parts, discard, bounce);
-            leave(work, file, good);
+            good = (discard || !discard_nbytes) && load_part(work, file, part, discard, bounce) &&
+                   (part > 0 || is_wanted(work, file, 1));
+            good = leave(work, file, good);
         }
         if (!good)
             end_at(work, file);
@@ -322,10 +341,12 @@ struct stream {
 };
 
 /* Begin to read `count` files as vua_load does, by threads of its own: file f to chunk place
- * `places[f % ring]`, and that row of `into`, once it is free. All that is given stays there until
- * vua_stream_close. Returns NULL where no thread can be had. */
+ * `places[f % ring]`, and that row of `into`, once it is free. A file is read only if it is what
+ * `form` says. All that is given stays there until vua_stream_close. Returns NULL where no thread
+ * can be had. */
 void *vua_stream_open(const struct batch *batch, const struct tables *into, int dir_fd,
-                      const char *paths, uint64_t path_nbytes, uint64_t count,
+                      const char *paths, uint64_t path_nbytes, const struct form *form,
+                      uint64_t count,
                       const uint64_t *places, uint64_t ring, uint64_t threads, uint64_t flags,
                       const uint32_t *uids, uint64_t uid_count, char *bounce,
                       uint64_t bounce_nbytes, uint64_t bounces)
@@ -340,7 +361,7 @@ void *vua_stream_open(const struct batch *batch, const struct tables *into, int 
         .parts = (batch->read_count + READS_OF_PART - 1) / READS_OF_PART,
         .threads = threads < THREADS_MAX ? threads : THREADS_MAX,
         .lock = PTHREAD_MUTEX_INITIALIZER, .changed = PTHREAD_COND_INITIALIZER,
-        .free = ring, .good = count, .found_cold = start_more,
+        .free = ring, .good = count, .found_cold = start_more, .form = form,
     };
     stream->started = start(stream->threads, stream->work.threads, &stream->work);
     if (stream->started > 0)

@@ -79,6 +79,17 @@ struct tables {
     char *discard;     /* [files][discard_nbytes]; NULL: nobody wants to see it */
 };
 
+/* What the headers of some files must be, byte for byte. The same fields as
+ * vua.native.HeaderForm. */
+struct form {
+    const char *start, *middles, *end; /* the same for all; of each file, [files]; the same again */
+    const unsigned char *variable;     /* before the end: a byte, or kinds of bytes, marked KINDS */
+    const unsigned char *kinds;        /* [256]: bits of the kinds that a byte is of */
+    uint64_t start_nbytes, middle_nbytes, end_nbytes, variable_nbytes;
+    uint64_t check_offset;             /* of the self-check, CHECK_NBYTES of hexadecimal digits */
+};
+enum { KINDS = 0x80, CHECK_NBYTES = 16 };
+
 /* A file of which parts are being read. */
 struct opened {
     enum { CLOSED, OPENING, OPEN, READ, BAD } state; /* READ: as a whole, and closed again */
@@ -115,6 +126,7 @@ struct work {
     pthread_t more[COLD_THREADS];
     uint64_t more_count;        /* threads started once a file was cold */
     void (*found_cold)(struct work *); /* called for each cold file: starts them */
+    const struct form *form;    /* what the files must be; NULL: the caller judges */
 };
 
 /* A file's row of the tables, and its chunk's place in memory. */
@@ -166,6 +178,13 @@ int vua_take(const struct batch *batch, const struct read *read, const char *fro
  * file's header says to where their elements are spread: nothing else is written. */
 void vua_spread(const struct batch *batch, const struct read *read, const char *from,
                 const char *header, uint64_t place, uint64_t *digests);
+
+/* Whether a header is the one that a file must have. */
+int vua_header_is(const struct batch *batch, const struct form *form, uint64_t file,
+                  const char *header);
+
+/* Whether a file's blocks hash to what its header says. */
+int vua_blocks_are(const struct batch *batch, const char *header, const uint64_t *digests);
 
 /* Whether this is a regular file with one name, of a user who is trusted. */
 int vua_is_plain(const struct stat *status, const struct users *trusted);

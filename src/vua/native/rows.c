@@ -185,6 +185,58 @@ static void spread_extent(const struct batch *batch, const struct extent *extent
     }
 }
 
+/* What a block must hash to. */
+static uint64_t expected_of(const struct batch *batch, const char *header, uint64_t block)
+{
+    uint64_t expected;
+    memcpy(&expected, header + batch->table_offset + batch->block_place[block] * sizeof expected,
+           sizeof expected);
+    return expected;
+}
+
+int vua_blocks_are(const struct batch *batch, const char *header, const uint64_t *digests)
+{
+    for (uint64_t block = 0; block < batch->block_count; block++)
+        if (digests[block] != expected_of(batch, header, block))
+            return 0;
+    return 1;
+}
+
+/* Whether a header hashes to its self-check, with zeros for the check's own digits. */
+static int is_checked(const struct batch *batch, const struct form *form, const char *header)
+{
+    static const char blank[] = "0000000000000000", digits[] = "0123456789abcdef";
+    _Alignas(64) char state[STATE_NBYTES];
+    const char *check = header + form->check_offset, *rest = check + CHECK_NBYTES;
+    batch->hash.reset(state);
+    batch->hash.update(state, header, form->check_offset);
+    batch->hash.update(state, blank, CHECK_NBYTES);
+    batch->hash.update(state, rest, batch->header_nbytes - (uint64_t)(rest - header));
+    uint64_t digest = batch->hash.digest(state);
+    for (int at = CHECK_NBYTES - 1; at >= 0; at--, digest >>= 4)
+        if (check[at] != digits[digest & 15])
+            return 0;
+    return 1;
+}
+
+int vua_header_is(const struct batch *batch, const struct form *form, uint64_t file,
+                  const char *header)
+{
+    const char *middle = header + form->start_nbytes, *variable = middle + form->middle_nbytes;
+    const char *end = variable + form->variable_nbytes;
+    if (end + form->end_nbytes != header + batch->table_offset ||
+        memcmp(header, form->start, form->start_nbytes) != 0 ||
+        memcmp(middle, form->middles + file * form->middle_nbytes, form->middle_nbytes) != 0 ||
+        memcmp(end, form->end, form->end_nbytes) != 0)
+        return 0;
+    for (uint64_t at = 0; at < form->variable_nbytes; at++) {
+        const unsigned char found = (unsigned char)variable[at], wanted = form->variable[at];
+        if (wanted & KINDS ? !(form->kinds[found] & wanted & ~KINDS) : found != wanted)
+            return 0;
+    }
+    return is_checked(batch, form, header);
+}
+
 void vua_spread(const struct batch *batch, const struct read *read, const char *from,
                 const char *header, uint64_t place, uint64_t *digests)
 {
@@ -193,10 +245,7 @@ void vua_spread(const struct batch *batch, const struct read *read, const char *
         const uint64_t nbytes = batch->block_nbytes[block];
         struct iovec bytes = {(char *)from, nbytes};
         struct cursor at = {&bytes, 0};
-        uint64_t expected;
-        memcpy(&expected,
-               header + batch->table_offset + batch->block_place[block] * sizeof expected,
-               sizeof expected);
+        const uint64_t expected = expected_of(batch, header, block);
         digests[block] = hash_next(&batch->hash, &at, nbytes);
         const char *stop = from + nbytes;
         for (; from < stop; from += extent++->nbytes * batch->segments)

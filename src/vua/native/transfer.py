@@ -17,9 +17,11 @@ from vua.native.bindings import xxh3
 
 __all__ = [
     "FAILED",
+    "KINDS",
     "NOWHERE",
     "PRESENT",
     "WRITTEN",
+    "HeaderForm",
     "Headers",
     "MemoryMap",
     "Spread",
@@ -29,6 +31,8 @@ __all__ = [
 
 NOWHERE: Final = (1 << 64) - 1
 """Offset of an unwanted segment of spread memory: it is hashed, but not copied."""
+KINDS: Final = 0x80
+"""Marks a byte of :attr:`HeaderForm.variable` that stands for kinds of bytes."""
 FAILED, PRESENT, WRITTEN = 0, 1, 2
 """Outcome per file: not written or not tried; existed before; written now."""
 
@@ -82,6 +86,51 @@ class Headers(ctypes.Structure):
         """Return bytes that tell an opened file from any other of its name; None if unknown."""
         inode = self.inodes[file]
         return inode.tobytes() if inode[1] else None
+
+
+class HeaderForm(ctypes.Structure):
+    """What the headers of some files must be, byte for byte. Immutable.
+
+    A header is ``start``, the file's own middle, the variable part, ``end`` and the checksums. It
+    hashes to the self-check in its variable part. The fields are `load.h`'s ``struct form``.
+    """
+
+    _fields_ = (
+        ("start", ctypes.c_char_p),
+        ("middles", ctypes.c_char_p),
+        ("end", ctypes.c_char_p),
+        ("variable", ctypes.c_char_p),
+        ("kinds", ctypes.c_char_p),
+        ("start_nbytes", ctypes.c_uint64),
+        ("middle_nbytes", ctypes.c_uint64),
+        ("end_nbytes", ctypes.c_uint64),
+        ("variable_nbytes", ctypes.c_uint64),
+        ("check_offset", ctypes.c_uint64),
+    )
+
+    def __init__(
+        self,
+        start: bytes,
+        middles: Sequence[str],
+        end: bytes,
+        *,
+        variable: bytes,
+        kinds: bytes,
+        check_offset: int,
+    ) -> None:
+        """Describe the headers of ``len(middles)`` files.
+
+        Args:
+            start: their first bytes.
+            middles: what follows in each file, of equal length.
+            end: what follows the variable part, up to the checksums.
+            variable: each byte of the variable part, or :data:`KINDS` and the bits of some kinds.
+            kinds: ``[256]``, the bits of the kinds that a byte is of.
+            check_offset: offset of the self-check.
+        """
+        text = "".join(middles).encode()
+        sizes = len(start), len(text) // len(middles), len(end), len(variable)
+        super().__init__(start, text, end, variable, kinds, *sizes, check_offset)
 
 
 class Spread(ctypes.Structure):

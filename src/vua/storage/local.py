@@ -45,7 +45,7 @@ from vua.io import posix
 from vua.io.files import Directory, is_plain, make_directory, open_plain
 from vua.io.forks import new_lock
 from vua.io.posix import FileStatus, close_quietly, open_beneath
-from vua.native import EntryStream, Headers, Transfer
+from vua.native import EntryStream, HeaderForm, Headers, Transfer
 from vua.security.settings import Security, open_directory
 from vua.storage.base import (
     FAILED,
@@ -425,6 +425,7 @@ class LocalStorage:
         self,
         names: Sequence[str],
         transfer: Transfer,
+        form: HeaderForm,
         places: npt.NDArray[np.uint64],
         into: Headers,
         *,
@@ -441,7 +442,7 @@ class LocalStorage:
         direct = past_cache and self.first_reads.known(paths) < len(paths)
         directory = Directory(self._fd, self._uids, self._local)
         return EntryStream(
-            *(transfer, directory, paths, places, into), direct=direct, hashed=hashed
+            *(transfer, directory, paths, form, places, into), direct=direct, hashed=hashed
         )
 
     def open_file(self, name: str) -> tuple[int, FileStatus]:

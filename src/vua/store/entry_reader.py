@@ -101,7 +101,7 @@ class EntryReader:
         *,
         hashed: bool = True,
     ) -> ReadAhead | None:
-        """Start reading plain entries ahead of their use.
+        """Start reading plain entries ahead of their use; C compares them with what they must be.
 
         Args:
             keys: the chunks, at least one; the i-th goes to slot ``places[i % len(places)]``.
@@ -111,21 +111,22 @@ class EntryReader:
             hashed: whether payloads are hashed here. Without it the caller must compare their
                 checksums with the headers in ``into``.
 
-        Returns None if the storage or the machine cannot read ahead.
+        Returns None if the storage or the machine cannot read ahead, and for sealed entries.
         """
-        if not isinstance(self._storage, LocalStorage):
+        codec = self._codec
+        if not isinstance(self._storage, LocalStorage) or codec.kind:
             return None
-        names = [entry_name(key.name, self._codec.shard) for key in keys]
+        names, form = [key.name + self._suffix for key in keys], codec.form(keys)
         try:
-            stream = self._storage.ahead(names, self._transfer, places, into, hashed=hashed)
+            stream = self._storage.ahead(names, self._transfer, form, places, into, hashed=hashed)
         except OSError:
             return None
 
-        def check(at: int) -> None:
-            row = int(places[at % len(places)])
-            self._check(keys[at], into, row, None, believed, hashed=hashed)
+        def is_believed(at: int) -> bool:
+            header = into.headers[int(places[at % len(places)])]
+            return believed is None or codec.writer_of(memoryview(header.data)) in believed
 
-        return ReadAhead(stream, check)
+        return ReadAhead(stream, None if believed is None else is_believed)
 
     def _batch(self, run: Sequence[ChunkKey], place: int, *, keep_discarded: bool) -> Batch:
         """Return the batch to read, in memory that is kept between calls."""
@@ -165,13 +166,10 @@ class EntryReader:
         row: int,
         seal: Seal | None,
         believed: Container[bytes] | None,
-        *,
-        hashed: bool = True,
     ) -> None:
         """Compare one row with the entry that ``key`` must have.
 
-        Raises EntryError if it is not that, UnbelievedError for an untrusted writer. Without
-        ``hashed`` the payload is not compared.
+        Raises EntryError if it is not that, UnbelievedError for an untrusted writer.
         """
         codec, plan, key_id = self._codec, self._transfer.plan, "" if seal is None else seal.key_id
         header = memoryview(into.headers[row].data)
@@ -180,22 +178,21 @@ class EntryReader:
             raise mismatch(codec, header, key, key_id)
         if believed is not None and codec.writer_of(header) not in believed:
             raise UnbelievedError(codec.writer_of(header))
-        if hashed:
-            table = table if plan.blocks == codec.blocks else table[plan.block_place]
-            digests = into.digests[row]
-            if table.tobytes() != digests.tobytes():
-                check_payload(codec.layout, codec.shard, table, digests, plan.block_place)
+        table = table if plan.blocks == codec.blocks else table[plan.block_place]
+        digests = into.digests[row]
+        if table.tobytes() != digests.tobytes():
+            check_payload(codec.layout, codec.shard, table, digests, plan.block_place)
 
 
 class ReadAhead:
     """Entries that are read in order ahead of their use. Not thread-safe."""
 
-    def __init__(self, stream: EntryStream, check: Callable[[int], None]) -> None:
+    def __init__(self, stream: EntryStream, is_believed: Callable[[int], bool] | None) -> None:
         """Pass on what ``stream`` reads.
 
-        ``check``, given an entry's index, raises EntryError or UnbelievedError if it is wrong.
+        ``is_believed``, given an entry's index: whether its writer is trusted. None: all are.
         """
-        self._stream, self._check = stream, check
+        self._stream, self._is_believed = stream, is_believed
         self._good = 0
 
     def take(self, done: int, upto: int) -> int:
@@ -206,11 +203,9 @@ class ReadAhead:
         Releases the GIL. After a bad entry the result stays the same.
         """
         came = self._stream.wait(done, upto)
-        while self._good < came:
-            try:
-                self._check(self._good)
-            except (EntryError, UnbelievedError):
-                break
+        if self._is_believed is None:
+            self._good = came
+        while self._good < came and self._is_believed is not None and self._is_believed(self._good):
             self._good += 1
         return self._good
 

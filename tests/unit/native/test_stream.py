@@ -1,4 +1,7 @@
-"""Entries read in a stream: in turn, to places that are used again, up to one that is bad."""
+"""Entries read in a stream: in turn, to places that are used again, up to one that is bad.
+
+Native code compares headers there as :meth:`EntryCodec.table_of` does elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,37 @@ import unittest
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
+import pytest
 import xxhash
 
 from helpers import DirectoryTest, descriptors, has_native
 from vua.format.entry import EntryCodec, entry_plan
+from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, payload_map
 from vua.io.files import Directory
 from vua.io.posix import page_aligned
-from vua.native import EntryStream, Headers, Transfer
+from vua.native import EntryStream, Headers, Transfer, digests_of, fill_check
 
 LAYOUT = KVLayout(layers=16, kv_heads=2, k_dim=64, v_dim=64, dtype="BF16", chunk_tokens=64)
 CODEC = EntryCodec("ab" * 32, LAYOUT, LAYOUT.full)
 PAYLOAD = LAYOUT.full.payload_nbytes(LAYOUT)
 RING, FILES = 6, 40
+KEYS = [
+    ChunkKey(bytes([at]) * 32, bytes([at - 1]) * 32 if at else b"", 64 * at, 64 * at + 64)
+    for at in range(FILES)
+]
+
+
+def header_of(codec: EntryCodec, key: ChunkKey, payload: bytes) -> npt.NDArray[np.uint8]:
+    """Return the header of an entry, with checksums and self-check."""
+    header = np.frombuffer(bytearray(codec.blank_header(key, writer="me")), dtype=np.uint8)
+    edges = np.cumsum([0, *codec.block_nbytes()]).tolist()
+    blocks = ([memoryview(payload)[a:b]] for a, b in pairwise(edges))
+    table = np.array(digests_of(blocks), dtype="<u8").tobytes()
+    header[codec.table_offset :] = np.frombuffer(table, dtype=np.uint8)
+    fill_check(header, codec.check_offset)
+    return header
 
 
 @unittest.skipUnless(has_native(), "native code is not built: python3 dev.py build")
@@ -32,8 +53,11 @@ class StreamTest(DirectoryTest):
         draw = np.random.default_rng(1)
         self.content = draw.integers(0, 256, (FILES, PAYLOAD), dtype=np.uint8)
         self.paths = [f"{at:03d}" for at in range(FILES)]
-        for path, payload in zip(self.paths, self.content, strict=True):
-            header = np.frombuffer(path.encode().ljust(CODEC.header_nbytes), dtype=np.uint8)
+        self.headers = [
+            header_of(CODEC, key, some.tobytes())
+            for key, some in zip(KEYS, self.content, strict=True)
+        ]
+        for path, header, payload in zip(self.paths, self.headers, self.content, strict=True):
             (self.root / path).write_bytes(header.tobytes() + payload.tobytes())
         plan = entry_plan(CODEC, LAYOUT.full, LAYOUT.full, 64)
         self.memory = page_aligned((RING + 1) * PAYLOAD)
@@ -48,7 +72,8 @@ class StreamTest(DirectoryTest):
         """Begin to read all files."""
         directory = Directory(self.fd)
         stream = EntryStream(
-            *(self.transfer, directory, self.paths, self.places, self.into), **options
+            *(self.transfer, directory, self.paths, CODEC.form(KEYS), self.places, self.into),
+            **options,
         )
         self.addCleanup(stream.close)
         return stream
@@ -58,7 +83,7 @@ class StreamTest(DirectoryTest):
         row = int(self.places[file % RING])
         found = self.memory[row * PAYLOAD : (row + 1) * PAYLOAD]
         self.assertEqual(self.content[file].tobytes(), found.tobytes())
-        self.assertEqual(self.paths[file].encode(), self.into.headers[row].tobytes()[:3])
+        self.assertEqual(self.headers[file].tobytes(), self.into.headers[row].tobytes())
         edges = np.cumsum([0, *CODEC.block_nbytes()])
         digests = [
             xxhash.xxh3_64_intdigest(self.content[file][a:b].tobytes()) if hashed else 0
@@ -92,8 +117,11 @@ class StreamTest(DirectoryTest):
         self.assertEqual(before, bytes(after))
 
     def test_ends_before_a_bad_file(self) -> None:
-        """One that is missing, of another length, or a link ends it; those before it come."""
+        """One that is missing, damaged, another or a link ends it; those before it come."""
+        other = (self.root / self.paths[8]).read_bytes()
         harm = {
+            "another": lambda path: path.write_bytes(other),
+            "damaged": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?"),
             "missing": lambda path: path.unlink(),
             "short": lambda path: os.truncate(path, CODEC.file_nbytes - 1),
             "a link": lambda path: (path.unlink(), path.symlink_to(self.root / self.paths[0])),
@@ -120,6 +148,94 @@ class StreamTest(DirectoryTest):
             stream.close()
             stream.close()
         self.assertEqual(before, descriptors(self.root))
+
+    def test_not_hashed(self) -> None:
+        """Without hashes the caller judges the payload; the header is compared all the same."""
+        path = self.root / self.paths[9]
+        sound = path.read_bytes()
+        for harm, came in ((sound[:-1] + b"?", 10), (b"?" + sound[1:], 9)):
+            path.write_bytes(harm)
+            stream = self.stream(hashed=False)
+            self.assertEqual(RING, stream.wait(0, RING))
+            self.assertEqual(came, stream.wait(RING, 10))
+            stream.close()
+
+
+SMALL = KVLayout(layers=1, kv_heads=1, k_dim=4, v_dim=4, dtype="BF16", chunk_tokens=16)
+
+
+@unittest.skipUnless(has_native(), "native code is not built: python3 dev.py build")
+class HeaderTest(DirectoryTest):
+    """Native code and Python say the same of each changed header."""
+
+    def setUp(self) -> None:
+        """Write a small sound entry."""
+        super().setUp()
+        self.codec = EntryCodec("ab" * 32, SMALL, SMALL.full)
+        nbytes = SMALL.full.payload_nbytes(SMALL)
+        self.payload = bytes(range(256)) * (nbytes // 256)
+        self.header = header_of(self.codec, KEYS[2], self.payload)
+        plan = entry_plan(self.codec, SMALL.full, SMALL.full, 16)
+        self.memory = page_aligned(nbytes)
+        lies = payload_map(SMALL, SMALL.full, self.memory.ctypes.data, self.memory, 1)
+        self.transfer, self.into = Transfer(plan, lies), Headers(plan, 1)
+        self.fd = os.open(self.root, os.O_RDONLY)
+        self.addCleanup(os.close, self.fd)
+        self.place = np.zeros(1, dtype=np.uint64)
+        self.path = self.root / "entry"
+
+    def natively(self, header: npt.NDArray[np.uint8]) -> bool:
+        """Whether native code reads the entry with this header."""
+        self.path.write_bytes(header.tobytes() + self.payload)
+        form = self.codec.form([KEYS[2]])
+        stream = EntryStream(
+            *(self.transfer, Directory(self.fd), ["entry"], form, self.place, self.into),
+            hashed=False,
+        )
+        try:
+            return stream.wait(0, 1) == 1
+        finally:
+            stream.close()
+
+    def compare(self, offsets: npt.NDArray[np.int64], values: npt.NDArray[np.uint8]) -> int:
+        """Change one byte each, with and without a fitting self-check; return how many are right.
+
+        A header may hold another time, and another writer.
+        """
+        right = 0
+        for at, value in zip(offsets.tolist(), values.tolist(), strict=True):
+            for checked in (False, True):
+                header = self.header.copy()
+                header[at] = value
+                if checked:
+                    fill_check(header, self.codec.check_offset)
+                table = self.codec.table_of(memoryview(header.data), KEYS[2])
+                with self.subTest(at=at, value=value, checked=checked):
+                    self.assertEqual(table is not None, self.natively(header))
+                right += table is not None
+        return right
+
+    def test_some_bytes(self) -> None:
+        """Each byte of the variable fields becomes any kind of byte, and some others change."""
+        self.assertTrue(self.natively(self.header))
+        start = self.codec.writer_offset - 40
+        fields = np.arange(start, self.codec.check_offset + 24)
+        right = 0
+        for value in b"0aF/?\x00\xff":
+            right += self.compare(fields, np.full(len(fields), value, dtype=np.uint8))
+        self.assertGreater(right, 100)
+        draw = np.random.default_rng(2)
+        offsets = draw.integers(0, self.codec.header_nbytes, 100)
+        self.compare(offsets, self.header[offsets] ^ np.uint8(1))
+
+    @pytest.mark.thorough
+    def test_each_byte(self) -> None:
+        """Each byte of a header changes by one bit, and to any value."""
+        offsets = np.arange(self.codec.header_nbytes)
+        draw = np.random.default_rng(3)
+        flips = (1 << draw.integers(0, 8, len(offsets))).astype(np.uint8)
+        self.compare(offsets, self.header[offsets] ^ flips)
+        self.compare(offsets, draw.integers(0, 256, len(offsets), dtype=np.uint8))
 
 
 if __name__ == "__main__":
