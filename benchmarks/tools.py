@@ -64,7 +64,7 @@ elif tool == "events-2":
     from vua.catalog.opening import open_catalog
     catalog, seen = open_catalog(root), {}
     for _ in range(2):
-        now = vua.cli.events.look(catalog, seen)
+        now = vua.cli.events.content(catalog, seen)
         for one in vua.cli.events.changes(seen, now, "LOCAL"):
             pass
         seen = now

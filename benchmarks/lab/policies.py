@@ -404,7 +404,7 @@ def learned_from(requests: Sequence[TraceRequest]) -> float | None:
     past, now_ns = Past(), 0
     for number, request in enumerate(requests):
         now_ns = max(int(request.time_s * 1e9), now_ns + 10**7)  # as the simulator has it
-        past.meet(request.whole, now_ns)
+        past.note(request.whole, now_ns)
         if past.density.is_learned:
             return number / len(requests)
     return None

@@ -172,7 +172,7 @@ class Swept(Policy):
         """Note a request."""
         self._now_ns = now_ns
         if self._learned is not None:
-            self._learned.past.meet(blocks, now_ns)
+            self._learned.past.note(blocks, now_ns)
         for place, block in enumerate(blocks):
             self.folders.set(block, now_ns - place * MTIME_STEP_NS)
         return len(blocks)

@@ -188,7 +188,7 @@ class VUA:
             return 0
         store, chains = namespace.stores[0], [namespace.keys(one) for one in ids]
         pairs = list(zip(chains, caches, strict=True))
-        met = self._threads.map(lambda job: self._meet(store, *job.what), pairs)
+        met = self._threads.map(lambda job: self._stored_chunks(store, *job.what), pairs)
         return sum(
             self._threads.map(
                 lambda job: self._put(job, store, *job.what[0], job.what[1]),
@@ -207,7 +207,7 @@ class VUA:
             self.config.check_room(self.path, codec.file_nbytes)
         return self._opened.to_write([layout])  # raises for another one, unless it was emptied
 
-    def _meet(self, store: Store, keys: KeyChain, cache: Cache) -> int:
+    def _stored_chunks(self, store: Store, keys: KeyChain, cache: Cache) -> int:
         """Return how many chunks are stored, after comparing one of them with ``cache``."""
         stored = store.lookup(keys)
         if self._label is not None:

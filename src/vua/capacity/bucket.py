@@ -237,7 +237,7 @@ class Renewal:
                     return
                 before_s = time.time() - life_s / 2
                 if (self._times.get(chunk) or 0.0) < before_s and self._recent.passes(chunk):
-                    self._look(chunk, before_s)
+                    self._renew_chunk(chunk, before_s)
         except (OSError, ConfigError) as problem:  # what is left is looked at the next time
             self.counts["failed"] += 1
             log.debug("%s: not renewed: %s", self._place, problem)
@@ -253,7 +253,7 @@ class Renewal:
             self._life_s, self._asked_s = life_s, now_s
         return self._life_s
 
-    def _look(self, chunk: str, before_s: float) -> None:
+    def _renew_chunk(self, chunk: str, before_s: float) -> None:
         """Renew a chunk's objects written before ``before_s``. Raises StorageError.
 
         This host's clock is good enough: a bucket refuses requests of one that is minutes off.

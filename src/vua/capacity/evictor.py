@@ -312,7 +312,7 @@ class Evictor:
         if self._has_unsent and freed.nbytes < nbytes:
             run = replace(run, nbytes=nbytes - freed.nbytes, takes_unsent=True, swept=False)
             freed += self._run(run)
-        self._policy.taken(self._taken)
+        self._policy.forget(self._taken)
         self._taken = []
         return freed
 

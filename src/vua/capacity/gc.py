@@ -388,7 +388,7 @@ def _rehearse_eviction(
     evictor = Evictor(root, remover.evict_chunk, LeastHitDensity(root, at_once=True))
     report.expired = _expire(evictor, now_ns, limits)
     gone = report.lost_keys + report.orphans + report.over_quota + report.expired
-    need = _look(root, limits, report) - gone.nbytes
+    need = _measure(root, limits, report) - gone.nbytes
     if need > 0:
         report.evicted = evictor.evict(need, now_ns, pins_nbytes=report.pins_most)
     gone += report.evicted
@@ -431,14 +431,14 @@ def _evict(
 
                 now_ns = next_tick_ns(directory)
                 report.expired = _expire(evictor, now_ns, limits, pulse)
-                need = _look(root, limits, report)
+                need = _measure(root, limits, report)
                 if need > 0:
                     report.evicted = evictor.evict(
                         need, now_ns, pins_nbytes=report.pins_most, pulse=partial(pulse, need=need)
                     )
-                    _look(root, limits, report)  # other processes write meanwhile
+                    _measure(root, limits, report)  # other processes write meanwhile
                 return
-        if _look(root, limits, report) <= 0 and limits.ttl_s is None:
+        if _measure(root, limits, report) <= 0 and limits.ttl_s is None:
             return  # another process has done it
         if time.monotonic() > deadline_s:
             report.problems.append(f"{UPKEEP}/lease was held by another process for a minute")
@@ -459,7 +459,7 @@ def _drop_empty(root: str | os.PathLike[str], now_ns: int, remover: Remover) -> 
         close_quietly(fd)
 
 
-def _look(root: str | os.PathLike[str], limits: ResolvedLimits, report: Report) -> int:
+def _measure(root: str | os.PathLike[str], limits: ResolvedLimits, report: Report) -> int:
     """Note what is occupied and free; return the bytes that must go."""
     report.usage = measure(root, counted=_EVERY_NAME)
     status = os.statvfs(root)

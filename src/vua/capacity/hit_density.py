@@ -125,7 +125,7 @@ class HitDensity:
         self._density: npt.NDArray[np.float64] | None = None
         self._requests = 0
 
-    def meet(self, requests: Iterable[Request], hints: Iterable[Hint] = ()) -> None:
+    def note(self, requests: Iterable[Request], hints: Iterable[Hint] = ()) -> None:
         """Note requests, about in order of time, and what is said about them, in order of time.
 
         A late request counts as coming just now. Each hint is noted after the requests of its time.
@@ -138,14 +138,14 @@ class HitDensity:
                 batch.append(one)
                 chunks += len(one.chunks)
             if chunks and (chunks >= _BATCH_CHUNKS or isinstance(one, Hint)):
-                self._meet(batch)
+                self._note_requests(batch)
                 batch, chunks = [], 0
             if isinstance(one, Hint):
-                self._told(one)
+                self._note_hint(one)
         if chunks:
-            self._meet(batch)
+            self._note_requests(batch)
 
-    def _meet(self, batch: Sequence[Request]) -> None:
+    def _note_requests(self, batch: Sequence[Request]) -> None:
         """Note some requests at once: per chunk, all its uses one after the other."""
         times_s = np.array([one.time_s for one in batch])
         many = np.array([len(one.chunks) for one in batch])
@@ -244,7 +244,7 @@ class HitDensity:
 
     # -- hints ---------------------------------------------------------------------------------
 
-    def _told(self, hint: Hint) -> None:
+    def _note_hint(self, hint: Hint) -> None:
         """Note what is said about a prompt; later uses make it void, also those noted already."""
         rows = self.rows(np.asarray(hint.chunks, dtype=np.uint64))
         rows = rows[rows >= 0]

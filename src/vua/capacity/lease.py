@@ -129,7 +129,7 @@ def lease(directory: int, name: str = _LEASE) -> Iterator[Lease | None]:
     Raises OSError if nothing can be created there.
     """
     try:
-        fd = None if isinstance(directory, Bare) else _taken(directory, name)
+        fd = None if isinstance(directory, Bare) else _made(directory, name)
     except OSError as problem:
         if problem.errno not in FULL:
             raise
@@ -172,7 +172,7 @@ def _locked(directory: int) -> Iterator[bool]:
             fcntl.flock(directory, fcntl.LOCK_UN)
 
 
-def _taken(directory: int, name: str) -> int | None:
+def _made(directory: int, name: str) -> int | None:
     """Make the lease, in the place of one that has expired; None while somebody holds it."""
     fd = _create(directory, name)
     if fd is not None or not _expired(directory, name):

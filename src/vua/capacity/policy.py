@@ -102,7 +102,7 @@ class Policy(Protocol):
         """Return how chunks rank at this time (the server's, ns since 1970)."""
         ...
 
-    def taken(self, chunks: Sequence[str]) -> None:
+    def forget(self, chunks: Sequence[str]) -> None:
         """Note that these have gone, or were used since they were ranked."""
         ...
 
@@ -152,7 +152,7 @@ class LRU:
         del now_ns
         return BY_MTIME
 
-    def taken(self, chunks: Sequence[str]) -> None:
+    def forget(self, chunks: Sequence[str]) -> None:
         """Note nothing."""
 
     def rank_of_new(self, first: str, last: str, before: str) -> int:
@@ -269,7 +269,7 @@ class LeastHitDensity(LRU):
         def rank(chunks: ChunkNames, mtimes_ns: Column) -> Column:
             names = short_names(chunks)
             with self._lock:  # numpy counts a mask, then copies by it without the GIL
-                floor.meet(names)
+                floor.add(names)
                 rows = density.rows(names)  # as of now: others learn meanwhile
             is_known = (rows >= 0) & (mtimes_ns > ORPHAN_MTIME_NS)
             at, was_known = _places(made.chunks, names)
@@ -281,7 +281,7 @@ class LeastHitDensity(LRU):
 
         return Ranks(rank, is_lasting=False, made=made.number)
 
-    def taken(self, chunks: Sequence[str]) -> None:
+    def forget(self, chunks: Sequence[str]) -> None:
         """Leave chunks that have gone out of comparisons."""
         with self._lock:
             self._floor.drop(short_names(chunks))
@@ -327,7 +327,7 @@ class LeastHitDensity(LRU):
                 said = [hint for hint in self._said if hint.time_s <= until_s]
                 self._said = [hint for hint in self._said if hint.time_s > until_s]
                 with self._lock:  # a writer may ask in between
-                    self._density.meet(part, said)
+                    self._density.note(part, said)
             with self._lock:
                 self._meet_mine()
             took_s = time.monotonic() - began_s
@@ -349,7 +349,7 @@ class LeastHitDensity(LRU):
         return part, False
 
     def _meet_mine(self) -> None:
-        self.own.meet(self._mine)
+        self.own.note(self._mine)
         self._mine = []
 
 
@@ -384,7 +384,7 @@ class _Floor:
         self._met = 0
         self._least: float | None = 0.0
 
-    def meet(self, names: _Numbers) -> None:
+    def add(self, names: _Numbers) -> None:
         """Look at chunks that are stored."""
         self._met += len(names)
         self._mark(names, is_left=True)

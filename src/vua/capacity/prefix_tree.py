@@ -116,7 +116,7 @@ class PrefixTree:
         numbers = self._numbers()
         for start, some in rows.blocks():
             here = np.arange(start, start + len(some), dtype=small)
-            above = self._find(numbers, some["before"])
+            above = self._indices_of(numbers, some["before"])
             self._above[start : start + len(some)] = np.where(some["is_first"], here, above)
 
     def __len__(self) -> int:
@@ -174,7 +174,7 @@ class PrefixTree:
             numbers[start : start + len(rows)] = _number(rows["name"])
         return numbers
 
-    def _find(self, numbers: npt.NDArray[np.uint64], wanted: _Digests) -> Indices:
+    def _indices_of(self, numbers: npt.NDArray[np.uint64], wanted: _Digests) -> Indices:
         """Return the index of each of some digests; ``len(self)`` where it is not in the tree."""
         count = len(self)
         if not count:
@@ -202,7 +202,7 @@ class PrefixTree:
 
         It holds 8 bytes per chunk.
         """
-        return partial(self._find, self._numbers())
+        return partial(self._indices_of, self._numbers())
 
     def index(self, chunk: str) -> int:
         """Return a chunk's index; ``len(self)`` if it is not in the tree."""
@@ -352,18 +352,18 @@ class Followers(NamedTuple):
             own = np.arange(len(self.parent), dtype=self.parent.dtype)
             first: Indices = np.flatnonzero(self.parent == own)
             return first
-        place = self._place(before)
+        place = self._index_of(before)
         found: Indices = np.flatnonzero(self.parent == (place if place >= 0 else -1))
         return self.without(found, before)
 
-    def _place(self, chunk: str) -> int:
+    def _index_of(self, chunk: str) -> int:
         number = np.uint64(int(chunk[:16], 16))
         at = int(np.searchsorted(self.numbers, number))
         return at if at < len(self.numbers) and self.numbers[at] == number else -1
 
     def without(self, which: Indices, chunk: str) -> Indices:
         """Return ``which`` without one chunk."""
-        found: Indices = which[which != self._place(chunk)]
+        found: Indices = which[which != self._index_of(chunk)]
         return found
 
 

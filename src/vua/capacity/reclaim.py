@@ -342,7 +342,7 @@ class Reclaimer:
                 nothing could be evicted: another process may have evicted.
         """
         began_s, estimate = time.monotonic(), self._estimate
-        self._look(nbytes)
+        self._refresh(nbytes)
         if full:
             self._evict(nbytes + self._burst_bytes(), below)
             return True
@@ -384,7 +384,7 @@ class Reclaimer:
         more_bytes = burst_bytes if self._knows_victims else burst_bytes // 8
         return self._evict(need + more_bytes, below).nbytes >= need
 
-    def _look(self, nbytes: int) -> None:
+    def _refresh(self, nbytes: int) -> None:
         """Find out what is not known, or known for too long, to say whether ``nbytes`` fit."""
         estimate = self._estimate
         if estimate.is_stale or estimate.missing(nbytes) > 0:

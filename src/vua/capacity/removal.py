@@ -84,7 +84,7 @@ def evict_chunk(
     ImmovableError if it cannot be deleted; then it may be whole or not.
     """
     path, trash = chunk_path(chunk), f"{TRASH}{secrets.token_hex(8)}"
-    held, foreign = _look(space, path)
+    held, foreign = _obstacles(space, path)
     if held and not pinned:
         return None
     if foreign:
@@ -142,7 +142,7 @@ def _where(space: Space, chunk: str) -> str:
     return f"{space.name}/{chunk_path(chunk)}"
 
 
-def _look(space: Space, path: str) -> tuple[bool, bool]:
+def _obstacles(space: Space, path: str) -> tuple[bool, bool]:
     """Whether pins hold a chunk's directory, and whether it contains foreign files."""
     held = foreign = False
     with listed(space.fd, path) as entries:

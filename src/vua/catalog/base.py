@@ -54,12 +54,12 @@ __all__ = [
     "Item",
     "Kind",
     "Level",
-    "Look",
     "NamespaceCatalog",
     "NamespaceUse",
     "OpenFile",
     "Removal",
     "Rules",
+    "Snapshot",
     "Times",
     "Use",
     "key_ids",
@@ -296,7 +296,7 @@ class Times(NamedTuple):
 
 
 @dataclass(slots=True)
-class Look:
+class Snapshot:
     """A namespace at one moment, from names, times and sizes alone, and what changed before."""
 
     name: str
@@ -313,7 +313,7 @@ class Look:
     used: int = 0
     gone: int = 0
 
-    def add(self, fan: str, now: Times, past: Look | None) -> None:
+    def add(self, fan: str, now: Times, past: Snapshot | None) -> None:
         """Add a fan-out directory, and compare it with that of ``past``, which forgets it."""
         self.times[fan] = now
         self.chunks += len(now.chunks)
@@ -328,7 +328,7 @@ class Look:
         self.gone += len(old.chunks) - len(both)
         self.used += int((now.mtimes_ns[here] > old.mtimes_ns[there]).sum())
 
-    def end(self, past: Look | None) -> None:
+    def end(self, past: Snapshot | None) -> None:
         """Count what is gone with its fan-out directory."""
         if past is not None:
             self.gone += sum(len(one.chunks) for one in past.times.values())
@@ -379,7 +379,7 @@ class NamespaceCatalog(ABC):
         """Return a file, open for reading, by its path in the namespace. Raises OSError."""
 
     @abstractmethod
-    def look(self, past: Look | None = None) -> Look:
+    def snapshot(self, past: Snapshot | None = None) -> Snapshot:
         """Return the current names and times, and what changed since ``past``.
 
         The times of ``past`` are gone then: so two looks need no more memory than one.

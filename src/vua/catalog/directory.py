@@ -61,11 +61,11 @@ from vua.catalog.base import (
     Finding,
     Item,
     Kind,
-    Look,
     NamespaceCatalog,
     NamespaceUse,
     OpenFile,
     Removal,
+    Snapshot,
     Times,
     Use,
     resolve,
@@ -171,11 +171,11 @@ class DirectoryNamespace(NamespaceCatalog):
         with open(fd, "rb", buffering=0) as stream:  # noqa: PTH123 - a descriptor
             yield OpenFile(stream)
 
-    def look(self, past: Look | None = None) -> Look:
+    def snapshot(self, past: Snapshot | None = None) -> Snapshot:
         """Read all mtimes, and the sizes of some chunks."""
         space, identity = self.space, read_description(self._root / self.name).identity
         model = "" if identity is None else identity.name or identity.model
-        found, some = Look(self.name, model), list[str]()
+        found, some = Snapshot(self.name, model), list[str]()
         for fan in fans_of(space):
             names, mtimes_ns = columns_of(space, fan)
             found.add(fan, Times.of(names, mtimes_ns), past)

@@ -41,11 +41,11 @@ from vua.catalog.base import (
     Content,
     Counted,
     Item,
-    Look,
     NamespaceCatalog,
     NamespaceUse,
     OpenFile,
     Removal,
+    Snapshot,
     Times,
     Use,
     resolve,
@@ -161,11 +161,11 @@ class ListedNamespace(NamespaceCatalog):
     def shards(self, chunk: str) -> list[Shard | None]:
         return list(self.chunks[chunk].shards)
 
-    def look(self, past: Look | None = None) -> Look:
+    def snapshot(self, past: Snapshot | None = None) -> Snapshot:
         chunks, identity = self.chunks.values(), self._description.identity
         mean = sum(one.nbytes for one in chunks) / max(1, len(chunks))
         model = "" if identity is None else identity.name or identity.model
-        found = Look(self.name, model, chunk_nbytes=mean)
+        found = Snapshot(self.name, model, chunk_nbytes=mean)
         found.add("", Times.of([*self.chunks], (int(one.used_s * 1e9) for one in chunks)), past)
         return found
 

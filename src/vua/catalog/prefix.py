@@ -40,8 +40,8 @@ __all__ = [
     "compare",
     "continuations",
     "expect",
+    "group_state",
     "loadable",
-    "look",
     "nearest",
     "usable",
 ]
@@ -103,7 +103,7 @@ class GroupState:
         return found
 
 
-def look(store: Store, keys: KeyChain, seal: Seal | None) -> GroupState:
+def group_state(store: Store, keys: KeyChain, seal: Seal | None) -> GroupState:
     """Check every chunk of a prompt for one group of layers: one listing, one header per file."""
     states = tuple(_state(store, seal, index, keys[index]) for index in range(len(keys)))
     return GroupState(store.layout, store.lookup(keys), states)

@@ -192,7 +192,7 @@ class Past:
         self._density, self._unmet = HitDensity(part=part), list[Request]()
         self._latest_ns = -1
 
-    def meet(self, blocks: Sequence[int], now_ns: int) -> None:
+    def note(self, blocks: Sequence[int], now_ns: int) -> None:
         """Note a request, once: each has a time of its own."""
         if now_ns != self._latest_ns:
             self._latest_ns = now_ns
@@ -202,13 +202,13 @@ class Past:
     def density(self) -> HitDensity:
         """What was learned of all requests so far."""
         if self._unmet:
-            self._density.meet(self._unmet)
+            self._density.note(self._unmet)
             self._unmet = []
         return self._density
 
     def tell(self, blocks: Sequence[int], now_ns: int, within_s: float) -> None:
         """Note that blocks are used again within so many seconds; 0: never."""
-        self.density.meet((), [Hint(now_ns / 1e9, blocks, within_s)])
+        self.density.note((), [Hint(now_ns / 1e9, blocks, within_s)])
 
 
 class Dense(Policy):
@@ -229,7 +229,7 @@ class Dense(Policy):
         self._now_ns = 0
 
     def use(self, blocks: Sequence[int], hits: int, now_ns: int) -> int:  # noqa: ARG002
-        self._past.meet(blocks, now_ns)
+        self._past.note(blocks, now_ns)
         self._now_ns = now_ns
         if not self._ahead:
             self._victims = []

@@ -48,7 +48,7 @@ from vua.errors import ConfigError
 from vua.format.layout import KVLayout, Shard, cover
 from vua.storage.base import explaining
 
-__all__ = ["EventSocket", "Seen", "changes", "events", "look"]
+__all__ = ["EventSocket", "Seen", "changes", "content", "events"]
 
 log = logging.getLogger(__name__)
 
@@ -376,7 +376,7 @@ def events(
         with nullcontext(_Lines()) if zmq is None else EventSocket(zmq, **publishing) as outlet:
             seen: dict[str, Seen] = {}
             while True:
-                now = look(catalog, seen)
+                now = content(catalog, seen)
                 found = changes(seen, now, locality)
                 if outlet.newcomers:  # their knowledge is from before
                     outlet.newcomers = False
@@ -407,18 +407,18 @@ class _Lines:
 # -- what is there --------------------------------------------------------------------------------
 
 
-def look(catalog: Catalog, past: Mapping[str, Seen]) -> dict[str, Seen]:
+def content(catalog: Catalog, past: Mapping[str, Seen]) -> dict[str, Seen]:
     """Look at everything once, given what the last look found ({} for the first).
 
     A namespace without a description cannot be judged, and is left out. Raises ConfigError,
     StorageError, OSError.
     """
     with progress() as show, catalog.namespaces(show) as (found, _):
-        seen = ((one.name, _look_at(one, past.get(one.name), show)) for one in found)
+        seen = ((one.name, _content_of(one, past.get(one.name), show)) for one in found)
         return {name: one for name, one in seen if one is not None}
 
 
-def _look_at(space: NamespaceCatalog, past: Seen | None, show: Show) -> Seen | None:
+def _content_of(space: NamespaceCatalog, past: Seen | None, show: Show) -> Seen | None:
     """Look at a namespace; after the first time only at changes."""
     layouts = past.layouts if past else space.layouts
     if not layouts:

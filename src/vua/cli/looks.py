@@ -38,7 +38,7 @@ import numpy.typing as npt
 from vua.capacity.hit_density import Request
 from vua.capacity.prefix_tree import Followers, Indices, PrefixTree
 from vua.capacity.use_log import UseLog
-from vua.catalog.base import Catalog, Content, Look
+from vua.catalog.base import Catalog, Content, Snapshot
 from vua.catalog.opening import open_catalog
 from vua.cli.advise import worth
 from vua.cli.command import command, duration_s
@@ -468,10 +468,10 @@ def top(
     catalog = open_catalog(directory)
     interval_s = between_looks_s(interval_s, catalog, _INTERVAL_S)
     with explaining(directory):
-        before, began_s = _looks(catalog, {}), time.monotonic()
+        before, began_s = _snapshots(catalog, {}), time.monotonic()
         while True:
             time.sleep(interval_s)
-            now, now_s = _looks(catalog, before), time.monotonic()
+            now, now_s = _snapshots(catalog, before), time.monotonic()
             report = _compared(catalog, now, now_s - began_s)
             if output.is_for_people and not once:
                 clear_screen()
@@ -481,12 +481,12 @@ def top(
             before, began_s = now, now_s
 
 
-def _looks(catalog: Catalog, past: Mapping[str, Look]) -> dict[str, Look]:
+def _snapshots(catalog: Catalog, past: Mapping[str, Snapshot]) -> dict[str, Snapshot]:
     with progress() as show, catalog.namespaces(show) as (found, _):
-        return {space.name: space.look(past.get(space.name)) for space in found}
+        return {space.name: space.snapshot(past.get(space.name)) for space in found}
 
 
-def _compared(catalog: Catalog, now: dict[str, Look], took_s: float) -> Traffic:
+def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Traffic:
     newest = (
         int(times.mtimes_ns.max(initial=0)) for one in now.values() for times in one.times.values()
     )
@@ -504,7 +504,7 @@ def _compared(catalog: Catalog, now: dict[str, Look], took_s: float) -> Traffic:
     )
 
 
-def _compare(now: Look, now_ns: int, took_s: float) -> dict[str, Any]:
+def _compare(now: Snapshot, now_ns: int, took_s: float) -> dict[str, Any]:
     salts = sorted(now.salts.items(), key=lambda one: -one[1])
     return {
         "namespace": now.name,
@@ -566,9 +566,9 @@ def watch(directory: str, talk: Talk) -> None:
         try:
             catalog = open_catalog(directory)
             least_s = catalog.look_s or _INTERVAL_S
-            _look(catalog, seen, talk, first=first)
+            _report(catalog, seen, talk, first=first)
             first = False
-            log.look(catalog, seen, talk)
+            log.report(catalog, seen, talk)
         except (VUAError, OSError) as problem:
             talk.tell("problem", plain(str(problem)))
         took_s = time.monotonic() - began_s
@@ -583,7 +583,7 @@ class _Log:
         self._requests: list[Request] = []
         self._next_s = 0.0
 
-    def look(self, catalog: Catalog, seen: Mapping[str, _Seen], talk: Talk) -> None:
+    def report(self, catalog: Catalog, seen: Mapping[str, _Seen], talk: Talk) -> None:
         """Tell what the cache was worth, once a minute; nothing of a bucket, which has no log."""
         if time.monotonic() < self._next_s or catalog.look_s is not None:
             return
@@ -601,7 +601,7 @@ class _Log:
         talk.tell("worth", [one._asdict() for one in found])
 
 
-def _look(catalog: Catalog, seen: dict[str, _Seen], talk: Talk, *, first: bool) -> None:
+def _report(catalog: Catalog, seen: dict[str, _Seen], talk: Talk, *, first: bool) -> None:
     found, _ = catalog.contents()
     names = [one.name for one in found]
     if first:

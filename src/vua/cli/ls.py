@@ -163,12 +163,12 @@ class Prompts:
     def nbytes_of(self, content: Content) -> npt.NDArray[np.int64]:
         """Return the bytes of each chunk's entries, by its index; -1 if there are none."""
         found = np.full(len(self._tree), -1, dtype=np.int64)
-        for at, _, nbytes in self._found(content):
+        for at, _, nbytes in self._indexed(content):
             if at < len(found):
                 found[at] = nbytes
         return found
 
-    def _found(self, content: Content) -> Iterator[tuple[int, str, int]]:
+    def _indexed(self, content: Content) -> Iterator[tuple[int, str, int]]:
         """Yield the index of each chunk, its name and its bytes."""
         sizes, find = _sizes(content), self._tree.finder()
         while some := list(islice(sizes, _AT_ONCE)):
@@ -188,7 +188,7 @@ class Prompts:
         ):
             if nbytes_of[at] >= 0:
                 yield (before + 1) * tokens, name, size(int(nbytes_of[at]))
-        for at, chunk, nbytes in self._found(content):
+        for at, chunk, nbytes in self._indexed(content):
             if at == len(is_placed) or not is_placed[at]:
                 yield "-", chunk, size(nbytes)
 

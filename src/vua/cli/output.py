@@ -463,12 +463,12 @@ def _width(text: str) -> int:
 # -- progress -----------------------------------------------------------------------------------
 
 
-def told(text: str, done: int, total: int, amount: int, unit: str, seconds: float) -> str:
+def progress_line(text: str, done: int, total: int, amount: int, unit: str, seconds: float) -> str:
     """Return a line of progress after ``seconds``.
 
-    >>> told("verify", 1, 4, 3 << 20, "B", 2.0)
+    >>> progress_line("verify", 1, 4, 3 << 20, "B", 2.0)
     '#####............... 25 %  verify, 3.0 MiB, 1.5 MiB/s, 0:06 left'
-    >>> told("rows", 0, 0, 0, "", 9.0)
+    >>> progress_line("rows", 0, 0, 0, "", 9.0)
     'rows'
     """
     words, late = [text] if text else [], seconds >= _FORECAST_S
@@ -502,7 +502,7 @@ class _Line:
         self._done = done
         if now_s - self._shown_s > _LINE_S:
             self._shown_s = now_s
-            words = told(plain(text), done, total, amount, unit, now_s - self._began_s)
+            words = progress_line(plain(text), done, total, amount, unit, now_s - self._began_s)
             self._stream.write(f"\r\x1b[K{words[: shutil.get_terminal_size().columns - 1]}")
             self._stream.flush()
 

@@ -150,7 +150,7 @@ def export(
     try:
         catalog = open_catalog(directory)
         with progress() as show, catalog.namespaces(show) as (found, _):
-            wanted = _wanted(found, choice, show)
+            wanted = _chosen(found, choice, show)
             if not any(wanted.values()):
                 text = "nothing of that is stored; see `vua explain`"
                 raise ConfigError(text)
@@ -163,7 +163,7 @@ def export(
     return Exported(directory, file, done)
 
 
-def _wanted(
+def _chosen(
     found: Sequence[NamespaceCatalog], choice: ExportChoice, show: Show
 ) -> dict[NamespaceCatalog, list[str]]:
     """Return the chunks of each namespace, parents before children, each once."""
@@ -385,7 +385,7 @@ class _Taker:
         try:
             for member in self._reader.members():
                 try:
-                    self._take(member)
+                    self._read_member(member)
                 except (ConfigError, EntryError, LayoutError) as problem:
                     done.problems.append(f"{member.name}: {problem}")
                 read_nbytes += member.nbytes
@@ -395,7 +395,7 @@ class _Taker:
         except InputError as problem:  # what came before is whole, each file by itself
             done.problems.append(str(problem))
 
-    def _take(self, member: Member) -> None:
+    def _read_member(self, member: Member) -> None:
         if match := _DESCRIPTION.fullmatch(member.name):
             self._open(match[1], member)
             return

@@ -24,7 +24,7 @@ import click
 from vua.catalog.base import NO_KEYS
 from vua.catalog.opening import is_missing, open_catalog
 from vua.cli.command import VARIABLE, argument, command
-from vua.cli.events import Seen, look
+from vua.cli.events import Seen, content
 from vua.cli.output import DAMAGED, SOUND, Output, Report, progress, table
 from vua.cli.prompt import prompt_keys
 from vua.errors import ConfigError, InputError
@@ -134,7 +134,7 @@ def warm(  # noqa: PLR0913 - the options of a command
         _check_engine(engine, security, is_complete=bool(model and path))
     asked = _read(prompts)[:limit]
     cache, misnamed = WarmedCache(path, security), ""
-    before = cache.look()
+    before = cache.read()
     answers = (
         _ask(server, model, asked) if server
         else _compute(str(model), str(path), engine_args, asked)
@@ -147,7 +147,7 @@ def warm(  # noqa: PLR0913 - the options of a command
         if server:
             misnamed = cache.wait_for([one.ids or () for one in asked], before)
         else:
-            cache.look()
+            cache.read()
         if not misnamed:
             _count(asked, cache, before)
     rows = [tuple(getattr(one, name) for name in _FIELDS) for one in asked]
@@ -311,13 +311,13 @@ class WarmedCache:
         self.held: StoredChunks = {}
         """The last look's result."""
 
-    def look(self) -> StoredChunks:
+    def read(self) -> StoredChunks:
         """Return its content now; empty if the cache does not exist yet."""
         where = self._where
         if where is None or is_missing(where):
             self._seen = {}
         else:
-            self._seen = look(open_catalog(where), self._seen)
+            self._seen = content(open_catalog(where), self._seen)
         self.held = {
             name: {chunk for chunk, _ in one.befores()} for name, one in self._seen.items()
         }
@@ -346,7 +346,7 @@ class WarmedCache:
         held: StoredChunks | None = None
         misnamed, until_s = "", 0.0
         while True:
-            if self.look() != held:
+            if self.read() != held:
                 held = self.held
                 wanted = [{name: self.chunks(one, name) for name in held} for one in prompts]
                 if all(any(each[name] <= held[name] for name in each) for each in wanted):

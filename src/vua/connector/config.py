@@ -246,7 +246,7 @@ def _with_new_names(extra: Mapping[str, object]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in extra.items():
         if name not in OLD_NAMES:
-            _known(name, [one.name for one in fields(ConnectorConfig)])
+            _check_name(name, [one.name for one in fields(ConnectorConfig)])
             values[name] = dict(value) if isinstance(value, Mapping) else value
     old = sorted(set(extra) & set(OLD_NAMES))
     for name in old:
@@ -286,7 +286,7 @@ def _group(name: str, kind: type, given: object) -> object:
         raise _refused(name, "a group of settings", given)
     names = [one.name for one in fields(kind) if one.name not in _NOT_HERE]
     for inner in given:
-        _known(str(inner), names, f"{name}.")
+        _check_name(str(inner), names, f"{name}.")
     if kind is Security and given.get("trusted_uids", 0) is None:
         given = {**given, "trusted_uids": ()}
     try:
@@ -296,7 +296,7 @@ def _group(name: str, kind: type, given: object) -> object:
         raise ConfigError(msg) from problem
 
 
-def _known(name: str, names: list[str], group: str = "") -> None:
+def _check_name(name: str, names: list[str], group: str = "") -> None:
     """Refuse a name that does not exist, with the nearest of all settings, in any group."""
     if name not in names:
         hint = _nearest(name, [*defaults(), *_GROUPS, "shared_storage_path"])

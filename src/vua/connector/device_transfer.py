@@ -387,7 +387,7 @@ class DeviceGroupTransfer(GroupTransfer):
                     staging.load(buffer, nowhere)
                 staging.give_back(buffer)
 
-    def _place(
+    def _add_pages(
         self, table: int, layers: slice, caches: Sequence[torch.Tensor], layouts: PageLayouts
     ) -> None:
         block_size = self._model.block_sizes[table]

@@ -144,7 +144,7 @@ class KVEventPublisher(ABC):
 
     # -- what the scheduler's half knows ------------------------------------------------------
 
-    def found(self, request: Any, keys: KeyChain, chunks: int) -> None:
+    def announce_found(self, request: Any, keys: KeyChain, chunks: int) -> None:
         """Announce the chunks that a lookup found, unless announced before; a run is one event.
 
         Earlier announcements of the rest of the prompt are withdrawn: another process has deleted

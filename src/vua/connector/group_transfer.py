@@ -318,7 +318,7 @@ class GroupTransfer:
         edges = [n for n in range(1, len(names)) if table_of[n] != table_of[n - 1]]
         for first, stop in pairwise([0, *edges, len(names)]):
             caches = [kv_caches[name] for name in names[first:stop]]
-            self._place(table_of[first], slice(first, stop), caches, layouts)
+            self._add_pages(table_of[first], slice(first, stop), caches, layouts)
 
     def _names(
         self, kv_caches: Mapping[str, torch.Tensor], layer_of: Mapping[str, int], tables: Tables
@@ -344,7 +344,7 @@ class GroupTransfer:
             raise UncachedError(msg)
         return [found[layer] for layer in layers]
 
-    def _place(
+    def _add_pages(
         self, table: int, layers: slice, caches: Sequence[torch.Tensor], layouts: PageLayouts
     ) -> None:
         pages = layouts.host_pages(self.group, caches, self._model.block_sizes[table])

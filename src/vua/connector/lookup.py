@@ -287,7 +287,7 @@ class Lookups:
         self._name_writers(request, found)
         self._namespace.stores[0].used(keys, found.stored)  # as are all groups' files
         if self._events is not None:
-            self._events.found(request, keys, found.stored)
+            self._events.announce_found(request, keys, found.stored)
         if found.stored and lookup.hints is not None:
             self._keep(keys[found.stored - 1].name, lookup.hints)
         if found.stored and lookup.options.prefetch:
@@ -313,12 +313,12 @@ class Lookups:
         kind = kind_of(request, found.stored * size)
         self._remembered.learn(kind, beside.union(*(names for _, names in found.writers)))
 
-    def came(self, stored: Iterable[tuple[int, Sequence[bytes]]]) -> None:
+    def note_stored(self, stored: Iterable[tuple[int, Sequence[bytes]]]) -> None:
         """Note what workers may have stored by now: the group, and the chunks' prefix hashes."""
         for group, chunks in stored:
             search = self._namespace.stores[group].search
             if search is not None:
-                search.came(chunk.hex() for chunk in chunks)
+                search.note_stored(chunk.hex() for chunk in chunks)
 
     def learn(self, refused: Mapping[bytes, bytes]) -> None:
         """Note the writers of chunks, by prefix hash, that loads refused."""

@@ -67,7 +67,7 @@ class Media:
         job = self._jobs.get(request_id)
         if job is None:
             items = [each.data for each in features if each.data is not None]
-            items = [item for item in items if not self._known(item)]
+            items = [item for item in items if not self._cached_digest(item)]
             if self._refused or sum(map(_nbytes, items)) <= _AT_ONCE_NBYTES:
                 return True
             try:
@@ -95,7 +95,7 @@ class Media:
         problem = None
         for feature in features:
             try:
-                parts = *_place(feature), self._content_of(feature), self._settings.encode()
+                parts = *_position(feature), self._content_of(feature), self._settings.encode()
                 names.append(b":".join(parts))
             except UncachedError as found:
                 problem = found
@@ -132,13 +132,13 @@ class Media:
         while len(self._content) > self._limit:
             self._content.popitem(last=False)
 
-    def _known(self, item: object) -> tuple[bytes | None] | None:
+    def _cached_digest(self, item: object) -> tuple[bytes | None] | None:
         known = self._digested.get(id(item))
         return known[1:] if known is not None and known[0]() is item else None
 
     def _digest(self, item: Any) -> bytes:
         """Return 64 hex digits for the model's input of one image; once per object."""
-        known = self._known(item)
+        known = self._cached_digest(item)
         if known is not None and known[0] is not None:
             return known[0]
         digest = hashlib.sha256(b"vua.media.v1\n")
@@ -171,7 +171,7 @@ def _nbytes(value: Any) -> int:
     return int(getattr(value, "nbytes", 0))
 
 
-def _place(feature: Any) -> tuple[bytes, ...]:
+def _position(feature: Any) -> tuple[bytes, ...]:
     """Return where the tokens of a feature are, and which of them represent parts of it."""
     place = feature.mm_position
     where = f"{place.offset}+{place.length}:{feature.modality}".encode()

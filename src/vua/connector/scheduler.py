@@ -222,7 +222,7 @@ class SchedulerSide:
                 state.outdated |= state.adapter is not None and state.adapter.number == number
         came = self._saves.learn(self.states, notes.unsaved, notes.retry, notes.ended)
         if self._open:
-            self.lookups.came(came)
+            self.lookups.note_stored(came)
             self.lookups.learn(notes.refused)
         opening = self._opening.identity
         if opening is not None and (count := notes.opened.get(opening.namespace)):

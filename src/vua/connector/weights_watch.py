@@ -51,7 +51,7 @@ _LINES: Final = 16
 """Lines of a tensor per check, spread evenly over it."""
 _PHASES: Final = 8
 """Sets of lines per tensor, taken in turns."""
-_LOOKS: Final = 32
+_SAMPLE_TENSORS: Final = 32
 """Tensors per comparison: 32 KiB in all. The first one finds a change of all weights."""
 _PART_NBYTES: Final = 8 << 20
 """Bytes of a tensor in the host's memory that are read at once for the digest."""
@@ -153,7 +153,7 @@ class Snapshot:
     """The state of a model's tensors at one time. Thread-safe."""
 
     def __init__(self, model: Any) -> None:
-        found = list(_found(model))
+        found = list(_tensors_of(model))
         self._places = [(place, name) for place, name, _ in found]
         tensors = [tensor for _, _, tensor in found]
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
@@ -161,7 +161,7 @@ class Snapshot:
         self._versions = list(map(_VERSION, compress(tensors, self._counting)))
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         distinct = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-        self._looks = list(_looks(list(distinct.values())))
+        self._samples = list(_samples(list(distinct.values())))
         self._next = 0
         device = next((one.device for one in tensors if one.device.type == "cuda"), None)
         self._stream = None if device is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -182,7 +182,7 @@ class Snapshot:
         """
         with self._lock:
             if self.differs is None and self._confirmed_s < moment_s:
-                self._look()
+                self._compare()
             return self.differs is None
 
     @property
@@ -219,7 +219,7 @@ class Snapshot:
             return None
         return digests
 
-    def _look(self) -> None:
+    def _compare(self) -> None:
         """Check every tensor's counter and address, and some of the bytes."""
         began = time.monotonic()
         try:
@@ -245,17 +245,17 @@ class Snapshot:
     def _bytes_differ(self) -> str | None:
         looked, first = 0, self._next
         with self._aside():
-            for look in islice(cycle(self._looks), first, first + len(self._looks)):
-                if looked >= _LOOKS:
+            for look in islice(cycle(self._samples), first, first + len(self._samples)):
+                if looked >= _SAMPLE_TENSORS:
                     break
                 looked += len(look.parts)
-                self._next = (self._next + 1) % len(self._looks)
+                self._next = (self._next + 1) % len(self._samples)
                 if not torch.equal(look.now(), look.lines):
                     return "parameters that hold other bytes"
         return None
 
 
-class _Look(NamedTuple):
+class _Sample(NamedTuple):
     """Some lines of some tensors on one device, compared at once."""
 
     parts: Sequence[tuple[weakref.ref[torch.Tensor], int]]
@@ -268,8 +268,8 @@ class _Look(NamedTuple):
         return torch.cat([_lines(reference(), phase) for reference, phase in self.parts])
 
 
-def _looks(tensors: Sequence[torch.Tensor]) -> Iterator[_Look]:
-    """Yield checks of separate tensors, phase by phase, :data:`_LOOKS` tensors at most."""
+def _samples(tensors: Sequence[torch.Tensor]) -> Iterator[_Sample]:
+    """Yield checks of separate tensors, phase by phase, :data:`_SAMPLE_TENSORS` tensors at most."""
     for phase in range(_PHASES):
         alike: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
         for tensor in tensors:
@@ -277,12 +277,12 @@ def _looks(tensors: Sequence[torch.Tensor]) -> Iterator[_Look]:
             if lines.numel():
                 alike.setdefault((tensor.device, lines.shape[1]), []).append(tensor)
         for some in alike.values():
-            for first in range(0, len(some), _LOOKS):
-                parts = [(weakref.ref(one), phase) for one in some[first : first + _LOOKS]]
-                yield _Look(parts, _Look(parts, some[0]).now())
+            for first in range(0, len(some), _SAMPLE_TENSORS):
+                parts = [(weakref.ref(one), phase) for one in some[first : first + _SAMPLE_TENSORS]]
+                yield _Sample(parts, _Sample(parts, some[0]).now())
 
 
-def _found(model: Any) -> Iterator[tuple[Mapping[str, Any], str, torch.Tensor]]:
+def _tensors_of(model: Any) -> Iterator[tuple[Mapping[str, Any], str, torch.Tensor]]:
     """A model's parameters and buffers: (the module's mapping, the name in it, the tensor)."""
     for module in model.modules():
         for place in (module._parameters, module._buffers):  # noqa: SLF001
@@ -334,11 +334,11 @@ def _lines(tensor: torch.Tensor | None, phase: int) -> torch.Tensor:
 class AdapterWatch(Protocol):
     """Knows the engine's LoRA adapters. For the worker's thread, except :meth:`holds`."""
 
-    def look(self) -> None:
+    def record(self) -> None:
         """Record the present adapters: those that the ending step has used."""
 
     def holds(self, adapter: Adapter | None) -> bool:
-        """Whether an adapter was present at the latest :meth:`look`. Any thread. None: none."""
+        """Whether an adapter was present at the latest :meth:`record`. Any thread. None: none."""
 
     def news(self, wanted: Iterable[Any]) -> dict[int, AdapterNote]:
         """Return what has changed since the last time, and the answer for each that is wanted."""
@@ -362,11 +362,11 @@ class EngineState:
         """
         self._weights, self._adapters = weights, adapters
         self.unknown = unknown
-        self._told = unknown is None
+        self._reported = unknown is None
 
     def rebase(self) -> None:
         """Expect the current weights."""
-        self._told = True
+        self._reported = True
         if self._weights is not None:
             self._weights.rebase()
 
@@ -375,7 +375,7 @@ class EngineState:
 
         Unknown weights count as changed once: the engine then leaves the shared namespace.
         """
-        if not self._told:
+        if not self._reported:
             return self.unknown
         return None if self._weights is None else self._weights.changed()
 
@@ -385,7 +385,7 @@ class EngineState:
         :meth:`weights_changed` has the result when :attr:`comparing` ends. Unknown weights count as
         changed.
         """
-        self._told = self.unknown is None
+        self._reported = self.unknown is None
         if self._weights is not None:
             self._weights.doubt()
 
@@ -399,13 +399,13 @@ class EngineState:
         if self._weights is not None:
             self._weights.close()
 
-    def look(self) -> None:
+    def record_adapters(self) -> None:
         """See which adapters there are."""
         if self._adapters is not None:
-            self._adapters.look()
+            self._adapters.record()
 
     def holds(self, adapter: Adapter | None) -> bool:
-        """Whether an adapter was present at the latest :meth:`look`. None: none is needed."""
+        """Whether an adapter was present at the latest :meth:`record`. None: none is needed."""
         return adapter is None or (self._adapters is not None and self._adapters.holds(adapter))
 
     def proof(self) -> Callable[[], bool]:
@@ -424,5 +424,5 @@ class EngineState:
         """
         if self._adapters is None:
             return {request.lora_int_id: AdapterNote(None, 1) for request in wanted}
-        self._adapters.look()
+        self._adapters.record()
         return self._adapters.news(wanted)

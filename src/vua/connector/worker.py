@@ -268,7 +268,7 @@ class WorkerSide:
         self._opening = Opening(model, config, clock=clock)
         if (opened := self._opening.take()) is not None:
             self._use(opened)
-        self._told: Identity | None = self._identity
+        self._sent_identity: Identity | None = self._identity
         """The identity whose stores the scheduler's half knows to be open."""
         self._loads = Pool[LoadOrder](
             *(config.worker.load_threads, "vua-load"),
@@ -453,7 +453,7 @@ class WorkerSide:
         is_open = self._follow(orders.identity)
         if not orders.loads:
             return
-        self._memory.look()
+        self._memory.record_adapters()
         with self._lock:
             self._running += len(orders.loads)
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
@@ -574,9 +574,9 @@ class WorkerSide:
 
     def _take_opened(self) -> dict[str, int]:
         """Return the namespace that was opened since the last call."""
-        if self._identity is None or self._identity == self._told:
+        if self._identity is None or self._identity == self._sent_identity:
             return {}
-        self._told = self._identity
+        self._sent_identity = self._identity
         return {self._identity.namespace: 1}
 
     def _take_refused(self) -> dict[bytes, bytes]:
@@ -625,7 +625,7 @@ class WorkerSide:
             opens = self._registered and current
             self.saves.refuse(orders.saves, self.groups, again=opens)
             return
-        self._memory.look()
+        self._memory.record_adapters()
         held = {id(one) for one in orders.saves if self._memory.holds(one.adapter)}
         gone = [one for one in orders.saves if id(one) not in held]  # an adapter was replaced
         self.saves.refuse(gone, self.groups, again=False)

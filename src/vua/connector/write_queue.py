@@ -240,7 +240,7 @@ class WriteQueue:
         proven = self._memory.proof()
         taken: list[_Save] = []
         for order in orders:
-            saves = self._take(order, groups, proven)
+            saves = self._with_buffers(order, groups, proven)
             self._under_way(order, sum(len(save.keys) for save in saves))
             taken += saves
         self._count_pending(sum(len(save.keys) for save in taken))
@@ -257,7 +257,7 @@ class WriteQueue:
             raise
         self._copied += taken
 
-    def _take(
+    def _with_buffers(
         self, order: SaveOrder, groups: Sequence[GroupTransfer], proven: Callable[[], bool]
     ) -> list[_Save]:
         """Take buffers for an order's chunks, in each group up to the first without a buffer.

@@ -433,7 +433,7 @@ class _Countdown:
         if jobs:
             self._waited_for.acquire()
 
-    def one_ended(self) -> None:
+    def count_ended(self) -> None:
         if next(self._ended) == self._last:
             self.over()
 
@@ -452,7 +452,7 @@ def _counted(work: Callable[[Job[A]], T], ended: _Countdown, job: Job[A]) -> T:
     except BaseException:
         ended.over()
         raise
-    ended.one_ended()
+    ended.count_ended()
     return result
 
 

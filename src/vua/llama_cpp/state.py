@@ -99,19 +99,21 @@ class _Reader:
         self._data, self._at = data, 0
 
     def numbers(self, form: str) -> tuple[int, ...]:
-        found = struct.unpack_from(f"<{form}", self._data, self._take(struct.calcsize(f"<{form}")))
+        found = struct.unpack_from(
+            f"<{form}", self._data, self._advance(struct.calcsize(f"<{form}"))
+        )
         return tuple(int(one) for one in found)
 
     def bytes(self, nbytes: int) -> bytes:
-        at = self._take(nbytes)
+        at = self._advance(nbytes)
         return bytes(self._data[at : at + nbytes])
 
     def array(self, shape: tuple[int, int], dtype: np.dtype[Any]) -> Array:
         count = shape[0] * shape[1]
-        at = self._take(count * dtype.itemsize)
+        at = self._advance(count * dtype.itemsize)
         return np.frombuffer(self._data, dtype, count, at).reshape(shape)
 
-    def _take(self, nbytes: int) -> int:
+    def _advance(self, nbytes: int) -> int:
         at, self._at = self._at, self._at + nbytes
         if self._at > len(self._data):
             raise _unknown(f"it ends after {len(self._data)} bytes, {self._at} were expected")

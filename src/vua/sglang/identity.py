@@ -361,7 +361,7 @@ def settings_that_count(arguments: Any, folder: Path | None = None) -> dict[str,
         value = getattr(arguments, name)
         if any(type(value) is type(one) and value == one for one in _NEUTRAL.get(name, ())):
             continue
-        found[name] = _told(value, f"argument {name}", folder)
+        found[name] = _canonical(value, f"argument {name}", folder)
     return found
 
 
@@ -375,7 +375,7 @@ def variables_that_count(environment: Mapping[str, str]) -> dict[str, Any]:
         known = name in COUNTED_VARIABLES or name.startswith(FAMILIES)
         if not known or name in _EXCLUDED_VARIABLES or value == "":
             continue
-        found[name] = _told(value, f"environment variable {name}", None)
+        found[name] = _canonical(value, f"environment variable {name}", None)
         if name in _PACKAGES:
             found[name] = [value, package_digest(value)]
     return found
@@ -421,7 +421,7 @@ def _backends(runner: Any) -> Iterator[object]:
 # -- values --------------------------------------------------------------------------------------
 
 
-def _told(value: Any, what: str, folder: Path | None) -> Any:  # noqa: C901, PLR0911 - each kind
+def _canonical(value: Any, what: str, folder: Path | None) -> Any:  # noqa: C901, PLR0911 - each kind
     """Return a value in a canonical form, files by their content."""
     if value is None or isinstance(value, bool):
         return value
@@ -436,17 +436,17 @@ def _told(value: Any, what: str, folder: Path | None) -> Any:  # noqa: C901, PLR
     if isinstance(value, str):
         return _text(value, what, folder)
     if isinstance(value, set | frozenset):
-        return sorted((_told(each, what, folder) for each in value), key=repr)
+        return sorted((_canonical(each, what, folder) for each in value), key=repr)
     if isinstance(value, Sequence):
-        return [_told(each, what, folder) for each in value]
+        return [_canonical(each, what, folder) for each in value]
     if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
-        named = {str(key): _told(each, what, folder) for key, each in value.items()}
+        named = {str(key): _canonical(each, what, folder) for key, each in value.items()}
         if len(named) == len(value):
             return named
     if (fields := getattr(value, "__struct_fields__", None)) is not None:
         return {
             type(value).__name__: {
-                name: _told(getattr(value, name), what, folder) for name in fields
+                name: _canonical(getattr(value, name), what, folder) for name in fields
             }
         }
     msg = f"SGLang's {what} is a {type(value).__name__}: two engines' values cannot be "
@@ -457,7 +457,7 @@ def _text(value: str, what: str, folder: Path | None) -> Any:
     """Return a text: JSON by its value, the name of a file or directory by its content."""
     if value.lstrip().startswith(("{", "[")):
         try:
-            return _told(json.loads(value), what, folder)
+            return _canonical(json.loads(value), what, folder)
         except (ValueError, RecursionError):
             return value
     try:

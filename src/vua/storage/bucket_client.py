@@ -39,7 +39,7 @@ __all__ = [
     "is_unsupported",
     "library",
     "make_client",
-    "told",
+    "summary_of",
     "wants_checksum",
 ]
 
@@ -132,7 +132,7 @@ def explained(
     a NotWritableError only if these credentials lack the right to change something: reading
     continues then.
     """
-    text, at = told(problem), f" at {endpoint}" if endpoint else ""
+    text, at = summary_of(problem), f" at {endpoint}" if endpoint else ""
     if _DENIED in text:
         refusal = NotWritableError if kind in _CHANGES else StorageError
         who = f" to {identity}" if identity else ""
@@ -157,13 +157,13 @@ def _meaning(problem: BaseException, text: str, identity: str) -> tuple[int, str
         if re.search(pattern, text):
             return code, meaning.format(text=text)
     if type(problem).__name__ == "PanicException":
-        text, advice = "the client panicked", _found(_PANICS, said) or "check its settings"
+        text, advice = "the client panicked", _advice(_PANICS, said) or "check its settings"
     elif text == "error sending request":
-        advice = _found(_CONNECTION, said) or "check AWS_ENDPOINT_URL and the network"
+        advice = _advice(_CONNECTION, said) or "check AWS_ENDPOINT_URL and the network"
     return errno.EIO, f"{text}; {advice}" if advice else text
 
 
-def _found(known: Sequence[tuple[str, str]], said: str) -> str:
+def _advice(known: Sequence[tuple[str, str]], said: str) -> str:
     return next((advice for what, advice in known if re.search(what, said)), "")
 
 
@@ -178,7 +178,7 @@ def _refusal(text: str, said: str, name: str) -> str:
     return ""
 
 
-def told(problem: BaseException) -> str:
+def summary_of(problem: BaseException) -> str:
     """Summarise a request's failure in a few words, without the keys and signatures it may hold."""
     text = str(problem)
     if type(problem).__name__ == "InvalidPathError":
@@ -206,14 +206,14 @@ def told(problem: BaseException) -> str:
 
 def is_unsupported(problem: BaseException) -> bool:
     """Whether a server refused a request as unknown to it."""
-    words = told(problem).split()
+    words = summary_of(problem).split()
     named = type(problem).__name__ in ("NotSupportedError", "NotImplementedError")
     return named or bool(_UNSUPPORTED.intersection(words)) or words in (["501"], ["405"], ["400"])
 
 
 def is_denied(problem: BaseException) -> bool:
     """Whether it refused a request for lack of rights, or because of an object lock."""
-    return _DENIED in told(problem) or type(problem).__name__ == "PermissionDeniedError"
+    return _DENIED in summary_of(problem) or type(problem).__name__ == "PermissionDeniedError"
 
 
 def wants_checksum(text: str) -> bool:
@@ -300,7 +300,7 @@ def make_client(url: str) -> Client:
         try:
             store = from_url(url, **more)
         except (library().exceptions.BaseError, OSError, ValueError) as problem:
-            msg = f"{url} cannot be used: {told(problem)}"
+            msg = f"{url} cannot be used: {summary_of(problem)}"
             raise ConfigError(msg) from None
         return Client(store, store, lambda **_: store, "", "")
     _judge_url(url, parts.netloc, parts.path)
@@ -322,7 +322,7 @@ def make_client(url: str) -> Client:
         except BaseException as problem:
             if not isinstance(problem, Exception) and not is_panic(problem):
                 raise
-            msg = f"{url} cannot be used: {told(problem)}; {found.advice}"
+            msg = f"{url} cannot be used: {summary_of(problem)}; {found.advice}"
             raise ConfigError(msg) from None
 
     reads, writes = make(_READ_TIMEOUTS), make(_WRITE_TIMEOUTS)

@@ -147,7 +147,7 @@ class FirstReads:
         self._seen: dict[int, None] = {}
         self._lock = new_lock()
 
-    def known(self, paths: Sequence[str]) -> int:
+    def remember(self, paths: Sequence[str]) -> int:
         """Return how many leading files were read before, and remember all of them."""
         names = list(map(hash, paths))
         with self._lock:
@@ -290,11 +290,11 @@ class LocalStorage:
             return self._held is not None
         try:
             self._look_s = now_s + LOOK_S
-            return self._look(make=make and self._renew is not None)
+            return self._compare_named(make=make and self._renew is not None)
         finally:
             self._lock.release()
 
-    def _look(self, *, make: bool) -> bool:
+    def _compare_named(self, *, make: bool) -> bool:
         """Compare the held directory with the one the path names; called with the lock."""
         if not self._release.alive:
             return False  # the number may belong to another file by now
@@ -313,7 +313,7 @@ class LocalStorage:
             elif named is None and why is not None:
                 raise why
             if not same:
-                self._take(named, why)
+                self._hold_named(named, why)
             self._unmade = not make
         except (OSError, VUAError) as problem:
             self._leave(named, problem, readable=make and same)
@@ -343,7 +343,7 @@ class LocalStorage:
         self._allocated_nbytes = _ALLOCATED_NBYTES if posix.is_ext4(self._fd) else _NEVER
         self.first_reads = FirstReads()
 
-    def _take(self, named: tuple[int, int] | None, why: Exception | None) -> None:
+    def _hold_named(self, named: tuple[int, int] | None, why: Exception | None) -> None:
         """Hold the directory that the path names now, and log it. Raises OSError, VUAError."""
         if self._check is not None:
             self._check()
@@ -398,7 +398,7 @@ class LocalStorage:
         past_cache = self._local and not self.shares_reads
         cached = transfer.spread is not None  # or nothing: then the rest is asked for again
         asked = [] if cached else paths
-        known = self.first_reads.known(asked) if past_cache else len(paths)
+        known = self.first_reads.remember(asked) if past_cache else len(paths)
         directory = Directory(self._fd, self._uids, self._local)
         done = 0
         while done < len(paths):
@@ -408,7 +408,7 @@ class LocalStorage:
                 transfer, directory, paths, batch.place, into, done, stop, direct=direct
             )
             if cached and past_cache:
-                self.first_reads.known(paths[:done])
+                self.first_reads.remember(paths[:done])
             if done < stop:
                 if cached:
                     left = BlockingIOError(errno.EAGAIN, "busy")
@@ -439,7 +439,7 @@ class LocalStorage:
             raise FileNotFoundError(errno.ENOENT, "no directory")
         paths = list(map(entry_path, names))
         past_cache = self._local and not self.shares_reads
-        direct = past_cache and self.first_reads.known(paths) < len(paths)
+        direct = past_cache and self.first_reads.remember(paths) < len(paths)
         directory = Directory(self._fd, self._uids, self._local)
         return EntryStream(
             *(transfer, directory, paths, form, places, into), direct=direct, hashed=hashed

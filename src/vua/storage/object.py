@@ -168,7 +168,7 @@ class Compression:
         self._told = False
 
     @property
-    def looks(self) -> bool:
+    def wants_compressed(self) -> bool:
         """Whether to look for compressed entries: they can be read, or it was not warned yet."""
         return is_available() or self._where not in self._warned
 
@@ -310,7 +310,7 @@ class ObjectStorage:
 
     def _keys(self, name: str) -> list[str]:
         """Return the keys to look for, one per form of an entry, the plain one first."""
-        looks = self._compression is not None and self._compression.looks
+        looks = self._compression is not None and self._compression.wants_compressed
         return [self._key(name, suffix) for suffix in (SUFFIX, COMPRESSED_SUFFIX)[: 1 + looks]]
 
     # -- reading ------------------------------------------------------------------------------
@@ -345,7 +345,7 @@ class ObjectStorage:
                 raise FileNotFoundError(name)  # replaced between two requests
 
         with self._bucket.in_flight(nbytes):
-            data = self._found(batch, name, offset, nbytes, note)
+            data = self._of_either_form(batch, name, offset, nbytes, note)
             wanted = [(offset, nbytes)] if whole else batch.ranges
             for start, size in wanted:
                 if offset <= start and start + size <= offset + nbytes:
@@ -353,7 +353,7 @@ class ObjectStorage:
         if whole and batch.offer is not None:
             batch.offer(index, data)
 
-    def _found(
+    def _of_either_form(
         self, batch: Batch, name: str, offset: int, nbytes: int, note: Callable[[Meta], None]
     ) -> memoryview:
         """Return a part of an entry, from the object of the form that exists.

@@ -33,7 +33,7 @@ class Travels(Protocol):
         """Return a context for reading entries: copies wait meanwhile."""
         ...
 
-    def came(self, name: str, data: memoryview | int, before: str) -> None:
+    def note_read(self, name: str, data: memoryview | int, before: str) -> None:
         """Note that an entry was read from a slower tier.
 
         ``data`` are its unverified bytes, or only their number if not all of it was read;
@@ -85,7 +85,7 @@ class TieredStorage:
                 offered = self._take_offers(batch, done, part) if number else set()
                 filled = tier.read(part)
                 if part is not batch:
-                    _take(batch, done, part, min(filled.count + 1, count - done))
+                    _copy_rows(batch, done, part, min(filled.count + 1, count - done))
                 for index in range(min(filled.count + 1, count - done)):
                     version = filled.version(index)
                     if version is not None:
@@ -93,7 +93,7 @@ class TieredStorage:
                 if filled.count:
                     if number:
                         left = set(range(done, done + filled.count)) - offered
-                        self._came(batch, sorted(left))
+                        self._report_read(batch, sorted(left))
                     done, problem = done + filled.count, None
                     break
                 if problem is None or not isinstance(filled.problem, FileNotFoundError):
@@ -110,12 +110,12 @@ class TieredStorage:
         def take(index: int, data: memoryview) -> None:
             if travels is not None:
                 offered.add(first + index)
-                travels.came(batch.names[first + index], data, _before(batch, first + index))
+                travels.note_read(batch.names[first + index], data, _before(batch, first + index))
 
         part.offer = take
         return offered
 
-    def _came(self, batch: Batch, indices: Sequence[int]) -> None:
+    def _report_read(self, batch: Batch, indices: Sequence[int]) -> None:
         """Report entries that came from a slower tier and were not offered."""
         if self.travels is None:
             return
@@ -123,7 +123,7 @@ class TieredStorage:
         whole = batch.ranges == [(0, batch.nbytes)] and not plan.discard_nbytes
         for index in indices:
             data = batch.entry(index) if whole else batch.nbytes
-            self.travels.came(batch.names[index], data, _before(batch, index))
+            self.travels.note_read(batch.names[index], data, _before(batch, index))
 
     def head(self, name: str) -> bytes:
         """Return an entry's first MiB from the nearest tier that can read it. Raises OSError."""
@@ -183,7 +183,7 @@ def _before(batch: Batch, index: int) -> str:
     return batch.names[index - 1].partition("/")[0] if index else ""
 
 
-def _take(batch: Batch, first: int, part: Batch, count: int) -> None:
+def _copy_rows(batch: Batch, first: int, part: Batch, count: int) -> None:
     """Copy what a part read beside K and V, which are already in place."""
     rows = slice(first, first + count)
     batch.headers[rows] = part.headers[:count]

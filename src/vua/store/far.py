@@ -95,7 +95,7 @@ class TieredCapacity(Capacity):
         self.spare_unsent()
         where = storage.where
         self.travel = Travel(near, storage.far, name, self, where=where, rules=rules)
-        storage.travels, seen = self.travel, self.travel.seen_behind
+        storage.travels, seen = self.travel, self.travel.resend_missing
         self._buckets = [one for one in storage.far if isinstance(one, ObjectStorage)]
         self.renewals = [Renewal(one, bounds, seen) for one in self._buckets]
         """Renew used objects, one per bucket."""

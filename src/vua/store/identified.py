@@ -34,7 +34,7 @@ class ModelDescription:
     """Returns the final weights, given those of the files (None: no files); the event stops it.
     Raises ConfigError to refuse the model."""
 
-    def find(self, stop: threading.Event) -> Weights:
+    def identify(self, stop: threading.Event) -> Weights:
         """Identify the weights. Raises as `identify_weights` and ``check``."""
         if self.check is None:
             return identify_weights(self.files, stop=stop)
@@ -74,7 +74,7 @@ class LazyStore(Generic[_T]):
         """Identify the model again unless it is done; see `vua.io.forks`."""
         self._lock = threading.Lock()
         if self._opened is None:
-            self._identification = Identification(self._described.find)
+            self._identification = Identification(self._described.identify)
 
     @property
     def identity(self) -> Identity:
@@ -90,7 +90,7 @@ class LazyStore(Generic[_T]):
         """
         if not self._identification.wait(timeout_s):
             return False
-        self._take()
+        self._open_once()
         return True
 
     def usable(self) -> _T | None:
@@ -101,7 +101,7 @@ class LazyStore(Generic[_T]):
         if not self._identification.wait(0):
             return None
         try:
-            return self._take()
+            return self._open_once()
         except (VUAError, OSError, CancelledError) as problem:
             if not self._warned:
                 self._warned = True
@@ -115,7 +115,7 @@ class LazyStore(Generic[_T]):
             if self._opened is not None:
                 self._opened.close()
 
-    def _take(self) -> _T:
+    def _open_once(self) -> _T:
         with self._lock:
             if self._opened is None:
                 self._opened = self._open(self.identity)

@@ -94,7 +94,7 @@ class Search:
         """Shards that other writers store chunks in, as lookups have found them."""
         return tuple(self._covers)
 
-    def came(self, chunks: Iterable[str]) -> None:
+    def note_stored(self, chunks: Iterable[str]) -> None:
         """Note that chunks (64 hex) may have been stored by now; takes no time for each."""
         self._came.extend(chunks)
 

@@ -136,7 +136,7 @@ class WriteBack:
                 self._quiet.wait(left_s)
         return False
 
-    def came(self, name: str, data: memoryview | int, before: str) -> None:
+    def note_read(self, name: str, data: memoryview | int, before: str) -> None:
         """Copy an entry that was read from a slower tier, soon, if rules and memory allow it."""
         if self._rules.at_second_use and self._read_before.passes(name):
             return
@@ -294,7 +294,7 @@ class Travel:
             near, far, namespace, capacity,
             rules=rules, counts=self.counts, brought=partial(self._change_mark, sent=True),
         )  # fmt: skip
-        self.came, self.reading = self._back.came, self._back.reading
+        self.note_read, self.reading = self._back.note_read, self._back.reading
         self.fetch = self._back.fetch
         self._waiting: deque[str] = deque()
         self._looked = False
@@ -331,7 +331,7 @@ class Travel:
             self._looked = self._looked and room >= len(names)
             self._wake()
 
-    def seen_behind(self, chunk: str, names: Collection[str]) -> None:
+    def resend_missing(self, chunk: str, names: Collection[str]) -> None:
         """Upload those marked entries of a chunk again that are not among ``names``.
 
         ``names`` is what a slower tier holds of the chunk now: a lifecycle rule or a user may have

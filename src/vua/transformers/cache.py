@@ -154,7 +154,7 @@ class _Note:
             self._prefill = None
             self._computed(rows, before, columns, self.watch.clock() - began_s)
 
-    def look(self, k: torch.Tensor, before: int) -> None:
+    def check_model(self, k: torch.Tensor, before: int) -> None:
         """Check the model that computes ``k``, [rows, heads, columns, dim], after other columns.
 
         Thoroughly if it computes several columns.
@@ -187,7 +187,7 @@ class _NotedCache(DynamicCache):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.vua_note is not None and layer_idx == 0:
-            self.vua_note.look(key_states, self.get_seq_length())
+            self.vua_note.check_model(key_states, self.get_seq_length())
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

@@ -106,7 +106,7 @@ class _Generate:
             if cache.get_seq_length() and repeats > 1:
                 cache.batch_repeat_interleave(repeats)
         except Exception as problem:  # noqa: BLE001 - a cache costs hits, never a call
-            self._say(f"nothing is loaded or stored: {_told(problem)}")
+            self._say(f"nothing is loaded or stored: {_reason(problem)}")
             return self._generate(inputs, generation_config, *args, **kwargs)
         if call.config.cache_implementation is not None:  # the one that it is given
             kwargs["cache_implementation"] = None
@@ -114,7 +114,7 @@ class _Generate:
         try:
             self._save(call, cache, output)
         except Exception as problem:  # noqa: BLE001 - likewise
-            self._say(f"nothing is stored: {_told(problem)}")
+            self._say(f"nothing is stored: {_reason(problem)}")
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -190,7 +190,7 @@ def _plain_generate(model: Any) -> Any:
     return types.MethodType(type(model).generate, model)
 
 
-def _told(problem: Exception) -> str:
+def _reason(problem: Exception) -> str:
     return str(problem) if isinstance(problem, VUAError) else f"{type(problem).__name__}: {problem}"
 
 

@@ -262,7 +262,7 @@ def identity_of(
         OSError: a file cannot be read.
     """
     described = described_model(model, ModelWatch(model), chunk_tokens=chunk_tokens, epoch=epoch)
-    return described.identity(described.find(threading.Event()))
+    return described.identity(described.identify(threading.Event()))
 
 
 def described_model(

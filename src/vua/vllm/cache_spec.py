@@ -218,7 +218,7 @@ def _groups_of(
     whole = [*paged, *(one for one in caches if _on_gpu() and isinstance(one.spec, MambaSpec))]
     size = math.lcm(*(one.spec.block_size for one in whole))  # a chunk cuts no page
     size *= -(-config.chunk_tokens // size)
-    groups = [_known(vllm_config, size, kind, known[kind]) for kind in sorted(known)]
+    groups = [_known_group(vllm_config, size, kind, known[kind]) for kind in sorted(known)]
     groups += _pages(vllm_config, size, paged, rules)
     return tuple(
         sorted(groups, key=lambda one: (one.layout.window is not None, bool(one.page_nbytes)))
@@ -335,7 +335,7 @@ def _heads_of(kind: str, spec: Any, vllm_config: Any) -> int | None:
     return heads if spec.num_kv_heads == max(1, heads // tp_size) else None
 
 
-def _known(vllm_config: Any, size: int, kind: str, caches: Sequence[_Cache]) -> Group:
+def _known_group(vllm_config: Any, size: int, kind: str, caches: Sequence[_Cache]) -> Group:
     """Describe the layers of one kind whose form is known, in chunks of ``size`` tokens."""
     spec, tp_size = caches[0].spec, vllm_config.parallel_config.tensor_parallel_size
     if isinstance(spec, MambaSpec):

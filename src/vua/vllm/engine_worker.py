@@ -68,7 +68,7 @@ class Adapters:
         """Digests of other adapters that a number has held since then; None: that one has no
         digest."""
         self._held: dict[int, Adapter] = {}
-        self._told: dict[int, Adapter] = {}
+        self._reported: dict[int, Adapter] = {}
         self._being_read: set[int] = set()
         """What was present at the latest look, and has no digest yet."""
         self._asked: set[int] = set()
@@ -87,7 +87,7 @@ class Adapters:
             log.warning("VUA: requests with the adapter %.80r are not cached: %s", name, problem)
         return adapter
 
-    def look(self) -> None:
+    def record(self) -> None:
         """Record what the manager holds now: the adapters that the ending step has used."""
         held, being_read = {}, set()
         for number, adapter in self._kept.list_adapters().items():
@@ -130,12 +130,12 @@ class Adapters:
                     self._runner.add_lora(request)
                 except Exception as problem:  # noqa: BLE001 - the request will say it, too
                     log.debug("adapter %r is not loaded: %s", request.lora_name, problem)
-                self.look()
+                self.record()
         asked = self._asked - self._being_read
         self._asked &= self._being_read
-        changed = [n for n, adapter in self._held.items() if self._told.get(n) != adapter]
-        gone = self._told.keys() - self._held.keys()
-        self._told = dict(self._held)
+        changed = [n for n, adapter in self._held.items() if self._reported.get(n) != adapter]
+        gone = self._reported.keys() - self._held.keys()
+        self._reported = dict(self._held)
         return {n: AdapterNote(self._held.get(n), 1) for n in {*changed, *gone, *asked}}
 
 

@@ -78,8 +78,8 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
     """
     if not arguments or arguments[0] != "serve":
         return list(arguments)
-    rest, path = _take(arguments, _PATH_OPTION)
-    rest, text = _take(rest, _OPTION)
+    rest, path = _pop_option(arguments, _PATH_OPTION)
+    rest, text = _pop_option(rest, _OPTION)
     if set(_HELP) & set(rest):
         return rest
     for argument in rest:
@@ -110,7 +110,7 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
     return [*rest, _OPTION, json.dumps(config)]
 
 
-def _take(arguments: Sequence[str], option: str) -> tuple[list[str], str | None]:
+def _pop_option(arguments: Sequence[str], option: str) -> tuple[list[str], str | None]:
     """Remove ``option VALUE`` or ``option=VALUE`` from the arguments; vLLM accepts _ for -, too."""
     rest: list[str] = []
     value: str | None = None

@@ -221,7 +221,7 @@ def recall(key: str) -> dict[str, Any] | None:
     if folder is None:
         return None
     try:
-        fd = os.open(_place(folder, key), _READ)
+        fd = os.open(_entry_path(folder, key), _READ)
         with open(fd, "rb") as stream:  # noqa: PTH123
             found = os.fstat(fd)
             if not (stat.S_ISREG(found.st_mode) and _is_ours(found)):
@@ -249,7 +249,7 @@ def remember(key: str, value: dict[str, Any]) -> None:
         return
     with contextlib.suppress(OSError):
         text = hashlib.sha256(body).hexdigest().encode() + b"\n" + body
-        atomic_write(_place(folder, key), text)
+        atomic_write(_entry_path(folder, key), text)
         _delete_oldest(folder)
 
 
@@ -295,7 +295,7 @@ def _open_lock(key: str) -> int | None:
         return None
 
 
-def _place(folder: Path, key: str) -> Path:
+def _entry_path(folder: Path, key: str) -> Path:
     return folder / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json"
 
 

@@ -24,9 +24,9 @@ def taught() -> HitDensity:
     for turn in range(12):
         for place, document in enumerate(loved):
             now_s = 100.0 * turn + 2.5 * place
-            density.meet([Request(now_s, document)])
+            density.note([Request(now_s, document)])
             once = chance.randrange(1 << 40)
-            density.meet([Request(now_s + 1, [once + n for n in range(9)])])
+            density.note([Request(now_s + 1, [once + n for n in range(9)])])
     return density
 
 
@@ -47,7 +47,7 @@ class TestHitDensity(unittest.TestCase):
         """What came back is worth more than what is new, and what is due more than what is not."""
         density = taught()
         self.assertTrue(density.is_learned)
-        density.meet([Request(1200.0, [NEW + n for n in range(9)])])
+        density.note([Request(1200.0, [NEW + n for n in range(9)])])
 
         self.assertGreater(self.worth(density, 0, 1.0), 3 * self.worth(density, NEW, 1.0))
         self.assertGreater(self.worth(density, 0, 80.0), 2 * self.worth(density, 0, 1.0))
@@ -66,10 +66,10 @@ class TestHitDensity(unittest.TestCase):
     def test_prefix(self) -> None:
         """A chunk is worth as much as the best of those that follow it."""
         density = taught()
-        density.meet([Request(1200.0, [NEW, NEW + 1, NEW + 2])])
+        density.note([Request(1200.0, [NEW, NEW + 1, NEW + 2])])
         for at_s in (1210.0, 1220.0):
-            density.meet([Request(at_s, [NEW, NEW + 1, NEW + 2, NEW + 3])])
-        density.meet([Request(1290.0, [NEW, NEW + 9])])
+            density.note([Request(at_s, [NEW, NEW + 1, NEW + 2, NEW + 3])])
+        density.note([Request(1290.0, [NEW, NEW + 9])])
         worths, rows = density.worths(1300.0), rows_of(density)
         row = [worths[rows[chunk]] for chunk in range(NEW, NEW + 4)]
 
@@ -81,7 +81,7 @@ class TestHitDensity(unittest.TestCase):
         """At first a chunk is worth less the longer ago it was used."""
         density = HitDensity()
         for number in range(20):
-            density.meet([Request(float(number), [number])])
+            density.note([Request(float(number), [number])])
         worths, rows = density.worths(20.0), rows_of(density)
 
         self.assertFalse(density.is_learned)
@@ -91,11 +91,11 @@ class TestHitDensity(unittest.TestCase):
     def test_forgets(self) -> None:
         """So many chunks are remembered, those used last, and a chunk before those behind it."""
         density = HitDensity(remembered=4)
-        density.meet([Request(0.0, [1, 2, 3, 4, 5])])
+        density.note([Request(0.0, [1, 2, 3, 4, 5])])
         self.assertEqual({1, 2, 3, 4}, {*rows_of(density)})
-        density.meet([Request(1.0, [1, 2, 6])])
+        density.note([Request(1.0, [1, 2, 6])])
         self.assertEqual({1, 2, 3, 6}, {*rows_of(density)})
-        density.meet([Request(2.0, [7, 8, 9])])
+        density.note([Request(2.0, [7, 8, 9])])
         self.assertEqual({1, 7, 8, 9}, {*rows_of(density)})
         self.assertEqual(0.0, np.abs(density.worths(3.0)[[*rows_of(density).values()]] < 0).sum())
 
@@ -108,8 +108,8 @@ class TestHitDensity(unittest.TestCase):
             requests.append(Request(3.0 * number, chunks))
         one_by_one, at_once = HitDensity(), HitDensity()
         for request in requests:
-            one_by_one.meet([request])
-        at_once.meet(requests)
+            one_by_one.note([request])
+        at_once.note(requests)
 
         self.assertTrue(at_once.is_learned)
         found = []
@@ -125,7 +125,7 @@ class TestHitDensity(unittest.TestCase):
         with mock.patch.object(hit_density, "_RECENT", 7):
             for number in range(40):
                 chunks = [(17 * at) % 97 for at in range(number, number + 5)]
-                density.meet([Request(float(number), chunks)])
+                density.note([Request(float(number), chunks)])
                 known = rows_of(density)
                 self.assertLessEqual({*chunks}, {*known})
                 asked = np.arange(97, dtype=np.uint64)
@@ -141,7 +141,7 @@ class TestHitDensity(unittest.TestCase):
         try:
             for first in range(0, many, 1 << 16):
                 numbers = np.arange(first, first + (1 << 16), dtype=np.uint64)
-                density.meet([Request(float(first), numbers * np.uint64(0x9E3779B97F4A7C15))])
+                density.note([Request(float(first), numbers * np.uint64(0x9E3779B97F4A7C15))])
             held_nbytes, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -151,7 +151,7 @@ class TestHitDensity(unittest.TestCase):
     def test_clock_goes_back(self) -> None:
         """A request from before counts as of now."""
         density = taught()
-        density.meet([Request(-10.0, [0, 1, 2])])
+        density.note([Request(-10.0, [0, 1, 2])])
         self.assertGreater(self.worth(density, 0, 0.0), 0.0)
 
 
@@ -165,7 +165,7 @@ class TestHints(unittest.TestCase):
             [NEW + 100 * number + n for n in range(4)] for number in range(3)
         )
         for chunks in (self.one, self.two, self.three):
-            self.density.meet([Request(1200.0, chunks)])
+            self.density.note([Request(1200.0, chunks)])
 
     def worths(self, now_s: float) -> list[float]:
         """What the last chunk of each document is worth."""
@@ -186,7 +186,7 @@ class TestHints(unittest.TestCase):
         Control: without the hint the documents are worth the same.
         """
         self.assertEqual(1, len({*self.worths(1201.0)}))
-        self.density.meet((), [Hint(1200.0, self.one, 20.0)])
+        self.density.note((), [Hint(1200.0, self.one, 20.0)])
         promised, plain, _ = self.worths(1201.0)
         self.assertAlmostEqual(1 / 19, promised - plain, places=6)
         self.assertLess(plain, promised / 3)
@@ -195,14 +195,14 @@ class TestHints(unittest.TestCase):
 
     def test_prefix_of_a_promise(self) -> None:
         """What comes before a promised chunk is worth as much."""
-        self.density.meet((), [Hint(1200.0, self.one[-1:], 20.0)])
+        self.density.note((), [Hint(1200.0, self.one[-1:], 20.0)])
         self.assertEqual(1, len({*self.of(self.one, 1201.0)}))
 
     def test_dropped(self) -> None:
         """What is said not to come again goes first; where prompts part, that stays as it was."""
-        self.density.meet([Request(1200.5, [*self.one[:2], NEW + 50])])
+        self.density.note([Request(1200.5, [*self.one[:2], NEW + 50])])
         before = self.worths(1202.0)
-        self.density.meet((), [Hint(1201.0, self.one, 0.0)])
+        self.density.note((), [Hint(1201.0, self.one, 0.0)])
         after = self.worths(1202.0)
         self.assertEqual([0.0, *before[1:]], after)
         _, parts, own, last = self.of(self.one, 1202.0)  # [NEW, NEW + 1, NEW + 50] goes on
@@ -211,18 +211,18 @@ class TestHints(unittest.TestCase):
 
     def test_a_use_makes_it_void(self) -> None:
         """After a use nothing that was said before it holds, in whatever order both are read."""
-        self.density.meet((), [Hint(1201.0, self.one, 0.0), Hint(1201.0, self.two, 500.0)])
+        self.density.note((), [Hint(1201.0, self.one, 0.0), Hint(1201.0, self.two, 500.0)])
         for chunks in (self.one, self.two, self.three):
-            self.density.meet([Request(1210.0, chunks)])
+            self.density.note([Request(1210.0, chunks)])
         self.assertEqual(1, len({*self.worths(1211.0)}))
-        self.density.meet((), [Hint(1202.0, self.one, 0.0), Hint(1202.0, self.two, 500.0)])
+        self.density.note((), [Hint(1202.0, self.one, 0.0), Hint(1202.0, self.two, 500.0)])
         self.assertEqual(1, len({*self.worths(1211.0)}))
-        self.density.meet((), [Hint(1212.0, self.one, 0.0)])
+        self.density.note((), [Hint(1212.0, self.one, 0.0)])
         self.assertEqual(0.0, self.worths(1213.0)[0])
 
     def test_unknown_chunks(self) -> None:
         """A hint about chunks that nobody asked for changes nothing."""
-        self.density.meet((), [Hint(1201.0, [1 << 60, (1 << 60) + 1], 5.0)])
+        self.density.note((), [Hint(1201.0, [1 << 60, (1 << 60) + 1], 5.0)])
         self.assertFalse(self.density.is_told)
         self.assertEqual(0, self.promised(1202.0))
 
@@ -240,11 +240,11 @@ class TestHints(unittest.TestCase):
                 hints.append(Hint(now_s - 0.01, chunks, 500.0 if turn % 9 else 5.0))
         one_by_one, at_once, control, plain = (taught() for _ in range(4))
         for request, hint in zip(requests, hints, strict=True):
-            one_by_one.meet([request])
-            one_by_one.meet((), [hint])
-        at_once.meet(requests, hints)
-        control.meet(requests, hints[-2:])
-        plain.meet(requests)
+            one_by_one.note([request])
+            one_by_one.note((), [hint])
+        at_once.note(requests, hints)
+        control.note(requests, hints[-2:])
+        plain.note(requests)
         found = []
         for self.density in (one_by_one, at_once, control, plain):
             found.append(self.of([*self.one, *self.two], requests[-1].time_s + 1))
@@ -255,8 +255,8 @@ class TestHints(unittest.TestCase):
 
     def test_promised(self) -> None:
         """It is known of how many chunks a use is promised: each counts once, while it holds."""
-        self.density.meet((), [Hint(1201.0, self.one, 20.0), Hint(1202.0, self.two, 50.0)])
-        self.density.meet((), [Hint(1202.0, self.one, 20.0), Hint(1202.0, self.three, 0.0)])
+        self.density.note((), [Hint(1201.0, self.one, 20.0), Hint(1202.0, self.two, 50.0)])
+        self.density.note((), [Hint(1202.0, self.one, 20.0), Hint(1202.0, self.three, 0.0)])
         self.assertEqual(8, self.promised(1203.0))
         self.assertEqual(4, self.promised(1203.0, self.one))
         self.assertEqual(4, self.promised(1230.0))

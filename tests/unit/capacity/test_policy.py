@@ -225,7 +225,7 @@ class TestLeastHitDensity(DirectoryTest):
     def capacity(self, seen: Sequence[tuple[float, Sequence[str]]]) -> Capacity:
         """Room for 850 chunks, in a process that was asked for this itself."""
         policy, ago_s = LeastHitDensity(self.root), time.monotonic() - self.now_ns / 1e9
-        policy.own.meet([Request(time_s + ago_s, short_names(names)) for time_s, names in seen])
+        policy.own.note([Request(time_s + ago_s, short_names(names)) for time_s, names in seen])
         limits = Limits(max_bytes=850 * NBYTES, min_free_bytes=0)
         capacity = Capacity(self.root, self.space.storage, limits, policy)
         self.addCleanup(capacity.close)
@@ -323,7 +323,7 @@ class TestLeastHitDensity(DirectoryTest):
     def test_learns_in_parts(self) -> None:
         """Each burst takes in a part of a long log, and evicts by mtime until all is known."""
         policy, read = LeastHitDensity(self.root), []
-        real = HitDensity.meet
+        real = HitDensity.note
 
         def meet(
             density: HitDensity, requests: Sequence[Request], hints: Sequence[Hint] = ()
@@ -334,7 +334,7 @@ class TestLeastHitDensity(DirectoryTest):
 
         with (
             mock.patch("vua.capacity.policy._PART_CHUNKS", 3000),
-            mock.patch.object(HitDensity, "meet", meet),
+            mock.patch.object(HitDensity, "note", meet),
         ):
             lasting = [policy.rank(self.now_ns).is_lasting for _ in range(8)]
             at_once = LeastHitDensity(self.root, at_once=True).rank(self.now_ns)

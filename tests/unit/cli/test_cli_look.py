@@ -240,7 +240,7 @@ class TestProgress(unittest.TestCase):
             (("", 0, 4, 3, "chunks", 0.1), "....................  0 %  3 chunks"),
         ):  # fmt: skip
             with self.subTest(arguments):
-                self.assertEqual(expected.split(), text.told(*arguments).split())
+                self.assertEqual(expected.split(), text.progress_line(*arguments).split())
 
     def test_where(self) -> None:
         """It is shown on a terminal, taken away in the end, and nowhere else."""

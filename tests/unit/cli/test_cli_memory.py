@@ -18,7 +18,7 @@ from tools import fill
 from vua.capacity.prefix_tree import ChunkNode, tree_of
 from vua.catalog.opening import open_catalog
 from vua.cli import main
-from vua.cli.events import changes, look
+from vua.cli.events import changes, content
 from vua.cli.looks import watch
 from vua.cli.ls import Prompts
 
@@ -76,7 +76,7 @@ class MemoryTest(DirectoryTest):
         """Look twice, and go through what is told."""
         catalog, seen = open_catalog(str(self.root)), {}
         for _ in range(2):
-            now = look(catalog, seen)
+            now = content(catalog, seen)
             for one in changes(seen, now, "LOCAL"):
                 del one
             seen = now

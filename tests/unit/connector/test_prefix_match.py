@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from helpers import DirectoryTest, save_chunk
-from vua.catalog.prefix import loadable, look
+from vua.catalog.prefix import group_state, loadable
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
@@ -116,7 +116,7 @@ class PrefixTest(DirectoryTest):
                 self.store(stores[1], keys, map(int, there))
 
                 found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
-                groups = [look(store, keys, None) for store in stores]
+                groups = [group_state(store, keys, None) for store in stores]
                 answers = {
                     found.tokens,
                     loadable(groups, tokens, block),

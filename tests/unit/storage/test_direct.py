@@ -97,12 +97,12 @@ class TestDirectReads(DirectoryTest):
         """Chunks of a prompt that lead it are known, up to a number of chunks in all."""
         reads = FirstReads()
         names = [f"{number:064x}"[::-1] for number in range(1, 1 << 16)]
-        self.assertEqual(0, reads.known(names[:100]))
-        self.assertEqual(100, reads.known(names[:300]))
-        self.assertEqual(0, reads.known(names[299:301][::-1]))
-        reads.known(names)
-        reads.known([f"{number:064x}"[::-1] for number in range(1 << 17, (1 << 17) + 2)])
-        self.assertEqual(0, reads.known(names[:100]))
+        self.assertEqual(0, reads.remember(names[:100]))
+        self.assertEqual(100, reads.remember(names[:300]))
+        self.assertEqual(0, reads.remember(names[299:301][::-1]))
+        reads.remember(names)
+        reads.remember([f"{number:064x}"[::-1] for number in range(1 << 17, (1 << 17) + 2)])
+        self.assertEqual(0, reads.remember(names[:100]))
 
 
 if __name__ == "__main__":

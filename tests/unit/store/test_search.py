@@ -82,12 +82,12 @@ class SearchTest(unittest.TestCase):
         self.names.asked = 0
         self.assertEqual(0, search.longest(KEYS[:8], HALVES))
         self.assertEqual(0, self.names.asked)
-        search.came(key.name for key in KEYS[:4])
+        search.note_stored(key.name for key in KEYS[:4])
         self.assertEqual(4, search.longest(KEYS[:8], HALVES))
-        search.came(key.name for key in KEYS[:8])
+        search.note_stored(key.name for key in KEYS[:8])
         self.assertEqual(8, search.longest(KEYS[:8], HALVES))
         self.names.asked = 0
-        search.came(key.name for key in KEYS[:8])
+        search.note_stored(key.name for key in KEYS[:8])
         self.assertEqual(8, search.longest(KEYS[:8], HALVES))
         self.assertEqual(0, self.names.asked)  # what is there is remembered
 

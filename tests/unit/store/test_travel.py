@@ -58,7 +58,7 @@ class TestWaiting(DirectoryTest):
         data = memoryview(bytes(16 << 20))
         with back.reading():  # it waits for a pause
             for number in range(20):
-                back.came(f"{number:064x}/0", data, "")
+                back.note_read(f"{number:064x}/0", data, "")
                 self.assertLessEqual(back.waiting_nbytes, 128 << 20)
         self.assertGreater(back.counts["not_brought"], 0)
 

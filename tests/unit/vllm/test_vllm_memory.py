@@ -172,7 +172,7 @@ class AdaptersTest(unittest.TestCase):
         found = adapters.news(wanted)
 
         def known() -> Any:
-            adapters.look()
+            adapters.record()
             found.update(adapters.news([]))
             return 3 in found and found[3].adapter
 
@@ -194,13 +194,13 @@ class AdaptersTest(unittest.TestCase):
         for scaling in (1.0, 2.0):
             runner.files["scaling"] = scaling
             runner.add_lora(request)
-            adapters.look()
+            adapters.record()
             self.assertFalse(adapters.holds(first))
             seen.append(self.told(adapters, request))
         self.assertEqual([1, 2], [each.generation for each in seen if each])
         self.assertEqual(first.digest, seen[1].digest)
         runner.kept.clear()
-        adapters.look()
+        adapters.record()
         self.assertEqual({3: AdapterNote(None, 1)}, adapters.news([]))
         runner.add_lora(request)  # from the same files: it is what it was
         self.assertEqual(seen[1], self.told(adapters, request))
@@ -237,13 +237,13 @@ class AdaptersTest(unittest.TestCase):
             for scaling in (1.0, 2.0):
                 runner.files["scaling"] = scaling
                 runner.add_lora(request)
-                adapters.look()
+                adapters.record()
                 self.assertFalse(adapters.holds(first))
             go.set()
             again = self.told(adapters, request)
         self.assertEqual((first.digest, 1), (again.digest, again.generation))
         runner.kept[3] = lora()  # not from files
-        adapters.look()
+        adapters.record()
         self.assertFalse(adapters.holds(again))
         runner.add_lora(request)
         self.assertEqual(2, self.told(adapters, request).generation)
@@ -253,7 +253,7 @@ class AdaptersTest(unittest.TestCase):
         runner = self.manager()
         adapters = Adapters(runner)
         runner.kept[1] = lora()
-        adapters.look()
+        adapters.record()
         self.assertEqual({}, adapters.news([]))
         with self.assertRaises(UncachedError):
             Adapters(SimpleNamespace(lora_manager=object()))
