@@ -22,7 +22,7 @@ from vua.format.layout import KVLayout, Shard
 from vua.security.keyring import KnownKeys, tenant_of, write_key
 from vua.security.settings import Security
 from vua.store.namespace import Namespace
-from vua.store.store import Loaded, Store
+from vua.store.store import LoadResult, Store
 
 SMALL = KVLayout(layers=4, kv_heads=4, k_dim=8, v_dim=8, dtype="BF16", chunk_tokens=4)
 
@@ -91,7 +91,7 @@ class SealTest(DirectoryTest):
     def load(
         self, store: Store, keys: KeyChain, model: Arrays | None = None,
         target: Shard | None = None, block_tokens: int | None = None,
-    ) -> Loaded:  # fmt: skip
+    ) -> LoadResult:  # fmt: skip
         """Load into poisoned memory, and compare all of it with what it has to be."""
         shard = target or store.layout.full
         memory = Memory(store.layout, shard, CHUNKS, block_tokens=block_tokens)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from vua.capacity.lru import MTIME_STEP_NS
-from vua.cli.advise import LRU, Dense, Listed, Past, Policy, TraceRequest, simulate
+from vua.cli.advise import LRU, Dense, ListPolicy, Past, Policy, TraceRequest, simulate
 from vua.connector.request import DEFAULT_RETAIN_S
 from vua.errors import InputError
 
@@ -24,7 +24,7 @@ Make = Callable[[int, Past], Policy]
 """Makes a policy for a store of so many blocks."""
 
 
-class FIFO(Listed):
+class FIFO(ListPolicy):
     """What was stored first goes first; a prefix that is due takes with it what follows."""
 
     def use(self, blocks: Sequence[int], hits: int, now_ns: int) -> int:  # noqa: ARG002
@@ -33,7 +33,7 @@ class FIFO(Listed):
         return len(blocks)
 
 
-class Random(Listed):
+class Random(ListPolicy):
     """Any may go."""
 
     def __init__(self, capacity: int) -> None:
@@ -73,7 +73,7 @@ class SecondTouch(LRU):
         return super().use(blocks[:known], hits, now_ns)
 
 
-class S3FIFO(Listed):
+class S3FIFO(ListPolicy):
     """Yang and others, FIFO Queues are All You Need (2023): a tenth of the room for the new."""
 
     def __init__(self, capacity: int) -> None:
@@ -118,7 +118,7 @@ class S3FIFO(Listed):
             place.pop(block, None)
 
 
-class ARC(Listed):
+class ARC(ListPolicy):
     """Megiddo and Modha, ARC (2003): as much room for what was used once as its ghosts call for."""
 
     def __init__(self, capacity: int) -> None:
@@ -163,7 +163,7 @@ class ARC(Listed):
         self.listed.pop(block, None)
 
 
-class LeCaR(Listed):
+class LeCaR(ListPolicy):
     """Vietri and others, LeCaR (2018): LRU or LFU, whichever is to blame for fewer misses."""
 
     def __init__(self, capacity: int) -> None:

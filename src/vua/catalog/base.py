@@ -48,7 +48,6 @@ __all__ = [
     "Catalog",
     "Collection",
     "Content",
-    "Counted",
     "Entries",
     "Finding",
     "Item",
@@ -57,6 +56,7 @@ __all__ = [
     "NamespaceCatalog",
     "NamespaceUse",
     "OpenFile",
+    "PartUsage",
     "Removal",
     "Rules",
     "Snapshot",
@@ -81,7 +81,7 @@ Ask: TypeAlias = Callable[[str], None]
 """Asks the operator whether to continue. Raises ConfigError if the answer is no."""
 
 
-class Counted(NamedTuple):
+class PartUsage(NamedTuple):
     """The content of a part of a namespace, possibly counted in another process."""
 
     chunks: int
@@ -94,7 +94,7 @@ class Counted(NamedTuple):
     """Paths of files that are not VUA's."""
 
     @classmethod
-    def of(cls, items: Iterable[Item], *, long: bool) -> Counted:
+    def of(cls, items: Iterable[Item], *, long: bool) -> PartUsage:
         """Count items that include all files of their chunks."""
         items = list(items)
         entries = [one for one in items if one.kind == "entry" and one.regular]
@@ -152,7 +152,7 @@ class Content:
     strays: list[str] = field(default_factory=list)
     """Paths of files that are not VUA's."""
 
-    def add(self, part: Counted) -> None:
+    def add(self, part: PartUsage) -> None:
         self.chunks += part.chunks
         self.files += part.files
         self.nbytes += part.nbytes

@@ -38,10 +38,10 @@ from vua.catalog.base import (
     SHORT,
     Adoption,
     Content,
-    Counted,
     Finding,
     Item,
     OpenFile,
+    PartUsage,
     Rules,
     size,
 )
@@ -343,7 +343,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         content = Content(description, self.state(description))
         found = walk(self._path(description), self._metas(description))
         for _, items in itertools.groupby(found, lambda one: one.path[:2]):
-            content.add(Counted.of(items, long=long))
+            content.add(PartUsage.of(items, long=long))
         return content
 
     def list_namespaces(self, show: Show) -> tuple[Sequence[BucketNamespace], Sequence[str]]:

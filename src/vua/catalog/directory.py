@@ -57,13 +57,13 @@ from vua.catalog.base import (
     Catalog,
     Collection,
     Content,
-    Counted,
     Finding,
     Item,
     Kind,
     NamespaceCatalog,
     NamespaceUse,
     OpenFile,
+    PartUsage,
     Removal,
     Snapshot,
     Times,
@@ -572,8 +572,8 @@ def over_fans(work: Callable[[str], R], space: Space, fans: list[str]) -> Iterat
 # -- what lies in a namespace ---------------------------------------------------------------------
 
 
-def _count_fan(space: Space, fan: str, *, long: bool) -> Counted:
-    return Counted.of(walk(space, fan), long=long)
+def _count_fan(space: Space, fan: str, *, long: bool) -> PartUsage:
+    return PartUsage.of(walk(space, fan), long=long)
 
 
 def walk(space: Space, fan: str) -> Iterator[Item]:

@@ -39,11 +39,11 @@ from vua.catalog.base import (
     Catalog,
     Collection,
     Content,
-    Counted,
     Item,
     NamespaceCatalog,
     NamespaceUse,
     OpenFile,
+    PartUsage,
     Removal,
     Snapshot,
     Times,
@@ -620,7 +620,7 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
                 Item(path, "entry", entry.nbytes, entry.last_used_s, chunk=chunk, shard=shard)
             )
         order = {chunk: at for at, chunk in enumerate(dict.fromkeys(one.chunk for one in items))}
-        content.add(Counted.of(sorted(items, key=lambda one: order[one.chunk]), long=long))
+        content.add(PartUsage.of(sorted(items, key=lambda one: order[one.chunk]), long=long))
         return content
 
     def claim(self) -> None:

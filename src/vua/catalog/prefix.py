@@ -35,8 +35,8 @@ __all__ = [
     "ChunkState",
     "Continuations",
     "Difference",
-    "Expected",
     "GroupState",
+    "ModelIdentity",
     "compare",
     "continuations",
     "expect",
@@ -198,7 +198,7 @@ _SHORT: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ModelIdentity:
     """The identity by a model's files."""
 
     identity: Identity
@@ -234,7 +234,7 @@ def expect(
     chunk_tokens: int,
     epoch: str,
     progress: Callable[[int, int], None] | None = None,
-) -> Expected:
+) -> ModelIdentity:
     """Return the identity of the files in directory ``model``.
 
     Digests of weights are remembered, as by engines; ``progress`` receives the bytes read and to
@@ -286,7 +286,7 @@ def expect(
         chunk_tokens=chunk_tokens,
         name=root.resolve().name,
     )
-    return Expected(identity, tuple(unknown), tuple(notes))
+    return ModelIdentity(identity, tuple(unknown), tuple(notes))
 
 
 def _read_config(root: Path) -> Mapping[str, Any]:
@@ -305,7 +305,7 @@ def _read_config(root: Path) -> Mapping[str, Any]:
     return config
 
 
-def compare(expected: Expected, stored: Identity) -> list[Difference]:
+def compare(expected: ModelIdentity, stored: Identity) -> list[Difference]:
     """Return the fields in which ``stored`` differs; certain ones first."""
     found = []
     for field in fields(Identity):
@@ -318,7 +318,7 @@ def compare(expected: Expected, stored: Identity) -> list[Difference]:
 
 
 def nearest(
-    expected: Expected, found: Sequence[Description]
+    expected: ModelIdentity, found: Sequence[Description]
 ) -> list[tuple[Description, list[Difference]]]:
     """Return described namespaces with their differences, nearest first.
 

@@ -30,7 +30,7 @@ from vua.capacity.limits import ResolvedLimits, read_bounds
 from vua.capacity.lru import server_now_ns
 from vua.capacity.usage import measure
 from vua.catalog.base import Finding, Level, size
-from vua.connector.proved import Sampled, Tally
+from vua.connector.proved import SampleCounts, Tally
 from vua.errors import ConfigError
 from vua.io import posix, vectors
 from vua.io.posix import cached_pages, close_quietly
@@ -491,7 +491,7 @@ def _space(root: Path) -> Finding:
 
 def _witness(root: Path) -> Finding:
     """What this user's engines on this host have found by comparing random chunks."""
-    name, found = "witness", dict[str, Sampled]()
+    name, found = "witness", dict[str, SampleCounts]()
     with contextlib.suppress(OSError):
         for path in root.iterdir():
             if len(path.name) == 64 and (counted := Tally(path).counted).compared:

@@ -34,7 +34,7 @@ from vua.cli.output import Report, progress, size, table, when
 __all__ = [
     "LRU",
     "Dense",
-    "Listed",
+    "ListPolicy",
     "Outcome",
     "Past",
     "Policy",
@@ -161,7 +161,7 @@ class Policy(ABC):
         """Note that a block is not held any more."""
 
 
-class Listed(Policy):
+class ListPolicy(Policy):
     """Evicts the first of a list. A prompt's last block comes before those before it."""
 
     def __init__(self, capacity: int) -> None:
@@ -175,7 +175,7 @@ class Listed(Policy):
         self.listed.pop(block, None)
 
 
-class LRU(Listed):
+class LRU(ListPolicy):
     """Evicts the least recently used block."""
 
     def use(self, blocks: Sequence[int], hits: int, now_ns: int) -> int:  # noqa: ARG002
@@ -272,7 +272,7 @@ _SAME: Final = 0.005
 """Share of the hits below which two results count as equal."""
 
 
-class _Asked(NamedTuple):
+class _Lookup(NamedTuple):
     """A request, in :func:`simulate`'s form."""
 
     whole: tuple[int, ...]
@@ -375,13 +375,13 @@ def worth(
     return found
 
 
-def _thinned(request: _Asked, part: float) -> _Asked:
+def _thinned(request: _Lookup, part: float) -> _Lookup:
     """Leave a part of the chunks, a fair one: names are hashes."""
     below = int(part * 2**64)
     return request._replace(whole=tuple(n for n in request.whole if n < below))
 
 
-def _sound(requests: Sequence[Request]) -> list[_Asked]:
+def _sound(requests: Sequence[Request]) -> list[_Lookup]:
     """Return the requests that form a tree, as chunk names do: each chunk has one predecessor."""
     before: dict[int, int] = {}
     found = []
@@ -389,16 +389,16 @@ def _sound(requests: Sequence[Request]) -> list[_Asked]:
         chunks = tuple(map(int, request.chunks))
         pairs = zip(chunks, (-1, *chunks), strict=False)
         if chunks and all(before.setdefault(chunk, parent) == parent for chunk, parent in pairs):
-            found.append(_Asked(chunks, request.time_s))
+            found.append(_Lookup(chunks, request.time_s))
     return found
 
 
-def _distinct(requests: Sequence[_Asked]) -> int:
+def _distinct(requests: Sequence[_Lookup]) -> int:
     return len(set(chain.from_iterable(one.whole for one in requests)))
 
 
 def _simulated(
-    requests: Sequence[_Asked], room_nbytes: int, chunk_nbytes: float, part: float, show: Show
+    requests: Sequence[_Lookup], room_nbytes: int, chunk_nbytes: float, part: float, show: Show
 ) -> list[dict[str, Any]]:
     """Simulate fractions and multiples of the space, and unlimited space, on a sample of chunks.
 
@@ -423,7 +423,7 @@ def _simulated(
     past = Past(part)
     stores = [policy for n in sizes.values() for policy in (Dense(n, past, _AHEAD_SHARE), LRU(n))]
 
-    def watched() -> Iterator[_Asked]:
+    def watched() -> Iterator[_Lookup]:
         for number, one in enumerate(sample, 1):
             yield one
             show("", number, len(sample), amount=number, unit="requests")

@@ -651,7 +651,7 @@ _HINT: Final = "With --model and --prefill the report says from which prompt len
 
 
 @dataclass(frozen=True, slots=True)
-class Measured(Report):
+class BenchReport(Report):
     """The measurements of a directory or bucket."""
 
     report: dict[str, Any]
@@ -680,7 +680,7 @@ class Measured(Report):
 def bench(
     words: Sequence[str], *, path: str | None = None, out: str | None = None, tiny: bool = False,
     model: str | None = None, prefill: float | None = None, ranks: int = 1,
-) -> Measured:  # fmt: skip
+) -> BenchReport:  # fmt: skip
     """Measure files in a directory, or whole loads from a bucket.
 
     Raises:
@@ -699,7 +699,7 @@ def bench(
         raise InputError("--model and --prefill belong together: what to load, and what to beat")
     measure = probe_bucket if is_url(targets[0]) else probe
     with progress() as show:
-        report = Measured(measure(targets[0], demand, show, tiny=tiny))
+        report = BenchReport(measure(targets[0], demand, show, tiny=tiny))
     if out:
         Path(out).write_text(json.dumps(report.describe(), indent=1) + "\n", encoding="utf-8")
     return report

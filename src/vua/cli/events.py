@@ -48,7 +48,7 @@ from vua.errors import ConfigError
 from vua.format.layout import KVLayout, Shard, cover
 from vua.storage.base import explaining
 
-__all__ = ["EventSocket", "Seen", "changes", "content", "events"]
+__all__ = ["EventSocket", "StoredNamespace", "changes", "content", "events"]
 
 log = logging.getLogger(__name__)
 
@@ -292,7 +292,7 @@ _CLEARED: Final = {"type": "AllBlocksCleared"}
 
 
 @dataclass(slots=True)
-class Seen:
+class StoredNamespace:
     """A namespace as the last look found it."""
 
     layouts: tuple[KVLayout, ...]
@@ -374,7 +374,7 @@ def events(
     with explaining(directory):
         locality = locality or ("LOCAL" if catalog.is_local() else "REMOTE")
         with nullcontext(_Lines()) if zmq is None else EventSocket(zmq, **publishing) as outlet:
-            seen: dict[str, Seen] = {}
+            seen: dict[str, StoredNamespace] = {}
             while True:
                 now = content(catalog, seen)
                 found = changes(seen, now, locality)
@@ -407,7 +407,7 @@ class _Lines:
 # -- what is there --------------------------------------------------------------------------------
 
 
-def content(catalog: Catalog, past: Mapping[str, Seen]) -> dict[str, Seen]:
+def content(catalog: Catalog, past: Mapping[str, StoredNamespace]) -> dict[str, StoredNamespace]:
     """Look at everything once, given what the last look found ({} for the first).
 
     A namespace without a description cannot be judged, and is left out. Raises ConfigError,
@@ -418,7 +418,9 @@ def content(catalog: Catalog, past: Mapping[str, Seen]) -> dict[str, Seen]:
         return {name: one for name, one in seen if one is not None}
 
 
-def _content_of(space: NamespaceCatalog, past: Seen | None, show: Show) -> Seen | None:
+def _content_of(
+    space: NamespaceCatalog, past: StoredNamespace | None, show: Show
+) -> StoredNamespace | None:
     """Look at a namespace; after the first time only at changes."""
     layouts = past.layouts if past else space.layouts
     if not layouts:
@@ -435,7 +437,7 @@ def _content_of(space: NamespaceCatalog, past: Seen | None, show: Show) -> Seen 
             known[at] = _is_whole(layouts, space.shards(bytes(rows["name"][at]).hex()))
         whole[start : start + len(rows)] = known
     find = None  # its memory is needed now
-    return Seen(layouts, tree, whole, tree.reached(whole))
+    return StoredNamespace(layouts, tree, whole, tree.reached(whole))
 
 
 def _is_whole(layouts: Sequence[KVLayout], shards: Iterable[Shard | None]) -> bool:
@@ -449,7 +451,7 @@ def _is_whole(layouts: Sequence[KVLayout], shards: Iterable[Shard | None]) -> bo
 
 
 def changes(
-    past: Mapping[str, Seen], now: Mapping[str, Seen], locality: str
+    past: Mapping[str, StoredNamespace], now: Mapping[str, StoredNamespace], locality: str
 ) -> Iterator[dict[str, Any]]:
     """Yield removed chunks, children before parents, then new ones, parents before children."""
     for namespace in sorted({*past, *now}):
@@ -470,7 +472,9 @@ def changes(
             }
 
 
-def _only_in(one: Seen | None, other: Seen | None, *, last_first: bool = False) -> Iterator[Any]:
+def _only_in(
+    one: StoredNamespace | None, other: StoredNamespace | None, *, last_first: bool = False
+) -> Iterator[Any]:
     """Yield what a lookup found in one look and not in the other, parents before children."""
     if one is None:
         return

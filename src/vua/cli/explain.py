@@ -17,8 +17,8 @@ from vua.catalog.prefix import (
     ChunkState,
     Continuations,
     Difference,
-    Expected,
     GroupState,
+    ModelIdentity,
     compare,
     continuations,
     expect,
@@ -185,7 +185,7 @@ class Explanation(Report):
     """What is stored of a prompt, and why no more."""
 
     directory: str
-    expected: Expected | None
+    expected: ModelIdentity | None
     """The model's identity, if a model was given."""
     found: Sequence[Description]
     tokens: int
@@ -275,7 +275,7 @@ def explain_ids(
 def _answers(
     catalog: Catalog,
     found: Sequence[Description],
-    expected: Expected | None,
+    expected: ModelIdentity | None,
     ids: bytes,
     question: Question,
     trees: Mapping[str, Followers] = MappingProxyType({}),
@@ -288,7 +288,7 @@ def _answers(
     return sorted(answers, key=lambda one: (-one.usable * one.size, one.namespace.name))
 
 
-def _expected(question: Question) -> Expected | None:
+def _expected(question: Question) -> ModelIdentity | None:
     if question.model is None or (
         question.prompt and not Path(question.model, "config.json").is_file()
     ):
@@ -304,7 +304,7 @@ def _expected(question: Question) -> Expected | None:
 
 
 def _candidates(
-    found: Sequence[Description], expected: Expected | None, question: Question
+    found: Sequence[Description], expected: ModelIdentity | None, question: Question
 ) -> list[tuple[Description, list[Difference] | None]]:
     """Return the namespaces to group_state at, with their differences from the model's."""
     if question.namespace:
@@ -362,7 +362,7 @@ def _answer(
 # -- for programs -----------------------------------------------------------------------------
 
 
-def _as_fields(expected: Expected) -> dict[str, object]:
+def _as_fields(expected: ModelIdentity) -> dict[str, object]:
     return {
         "identity": expected.identity.describe(),
         "unknown": list(expected.unknown),
@@ -418,7 +418,7 @@ def _describe_chunk(chunk: ChunkState) -> dict[str, object]:
 # -- for people -------------------------------------------------------------------------------
 
 
-def _show_expected(expected: Expected, found: Sequence[Description]) -> None:
+def _show_expected(expected: ModelIdentity, found: Sequence[Description]) -> None:
     identity = expected.identity
     there = any(one.name == identity.namespace for one in found)
     told = (

@@ -542,7 +542,7 @@ class View:
 
 
 @dataclass(slots=True)
-class _Seen:
+class _NamespaceUses:
     """What the last look found in a namespace."""
 
     tree: PrefixTree
@@ -559,7 +559,7 @@ def watch(directory: str, talk: Talk) -> None:
 
     Sends "usage", "views", "look", "worth", "progress" and "problem".
     """
-    seen: dict[str, _Seen] = {}
+    seen: dict[str, _NamespaceUses] = {}
     log, first = _Log(), True
     while True:
         began_s, least_s = time.monotonic(), _INTERVAL_S
@@ -583,7 +583,7 @@ class _Log:
         self._requests: list[Request] = []
         self._next_s = 0.0
 
-    def report(self, catalog: Catalog, seen: Mapping[str, _Seen], talk: Talk) -> None:
+    def report(self, catalog: Catalog, seen: Mapping[str, _NamespaceUses], talk: Talk) -> None:
         """Tell what the cache was worth, once a minute; nothing of a bucket, which has no log."""
         if time.monotonic() < self._next_s or catalog.look_s is not None:
             return
@@ -601,7 +601,7 @@ class _Log:
         talk.tell("worth", [one._asdict() for one in found])
 
 
-def _report(catalog: Catalog, seen: dict[str, _Seen], talk: Talk, *, first: bool) -> None:
+def _report(catalog: Catalog, seen: dict[str, _NamespaceUses], talk: Talk, *, first: bool) -> None:
     found, _ = catalog.contents()
     names = [one.name for one in found]
     if first:
@@ -637,8 +637,13 @@ def _report(catalog: Catalog, seen: dict[str, _Seen], talk: Talk, *, first: bool
 
 
 def _seen(
-    catalog: Catalog, description: Description, before: _Seen | None, talk: Talk, *, is_first: bool
-) -> _Seen | None:
+    catalog: Catalog,
+    description: Description,
+    before: _NamespaceUses | None,
+    talk: Talk,
+    *,
+    is_first: bool,
+) -> _NamespaceUses | None:
     """Read a namespace, after the first time only changes; None if that costs money."""
     old = None if before is None else before.tree
     tree = catalog.tree(description, talk.show, old)
@@ -646,7 +651,7 @@ def _seen(
         return None
     if before is None or old is None:
         uses = np.zeros(len(tree), dtype=np.uint16)
-        return _Seen(tree, uses, {} if is_first else {"new": len(tree)})
+        return _NamespaceUses(tree, uses, {} if is_first else {"new": len(tree)})
     uses, find, stayed, used = np.zeros(len(tree), dtype=np.uint16), old.finder(), 0, 0
     for start, rows in tree.blocks():
         place = find(rows["name"])
@@ -656,7 +661,7 @@ def _seen(
         uses[start + at] = seen + (is_used & (seen < _MOST_USES))
         stayed, used = stayed + len(at), used + int(is_used.sum())
     counts = {"new": len(tree) - stayed, "used": used, "gone": len(old) - stayed}
-    return _Seen(tree, uses, counts)
+    return _NamespaceUses(tree, uses, counts)
 
 
 def _sample(catalog: Catalog, found: Sequence[Description], talk: Talk) -> None:
@@ -674,7 +679,7 @@ def _sample(catalog: Catalog, found: Sequence[Description], talk: Talk) -> None:
         talk.tell("views", ({one.name: View(_summary(content), runs=runs)}, names))
 
 
-def _view(catalog: Catalog, description: Description, now: _Seen) -> View:
+def _view(catalog: Catalog, description: Description, now: _NamespaceUses) -> View:
     tree, runs = now.tree, runs_of(now.tree, now.uses)
     newest_ns, nbytes = 0, 0
     for _, rows in tree.blocks():

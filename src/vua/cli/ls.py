@@ -30,7 +30,7 @@ from vua.cli.output import (
 )
 from vua.errors import ConfigError
 
-__all__ = ["SORTS", "Listing", "ls"]
+__all__ = ["SORTS", "LsReport", "ls"]
 
 SORTS: Final = ("name", "size", "newest", "prompt")
 _AT_ONCE: Final = 1 << 10
@@ -38,7 +38,7 @@ _AT_ONCE: Final = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Listing(Report):
+class LsReport(Report):
     """The namespaces of a cache."""
 
     directory: str
@@ -215,7 +215,7 @@ def ls(
     model: str | None = None,
     sort: str = "name",
     inventory: str | None = None,
-) -> Listing:
+) -> LsReport:
     """List the namespaces of a cache; ``sort`` is one of SORTS, "prompt" lists chunks.
 
     ``inventory``: see :mod:`vua.catalog.inventory`. Raises ConfigError if a directory holds
@@ -245,7 +245,7 @@ def ls(
     if sort in ("size", "newest"):
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
         contents.reverse()
-    return Listing(directory, contents, strays, long, prompts, model, listed_s)
+    return LsReport(directory, contents, strays, long, prompts, model, listed_s)
 
 
 def _is_meant(content: Content, text: str) -> bool:

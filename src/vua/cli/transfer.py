@@ -61,7 +61,7 @@ from vua.store.place import create_namespace, open_namespace
 from vua.store.store import Store
 from vua.store.writer import EntryWriter
 
-__all__ = ["ExportChoice", "Exported", "Imported", "export", "import_"]
+__all__ = ["ExportChoice", "ExportReport", "ImportReport", "export", "import_"]
 
 _DESCRIPTION: Final = re.compile(rf"([0-9a-f]{{64}})/{re.escape(DESCRIPTION)}")
 _INSIDE: Final = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})/([a-z0-9.-]{1,100})")
@@ -91,7 +91,7 @@ class ExportChoice:
 
 
 @dataclass(slots=True)
-class _Written:
+class _ExportCounts:
     chunks: int = 0
     files: int = 0
     nbytes: int = 0
@@ -100,12 +100,12 @@ class _Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Exported(Report):
+class ExportReport(Report):
     """The result of an export."""
 
     directory: str
     file: str
-    done: _Written
+    done: _ExportCounts
 
     @property
     def code(self) -> int:
@@ -133,7 +133,7 @@ class Exported(Report):
 @click.option("--all", "everything", is_flag=True, help="everything")
 def export(
     directory: str, file: str, *, security: Security = NO_KEYS, output: Output, **chosen: Any
-) -> Exported:
+) -> ExportReport:
     """Write the chosen prefixes to ``file`` (``-``: stdout); exit status 1 if some was damaged.
 
     ``chosen`` are :class:`ExportChoice`'s fields. A file appears under its name when it is
@@ -146,7 +146,7 @@ def export(
         )
     if file == "-" and output.is_json:
         raise ConfigError("the archive goes to stdout, and so would --json; name a file")
-    done = _Written()
+    done = _ExportCounts()
     try:
         catalog = open_catalog(directory)
         with progress() as show, catalog.namespaces(show) as (found, _):
@@ -160,7 +160,7 @@ def export(
         if isinstance(problem, (StorageError, BrokenPipeError)):
             raise
         raise explained(problem, str(problem.filename or directory)) from problem
-    return Exported(directory, file, done)
+    return ExportReport(directory, file, done)
 
 
 def _chosen(
@@ -201,7 +201,7 @@ def _leading(source: NamespaceCatalog, keys: KeyChain) -> Iterator[str]:
 
 
 def _write(
-    wanted: dict[NamespaceCatalog, list[str]], writer: Writer, done: _Written, show: Show
+    wanted: dict[NamespaceCatalog, list[str]], writer: Writer, done: _ExportCounts, show: Show
 ) -> None:
     total = sum(map(len, wanted.values()))
     for source, chunks in wanted.items():
@@ -222,7 +222,7 @@ def _write(
 
 
 def _write_chunk(
-    source: NamespaceCatalog, chunk: str, writer: Writer, done: _Written, kept: set[str]
+    source: NamespaceCatalog, chunk: str, writer: Writer, done: _ExportCounts, kept: set[str]
 ) -> None:
     """Add a chunk if all its files are sound and its prefix is included."""
     path = chunk_path(chunk)
@@ -299,7 +299,7 @@ def _created(file: str) -> Iterator[BinaryIO]:
 
 
 @dataclass(slots=True)
-class _Taken:
+class _ImportCounts:
     written: int = 0
     present: int = 0
     """Existing files, left unchanged."""
@@ -311,12 +311,12 @@ class _Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Imported(Report):
+class ImportReport(Report):
     """The result of an import."""
 
     directory: str
     file: str
-    done: _Taken
+    done: _ImportCounts
 
     @property
     def code(self) -> int:
@@ -340,13 +340,13 @@ class Imported(Report):
 
 @command("import", "import what export wrote")
 @argument("file", "archive to read; - stdin", metavar="FILE")
-def import_(directory: str, file: str) -> Imported:
+def import_(directory: str, file: str) -> ImportReport:
     """Import an archive; exit status 1 if some of it was damaged or found no space.
 
     ``file`` may be ``-`` for stdin. Root imports as the directory's owner. Raises InputError for an
     invalid archive, ConfigError, StorageError.
     """
-    done = _Taken()
+    done = _ImportCounts()
     try:
         with ExitStack() as stack:
             show = stack.enter_context(progress())
@@ -362,13 +362,15 @@ def import_(directory: str, file: str) -> Imported:
         if isinstance(problem, StorageError):
             raise
         raise explained(problem, str(problem.filename or directory)) from problem
-    return Imported(directory, file, done)
+    return ImportReport(directory, file, done)
 
 
 class _Taker:
     """Imports members, one after the other."""
 
-    def __init__(self, root: Location, reader: Reader, done: _Taken, stack: ExitStack) -> None:
+    def __init__(
+        self, root: Location, reader: Reader, done: _ImportCounts, stack: ExitStack
+    ) -> None:
         self._root, self._reader, self._done, self._stack = root, reader, done, stack
         self._checker = Checker()
         self._stores: dict[str, list[Store]] = {}

@@ -46,7 +46,7 @@ _yes = click.option("--yes", is_flag=True, help="do not ask (it asks on a termin
 
 
 @dataclass(frozen=True, slots=True)
-class Occupied(Report):
+class DuReport(Report):
     """The space that a cache takes."""
 
     directory: str
@@ -111,7 +111,7 @@ class Occupied(Report):
 @command("du", "show what a cache occupies, and its bounds", as_owner_of=True)
 @click.option("--quick", is_flag=True, help="estimate it from a sample")
 @by_inventory
-def du(directory: str, *, quick: bool = False, inventory: str | None = None) -> Occupied:
+def du(directory: str, *, quick: bool = False, inventory: str | None = None) -> DuReport:
     """Report the space that a cache takes, by namespace; ``quick``: from a sample, if cheaper.
 
     ``inventory``: see :mod:`vua.catalog.inventory`. Raises ConfigError, StorageError.
@@ -121,14 +121,14 @@ def du(directory: str, *, quick: bool = False, inventory: str | None = None) -> 
     with progress() as show:
         use = (catalog.quick_use() if quick else None) or catalog.use(show)
     dollars = catalog.monthly_dollars(use.nbytes)
-    return Occupied(directory, use, dict(catalog.counts), dollars, listed_s)
+    return DuReport(directory, use, dict(catalog.counts), dollars, listed_s)
 
 
 # -- gc -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Collected(Report):
+class GcReport(Report):
     """What was deleted, and what is left."""
 
     directory: str
@@ -238,7 +238,7 @@ def gc(
     security: Security = NO_KEYS,
     min_free_inodes: str | None = None,
     **limits: Any,
-) -> Collected:
+) -> GcReport:
     """Bring a cache within its limits and sweep it; exit status 1 if it stays beyond them.
 
     The limits are :class:`Limits`'s fields. ``keep`` writes them to ``bounds.json``; ``lost_keys``
@@ -260,7 +260,7 @@ def gc(
         done = catalog.collect(
             said, keep=keep, quick=quick, lost=lost, dry_run=dry_run, ask=asking(yes=yes), show=show
         )
-    return Collected(directory, dry_run, done, dict(catalog.counts))
+    return GcReport(directory, dry_run, done, dict(catalog.counts))
 
 
 # -- ttl ------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> L
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned(Report):
+class PinReport(Report):
     """The result of `vua pin`."""
 
     directory: str
@@ -350,7 +350,7 @@ class Pinned(Report):
 )
 @argument("names", "6 or more hex digits of a chunk", metavar="[NAME]...", nargs=-1)
 @click.option("--remove", is_flag=True, help="unpin")
-def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> Pinned:
+def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> PinReport:
     catalog = open_catalog(directory)
     if names:
         catalog.claim()
@@ -379,14 +379,14 @@ def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> 
             nbytes = sum(
                 space.pinned_nbytes(chunks) for space, chunks in some if chunks or not names
             )
-        return Pinned(directory, found, remove, nbytes, catalog.pins_may_hold())
+        return PinReport(directory, found, remove, nbytes, catalog.pins_may_hold())
 
 
 # -- rm -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Removed(Report):
+class RmReport(Report):
     """The result of `vua rm`."""
 
     directory: str
@@ -426,7 +426,7 @@ class Removed(Report):
 def rm(
     directory: str, names: Sequence[str] = (), *, everything: bool = False, force: bool = False,
     dry_run: bool = False, yes: bool = False,
-) -> Removed:  # fmt: skip
+) -> RmReport:  # fmt: skip
     """Delete chunks with all that follow them, or namespaces; exit status 1 if pins kept some.
 
     ``dry_run`` only reports what would be deleted. Files that are not VUA's stay.
@@ -442,14 +442,14 @@ def rm(
         )  # fmt: skip
     if done.left:
         print(f"{directory}: {done.left}", file=sys.stderr)
-    return Removed(directory, dry_run, done)
+    return RmReport(directory, dry_run, done)
 
 
 # -- adopt ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Adopted(Report):
+class AdoptReport(Report):
     """The content of a directory or prefix that is a cache now."""
 
     directory: str
@@ -475,7 +475,7 @@ class Adopted(Report):
     "adopt", "let VUA delete its own files in a directory that it did not make", as_owner_of=True
 )
 @click.option("--yes", is_flag=True, help="do not ask")
-def adopt(directory: str, *, yes: bool, output: Output) -> Adopted:
+def adopt(directory: str, *, yes: bool, output: Output) -> AdoptReport:
     """Report the content, ask, and mark it. Raises ConfigError if the answer is no.
 
     Everything but namespaces of VUA stays unchanged, now and later.
@@ -486,7 +486,7 @@ def adopt(directory: str, *, yes: bool, output: Output) -> Adopted:
             _show_contents(directory, found)
         asking(yes=yes)(f"Let VUA delete in {directory} what it has written itself?")
 
-    return Adopted(directory, open_catalog(directory).adopt(ask))
+    return AdoptReport(directory, open_catalog(directory).adopt(ask))
 
 
 def _show_contents(directory: str, found: Adoption) -> None:

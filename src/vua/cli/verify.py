@@ -46,7 +46,7 @@ from vua.security.settings import Security
 from vua.storage.description import Description
 from vua.storage.local import SUFFIX
 
-__all__ = ["Diagnosis", "Inspected", "Verified", "doctor", "inspect", "verify"]
+__all__ = ["Diagnosis", "InspectReport", "VerifyReport", "doctor", "inspect", "verify"]
 
 _PLAIN: Final = frozenset(
     ["publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT", "cachestat", "permissions",
@@ -122,7 +122,7 @@ def _uids(text: str) -> list[int] | Literal["any"]:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified(Report):
+class VerifyReport(Report):
     """The result of `vua verify`."""
 
     directory: str
@@ -254,7 +254,7 @@ def verify(
     part: float = 1.0,
     security: Security = NO_KEYS,
     show: Show | None = None,
-) -> Verified:
+) -> VerifyReport:
     """Check everything in a cache.
 
     With ``repair`` the exit status is 0 if all damaged files were quarantined. ``part`` is the
@@ -268,14 +268,14 @@ def verify(
     found, strays = catalog.contents()
     with progress() if show is None else nullcontext(show) as told:
         results = [catalog.verify(one, keys, part, told, repair=repair) for one in found]
-    return Verified(directory, part, results, strays, keys.ids)
+    return VerifyReport(directory, part, results, strays, keys.ids)
 
 
 # -- inspect --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Inspected(Report):
+class InspectReport(Report):
     """The result of `vua inspect`."""
 
     found: Sequence[tuple[str, Check, Description | None, Place]]
@@ -304,7 +304,7 @@ class Inspected(Report):
     nargs=-1,
     required=True,
 )
-def inspect(files: Sequence[str]) -> Inspected:
+def inspect(files: Sequence[str]) -> InspectReport:
     """Show the headers of files, and whether they are sound.
 
     If the first of ``files`` is a directory, the rest are first digits of its chunks' names: all
@@ -313,7 +313,7 @@ def inspect(files: Sequence[str]) -> Inspected:
     if Path(files[0]).is_dir():
         files = list(_named(files[0], files[1:]))
     checker = Checker()
-    return Inspected([(file, *check_at(file, checker)) for file in files])
+    return InspectReport([(file, *check_at(file, checker)) for file in files])
 
 
 def _named(directory: str, names: Sequence[str]) -> Iterator[str]:

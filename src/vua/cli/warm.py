@@ -24,7 +24,7 @@ import click
 from vua.catalog.base import NO_KEYS
 from vua.catalog.opening import is_missing, open_catalog
 from vua.cli.command import VARIABLE, argument, command
-from vua.cli.events import Seen, content
+from vua.cli.events import StoredNamespace, content
 from vua.cli.output import DAMAGED, SOUND, Output, Report, progress, table
 from vua.cli.prompt import prompt_keys
 from vua.errors import ConfigError, InputError
@@ -33,7 +33,7 @@ from vua.security.settings import Security
 from vua.store.namespace import Namespace
 from vua.store.place import open_namespace
 
-__all__ = ["Warmed", "warm"]
+__all__ = ["WarmReport", "warm"]
 
 _TELL_IDS: Final = ("return_token_ids", "return_prompt_token_ids")
 """Options by which vLLM (both) and SGLang (completions; chats) return a prompt's token ids."""
@@ -72,7 +72,7 @@ _FIELDS: Final = ("line", "tokens", "found", "stored", "problem")
 
 
 @dataclass(frozen=True, slots=True)
-class Warmed(Report):
+class WarmReport(Report):
     """The results of all prompts."""
 
     rows: Sequence[tuple[Any, ...]]
@@ -151,7 +151,7 @@ def warm(  # noqa: PLR0913 - the options of a command
         if not misnamed:
             _count(asked, cache, before)
     rows = [tuple(getattr(one, name) for name in _FIELDS) for one in asked]
-    code = output.show(Warmed(rows))
+    code = output.show(WarmReport(rows))
     if misnamed:
         raise ConfigError(
             f"{path}: nothing of these prompts is found; {misnamed}. Names are made with the keys: "
@@ -306,7 +306,7 @@ class WarmedCache:
         """Look at a directory or a bucket, if one is given; ``security`` gives the keys."""
         self._where = where
         self._security = replace(security, trusted_uids="any")  # names are all that is read
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, StoredNamespace] = {}
         self._opened: dict[str, Namespace] = {}
         self.held: StoredChunks = {}
         """The last look's result."""

@@ -54,7 +54,7 @@ from vua.io.pool import Job
 from vua.io.posix import PAGE
 from vua.native import Headers
 from vua.store.entry_reader import EntryReader, ReadAhead
-from vua.store.store import Loaded, Store
+from vua.store.store import LoadResult, Store
 
 __all__ = [
     "STAGED_DEVICES",
@@ -500,7 +500,7 @@ class DeviceGroupTransfer(GroupTransfer):
         buffer: DeviceBuffer,
         keys: Sequence[ChunkKey],
         believed: frozenset[bytes] | None,
-    ) -> tuple[str, Loaded]:
+    ) -> tuple[str, LoadResult]:
         """Read leading chunks into a buffer, on its device or on the host; return which."""
         gds = self.gds
         sealed = self.store.keyring.seals(keys[0].tenant)  # sealed chunks are opened on the host
@@ -513,7 +513,7 @@ class DeviceGroupTransfer(GroupTransfer):
         with self.load_buffers.aside():
             chunks, wrong = self._direct_reader(gds).read(keys, memory, believed)
         if chunks:
-            return "gds", Loaded(chunks)
+            return "gds", LoadResult(chunks)
         # One file through the host, which decides: missing, foreign, corrupt, or right after all.
         loaded = self.files.read(buffer, keys[:1], believed)
         if loaded.chunks:

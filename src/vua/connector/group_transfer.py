@@ -37,7 +37,7 @@ from vua.native import MemoryMap
 from vua.storage.base import FAILED, WRITTEN
 from vua.storage.bucket_cost import REQUESTS_AT_ONCE
 from vua.storage.location import is_url
-from vua.store.store import UNJUDGED, Loaded, Loader, Store
+from vua.store.store import UNJUDGED, Loader, LoadResult, Store
 from vua.store.writer import EntryWriter
 
 __all__ = [
@@ -189,7 +189,7 @@ class ShardFiles:
 
     def read(
         self, buffer: Buffer, keys: Sequence[ChunkKey], believed: Container[bytes] | None = None
-    ) -> Loaded:
+    ) -> LoadResult:
         """Read leading chunks into a buffer, and verify them."""
         return self._loader(buffer).load(keys, believed)
 
@@ -208,7 +208,7 @@ class ShardFiles:
         *,
         ready: Callable[[], None] = lambda: None,
         believed: Container[bytes] | None = None,
-    ) -> Loaded:
+    ) -> LoadResult:
         """Read leading chunks into a buffer, and ``scatter`` so many while the job is wanted.
 
         ``ready`` returns when that may be. Of a job that is not wanted any more nothing counts as
@@ -219,7 +219,7 @@ class ShardFiles:
         ready()
         with job.use() as wanted:
             if not wanted:  # the blocks may be another request's by now
-                return Loaded(0)
+                return LoadResult(0)
             if loaded.chunks:
                 scatter(loaded.chunks)
         return loaded

@@ -17,7 +17,7 @@ from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 
 __all__ = [
-    "Compared",
+    "ComparisonResult",
     "ConnectorMetadata",
     "GroupLoad",
     "LoadOrder",
@@ -101,7 +101,7 @@ class WitnessOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparisonResult:
     """One worker's result for one chunk."""
 
     start: int
@@ -125,7 +125,7 @@ class Verdict:
 
     number: int
     """The order's."""
-    chunks: tuple[Compared, ...] = ()
+    chunks: tuple[ComparisonResult, ...] = ()
     """Those that could be compared."""
     text: str = ""
     """Why the rest could not."""

@@ -426,7 +426,7 @@ class Recorder:
         return data
 
 
-class _Taken:
+class _RecordedCounts:
     """The part of the process's counts that was recorded already, by any half of the connector."""
 
     def __init__(self) -> None:
@@ -440,7 +440,7 @@ class _Taken:
             return self.counts - before
 
 
-_taken: Final = _Taken()
+_taken: Final = _RecordedCounts()
 
 
 def record_requests(stats: Recorder) -> None:

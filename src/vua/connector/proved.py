@@ -30,7 +30,7 @@ __all__ = [
     "NOTES",
     "Kind",
     "ProvedWriters",
-    "Sampled",
+    "SampleCounts",
     "Tally",
     "files_below",
     "folder_of",
@@ -236,7 +236,7 @@ _MOST_TALLY: Final = 1 << 17
 """Comparisons that are kept; at twice as many the older half is deleted."""
 
 
-class Sampled(NamedTuple):
+class SampleCounts(NamedTuple):
     """Chunks compared at random."""
 
     compared: int
@@ -294,14 +294,14 @@ class Tally:
                 replaced_by(path, path.read_bytes()[-_MOST_TALLY:])
 
     @property
-    def counted(self) -> Sampled:
+    def counted(self) -> SampleCounts:
         """The comparisons so far, of all engines of this user on this host if known."""
         marks, path = bytes(self._own), self._path()
         if path is not None and trusted(path):
             with suppress(OSError):
                 marks = path.read_bytes()[-_MOST_TALLY:]
         different = marks.count(_DIFFERENT)
-        return Sampled(different + marks.count(_SAME), different)
+        return SampleCounts(different + marks.count(_SAME), different)
 
     def _path(self) -> Path | None:
         name = None if self._namespace is None else name_of(self._namespace, ())

@@ -34,7 +34,7 @@ from typing import Any, Final
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
-from vua.connector.metadata import Compared, Verdict, WitnessOrder
+from vua.connector.metadata import ComparisonResult, Verdict, WitnessOrder
 from vua.connector.metrics import Recorder
 from vua.connector.prefix_match import PrefixMatch
 from vua.connector.proved import NOTES, Kind, ProvedWriters, Tally, kind_of
@@ -92,7 +92,7 @@ class _Case:
     ordered_s: float | None = None
     expected: dict[int, int] = field(default_factory=dict)
     """How many answers are needed for a chunk, by its first token."""
-    found: dict[int, list[Compared]] = field(default_factory=dict)
+    found: dict[int, list[ComparisonResult]] = field(default_factory=dict)
     nothing: str = ""
     """Why a worker had nothing to compare."""
 
@@ -547,7 +547,7 @@ def _runs(found: PrefixMatch) -> Iterator[tuple[int, int, frozenset[bytes]]]:
         yield start, stop, writers
 
 
-def _same(found: Iterable[Compared]) -> bool:
+def _same(found: Iterable[ComparisonResult]) -> bool:
     return all(one.same for one in found)
 
 

@@ -36,7 +36,7 @@ from vua.connector.group_transfer import (
 )
 from vua.connector.log import logger
 from vua.connector.metadata import (
-    Compared,
+    ComparisonResult,
     ConnectorMetadata,
     LoadOrder,
     Verdict,
@@ -57,13 +57,13 @@ from vua.io.pool import Breaker, Job, Pool
 from vua.store.agreement import Agreement, compare
 from vua.store.namespace import Namespace
 from vua.store.store import UNJUDGED
-from vua.store.writer import Noted
+from vua.store.writer import WriterNames
 
 __all__ = ["Comparisons", "Rank", "WorkerSide"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Computed:
+class _ComputedChunk:
     """One computed chunk of one group."""
 
     group: GroupTransfer
@@ -74,7 +74,7 @@ class _Computed:
 @dataclass(frozen=True, slots=True)
 class _Comparison:
     order: WitnessOrder
-    chunks: Sequence[_Computed]
+    chunks: Sequence[_ComputedChunk]
     groups: Sequence[GroupTransfer]
 
 
@@ -93,7 +93,7 @@ class Comparisons:
 
     def begin(self, order: WitnessOrder, groups: Sequence[GroupTransfer]) -> None:
         """Copy an order's chunks out of the engine's blocks and compare them in the background."""
-        chunks: list[_Computed] = []
+        chunks: list[_ComputedChunk] = []
         try:
             for number, keys in order.parts:
                 for key in keys:
@@ -102,7 +102,7 @@ class Comparisons:
                         self._give_back(chunks)
                         self._tell(Verdict(order.number, text="all buffers are in use"))
                         return
-                    chunks.append(_Computed(groups[number], key, buffer))
+                    chunks.append(_ComputedChunk(groups[number], key, buffer))
                     groups[number].gather([buffer], [key], [order.block_ids])
             self._pool.submit(self._compare, _Comparison(order, chunks, groups))
         except Exception as problem:  # an error costs a comparison, never a request
@@ -159,7 +159,7 @@ class Comparisons:
 
     def _judge(self, job: Job[_Comparison]) -> tuple[Verdict, bool]:
         """Compare the chunks; also whether one of them is damaged or missing."""
-        found: list[Compared] = []
+        found: list[ComparisonResult] = []
         missing, is_hurt = "there was no whole chunk to compare", False
         for chunk in job.what.chunks:
             agreement, writers = self._agreement(chunk)
@@ -170,7 +170,7 @@ class Comparisons:
                 is_hurt |= agreement not in UNJUDGED
                 continue
             text = f"{name}, tokens from {chunk.key.start}: {agreement}"
-            found.append(Compared(chunk.key.start, writers, agreement.ratio, text))
+            found.append(ComparisonResult(chunk.key.start, writers, agreement.ratio, text))
         return Verdict(job.what.order.number, tuple(found), "" if found else missing), is_hurt
 
     def _weed(self, job: Job[_Comparison]) -> int | None:
@@ -189,9 +189,9 @@ class Comparisons:
                 gone.append(key.start)
         return min(gone, default=None)
 
-    def _agreement(self, chunk: _Computed) -> tuple[Agreement | str, frozenset[bytes]]:
+    def _agreement(self, chunk: _ComputedChunk) -> tuple[Agreement | str, frozenset[bytes]]:
         """Compare one chunk, and return its writers; a reason, if its file cannot be loaded."""
-        group, noted = chunk.group, Noted()
+        group, noted = chunk.group, WriterNames()
         stored = StagingBuffer(group.group.layout, group.shard, 1)
         loaded = ShardFiles(group.store, group.shard).read(stored, [chunk.key], noted)
         if not loaded.chunks:
@@ -210,7 +210,7 @@ class Comparisons:
                 self._gone[request_id] = gone
 
     @staticmethod
-    def _give_back(chunks: Sequence[_Computed]) -> None:
+    def _give_back(chunks: Sequence[_ComputedChunk]) -> None:
         for chunk in chunks:
             chunk.group.save_buffers.give_back(chunk.buffer)
 

@@ -185,7 +185,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Strided:
+class _StridedPage:
     """K or V of a page with element ``d`` of token ``t`` at ``offset + t * token + d * dim``."""
 
     offset: int
@@ -201,7 +201,7 @@ class _Strided:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Indexed:
+class _IndexedPage:
     """K or V of a page with element ``d`` of token ``t`` at ``places[t, d]``."""
 
     places: Tensor
@@ -217,15 +217,15 @@ class _Indexed:
             chunk.copy_(pages.gather(2, places).view(chunk.shape))
 
 
-def _half(index: Tensor, width: int, base: Tensor) -> _Strided | _Indexed:
+def _half(index: Tensor, width: int, base: Tensor) -> _StridedPage | _IndexedPage:
     """Return where K or V of a page is in the memory of ``base``."""
     places = index // width * base.stride(2) + index % width * base.stride(3)
     offset = int(places[0, 0])
     token, dim = int(places[:2, 0][-1]) - offset, int(places[0, :2][-1]) - offset
     steps = torch.arange(len(places))[:, None] * token + torch.arange(places.shape[1]) * dim
     if token >= 0 and dim >= 0 and torch.equal(places, offset + steps):
-        return _Strided(offset, token, dim)
-    return _Indexed(places, int(places.max()) + 1)
+        return _StridedPage(offset, token, dim)
+    return _IndexedPage(places, int(places.max()) + 1)
 
 
 class PagedKV:
@@ -264,7 +264,7 @@ class PagedKV:
             _half(index, form.width, layers[0]) if index.shape[1] else None
             for index in (form.k_index, form.v_index)
         )
-        self._strided = not any(isinstance(half, _Indexed) for half in self._halves)
+        self._strided = not any(isinstance(half, _IndexedPage) for half in self._halves)
         self._dims = (form.k_index.shape[1], form.v_index.shape[1])
         self._block_size, self._slots = block_size, form.block_size
         self._blocks = layers[0].shape[0] * form.block_size // block_size
@@ -314,7 +314,7 @@ class PagedKV:
         None if elements have no fixed strides, and C cannot write to them.
         """
         halves = [half for half in self._halves if half is not None]
-        strided = [half for half in halves if isinstance(half, _Strided)]
+        strided = [half for half in halves if isinstance(half, _StridedPage)]
         item, tokens = self._integer.itemsize, math.gcd(chunk_tokens, self._slots)
         if len(strided) < len(halves):
             return None
@@ -392,7 +392,7 @@ class PagedKV:
         return [
             self._pages.copies(pieces, chunk, (half.offset, half.token, half.dim), store=store)
             for chunk, half in zip(chunks, self._halves, strict=True)
-            if chunk is not None and isinstance(half, _Strided)
+            if chunk is not None and isinstance(half, _StridedPage)
         ]
 
     def _pieces(self, ids: _Ids, start: int, count: int, skip: int, size: int) -> Iterator[Piece]:

@@ -70,7 +70,7 @@ _NO_CONFIG: Final = frozenset(("tokenizer.json", "tokenizer_config.json", "vocab
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _ModelFiles:
     """The files at a model's name."""
 
     weights: tuple[Path, ...]
@@ -80,7 +80,7 @@ class _Found:
     """It is the only snapshot of that name in the hub's cache, so no other one can be loaded."""
 
     @classmethod
-    def at(cls, name: str) -> _Found:
+    def at(cls, name: str) -> _ModelFiles:
         """Find them. Raises UncachedError, ConfigError, OSError."""
         folder = local_directory(name.partition(_DECORATION)[0], None, None)
         weights = tuple(checkpoint_files(folder))
@@ -145,7 +145,7 @@ class Models:
             )
         self._labels, self._began_s = given, time.time()
         self._lock = threading.Lock()
-        self._found: dict[str, _Found] = {}
+        self._found: dict[str, _ModelFiles] = {}
         self._known: dict[str, tuple[float, Identification]] = {}
         self._refused: set[str] = set()
 
@@ -179,7 +179,7 @@ class Models:
 
     def _search(self, name: str) -> tuple[float, Identification]:
         """Return the search for a model, started if needed; raises UncachedError for a change."""
-        now = _Found.at(name)
+        now = _ModelFiles.at(name)
         with self._lock:
             if name not in self._known:
                 self._found[name] = now

@@ -34,14 +34,14 @@ from vua.format.entry import AUTHENTIC, ENCRYPTED, SEALED_V1, TAG_NBYTES, EntryC
 from vua.format.keys import ChunkKey
 from vua.native import Digest
 
-__all__ = ["Seal", "Sealed"]
+__all__ = ["Seal", "SealOfFile"]
 
 _NONCE_NBYTES: Final = 12
 
 Block: TypeAlias = Iterable[memoryview]
 
 
-class Sealed(NamedTuple):
+class SealOfFile(NamedTuple):
     """Nonce and tags of a new file."""
 
     seal_info: SealInfo
@@ -97,7 +97,7 @@ class Seal:
         key: ChunkKey,
         blocks: Iterable[Block],
         into: npt.NDArray[np.uint8] | None = None,
-    ) -> Sealed:
+    ) -> SealOfFile:
         """Seal a chunk in memory, which stays unchanged.
 
         Args:
@@ -109,7 +109,7 @@ class Seal:
         seal_info = SealInfo(self.key_id, new_nonce())
         room = None if into is None else memoryview(into.data)
         tags = _fed(blocks, self._closings(codec, key, seal_info, room))
-        return Sealed(seal_info, b"".join(tag.to_bytes(TAG_NBYTES, "big") for tag in tags))
+        return SealOfFile(seal_info, b"".join(tag.to_bytes(TAG_NBYTES, "big") for tag in tags))
 
     def open(
         self,

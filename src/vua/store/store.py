@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vua.capacity.bucket import BucketCapacity
     from vua.security.seal import Seal
 
-__all__ = ["UNJUDGED", "Keys", "Loaded", "Loader", "Quarantine", "Search", "Store"]
+__all__ = ["UNJUDGED", "Keys", "LoadResult", "Loader", "Quarantine", "Search", "Store"]
 
 _PRESENT_S: Final = 600.0
 """How long a found entry counts as present; a load that misses it forgets it at once."""
@@ -248,10 +248,10 @@ log = logging.getLogger(__name__)
 
 _MOST_REFUSED: Final = 1 << 10
 UNJUDGED: Final = ("error", "locked", "writer")
-"""Reasons for a miss (:attr:`Loaded.reason`) that say nothing about the file."""
+"""Reasons for a miss (:attr:`LoadResult.reason`) that say nothing about the file."""
 
 
-class Loaded(NamedTuple):
+class LoadResult(NamedTuple):
     """The result of a load."""
 
     chunks: int
@@ -376,7 +376,7 @@ class Store:
 
     def load(
         self, keys: Keys, memory: MemoryMap, *, target: Shard | None = None, weed: bool = False
-    ) -> Loaded:
+    ) -> LoadResult:
         """Read chunks straight into memory, once; see :class:`Loader`."""
         return Loader(self, memory, target=target).load(keys, weed=weed)
 
@@ -395,7 +395,7 @@ class Loader:
 
     def load(
         self, keys: Keys, believed: Container[bytes] | None = None, *, weed: bool = False
-    ) -> Loaded:
+    ) -> LoadResult:
         """Read chunks straight into memory, in order, up to the first that cannot be loaded.
 
         Args:
@@ -415,14 +415,14 @@ class Loader:
         except NoKeyError as problem:
             store.quarantine.count("locked")
             store.keyring.faults.tell(problem, "nothing is loaded")
-            return Loaded(0, "locked")
+            return LoadResult(0, "locked")
         chunks, reason = self._load(keys, 0, believed)
         store.quarantine.loaded(keys, chunks)
         log.debug("loaded %d of %d chunks of %s", chunks, len(keys), self._target.name)
         at, why = chunks, reason
         while weed and why is not None and why not in UNJUDGED:
             at, why = self._load(keys, at + 1, believed)
-        return Loaded(chunks, reason)
+        return LoadResult(chunks, reason)
 
     def _load(
         self, keys: Keys, first: int, believed: Container[bytes] | None

@@ -34,7 +34,15 @@ from vua.store.store import Store
 if TYPE_CHECKING:
     from vua.security.seal import Seal
 
-__all__ = ["EntryWriter", "Noted", "Run", "Writers", "in_words", "new_writer", "process_writer"]
+__all__ = [
+    "EntryWriter",
+    "Run",
+    "WriterNames",
+    "Writers",
+    "in_words",
+    "new_writer",
+    "process_writer",
+]
 
 Run: TypeAlias = "tuple[int, frozenset[bytes]]"
 """The first chunk of a stretch, and the writers' names in its entries' headers."""
@@ -76,7 +84,7 @@ def in_words(writer: bytes) -> str:
     return writer.decode(errors="replace").strip() or "a writer without a name"
 
 
-class Noted(set[bytes]):
+class WriterNames(set[bytes]):
     """Trusts every writer, and collects their names."""
 
     def __contains__(self, writer: object) -> bool:
@@ -157,7 +165,7 @@ class Writers:
 
     def _read(self, key: ChunkKey) -> frozenset[bytes]:
         """Return the names in a chunk's headers; none if it cannot be read as a whole."""
-        noted = Noted()
+        noted = WriterNames()
         if not all(self._note(key, shard, noted) for shard in self._shards):
             noted.clear()
             found = cover(self._store.layout.full, self._store.shards(key.name)) or ()
@@ -170,7 +178,7 @@ class Writers:
             self._known[key.prefix_hash] = names
         return names
 
-    def _note(self, key: ChunkKey, shard: Shard, noted: Noted) -> bool:
+    def _note(self, key: ChunkKey, shard: Shard, noted: WriterNames) -> bool:
         store = self._store
         try:
             seal = store.keyring.seal(key.tenant)

@@ -75,7 +75,7 @@ def difference_from_files(model: Any, files: Sequence[Path], stop: threading.Eve
     """
     with ExitStack() as stack:
         try:
-            stored = _Stored(files, stack)
+            stored = _CheckpointTensors(files, stack)
         except (ValueError, RuntimeError, TypeError, LookupError, SafetensorError) as error:
             return f"the files cannot be read as tensors ({error})"
         names: dict[tuple[object, ...], list[str]] = {}
@@ -101,7 +101,7 @@ def may_be_of_files(model: Any, files: Sequence[Path]) -> bool:
     """
     with ExitStack() as stack:
         try:
-            stored = _Stored(files, stack)
+            stored = _CheckpointTensors(files, stack)
         except (OSError, ValueError, RuntimeError, TypeError, LookupError, SafetensorError):
             return False
         for name, tensor in _persistent(model):
@@ -125,7 +125,7 @@ def _persistent(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-class _Stored:
+class _CheckpointTensors:
     """The tensors of a checkpoint's files, by name."""
 
     def __init__(self, files: Sequence[Path], stack: ExitStack) -> None:
@@ -182,7 +182,7 @@ def _difference(
     model: Any,
     name: str,
     tensor: torch.Tensor,
-    stored: _Stored,
+    stored: _CheckpointTensors,
     stop: threading.Event,
 ) -> str:
     """Return how one tensor differs from the file's, under any name."""
@@ -209,7 +209,7 @@ def _names(model: Any, name: str) -> tuple[str, ...]:
 
 
 def _compared(
-    name: str, tensor: torch.Tensor, same: str, stored: _Stored, stop: threading.Event
+    name: str, tensor: torch.Tensor, same: str, stored: _CheckpointTensors, stop: threading.Event
 ) -> str:
     tensor = tensor.detach()
     length = len(tensor) if tensor.ndim else 1

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.vllm
 if find_spec("vllm"):
     from vua.connector.cache_spec import Group, Model
     from vua.connector.config import ConnectorConfig, Timeouts
-    from vua.connector.metadata import Compared, Verdict
+    from vua.connector.metadata import ComparisonResult, Verdict
     from vua.connector.metrics import Recorder
     from vua.connector.prefix_match import PrefixMatch
     from vua.connector.proved import ProvedWriters, Tally, kind_of, upper_bound, written
@@ -137,7 +137,9 @@ class EngineTest(unittest.TestCase):
         verdicts = []
         for worker in range(workers):
             chunks = [
-                Compared(key.start, of, 2.0 if differs and not worker else 0.1, f"K of {key.start}")
+                ComparisonResult(
+                    key.start, of, 2.0 if differs and not worker else 0.1, f"K of {key.start}"
+                )
                 for _, keys in order.parts
                 for key in keys
                 for of in (writers_of(found, key.start // SIZE),)
@@ -172,7 +174,9 @@ class WitnessTest(EngineTest):
         self.assertEqual([(0, [found.keys[0], found.keys[3]])], order.parts)
         for at in (0, 1):
             self.assertIsNone(witness.limit(request_of("b"), found, 0))
-            chunks = tuple(Compared(start, found.writers[0][1], 0.5 * at) for start in (0, 48))
+            chunks = tuple(
+                ComparisonResult(start, found.writers[0][1], 0.5 * at) for start in (0, 48)
+            )
             self.assertIsNone(witness.learn([Verdict(order.number, chunks)]))
 
         self.assertEqual(64, witness.limit(request_of("b"), found, 0))
@@ -282,7 +286,7 @@ class WitnessTest(EngineTest):
             else:
                 witness.learn([Verdict(order.number, text="its file is missing")])
         self.assertEqual(0, witness.limit(request_of("e"), found, 0))
-        late = (Compared(0, found.writers[0][1], 0.0),)
+        late = (ComparisonResult(0, found.writers[0][1], 0.0),)
         witness.learn([Verdict(order.number, late)])  # too late to count
         self.assertEqual(None, witness.limit(request_of("f"), found, 0))
 
@@ -432,7 +436,9 @@ class WitnessTest(EngineTest):
                 assert order is not None
                 ((_, keys),) = order.parts
                 drawn.update({key.start // SIZE for key in keys} - {1, 7} or {0})
-                chunks = tuple(Compared(key.start, found.writers[0][1], 0.0) for key in keys)
+                chunks = tuple(
+                    ComparisonResult(key.start, found.writers[0][1], 0.0) for key in keys
+                )
                 witness.learn([Verdict(order.number, chunks)])
             witness.gone(request.request_id)
         self.assertTrue(set(range(2, 7)) <= set(drawn), drawn)
@@ -541,7 +547,7 @@ class BoundTest(EngineTest):
                 assert order is not None
                 ((_, parts),) = order.parts
                 compared = [
-                    Compared(key.start, runs[0][1], 2.0 * (key.start // SIZE in bad))
+                    ComparisonResult(key.start, runs[0][1], 2.0 * (key.start // SIZE in bad))
                     for key in parts
                 ]
                 witness.learn([Verdict(order.number, tuple(compared))])

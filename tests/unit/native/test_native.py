@@ -41,7 +41,7 @@ from vua.io.files import Directory
 from vua.io.posix import page_aligned
 from vua.native import bindings, entries, fallback
 from vua.storage.local import FirstReads, LocalStorage
-from vua.store.store import Loaded, Store
+from vua.store.store import LoadResult, Store
 
 NAMESPACE = "cd" * 32
 LAYOUT = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=64)
@@ -312,7 +312,7 @@ class TestSharedFiles(DirectoryTest):
         for place, key in enumerate(self.keys):
             save_chunk(self.store, key, source, place=place)
 
-    def load(self, threads: int) -> tuple[Loaded, Memory]:
+    def load(self, threads: int) -> tuple[LoadResult, Memory]:
         """Load all chunks anew, with so many threads."""
         memory = Memory(self.layout, self.layout.full, self.files_count)
         with mock.patch.multiple(entries, THREADS=threads, CORES=2 * threads):

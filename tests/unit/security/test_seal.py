@@ -48,7 +48,7 @@ from vua.security.keyring import (
     write_key,
 )
 from vua.security.settings import Security
-from vua.store.store import Loaded
+from vua.store.store import LoadResult
 
 
 def natives() -> Iterator[str]:
@@ -316,7 +316,7 @@ class TestKeys(SealTest):
         key = self.keys / f"{tenant_of(b'alice')}.key"
         aside = key.rename(self.root / "aside")
 
-        self.assertEqual(Loaded(0, "locked"), self.load(store, alice))
+        self.assertEqual(LoadResult(0, "locked"), self.load(store, alice))
         self.assertEqual(CHUNKS, self.load(store, bob, his).chunks)
         self.assertEqual(CHUNKS, self.load(store, plain, model).chunks)
         with self.assertRaisesRegex(NoKeyError, "No such file"):

@@ -41,7 +41,7 @@ from vua.io import posix, vectors
 from vua.io.files import open_plain
 from vua.storage.base import PRESENT, WRITTEN, entry_name
 from vua.storage.local import MAX_QUARANTINED, LocalStorage, version_of
-from vua.store.store import Loaded, Loader, Store
+from vua.store.store import Loader, LoadResult, Store
 from vua.store.writer import EntryWriter
 
 NAMESPACE = "ab" * 32
@@ -123,11 +123,11 @@ class StoreTest(DirectoryTest):
         expected = Memory(layout, target, len(keys), block_tokens=paged or None)
         expected.fill(rectangle(model, target))
 
-        self.assertEqual(Loaded(len(keys)), loaded)
+        self.assertEqual(LoadResult(len(keys)), loaded)
         for want, got in zip(expected.buffers, memory.buffers, strict=True):
             np.testing.assert_array_equal(want, got)
 
-    def load(self, store: Store | None = None) -> Loaded:
+    def load(self, store: Store | None = None) -> LoadResult:
         """Load all chunks whole; check that what is said to be loaded is right."""
         memory = Memory(self.layout, self.layout.full, CHUNKS)
         loaded = (store or self.store).load(self.keys, memory.map())
@@ -211,7 +211,7 @@ class TestShards(StoreTest):
         self.assertEqual(3, self.store.lookup(self.keys, [first]))
         self.assertEqual(0, self.store.lookup(self.keys, [first, second]))
         self.assertEqual(
-            Loaded(0, "missing"), self.store.load(self.keys, memory.map(), target=SMALL.full)
+            LoadResult(0, "missing"), self.store.load(self.keys, memory.map(), target=SMALL.full)
         )
         self.check(self.store, self.model, first, self.keys)
 
@@ -338,7 +338,7 @@ class TestDamage(StoreTest):
         memory = Memory(SMALL, SMALL.full, CHUNKS).fill(self.model)
         loaded = self.store.load(self.keys, memory.map())
 
-        self.assertEqual(Loaded(0, "corrupt"), loaded)
+        self.assertEqual(LoadResult(0, "corrupt"), loaded)
 
     def test_zeros(self) -> None:
         """A file of zeros of the right length is noticed: that is what a power cut leaves."""
@@ -400,7 +400,7 @@ class TestDamage(StoreTest):
         memory = Memory(SMALL, low, CHUNKS)
 
         loaded = self.store.load(self.keys, memory.map(), target=low)
-        self.assertEqual(Loaded(0, "foreign"), loaded)
+        self.assertEqual(LoadResult(0, "foreign"), loaded)
 
     def test_swapped(self) -> None:
         """Two files that changed places are both noticed, and both healed."""
@@ -623,7 +623,7 @@ class TestWays(StoreTest):
         os.truncate(self.file(1), 100_000)
         self.assertEqual(1, self.load().chunks)
         self.file(0).unlink()
-        self.assertEqual(Loaded(0, "missing"), self.load())
+        self.assertEqual(LoadResult(0, "missing"), self.load())
 
     def test_all_calls(self) -> None:
         """With everything that this system has."""

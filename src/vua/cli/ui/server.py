@@ -38,7 +38,7 @@ from vua.cli.verify import verify
 from vua.errors import ConfigError, VUAError
 from vua.security.settings import Security
 
-__all__ = ["Served", "Server", "State", "ui"]
+__all__ = ["Server", "State", "UiReport", "ui"]
 
 _LOOKS: Final = 600
 """Looks remembered: at least twenty minutes."""
@@ -47,7 +47,7 @@ _PROBLEMS: Final = 100
 
 
 @dataclass(slots=True)
-class _Verified:
+class _VerifyState:
     """The progress of a verification, and the last one's result."""
 
     running: bool = False
@@ -58,7 +58,7 @@ class _Verified:
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchState:
     """The reports of the looks."""
 
     views: dict[str, View] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class State:
         """Start looking at ``directory``; ``tokenize`` makes token ids of a text."""
         self._directory, self._security, self._tokenize = directory, security, tokenize
         self._lock = threading.Lock()
-        self._watched, self._verified = _Watched(), _Verified()
+        self._watched, self._verified = _WatchState(), _VerifyState()
         self._children = [Child(partial(watch, directory), self._hear_watch)]
         self._verifier = Child(partial(_verify, directory, security), self._hear_verify)
         self._children.append(self._verifier)
@@ -330,7 +330,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @dataclass(frozen=True, slots=True)
-class Served(Report):
+class UiReport(Report):
     """The page's address."""
 
     directory: str
@@ -373,7 +373,7 @@ def ui(
             text = f"port {port} of 127.0.0.1 cannot be taken: {problem}"
             raise ConfigError(f"{text}; leave out --port for another") from problem
         with server:
-            output.show(Served(directory, server.url))
+            output.show(UiReport(directory, server.url))
             server.serve_forever()
     finally:
         state.close()
