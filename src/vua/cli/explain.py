@@ -57,7 +57,7 @@ class Question:
     prompt: str | None = None
     """File of text, instead of ``tokens``; needs ``model`` for its tokenizer."""
     namespace: str = ""
-    """First digits of the namespaces to group_state at; by default all (that fit ``model``)."""
+    """First digits of the namespaces to look at; by default all (that fit ``model``)."""
     model: str | None = None
     chunk_tokens: int | None = None
     """Only namespaces with chunks of so many tokens."""
@@ -67,7 +67,7 @@ class Question:
     epoch: str = ""
     """The engine's setting; only for comparing identities."""
     quick: bool = False
-    """Do not group_state for stored chunks in place of a missing one."""
+    """Do not look for stored chunks in place of a missing one."""
     security: Security = NO_KEYS
     """The engines' keys, from which names are computed."""
 
@@ -214,7 +214,7 @@ class Explanation(Report):
             name = identity.name if identity else ""
             facts(f"namespace {answer.namespace.name[:SHORT]}  {name}".rstrip(), _lines(answer))
         if not self.answers:
-            print(f"{self.directory}: no namespace to group_state at, so nothing is stored: a miss")
+            print(f"{self.directory}: no namespace to look at, so nothing is stored: a miss")
 
 
 @command("explain", "say why a prompt hits or misses")
@@ -230,7 +230,7 @@ class Explanation(Report):
 )
 @click.option("--salt", metavar="S", default="", help="the requests' cache salt")
 @click.option("--epoch", metavar="E", default="", help="the engine's epoch, with --model")
-@click.option("--quick", is_flag=True, help="do not group_state for other continuations")
+@click.option("--quick", is_flag=True, help="do not look for other continuations")
 def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Explanation:
     """Report what is stored of a prompt, and why no more; exit status 1 if files are damaged.
 
@@ -306,7 +306,7 @@ def _expected(question: Question) -> ModelIdentity | None:
 def _candidates(
     found: Sequence[Description], expected: ModelIdentity | None, question: Question
 ) -> list[tuple[Description, list[Difference] | None]]:
-    """Return the namespaces to group_state at, with their differences from the model's."""
+    """Return the namespaces to look at, with their differences from the model's."""
     if question.namespace:
         named = [one for one in found if one.name.startswith(question.namespace)]
         if not named:
