@@ -22,7 +22,7 @@ from click.shell_completion import get_completion_class
 from vua.cli.command import argument, command
 from vua.cli.output import Report
 from vua.cli.root import vua
-from vua.connector.launch import VLLM_TRANSFER, sglang_arguments
+from vua.connector.config import VLLM_TRANSFER, sglang_arguments
 from vua.errors import ConfigError, StorageError
 from vua.security.settings import Security
 from vua.storage.location import directory_of, is_url
@@ -170,8 +170,9 @@ def _warn(path: str) -> None:
 )
 def arguments_of(engine: str, path: str, *, plain_engines: bool = False) -> Arguments:
     """Return the arguments. Raises ConfigError where they cannot be given."""
-    where = path if is_url(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
-    if not is_url(where):
+    where = path
+    if not is_url(path):
+        where = os.path.abspath(path)  # noqa: PTH100 - links stay
         _warn(where)
     if engine == "lmcache":
         return Arguments(engine, _lmcache(where, plain_engines=plain_engines))

@@ -1,4 +1,4 @@
-"""Settings of the connector: the keys of ``kv_connector_extra_config``.
+"""Settings of the connector: the keys of ``kv_connector_extra_config``; what engines are told.
 
 Every setting is described here and in the two groups from elsewhere (`vua.capacity.limits.Limits`,
 `vua.security.settings.Security`); the table in docs/settings.md is generated from these
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -22,7 +23,15 @@ from vua.security.settings import Security
 from vua.storage.location import directory_of
 from vua.store.tier_rules import TierRules
 
-__all__ = ["ConnectorConfig", "Timeouts", "WorkerResources", "defaults", "warn_once"]
+__all__ = [
+    "VLLM_TRANSFER",
+    "ConnectorConfig",
+    "Timeouts",
+    "WorkerResources",
+    "defaults",
+    "sglang_arguments",
+    "warn_once",
+]
 
 log = logger()
 
@@ -357,3 +366,38 @@ _KIND_NAMES: Final = {
 def warn_once(text: str) -> None:
     """Log a warning once: an engine reads its settings several times."""
     log.warning(text)
+
+
+VLLM_TRANSFER: Final = {
+    "kv_connector": "VUAStorageConnector_V1",
+    "kv_connector_module_path": "vua.vllm.kv_connector_v1",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+"""vLLM's ``--kv-transfer-config``, without VUA's own settings."""
+
+
+def sglang_arguments(path: str, **settings: Any) -> dict[str, Any]:
+    """Return the arguments of an ``sglang.Engine`` that stores its pages in a directory or bucket.
+
+    Args:
+        path: the directory, or a bucket's URL.
+        settings: further ones of VUA's, or of SGLang's extra configuration.
+    """
+    extra = {
+        "backend_name": "vua",
+        "module_path": "vua.sglang.storage",
+        "class_name": "VUAHiCacheStorage",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+        "shared_storage_path": path,
+        **settings,
+    }
+    return {
+        "enable_hierarchical_cache": True,
+        "page_size": 64,
+        "hicache_write_policy": "write_through",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(extra),
+    }

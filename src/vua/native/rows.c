@@ -11,7 +11,6 @@
 
 #include "load.h"
 #include "move.h"
-#include "stream.h"
 
 static ssize_t read_some(int fd, const struct iovec *rows, uint64_t count, uint64_t offset, int how)
 {

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from vua.connector.config import ConnectorConfig
-from vua.connector.launch import sglang_arguments as engine_arguments
+from vua.connector.config import sglang_arguments as engine_arguments
 from vua.errors import ConfigError
 from vua.format.keys import ChunkKey
 

@@ -17,8 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
-from vua.connector.config import ConnectorConfig, defaults
-from vua.connector.launch import VLLM_TRANSFER
+from vua.connector.config import VLLM_TRANSFER, ConnectorConfig, defaults
 from vua.connector.refusals import REFUSALS
 from vua.errors import ConfigError, NotWritableError, StorageError
 from vua.security.keyring import check_keys
