@@ -246,8 +246,8 @@ class Renewal:
         """Return the life of an unused object. Raises StorageError, ConfigError."""
         now_s = time.monotonic()
         if now_s - self._asked_s >= _BOUNDS_S:
-            said = (self._bounds, read_bucket_bounds(self._place.parent))
-            life_s = min((one.ttl_s for one in said if one.ttl_s is not None), default=None)
+            both = (self._bounds, read_bucket_bounds(self._place.parent))
+            life_s = min((one.ttl_s for one in both if one.ttl_s is not None), default=None)
             if life_s is not None and life_s != self._life_s:
                 self._recent = Recent(life_s / 4)
             self._life_s, self._asked_s = life_s, now_s

@@ -136,7 +136,7 @@ class ResolvedLimits:
     def of(
         cls,
         root: str | os.PathLike[str],
-        *said: Limits,
+        *own: Limits,
         file: bool = True,
         refused: Callable[[str], None] | None = None,
     ) -> ResolvedLimits:
@@ -144,7 +144,7 @@ class ResolvedLimits:
 
         Args:
             root: directory of the cache.
-            said: the process's limits.
+            own: the process's limits.
             file: whether ``bounds.json`` is read.
             refused: as for `read_bounds`.
 
@@ -152,7 +152,7 @@ class ResolvedLimits:
         """
         status = os.statvfs(root)
         whole = status.f_blocks * status.f_frsize
-        everything = (*said, read_bounds(root, refused)) if file else said
+        everything = (*own, read_bounds(root, refused)) if file else own
 
         def sizes(name: str, whole: int = whole) -> list[int]:
             values = (getattr(bounds, name) for bounds in everything)
@@ -202,18 +202,18 @@ def parse_bounds(data: bytes, path: object, refused: Callable[[str], None] | Non
     ``path`` names the file in errors. Raises ConfigError.
     """
     try:
-        said = json.loads(data)
-        if not isinstance(said, Mapping) or said.get("format") != FORMAT:
+        bounds = json.loads(data)
+        if not isinstance(bounds, Mapping) or bounds.get("format") != FORMAT:
             msg = f"expected an object of format {FORMAT!r}"
             raise ConfigError(msg)
         known = {field.name for field in fields(Limits)}
-        if unknown := said.keys() - known - {"format"}:
+        if unknown := bounds.keys() - known - {"format"}:
             msg = f"unknown settings {sorted(unknown)}, known are {sorted(known)}"
             raise ConfigError(msg)
     except (ValueError, TypeError, RecursionError) as problem:
         raise _unusable(path, problem) from problem
     sound: dict[str, Any] = {}
-    for name, value in said.items():
+    for name, value in bounds.items():
         if name == "format":
             continue
         try:
@@ -235,8 +235,8 @@ def _unusable(path: object, problem: Exception) -> ConfigError:
 
 def bounds_text(bounds: Limits) -> bytes:
     """Return the bytes of a ``bounds.json`` with these limits."""
-    said = {name: value for name, value in asdict(bounds).items() if value is not None}
-    return json.dumps({"format": FORMAT, **said}, indent=1).encode() + b"\n"
+    values = {name: value for name, value in asdict(bounds).items() if value is not None}
+    return json.dumps({"format": FORMAT, **values}, indent=1).encode() + b"\n"
 
 
 def write_bounds(root: str | os.PathLike[str], bounds: Limits) -> None:

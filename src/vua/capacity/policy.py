@@ -324,10 +324,10 @@ class LeastHitDensity(LRU):
                 part, is_full = self._next_part()
                 at_once = self._at_once
                 until_s = part[-1].time_s if is_full else math.inf
-                said = [hint for hint in self._said if hint.time_s <= until_s]
+                hints = [hint for hint in self._said if hint.time_s <= until_s]
                 self._said = [hint for hint in self._said if hint.time_s > until_s]
                 with self._lock:  # a writer may ask in between
-                    self._density.note(part, said)
+                    self._density.note(part, hints)
             with self._lock:
                 self._meet_mine()
             took_s = time.monotonic() - began_s

@@ -128,9 +128,9 @@ class Reader:
         if first is None or first.name != _START or first.nbytes > _MAX_END_NBYTES:
             msg = f"not an archive of `vua export`: it does not begin with {_START}"
             raise InputError(msg)
-        said = _fields(self.read())
-        if said.get("format") != FORMAT:
-            msg = f"format {said.get('format')!r:.40}, expected {FORMAT!r}: of another version?"
+        header = _fields(self.read())
+        if header.get("format") != FORMAT:
+            msg = f"format {header.get('format')!r:.40}, expected {FORMAT!r}: of another version?"
             raise InputError(msg)
 
     def members(self) -> Iterator[Member]:
@@ -199,10 +199,10 @@ def _damage_told(what: str) -> Iterator[None]:
 
 def _fields(data: bytearray) -> dict[str, object]:
     try:
-        said = json.loads(data)
+        fields = json.loads(data)
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def file_sizes(codec: EntryCodec) -> list[int]:

@@ -120,9 +120,9 @@ class Entries:
         return self._count
 
     def extend(self, entries: Sequence[Item]) -> None:
-        said = [[one.path, one.nbytes, one.modified_s, one.chunk, one.shard and one.shard.name]
+        rows = [[one.path, one.nbytes, one.modified_s, one.chunk, one.shard and one.shard.name]
                 for one in entries]  # fmt: skip
-        self._text.append(np.frombuffer(json.dumps(said).encode(), dtype="u1"))
+        self._text.append(np.frombuffer(json.dumps(rows).encode(), dtype="u1"))
         self._ends.append(len(self._text))
         self._count += len(entries)
 
@@ -510,12 +510,12 @@ class Catalog(ABC):
     def use(self, show: Show) -> Use:
         """Count the space that is taken. Raises OSError, ConfigError."""
 
-    def quick_use(self, said: Limits = NO_LIMITS) -> Use | None:
+    def quick_use(self, given: Limits = NO_LIMITS) -> Use | None:
         """Estimate it, also by the given limits; None if counting costs no more.
 
         Raises OSError, ConfigError.
         """
-        del said
+        del given
         return None
 
     def use_log(self) -> UseLog:
@@ -554,15 +554,15 @@ class Catalog(ABC):
 
     @abstractmethod
     def collect(
-        self, said: Limits, *, keep: bool = False, quick: bool = False,
+        self, given: Limits, *, keep: bool = False, quick: bool = False,
         lost: Callable[[], frozenset[str]] | None = None, dry_run: bool = False,
         ask: Ask, show: Show,
     ) -> Collection:  # fmt: skip
         """Bring the cache within its limits and sweep it.
 
         Args:
-            said: limits beside those of ``bounds.json``; with ``keep`` they are written there.
-            keep: see ``said``.
+            given: limits beside those of ``bounds.json``; with ``keep`` they are written there.
+            keep: see ``given``.
             quick: skip what needs a header of each chunk.
             lost: returns the ids of all keys that are not lost; chunks sealed with other keys are
                 deleted.

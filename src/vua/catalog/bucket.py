@@ -182,8 +182,8 @@ class BucketNamespace(ListedNamespace):
     @property
     def is_ours(self) -> bool:
         """Whether this is a namespace of VUA: by its description, or by chunks in it."""
-        said = self.description
-        return said.identity is not None or bool(said.later) or bool(self.chunks)
+        description = self.description
+        return description.identity is not None or bool(description.later) or bool(self.chunks)
 
     def read_header(self, chunk: ListedChunk, path: str) -> EntryInfo | None:
         """Read a header by one request, or two if it is long."""

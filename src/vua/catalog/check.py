@@ -338,8 +338,8 @@ class Verification:
         if self.state == "damaged":
             return "it does not describe this namespace"
         if self.state == "ok" and not fits(self.stated, self.namespace.layouts):
-            said = tuple(self.stated.values())
-            return f"it says {self.namespace.layouts}, and entries' headers {said}"
+            headers = tuple(self.stated.values())
+            return f"it says {self.namespace.layouts}, and entries' headers {headers}"
         return ""
 
 

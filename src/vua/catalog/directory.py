@@ -327,16 +327,16 @@ class DirectoryCatalog(Catalog):
             nbytes, chunks = sum(one.nbytes for one in rows), sum(one.chunks for one in rows)
             return self._use(Usage(nbytes, chunks, exact=True), rows, NO_LIMITS)
 
-    def quick_use(self, said: Limits = NO_LIMITS) -> Use:
+    def quick_use(self, given: Limits = NO_LIMITS) -> Use:
         """Weigh the files of some chunks."""
         with explaining(self.where):
-            return self._use(measure(self.root), (), said)
+            return self._use(measure(self.root), (), given)
 
-    def _use(self, usage: Usage, rows: Sequence[NamespaceUse], said: Limits) -> Use:
+    def _use(self, usage: Usage, rows: Sequence[NamespaceUse], given: Limits) -> Use:
         status, bounds = os.statvfs(self.root), read_bounds(self.root)
         return Use(
             *(usage.chunks, usage.nbytes, usage.exact, rows, bounds),
-            limits=asdict(ResolvedLimits.of(self.root, said)),
+            limits=asdict(ResolvedLimits.of(self.root, given)),
             free_nbytes=status.f_bavail * status.f_frsize,
             strays=self._strays(),
         )
@@ -383,20 +383,20 @@ class DirectoryCatalog(Catalog):
             return count_ttls(found)
 
     def collect(
-        self, said: Limits, *, keep: bool = False, quick: bool = False,
+        self, given: Limits, *, keep: bool = False, quick: bool = False,
         lost: Callable[[], frozenset[str]] | None = None, dry_run: bool = False,
         ask: Ask, show: Show,
     ) -> Collection:  # fmt: skip
         """Run the full pass of :mod:`vua.capacity.gc`."""
         with explaining(self.where):
-            limits = ResolvedLimits.of(self.root, said)
-            if said.max_bytes is not None and not dry_run:
+            limits = ResolvedLimits.of(self.root, given)
+            if given.max_bytes is not None and not dry_run:
                 usage = measure(self.where)
                 if usage.nbytes > limits.max_bytes:
                     change = f"from {size(usage.nbytes)} to {size(limits.max_bytes)}"
                     ask(f"Shrink {self.where} {change} by deleting the rest?")
             if keep and not dry_run:
-                self.keep({name: value for name, value in asdict(said).items()
+                self.keep({name: value for name, value in asdict(given).items()
                            if value is not None})  # fmt: skip
             done = collect(
                 *(self.root, limits), quick=quick, rehearse=dry_run, known=lost, show=show,

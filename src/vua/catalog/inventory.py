@@ -42,12 +42,15 @@ class Inventory:
             raise ConfigError(msg)
         self._url, self._folder = url, BucketPath(Bucket.at(config))
         try:
-            said = json.loads((self._folder / date / _MANIFEST).read(_MANIFEST_NBYTES))
-            self._bucket = str(said["sourceBucket"])
-            self.taken_s = int(said["creationTimestamp"]) / 1000
+            manifest = json.loads((self._folder / date / _MANIFEST).read(_MANIFEST_NBYTES))
+            self._bucket = str(manifest["sourceBucket"])
+            self.taken_s = int(manifest["creationTimestamp"]) / 1000
             """When the objects were listed, in seconds since 1970."""
-            self._files = [(str(one["key"]), str(one["MD5checksum"])) for one in said["files"]]
-            kind, fields = said["fileFormat"], said["fileSchema"].replace(" ", "").split(",")
+            self._files = [(str(one["key"]), str(one["MD5checksum"])) for one in manifest["files"]]
+            kind, fields = (
+                manifest["fileFormat"],
+                manifest["fileSchema"].replace(" ", "").split(","),
+            )
         except FileNotFoundError:
             msg = f"{url}: no such object"
             raise ConfigError(msg) from None

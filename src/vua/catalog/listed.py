@@ -352,7 +352,7 @@ class ListedCatalog(Catalog, Generic[N]):
         self.write_bounds(replace(self.bounds(), **news))  # type: ignore[arg-type] # checked there
 
     def collect(
-        self, said: Limits, *, keep: bool = False, quick: bool = False,
+        self, given: Limits, *, keep: bool = False, quick: bool = False,
         lost: Callable[[], frozenset[str]] | None = None, dry_run: bool = False,
         ask: Ask, show: Show,
     ) -> Collection:  # fmt: skip
@@ -363,11 +363,11 @@ class ListedCatalog(Catalog, Generic[N]):
         """
         del quick
         began_s = time.monotonic()
-        if said.min_free_bytes is not None or said.max_bytes_per_salt is not None:
+        if given.min_free_bytes is not None or given.max_bytes_per_salt is not None:
             raise ConfigError(
                 "--min-free and --max-per-salt do not apply to buckets; use --max-bytes or --ttl"
             )
-        limits = self._stricter(said)
+        limits = self._stricter(given)
         found, strays = self.list_namespaces(show)
         found = [one for one in found if not one.description.later]  # of a later VUA
         every = [(space, chunk) for space in found for chunk in space.chunks.values()]
@@ -399,7 +399,7 @@ class ListedCatalog(Catalog, Generic[N]):
             self.note_befores(found)
         done.deleted["leftovers"] = self.sweep(found, dry_run=dry_run)
         if keep and not dry_run:
-            self.keep({name: value for name, value in asdict(said).items() if value is not None})
+            self.keep({name: value for name, value in asdict(given).items() if value is not None})
         if limits.ttl_s is not None and not dry_run:
             half_s = now_s - limits.ttl_s / 2
             self.renew([one for one in every if one[1].pins and one[1].used_s < half_s])
@@ -409,9 +409,9 @@ class ListedCatalog(Catalog, Generic[N]):
         done.seconds = time.monotonic() - began_s
         return done
 
-    def _stricter(self, said: Limits) -> Limits:
+    def _stricter(self, given: Limits) -> Limits:
         """Return the stricter of the given limits and those of ``bounds.json``."""
-        both = (said, self.bounds())
+        both = (given, self.bounds())
         sizes = [nbytes_of(one.max_bytes, 0) for one in both if one.max_bytes is not None]
         times = [one.ttl_s for one in both if one.ttl_s is not None]
         return Limits(max_bytes=min(sizes, default=None), ttl_s=min(times, default=None))

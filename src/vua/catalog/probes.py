@@ -465,7 +465,7 @@ def _space(root: Path) -> Finding:
     """Compare free space with the bounds."""
     name = "space"
     try:
-        said, limits = read_bounds(root), ResolvedLimits.of(root)
+        bounds, limits = read_bounds(root), ResolvedLimits.of(root)
         usage, status = measure(root), os.statvfs(root)
     except ConfigError as problem:
         return Finding(name, "bad", str(problem))
@@ -484,7 +484,7 @@ def _space(root: Path) -> Finding:
         level, text = "bad", f"{text}: only {status.f_favail} inodes are left; delete small files"
     elif free < limits.min_free_bytes:
         level, text = "note", f"{text}: other files fill the disk, the cache shrinks"
-    elif said.max_bytes is not None and limits.max_bytes - usage.nbytes > free:
+    elif bounds.max_bytes is not None and limits.max_bytes - usage.nbytes > free:
         level, text = "note", f"{text}: the disk is full before the cache is"
     return Finding(name, level, text)
 

@@ -306,9 +306,9 @@ def advise(directory: str, *, max_bytes: str | None = None) -> Advice:
     If the log has too few requests, the report says so. Raises ConfigError (a bucket),
     StorageError.
     """
-    said = Limits(max_bytes=max_bytes)
+    given = Limits(max_bytes=max_bytes)
     catalog = open_catalog(directory)
-    log, use = catalog.use_log(), catalog.quick_use(said) or catalog.use(silent)
+    log, use = catalog.use_log(), catalog.quick_use(given) or catalog.use(silent)
     most, least = use.limits["max_bytes"] or 0, use.limits["min_free_bytes"] or 0
     free_nbytes = use.free_nbytes or 0
     room_nbytes = int(max(0, min(most, use.nbytes + free_nbytes - least)))

@@ -177,17 +177,17 @@ def command(
             click.Option(["-q", "--quiet"], is_flag=True, help="print errors alone"),
         ]
 
-        def run(*, as_json: bool, quiet: bool, **said: Any) -> int:
+        def run(*, as_json: bool, quiet: bool, **options: Any) -> int:
             output = Output("json" if as_json else "quiet" if quiet else "person")
             with interrupts:
-                if is_url(said.get("directory")):
+                if is_url(options.get("directory")):
                     interrupts.insist()
                 if "security" in takes:
-                    said["security"] = _security(said)
+                    options["security"] = _security(options)
                 if "output" in takes:
-                    said["output"] = output
-                with as_owner(said["directory"]) if as_owner_of else nullcontext():
-                    found = work(**said)
+                    options["output"] = output
+                with as_owner(options["directory"]) if as_owner_of else nullcontext():
+                    found = work(**options)
                     return output.show(found) if isinstance(found, Report) else found
 
         kind = _OfDirectory if takes_directory else _Command
@@ -234,10 +234,10 @@ def _key_options() -> list[click.Parameter]:
     ]
 
 
-def _security(said: MutableMapping[str, Any]) -> Security:
+def _security(options: MutableMapping[str, Any]) -> Security:
     """Return the settings from the options. Raises ConfigError for unusable keys."""
     names = ("key_file", "tenant_keys", "encrypt")
-    security = Security(**{name: said.pop(name) for name in names})
+    security = Security(**{name: options.pop(name) for name in names})
     check_keys(security)
     return security
 

@@ -468,8 +468,8 @@ def _short(value: str | int) -> str:
 def _compared(differences: list[Difference]) -> str:
     differing = {one.field for one in differences}
     same = [name for name in ("model", "weights") if name not in differing]
-    said = [f"same {' and '.join(same)}"] if same else []
-    return ", ".join(said + [str(one) for one in differences])
+    parts = [f"same {' and '.join(same)}"] if same else []
+    return ", ".join(parts + [str(one) for one in differences])
 
 
 def _label(layout: KVLayout) -> str:

@@ -92,8 +92,8 @@ class Talk:
         now_s = time.monotonic()
         if now_s - self._shown_s > _SHOWN_S or done == total:
             self._shown_s = now_s
-            said = {"text": text, "done": done, "total": total, "amount": amount, "unit": unit}
-            self.tell("progress", said)
+            state = {"text": text, "done": done, "total": total, "amount": amount, "unit": unit}
+            self.tell("progress", state)
 
     def wait(self, seconds: float = float("inf")) -> bool:
         """Wait for a request; return whether there is one. Ends the process without a server."""
@@ -394,9 +394,9 @@ _PINS: Final = 20
 """That the page names."""
 
 
-def between_looks_s(said: float | None, catalog: Catalog, usual_s: float) -> float:
-    """Return the seconds between two looks. Raises ConfigError for an invalid ``said``."""
-    interval_s = said if said is not None else catalog.look_s or usual_s
+def between_looks_s(given_s: float | None, catalog: Catalog, usual_s: float) -> float:
+    """Return the seconds between two looks. Raises ConfigError for an invalid ``given_s``."""
+    interval_s = given_s if given_s is not None else catalog.look_s or usual_s
     if not interval_s > 0:
         text = f"--interval must be a positive number of seconds, found {interval_s!r}"
         raise ConfigError(text)

@@ -55,8 +55,8 @@ class LsReport(Report):
 
     def describe(self) -> object:
         namespaces = [_describe(one, long=self.long) for one in self.contents]
-        said = {"directory": self.directory, "namespaces": namespaces, "strays": len(self.strays)}
-        return said if self.listed_s is None else {**said, "listed_s": self.listed_s}
+        fields = {"directory": self.directory, "namespaces": namespaces, "strays": len(self.strays)}
+        return fields if self.listed_s is None else {**fields, "listed_s": self.listed_s}
 
     def show(self) -> None:
         """Print one row per namespace, and with ``long`` one per chunk."""

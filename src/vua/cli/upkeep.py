@@ -248,7 +248,7 @@ def gc(
     """
     inodes: int | str | None = min_free_inodes
     inodes = int(inodes) if inodes and str(inodes).isdigit() else inodes
-    said = Limits(min_free_inodes=inodes, **limits)
+    given = Limits(min_free_inodes=inodes, **limits)
     catalog = open_catalog(directory)
     catalog.claim()
     lost = partial(key_ids, security) if lost_keys else None
@@ -258,7 +258,13 @@ def gc(
         raise ConfigError("keys are given but not used: did you mean --lost-keys?")
     with progress() as show:
         done = catalog.collect(
-            said, keep=keep, quick=quick, lost=lost, dry_run=dry_run, ask=asking(yes=yes), show=show
+            given,
+            keep=keep,
+            quick=quick,
+            lost=lost,
+            dry_run=dry_run,
+            ask=asking(yes=yes),
+            show=show,
         )
     return GcReport(directory, dry_run, done, dict(catalog.counts))
 

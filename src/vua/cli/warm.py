@@ -189,16 +189,16 @@ def _read(file: str) -> list[_Prompt]:
             continue
         try:
             text = line.decode().rstrip("\r")
-            said = json.loads(text) if file.endswith(".jsonl") else {"prompt": text}
-            kind = next(name for name in ("prompt", "messages") if name in said)
-            if not isinstance(said[kind], (str, list) if kind == "prompt" else list):
+            entry = json.loads(text) if file.endswith(".jsonl") else {"prompt": text}
+            kind = next(name for name in ("prompt", "messages") if name in entry)
+            if not isinstance(entry[kind], (str, list) if kind == "prompt" else list):
                 raise TypeError(kind)  # noqa: TRY301 - one sentence for whatever is wrong
-            if not said[kind]:
+            if not entry[kind]:
                 raise ValueError(kind)  # noqa: TRY301 - likewise
         except (ValueError, TypeError, StopIteration, RecursionError) as problem:
             msg = f'{file}, line {number}: expected text, {{"prompt": ...}} or {{"messages": ...}}'
             raise InputError(msg) from problem
-        found.append(_Prompt(number, said[kind], kind == "messages"))
+        found.append(_Prompt(number, entry[kind], kind == "messages"))
     return found
 
 

@@ -217,12 +217,12 @@ def _retain_s(payload: Mapping[str, Any]) -> float | None:
     directives = payload.get("directives", ())
     if not isinstance(directives, list | tuple):
         return None
-    said = [payload.get("ttl_seconds"), payload.get("duration")]
+    durations = [payload.get("ttl_seconds"), payload.get("duration")]
     for one in directives[:_MOST_DIRECTIVES]:
         if not isinstance(one, Mapping):
             return None
-        said.append(one.get("duration"))
-    times = [one for one in said if one is not None]
+        durations.append(one.get("duration"))
+    times = [one for one in durations if one is not None]
     if any(isinstance(one, bool) or not isinstance(one, int | float) for one in times):
         return None
     found = [_finite(one) for one in times] or [DEFAULT_RETAIN_S]

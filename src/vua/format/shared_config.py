@@ -145,9 +145,9 @@ def _rotation(place: str, rope: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _proven() -> dict[str, dict[str, list[Any]]]:
     """Return the shown values by model type and key, see `_is_among`."""
     text = (files("vua.format") / "shared_configs.json").read_text(encoding="utf-8")
-    said: dict[str, dict[str, list[Any]]] = json.loads(text)
-    everywhere = said.pop("*")
-    return {kind: everywhere | places for kind, places in said.items()}
+    table: dict[str, dict[str, list[Any]]] = json.loads(text)
+    everywhere = table.pop("*")
+    return {kind: everywhere | places for kind, places in table.items()}
 
 
 def _is_among(value: Any, known: list[Any]) -> bool:

@@ -79,7 +79,7 @@ def described_model(
     files = checkpoint_files(llm.model_path)
     if llm.lora_path:
         files.append(Path(llm.lora_path))
-    said = {
+    fields = {
         "vua_stored_by": f"llama-cpp-python {llama_cpp.__version__}",
         "settings": settings,
         "kv_overrides": sorted(
@@ -89,7 +89,7 @@ def described_model(
         "arch": form.arch.decode(errors="replace"),
     }
     others = Identity(
-        model=config_digest(said),
+        model=config_digest(fields),
         kv_dtype=form.dtype,
         epoch=epoch,
         chunk_tokens=chunk_tokens,

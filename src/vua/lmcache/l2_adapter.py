@@ -100,11 +100,11 @@ class _ModelFiles:
 
         Raises UncachedError if they may have changed since `since_s`.
         """
-        said = hashlib.sha256(b"vua.lmcache.model.v1")
+        digest = hashlib.sha256(b"vua.lmcache.model.v1")
         for path in self.beside:
             content = hashlib.sha256(path.read_bytes()).hexdigest()
-            said.update(f"{path.name} {content};".encode())
-        config = Weights(said.hexdigest(), (), 0, 0, 0.0, 0.0)
+            digest.update(f"{path.name} {content};".encode())
+        config = Weights(digest.hexdigest(), (), 0, 0, 0.0, 0.0)
         weights = identify_weights(self.weights, stop=stop)
         ticked_s = since_s - CLOCK_TICK_S
         changed = [path for path in self.beside if _changed_s(path) > ticked_s]
@@ -240,7 +240,7 @@ class _Form:
 
         LMCache's keys contain neither dtype nor shape.
         """
-        said = {
+        settings = {
             "vua_stored_by": "lmcache",
             "model": self.model,
             "files": files,
@@ -248,7 +248,7 @@ class _Form:
             "dtypes": self.dtypes,
         }
         return Identity(
-            model=config_digest(said),
+            model=config_digest(settings),
             kv_dtype="+".join(dict.fromkeys(self.dtypes)),
             epoch=epoch,
             chunk_tokens=1,

@@ -45,8 +45,8 @@ def sources_digest(folder: Path) -> bytes:
 
 def stamp(compiled: bytes, built_from: bytes) -> bytes:
     """Return the line to append to a library compiled from sources of this digest."""
-    said = hashlib.sha256(compiled + built_from).hexdigest().encode()
-    return _LINE % (built_from, said)
+    digest = hashlib.sha256(compiled + built_from).hexdigest().encode()
+    return _LINE % (built_from, digest)
 
 
 def fault_of(library: bytes, built_from: bytes) -> str | None:
@@ -58,9 +58,9 @@ def fault_of(library: bytes, built_from: bytes) -> str | None:
     """
     compiled, line = library[:-NBYTES], library[-NBYTES:]
     begin = _LINE.index(b"%s")
-    said = line[begin : begin + _DIGITS]
-    if line != stamp(compiled, said):
+    stated = line[begin : begin + _DIGITS]
+    if line != stamp(compiled, stated):
         return "it is damaged or was changed after it was built"
-    if said != built_from:
+    if stated != built_from:
         return "it was built from other C files than those beside it"
     return None

@@ -77,7 +77,7 @@ class _Minute:
     """What was logged about one kind of fault since the minute began."""
 
     began_s: float
-    said: set[str] = field(default_factory=set)
+    keys: set[str] = field(default_factory=set)
     left: int = 0
     """Faults that got no line."""
 
@@ -102,10 +102,10 @@ class KeyFaults:
             if minute is None or now_s - minute.began_s >= _FAULT_S:
                 left = 0 if minute is None else minute.left
                 minute = self._minutes[problem.fault] = _Minute(now_s)
-            is_new = problem.key not in minute.said
-            speaks = is_new and len(minute.said) < _FAULTS
+            is_new = problem.key not in minute.keys
+            speaks = is_new and len(minute.keys) < _FAULTS
             if speaks:
-                minute.said.add(problem.key)
+                minute.keys.add(problem.key)
             minute.left += is_new and not speaks
         if left:
             to.warning("%d more faults of keys (%s) in the last minute", left, problem.fault)

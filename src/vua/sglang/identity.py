@@ -272,8 +272,8 @@ def _compiled(code: types.CodeType) -> str:
     constants = [
         _compiled(one) if isinstance(one, types.CodeType) else repr(one) for one in code.co_consts
     ]
-    said = [code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars]
-    return hashlib.sha256(json.dumps([sys.version, said]).encode()).hexdigest()
+    parts = [code.co_code.hex(), constants, code.co_names, code.co_varnames, code.co_freevars]
+    return hashlib.sha256(json.dumps([sys.version, parts]).encode()).hexdigest()
 
 
 def _plugins() -> dict[str, Any]:
@@ -287,12 +287,12 @@ def _plugins() -> dict[str, Any]:
                 package = one.value.partition(":")[0].partition(".")[0]
                 found[f"{group}.{one.name}"] = [one.value, package_digest(package)]
     for target, hooks in HookRegistry._hooks.items():  # noqa: SLF001 - there is no public list
-        said = [
+        states = [
             [str(kind), _state(hook)]
             for kind, hook, source in hooks
             if source is None or source.dist_name not in _OF_SGLANG
         ]
-        found |= {f"hooks.{target}": said} if said else {}
+        found |= {f"hooks.{target}": states} if states else {}
     return found
 
 

@@ -145,33 +145,33 @@ def explained(
 
 def _meaning(problem: BaseException, text: str, identity: str) -> tuple[int, str]:
     """Return an errno, and the cause with the remedy."""
-    said, advice = str(problem), ""
-    if lent := _LENT_TEXT.search(said):
+    message, advice = str(problem), ""
+    if lent := _LENT_TEXT.search(message):
         return errno.EACCES, f"no credentials: {lent[1]}"
-    if _METADATA.search(said):
+    if _METADATA.search(message):
         return errno.EACCES, f"no credentials found ({text}, asking for {identity}); {_KEYS}"
-    if advice := _refusal(text, said, type(problem).__name__):
+    if advice := _refusal(text, message, type(problem).__name__):
         who = f" to {identity}" if identity else ""
         return errno.EACCES, f"refused{who} ({text}); {advice}"
     for pattern, code, meaning in _OTHERS:
         if re.search(pattern, text):
             return code, meaning.format(text=text)
     if type(problem).__name__ == "PanicException":
-        text, advice = "the client panicked", _advice(_PANICS, said) or "check its settings"
+        text, advice = "the client panicked", _advice(_PANICS, message) or "check its settings"
     elif text == "error sending request":
-        advice = _advice(_CONNECTION, said) or "check AWS_ENDPOINT_URL and the network"
+        advice = _advice(_CONNECTION, message) or "check AWS_ENDPOINT_URL and the network"
     return errno.EIO, f"{text}; {advice}" if advice else text
 
 
-def _advice(known: Sequence[tuple[str, str]], said: str) -> str:
-    return next((advice for what, advice in known if re.search(what, said)), "")
+def _advice(known: Sequence[tuple[str, str]], message: str) -> str:
+    return next((advice for what, advice in known if re.search(what, message)), "")
 
 
-def _refusal(text: str, said: str, name: str) -> str:
+def _refusal(text: str, message: str, name: str) -> str:
     """Return the remedy if the credentials, or what they were sent with, are refused."""
     for pattern, advice in _REFUSALS:
         if re.search(pattern, text):
-            region = _REGION.search(said)
+            region = _REGION.search(message)
             return advice.format(region=f" ({region[1]})" if region else "")
     if name in ("PermissionDeniedError", "UnauthenticatedError") or "403" in text:
         return f"it gives no reason: check these credentials and their rights, or {_KEYS}"
@@ -310,15 +310,15 @@ def make_client(url: str) -> Client:
     more = {"retry_config": _RETRY, **_signing(parts.scheme), **found.options}
 
     def make(timeouts: Mapping[str, str], at: str = "", **options: Any) -> Any:
-        said = {"client_options": _client(timeouts), **more, **options}
+        settings = {"client_options": _client(timeouts), **more, **options}
         try:
             if not at:
-                return from_url(url, **said)
+                return from_url(url, **settings)
             if (host := at.partition("?")[0]).endswith(f"/{parts.netloc}"):
                 # obstore appends a bucket to the endpoint that it has chosen
-                return library().store.S3Store(at[len(host) - len(parts.netloc) :], **said)
-            said |= {"endpoint": at, "virtual_hosted_style_request": True}
-            return library().store.S3Store(parts.netloc, **said)
+                return library().store.S3Store(at[len(host) - len(parts.netloc) :], **settings)
+            settings |= {"endpoint": at, "virtual_hosted_style_request": True}
+            return library().store.S3Store(parts.netloc, **settings)
         except BaseException as problem:
             if not isinstance(problem, Exception) and not is_panic(problem):
                 raise

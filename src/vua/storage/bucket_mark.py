@@ -117,8 +117,8 @@ def _is_namespace(place: BucketPath) -> bool:
 
     Raises StorageError.
     """
-    said = read_bucket_description(place)
-    if said.identity is not None or said.later:
+    description = read_bucket_description(place)
+    if description.identity is not None or description.later:
         return True
     some = itertools.islice(place.bucket.walk(place.key), _LOOKED)
     return any(kind_at(one.key.removeprefix(f"{place.key}/")) == "entry" for one in some)

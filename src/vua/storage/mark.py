@@ -79,10 +79,10 @@ def is_marked(root: str | os.PathLike[str]) -> bool:
 def judge_mark(data: bytes, where: str) -> bool:
     """Whether these bytes are the mark. Raises ConfigError if a newer VUA made them."""
     try:
-        said = json.loads(data)
+        content = json.loads(data)
     except (ValueError, RecursionError):
         return False
-    found = said.get("format") if isinstance(said, dict) else None
+    found = content.get("format") if isinstance(content, dict) else None
     if isinstance(found, str) and found.startswith(_FORMATS) and found != _FORMAT:
         msg = f"{where} was made by a newer VUA ({MARK}: {found!r:.40}); use that one"
         raise ConfigError(msg)

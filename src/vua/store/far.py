@@ -171,12 +171,12 @@ def _in_a_child(work: Callable[[], object]) -> None:
             os._exit(0)
     os.close(writing)
     with open(reading, "rb") as stream:  # noqa: PTH123 - a descriptor
-        said = stream.read().decode(errors="replace")
+        text = stream.read().decode(errors="replace")
     os.waitpid(child, 0)
-    if said:
-        if said[0] == "c":
-            raise ConfigError(said[1:])
-        raise (NotWritableError if said[0] == "w" else StorageError)(errno.EIO, said[1:])
+    if text:
+        if text[0] == "c":
+            raise ConfigError(text[1:])
+        raise (NotWritableError if text[0] == "w" else StorageError)(errno.EIO, text[1:])
 
 
 def _describing(

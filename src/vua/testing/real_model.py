@@ -129,28 +129,28 @@ def _halves(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
 def _config(reader: Any) -> dict[str, Any]:
     """Return the model's config.json, by the GGUF file's metadata."""
 
-    def said(name: str) -> Any:
+    def value_of(name: str) -> Any:
         return reader.fields[name].contents()
 
-    tokens = said("tokenizer.ggml.tokens")
+    tokens = value_of("tokenizer.ggml.tokens")
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": int(said("llama.embedding_length")),
-        "intermediate_size": int(said("llama.feed_forward_length")),
-        "num_hidden_layers": int(said("llama.block_count")),
-        "num_attention_heads": int(said("llama.attention.head_count")),
-        "num_key_value_heads": int(said("llama.attention.head_count_kv")),
-        "head_dim": int(said("llama.rope.dimension_count")),
-        "max_position_embeddings": int(said("llama.context_length")),
-        "rms_norm_eps": float(said("llama.attention.layer_norm_rms_epsilon")),
-        "rope_theta": float(said("llama.rope.freq_base")),
+        "hidden_size": int(value_of("llama.embedding_length")),
+        "intermediate_size": int(value_of("llama.feed_forward_length")),
+        "num_hidden_layers": int(value_of("llama.block_count")),
+        "num_attention_heads": int(value_of("llama.attention.head_count")),
+        "num_key_value_heads": int(value_of("llama.attention.head_count_kv")),
+        "head_dim": int(value_of("llama.rope.dimension_count")),
+        "max_position_embeddings": int(value_of("llama.context_length")),
+        "rms_norm_eps": float(value_of("llama.attention.layer_norm_rms_epsilon")),
+        "rope_theta": float(value_of("llama.rope.freq_base")),
         "hidden_act": "silu",
         "vocab_size": len(tokens),
         "tie_word_embeddings": True,
-        "bos_token_id": int(said("tokenizer.ggml.bos_token_id")),
-        "eos_token_id": int(said("tokenizer.ggml.eos_token_id")),
-        "pad_token_id": int(said("tokenizer.ggml.padding_token_id")),
+        "bos_token_id": int(value_of("tokenizer.ggml.bos_token_id")),
+        "eos_token_id": int(value_of("tokenizer.ggml.eos_token_id")),
+        "pad_token_id": int(value_of("tokenizer.ggml.padding_token_id")),
         "torch_dtype": "bfloat16",
         "attention_bias": False,
         "mlp_bias": False,

@@ -223,17 +223,17 @@ def _differs_from_file(module: types.ModuleType) -> str:  # noqa: C901 - likewis
     for name, value in vars(module).items():
         if not isinstance(value, types.FunctionType):
             continue
-        said, (source_module, original) = f"{module.__name__}.{name}", imported.get(name, ("", ""))
+        where, (source_module, original) = f"{module.__name__}.{name}", imported.get(name, ("", ""))
         if original:
             expected = getattr(sys.modules.get(source_module), original, value)
             if value is not expected:
-                return f"{said} is {_named(value)}, expected {source_module}.{original}"
+                return f"{where} is {_named(value)}, expected {source_module}.{original}"
             if source_module.partition(".")[0] not in _PACKAGES:
                 continue
         if problem := foreign_function(value):
-            return f"{said}: {problem}"
+            return f"{where}: {problem}"
         if name in defined and not written.intersection(_codes(value)):
-            return f"{said} is not the function of {file}"
+            return f"{where} is not the function of {file}"
     bodies = {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
     for kind in _classes_of(module):
         body = bodies.get(kind.__qualname__, [])
@@ -542,7 +542,7 @@ class _Mark:
         for what in ("modules", "tensors"):
             if problem := _first_difference(getattr(self, what), getattr(now, what)):
                 return problem
-        for what, said in (
+        for what, text in (
             ("objects", "a module was replaced"),
             ("config", "the config was edited"),
             ("modes", f"the modes are {now.modes}, expected {self.modes}"),
@@ -550,7 +550,7 @@ class _Mark:
             ("code", "a method or function of the model's classes was replaced"),
         ):
             if getattr(self, what) != getattr(now, what):
-                return said
+                return text
         return ""
 
 

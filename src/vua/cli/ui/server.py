@@ -168,17 +168,17 @@ class State:
 
     def explain(self, asked: dict[str, object]) -> dict[str, object]:
         """Return why a prompt hits or misses, given ``tokens`` or, with a tokenizer, ``text``."""
-        said = {name: str(asked.get(name) or "") for name in ("tokens", "text", "salt")}
-        if said["text"] and self._tokenize is None:
+        given = {name: str(asked.get(name) or "") for name in ("tokens", "text", "salt")}
+        if given["text"] and self._tokenize is None:
             raise ConfigError("a text needs a tokenizer: start with --tokenizer MODELDIR")
-        if said["text"] and self._tokenize is not None:
-            ids = self._tokenize(said["text"])
+        if given["text"] and self._tokenize is not None:
+            ids = self._tokenize(given["text"])
         else:
-            ids = parse_ids(said["tokens"], "the prompt")
+            ids = parse_ids(given["tokens"], "the prompt")
         with self._lock:
             views = self._watched.views.items()
             trees = {name: view.tree for name, view in views if view.tree is not None}
-        question = Question(salt=said["salt"], quick=True, security=self._security)
+        question = Question(salt=given["salt"], quick=True, security=self._security)
         return explain_ids(self._directory, ids, question, trees).describe()
 
     def verify(self) -> None:
@@ -277,7 +277,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif work is None:
             self._send(HTTPStatus.NOT_FOUND, {"error": "no such page"})
         else:
-            self._run(work, {name: said[0] for name, said in parse_qs(where.query).items()})
+            self._run(work, {name: given[0] for name, given in parse_qs(where.query).items()})
 
     do_POST = do_GET  # noqa: N815 - the name that http.server calls
 
@@ -301,10 +301,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not 0 <= nbytes <= _MOST_BODY_NBYTES:
             self.close_connection = True
             raise ValueError(f"at most {_MOST_BODY_NBYTES >> 20} MiB can be sent")
-        said = json.loads(self.rfile.read(nbytes))
-        if not isinstance(said, dict):
+        given = json.loads(self.rfile.read(nbytes))
+        if not isinstance(given, dict):
             raise ValueError("expected a JSON object")  # noqa: TRY004 - of values, as json raises
-        return said
+        return given
 
     def _send(self, status: HTTPStatus, value: object) -> None:
         self._send_bytes(status, json.dumps(value).encode(), "application/json")
