@@ -485,12 +485,12 @@ class Evictor:
             if self._adopt(run.now_ns):
                 return True
             if run.swept and run.brought == freed.chunks:
-                if run.picked < run.room:
+                if run.picked < run.wanted:
                     return False  # a sweep brought nothing: all is pinned, or in use
-                run.room *= 2
+                run.wanted *= 2
             run.swept, run.brought = True, freed.chunks
             latest_ns = run.now_ns + _FUTURE_NS
-            sweep = self._begin(ours(found), run.now_ns, run.room, latest_ns)
+            sweep = self._begin(ours(found), run.now_ns, run.wanted, latest_ns)
         if sweep.is_large or (run.hurries and sweep.chunks > AT_ONCE):
             while not (sweep.found or sweep.is_done):
                 pulse()
@@ -512,13 +512,15 @@ class Evictor:
         self,
         mine: Sequence[Space],
         now_ns: int,
-        room: int,
+        wanted: int,
         latest_ns: int = LATEST_NS,
         expired_ns: int = 0,
     ) -> Sweep:
         """Begin a sweep in the place of one that may be under way."""
         self._sweep_began_s, self._sweep_seen_ns = time.monotonic(), now_ns
-        self._sweep = Sweep(mine, room, self._ranks.of, latest_ns=latest_ns, expired_ns=expired_ns)
+        self._sweep = Sweep(
+            mine, wanted, self._ranks.of, latest_ns=latest_ns, expired_ns=expired_ns
+        )
         return self._sweep
 
     def _set_back(
@@ -536,7 +538,7 @@ class Evictor:
         if run.before_ns is not None and run.before_ns > run.now_ns + _FUTURE_NS:
             run.before_ns = first_ns  # it was such a time, too: the prompt's own
             run.most_rank = min(run.most_rank, self._ranks.most(first_ns))
-        again = Sweep(ours(found), run.room, self._ranks.of)
+        again = Sweep(ours(found), run.wanted, self._ranks.of)
         again.drain(by_name, partial(run.pulse, NOTHING))
         sweep.take()
         sweep.put(again.take())
@@ -677,7 +679,7 @@ class _Run:
     most_rank: int
     pins_nbytes: int | None
     pulse: Callable[[DeletionTotals], None]
-    room: int
+    wanted: int
     """Victims to find by the next sweep."""
     hurries: bool
     takes_unsent: bool = False

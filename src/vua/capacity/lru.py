@@ -281,9 +281,9 @@ class Recent:
     Uses this process's monotonic clock only for its own intervals.
     """
 
-    def __init__(self, interval_s: float, room: int = 1 << 16) -> None:
+    def __init__(self, interval_s: float, most: int = 1 << 16) -> None:
         """Let the same name pass once per ``interval_s``; remember at most ``room`` names."""
-        self._interval_s, self._room = interval_s, room
+        self._interval_s, self._most = interval_s, most
         self._seen: OrderedDict[str, float] = OrderedDict()
         self._lock = new_lock()
 
@@ -296,7 +296,7 @@ class Recent:
                 return False
             self._seen[name] = now
             self._seen.move_to_end(name)
-            if len(self._seen) > self._room:
+            if len(self._seen) > self._most:
                 self._seen.popitem(last=False)
         return True
 

@@ -2,9 +2,9 @@
 
 A writer of chunks reserves space first::
 
-    with capacity.reserve(keys, nbytes) as room:
-        if room.granted:
-            room.commit(storage.write(batch))
+    with capacity.reserve(keys, nbytes) as reservation:
+        if reservation.granted:
+            reservation.commit(storage.write(batch))
 
 :mod:`vua.capacity.reclaim` grants it, and evicts. Every use of a prefix is reported to
 :meth:`Capacity.used`, which touches it in the background. Never reserve on an engine's own path: it

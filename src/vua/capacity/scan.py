@@ -391,7 +391,7 @@ class Folders(Protocol):
 class Sweep:
     """One look at all mtimes, fan by fan, for the chunks that are to go first.
 
-    Some fans are a sample. From these comes the rank that ``room`` chunks, or a hundredth of all,
+    Some fans are a sample. From these comes the rank that ``wanted`` chunks, or a hundredth of all,
     are not above. What lies below it is found fan by fan, so memory does not grow with the number
     of chunks, and the first victims are known when the sample is read. After the last fan they are
     the exact lowest. Costs 2 us per chunk where names are cached. For one thread.
@@ -400,7 +400,7 @@ class Sweep:
     def __init__(
         self,
         found: Sequence[Folders],
-        room: int,
+        wanted: int,
         rank: Rank = by_mtime,
         pulse: Callable[[], None] = lambda: None,
         *,
@@ -411,14 +411,14 @@ class Sweep:
 
         Args:
             found: the namespaces.
-            room: how many victims to find, about and at least.
+            wanted: how many victims to find, about and at least.
             rank: called with names and mtimes.
             pulse: called before each fan.
             latest_ns: an mtime after this is from the future.
             expired_ns: chunks with an mtime before this are :attr:`expired`, whatever their rank.
         """
         self._rank, self._latest_ns, self._expired_ns = rank, latest_ns, expired_ns
-        self._room = room
+        self._wanted = wanted
         self._found: list[Candidates] = []
         self._expired: list[Candidates] = []
         self.ahead: list[Candidate] = []
@@ -452,7 +452,7 @@ class Sweep:
             sum(len(one[1]) * each for one, each in zip(sampled, stand_for, strict=True))
         )
         """How many there are, estimated."""
-        self.is_large = self.chunks * _BAND > room
+        self.is_large = self.chunks * _BAND > wanted
         """Whether more are found than one wants to hold at a time."""
         self.limit = self._quantile([one[3] for one in sampled], stand_for)
         for one in sampled:
@@ -460,13 +460,13 @@ class Sweep:
 
     def _quantile(self, ranks: Sequence[Column], stand_for: Sequence[float]) -> int:
         """The rank that enough chunks are not above; HIGHEST where these are all."""
-        room = max(self._room, int(self.chunks * _BAND))
-        if self.chunks <= room:
+        wanted = max(self._wanted, int(self.chunks * _BAND))
+        if self.chunks <= wanted:
             return HIGHEST
         flat = np.concatenate(ranks)
         order = np.argsort(flat)
         each = np.repeat(stand_for, [len(one) for one in ranks])[order]
-        at = int(np.searchsorted(np.cumsum(each), room))
+        at = int(np.searchsorted(np.cumsum(each), wanted))
         return HIGHEST if at >= len(flat) else int(flat[order[at]])
 
     @property
@@ -537,13 +537,13 @@ class Sweep:
         self.picked += len(victims)
         if len(names) and mtimes_ns.max() > self._latest_ns:
             self.ahead += those(mtimes_ns > self._latest_ns, mtimes_ns)
-        if len(self.ahead) > 2 * self._room:
-            self.ahead = sorted(self.ahead)[: self._room]
+        if len(self.ahead) > 2 * self._wanted:
+            self.ahead = sorted(self.ahead)[: self._wanted]
 
 
-def lowest(found: Sequence[Space], room: int) -> Sweep:
+def lowest(found: Sequence[Space], wanted: int) -> Sweep:
     """Return a sweep that has looked at everything; see :class:`Sweep`."""
-    sweep = Sweep(found, room)
+    sweep = Sweep(found, wanted)
     sweep.drain({space.name: space for space in found}, lambda: None)
     return sweep
 

@@ -158,8 +158,8 @@ def is_cold(path: str | Path) -> bool:
     try:
         if (pages := cached_pages(fd)) is not None:
             return pages == 0
-        room = np.zeros(PAGE, dtype=np.uint8)  # an older system: may make it fetch the file
-        rows = np.array([[room.ctypes.data, PAGE]], dtype=np.uint64)
+        page = np.zeros(PAGE, dtype=np.uint8)  # an older system: may make it fetch the file
+        rows = np.array([[page.ctypes.data, PAGE]], dtype=np.uint64)
         return vectors.preadv_cached(fd, rows.ctypes.data, 1, 0) < 0
     finally:
         os.close(fd)

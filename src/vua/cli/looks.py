@@ -494,10 +494,10 @@ def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Traf
     rows = [_compare(one, now_ns, took_s) for _, one in sorted(now.items())]
     nbytes = sum(round(one.chunk_nbytes * one.chunks) for one in now.values())
     chunks = sum(one.chunks for one in now.values())
-    room, free_nbytes = catalog.quick_use(), None
-    if room is not None:
-        nbytes, free_nbytes = room.nbytes, room.free_nbytes
-    limits = catalog.limits() if room is None else room.limits
+    use, free_nbytes = catalog.quick_use(), None
+    if use is not None:
+        nbytes, free_nbytes = use.nbytes, use.free_nbytes
+    limits = catalog.limits() if use is None else use.limits
     return Traffic(
         *(catalog.where, nbytes, limits["max_bytes"], free_nbytes, took_s, rows, chunks),
         counts=dict(catalog.counts),
@@ -596,8 +596,8 @@ class _Log:
         nbytes = sum(int(one.tree.nbytes.sum()) for one in seen.values())
         use = catalog.quick_use()
         most = None if use is None else use.limits["max_bytes"]
-        room = int(most / nbytes * chunks) if most and nbytes else chunks
-        found = worth(self._requests, max(1, room), now_s, _WORTH_S)
+        fitting = int(most / nbytes * chunks) if most and nbytes else chunks
+        found = worth(self._requests, max(1, fitting), now_s, _WORTH_S)
         talk.tell("worth", [one._asdict() for one in found])
 
 

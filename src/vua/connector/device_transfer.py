@@ -369,8 +369,10 @@ class DeviceGroupTransfer(GroupTransfer):
         """Return how many buffers for saves also fit into a quarter of the device's free memory."""
         if device.type != "cuda":
             return self.save_limit
-        room = torch.cuda.mem_get_info(device)[0] // 4 // len(self._model.groups)
-        return max(1, min(self.save_limit, room // self.shard.payload_nbytes(self.group.layout)))
+        free_nbytes = torch.cuda.mem_get_info(device)[0] // 4 // len(self._model.groups)
+        return max(
+            1, min(self.save_limit, free_nbytes // self.shard.payload_nbytes(self.group.layout))
+        )
 
     def _warm_up(self) -> None:
         """Make an empty transfer both ways: kernels are compiled now, which takes seconds."""

@@ -389,13 +389,13 @@ class Staging:
         host = torch.from_numpy(nbytes)
         if self._rows is not None:
             host.zero_()  # what lies behind pages is never written
-        room = (len(self._parts), chunks, self._tokens)
+        shape = (len(self._parts), chunks, self._tokens)
         if not self._cuda:
-            return _Memory(host, host, torch.empty(room, dtype=torch.int64))
+            return _Memory(host, host, torch.empty(shape, dtype=torch.int64))
         # On a stream of ours: the allocator may hand out memory that the engine's stream still uses
         # up to now, but ours would not wait for it. And on its device: threads begin on the first.
         with torch.cuda.stream(self._load_stream):
-            slots = torch.empty(room, dtype=torch.int64, pin_memory=True)
+            slots = torch.empty(shape, dtype=torch.int64, pin_memory=True)
             make = torch.empty_like if self._rows is None else torch.zeros_like
             mirror = make(host, device=self._device)
         self._load_stream.synchronize()
@@ -427,8 +427,8 @@ class Staging:
         """Scatter chunks of a mirror on a GPU; the move is planned once per run."""
         rooms = run.memory.slots[:, run.first : run.stop]
         there = [
-            room.copy_(some).to(self._device, non_blocking=True)
-            for room, some in zip(rooms, slots, strict=True)
+            target.copy_(some).to(self._device, non_blocking=True)
+            for target, some in zip(rooms, slots, strict=True)
         ]
         which = (id(run.memory), run.first, run.stop)
         jobs = self._jobs.get(which)
@@ -453,7 +453,7 @@ class Staging:
         """Gather or scatter chunks of the mirror, part by part."""
         if self._cuda:  # page-locked: else the copy to the device would wait for it
             rooms = run.memory.slots[:, run.first : run.stop]
-            slots = [room.copy_(some) for room, some in zip(rooms, slots, strict=True)]
+            slots = [target.copy_(some) for target, some in zip(rooms, slots, strict=True)]
         arrays, low = self._arrays(run), 0
         for part, some in zip(self._parts, slots, strict=True):
             move(part, some, *(array[:, :, low : low + part.layers] for array in arrays))

@@ -53,8 +53,8 @@ def _find_xxh3() -> tuple[int, int, int] | None:
         reset, digest = module.XXH3_64bits_reset, module.XXH3_64bits_digest
     except (OSError, ImportError, AttributeError, StopIteration):
         return None
-    room = ctypes.create_string_buffer(1024 + 64)
-    state = ctypes.c_void_p(ctypes.addressof(room) + -ctypes.addressof(room) % 64)
+    memory = ctypes.create_string_buffer(1024 + 64)
+    state = ctypes.c_void_p(ctypes.addressof(memory) + -ctypes.addressof(memory) % 64)
     sample = bytes(range(256)) * 9
     digest.restype = ctypes.c_uint64
     reset(state)

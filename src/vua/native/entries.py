@@ -160,13 +160,13 @@ def read_entries(
     trusted = (None, 0) if uids is None else (uids, len(uids))
     nbytes = transfer.file_nbytes * (stop - first)
     bounce = _bounce() if direct or spread else None
-    room = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
+    bounces = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
     held = directory.local and nbytes <= _HELD_NBYTES
     if held:
-        first = bound.load_held(*batch, first, stop, place, 1, flags | _NOWAIT, *trusted, *room)
+        first = bound.load_held(*batch, first, stop, place, 1, flags | _NOWAIT, *trusted, *bounces)
     if first < stop and not (held and spread):
         with crew.joined(nbytes) as threads:
-            first = bound.load(*batch, first, stop, place, threads, flags, *trusted, *room)
+            first = bound.load(*batch, first, stop, place, threads, flags, *trusted, *bounces)
     if bounce is not None:
         spare_bounces.append(bounce)
     return first
@@ -216,7 +216,7 @@ class EntryStream:
         trusted = (None, 0) if uids is None else (uids, len(uids))
         self._bounce = _bounce() if direct else None
         bounce = self._bounce
-        room = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
+        bounces = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
         self._kept = (transfer, into, names := _joined(paths), form, places, uids)
         self._joined = crew.joined(transfer.file_nbytes * len(paths))
         threads = self._joined.__enter__()
@@ -230,7 +230,7 @@ class EntryStream:
                 threads,
                 flags,
                 *trusted,
-                *room,
+                *bounces,
             ),
         )
         self._closed = False
@@ -426,15 +426,15 @@ def list_chunks(directory: int) -> tuple[ChunkNames, npt.NDArray[np.int64]]:
     if bound is None:
         names, mtimes_ns = fallback.list_chunks(directory)
         return ChunkNames.of(names), mtimes_ns
-    room, found = 0, _ROOM
-    while found > room:
-        room = found
-        digits = np.empty((room, _NAME_NBYTES), dtype=np.uint8)
-        mtimes_ns = np.empty(room, dtype=np.int64)
-        found = bound.list(directory, digits.ctypes.data, mtimes_ns.ctypes.data, room)
+    most, found = 0, _ROOM
+    while found > most:
+        most = found
+        digits = np.empty((most, _NAME_NBYTES), dtype=np.uint8)
+        mtimes_ns = np.empty(most, dtype=np.int64)
+        found = bound.list(directory, digits.ctypes.data, mtimes_ns.ctypes.data, most)
         if found < 0:
             raise OSError(-found, os.strerror(-found))
-    if 2 * found < room:
+    if 2 * found < most:
         return ChunkNames(digits[:found].copy()), mtimes_ns[:found].copy()
     return ChunkNames(digits[:found]), mtimes_ns[:found]
 

@@ -225,8 +225,8 @@ def fill_entry(
 ) -> None:
     """Put bytes where they belong; see :func:`vua.native.entries.fill_entry`."""
     plan, discard = transfer.plan, into.discard
-    room = np.empty(plan.discard_nbytes, np.uint8) if discard is None else discard[file]
-    rows = rows_of(transfer, place, room.ctypes.data)
+    discarded = np.empty(plan.discard_nbytes, np.uint8) if discard is None else discard[file]
+    rows = rows_of(transfer, place, discarded.ctypes.data)
     for extent, extent_stop, header, nbytes, start, block, stop in plan.reads.tolist():
         if not offset <= start <= start + nbytes <= offset + len(data):
             continue

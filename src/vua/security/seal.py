@@ -107,8 +107,8 @@ class Seal:
             into: memory for the encrypted payload, if the kind is ENCRYPTED.
         """
         seal_info = SealInfo(self.key_id, new_nonce())
-        room = None if into is None else memoryview(into.data)
-        tags = _fed(blocks, self._closings(codec, key, seal_info, room))
+        target = None if into is None else memoryview(into.data)
+        tags = _fed(blocks, self._closings(codec, key, seal_info, target))
         return SealOfFile(seal_info, b"".join(tag.to_bytes(TAG_NBYTES, "big") for tag in tags))
 
     def open(
@@ -171,15 +171,15 @@ class Seal:
         return AES(file_key), len(bound).to_bytes(8, "little") + bound
 
     def _closings(
-        self, codec: EntryCodec, key: ChunkKey, seal_info: SealInfo, room: memoryview | None
+        self, codec: EntryCodec, key: ChunkKey, seal_info: SealInfo, target: memoryview | None
     ) -> Iterator[_Closing]:
         algorithm, bound = self._context(codec, key, seal_info)
         for block in range(codec.blocks):
             context = _Cipher(algorithm, GCM(_nonce(block))).encryptor()
             context.authenticate_additional_data(bound)
-            closing = _Closing(context, room)
+            closing = _Closing(context, target)
             yield closing
-            room = None if room is None else room[closing.written :]
+            target = None if target is None else target[closing.written :]
 
 
 def _fed(blocks: Iterable[Block], digests: Iterator[Digest]) -> list[int]:
@@ -200,14 +200,14 @@ def _nonce(block: int) -> bytes:
 class _Closing:
     """One checksum block of a new file. Its number is its tag."""
 
-    def __init__(self, context: AEADEncryptionContext, room: memoryview | None) -> None:
-        self._context, self._room, self.written = context, room, 0
+    def __init__(self, context: AEADEncryptionContext, target: memoryview | None) -> None:
+        self._context, self._target, self.written = context, target, 0
 
     def update(self, view: memoryview) -> None:
-        if self._room is None:
+        if self._target is None:
             self._context.authenticate_additional_data(view)
         else:
-            self.written += self._context.update_into(view, self._room[self.written :])
+            self.written += self._context.update_into(view, self._target[self.written :])
 
     def intdigest(self) -> int:
         self._context.finalize()

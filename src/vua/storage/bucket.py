@@ -195,10 +195,10 @@ class Bucket:
                 return _meta(answer.meta), data
             data, place = _runtime.buffers.take(stop - start).data, 0
             for piece in answer.stream(min_chunk_size=_PIECE_NBYTES):
-                room = data[place : place + len(piece)]
-                if len(room) < len(piece):
+                target = data[place : place + len(piece)]
+                if len(target) < len(piece):
                     raise OSError(errno.EIO, "more was sent than announced")
-                room[:] = memoryview(piece)
+                target[:] = memoryview(piece)
                 place += len(piece)
             data = data[:place]
         self._count("read_nbytes", len(data))

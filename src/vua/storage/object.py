@@ -254,16 +254,16 @@ _BATCH_NBYTES: Final = 256 << 20
 class WriteTimes:
     """When chunks' objects were last written, as far as answers told. Thread-safe."""
 
-    def __init__(self, room: int = 1 << 16) -> None:
+    def __init__(self, most: int = 1 << 16) -> None:
         """Remember at most ``room`` chunks."""
-        self._room, self._lock = room, new_lock()
+        self._most, self._lock = most, new_lock()
         self._known: OrderedDict[str, float] = OrderedDict()
 
     def note(self, chunk: str, modified_s: float) -> None:
         with self._lock:
             self._known[chunk] = modified_s
             self._known.move_to_end(chunk)
-            if len(self._known) > self._room:
+            if len(self._known) > self._most:
                 self._known.popitem(last=False)
 
     def get(self, chunk: str) -> float | None:

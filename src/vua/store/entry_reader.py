@@ -57,7 +57,7 @@ class EntryReader:
             transfer = Transfer(header_plan(*sizes))
         self._storage, self._codec, self._transfer = storage, codec, transfer
         self._suffix = f"/{codec.shard.name}"
-        self._room: Batch | None = None
+        self._kept: Batch | None = None
 
     def read(
         self,
@@ -131,14 +131,14 @@ class EntryReader:
     def _batch(self, run: Sequence[ChunkKey], place: int, *, keep_discarded: bool) -> Batch:
         """Return the batch to read, in memory that is kept between calls."""
         names = [key.name + self._suffix for key in run]
-        room = self._room
-        if keep_discarded or room is None or len(room.headers) < len(run):
-            room = Batch.of(names, self._transfer, place, keep_discarded=keep_discarded)
-            self._room = room
-            return room
-        room.names, room.place = names, place
-        room.into.clear(len(run))  # so that a storage cannot pass off an earlier result as its own
-        return room
+        kept = self._kept
+        if keep_discarded or kept is None or len(kept.headers) < len(run):
+            kept = Batch.of(names, self._transfer, place, keep_discarded=keep_discarded)
+            self._kept = kept
+            return kept
+        kept.names, kept.place = names, place
+        kept.into.clear(len(run))  # so that a storage cannot pass off an earlier result as its own
+        return kept
 
     def _verify(
         self,

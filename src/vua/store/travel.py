@@ -205,12 +205,12 @@ class WriteBack:
         key = info.key
         if info.start and before and before != info.parent:
             key = key._replace(previous=bytes.fromhex(before))
-        with self._capacity.reserve([key], len(data)) as room:
-            if not room.granted:
+        with self._capacity.reserve([key], len(data)) as reservation:
+            if not reservation.granted:
                 self.counts["not_brought"] += 1
                 return
             written = self._near.write(whole_batch(name, data))
-            room.commit(written.statuses)
+            reservation.commit(written.statuses)
         if written.problem is not None:
             raise written.problem
         self._brought(name)
@@ -326,9 +326,9 @@ class Travel:
 
     def wrote(self, names: Sequence[str]) -> None:
         if names:
-            room = _WAITING - len(self._waiting)
-            self._waiting.extend(names[: max(0, room)])
-            self._looked = self._looked and room >= len(names)
+            left = _WAITING - len(self._waiting)
+            self._waiting.extend(names[: max(0, left)])
+            self._looked = self._looked and left >= len(names)
             self._wake()
 
     def resend_missing(self, chunk: str, names: Collection[str]) -> None:

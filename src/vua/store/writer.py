@@ -228,7 +228,7 @@ class EntryWriter:
         """Time to live of chunks written from now on, see :mod:`vua.capacity.marks`."""
         self.wanted: Callable[[], bool] = lambda: True
         """Polled by :meth:`save_all`, which ends early when it returns False."""
-        self._memory, self._room = memory, memory.chunks(store.layout.chunk_tokens)
+        self._memory, self._slots = memory, memory.chunks(store.layout.chunk_tokens)
         self._transfers: dict[str, Transfer] = {}
 
     def save_all(self, keys: Keys) -> int:
@@ -279,8 +279,8 @@ class EntryWriter:
         :attr:`refused`. Raises StorageError (NotWritableError, StorageFullError) if nothing could
         be written; InputError for chunks outside the memory map.
         """
-        if place + len(run) > self._room:
-            msg = f"chunks {place} to {place + len(run)} of memory for {self._room}"
+        if place + len(run) > self._slots:
+            msg = f"chunks {place} to {place + len(run)} of memory for {self._slots}"
             raise InputError(msg)
         self.refused, store, storage, seal = False, self.store, self.store.storage, None
         try:
@@ -300,17 +300,17 @@ class EntryWriter:
         if present:
             store.quarantine.count("chunks_present", present)
             return [PRESENT] * present
-        with self._reserve(run, nbytes) as room:
-            if not room.granted:
+        with self._reserve(run, nbytes) as reservation:
+            if not reservation.granted:
                 return self._refuse(len(run))
             batch = batch or self._sealed(run, place, seal)
             written = storage.write(batch)
             statuses = list(written.statuses)
             if statuses[0] == FAILED and isinstance(written.problem, StorageFullError):
-                room.relieve_full_disk()
+                reservation.relieve_full_disk()
                 written = storage.write(batch)
                 statuses = list(map(max, statuses, written.statuses))
-            room.commit(statuses)
+            reservation.commit(statuses)
             if statuses[0] == FAILED and written.problem is not None:
                 raise written.problem
         self._count(run, statuses)

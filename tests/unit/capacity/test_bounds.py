@@ -159,7 +159,7 @@ class TestRecency(DirectoryTest):
 
     def test_recent(self) -> None:
         """A name passes once per interval, and again when it was crowded out."""
-        recent = Recent(1000.0, room=2)
+        recent = Recent(1000.0, most=2)
         passed = [recent.passes(name) for name in "aabca"]
         self.assertEqual([True, False, True, True, True], passed)
         eager = Recent(0.0)
