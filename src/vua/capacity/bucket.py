@@ -58,9 +58,9 @@ class BucketCapacity:
 
     batch_bytes = 1 << 40
 
-    def __init__(self, place: BucketPath, bounds: Limits | None = None) -> None:
-        """Bound nothing of the namespace in ``place``; logs that if ``bounds`` ask for it."""
-        self._place, where = place, str(place.parent)
+    def __init__(self, bucket_path: BucketPath, bounds: Limits | None = None) -> None:
+        """Bound nothing of the namespace in ``bucket_path``; logs that if ``bounds`` ask for it."""
+        self._bucket_path, where = bucket_path, str(bucket_path.parent)
         self._warned: set[str] = set()
         self.counts: Counter[str] = Counter()
         if bounds is not None and bounds.max_bytes is not None:
@@ -102,7 +102,7 @@ class BucketCapacity:
         if not chunks:
             return 0
         try:
-            pin_in_bucket(self._place, chunks[-1], chunks)
+            pin_in_bucket(self._bucket_path, chunks[-1], chunks)
         except OSError as problem:
             self._warn("pins", f"nothing can be pinned: {problem}")
             return 0
@@ -113,11 +113,13 @@ class BucketCapacity:
         if not chunks:
             return 0
         try:
-            folder = self._place / chunk_path(chunks[0])
-            marks = {one.key.rpartition("/")[2] for one in self._place.bucket.walk(folder.key)}
-            pins = [place for place, name in enumerate(chunks) if PIN + name in marks]
-            for place in pins:
-                unpin_in_bucket(self._place, chunks[place], chunks[: place + 1])
+            folder = self._bucket_path / chunk_path(chunks[0])
+            marks = {
+                one.key.rpartition("/")[2] for one in self._bucket_path.bucket.walk(folder.key)
+            }
+            pins = [index for index, name in enumerate(chunks) if PIN + name in marks]
+            for index in pins:
+                unpin_in_bucket(self._bucket_path, chunks[index], chunks[: index + 1])
         except OSError as problem:
             self._warn("pins", f"nothing can be unpinned: {problem}")
             return 0
@@ -139,7 +141,7 @@ class BucketCapacity:
     def _warn(self, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            log.warning("%s: %s", self._place.parent, text)
+            log.warning("%s: %s", self._bucket_path.parent, text)
 
 
 def pin_in_bucket(space: BucketPath, pinned: str, held: Sequence[str]) -> None:
@@ -169,21 +171,21 @@ def _marks(space: BucketPath, pinned: str, held: Sequence[str]) -> list[str]:
     return [(space / f"{chunk_path(name)}/{PIN}{pinned}").key for name in held]
 
 
-def read_bucket_bounds(place: BucketPath) -> Limits:
+def read_bucket_bounds(bucket_path: BucketPath) -> Limits:
     """Return the limits in a cache's ``bounds.json``; empty without one.
 
     Raises StorageError; ConfigError for one that is unusable.
     """
     try:
-        data = (place / LIMITS_FILE).read(MAX_BOUNDS_NBYTES)
+        data = (bucket_path / LIMITS_FILE).read(MAX_BOUNDS_NBYTES)
     except FileNotFoundError:
         return Limits()
-    return parse_bounds(data, place / LIMITS_FILE)
+    return parse_bounds(data, bucket_path / LIMITS_FILE)
 
 
-def write_bucket_bounds(place: BucketPath, bounds: Limits) -> None:
+def write_bucket_bounds(bucket_path: BucketPath, bounds: Limits) -> None:
     """Replace ``bounds.json`` of a cache. Raises StorageError."""
-    place.bucket.put((place / LIMITS_FILE).key, bounds_text(bounds))
+    bucket_path.bucket.put((bucket_path / LIMITS_FILE).key, bounds_text(bounds))
 
 
 _BOUNDS_S: Final = 600.0
@@ -206,7 +208,7 @@ class Renewal:
         The shorter ``ttl_s`` of ``bounds`` and ``bounds.json`` applies. ``seen`` is called after
         each listing of a chunk with its entries in the bucket.
         """
-        self._place, self._bounds, self._seen = storage.directory, bounds or Limits(), seen
+        self._bucket_path, self._bounds, self._seen = storage.directory, bounds or Limits(), seen
         self._times = storage.times
         self.counts: Counter[str] = Counter()
         """So far: looked (chunks), renewed (objects), failed."""
@@ -226,7 +228,7 @@ class Renewal:
     def used(self, keys: Keys, chunks: int) -> None:
         """Note that the first ``chunks`` chunks of ``keys`` were used; returns at once."""
         if chunks and self._stop_s == math.inf and self._touches.wants(keys[chunks - 1].name):
-            self._touches.touch([keys[place].name for place in range(chunks)])
+            self._touches.touch([keys[index].name for index in range(chunks)])
 
     def _renew(self, chunks: Sequence[str]) -> None:
         """Check chunks that were not checked lately, and renew the old ones."""
@@ -240,13 +242,13 @@ class Renewal:
                     self._renew_chunk(chunk, before_s)
         except (OSError, ConfigError) as problem:  # what is left is looked at the next time
             self.counts["failed"] += 1
-            log.debug("%s: not renewed: %s", self._place, problem)
+            log.debug("%s: not renewed: %s", self._bucket_path, problem)
 
     def _life(self) -> float | None:
         """Return the life of an unused object. Raises StorageError, ConfigError."""
         now_s = time.monotonic()
         if now_s - self._asked_s >= _BOUNDS_S:
-            both = (self._bounds, read_bucket_bounds(self._place.parent))
+            both = (self._bounds, read_bucket_bounds(self._bucket_path.parent))
             life_s = min((one.ttl_s for one in both if one.ttl_s is not None), default=None)
             if life_s is not None and life_s != self._life_s:
                 self._recent = Recent(life_s / 4)
@@ -259,7 +261,7 @@ class Renewal:
         This host's clock is good enough: a bucket refuses requests of one that is minutes off.
         """
         self.counts["looked"] += 1
-        bucket, folder = self._place.bucket, self._place / chunk_path(chunk)
+        bucket, folder = self._bucket_path.bucket, self._bucket_path / chunk_path(chunk)
         if self._file:
             try:
                 modified_s = bucket.head((folder / self._file).key).modified_s
@@ -270,7 +272,7 @@ class Renewal:
                 pass  # stored in other shards, or gone
         names = set()
         for one in list(bucket.walk(folder.key)):
-            name = entry_at(one.key.removeprefix(f"{self._place.key}/"))
+            name = entry_at(one.key.removeprefix(f"{self._bucket_path.key}/"))
             if not name:
                 continue
             names.add(name)

@@ -45,7 +45,7 @@ from vua.catalog.base import (
     Rules,
     size,
 )
-from vua.catalog.check import Check, Checker, Place, Verification, sampled
+from vua.catalog.check import Check, Checker, ExpectedEntry, Verification, sampled
 from vua.catalog.inventory import Inventory
 from vua.catalog.listed import ListedCatalog, ListedChunk, ListedNamespace, seals
 from vua.errors import ConfigError, CorruptEntryError, StorageError
@@ -121,13 +121,13 @@ class BucketNamespace(ListedNamespace):
     def __init__(
         self,
         description: Description,
-        place: BucketPath,
+        bucket_path: BucketPath,
         show: Show,
         metas: Iterable[Meta] | None = None,
     ) -> None:
         """List the namespace, or take the objects in ``metas``. Raises StorageError."""
         super().__init__(description)
-        self.place = place
+        self.bucket_path = bucket_path
         self.leftovers: list[str] = []
         """Paths of copies left by a killed renewal, by name and time; see :meth:`of_ours`."""
         self.beside: list[str] = []
@@ -141,7 +141,7 @@ class BucketNamespace(ListedNamespace):
         marked: dict[str, ListedChunk] = {}
 
         def take(meta: Meta) -> None:
-            item = _item(place, meta)
+            item = _item(bucket_path, meta)
             if item.kind == "description":
                 return
             if item.kind == "entry":
@@ -161,7 +161,7 @@ class BucketNamespace(ListedNamespace):
             else:
                 self._note(item)
 
-        _give(place, metas, take)
+        _give(bucket_path, metas, take)
         self.chunks = dict(sorted(self.chunks.items()))
         for name, beside in marked.items():
             if here := self.chunks.get(name):
@@ -188,7 +188,7 @@ class BucketNamespace(ListedNamespace):
     def read_header(self, chunk: ListedChunk, path: str) -> EntryInfo | None:
         """Read a header by one request, or two if it is long."""
         del chunk
-        key, bucket = (self.place / path).key, self.place.bucket
+        key, bucket = (self.bucket_path / path).key, self.bucket_path.bucket
         with contextlib.suppress(OSError, CorruptEntryError):
             data = bucket.get(key, 0, _HEADER_NBYTES)[1]
             try:
@@ -205,7 +205,9 @@ class BucketNamespace(ListedNamespace):
 
     def _learn(self, item: Item) -> None:
         with contextlib.suppress(OSError, CorruptEntryError):
-            for name, before in parents_in(self.place.bucket.get((self.place / item.path).key)[1]):
+            for name, before in parents_in(
+                self.bucket_path.bucket.get((self.bucket_path / item.path).key)[1]
+            ):
                 chunk = self.chunks.get(name)
                 if chunk is not None:
                     self._told.add(name)
@@ -221,18 +223,18 @@ class BucketNamespace(ListedNamespace):
             if one.before is not None and (whole or name not in self._told)
         )
         while len(some := list(itertools.islice(todo, FULL))) >= _WORTH:
-            write_parents(self.place, some)
+            write_parents(self.bucket_path, some)
         if whole:
-            self.place.bucket.delete(self.keys([one.path for one in self._notes]))
+            self.bucket_path.bucket.delete(self.keys([one.path for one in self._notes]))
 
     def each(self, work: Callable[[ListedChunk], None], chunks: Sequence[ListedChunk]) -> None:
         Bucket.each(work, chunks)
 
     def write_pin(self, chunk: str, held: Sequence[str]) -> None:
-        pin_in_bucket(self.place, chunk, held)
+        pin_in_bucket(self.bucket_path, chunk, held)
 
     def remove_pin(self, chunk: str, held: Sequence[str]) -> None:
-        unpin_in_bucket(self.place, chunk, held)
+        unpin_in_bucket(self.bucket_path, chunk, held)
 
     def listed(self, chunk: str) -> list[str]:
         """Return the names of entries, in their plain form, and marks."""
@@ -245,7 +247,7 @@ class BucketNamespace(ListedNamespace):
         chunk = self.chunks.get(path[3:].partition("/")[0])
         paths = [] if chunk is None else sorted(chunk.paths)
         found = next((one for one in paths if plain_path(one) == path), path)
-        data = (self.place / found).read(MAX_FILE_NBYTES)
+        data = (self.bucket_path / found).read(MAX_FILE_NBYTES)
         try:
             plain = decompressed(memoryview(data)) if is_compressed(found) else data
         except ImportError as problem:
@@ -253,14 +255,14 @@ class BucketNamespace(ListedNamespace):
         yield OpenFile(io.BytesIO(plain))
 
     def keys(self, paths: Sequence[str]) -> list[str]:
-        return [(self.place / path).key for path in paths]
+        return [(self.bucket_path / path).key for path in paths]
 
     def of_ours(self, paths: Sequence[str]) -> list[str]:
         """Return the keys of those paths that are VUA's, also by their content."""
         return [
             key
             for path, key in zip(paths, self.keys(paths), strict=True)
-            if not is_renewing(path) or _holds_entry(self.place.bucket, key)
+            if not is_renewing(path) or _holds_entry(self.bucket_path.bucket, key)
         ]
 
     def every_key(self) -> list[str]:
@@ -276,11 +278,11 @@ class BucketNamespace(ListedNamespace):
         return keys
 
     def _description_key(self) -> list[str]:
-        key = (self.place / DESCRIPTION).key
+        key = (self.bucket_path / DESCRIPTION).key
         if self.description.identity is not None:
             return [key]
         with contextlib.suppress(OSError):  # a damaged description of VUA begins like a sound one
-            if bytes(self.place.bucket.get(key, 0, len(_OURS))[1]) == _OURS:
+            if bytes(self.bucket_path.bucket.get(key, 0, len(_OURS))[1]) == _OURS:
                 return [key]
         return []
 
@@ -290,9 +292,9 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
 
     look_s = _LOOK_S
 
-    def __init__(self, where: str, place: BucketPath) -> None:
-        super().__init__(where, place)
-        self.root = place
+    def __init__(self, where: str, bucket_path: BucketPath) -> None:
+        super().__init__(where, bucket_path)
+        self.root = bucket_path
         self._is_asked = False
         self._inventory: dict[str, list[Meta]] | None = None
         """The objects by namespace, where a report tells them."""
@@ -378,10 +380,10 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def own_ttls(self) -> int:
         """Count them; they are not applied in buckets."""
         return sum(
-            kind_at(each.key.removeprefix(f"{place.key}/")) == "ttl"
+            kind_at(each.key.removeprefix(f"{bucket_path.key}/")) == "ttl"
             for one in bucket_descriptions(self.root)
-            for place in [self._path(one)]
-            for each in place.bucket.walk((place / TTL_FOLDER).key)
+            for bucket_path in [self._path(one)]
+            for each in bucket_path.bucket.walk((bucket_path / TTL_FOLDER).key)
         )
 
     def delete(
@@ -436,15 +438,18 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
     ) -> Verification:
         result, checker = Verification.of(description, self.state(description)), Checker(keys)
-        place = self._path(description)
-        storage = ObjectStorage(place, codec=AUTO)
+        bucket_path = self._path(description)
+        storage = ObjectStorage(bucket_path, codec=AUTO)
 
         def check(item: Item) -> tuple[str, Check, bool]:
             try:
-                meta, data = place.bucket.get((place / item.path).key)
+                meta, data = bucket_path.bucket.get((bucket_path / item.path).key)
             except OSError as problem:
                 return item.path, Check("error", (str(problem),), 0), False
-            where, compressed = Place(place.name, item.chunk, item.shard), is_compressed(item.path)
+            where, compressed = (
+                ExpectedEntry(bucket_path.name, item.chunk, item.shard),
+                is_compressed(item.path),
+            )
             done = checker.check_bytes(memoryview(bytearray(data)), where, compressed=compressed)
             removed = False
             if repair and done.outcome in ("corrupt", "foreign") and item.shard is not None:
@@ -453,7 +458,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
 
         fans = sampled([f"{fan:02x}" for fan in range(256)], share)
         run: list[Item] = []
-        for item in itertools.chain(walk(place), [None]):
+        for item in itertools.chain(walk(bucket_path), [None]):
             if item is not None and item.kind != "entry":
                 result.add_other(item)
             elif item is not None and item.chunk[:2] in fans:
@@ -480,27 +485,29 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         return None, []
 
 
-def _give(place: BucketPath, metas: Iterable[Meta] | None, take: Callable[[Meta], None]) -> None:
+def _give(
+    bucket_path: BucketPath, metas: Iterable[Meta] | None, take: Callable[[Meta], None]
+) -> None:
     """Give all objects of a namespace, or those in ``metas``, to ``take``. Raises StorageError."""
     if metas is None:
-        place.bucket.walk_at_once(place.key, take)
+        bucket_path.bucket.walk_at_once(bucket_path.key, take)
     else:
         for meta in metas:
             take(meta)
 
 
-def walk(place: BucketPath, metas: Iterable[Meta] | None = None) -> Iterator[Item]:
+def walk(bucket_path: BucketPath, metas: Iterable[Meta] | None = None) -> Iterator[Item]:
     """Return the objects of a namespace, except its description. Raises StorageError.
 
     ``metas``: these, instead of what a listing finds.
     """
-    found = place.bucket.walk(place.key) if metas is None else metas
-    items = (_item(place, meta) for meta in found)
+    found = bucket_path.bucket.walk(bucket_path.key) if metas is None else metas
+    items = (_item(bucket_path, meta) for meta in found)
     return (one for one in items if one.kind != "description")
 
 
-def _item(place: BucketPath, meta: Meta) -> Item:
-    path = meta.key.removeprefix(f"{place.key}/")
+def _item(bucket_path: BucketPath, meta: Meta) -> Item:
+    path = meta.key.removeprefix(f"{bucket_path.key}/")
     entry, kind, chunk, shard = entry_at(path), kind_at(path), "", None
     if entry:
         chunk, shard = parse_name(entry)
@@ -531,34 +538,34 @@ _DESCRIPTION_NBYTES: Final = 16384
 _DAY_S: Final = 86400
 
 
-def tried(place: BucketPath) -> Iterator[Finding]:
+def tried(bucket_path: BucketPath) -> Iterator[Finding]:
     """Run all probes with an object of their own, which is deleted again."""
     try:
-        marked = is_marked_bucket(place)
-        folders, objects = place.bucket.folders(place.key)
+        marked = is_marked_bucket(bucket_path)
+        folders, objects = bucket_path.bucket.folders(bucket_path.key)
     except (OSError, ConfigError) as problem:
         yield Finding("reach", "bad", str(problem))
         return
     yield Finding("reach", "ok", "it answers, and these credentials may list it")
     if not marked and (folders or objects):
         yield Finding("mark", "note", f"no {MARK}: what is there is not VUA's to delete")
-    key = (place / f".doctor-{secrets.token_hex(6)}").key
+    key = (bucket_path / f".doctor-{secrets.token_hex(6)}").key
     try:
         for probe in (_write, _condition, _ranges, _listing, _speed, _deletion):
-            yield _guarded(probe, place.bucket, key)
-        if place.bucket.scheme == "s3":
-            yield _lifecycle(place)
+            yield _guarded(probe, bucket_path.bucket, key)
+        if bucket_path.bucket.scheme == "s3":
+            yield _lifecycle(bucket_path)
     finally:
         with suppress(OSError):
-            place.bucket.delete([key])
+            bucket_path.bucket.delete([key])
 
 
-def _lifecycle(place: BucketPath) -> Finding:
+def _lifecycle(bucket_path: BucketPath) -> Finding:
     try:
-        ttl_s = read_bucket_bounds(place).ttl_s
-        rules = rules_of(place.bucket)
-        names = [one.name for one in bucket_descriptions(place)]
-        places = [place / name for name in names] or [place]
+        ttl_s = read_bucket_bounds(bucket_path).ttl_s
+        rules = rules_of(bucket_path.bucket)
+        names = [one.name for one in bucket_descriptions(bucket_path)]
+        places = [bucket_path / name for name in names] or [bucket_path]
         found = [judged(rules, prefix_of(one), ttl_s) for one in places]
         return max(found, key=lambda one: ("ok", "note", "bad").index(one.level))
     except (OSError, ConfigError) as problem:
@@ -637,17 +644,17 @@ def _deletion(bucket: Bucket, key: str) -> Finding:
 # -- the lifecycle rule ---------------------------------------------------------------------------
 
 
-def rules_at(place: BucketPath) -> tuple[Rules | None, list[Finding]]:
+def rules_at(bucket_path: BucketPath) -> tuple[Rules | None, list[Finding]]:
     """Return rules for `vua ttl`, or 30 days, for the parts of a prefix that only VUA uses.
 
     None for a store without such rules. Raises StorageError, ConfigError.
     """
-    if place.bucket.scheme not in ("s3", "memory"):
+    if bucket_path.bucket.scheme not in ("s3", "memory"):
         return None, []
-    days = days_of(read_bucket_bounds(place).ttl_s) or _DAYS
-    places = places_of(place)
+    days = days_of(read_bucket_bounds(bucket_path).ttl_s) or _DAYS
+    places = places_of(bucket_path)
     found = []
-    if places != [place]:
+    if places != [bucket_path]:
         text = "objects that are not VUA's are there: rules for the whole prefix would delete them"
         found.append(Finding("lifecycle", "note", text))
     return Rules(days, rules_for(places, days)) if places else None, found
@@ -658,32 +665,32 @@ def days_of(ttl_s: float | None) -> int | None:
     return None if ttl_s is None else max(1, math.ceil(ttl_s / _DAY_S))
 
 
-def prefix_of(place: BucketPath) -> str:
+def prefix_of(bucket_path: BucketPath) -> str:
     """Return the key prefix of a cache's objects in its bucket."""
-    path = urlsplit(str(place)).path.strip("/")
+    path = urlsplit(str(bucket_path)).path.strip("/")
     return f"{path}/" if path else ""
 
 
-def places_of(place: BucketPath) -> list[BucketPath]:
+def places_of(bucket_path: BucketPath) -> list[BucketPath]:
     """Return the prefixes that rules may cover: only VUA's objects are below them.
 
     That is the cache's own prefix, or, if it also holds other objects, the namespaces that hold
     nothing else. Looks as far as the folders of chunks, by one or two requests per namespace.
     Raises StorageError.
     """
-    found, others = bucket_contents(place)
-    known = [place / one.name for one in found if one.identity is not None]
+    found, others = bucket_contents(bucket_path)
+    known = [bucket_path / one.name for one in found if one.identity is not None]
     clean = [one for one in known if _is_clean(one)]
-    return [place] if not others and len(clean) == len(found) else clean
+    return [bucket_path] if not others and len(clean) == len(found) else clean
 
 
-def _is_clean(place: BucketPath) -> bool:
+def _is_clean(bucket_path: BucketPath) -> bool:
     """Whether a namespace's top level holds only VUA's objects. Raises StorageError."""
-    folders, objects = place.bucket.folders(place.key)
-    names = [one.removeprefix(f"{place.key}/") for one in folders]
+    folders, objects = bucket_path.bucket.folders(bucket_path.key)
+    names = [one.removeprefix(f"{bucket_path.key}/") for one in folders]
     known = (TTL_FOLDER, PARENTS, QUARANTINE)
     return all(name in known or is_fan(name) for name in names) and not any(
-        kind_at(one.key.removeprefix(f"{place.key}/")) == "stray" for one in objects
+        kind_at(one.key.removeprefix(f"{bucket_path.key}/")) == "stray" for one in objects
     )
 
 
@@ -699,7 +706,7 @@ def rules_for(places: Sequence[BucketPath], days: int) -> dict[str, object]:
             "Status": "Enabled",
             "Filter": {
                 "And": {
-                    "Prefix": prefix_of(place),
+                    "Prefix": prefix_of(bucket_path),
                     "ObjectSizeGreaterThan": _DESCRIPTION_NBYTES,
                 }
             },
@@ -707,7 +714,7 @@ def rules_for(places: Sequence[BucketPath], days: int) -> dict[str, object]:
             "NoncurrentVersionExpiration": {"NoncurrentDays": 1},
             "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 1},
         }
-        for number, place in enumerate(places)
+        for number, bucket_path in enumerate(places)
     ]
     return {"Rules": rules}
 

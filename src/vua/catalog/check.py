@@ -46,11 +46,11 @@ __all__ = [
     "OUTCOMES",
     "Check",
     "Checker",
+    "ExpectedEntry",
     "Item",
     "Kind",
     "OpenFile",
     "Outcome",
-    "Place",
     "Verification",
     "check_at",
     "check_open",
@@ -108,7 +108,7 @@ class OpenFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ExpectedEntry:
     """What a file must be, by its path; a None is not checked."""
 
     namespace: str | None = None
@@ -143,18 +143,20 @@ class Checker:
         self._keys = keys or KnownKeys(NO_KEYS)
         self._buffer = memoryview(bytearray(_BUFFER_NBYTES))
 
-    def check(self, fd: int, place: Place) -> Check:
+    def check(self, fd: int, expected: ExpectedEntry) -> Check:
         """Read all of the file ``fd``, from its start, and judge it."""
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 return Check("error", ("not a regular file",), 0)
             first = self._first_block(fd)
-            return self._check(status.st_size, first, self._read_on(fd), place)
+            return self._check(status.st_size, first, self._read_on(fd), expected)
         except OSError as problem:
             return Check("error", (problem.strerror or str(problem),), 0)
 
-    def check_bytes(self, data: memoryview, place: Place, *, compressed: bool = False) -> Check:
+    def check_bytes(
+        self, data: memoryview, expected: ExpectedEntry, *, compressed: bool = False
+    ) -> Check:
         """Judge ``data``, all of a file or object.
 
         Encrypted data stays encrypted. ``compressed``: by the object's name.
@@ -169,11 +171,11 @@ class Checker:
         except ImportError:
             return Check("error", (f"compressed, which needs the package {PACKAGE}",), nbytes)
         first = data[:_BUFFER_NBYTES]
-        check = self._check(len(data), first, iter([data[_BUFFER_NBYTES:]]), place)
+        check = self._check(len(data), first, iter([data[_BUFFER_NBYTES:]]), expected)
         return replace(check, nbytes=nbytes, codec=CODEC if compressed else "")
 
     def _check(
-        self, nbytes: int, first: memoryview, more: Iterator[memoryview], place: Place
+        self, nbytes: int, first: memoryview, more: Iterator[memoryview], expected: ExpectedEntry
     ) -> Check:
         try:
             info = parse_entry(bytes(first))
@@ -181,7 +183,7 @@ class Checker:
             return Check("later", (str(problem),), nbytes)
         except CorruptEntryError as problem:
             return Check("corrupt", (str(problem),), nbytes)
-        misplaced = tuple(_differences(info, place))
+        misplaced = tuple(_differences(info, expected))
         try:
             info.check_length(nbytes)
             openings = self._openings(info, bytes(first[: info.header_nbytes]))
@@ -214,30 +216,30 @@ class Checker:
             yield self._buffer[:got]
 
 
-def _differences(info: EntryInfo, place: Place) -> Iterator[str]:
+def _differences(info: EntryInfo, expected: ExpectedEntry) -> Iterator[str]:
     """Yield the parts of a header that do not fit the file's path."""
-    if place.namespace not in (None, info.namespace):
-        yield f"its header says namespace {info.namespace}, it lies in {place.namespace}"
-    if place.chunk not in (None, info.prefix_hash):
-        yield f"its header says chunk {info.prefix_hash}, it lies in {place.chunk}"
-    if place.shard not in (None, info.shard):
-        yield f"its header says shard {info.shard.name}, it is named {place.shard.name}"
-    if place.layout not in (None, info.layout):
-        yield f"its header says {info.layout}, namespace.json {place.layout}"
+    if expected.namespace not in (None, info.namespace):
+        yield f"its header says namespace {info.namespace}, it lies in {expected.namespace}"
+    if expected.chunk not in (None, info.prefix_hash):
+        yield f"its header says chunk {info.prefix_hash}, it lies in {expected.chunk}"
+    if expected.shard not in (None, info.shard):
+        yield f"its header says shard {info.shard.name}, it is named {expected.shard.name}"
+    if expected.layout not in (None, info.layout):
+        yield f"its header says {info.layout}, namespace.json {expected.layout}"
 
 
-def check_open(file: OpenFile, place: Place) -> Check:
+def check_open(file: OpenFile, expected: ExpectedEntry) -> Check:
     """Judge an open file, or an object that was read."""
     try:
-        return Checker().check(file.stream.fileno(), place)
+        return Checker().check(file.stream.fileno(), expected)
     except OSError:  # in memory
-        return Checker().check_bytes(memoryview(file.stream.read()), place)
+        return Checker().check_bytes(memoryview(file.stream.read()), expected)
 
 
-def read_plain(fd: int, checker: Checker, place: Place) -> tuple[Check, bytes | None]:
+def read_plain(fd: int, checker: Checker, expected: ExpectedEntry) -> tuple[Check, bytes | None]:
     """Check an open file, and return its version; None if no reader would accept it."""
     try:
-        check = checker.check(fd, place)
+        check = checker.check(fd, expected)
     except VUAError as problem:
         check = Check("error", (str(problem),), 0)
     status = posix.status_cached(fd)
@@ -346,7 +348,7 @@ class Verification:
 _DIGEST_DIGITS: Final = 64
 
 
-def check_at(where: str, checker: Checker) -> tuple[Check, Description | None, Place]:
+def check_at(where: str, checker: Checker) -> tuple[Check, Description | None, ExpectedEntry]:
     """Check the file or the object at a path or URL.
 
     Also returns its namespace's description, if it is in one, and what follows from its path. For a
@@ -354,11 +356,11 @@ def check_at(where: str, checker: Checker) -> tuple[Check, Description | None, P
     """
     if is_url(where):
         at = _object_at(where)
-        description, place = _place_of(at)
-        return _check_object(at, checker, place), description, place
+        description, expected = _place_of(at)
+        return _check_object(at, checker, expected), description, expected
     path = Path(os.path.abspath(where))  # noqa: PTH100 - keeps symlinks
-    description, place = _place_of(path)
-    return _check_file(path, checker, place), description, place
+    description, expected = _place_of(path)
+    return _check_file(path, checker, expected), description, expected
 
 
 def _object_at(url: str) -> BucketPath:
@@ -371,39 +373,39 @@ def _object_at(url: str) -> BucketPath:
     return functools.reduce(operator.truediv, parts[-depth:], cache)
 
 
-def _check_object(at: BucketPath, checker: Checker, place: Place) -> Check:
+def _check_object(at: BucketPath, checker: Checker, expected: ExpectedEntry) -> Check:
     try:
         data = at.bucket.get(at.key)[1]
     except OSError as problem:
         return Check("error", (problem.strerror or str(problem),), 0)
     view = memoryview(bytearray(data))
-    return checker.check_bytes(view, place, compressed=is_compressed(at.name))
+    return checker.check_bytes(view, expected, compressed=is_compressed(at.name))
 
 
-def _check_file(path: Path, checker: Checker, place: Place) -> Check:
+def _check_file(path: Path, checker: Checker, expected: ExpectedEntry) -> Check:
     try:
         # O_NONBLOCK: does not wait for the writer of a FIFO
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as problem:
         return Check("error", (str(problem.strerror),), 0)
     try:
-        return checker.check(fd, place)
+        return checker.check(fd, expected)
     finally:
         close_quietly(fd)
 
 
-def _place_of(path: Path | BucketPath) -> tuple[Description | None, Place]:
+def _place_of(path: Path | BucketPath) -> tuple[Description | None, ExpectedEntry]:
     name = plain_path(path.name)
     shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
     chunk, directory = path.parent, path.parent.parent.parent
     if shard is None or not _is_digest(chunk.name):
-        return None, Place(shard=shard)
+        return None, ExpectedEntry(shard=shard)
     if chunk.parent.name != chunk.name[:2] or not _is_digest(directory.name):
-        return None, Place(chunk=chunk.name, shard=shard)
+        return None, ExpectedEntry(chunk=chunk.name, shard=shard)
     from vua.store.far import description_at  # noqa: PLC0415 - see `_object_at`
 
     namespace = settled(description_at(directory))
-    return namespace, Place(directory.name, chunk.name, shard, namespace.layout_of(shard))
+    return namespace, ExpectedEntry(directory.name, chunk.name, shard, namespace.layout_of(shard))
 
 
 def _is_digest(name: str) -> bool:

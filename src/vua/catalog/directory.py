@@ -71,7 +71,7 @@ from vua.catalog.base import (
     resolve,
     size,
 )
-from vua.catalog.check import Check, Checker, Place, Verification, read_plain, sampled
+from vua.catalog.check import Check, Checker, ExpectedEntry, Verification, read_plain, sampled
 from vua.errors import ConfigError, CorruptEntryError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
@@ -736,7 +736,9 @@ def _check_file(
             check = Check("error", ("not a regular file",), 0)
     else:
         try:
-            check, version = read_plain(fd, checker, Place(namespace.name, item.chunk, item.shard))
+            check, version = read_plain(
+                fd, checker, ExpectedEntry(namespace.name, item.chunk, item.shard)
+            )
         finally:
             close_quietly(fd)
     if not repair or check.outcome in ("sound", "later") or item.shard is None:

@@ -51,7 +51,7 @@ from vua.catalog.base import (
     resolve,
     size,
 )
-from vua.catalog.check import Check, Checker, Place, Verification
+from vua.catalog.check import Check, Checker, ExpectedEntry, Verification
 from vua.errors import ConfigError, EntryError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
@@ -671,7 +671,7 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
                 version = None
                 try:
                     data, version = space.read(path)
-                    place = Place(description.name, name, shard)
+                    place = ExpectedEntry(description.name, name, shard)
                     check = checker.check_bytes(memoryview(bytearray(data)), place)
                 except OSError as problem:
                     check = Check("error", (str(problem),), 0)

@@ -32,7 +32,7 @@ import numpy as np
 from vua.capacity.scan import Show
 from vua.catalog.archive import Member, Reader, Writer, file_sizes
 from vua.catalog.base import NO_KEYS, NamespaceCatalog, OpenFile, resolve
-from vua.catalog.check import Checker, Place, check_open
+from vua.catalog.check import Checker, ExpectedEntry, check_open
 from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, as_owner, command
 from vua.cli.output import DAMAGED, SHORT, SOUND, Output, Report, line, plain, progress, size
@@ -266,7 +266,7 @@ def _checked(file: OpenFile, codec: EntryCodec, chunk: str) -> EntryInfo:
     if file.nbytes not in sizes:
         msg = f"{file.nbytes} bytes long, expected {' or '.join(map(str, sizes))}"
         raise CorruptEntryError(msg)
-    found = check_open(file, Place(codec.namespace, chunk, codec.shard, codec.layout))
+    found = check_open(file, ExpectedEntry(codec.namespace, chunk, codec.shard, codec.layout))
     if found.outcome == "sound" and found.info is not None:
         return found.info
     text = "; ".join(found.reasons)
@@ -447,7 +447,7 @@ class _Taker:
             raise ConfigError(msg)
         data = self._reader.read()
         check = self._checker.check_bytes(
-            memoryview(data), Place(namespace, chunk, shard, store.layout)
+            memoryview(data), ExpectedEntry(namespace, chunk, shard, store.layout)
         )
         info = check.info
         if check.outcome != "sound" or info is None:

@@ -21,7 +21,7 @@ import click
 
 from vua.capacity.scan import Show
 from vua.catalog.base import NO_KEYS, Finding, Rules, resolve
-from vua.catalog.check import OUTCOMES, Check, Checker, Place, Verification, check_at
+from vua.catalog.check import OUTCOMES, Check, Checker, ExpectedEntry, Verification, check_at
 from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, command, share
 from vua.cli.output import (
@@ -278,7 +278,7 @@ def verify(
 class InspectReport(Report):
     """The result of `vua inspect`."""
 
-    found: Sequence[tuple[str, Check, Description | None, Place]]
+    found: Sequence[tuple[str, Check, Description | None, ExpectedEntry]]
     """Each file, its namespace's description, and what its path requires."""
 
     @property
@@ -330,7 +330,9 @@ def _named(directory: str, names: Sequence[str]) -> Iterator[str]:
             yield from (f"{folder}/{name}" for name in space.listed(chunk) if name.endswith(SUFFIX))
 
 
-def _lines(check: Check, namespace: Description | None, place: Place) -> list[tuple[str, str]]:
+def _lines(
+    check: Check, namespace: Description | None, place: ExpectedEntry
+) -> list[tuple[str, str]]:
     lines = _statements(check.info, namespace) if check.info else [("size", size(check.nbytes))]
     if check.codec:
         lines.append(("compressed", f"to {size(check.nbytes)} by {check.codec}"))

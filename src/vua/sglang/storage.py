@@ -92,7 +92,7 @@ class Pools:
         cls,
         engine: Engine,
         pools: Mapping[str, Any],
-        place: Any,
+        rank_config: Any,
         *,
         epoch: str,
     ) -> Pools:
@@ -101,7 +101,7 @@ class Pools:
         Args:
             engine: whose K and V they hold.
             pools: the host pools by SGLang's names.
-            place: SGLang's ``HiCacheStorageConfig``.
+            rank_config: SGLang's ``HiCacheStorageConfig``.
             epoch: the setting.
 
         Raises:
@@ -110,17 +110,17 @@ class Pools:
             LayoutError: a pool of no layers, or of more than any model has.
             OSError: a file of the model cannot be read.
         """
-        _check_place(place)
+        _check_rank(rank_config)
         for name in pools:
             check_name(name)
-        latent = bool(place.is_mla_model)
+        latent = bool(rank_config.is_mla_model)
         runner = engine.runner
         found = described(runner, pools, latent=latent, epoch=epoch, adapters=engine.adapters)
         layers = range(runner.layer_info.start_layer, runner.layer_info.end_layer)
         parts = {}
         for name, group in found.groups.items():
             pool = pools[name]
-            shard, writes = shard_of(group, layers, pool, place.tp_rank, place.tp_size)
+            shard, writes = shard_of(group, layers, pool, rank_config.tp_rank, rank_config.tp_size)
             own = replace(group, shards=((shard,),))
             parts[name] = Part(own, HostPages(pool, latent=latent), writes)
         groups = tuple(part.group for part in parts.values())
@@ -206,11 +206,11 @@ def check_name(name: str) -> None:
         raise UncachedError(msg)
 
 
-def _check_place(place: Any) -> None:
-    if place.attn_cp_size > 1 or place.dcp_size > 1:
+def _check_rank(rank_config: Any) -> None:
+    if rank_config.attn_cp_size > 1 or rank_config.dcp_size > 1:
         msg = "with context parallelism a page is spread over ranks, which is not supported"
         raise UncachedError(msg)
-    if place.should_split_heads:
+    if rank_config.should_split_heads:
         msg = "VUA divides pages at heads itself; leave out tp_lcm_size"
         raise UncachedError(msg)
 
@@ -293,13 +293,13 @@ _LABELS: Final = ("model_name", "tp_rank", "pp_rank")
 class Metrics:
     """Collects values until SGLang fetches them. Thread-safe."""
 
-    def __init__(self, stats: Recorder, place: Any) -> None:
-        """Take VUA's own metrics from ``stats``; ``place`` is SGLang's ``HiCacheStorageConfig``.
+    def __init__(self, stats: Recorder, rank_config: Any) -> None:
+        """Take VUA's own metrics from ``stats``; ``rank_config``: ``HiCacheStorageConfig``.
 
         SGLang fetches them in each step if it is started with ``--enable-metrics``.
         """
-        self._stats, self._enabled = stats, bool(place.enable_storage_metrics)
-        self._engine = (place.model_name or "", place.tp_rank, place.pp_rank)
+        self._stats, self._enabled = stats, bool(rank_config.enable_storage_metrics)
+        self._engine = (rank_config.model_name or "", rank_config.tp_rank, rank_config.pp_rank)
         self._families = Families(_LABELS, [self._engine]) if self._enabled else None
         self._lock = threading.Lock()
         self._seen = StorageMetrics()
@@ -355,7 +355,7 @@ class VUAHiCacheStorage(PagesInPlace):
                 "true in --hicache-storage-backend-extra-config"
             )
         prepare(self._config.shared_storage_path, self._config.security)
-        self._place = storage_config
+        self._rank_config = storage_config
         self._stats = Recorder()
         self._metrics = Metrics(self._stats, storage_config)
         self._lookups = Lookups(self._config, self._stats)
@@ -408,12 +408,14 @@ class VUAHiCacheStorage(PagesInPlace):
             return
         pools = {PoolName.KV: self.mem_pool_host, **getattr(self, "registered_pools", {})}
         try:
-            self._pools = Pools.of(self._engine, pools, self._place, epoch=self._config.epoch)
+            self._pools = Pools.of(self._engine, pools, self._rank_config, epoch=self._config.epoch)
         except (VUAError, OSError) as problem:
             self._refuse(str(problem))
             return
         self._engine.watch_pool(self.mem_pool_host)
-        native.crew.share(self._place.tp_size * self._place.pp_size)  # of this machine, at most
+        native.crew.share(
+            self._rank_config.tp_size * self._rank_config.pp_size
+        )  # of this machine, at most
         arguments, directory = self._engine.runner.server_args, self._engine.directory
         if directory is None:
             self._begin(self._pools, arguments.model_path, arguments.revision)

@@ -53,15 +53,15 @@ _LOOKED: Final = 1000
 """Most objects looked at in a folder without a description: one request."""
 
 
-def is_marked_bucket(place: BucketPath) -> bool:
+def is_marked_bucket(bucket_path: BucketPath) -> bool:
     """Whether a prefix has the mark. Raises StorageError; ConfigError for a newer VUA's mark.
 
     Content that is not the mark is read once more: the answer may have been damaged in transit.
     """
     for is_last in (False, True):
         try:
-            if judge_mark((place / MARK).read(MAX_MARK_NBYTES), str(place)):
-                place.bucket.marked.add(place.key)
+            if judge_mark((bucket_path / MARK).read(MAX_MARK_NBYTES), str(bucket_path)):
+                bucket_path.bucket.marked.add(bucket_path.key)
                 return True
         except FileNotFoundError:
             return False
@@ -71,7 +71,7 @@ def is_marked_bucket(place: BucketPath) -> bool:
     return False
 
 
-def claim_bucket(place: BucketPath, *, tool: bool = False) -> bool:
+def claim_bucket(bucket_path: BucketPath, *, tool: bool = False) -> bool:
     """Check a prefix's mark before the first write there; an empty prefix gets it.
 
     As :func:`vua.storage.mark.claim` for a directory. A prefix where this process has seen the mark
@@ -79,61 +79,63 @@ def claim_bucket(place: BucketPath, *, tool: bool = False) -> bool:
     servers create it at the first write. Sends one or two requests. Raises StorageError;
     ConfigError for a prefix that holds something else, and with ``tool`` for any without the mark.
     """
-    if is_marked_bucket(place):
+    if is_marked_bucket(bucket_path):
         return True
     folders: Sequence[str] = ()
     objects: Sequence[Meta] = ()
     try:
-        folders, objects = place.bucket.folders(place.key)
+        folders, objects = bucket_path.bucket.folders(bucket_path.key)
     except StorageError as problem:
         if tool or problem.errno != errno.ENOENT:
             raise
     names, others = _sorted(folders, objects)
-    was_marked = place.key in place.bucket.marked and not tool
+    was_marked = bucket_path.key in bucket_path.bucket.marked and not tool
     if not others and (was_marked or not names):
-        _make_mark(place)
-        place.bucket.marked.add(place.key)
+        _make_mark(bucket_path)
+        bucket_path.bucket.marked.add(bucket_path.key)
         return True
     if not others:  # other programs use such names, too (Docker)
-        others = [name for name in names[:_ASKED] if not _is_namespace(place / name)]
+        others = [name for name in names[:_ASKED] if not _is_namespace(bucket_path / name)]
     if others:
         shown = ", ".join(repr(name)[:60] for name in sorted(others)[:3])
         msg = (
-            f"{place} is not a cache of VUA and not empty (it holds {shown}): nothing in it is "
-            f"changed. Name a place of its own, for example {place / 'vua-cache'}"
+            f"{bucket_path} is not a cache of VUA and not empty (it holds {shown}): nothing in "
+            f"it is changed. Name a place of its own, for example {bucket_path / 'vua-cache'}"
         )
         raise ConfigError(msg)
     if tool:
         msg = (
-            f"{place} holds namespaces of VUA and no {MARK}: nothing in it is changed; "
-            f"`vua adopt {place}` makes it a cache"
+            f"{bucket_path} holds namespaces of VUA and no {MARK}: nothing in it is changed; "
+            f"`vua adopt {bucket_path}` makes it a cache"
         )
         raise ConfigError(msg)
     return False
 
 
-def _is_namespace(place: BucketPath) -> bool:
+def _is_namespace(bucket_path: BucketPath) -> bool:
     """Whether a folder is a namespace of VUA: by its description, or by chunks in it.
 
     Raises StorageError.
     """
-    description = read_bucket_description(place)
+    description = read_bucket_description(bucket_path)
     if description.identity is not None or description.later:
         return True
-    some = itertools.islice(place.bucket.walk(place.key), _LOOKED)
-    return any(kind_at(one.key.removeprefix(f"{place.key}/")) == "entry" for one in some)
+    some = itertools.islice(bucket_path.bucket.walk(bucket_path.key), _LOOKED)
+    return any(kind_at(one.key.removeprefix(f"{bucket_path.key}/")) == "entry" for one in some)
 
 
-def _make_mark(place: BucketPath) -> None:
+def _make_mark(bucket_path: BucketPath) -> None:
     """Write the mark where there is none. Raises StorageError."""
-    key = (place / MARK).key
+    key = (bucket_path / MARK).key
     try:
-        place.bucket.put(key, mark_text(), create=True)
+        bucket_path.bucket.put(key, mark_text(), create=True)
     except FileExistsError:
         try:
-            place.bucket.head(key)  # another process was faster, or this server refuses conditions
+            bucket_path.bucket.head(
+                key
+            )  # another process was faster, or this server refuses conditions
         except FileNotFoundError:
-            place.bucket.put(key, mark_text())
+            bucket_path.bucket.put(key, mark_text())
 
 
 def _sorted(folders: Sequence[str], objects: Sequence[Meta]) -> tuple[list[str], list[str]]:
@@ -190,13 +192,13 @@ def bucket_descriptions(root: BucketPath) -> list[Description]:
     return bucket_contents(root)[0]
 
 
-def read_bucket_description(place: BucketPath) -> Description:
+def read_bucket_description(bucket_path: BucketPath) -> Description:
     """Read a namespace's description; never raises for what the object says."""
-    return judged(place, lambda: (place / DESCRIPTION).read(MAX_DESCRIPTION_NBYTES))
+    return judged(bucket_path, lambda: (bucket_path / DESCRIPTION).read(MAX_DESCRIPTION_NBYTES))
 
 
 def describe_in_bucket(
-    place: BucketPath,
+    bucket_path: BucketPath,
     text: bytes,
     kept: Callable[[Description, bool], bool],
     *,
@@ -205,19 +207,21 @@ def describe_in_bucket(
     """Describe a namespace that has no sound description yet. Raises StorageError.
 
     Args:
-        place: of the namespace.
+        bucket_path: of the namespace.
         text: its description.
         kept: whether an existing one stays, given ``anew``.
         anew: whether to replace even a sound one of other layouts.
     """
     try:
-        claim_bucket(place.parent)
+        claim_bucket(bucket_path.parent)
     except ConfigError as problem:
         raise StorageError(errno.EPERM, str(problem)) from problem
-    key = (place / DESCRIPTION).key
+    key = (bucket_path / DESCRIPTION).key
     try:
-        place.bucket.put(key, text, create=True)
+        bucket_path.bucket.put(key, text, create=True)
     except FileExistsError:
         found, _ = parse_description(text)
-        if found.namespace == place.name and not kept(read_bucket_description(place), anew):
-            place.bucket.put(key, text)  # replaces a damaged one
+        if found.namespace == bucket_path.name and not kept(
+            read_bucket_description(bucket_path), anew
+        ):
+            bucket_path.bucket.put(key, text)  # replaces a damaged one

@@ -87,21 +87,23 @@ def parents_in(data: bytes | memoryview) -> Iterator[tuple[str, str]]:
         yield bytes(name).hex(), "" if bytes(before) == _FIRST else bytes(before).hex()
 
 
-def write_parents(place: BucketPath, parents: Iterable[tuple[str, str]]) -> None:
+def write_parents(bucket_path: BucketPath, parents: Iterable[tuple[str, str]]) -> None:
     """Write an object of up to `FULL` chunks, each with the one before it. Raises StorageError."""
     data = bytearray(_MAGIC)
     for name, before in parents:
         data += bytes.fromhex(name) + (bytes.fromhex(before) or _FIRST)
     data += xxhash.xxh3_64_digest(data)
-    place.bucket.put((place / PARENTS / secrets.token_hex(8)).key, bytes(data))
+    bucket_path.bucket.put((bucket_path / PARENTS / secrets.token_hex(8)).key, bytes(data))
 
 
 class ParentNotes:
     """What this process knows of a namespace's chunks, and has not written yet. Thread-safe."""
 
-    def __init__(self, place: BucketPath, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, bucket_path: BucketPath, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Note nothing yet; ``clock`` gives seconds."""
-        self._place, self._clock = place, clock
+        self._bucket_path, self._clock = bucket_path, clock
         self._lock = threading.Lock()
         self._known: list[tuple[str, str]] = []
         self._since_s = 0.0
@@ -126,7 +128,7 @@ class ParentNotes:
             known, self._known = self._known, []
         for some in _parts(known):
             with suppress(OSError):  # then `vua gc` reads headers
-                write_parents(self._place, some)
+                write_parents(self._bucket_path, some)
 
 
 def _parts(known: Sequence[tuple[str, str]]) -> Iterator[Sequence[tuple[str, str]]]:
@@ -283,9 +285,9 @@ class ObjectStorage:
     gone = False
 
     def __init__(
-        self, place: BucketPath, renew: Callable[[], None] | None = None, codec: str = OFF
+        self, bucket_path: BucketPath, renew: Callable[[], None] | None = None, codec: str = OFF
     ) -> None:
-        """Use the objects below ``place``; sends nothing.
+        """Use the objects below ``bucket_path``; sends nothing.
 
         ``renew`` marks the cache and describes the namespace if either is missing; it raises
         StorageError. It must succeed before the first write, as objects without a mark would never
@@ -293,12 +295,12 @@ class ObjectStorage:
         under a running process. ``codec`` says whether entries are compressed; with "off"
         compressed entries are ignored.
         """
-        self.directory = place
-        self._bucket = place.bucket
+        self.directory = bucket_path
+        self._bucket = bucket_path.bucket
         self._renew = renew
         self._renewed_s: float | None = None
-        self._compression = None if codec == OFF else Compression(codec, str(place))
-        self._notes = ParentNotes(place)
+        self._compression = None if codec == OFF else Compression(codec, str(bucket_path))
+        self._notes = ParentNotes(bucket_path)
         self.times = WriteTimes()
 
     def close(self) -> None:
@@ -481,9 +483,9 @@ class ObjectStorage:
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the objects of the namespace, or of one chunk; foreign names are ignored."""
         chunk = prefix.rstrip("/")
-        place = self.directory / chunk_path(chunk) if chunk else self.directory
+        bucket_path = self.directory / chunk_path(chunk) if chunk else self.directory
         with suppress(OSError):
-            for meta in self._bucket.walk(place.key):
+            for meta in self._bucket.walk(bucket_path.key):
                 name = entry_at(meta.key.removeprefix(f"{self.directory.key}/"))
                 if name and self._is_read(meta.key, name):
                     yield Entry(name, meta.nbytes, meta.modified_s)

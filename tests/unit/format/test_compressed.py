@@ -12,7 +12,7 @@ import pytest
 
 from compressed import entry, packed
 from make_golden import compressed_plain
-from vua.catalog.check import Checker, Place
+from vua.catalog.check import Checker, ExpectedEntry
 from vua.errors import CorruptEntryError
 from vua.format.compressed import Compressed, compress, decompressed
 from vua.format.entry import AUTHENTIC, ENCRYPTED
@@ -79,7 +79,9 @@ class DamageTest(unittest.TestCase):
 
     def check(self, stored: bytes, plain: bytes) -> None:
         """It is refused as damaged, or is still the same entry."""
-        found = Checker().check_bytes(memoryview(bytearray(stored)), Place(), compressed=True)
+        found = Checker().check_bytes(
+            memoryview(bytearray(stored)), ExpectedEntry(), compressed=True
+        )
         if found.outcome == "sound":
             self.assertEqual(plain, bytes(decompressed(memoryview(stored))))
         else:
@@ -108,7 +110,7 @@ class DamageTest(unittest.TestCase):
         stored = bytearray(packed(entry()))
         stored[-1] ^= 1
         decompressed(memoryview(stored))
-        found = Checker().check_bytes(memoryview(stored), Place(), compressed=True)
+        found = Checker().check_bytes(memoryview(stored), ExpectedEntry(), compressed=True)
         self.assertEqual("corrupt", found.outcome)
 
     def test_bombs(self) -> None:
