@@ -82,6 +82,14 @@ class TestPrograms(unittest.TestCase):
             self.assertEqual({"64", "128", "256"}, {*found["costs"]["du"]})
             self.assertFalse(Path(name, "kv").exists())
 
+    def test_memory_is_the_commands_own(self) -> None:
+        """What the measuring process occupies does not count."""
+        kept = np.ones(64 << 20, dtype=np.uint8)
+        cost = scale.cost_of([sys.executable, "-I", "-S", "-c", "pass"], lambda: 0)
+        self.assertLess(cost.peak_mb, kept.nbytes >> 20)
+        with self.assertRaises(SystemExit):
+            scale.cost_of([sys.executable, "-c", "raise SystemExit(3)"], lambda: 0)
+
     def test_lines_are_fitted(self) -> None:
         """A line that is measured predicts what comes; neither part of it is negative."""
         line = [(n, 3.0 + 0.5 * n) for n in (10, 30, 100)]
