@@ -145,25 +145,25 @@ class EventPublisherTest(unittest.TestCase):
     def test_what_a_lookup_finds(self) -> None:
         """What others stored is announced once, at once; what they deleted meanwhile is gone."""
         publisher = self.publisher(16)
-        publisher.found(self.request, self.keys, 3)
+        publisher.announce_found(self.request, self.keys, 3)
         (event,) = publisher.take()
         self.assertEqual([b"0", b"1", b"2"], event.block_hashes)
 
-        publisher.found(self.request, self.keys, 3)
+        publisher.announce_found(self.request, self.keys, 3)
         self.assertEqual([], publisher.take())
-        publisher.found(self.request, self.keys, 1)
+        publisher.announce_found(self.request, self.keys, 1)
         gone = publisher.take()
         self.assertEqual([[b"1"], [b"2"]], [one.block_hashes for one in gone])
         publisher.ordered(self.request, self.keys, range(1, 3))
         again = self.store(publisher, [2])
-        publisher.found(self.request, self.keys, 4)  # around what is known
+        publisher.announce_found(self.request, self.keys, 4)  # around what is known
         again += publisher.take()
         self.assertEqual([[b"2"], [b"1"], [b"3"]], [one.block_hashes for one in again])
 
     def test_reset(self) -> None:
         """After a reset nothing counts as stored, nor what workers say of chunks of before."""
         publisher = self.publisher(16)
-        publisher.found(self.request, self.keys, 1)
+        publisher.announce_found(self.request, self.keys, 1)
         publisher.ordered(self.request, self.keys, range(1, 2))
         publisher.take()
 
@@ -186,8 +186,8 @@ class EventPublisherTest(unittest.TestCase):
 
         with self.assertLogs("vllm.vua.events", "WARNING") as logged:
             for _ in range(events.MAX_QUEUED):
-                publisher.found(self.request, self.keys, 1)
-                publisher.found(self.request, self.keys, 0)
+                publisher.announce_found(self.request, self.keys, 1)
+                publisher.announce_found(self.request, self.keys, 0)
         self.assertEqual([events.MAX_QUEUED, 1], [len(publisher.take()), len(logged.output)])
 
         for _ in range(events.MAX_SEEN + 10):
@@ -205,7 +205,7 @@ class EventPublisherTest(unittest.TestCase):
         with mock.patch.object(events, "_MAX_ANNOUNCED", 3):  # race: memory of 20 MB
             for at in range(5):
                 self.request.block_hashes = [b"%d" % at]
-                publisher.found(self.request, self.chain(at), 1)
+                publisher.announce_found(self.request, self.chain(at), 1)
         told = publisher.take()
         gone = [one.block_hashes for one in told if isinstance(one, BlockRemoved)]
         self.assertEqual([[b"0"], [b"1"]], gone)
@@ -217,9 +217,9 @@ class EventPublisherTest(unittest.TestCase):
         with mock.patch.object(events, "MAX_QUEUED", 4), self.assertLogs("vllm.vua.events"):
             for at in range(10):
                 self.request.block_hashes = [b"%d" % at]
-                publisher.found(self.request, self.chain(at), 1)
+                publisher.announce_found(self.request, self.chain(at), 1)
             for at in range(10):
-                publisher.found(self.request, self.chain(at), 0)
+                publisher.announce_found(self.request, self.chain(at), 0)
         for event in publisher.take():
             hashes = set(event.block_hashes)
             believed = believed - hashes if isinstance(event, BlockRemoved) else believed | hashes
@@ -228,7 +228,7 @@ class EventPublisherTest(unittest.TestCase):
     def test_lost_news(self) -> None:
         """A worker that forgot which chunks went says so: nothing counts as stored any more."""
         publisher = self.publisher(16)
-        publisher.found(self.request, self.keys, 2)
+        publisher.announce_found(self.request, self.keys, 2)
         publisher.take()
         self.watches[0].gone(self.names[0])
         for _ in range(events.MAX_SEEN):
