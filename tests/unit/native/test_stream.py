@@ -150,7 +150,7 @@ class StreamTest(DirectoryTest):
         self.assertEqual(before, descriptors(self.root))
 
     def test_not_hashed(self) -> None:
-        """Without hashes the caller judges the payload; the header is compared all the same."""
+        """Without hashes a damaged payload is read; a damaged header ends the stream."""
         path = self.root / self.paths[9]
         sound = path.read_bytes()
         for harm, came in ((sound[:-1] + b"?", 10), (b"?" + sound[1:], 9)):
