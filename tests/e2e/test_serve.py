@@ -22,7 +22,7 @@ from e2e.serving import (
     starting,
     transfer,
 )
-from helpers import SOON_S, has_native, soak
+from helpers import SOON_S, soak
 
 pytestmark = pytest.mark.vllm
 
@@ -59,7 +59,7 @@ class ServeTest(ServerTest):
 
     def metrics(self, address: str) -> None:
         """Check VUA's metrics after ten chunks of a prompt of 700 tokens were loaded."""
-        labels, path = 'engine="0",model_name="tiny"', "blocks" if has_native() else "slab"
+        labels = 'engine="0",model_name="tiny"'
         expected = {
             f'vua_lookups_total{{{labels},outcome="hit"}}': 1,
             f'vua_lookups_total{{{labels},outcome="miss"}}': 0,
@@ -69,7 +69,6 @@ class ServeTest(ServerTest):
             f'vua_loads_total{{{labels},outcome="complete"}}': 1,
             f"vua_load_seconds_count{{{labels}}}": 1,
             f"vua_loaded_tokens_total{{{labels}}}": 640,
-            f'vua_loaded_bytes_total{{{labels},path="{path}"}}': 10 * CHUNK_NBYTES,
             f'vua_load_stops_total{{{labels},reason="corrupt"}}': 0,
             f'vua_pending_loads{{{labels},rank="0"}}': 0,
             f'vua_chunks_saved_total{{{labels},outcome="written"}}': 0,
@@ -77,6 +76,9 @@ class ServeTest(ServerTest):
         }
         found = scraped(address)
         self.assertEqual(expected, {name: found.get(name) for name in expected})
+        # Through a staging buffer where native code is missing or the files left the page cache.
+        paths = [f'vua_loaded_bytes_total{{{labels},path="{path}"}}' for path in ("blocks", "slab")]
+        self.assertEqual(10 * CHUNK_NBYTES, sum(found.get(path, 0) for path in paths))
         complete(address, PROMPT[::-1])
         complete(address)  # what was stored behind the last step is reported in the next one
 
