@@ -29,6 +29,7 @@ from vua.core import VUA
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
 from vua.native import MemoryMap, bindings
+from vua.native.entries import Deletions
 from vua.storage.base import WRITTEN
 from vua.storage.mark import UPKEEP, USES
 from vua.store.namespace import Namespace
@@ -59,6 +60,14 @@ def soak(test: Callable[..., None]) -> Callable[..., None]:
 def has_native() -> bool:
     """Whether the native code is built here (`python3 dev.py build`) and can be used."""
     return native.library() is not None
+
+
+@contextmanager
+def without_native_deletion() -> Iterator[None]:
+    """Let Python delete each chunk that is evicted, by calls of `os`."""
+    none = Deletions(0, np.zeros(0, dtype=bool), 0, is_unusual=True, aside="")
+    with mock.patch("vua.capacity.removal.delete_chunks", return_value=none):
+        yield
 
 
 def descriptors(below: Path) -> list[str]:
@@ -273,7 +282,7 @@ def until(what: Callable[[], T]) -> T:
     return answer
 
 
-@contextlib.contextmanager
+@contextmanager
 def read_only(root: Path) -> Iterator[None]:
     """Make a directory that the process may read and not write, for root as for anybody."""
     paths = [root, *root.rglob("*")]

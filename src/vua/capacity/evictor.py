@@ -35,8 +35,10 @@ from vua.capacity.removal import (
     NOTHING,
     DeletionTotals,
     ImmovableError,
+    delete_aside,
     drop_empty,
     evict_chunk,
+    evict_ordinary,
     told_immovable,
 )
 from vua.capacity.scan import (
@@ -77,7 +79,9 @@ evicted when space is needed."""
 _IMMOVABLE_S: Final = 600.0
 """Interval of retrying chunks that could not be deleted."""
 _PULSE_CHUNKS: Final = 16
-"""Chunks deleted between two calls of `pulse`."""
+"""Chunks deleted between two calls of `pulse`, where each is looked at."""
+_AT_A_TIME: Final = 128
+"""Chunks deleted by one call at most, which ends after 20 ms: see `vua.native.entries`."""
 
 
 def move_future_mtimes(
@@ -124,6 +128,11 @@ class _Pool(Sequence[Candidate]):
         if at < len(self._first):
             return self._first[-1 - at]
         return self._found[self._at + at - len(self._first)]
+
+    def first(self, many: int) -> Candidates:
+        """Return the first ones."""
+        before = self._first[: -1 - many : -1]
+        return Candidates.joined([before, self._found[self._at : self._at + many - len(before)]])
 
     def pop(self, many: int = 1) -> None:
         """Leave the first ones out."""
@@ -430,6 +439,9 @@ class Evictor:
                     return freed
                 if not self._pool:
                     continue
+                freed = self._evict_ordinary(by_name, run, freed)
+                if not self._pool:
+                    continue
                 victim = self._pool[0]
                 if run.ends_at(victim, freed):
                     self._floor_rank = LOWEST if self._ranks.is_lasting else victim.rank
@@ -442,6 +454,47 @@ class Evictor:
                 freed += self._evict(victim, by_name, self._seen_ns, run.pins_nbytes)
                 if freed.chunks % _PULSE_CHUNKS == 0:
                     run.pulse(freed)
+
+    def _evict_ordinary(
+        self, by_name: Mapping[str, Space], run: _Run, freed: DeletionTotals
+    ) -> DeletionTotals:
+        """Delete the first victims, several at a time, up to one that has to be looked at.
+
+        Returns what the run has freed.
+        """
+        while self._is_real and not self.spares_unsent and freed.nbytes < run.nbytes:
+            some = self._leading(run)
+            space = by_name.get(some.spaces[0]) if len(some) else None
+            if space is None:
+                break
+            gone = evict_ordinary(space, some, self._seen_ns, run.nbytes - freed.nbytes)
+            freed += DeletionTotals(int(gone.deleted.sum()), gone.nbytes)
+            self._pool.pop(gone.settled)
+            self._taken += some.chunks[: gone.settled]
+            for victim in some[: gone.settled].only(gone.deleted):
+                self._tell(victim)
+            if gone.aside:
+                victim = self._pool[0]
+                self._pool.pop()
+                self._taken.append(victim.chunk)
+                freed += self._evict(victim, by_name, self._seen_ns, run.pins_nbytes, gone.aside)
+            elif gone.is_unusual:
+                break
+            run.pulse(freed)
+        return freed
+
+    def _leading(self, run: _Run) -> Candidates:
+        """Return the first victims that are of one namespace, and may go without a look at each."""
+        some = self._pool.first(_AT_A_TIME)
+        if not len(some):
+            return some
+        goes = (some.ranks <= run.most_rank) & (some.spaces == some.spaces[0])
+        if run.before_ns is not None:
+            goes &= some.mtimes_ns < run.before_ns
+        if self._kept or self.immovable:
+            known = [(space, chunk) for _, _, space, chunk in some]
+            goes &= [one not in self._kept and one not in self.immovable for one in known]
+        return some[: len(some) if goes.all() else int(goes.argmin())]
 
     def _skip_gone(self, by_name: Mapping[str, Space]) -> None:
         """Leave out the first victims where other processes have evicted these: in order, too."""
@@ -599,15 +652,20 @@ class Evictor:
         by_name: Mapping[str, Space],
         seen_ns: int,
         pins_nbytes: int | None,
+        aside: str = "",
     ) -> DeletionTotals:
+        """Delete a chunk, which was moved to ``aside`` already if that is given."""
         space = by_name.get(victim.space)
         if space is None or (victim.space, victim.chunk) in self._kept:
             return NOTHING
-        if not is_unchanged(space.fd, victim.chunk, victim.mtime_ns, seen_ns):
+        if not (aside or is_unchanged(space.fd, victim.chunk, victim.mtime_ns, seen_ns)):
             self._keep_prefix(space, victim.chunk)
             return NOTHING  # used since, or gone
         try:
-            nbytes = self._evict_chunk(space, victim.chunk, mtime_ns=victim.mtime_ns)
+            if aside:
+                nbytes = delete_aside(space, victim.chunk, aside, victim.mtime_ns)
+            else:
+                nbytes = self._evict_chunk(space, victim.chunk, mtime_ns=victim.mtime_ns)
         except ImmovableError as problem:
             self._pass_over(victim, problem)
             return NOTHING

@@ -293,14 +293,16 @@ class LeastHitDensity(LRU):
         them, until this process itself has had enough requests for repeated chunks; and for chunks
         that were refused before.
         """
-        name = short_names([last])
         self._asked_until_s = time.monotonic() + _ASKED_S
         if not self._lock.acquire(timeout=_BUSY_S):
             return HIGHEST  # much is being learned just now
         try:
             self._meet_mine()
+            if self.own.returned < _OWN_LEAST or not self._density.is_learned:
+                return HIGHEST
+            name = short_names([last])
             row, own = int(self._density.rows(name)[0]), int(self.own.rows(name)[0])
-            if row < 0 or not self._density.is_learned or self.own.returned < _OWN_LEAST:
+            if row < 0:
                 return HIGHEST
             objects = own >= 0 and self.own.worth_at(own, 0.0) < self._floor.worth
             if not objects and (first in self._refused or before in self._insisted):

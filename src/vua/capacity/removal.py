@@ -15,7 +15,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from vua.capacity import marks
@@ -23,6 +23,7 @@ from vua.capacity.lru import got_child, mtime_ns_of, server_now_ns
 from vua.capacity.scan import (
     QUARANTINED,
     TRASH,
+    Candidates,
     Space,
     chunk_nbytes,
     is_chunk,
@@ -35,9 +36,10 @@ from vua.capacity.scan import (
     opened,
 )
 from vua.io.posix import close_quietly
+from vua.native.entries import Deletions, delete_chunks
 from vua.storage.description import DESCRIPTION, is_described
 from vua.storage.local import QUARANTINE, SUFFIX, chunk_path
-from vua.storage.names import NOTED, PARENTS, PIN, TTL_FOLDER
+from vua.storage.names import NOTED, PARENTS, PIN, TTL_FOLDER, chunk_file_kind
 
 __all__ = [
     "GRACE_S",
@@ -45,9 +47,11 @@ __all__ = [
     "DeletionTotals",
     "ImmovableError",
     "Remover",
+    "delete_aside",
     "delete_namespace",
     "drop_empty",
     "evict_chunk",
+    "evict_ordinary",
     "told_immovable",
 ]
 
@@ -98,8 +102,17 @@ def evict_chunk(
         return None
     except OSError as problem:
         return _delete_in_place(space, chunk, mtime_ns, problem)
+    return delete_aside(space, chunk, trash, mtime_ns, pinned=pinned)
+
+
+def delete_aside(
+    space: Space, chunk: str, trash: str, mtime_ns: int | None, *, pinned: bool = False
+) -> int | None:
+    """Delete a chunk that was moved to ``trash``, or move it back; else as :func:`evict_chunk`."""
+    path = chunk_path(chunk)
     with opened(space.fd, trash) as fd:
         names = [] if fd is None else _chunk_files(fd)
+        _remember(names)
         # Pinned, or given a child, by another process at this very moment.
         stays = not pinned and any(name.startswith(PIN) for name in names)
         if not stays and fd is not None and mtime_ns is not None:
@@ -115,6 +128,37 @@ def evict_chunk(
             os.rename(trash, path, src_dir_fd=space.fd, dst_dir_fd=space.fd)
         raise ImmovableError(errno.EPERM, "a file cannot be deleted", _where(space, chunk))
     return nbytes
+
+
+_known: Final = [b""]
+"""Names of entries that were deleted, each with a final NUL. The text is replaced as a whole, so
+threads need no lock."""
+_MOST_KNOWN_NBYTES: Final = 4096
+
+
+def _remember(names: Iterable[str]) -> None:
+    """Let :func:`evict_ordinary` delete entries with these names: there are few different ones."""
+    known = _known[0]
+    for name in names:
+        text = name.encode() + b"\0"
+        if chunk_file_kind(name) == "entry" and name.encode() not in known.split(b"\0"):
+            known += text
+    if len(known) <= _MOST_KNOWN_NBYTES:
+        _known[0] = known
+
+
+def evict_ordinary(space: Space, victims: Candidates, seen_ns: int, nbytes: int) -> Deletions:
+    """Evict chunks that hold nothing but entries, without the GIL, as :func:`evict_chunk` does.
+
+    In order, up to the first that holds anything else, was used since, or has changed from
+    ``seen_ns`` on, and until ``nbytes`` are free. Without native code none goes.
+    """
+    return delete_chunks(
+        *(space.fd, victims.chunks, victims.mtimes_ns, seen_ns, nbytes),
+        known=_known[0],
+        aside=f"{TRASH}{secrets.token_hex(6)}",
+        marks=f"{TTL_FOLDER}/",
+    )
 
 
 def _delete_in_place(

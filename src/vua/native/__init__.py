@@ -41,6 +41,7 @@ from vua.native.entries import (
     fill_entry,
     gather_entry,
     list_chunks,
+    list_names,
     read_entries,
     write_entries,
 )
@@ -87,6 +88,7 @@ __all__ = [
     "hash_chain",
     "library",
     "list_chunks",
+    "list_names",
     "narrow",
     "read_entries",
     "read_entry",

@@ -106,6 +106,10 @@ _SAVE: Final = (
     *(_U64, _POINTER, _U64, _POINTER),
 )
 _LIST: Final = (ctypes.c_int, _POINTER, _POINTER, ctypes.c_int64)
+_DELETE: Final = (
+    *(ctypes.c_int, _POINTER, _POINTER, ctypes.c_int64, ctypes.c_int64),
+    *(_TEXT, _TEXT, _TEXT, _POINTER, _POINTER),
+)
 _MOVE: Final = (_POINTER, _U64, _U64, ctypes.c_int)
 
 
@@ -126,6 +130,7 @@ class Library:
         self.chain: Any = _bind(releasing.vua_chain, _CHAIN, None)
         self.chain_held: Any = _bind(holding.vua_chain, _CHAIN, None)
         self.list: Any = _bind(releasing.vua_list, _LIST, ctypes.c_int64)
+        self.delete: Any = _bind(releasing.vua_delete, _DELETE, ctypes.c_int64)
         self.move: Any = _bind(releasing.vua_move, _MOVE, ctypes.c_int)
 
 

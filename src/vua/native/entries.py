@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, TypeAlias, overload
+from typing import Final, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from vua.io.files import Directory
 from vua.io.forks import watch
 from vua.io.posix import page_aligned
 from vua.native import fallback
-from vua.native.bindings import library
+from vua.native.bindings import Library, library
 from vua.native.transfer import (
     FAILED,
     PRESENT,
@@ -34,14 +34,17 @@ __all__ = [
     "THREADS",
     "WRITTEN",
     "ChunkNames",
+    "Deletions",
     "EntryStream",
     "StridedCopy",
     "WriteOptions",
     "copy_strided",
     "crew",
+    "delete_chunks",
     "fill_entry",
     "gather_entry",
     "list_chunks",
+    "list_names",
     "read_entries",
     "spare_bounces",
     "write_entries",
@@ -426,17 +429,96 @@ def list_chunks(directory: int) -> tuple[ChunkNames, npt.NDArray[np.int64]]:
     if bound is None:
         names, mtimes_ns = fallback.list_chunks(directory)
         return ChunkNames.of(names), mtimes_ns
+    return _listed(bound, directory, with_mtimes=True)
+
+
+def list_names(directory: int) -> ChunkNames:
+    """Return the names (64 hex) in a directory that are those of chunks; else as `list_chunks`.
+
+    A file, too, if it has such a name.
+    """
+    bound = library()
+    if bound is None:
+        return ChunkNames.of(fallback.list_names(directory))
+    return _listed(bound, directory, with_mtimes=False)[0]
+
+
+def _listed(
+    bound: Library, directory: int, *, with_mtimes: bool
+) -> tuple[ChunkNames, npt.NDArray[np.int64]]:
     most, found = 0, _ROOM
     while found > most:
         most = found
         digits = np.empty((most, _NAME_NBYTES), dtype=np.uint8)
-        mtimes_ns = np.empty(most, dtype=np.int64)
-        found = bound.list(directory, digits.ctypes.data, mtimes_ns.ctypes.data, most)
+        mtimes_ns = np.empty(most if with_mtimes else 0, dtype=np.int64)
+        times = mtimes_ns.ctypes.data if with_mtimes else None
+        found = bound.list(directory, digits.ctypes.data, times, most)
         if found < 0:
             raise OSError(-found, os.strerror(-found))
     if 2 * found < most:
         return ChunkNames(digits[:found].copy()), mtimes_ns[:found].copy()
     return ChunkNames(digits[:found]), mtimes_ns[:found]
+
+
+_UNTOUCHED, _DELETED, _ASIDE = 0, 1, 3
+"""What became of a chunk: list.c's numbers."""
+
+
+class Deletions(NamedTuple):
+    """What became of some chunks."""
+
+    settled: int
+    """How many of them, from the first on, are not there any more."""
+    deleted: npt.NDArray[np.bool_]
+    """Which of these were deleted by this call; the others were gone."""
+    nbytes: int
+    """What that freed."""
+    is_unusual: bool
+    """Whether the next one stays, or is to be looked at where it was moved to."""
+    aside: str
+    """Where that is, whole or not; empty: it was left as it is."""
+
+
+def delete_chunks(
+    space: int,
+    names: ChunkNames,
+    mtimes_ns: npt.NDArray[np.int64],
+    seen_ns: int,
+    nbytes: int,
+    *,
+    known: bytes,
+    aside: str,
+    marks: str,
+) -> Deletions:
+    """Delete chunks whose directories hold nothing but entries, in order, up to an unusual one.
+
+    It may end before, after 20 ms.
+
+    Args:
+        space: descriptor of the namespace directory; all paths start there.
+        names: the chunks.
+        mtimes_ns: what their directories' mtimes were. One with another mtime stays,
+        seen_ns: and one whose status changed from then on.
+        nbytes: how much to free.
+        known: names of entries, each with a final NUL.
+        aside: of the path to which a chunk is moved first, all but the last four digits.
+        marks: of the path of another file that goes with a chunk, all but the chunk's name.
+
+    Releases the GIL once. Deletes nothing without native code.
+    """
+    bound, done = library(), np.zeros(len(names) + 1, dtype=np.uint8)
+    if bound is None:
+        return Deletions(0, done[:0] == _DELETED, 0, is_unusual=True, aside="")
+    freed = ctypes.c_int64(nbytes)
+    digits, mtimes_ns = np.ascontiguousarray(names.digits), np.ascontiguousarray(mtimes_ns)
+    settled = bound.delete(
+        *(space, digits.ctypes.data, mtimes_ns.ctypes.data, len(names), seen_ns),
+        *(aside.encode(), marks.encode(), known + b"\0"),
+        *(ctypes.byref(freed), done.ctypes.data),
+    )
+    left = f"{aside}{settled:04x}" if done[settled] == _ASIDE else ""
+    is_unusual = bool(done[settled] != _UNTOUCHED)
+    return Deletions(settled, done[:settled] == _DELETED, freed.value, is_unusual, left)
 
 
 ITEMS: Final = (1, 2, 4, 8)

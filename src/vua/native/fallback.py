@@ -50,6 +50,7 @@ __all__ = [
     "gather_entry",
     "hash_chain",
     "list_chunks",
+    "list_names",
     "narrow",
     "read_entries",
     "read_entry",
@@ -423,3 +424,9 @@ def list_chunks(directory: int) -> tuple[Sequence[str], npt.NDArray[np.int64]]:
                     names.append(entry.name)
                     mtimes_ns.append(min(status.st_mtime_ns, LATEST_NS))
     return names, np.array(mtimes_ns, dtype=np.int64)
+
+
+def list_names(directory: int) -> list[str]:
+    """List a directory; see :func:`vua.native.entries.list_names`."""
+    with os.scandir(directory) as entries:
+        return [entry.name for entry in entries if _CHUNK.fullmatch(entry.name)]

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from commands import run
-from helpers import DirectoryTest, caches_of
+from helpers import DirectoryTest, caches_of, without_native_deletion
 from vua.core import VUA, VUAConfig
 
 CACHE = caches_of(layers=1, heads=2, tokens=64, dim=64)
@@ -115,6 +115,7 @@ class FullTest(DirectoryTest):
         with (
             mock.patch.object(os, "rename", renamed),
             mock.patch.object(os, "unlink", unlinked),
+            without_native_deletion(),
         ):
             code, said = run("gc", self.root, "--max-bytes", "0K", "--yes")[:2]
             self.assertEqual(1, code, "it is beyond its bounds by that chunk")

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-from helpers import DirectoryTest
+from helpers import DirectoryTest, without_native_deletion
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity.evictor import Evictor
 from vua.capacity.limits import Limits
@@ -145,7 +145,7 @@ class RacesTest(DirectoryTest):
                 cache.saver.save([keys[2]])
             real(source, *args, **options)
 
-        with mock.patch("os.rename", rename):
+        with mock.patch("os.rename", rename), without_native_deletion():
             Evictor(self.root).evict(NBYTES, next_tick_ns(self.fd))
         self.assertNotIn(None, [mtime_ns_of(self.fd, name) for name in names])
         self.assertEqual([*range(1, 10)], self.stored())

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from helpers import SOON_S, DirectoryTest, until
+from helpers import SOON_S, DirectoryTest, until, without_native_deletion
 from replay import LAYOUT
 from vua.capacity import evictor, reclaim, scan
 from vua.capacity.evictor import Evictor
@@ -230,6 +230,7 @@ class TestParts(SweepTest):
             mock.patch.object(evictor, "AT_ONCE", 0),
             mock.patch.object(reclaim, "AT_ONCE", 0),
             mock.patch.object(evictor, "evict_chunk", evict_chunk),
+            without_native_deletion(),
         ):
             reclaimer = Reclaimer(self.root, limits, Counter(), LRU())
             self.addCleanup(reclaimer.close)
