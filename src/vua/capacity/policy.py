@@ -293,12 +293,14 @@ class LeastHitDensity(LRU):
         them, until this process itself has had enough requests for repeated chunks; and for chunks
         that were refused before.
         """
-        self._asked_until_s = time.monotonic() + _ASKED_S
         if not self._lock.acquire(timeout=_BUSY_S):
             return HIGHEST  # much is being learned just now
         try:
             self._meet_mine()
-            if self.own.returned < _OWN_LEAST or not self._density.is_learned:
+            if self.own.returned < _OWN_LEAST:
+                return HIGHEST
+            self._asked_until_s = time.monotonic() + _ASKED_S
+            if not self._density.is_learned:
                 return HIGHEST
             name = short_names([last])
             row, own = int(self._density.rows(name)[0]), int(self.own.rows(name)[0])
