@@ -1,7 +1,7 @@
 """A trace through one directory that several processes of two hosts use, beside the simulator.
 
     python benchmarks/shared_replay.py TRACE [--requests 3000] [--processes 4] [--sizes 1%,3%]
-        [--sweep "to its end"|"by fan"]
+        [--sweep "to its end"|"by fan"] [--block-tokens 512]
 
 Each request goes to one of the processes by chance, the next one when it is answered: it is looked
 up, loaded and compared, and the rest is stored. Half of the processes stand for another host: other
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -28,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lab.policies import POLICIES
-from lab.replay import Request, block_file_nbytes, read
+from lab.replay import BLOCK_TOKENS, Request, block_file_nbytes, read
 from lab.sweeps import Learned, Swept, swept
 from vua.cli.advise import Outcome, Past, simulate
 
@@ -55,8 +56,8 @@ if sys.argv[4]:
 session = Session(Path(sys.argv[1]), int(sys.argv[2]))
 print("ready", flush=True)
 for line in sys.stdin:
-    blocks, tokens = json.loads(line)
-    hits, written = session.ask(Request(tuple(blocks), tokens))
+    blocks, tokens, block_tokens = json.loads(line)
+    hits, written = session.ask(Request(tuple(blocks), tokens, block_tokens=block_tokens))
     print(hits, written, flush=True)
 session.close()
 """
@@ -69,13 +70,14 @@ def children(
     """Start processes that use ``root``, half of them as of another host."""
     max_bytes = room * block_file_nbytes()
     found: list[subprocess.Popen[str]] = []
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         for number in range(processes):
             host = "other" if number % 2 else "this"
             words = [sys.executable, "-c", CHILD, str(root), str(max_bytes), host]
             words += [sweep, str(room)]
             pipe = subprocess.PIPE
-            found.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True))
+            found.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=env))
         for child in found:
             assert child.stdout is not None
             assert child.stdout.readline() == "ready\n"
@@ -110,7 +112,8 @@ def shared(
             assert child.stdin is not None
             assert child.stdout is not None
             timed.append(replace(request, time_s=time.monotonic() - began_s))
-            child.stdin.write(json.dumps([request.blocks, request.tokens]) + "\n")
+            words = [request.blocks, request.tokens, request.block_tokens]
+            child.stdin.write(json.dumps(words) + "\n")
             child.stdin.flush()
             one, other = map(int, child.stdout.readline().split())
             hits, written = hits + one, written + other
@@ -130,9 +133,10 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--sizes", default="1%,3%", help="of the distinct blocks")
     parser.add_argument("--sweep", choices=("to its end", "by fan"), default="")
+    parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="of the trace")
     parser.add_argument("--dir", type=Path, help="where to keep the store meanwhile")
     asked = parser.parse_args()
-    requests = read(asked.trace, asked.requests)
+    requests = read(asked.trace, asked.requests, block_tokens=asked.block_tokens)
     distinct = len({block for request in requests for block in request.whole})
     print(
         "| room, blocks | hits | simulated | of it | LRU, simulated | written per hit | simulated |"

@@ -66,7 +66,7 @@ def has_native() -> bool:
 def without_native_deletion() -> Iterator[None]:
     """Let Python delete each chunk that is evicted, by calls of `os`."""
     none = Deletions(0, np.zeros(0, dtype=bool), 0, is_unusual=True, aside="")
-    with mock.patch("vua.capacity.removal.delete_chunks", return_value=none):
+    with mock.patch("vua.capacity.evictor.delete_chunks", return_value=none):
         yield
 
 

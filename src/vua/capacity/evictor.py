@@ -36,9 +36,10 @@ from vua.capacity.removal import (
     DeletionTotals,
     ImmovableError,
     delete_aside,
+    delete_chunks,
     drop_empty,
     evict_chunk,
-    evict_ordinary,
+    ordinary_chunk,
     told_immovable,
 )
 from vua.capacity.scan import (
@@ -467,12 +468,16 @@ class Evictor:
             space = by_name.get(some.spaces[0]) if len(some) else None
             if space is None:
                 break
-            gone = evict_ordinary(space, some, self._seen_ns, run.nbytes - freed.nbytes)
+            gone = delete_chunks(
+                *(space.fd, some.chunks, some.mtimes_ns, self._seen_ns),
+                *(run.nbytes - freed.nbytes, ordinary_chunk()),
+            )
             freed += DeletionTotals(int(gone.deleted.sum()), gone.nbytes)
             self._pool.pop(gone.settled)
             self._taken += some.chunks[: gone.settled]
-            for victim in some[: gone.settled].only(gone.deleted):
-                self._tell(victim)
+            if self.evicted is not None or log.isEnabledFor(logging.DEBUG):
+                for victim in some[: gone.settled].only(gone.deleted):
+                    self._tell(victim)
             if gone.aside:
                 victim = self._pool[0]
                 self._pool.pop()

@@ -154,7 +154,7 @@ class Reclaimer:
         self._held, self._moves = held, 0 if held is None else held.moves
         self._policy = policy or LRU()
         self._warned: set[str] = set()
-        self._on_evicted: Callable[[Candidate], None] = lambda _: None
+        self._on_evicted: Callable[[Candidate], None] | None = None
         self._spares_unsent = False
         self._reset()
         watch(self)

@@ -23,7 +23,6 @@ from vua.capacity.lru import got_child, mtime_ns_of, server_now_ns
 from vua.capacity.scan import (
     QUARANTINED,
     TRASH,
-    Candidates,
     Space,
     chunk_nbytes,
     is_chunk,
@@ -36,7 +35,7 @@ from vua.capacity.scan import (
     opened,
 )
 from vua.io.posix import close_quietly
-from vua.native.entries import Deletions, delete_chunks
+from vua.native.entries import OrdinaryChunk, delete_chunks
 from vua.storage.description import DESCRIPTION, is_described
 from vua.storage.local import QUARANTINE, SUFFIX, chunk_path
 from vua.storage.names import NOTED, PARENTS, PIN, TTL_FOLDER, chunk_file_kind
@@ -48,10 +47,11 @@ __all__ = [
     "ImmovableError",
     "Remover",
     "delete_aside",
+    "delete_chunks",
     "delete_namespace",
     "drop_empty",
     "evict_chunk",
-    "evict_ordinary",
+    "ordinary_chunk",
     "told_immovable",
 ]
 
@@ -137,7 +137,7 @@ _MOST_KNOWN_NBYTES: Final = 4096
 
 
 def _remember(names: Iterable[str]) -> None:
-    """Let :func:`evict_ordinary` delete entries with these names: there are few different ones."""
+    """Let :func:`delete_chunks` delete entries with these names: there are few different ones."""
     known = _known[0]
     for name in names:
         text = name.encode() + b"\0"
@@ -147,18 +147,9 @@ def _remember(names: Iterable[str]) -> None:
         _known[0] = known
 
 
-def evict_ordinary(space: Space, victims: Candidates, seen_ns: int, nbytes: int) -> Deletions:
-    """Evict chunks that hold nothing but entries, without the GIL, as :func:`evict_chunk` does.
-
-    In order, up to the first that holds anything else, was used since, or has changed from
-    ``seen_ns`` on, and until ``nbytes`` are free. Without native code none goes.
-    """
-    return delete_chunks(
-        *(space.fd, victims.chunks, victims.mtimes_ns, seen_ns, nbytes),
-        known=_known[0],
-        aside=f"{TRASH}{secrets.token_hex(6)}",
-        marks=f"{TTL_FOLDER}/",
-    )
+def ordinary_chunk() -> OrdinaryChunk:
+    """Return which chunks :func:`delete_chunks` may evict, to the same end as `evict_chunk`."""
+    return OrdinaryChunk(_known[0], f"{TRASH}{secrets.token_hex(6)}", f"{TTL_FOLDER}/")
 
 
 def _delete_in_place(

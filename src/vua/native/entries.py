@@ -36,6 +36,7 @@ __all__ = [
     "ChunkNames",
     "Deletions",
     "EntryStream",
+    "OrdinaryChunk",
     "StridedCopy",
     "WriteOptions",
     "copy_strided",
@@ -460,6 +461,17 @@ def _listed(
     return ChunkNames(digits[:found]), mtimes_ns[:found]
 
 
+class OrdinaryChunk(NamedTuple):
+    """What C may delete, and where."""
+
+    known: bytes
+    """Names of entries, each with a final NUL: its directory holds nothing else."""
+    aside: str
+    """Of the path to which it is moved first, all but the last four digits."""
+    marks: str
+    """Of the path of another file that goes with it, all but the chunk's name."""
+
+
 _UNTOUCHED, _DELETED, _ASIDE = 0, 1, 3
 """What became of a chunk: list.c's numbers."""
 
@@ -485,10 +497,7 @@ def delete_chunks(
     mtimes_ns: npt.NDArray[np.int64],
     seen_ns: int,
     nbytes: int,
-    *,
-    known: bytes,
-    aside: str,
-    marks: str,
+    ordinary: OrdinaryChunk,
 ) -> Deletions:
     """Delete chunks whose directories hold nothing but entries, in order, up to an unusual one.
 
@@ -500,9 +509,7 @@ def delete_chunks(
         mtimes_ns: what their directories' mtimes were. One with another mtime stays,
         seen_ns: and one whose status changed from then on.
         nbytes: how much to free.
-        known: names of entries, each with a final NUL.
-        aside: of the path to which a chunk is moved first, all but the last four digits.
-        marks: of the path of another file that goes with a chunk, all but the chunk's name.
+        ordinary: what they may hold, and where they are deleted.
 
     Releases the GIL once. Deletes nothing without native code.
     """
@@ -513,10 +520,10 @@ def delete_chunks(
     digits, mtimes_ns = np.ascontiguousarray(names.digits), np.ascontiguousarray(mtimes_ns)
     settled = bound.delete(
         *(space, digits.ctypes.data, mtimes_ns.ctypes.data, len(names), seen_ns),
-        *(aside.encode(), marks.encode(), known + b"\0"),
+        *(ordinary.aside.encode(), ordinary.marks.encode(), ordinary.known + b"\0"),
         *(ctypes.byref(freed), done.ctypes.data),
     )
-    left = f"{aside}{settled:04x}" if done[settled] == _ASIDE else ""
+    left = f"{ordinary.aside}{settled:04x}" if done[settled] == _ASIDE else ""
     is_unusual = bool(done[settled] != _UNTOUCHED)
     return Deletions(settled, done[:settled] == _DELETED, freed.value, is_unusual, left)
 

@@ -19,7 +19,7 @@ import pytest
 import vua
 from helpers import SOON_S, TESTS, DirectoryTest, until
 from replay import LAYOUT, NBYTES, Cache
-from vua.capacity import removal
+from vua.capacity import evictor
 from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.storage.base import WRITTEN
@@ -122,13 +122,13 @@ class TestReclaim(DirectoryTest):
 
     def test_who_deletes(self) -> None:
         """Not a single chunk is deleted by the thread that writes."""
-        cache, names, real = Cache(self.root, 50), set(), removal.delete_chunks
+        cache, names, real = Cache(self.root, 50), set(), evictor.delete_chunks
 
         def delete(*args: Any, **options: Any) -> Any:
             names.add(threading.current_thread().name)
             return real(*args, **options)
 
-        with mock.patch.object(removal, "delete_chunks", delete):
+        with mock.patch.object(evictor, "delete_chunks", delete):
             for number in range(80):
                 self.save(cache, number)
         self.assertGreaterEqual(cache.capacity.counts["chunks_evicted"], 30)

@@ -53,7 +53,7 @@ int renameat(int from, const char *old, int to, const char *new)
 RACE = """
 import os, sys
 import numpy as np
-from vua.capacity.removal import delete_aside, evict_chunk, evict_ordinary
+from vua.capacity.removal import delete_aside, delete_chunks, evict_chunk, ordinary_chunk
 from vua.capacity.scan import Candidate, Candidates, Space
 
 folder, added, root, first, second = sys.argv[1:]
@@ -61,7 +61,8 @@ space = Space("n", os.open(root, os.O_RDONLY))
 print(evict_chunk(space, first))
 os.environ |= {"FOLDER": folder, "ADD": added}
 victims = Candidates.of([Candidate(0, 10**18, "n", second)])
-gone = evict_ordinary(space, victims, 1 << 62, 1 << 20)
+columns = victims.chunks, victims.mtimes_ns
+gone = delete_chunks(space.fd, *columns, 1 << 62, 1 << 20, ordinary_chunk())
 print(gone.settled, gone.is_unusual)
 print(delete_aside(space, second, gone.aside, 10**18))
 """
@@ -95,9 +96,8 @@ class TestDeletion(DirectoryTest):
         """Try to delete chunks; return which were, the bytes, and what of the next one."""
         names = entries.ChunkNames.of(chunks or [CHUNK])
         mtimes_ns = np.full(len(names), mtime_ns)
-        found = entries.delete_chunks(
-            *(self.fd, names, mtimes_ns, seen_ns, most), known=KNOWN, aside=ASIDE, marks="ttl/"
-        )
+        ordinary = entries.OrdinaryChunk(KNOWN, ASIDE, "ttl/")
+        found = entries.delete_chunks(self.fd, names, mtimes_ns, seen_ns, most, ordinary)
         self.assertEqual(found.settled, len(found.deleted))
         next_one = "aside" if found.aside else "unusual" if found.is_unusual else ""
         return found.deleted.tolist(), found.nbytes, next_one
