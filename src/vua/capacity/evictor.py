@@ -36,7 +36,6 @@ from vua.capacity.removal import (
     DeletionTotals,
     ImmovableError,
     delete_aside,
-    delete_chunks,
     drop_empty,
     evict_chunk,
     ordinary_chunk,
@@ -54,6 +53,7 @@ from vua.capacity.scan import (
 )
 from vua.io.posix import close_quietly
 from vua.native import LATEST_NS
+from vua.native.entries import delete_chunks
 from vua.storage.description import is_surely_later
 from vua.storage.local import chunk_path
 
@@ -438,8 +438,6 @@ class Evictor:
             while True:
                 if not self._pool and not self._search(found, by_name, run, freed):
                     return freed
-                if not self._pool:
-                    continue
                 freed = self._evict_ordinary(by_name, run, freed)
                 if not self._pool:
                     continue

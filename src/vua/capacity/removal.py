@@ -35,7 +35,7 @@ from vua.capacity.scan import (
     opened,
 )
 from vua.io.posix import close_quietly
-from vua.native.entries import OrdinaryChunk, delete_chunks
+from vua.native.entries import OrdinaryChunk
 from vua.storage.description import DESCRIPTION, is_described
 from vua.storage.local import QUARANTINE, SUFFIX, chunk_path
 from vua.storage.names import NOTED, PARENTS, PIN, TTL_FOLDER, chunk_file_kind
@@ -47,7 +47,6 @@ __all__ = [
     "ImmovableError",
     "Remover",
     "delete_aside",
-    "delete_chunks",
     "delete_namespace",
     "drop_empty",
     "evict_chunk",
@@ -137,18 +136,17 @@ _MOST_KNOWN_NBYTES: Final = 4096
 
 
 def _remember(names: Iterable[str]) -> None:
-    """Let :func:`delete_chunks` delete entries with these names: there are few different ones."""
+    """Let `delete_chunks` delete entries with these names: there are few different ones."""
     known = _known[0]
     for name in names:
-        text = name.encode() + b"\0"
         if chunk_file_kind(name) == "entry" and name.encode() not in known.split(b"\0"):
-            known += text
+            known += name.encode() + b"\0"
     if len(known) <= _MOST_KNOWN_NBYTES:
         _known[0] = known
 
 
 def ordinary_chunk() -> OrdinaryChunk:
-    """Return which chunks :func:`delete_chunks` may evict, to the same end as `evict_chunk`."""
+    """Return which chunks `vua.native.entries.delete_chunks` may delete, as `evict_chunk` does."""
     return OrdinaryChunk(_known[0], f"{TRASH}{secrets.token_hex(6)}", f"{TTL_FOLDER}/")
 
 

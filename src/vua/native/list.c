@@ -33,7 +33,8 @@ static int64_t ns_of(struct timespec at)
 }
 
 /* Fill names[room][64] and mtimes_ns[room] with the chunks in the directory behind a descriptor.
- * Without `mtimes_ns` only names are looked at, which takes a tenth of the time. Returns how many there are, of which those beyond the room are not looked at, or -errno. */
+ * Without `mtimes_ns` only names are looked at. Returns how many there are, of which those beyond
+ * the room are not looked at, or -errno. */
 int64_t vua_list(int directory, char *names, int64_t *mtimes_ns, int64_t room)
 {
     int fd = fcntl(directory, F_DUPFD_CLOEXEC, 0); /* needs no right to search */
@@ -132,8 +133,8 @@ static int delete_files(int fd, const struct entry_names *files, int64_t *nbytes
 enum { UNTOUCHED, DELETED, GONE, ASIDE, UNUSUAL }; /* what became of a chunk */
 
 /* Move a chunk's directory aside and delete it, if it holds nothing but entries, has this mtime and
- * did not change from `seen_ns` on; else it is UNUSUAL and stays. GONE: there is none. ASIDE: it was
- * moved, and something is left of it. */
+ * did not change from `seen_ns` on; else it is UNUSUAL and stays. GONE: there is none. ASIDE: it
+ * was moved, and something is left of it. */
 static uint8_t delete_chunk(int space, const char *chunk, const char *aside, const char *mark,
                             const char *known, int64_t mtime_ns, int64_t seen_ns, int64_t *nbytes)
 {

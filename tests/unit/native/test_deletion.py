@@ -53,8 +53,9 @@ int renameat(int from, const char *old, int to, const char *new)
 RACE = """
 import os, sys
 import numpy as np
-from vua.capacity.removal import delete_aside, delete_chunks, evict_chunk, ordinary_chunk
+from vua.capacity.removal import delete_aside, evict_chunk, ordinary_chunk
 from vua.capacity.scan import Candidate, Candidates, Space
+from vua.native.entries import delete_chunks
 
 folder, added, root, first, second = sys.argv[1:]
 space = Space("n", os.open(root, os.O_RDONLY))
