@@ -31,6 +31,8 @@ _COSTS_SHARE: Final = 1 / 20
 """Of the time that reading, and ranking, may take this share."""
 _CHEAP_S: Final = 0.01
 """What takes no longer is done each time."""
+_FEW: Final = 1 << 13
+"""So few known chunks are ranked each time, however busy the machine is: some 2 ms."""
 _ASKED_S: Final = 60.0
 """So long after somebody wanted to know what a new chunk is worth the log is read ahead of that."""
 _BUSY_S: Final = 0.01
@@ -245,7 +247,7 @@ class LeastHitDensity(LRU):
         The log is read after ``now_ns``. What is used or stored from then on may not be in it, and
         its rank is of no use: such chunks are not evicted (:func:`vua.capacity.lru.is_unchanged`).
         Where ranking takes long it is done anew after twenty times that; what was asked for since
-        ranks above all.
+        ranks above all, also above what a hint promises.
         """
         self._learn()
         if not self._is_up_to_date:
@@ -262,7 +264,7 @@ class LeastHitDensity(LRU):
                 self._floor = _Floor(self.own)
                 took_s = time.monotonic() - began_s
                 self._made_until_s = 0.0
-                if took_s > _CHEAP_S:
+                if took_s > _CHEAP_S and len(known) > _FEW:
                     self._made_until_s = began_s + took_s / _COSTS_SHARE
             made, floor = self._made, self._floor
 

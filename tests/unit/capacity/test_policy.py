@@ -387,6 +387,24 @@ class TestLeastHitDensity(DirectoryTest):
         self.assertEqual(1, self.stored(once[:1]))
         self.assertLess(self.stored(once[1:10]), 5)
 
+    def test_hints_where_ranking_is_slow(self) -> None:
+        """Few chunks are ranked each time: then no later prompt ranks above what is promised.
+
+        Control: old ranks are kept for long, and know only the prompt that was hinted.
+        """
+        names = [self.names(self.prompt(1 << 22, number)) for number in range(2)]
+        write_log(self.root, [(self.now_ns / 1e9 - 2, names[0])])
+        both, times = [one[-1] for one in names], np.array([self.now_ns - SECOND_NS] * 2)
+        slow = {"_CHEAP_S": 0.0, "_COSTS_SHARE": 1e-9}
+        for few, is_kept in (({}, True), ({"_FEW": 0}, False)):
+            with mock.patch.multiple("vua.capacity.policy", **slow, **few):
+                policy = LeastHitDensity(self.root, at_once=True)
+                policy.hinted(names[0], 600.0, 1000)
+                policy.rank(server_now_ns(self.fd))
+                policy.asked(names[1])
+                ranks = policy.rank(self.now_ns + 60 * SECOND_NS).of(both, times)
+            self.assertEqual(is_kept, bool(ranks[0] > ranks[1]))
+
     def test_what_came_of_hints(self) -> None:
         """A process that begins later knows from the log when promises came true.
 
