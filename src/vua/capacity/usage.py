@@ -20,7 +20,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,14 +34,13 @@ from vua.capacity.scan import (
     Space,
     chunk_nbytes,
     fans_of,
-    files_nbytes,
     listed,
     opened,
     spaces,
 )
 from vua.errors import ConfigError
-from vua.native import ChunkNames, list_names
-from vua.storage.local import QUARANTINE, chunk_path
+from vua.native import ChunkNames, chunk_sizes, list_names
+from vua.storage.local import QUARANTINE
 
 __all__ = [
     "TOLERANCE",
@@ -52,8 +51,6 @@ __all__ = [
     "nbytes_per_inode",
     "sample_prefix_tree",
 ]
-
-R = TypeVar("R")
 
 INODES_PER_CHUNK: Final = 2
 """Its directory and its file."""
@@ -141,7 +138,7 @@ def _measure(space: Space, counted: int, sized: int) -> Usage | None:
     picked: list[str] = []
     seen = count = 0
     for fan in fans:
-        some = _read(space, fan, list_names, ChunkNames.of(()))
+        some = _names_in(space, fan)
         if some is None:
             continue
         picked = _merged(picked, count, some, sized)
@@ -152,12 +149,16 @@ def _measure(space: Space, counted: int, sized: int) -> Usage | None:
         return None
     if not count:
         return Usage(0, 0, exact=seen == len(fans))
-    found = [_read(space, chunk_path(chunk), _size, 0) for chunk in picked]
-    sizes = [size for size in found if size is not None]
-    if not sizes:
+    sizes = chunk_sizes(space.fd, ChunkNames.of(picked))
+    for size in sizes[sizes < 0].tolist():
+        if -size in EXHAUSTED:
+            raise OSError(-size, os.strerror(-size))
+    sizes[np.isin(-sizes, [*GONE])] = 0
+    sizes = sizes[sizes >= 0]
+    if not len(sizes):
         return None
     chunks = round(count * len(fans) / seen)
-    return Usage(round(sum(sizes) / len(sizes) * chunks), chunks, exact=len(sizes) == chunks)
+    return Usage(round(float(sizes.mean()) * chunks), chunks, exact=len(sizes) == chunks)
 
 
 def _merged(picked: list[str], count: int, some: Sequence[str], most: int) -> list[str]:
@@ -170,25 +171,20 @@ def _merged(picked: list[str], count: int, some: Sequence[str], most: int) -> li
     return random.sample(picked, old) + random.sample(some, most - old)
 
 
-def _read(space: Space, path: str, work: Callable[[int], R], nothing: R) -> R | None:
-    """Return ``work``'s result for an open directory; ``nothing`` if it is gone.
+def _names_in(space: Space, fan: str) -> ChunkNames | None:
+    """Return the chunks of a fan-out directory: none if it is gone, None if it may not be read.
 
-    None if it may not be read. Raises OSError if this process has no more descriptors.
+    Raises OSError if this process has no more descriptors.
     """
     problems: list[OSError] = []
     try:
-        with opened(space.fd, path, problems.append) as fd:
-            found = nothing if fd is None else work(fd)
+        with opened(space.fd, fan, problems.append) as fd:
+            found = ChunkNames.of(()) if fd is None else list_names(fd)
     except OSError as problem:
         if problem.errno in EXHAUSTED:
             raise
         return None
     return None if problems else found
-
-
-def _size(directory: int) -> int:
-    with os.scandir(directory) as entries:
-        return files_nbytes(entries)
 
 
 class UsageEstimate:

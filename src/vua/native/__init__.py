@@ -1,6 +1,6 @@
-"""What VUA has in C: eight functions.
+"""What VUA has in C.
 
-All but :class:`EntryStream` have an equal fallback in Python.
+All but :class:`EntryStream` and `delete_chunks` have an equal fallback in Python.
 
 ===================== ======================== ===================================================
 :func:`read_entries`  ``load.c``, ``direct.c`` reads and hashes a batch of entry files by one call
@@ -10,6 +10,9 @@ All but :class:`EntryStream` have an equal fallback in Python.
 :func:`gather_entry`  ``rows.c``               the reverse
 :func:`hash_chain`    ``chain.c``              hashes the chunks of a prompt
 :func:`list_chunks`   ``list.c``               lists a directory's chunks, and their mtimes
+:func:`list_names`    ``list.c``               lists their names alone
+:func:`chunk_sizes`   ``list.c``               adds up the bytes of each chunk's files
+`delete_chunks`       ``list.c``               deletes chunks that hold nothing but entries
 :func:`copy_strided`  ``move.c``               copies between chunks and an engine's pages
 ===================== ======================== ===================================================
 
@@ -36,6 +39,7 @@ from vua.native.entries import (
     Places,
     StridedCopy,
     WriteOptions,
+    chunk_sizes,
     copy_strided,
     crew,
     fill_entry,
@@ -79,6 +83,7 @@ __all__ = [
     "Transfer",
     "WriteOptions",
     "blocks_of",
+    "chunk_sizes",
     "copy_strided",
     "crew",
     "digests_of",

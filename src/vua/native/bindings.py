@@ -106,6 +106,7 @@ _SAVE: Final = (
     *(_U64, _POINTER, _U64, _POINTER),
 )
 _LIST: Final = (ctypes.c_int, _POINTER, _POINTER, ctypes.c_int64)
+_SIZES: Final = (ctypes.c_int, _POINTER, ctypes.c_int64, _POINTER)
 _DELETE: Final = (
     *(ctypes.c_int, _POINTER, _POINTER, ctypes.c_int64, ctypes.c_int64),
     *(_TEXT, _TEXT, _TEXT, _POINTER, _POINTER),
@@ -130,6 +131,7 @@ class Library:
         self.chain: Any = _bind(releasing.vua_chain, _CHAIN, None)
         self.chain_held: Any = _bind(holding.vua_chain, _CHAIN, None)
         self.list: Any = _bind(releasing.vua_list, _LIST, ctypes.c_int64)
+        self.sizes: Any = _bind(releasing.vua_sizes, _SIZES, None)
         self.delete: Any = _bind(releasing.vua_delete, _DELETE, ctypes.c_int64)
         self.move: Any = _bind(releasing.vua_move, _MOVE, ctypes.c_int)
 

@@ -39,6 +39,7 @@ __all__ = [
     "OrdinaryChunk",
     "StridedCopy",
     "WriteOptions",
+    "chunk_sizes",
     "copy_strided",
     "crew",
     "delete_chunks",
@@ -459,6 +460,19 @@ def _listed(
     if 2 * found < most:
         return ChunkNames(digits[:found].copy()), mtimes_ns[:found].copy()
     return ChunkNames(digits[:found]), mtimes_ns[:found]
+
+
+def chunk_sizes(space: int, names: ChunkNames) -> npt.NDArray[np.int64]:
+    """Return the bytes of each chunk's files, or -errno where its directory cannot be opened.
+
+    ``space``: descriptor of the namespace directory. Releases the GIL once.
+    """
+    bound = library()
+    if bound is None:
+        return np.array(fallback.chunk_sizes(space, names), dtype=np.int64)
+    digits, sizes = np.ascontiguousarray(names.digits), np.empty(len(names), dtype=np.int64)
+    bound.sizes(space, digits.ctypes.data, len(names), sizes.ctypes.data)
+    return sizes
 
 
 class OrdinaryChunk(NamedTuple):

@@ -43,6 +43,7 @@ __all__ = [
     "LATEST_NS",
     "Digest",
     "Strided",
+    "chunk_sizes",
     "copy_strided",
     "digests_of",
     "fill_check",
@@ -410,6 +411,9 @@ def _elements(
     return np.ndarray(tuple(shape), f"u{item}", buffer, strides=tuple(strides))
 
 
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
 def list_chunks(directory: int) -> tuple[Sequence[str], npt.NDArray[np.int64]]:
     """List a directory; see :func:`vua.native.entries.list_chunks`."""
     names, mtimes_ns = [], []
@@ -430,3 +434,25 @@ def list_names(directory: int) -> list[str]:
     """List a directory; see :func:`vua.native.entries.list_names`."""
     with os.scandir(directory) as entries:
         return [entry.name for entry in entries if _CHUNK.fullmatch(entry.name)]
+
+
+def chunk_sizes(space: int, names: Iterable[str]) -> list[int]:
+    """Add up the bytes of chunks' files; see :func:`vua.native.entries.chunk_sizes`."""
+    sizes = []
+    for name in names:
+        try:
+            fd = os.open(f"{name[:2]}/{name}", _DIRECTORY, dir_fd=space)
+        except OSError as problem:
+            sizes.append(-(problem.errno or errno.EIO))
+            continue
+        nbytes = 0
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    with contextlib.suppress(OSError):
+                        status = entry.stat(follow_symlinks=False)
+                        nbytes += status.st_size if stat.S_ISREG(status.st_mode) else 0
+        finally:
+            close_quietly(fd)
+        sizes.append(nbytes)
+    return sizes

@@ -1,6 +1,6 @@
-/* List the chunks in a directory and their mtimes, and delete chunks, by calls that need no GIL: a
- * pass over a million chunks would keep an engine from it for seconds, and a thread that evicts
- * would take it for each call of the system.
+/* List the chunks in a directory and their mtimes, measure and delete chunks, by calls that need no
+ * GIL: a pass over a million chunks would keep an engine from it for seconds, and a thread that
+ * evicts would take it for each call of the system.
  *
  * Built together with load.c.
  */
@@ -71,6 +71,39 @@ int64_t vua_list(int directory, char *names, int64_t *mtimes_ns, int64_t room)
 }
 
 enum { PATH_ROOM = 128, LISTING_NBYTES = 4096, MOST_FILES = 16 };
+
+/* A chunk's directory, below that of its namespace. */
+static void path_of(const char *name, char path[PATH_ROOM])
+{
+    snprintf(path, PATH_ROOM, "%.2s/%.*s", name, NAME_NBYTES, name);
+}
+
+/* Set `nbytes[count]` to the bytes of the regular files of each chunk in `names[count][64]`, or to
+ * -errno where its directory cannot be opened. */
+void vua_sizes(int space, const char *names, int64_t count, int64_t *nbytes)
+{
+    for (int64_t at = 0; at < count; at++) {
+        char path[PATH_ROOM];
+        path_of(names + at * NAME_NBYTES, path);
+        int fd = openat(space, path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+        DIR *entries = fd < 0 ? NULL : fdopendir(fd);
+        nbytes[at] = entries == NULL ? -errno : 0;
+        if (entries == NULL) {
+            if (fd >= 0)
+                close(fd);
+            continue;
+        }
+        const struct dirent *entry;
+        while ((entry = readdir(entries)) != NULL) {
+            struct stat status;
+            if (fstatat(fd, entry->d_name, &status, AT_SYMLINK_NOFOLLOW) == 0 &&
+                S_ISREG(status.st_mode))
+                nbytes[at] += status.st_size;
+        }
+        closedir(entries);
+    }
+}
+
 #define LONGEST_NS INT64_C(20000000) /* of one call: the caller has a lease to renew */
 
 static int64_t clock_ns(void)
@@ -178,7 +211,7 @@ int64_t vua_delete(int space, const char *names, const int64_t *mtimes_ns, int64
     for (; at < count && *nbytes < wanted && (at == 0 || clock_ns() < until_ns); at++) {
         char chunk[PATH_ROOM], trash[PATH_ROOM], mark[PATH_ROOM];
         const char *name = names + at * NAME_NBYTES;
-        snprintf(chunk, sizeof chunk, "%.2s/%.*s", name, NAME_NBYTES, name);
+        path_of(name, chunk);
         snprintf(trash, sizeof trash, "%s%04x", aside, (unsigned)(at & 0xffff));
         snprintf(mark, sizeof mark, "%s%.*s", marks, NAME_NBYTES, name);
         done[at] = delete_chunk(space, chunk, trash, mark, known, mtimes_ns[at], seen_ns, nbytes);

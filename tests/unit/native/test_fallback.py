@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import unittest
 from pathlib import Path
@@ -192,6 +193,27 @@ class TestListChunks(DirectoryTest):
         for listing in (native.list_chunks, fallback.list_chunks):
             with self.assertRaises(NotADirectoryError):
                 listing(fd)
+        self.assertEqual(before, descriptors(self.root))
+
+    def test_sizes(self) -> None:
+        """Bytes of regular files alone; why a directory cannot be opened; no descriptor stays."""
+        one, none, link, file = (letter * 64 for letter in "abcd")
+        (self.root / "aa" / one).mkdir(parents=True)
+        for name, nbytes in (("first", 1000), ("second", 24)):
+            (self.root / "aa" / one / name).write_bytes(bytes(nbytes))
+        (self.root / "aa" / one / "link").symlink_to("first")
+        (self.root / "aa" / one / "folder").mkdir()
+        for name in (link, file):
+            (self.root / name[:2]).mkdir()
+        (self.root / "cc" / link).symlink_to(self.root / "aa" / one)
+        (self.root / "dd" / file).write_bytes(b"a file")
+        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        self.addCleanup(os.close, fd)
+        before, names = descriptors(self.root), native.ChunkNames.of([one, none, link, file])
+        expected = [1024, -errno.ENOENT, -errno.ENOTDIR, -errno.ENOTDIR]
+
+        self.assertEqual(expected, native.chunk_sizes(fd, names).tolist())
+        self.assertEqual(expected, fallback.chunk_sizes(fd, names))
         self.assertEqual(before, descriptors(self.root))
 
 
