@@ -125,6 +125,10 @@ class HitDensity:
         self._density: npt.NDArray[np.float64] | None = None
         self._requests = 0
 
+    def __len__(self) -> int:
+        """Return how many chunks are remembered."""
+        return self._many
+
     def note(self, requests: Iterable[Request], hints: Iterable[Hint] = ()) -> None:
         """Note requests, about in order of time, and what is said about them, in order of time.
 

@@ -32,7 +32,9 @@ _COSTS_SHARE: Final = 1 / 20
 _CHEAP_S: Final = 0.01
 """What takes no longer is done each time."""
 _FEW: Final = 1 << 13
-"""So few known chunks are ranked each time, however busy the machine is: some 2 ms."""
+"""So few known chunks are learned and ranked each time, however busy the machine is: some 2 ms."""
+_UNRANKED_S: Final = 1.0
+"""How often more are learned while ranks are mtimes all the same: each time delays writers."""
 _ASKED_S: Final = 60.0
 """So long after somebody wanted to know what a new chunk is worth the log is read ahead of that."""
 _BUSY_S: Final = 0.01
@@ -237,6 +239,7 @@ class LeastHitDensity(LRU):
                 return False
         with self._reading:
             self._hints.tell(chunks, within_s)
+            self._read_from_s = 0.0
         return True
 
     def rank(self, now_ns: int) -> Ranks:
@@ -249,13 +252,12 @@ class LeastHitDensity(LRU):
         Where ranking takes long it is done anew after twenty times that; what was asked for since
         ranks above all, also above what a hint promises.
         """
-        self._learn()
-        if not self._is_up_to_date:
+        if self._ranks or not self._is_up_to_date or time.monotonic() >= self._read_from_s:
+            self._learn()
+        if not (self._ranks and self._is_up_to_date):
             return BY_MTIME
         with self._lock:
             density, began_s = self._density, time.monotonic()
-            if not (density.is_learned or density.is_told):
-                return BY_MTIME
             if began_s >= self._made_until_s:
                 worths = density.worths(now_ns / 1e9)
                 known, rows = density.in_order()
@@ -337,7 +339,15 @@ class LeastHitDensity(LRU):
             with self._lock:
                 self._meet_mine()
             took_s = time.monotonic() - began_s
-            self._read_from_s = began_s + (took_s / _COSTS_SHARE if took_s > _CHEAP_S else 0.0)
+            pause_s = took_s / _COSTS_SHARE if took_s > _CHEAP_S else 0.0
+            if not self._ranks and len(self._density) > _FEW:
+                pause_s = max(pause_s, _UNRANKED_S)
+            self._read_from_s = began_s + pause_s
+
+    @property
+    def _ranks(self) -> bool:
+        """Whether there is anything to rank by but mtimes."""
+        return self._density.is_learned or self._density.is_told
 
     def _next_part(self) -> tuple[list[Request], bool]:
         """Return some logged requests, and whether there may be more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import numpy as np
@@ -20,7 +20,7 @@ from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
 from vua.capacity.policy import LRU, LeastHitDensity
 from vua.capacity.reservation import Capacity
 from vua.capacity.scan import LOWEST
-from vua.capacity.use_log import short_names
+from vua.capacity.use_log import UseLog, short_names
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
@@ -404,6 +404,33 @@ class TestLeastHitDensity(DirectoryTest):
                 policy.asked(names[1])
                 ranks = policy.rank(self.now_ns + 60 * SECOND_NS).of(both, times)
             self.assertEqual(is_kept, bool(ranks[0] > ranks[1]))
+
+    def test_not_learned_at_each_burst(self) -> None:
+        """While ranks are mtimes all the same, many chunks are not learned at each burst.
+
+        Controls: few are, and what is told to this process is known at once.
+        """
+        write_log(self.root, [(self.now_ns / 1e9 - 2, self.names(self.once[0]))])
+        real, found = UseLog.requests, []
+        for few, hint in ((0, False), (1 << 13, False), (0, True)):
+            reads: list[UseLog] = []
+
+            def read(log: UseLog, reads: list[UseLog] = reads) -> Iterator[Request]:
+                reads.append(log)
+                return real(log)
+
+            policy = LeastHitDensity(self.root, at_once=True)
+            with (
+                mock.patch.multiple("vua.capacity.policy", _FEW=few, _UNRANKED_S=600.0),
+                mock.patch.object(UseLog, "requests", read),
+            ):
+                policy.rank(self.now_ns)
+                before = len(reads)
+                if hint:
+                    policy.hinted(self.names(self.once[0]), 0.0, 1000)
+                lasting = [policy.rank(server_now_ns(self.fd)).is_lasting for _ in range(2)]
+            found.append((len(reads) > before, lasting[-1]))
+        self.assertEqual([(False, True), (True, True), (True, False)], found)
 
     def test_what_came_of_hints(self) -> None:
         """A process that begins later knows from the log when promises came true.
