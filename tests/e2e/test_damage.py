@@ -51,6 +51,7 @@ class DamagedTest(EngineTest):
         self.assertEqual([self.expected, WHOLE], [healed.tokens, healed.cached])
         self.assertEqual({"chunks_loaded": 17, "tokens_loaded": sum(WHOLE)}, healed.counts)
 
+    @pytest.mark.thorough
     def test_flipped_bit(self) -> None:
         """A chunk with one wrong bit is computed and stored again; the chunks before it load."""
         flip(self.file(5))

@@ -224,6 +224,7 @@ class ReuseTest(EngineTest):
                 self.assertGreater(cold.counts["preemptions"], 0)
                 self.assertGreater(warm.counts["preemptions"], 0)
 
+    @pytest.mark.thorough
     def test_other_payloads_give_other_tokens(self) -> None:
         """Negative control: the loaded bytes, not the prompt alone, decide what is generated."""
         batch = Batch([PROMPT])

@@ -22,6 +22,7 @@ class SettingsTest(EngineTest):
         self.assertIsNotNone(served.problem)
         return str(served.problem)
 
+    @pytest.mark.thorough
     def test_unknown_setting(self) -> None:
         """A misspelt setting stops the start, and the message names the nearest one."""
         problem = self.refused(extra={"chunk_token": 64})
@@ -58,6 +59,7 @@ class SettingsTest(EngineTest):
         self.assertEqual([expected, [640]], [warm.tokens, warm.cached])
         self.assertEqual(10, len(stored(self.root)))
 
+    @pytest.mark.thorough
     def test_default_policy(self) -> None:
         """Without kv_load_failure_policy, where vLLM's default is "fail", the log warns of it."""
         served = self.serve(BATCH, transfer={"kv_load_failure_policy": None})

@@ -121,6 +121,7 @@ class TestFuzz(unittest.TestCase):
             return
         self.assertEqual(plain_nbytes, len(found))
 
+    @pytest.mark.thorough
     @seed(21)
     @settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
     @given(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from helpers import (
@@ -78,6 +79,7 @@ class TestPutAndGet(CoreTest):
         self.assertTrue(found)
         self.assertTrue(torch.equal(TOKENS, found.tokens))
 
+    @pytest.mark.thorough
     def test_memory(self) -> None:
         """An answer's memory is used for the next one once it is gone, not while a part is held."""
         cache = caches_of(layers=4, heads=4, tokens=256, dim=256)  # 8 MiB
@@ -278,6 +280,7 @@ class TestPutAndGet(CoreTest):
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(use, range(40)))
 
+    @pytest.mark.thorough
     def test_no_descriptors_are_left(self) -> None:
         """A VUA that is gone holds no file open."""
         for _ in range(20):

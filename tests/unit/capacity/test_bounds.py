@@ -181,6 +181,7 @@ class TestSurvey(DirectoryTest):
         self.assertFalse(guess.exact)
         self.assertLess(abs(guess.chunks - 304), 90)
 
+    @pytest.mark.thorough
     def test_oldest(self) -> None:
         """With little room the very oldest come, in order."""
         cache = Cache(self.root)
@@ -350,6 +351,7 @@ class TestCapacity(DirectoryTest):
         )
         self.assertEqual([], list(self.root.rglob(".tmp-*")))
 
+    @pytest.mark.thorough
     def test_small_disk(self) -> None:
         """On a real file system that is full the newest is stored all the same."""
         disk = self.root / "disk"

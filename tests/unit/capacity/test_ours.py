@@ -319,6 +319,7 @@ class TestCommands(DirectoryTest):
         for name in ("chunks", "nbytes", "kept"):
             self.assertEqual(planned[name], done[name], name)
 
+    @pytest.mark.thorough
     @unittest.skipUnless(hasattr(os, "openpty"), "needs a terminal")
     def test_question(self) -> None:
         """On a terminal it asks, and takes silence for a no; without one it does not ask."""

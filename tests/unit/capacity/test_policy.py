@@ -376,6 +376,7 @@ class TestLeastHitDensity(DirectoryTest):
         there = [self.stored(some) for some in (self.once[:5], self.loved[:20], self.loved[20:40])]
         self.assertEqual([5, 0, 20], there)
 
+    @pytest.mark.thorough
     def test_hints_before_anything_is_learned(self) -> None:
         """They hold in a cache that is too new to have learned anything."""
         write_log(self.root, self.requests[-200:])

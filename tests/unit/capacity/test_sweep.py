@@ -110,6 +110,7 @@ class TestParts(SweepTest):
             victims.evict(9 * NBYTES, self.tick(), hurries=True)
         self.assertEqual(left[:-9], self.stored())
 
+    @pytest.mark.thorough
     def test_of_all_so_far(self) -> None:
         """While a sweep goes on the lowest of all folders go that it has looked at by then."""
         victims, gone = Evictor(self.root), list[int]()
@@ -132,6 +133,7 @@ class TestParts(SweepTest):
             victims.prepare(self.tick(), pulse)
         self.assertEqual(20, len(gone))
 
+    @pytest.mark.thorough
     def test_ranks_change(self) -> None:
         """A burst ahead of need searches a sample where its victims' ranks have become others."""
 
@@ -161,6 +163,7 @@ class TestParts(SweepTest):
             self.assertLessEqual(sum(looks.values()), self.fans + 256 // 15)
         self.assertLess(len(self.stored()), self.many)
 
+    @pytest.mark.thorough
     def test_exact(self) -> None:
         """Who does not hurry, and of few chunks everybody, evicts exactly the oldest."""
         for hurries in (False, True):
@@ -188,6 +191,7 @@ class TestParts(SweepTest):
         self.assertGreater(min(gone), self.many * 2 // 3)
         self.assertLessEqual(max(looks.values()), 3)  # sweeps
 
+    @pytest.mark.thorough
     def test_writers_wait_for_a_part(self) -> None:
         """A process that starts on a full store writes before it has looked at all chunks."""
         limits = Limits(max_bytes=self.many * NBYTES, min_free_bytes=0)
@@ -285,6 +289,7 @@ class TestShared(SweepTest):
         self.assertLess(len(looks), 40)
         self.assertEqual([*range(self.many - 1002)], self.stored())
 
+    @pytest.mark.thorough
     def test_forged(self) -> None:
         """What is no such file is passed over; one that lies about times lets no used one go."""
         one = self.sharing()

@@ -277,6 +277,7 @@ class TestClocks(UpkeepTest):
             with lease(directory) as held:
                 self.assertEqual(taken, held is not None, seconds)
 
+    @pytest.mark.thorough
     def test_something_else_has_its_name(self) -> None:
         """A file or a link in the place of `.upkeep` stays; a full cache evicts all the same."""
         path = self.root / ".upkeep"

@@ -15,6 +15,7 @@ import unittest
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from commands import TOKENS, CliTest, run, run_json, verbs
@@ -518,6 +519,7 @@ class TestCommand(CliTest):
 
         self.assertEqual("[]", done.stdout.splitlines()[-1])
 
+    @pytest.mark.thorough
     def test_process(self) -> None:
         """As a process it prints, and exits with its code."""
         done = self.start("verify", str(self.root))

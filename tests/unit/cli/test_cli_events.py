@@ -390,6 +390,7 @@ class TestSocket(SocketTest):
             slow.close(linger=0)
         self.assertEqual(1, len(logged.output), logged.output)
 
+    @pytest.mark.thorough
     def test_end(self) -> None:
         """The end is bounded, also if libzmq never closes its connections."""
         done, term = threading.Event(), self.zmq.Context.term

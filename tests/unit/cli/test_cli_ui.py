@@ -192,6 +192,7 @@ class AccessTest(unittest.TestCase):
             outside = content.replace(b"http://www.w3.org/2000/svg", b"")
             self.assertNotIn(b"://", outside)
 
+    @pytest.mark.thorough
     def test_many_at_once(self) -> None:
         """Requests of several threads are answered, also while one says nothing."""
         page = self.page

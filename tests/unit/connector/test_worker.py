@@ -144,6 +144,7 @@ class HangingTest(DirectoryTest):
         found: dict[str, Any] = {} if stats is None else stats.get(name, {})
         return found
 
+    @pytest.mark.thorough
     def test_the_end_is_bounded(self) -> None:
         """An engine ends within `timeouts.drain_s`, however much waits, and says what is left.
 
@@ -207,6 +208,7 @@ class HangingTest(DirectoryTest):
         self.assertEqual(set(), self.side.take_failed_blocks())
         self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
 
+    @pytest.mark.thorough
     def test_waits_for_the_engine(self) -> None:
         """Blocks that a step may still use are filled behind it: no hang, and no loading time.
 
@@ -255,6 +257,7 @@ class HangingTest(DirectoryTest):
             storage = side.groups[0].store.storage
             self.assertEqual(len(shards[0]) > 1, storage.shares_reads)
 
+    @pytest.mark.thorough
     def test_changed_while_loading(self) -> None:
         """A load during which the namespace or the weights change fills no block that counts."""
         engine = SimpleNamespace(model=torch.nn.Linear(8, 8), calls=0, last_call="update")
@@ -338,6 +341,7 @@ class HangingTest(DirectoryTest):
 
         until(saved)
 
+    @pytest.mark.thorough
     def test_storage_slower_than_the_engine(self) -> None:
         """What does not fit into the buffers is told, not queued, and stored when it is ordered."""
         side, layers = self.worker(worker=LITTLE), self.layers
@@ -461,6 +465,7 @@ class HangingTest(DirectoryTest):
         marks = {path.name: path.read_text() for path in self.root.glob("*/ttl/*")}
         self.assertEqual({key.name: "0000000060" for key in hinted}, marks)
 
+    @pytest.mark.thorough
     def test_shutdown(self) -> None:
         """It ends although everything hangs."""
         self.load("late", [5, 6, 7])
@@ -536,6 +541,7 @@ class StagedHangingTest(HangingTest):
         self.assertEqual((1, 1), (gather.call_count, scatter.call_count))
         self.assertEqual(before, self.blocks(*range(BLOCKS)))
 
+    @pytest.mark.thorough
     def test_marks_before_the_forward_pass(self) -> None:
         """A load waits for what was ordered before its step's forward pass, and not for that."""
         made, asked = list[int](), list[int]()

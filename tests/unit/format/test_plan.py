@@ -6,6 +6,7 @@ import itertools
 import unittest
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
 from helpers import Memory, model_arrays, rectangle
@@ -84,6 +85,7 @@ class TestPlan(unittest.TestCase):
             [(0, codec.header_nbytes)], header_plan(codec.file_nbytes, codec.header_nbytes).ranges
         )
 
+    @pytest.mark.thorough
     @given(st.sampled_from([SMALL, DEEP]), st.sampled_from([None, 2, 4]), st.data())
     def test_addresses(self, layout: KVLayout, block: int | None, data: st.DataObject) -> None:
         """The memory that the rows name, in their order, is what a file of the part holds."""

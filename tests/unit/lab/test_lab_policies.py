@@ -143,6 +143,7 @@ class TestDense(unittest.TestCase):
         self.assertGreater(dense.hit_ratio, 1.5 * lru.hit_ratio)
         self.assertLess(dense.written_per_hit, lru.written_per_hit / 2)
 
+    @pytest.mark.thorough
     def test_a_loop(self) -> None:
         """Of documents that are read in turn it keeps some, where LRU finds none."""
         lru, dense, best = compare(asked("loop", 900), ["hit density"], [600])

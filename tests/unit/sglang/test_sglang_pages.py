@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from helpers import DirectoryTest
@@ -207,6 +208,7 @@ class TransfersTest(DirectoryTest):
                 self.assertEqual(PAGES, loads.load(self.keys, range(PAGES), always))
                 self.assertTrue(torch.equal(expected, element(quarter, 1, 1, 33, 0)))
 
+    @pytest.mark.thorough
     def test_nothing_is_stored_twice(self) -> None:
         """What ranks of another number have stored as a whole is not stored anew."""
         for first, second in ((1, 2), (2, 1), (4, 2), (1, 4)):

@@ -139,6 +139,7 @@ class RefusalTest(DirectoryTest):
         sent = self.sent() - sent
         self.assertEqual({"get": 3, "list": 3, "delete": 1}, dict(sent))
 
+    @pytest.mark.thorough
     def test_refused(self) -> None:
         """A refusal that no way leads round is an error after a few requests."""
         self.check()

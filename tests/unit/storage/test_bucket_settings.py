@@ -127,6 +127,7 @@ class SettingsTest(DirectoryTest):
                     self.assertEqual(3, vua.put(TOKENS, KV))
                     self.assertEqual(12, vua.get_closest(TOKENS).num_tokens)
 
+    @pytest.mark.thorough
     def test_nobody_listens(self) -> None:
         """The error says which endpoint refuses the connection."""
         with socket.socket() as one:
@@ -171,6 +172,7 @@ class SettingsTest(DirectoryTest):
         with mock.patch.dict(os.environ, settings), without, refused:
             VUA(CONFIG, self.url())
 
+    @pytest.mark.thorough
     def test_process(self) -> None:
         """Credentials by a program of the profile, and by its failing."""
         pytest.importorskip("botocore")

@@ -62,6 +62,7 @@ class ServerTest(unittest.TestCase):
         self.assertEqual(["signed"] * (len(PARTS) + 1), self.asked)
         self.assertEqual(0, self.bucket.counts["failed"])
 
+    @pytest.mark.thorough
     def test_harm(self) -> None:
         """Whatever comes of a request, it is asked again by the client that copes with it."""
         self.enterContext(mock.patch.object(signed_reads, "_READ_S", 0.5))
@@ -123,6 +124,7 @@ class ServerTest(unittest.TestCase):
                 bucket.get("a/b")
         self.assertEqual([], self.asked)
 
+    @pytest.mark.thorough
     def test_proxies_are_not_passed_by(self) -> None:
         """Where the environment names a proxy, requests go there or nowhere."""
         proxy = FaultyProxy(seaweedfs().endpoint, self.plan)

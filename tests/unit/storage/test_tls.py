@@ -80,6 +80,7 @@ class TlsTest(DirectoryTest):
         described = 2  # entries whose headers tell the layout when the namespace is opened
         self.assertEqual(CHUNKS + described, sum("X-Amz-Signature=" in one for one in bodies))
 
+    @pytest.mark.thorough
     def test_unknown_certificate(self) -> None:
         """Nothing is sent to a server that nobody vouches for."""
         self.speak()
@@ -87,6 +88,7 @@ class TlsTest(DirectoryTest):
             vua.put(TOKENS, KV)
         self.assertEqual(0, sum(self.proxy.counts.values()))
 
+    @pytest.mark.thorough
     def test_damaged_behind_it(self) -> None:
         """A body that changes between the proxy and the server is stored so: a read finds out."""
         self.speak(AWS_CA_BUNDLE=str(self.pem))
@@ -109,6 +111,7 @@ class TlsTest(DirectoryTest):
                 vua.put(TOKENS, KV)
             self.assertEqual(unsigned, self.proxy.unsigned["PUT"] - before >= CHUNKS, more)
 
+    @pytest.mark.thorough
     def test_bodies_over_http(self) -> None:
         """Likewise where http is allowed: readers verify."""
         proxy = FaultyProxy(seaweedfs().endpoint)

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from helpers import DirectoryTest, Memory, keys_of, model_arrays, native_code, rectangle
 from vua.capacity import marks
@@ -79,6 +80,7 @@ class WriterTest(DirectoryTest):
         self.assertNotIn(None, stamps)
         self.assertEqual(sorted(set(stamps), reverse=True), stamps)
 
+    @pytest.mark.thorough
     def test_same_files(self) -> None:
         """The files are those of the Python path to the last bit, wherever tokens lie."""
         now = mock.patch("vua.format.entry.time.time", return_value=1.8e9)

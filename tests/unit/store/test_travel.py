@@ -238,6 +238,7 @@ class TierTest(DirectoryTest):
             wait_for_travel(vua)
             self.assertEqual(4, namespace_of(vua).travel.counts["sent"])
 
+    @pytest.mark.thorough
     def test_damage_near(self) -> None:
         """Each damaged file of the directory is a miss once, then comes from the bucket."""
         self.put("a")

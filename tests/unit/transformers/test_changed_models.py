@@ -91,6 +91,7 @@ class ChangedModelTest(unittest.TestCase):
         with self.reusing(reader):
             self.assertEqual(expected, self.plain(reader))
 
+    @pytest.mark.thorough
     def test_control(self) -> None:
         """Unchanged models share, in another block and after a load of the same weights."""
         model = self.load()

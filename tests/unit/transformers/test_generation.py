@@ -131,6 +131,7 @@ class GenerationTest(unittest.TestCase):
             self.ask(input_ids=torch.cat([PROMPT, PROMPT[:, :50]], dim=1))
         self.assertEqual([6, 6, 9], [len(one.chunks) for one in UseLog(self.store).read()])
 
+    @pytest.mark.thorough
     def test_events(self) -> None:
         """`vua events` tells of what was stored here, by the keys that follow from the tokens."""
         with self.reusing():

@@ -201,6 +201,7 @@ class SettingsTest(unittest.TestCase):
 
         self.assertEqual(Settings(), self.counted())
 
+    @pytest.mark.thorough
     def test_excluded(self) -> None:
         """No value of an excluded field matters, not even one that cannot be told."""
         from vua.vllm.config_fields import EXCLUDED
