@@ -8,6 +8,7 @@ prefixes, and each chunk's salt. It reads one header per chunk, so serving proce
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
@@ -251,6 +252,16 @@ class PrefixTree:
             above[:] = above[above]
         return depth[:-1]
 
+    def needed(self) -> tuple[_Ints, Indices]:
+        """Return when each chunk or one that follows it was last used, in ns, and its depth."""
+        needed_ns, depth, above = self.mtimes_ns, self._depths(), self.parent
+        order = np.argsort(-depth, kind="stable").astype(depth.dtype)
+        edges = np.flatnonzero(np.diff(depth[order])) + 1
+        for level in np.split(order, edges):  # from the deepest on
+            some = level[above[level] < len(self)]
+            np.maximum.at(needed_ns, above[some], needed_ns[some])
+        return needed_ns, depth
+
     def in_order(self) -> list[str]:
         """Return all chunks whose whole prefix is stored, parents before children."""
         return list(self.named(self.order()))
@@ -478,13 +489,19 @@ def read_prefix_tree(
     return PrefixTree(rows, unsettled)
 
 
-def tree_of(chunks: Iterable[tuple[str, int, ChunkNode]]) -> PrefixTree:
-    """Return the tree of chunks that are given with their mtimes, in any order."""
-    found, rows = ChunkRows(), Spool(_ROW)
-    for chunk, mtime_ns, node in chunks:
-        found.add(chunk, mtime_ns, node)
-    rows.append(found.sorted())
-    return PrefixTree(rows, found.unsettled)
+def tree_of(chunks: Iterable[tuple[str, int, ChunkNode]], *, in_order: bool = False) -> PrefixTree:
+    """Return the tree of chunks that are given with their mtimes.
+
+    ``in_order``: by their names. Then few of them are in memory at a time.
+    """
+    rows, unsettled, rest = Spool(_ROW), list[str](), iter(chunks)
+    while some := list(itertools.islice(rest, _AT_ONCE if in_order else None)):
+        found = ChunkRows()
+        for one in some:
+            found.add(*one)
+        rows.append(found.sorted())
+        unsettled += found.unsettled
+    return PrefixTree(rows, unsettled)
 
 
 def _news_in(space: Space, known: PrefixTree, fan: str) -> tuple[Rows, list[str]]:

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -46,11 +46,13 @@ from vua.catalog.base import (
     size,
 )
 from vua.catalog.check import Check, Checker, ExpectedEntry, Verification, sampled
+from vua.catalog.chunk_table import ListedChunk
 from vua.catalog.inventory import Inventory
-from vua.catalog.listed import ListedCatalog, ListedChunk, ListedNamespace, seals
+from vua.catalog.listed import ListedCatalog, ListedNamespace
 from vua.errors import ConfigError, CorruptEntryError, StorageError
 from vua.format.compressed import PACKAGE, Compressed, decompressed
 from vua.format.entry import AUTO, MAX_HEADER_NBYTES
+from vua.format.layout import Shard
 from vua.format.parse import EntryInfo, parse_entry
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
@@ -97,8 +99,9 @@ __all__ = [
 
 _HEADER_NBYTES: Final = 32 << 10
 """First bytes read of an object to find its parent: most headers are shorter."""
-_AT_ONCE: Final = 256
-"""Headers read between two progress reports."""
+_DELETED: Final = 1 << 14
+"""Objects that are named at a time to be deleted."""
+R = TypeVar("R")
 _HELD: Final = 64
 """Most objects in memory at a time."""
 _WORTH: Final = 16
@@ -136,38 +139,30 @@ class BucketNamespace(ListedNamespace):
         """Paths of files that are not VUA's."""
         self._notes: list[Item] = []
         """Objects that tell the order of chunks."""
-        self._told: set[str] = set()
-        """Chunks of which they tell it."""
-        marked: dict[str, ListedChunk] = {}
+        self._shown = 0
+        self._is_told = False
+        """Whether these were asked."""
 
         def take(meta: Meta) -> None:
             item = _item(bucket_path, meta)
             if item.kind == "description":
                 return
             if item.kind == "entry":
-                chunk = self.chunks.setdefault(item.chunk, ListedChunk(item.chunk))
-                chunk.add(item.path, item.nbytes, item.modified_s, item.shard)
-                if len(self.chunks) % 1000 == 0:
-                    show(self.name[:SHORT], amount=len(self.chunks), unit="chunks")
+                self.chunks.add(item.chunk, item.path, item.nbytes, item.modified_s)
+                self._shown += 1
+                if self._shown % 1000 == 0:
+                    show(self.name[:SHORT], amount=self._shown, unit="objects")
             elif item.kind == "stray":
                 self.strays.append(item.path)
             elif match := _MARK.fullmatch(item.path):
-                beside = marked.setdefault(match[1], ListedChunk(match[1]))
-                beside.marks.append(item.path)
-                if f"{match[2]}-" == AFTER:
-                    beside.before = match[3]
-                else:
-                    beside.pins.append(match[3])
+                is_after = f"{match[2]}-" == AFTER
+                told = {"before" if is_after else "pin": match[3]}
+                self.chunks.mark(match[1], item.path, **told)
             else:
                 self._note(item)
 
         _give(bucket_path, metas, take)
-        self.chunks = dict(sorted(self.chunks.items()))
-        for name, beside in marked.items():
-            if here := self.chunks.get(name):
-                here.marks, here.pins, here.before = beside.marks, beside.pins, beside.before
-            else:
-                self.beside += beside.marks
+        self.beside += self.chunks.end()
 
     def _note(self, item: Item) -> None:
         """Note a file of VUA that is neither a chunk's entry nor its mark."""
@@ -183,7 +178,7 @@ class BucketNamespace(ListedNamespace):
     def is_ours(self) -> bool:
         """Whether this is a namespace of VUA: by its description, or by chunks in it."""
         description = self.description
-        return description.identity is not None or bool(description.later) or bool(self.chunks)
+        return description.identity is not None or bool(description.later) or len(self.chunks) > 0
 
     def read_header(self, chunk: ListedChunk, path: str) -> EntryInfo | None:
         """Read a header by one request, or two if it is long."""
@@ -197,38 +192,33 @@ class BucketNamespace(ListedNamespace):
                 return _parsed(path, bucket.get(key, 0, 2 * MAX_HEADER_NBYTES)[1])
         return None
 
+    def shard_of(self, path: str) -> Shard | None:
+        return parse_name(entry_at(path))[1]
+
     def find_befores(self, show: Show) -> None:
         """Ask the objects that tell it, and headers for what these do not tell."""
-        if not self._told:
+        if not self._is_told:
+            self._is_told = True
             Bucket.each(self._learn, self._notes)
         super().find_befores(show)
 
     def _learn(self, item: Item) -> None:
         with contextlib.suppress(OSError, CorruptEntryError):
-            for name, before in parents_in(
-                self.bucket_path.bucket.get((self.bucket_path / item.path).key)[1]
-            ):
-                chunk = self.chunks.get(name)
-                if chunk is not None:
-                    self._told.add(name)
-                    chunk.before = before if chunk.before is None else chunk.before
+            data = self.bucket_path.bucket.get((self.bucket_path / item.path).key)[1]
+            self.chunks.tell_befores(parents_in(data), told=True)
 
     def note_befores(self) -> None:
         """Write down the order of chunks where no object tells it yet. Raises StorageError."""
         small = sum(one.nbytes < _SMALL_NBYTES for one in self._notes)
         whole = small > max(_SMALL, 16 * (len(self._notes) - small))
-        todo = (
-            (name, one.before)
-            for name, one in self.chunks.items()
-            if one.before is not None and (whole or name not in self._told)
-        )
+        todo = self.chunks.befores(untold=not whole)
         while len(some := list(itertools.islice(todo, FULL))) >= _WORTH:
             write_parents(self.bucket_path, some)
         if whole:
             self.bucket_path.bucket.delete(self.keys([one.path for one in self._notes]))
 
-    def each(self, work: Callable[[ListedChunk], None], chunks: Sequence[ListedChunk]) -> None:
-        Bucket.each(work, chunks)
+    def each(self, work: Callable[[ListedChunk], R], chunks: Sequence[ListedChunk]) -> list[R]:
+        return Bucket.each(work, chunks)
 
     def write_pin(self, chunk: str, held: Sequence[str]) -> None:
         pin_in_bucket(self.bucket_path, chunk, held)
@@ -238,8 +228,9 @@ class BucketNamespace(ListedNamespace):
 
     def listed(self, chunk: str) -> list[str]:
         """Return the names of entries, in their plain form, and marks."""
-        one = self.chunks[chunk]
-        names = (path.rpartition("/")[2] for path in (*one.paths, *one.marks))
+        one = self.chunks.get(chunk)
+        paths = () if one is None else (*one.paths, *one.marks)
+        names = (path.rpartition("/")[2] for path in paths)
         return sorted({plain_path(name) for name in names})
 
     @contextlib.contextmanager
@@ -265,17 +256,17 @@ class BucketNamespace(ListedNamespace):
             if not is_renewing(path) or _holds_entry(self.bucket_path.bucket, key)
         ]
 
-    def every_key(self) -> list[str]:
-        """Return the keys of all files of VUA, the description last.
+    def every_key(self) -> Iterator[str]:
+        """Yield the keys of all files of VUA, the description last.
 
         The description stays if other files stay, as in a directory.
         """
         beside = self.of_ours(self.beside)
-        chunks = self.chunks.values()
-        keys = [key for one in chunks for key in self.keys([*one.paths, *one.marks])] + beside
+        for one in self.chunks.all():
+            yield from self.keys([*one.paths, *one.marks])
+        yield from beside
         if not self.strays and len(beside) == len(self.beside):
-            keys += self._description_key()
-        return keys
+            yield from self._description_key()
 
     def _description_key(self) -> list[str]:
         key = (self.bucket_path / DESCRIPTION).key
@@ -296,10 +287,8 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         super().__init__(where, bucket_path)
         self.root = bucket_path
         self._is_asked = False
-        self._inventory: dict[str, list[Meta]] | None = None
-        """The objects by namespace, where a report tells them."""
-        self._report_counts: Mapping[str, int] = {}
-        """Requests that were sent for it."""
+        self._inventory: Inventory | None = None
+        """Tells the objects, instead of listings."""
 
     @classmethod
     def open(cls, where: str, *, create: bool = False) -> BucketCatalog:
@@ -309,7 +298,8 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        return Counter(self.root.bucket.counts) + Counter(self._report_counts)
+        report = Counter[str]() if self._inventory is None else Counter(self._inventory.counts)
+        return Counter(self.root.bucket.counts) + report
 
     def monthly_dollars(self, nbytes: int) -> float:
         return round(nbytes / _GB * DOLLARS_PER_GB_MONTH, 6)
@@ -319,11 +309,12 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def use_inventory(self, manifest: str) -> float:
         """Read all of it."""
         report = Inventory(manifest)
-        self._inventory, self._report_counts = report.of(self.root), report.counts
+        report.read(self.root)
+        self._inventory = report
         return report.taken_s
 
-    def _metas(self, description: Description) -> list[Meta] | None:
-        return None if self._inventory is None else self._inventory.get(description.name, [])
+    def _metas(self, description: Description) -> Iterator[Meta] | None:
+        return None if self._inventory is None else self._inventory.objects(description.name)
 
     def contents(self) -> tuple[list[Description], list[str]]:
         """Send a listing, and one request per namespace."""
@@ -394,14 +385,15 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         dry_run: bool = False,
     ) -> int:
         """Delete objects; those of a chunk with its entries first."""
-        keys: dict[str, None] = {}
-        for space in whole:
-            keys.update(dict.fromkeys(space.every_key()))
-        for space, chunk in chunks:
-            keys.update(dict.fromkeys(space.keys([*chunk.paths, *chunk.marks])))
-        if not dry_run:
-            self.root.bucket.delete(list(keys))
-        return len(keys)
+        some = (space.keys([*one.paths, *one.marks]) for space, one in chunks)
+        rest = (space.every_key() for space in whole)
+        keys = itertools.chain.from_iterable(itertools.chain(rest, some))
+        objects = 0
+        while part := list(itertools.islice(keys, _DELETED)):
+            objects += len(part)
+            if not dry_run:
+                self.root.bucket.delete(part)
+        return objects
 
     def sweep(self, namespaces: Sequence[BucketNamespace], *, dry_run: bool) -> DeletionTotals:
         """Delete copies left by renewals."""
@@ -417,20 +409,10 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
             with contextlib.suppress(OSError):
                 one.note_befores()
 
-    def renew(self, chunks: Sequence[tuple[BucketNamespace, ListedChunk]]) -> None:
+    def renew(self, space: BucketNamespace, chunks: Sequence[ListedChunk]) -> None:
         """Copy objects at the server: a lifecycle rule uses their times."""
-        keys = [key for space, chunk in chunks for key in space.keys(chunk.paths)]
-        if keys:
-            Bucket.each(self.root.bucket.try_renew, keys)
-
-    def find_key_ids(
-        self, chunks: Sequence[tuple[BucketNamespace, ListedChunk]], show: Show
-    ) -> list[set[str]]:
-        found: list[set[str]] = []
-        for first in range(0, len(chunks), _AT_ONCE):
-            show("reading headers", first, len(chunks))
-            found += Bucket.each(lambda one: seals(*one), chunks[first : first + _AT_ONCE])
-        return found
+        keys = [key for chunk in chunks for key in space.keys(chunk.paths)]
+        Bucket.each(self.root.bucket.try_renew, keys)
 
     # -- whether it is sound ----------------------------------------------------------------------
 

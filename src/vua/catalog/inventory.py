@@ -16,6 +16,7 @@ from datetime import datetime
 from typing import Final
 from urllib.parse import unquote_plus, urlsplit
 
+from vua.catalog.chunk_table import temporary_database
 from vua.errors import ConfigError, StorageError
 from vua.storage.bucket import Bucket, Meta
 from vua.storage.location import BucketPath
@@ -28,6 +29,9 @@ _PART_NBYTES: Final = 8 << 20
 """Read by one request."""
 _NEEDED: Final = ("Bucket", "Key", "Size", "LastModifiedDate")
 _GZIP: Final = 16 + zlib.MAX_WBITS
+_SCHEMA: Final = (
+    "CREATE TABLE objects (namespace TEXT, key TEXT, nbytes INT, modified_s REAL, tag BLOB)"
+)
 
 
 class Inventory:
@@ -66,14 +70,15 @@ class Inventory:
             )
             raise ConfigError(msg)
         self._fields = fields
+        self._base = temporary_database(_SCHEMA)
 
     @property
     def counts(self) -> Mapping[str, int]:
         """Requests that were sent for it, by kind."""
         return self._folder.bucket.counts
 
-    def of(self, place: BucketPath) -> dict[str, list[Meta]]:
-        """Return the objects of the cache at ``place``, by namespace, in the order of their keys.
+    def read(self, place: BucketPath) -> None:
+        """Read the objects of the cache at ``place``.
 
         Raises ConfigError if the report is of another bucket; StorageError where a file is missing,
         or is not what the manifest says.
@@ -84,7 +89,21 @@ class Inventory:
             raise ConfigError(msg)
         path = base.path.strip("/")
         before = f"{path}/" if path else ""
-        found: dict[str, list[Meta]] = {}
+        self._base.executemany(
+            "INSERT INTO objects VALUES (?, ?, ?, ?, ?)", self._objects(before, place)
+        )
+
+    def objects(self, namespace: str) -> Iterator[Meta]:
+        """Yield the objects of a namespace that were read, in the order of their keys."""
+        rows = self._base.execute(
+            "SELECT key, nbytes, modified_s, tag FROM objects WHERE namespace = ? ORDER BY key",
+            (namespace,),
+        )
+        return (Meta(*row) for row in rows)
+
+    def _objects(
+        self, before: str, place: BucketPath
+    ) -> Iterator[tuple[str, str, int, float, bytes]]:
         for row in self._rows():
             key = unquote_plus(row["Key"])
             is_gone = row.get("IsDeleteMarker") == "true" or row.get("IsLatest") == "false"
@@ -96,9 +115,7 @@ class Inventory:
                 modified_s = datetime.fromisoformat(
                     row["LastModifiedDate"].replace("Z", "+00:00")
                 ).timestamp()
-                meta = Meta(key, int(row["Size"]), modified_s, row.get("ETag", "").encode())
-                found.setdefault(name, []).append(meta)
-        return {name: sorted(metas) for name, metas in found.items()}
+                yield name, key, int(row["Size"]), modified_s, row.get("ETag", "").encode()
 
     def _rows(self) -> Iterator[Mapping[str, str]]:
         for key, digest in self._files:

@@ -1,8 +1,8 @@
 """Catalogs of storages that can be listed, with only names, sizes and times of chunks.
 
-The chunks are held in memory. Their order costs a header per chunk, read only where a command needs
-it. :class:`ListedCatalog` works for any kind of storage; a subclass lists its chunks, reads a
-header, deletes, and keeps marks.
+Their order costs a header per chunk, read only where a command needs it. :class:`ListedCatalog`
+works for any kind of storage; a subclass lists its chunks, reads a header, deletes, and keeps
+marks.
 
 :class:`StorageCatalog` serves any :class:`vua.storage.base.Storage`. A new storage gets `vua ls`,
 `du`, `gc`, `rm`, `ttl`, `top`, `verify` and `explain` by it, and `vua pin` if it is a
@@ -23,15 +23,18 @@ import itertools
 import random
 import time
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
 
 from vua.capacity.limits import Limits, nbytes_of
 from vua.capacity.prefix_tree import ChunkNode, PrefixTree, tree_of
-from vua.capacity.removal import DeletionTotals
+from vua.capacity.removal import NOTHING, DeletionTotals
 from vua.capacity.scan import Show
 from vua.catalog.base import (
     Adoption,
@@ -52,6 +55,7 @@ from vua.catalog.base import (
     size,
 )
 from vua.catalog.check import Check, Checker, ExpectedEntry, Verification
+from vua.catalog.chunk_table import ChunkTable, ListedChunk, parts
 from vua.errors import ConfigError, EntryError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
@@ -75,36 +79,9 @@ __all__ = [
 _SHORT: Final = 12
 _AT_ONCE: Final = 256
 """Chunks whose headers are read between two progress reports."""
-
-
-@dataclass(slots=True)
-class ListedChunk:
-    """A chunk, as listed."""
-
-    name: str
-    nbytes: int = 0
-    used_s: float = 0.0
-    """When the youngest of its entries was written, or renewed by a use."""
-    paths: list[str] = field(default_factory=list)
-    """Its entries, relative to the namespace."""
-    shards: list[Shard | None] = field(default_factory=list)
-    """The entries' shards."""
-    marks: list[str] = field(default_factory=list)
-    """Paths of empty objects beside them."""
-    pins: list[str] = field(default_factory=list)
-    """The chunks whose pins hold this one."""
-    before: str | None = None
-    """The preceding chunk: "" for a first or unreadable one, None if not known yet."""
-    needed_s: float = 0.0
-    """The youngest :attr:`used_s` of it and its descendants."""
-    depth: int = 0
-    """How many chunks precede it."""
-
-    def add(self, path: str, nbytes: int, used_s: float, shard: Shard | None) -> None:
-        self.nbytes += nbytes
-        self.used_s = max(self.used_s, used_s)
-        self.paths.append(path)
-        self.shards.append(shard)
+_DELETED: Final = 1000
+"""Chunks that are deleted at a time: a bucket's request deletes 1,000 objects."""
+R = TypeVar("R")
 
 
 class ListedNamespace(NamespaceCatalog):
@@ -114,8 +91,8 @@ class ListedNamespace(NamespaceCatalog):
 
     def __init__(self, description: Description) -> None:
         self._description, self.name = description, description.name
-        self.chunks: dict[str, ListedChunk] = {}
-        """All chunks that have an entry, by name."""
+        self.chunks = ChunkTable()
+        """All chunks that have an entry."""
         self.quarantine_nbytes = self.leftover_nbytes = 0
 
     @property
@@ -141,15 +118,18 @@ class ListedNamespace(NamespaceCatalog):
     def remove_pin(self, chunk: str, held: Sequence[str]) -> None:
         """Remove these marks. Raises StorageError."""
 
-    def each(self, work: Callable[[ListedChunk], None], chunks: Sequence[ListedChunk]) -> None:
+    @abstractmethod
+    def shard_of(self, path: str) -> Shard | None:
+        """Return the shard of an entry."""
+
+    def each(self, work: Callable[[ListedChunk], R], chunks: Sequence[ListedChunk]) -> list[R]:
         """Call ``work`` for each chunk; concurrently if the storage answers slowly."""
-        for one in chunks:
-            work(one)
+        return [work(one) for one in chunks]
 
     # -- what follows from it ---------------------------------------------------------------------
 
     def matching(self, digits: str) -> list[str]:
-        return sorted(name for name in self.chunks if name.startswith(digits))
+        return [name for name, _ in self.chunks.names(digits)]
 
     def holds(self, chunk: str) -> bool:
         return chunk in self.chunks
@@ -159,79 +139,58 @@ class ListedNamespace(NamespaceCatalog):
         return None if one is None else self.read_header(one, one.paths[0])
 
     def shards(self, chunk: str) -> list[Shard | None]:
-        return list(self.chunks[chunk].shards)
+        one = self.chunks.get(chunk)
+        return [] if one is None else [self.shard_of(path) for path in one.paths]
 
     def snapshot(self, past: Snapshot | None = None) -> Snapshot:
-        chunks, identity = self.chunks.values(), self._description.identity
-        mean = sum(one.nbytes for one in chunks) / max(1, len(chunks))
+        total, identity = self.chunks.totals(), self._description.identity
         model = "" if identity is None else identity.name or identity.model
-        found = Snapshot(self.name, model, chunk_nbytes=mean)
-        found.add("", Times.of([*self.chunks], (int(one.used_s * 1e9) for one in chunks)), past)
+        found = Snapshot(self.name, model, chunk_nbytes=total.nbytes / max(1, total.chunks))
+        for fan in map("{:02x}".format, range(256)):
+            some = list(self.chunks.names(fan))
+            found.add(fan, Times.of([name for name, _ in some], (ns for _, ns in some)), past)
         return found
 
     def tree(self, show: Show, past: PrefixTree | None = None) -> PrefixTree:
         """Read the headers of new chunks."""
         for _, rows in () if past is None else past.blocks():
-            for row in rows:
-                chunk = self.chunks.get(bytes(row["name"]).hex())
-                if chunk is not None and chunk.before is None:
-                    chunk.before = "" if row["is_first"] else bytes(row["before"]).hex()
+            self.chunks.tell_befores(
+                (bytes(row["name"]).hex(), "" if row["is_first"] else bytes(row["before"]).hex())
+                for row in rows
+            )
         self.find_befores(show)
         return tree_of(
-            (one.name, int(one.used_s * 1e9), _node(one)) for one in self.chunks.values()
+            ((one.name, one.used_ns, _node(one)) for one in self.chunks.all()), in_order=True
         )
 
     def find_befores(self, show: Show) -> None:
-        """Find each chunk's predecessor, its depth, and until when it is needed."""
-        every = [one for one in self.chunks.values() if one.before is None]
-        for first in range(0, len(every), _AT_ONCE):
-            show(f"{self.name[:_SHORT]}: reading headers", first, len(every))
-            self.each(self._find_before, every[first : first + _AT_ONCE])
-        for chunk in self.chunks.values():
-            chunk.needed_s = max(chunk.needed_s, chunk.used_s)
-            for one in self.ancestors(chunk.name):
-                at = self.chunks[one]
-                if one != chunk.name and at.needed_s >= chunk.used_s:
-                    break
-                at.needed_s = max(at.needed_s, chunk.used_s)
-        known: dict[str, int] = {"": -1}
-        for name in self.chunks:
-            new = list(itertools.takewhile(lambda one: one not in known, self.ancestors(name)))
-            above = self.chunks[new[-1]].before or "" if new else ""
-            for depth, one in enumerate(reversed(new), known.get(above, -1) + 1):
-                known[one] = self.chunks[one].depth = depth
+        """Find what precedes each chunk of which it is not known."""
+        count, done = len(self.chunks), 0
+        for some in parts(self.chunks.unread(), _AT_ONCE):
+            show(f"{self.name[:_SHORT]}: reading headers", done, count)
+            self.chunks.tell_befores(self.each(self._read_before, some))
+            done += len(some)
 
-    def _find_before(self, chunk: ListedChunk) -> None:
+    def _read_before(self, chunk: ListedChunk) -> tuple[str, str]:
         info = self.read_header(chunk, chunk.paths[0])
-        chunk.before = (info.parent or "") if info is not None and info.start else ""
+        return chunk.name, (info.parent or "") if info is not None and info.start else ""
 
     def ancestors(self, chunk: str) -> Iterator[str]:
         """Read the headers that are not known yet."""
         seen: set[str] = set()
-        while chunk in self.chunks and chunk not in seen:
+        while (one := self.chunks.get(chunk)) is not None and chunk not in seen:
             yield chunk
             seen.add(chunk)
-            one = self.chunks[chunk]
             if one.before is None:
-                self._find_before(one)
-            chunk = one.before or ""
+                self.chunks.tell_befores([self._read_before(one)])
+                one = self.chunks.get(chunk)
+            chunk = "" if one is None else one.before or ""
 
     def descendants(self, chunk: str, show: Show) -> list[str]:
-        return self._following([chunk], show)
+        return self.tree(show).descendants(chunk)
 
     def in_order(self, show: Show) -> list[str]:
-        self.find_befores(show)
-        return self._following([one.name for one in self.chunks.values() if not one.before], show)
-
-    def _following(self, found: list[str], show: Show) -> list[str]:
-        self.find_befores(show)
-        children: dict[str, list[str]] = {}
-        for one in self.chunks.values():
-            if one.before:
-                children.setdefault(one.before, []).append(one.name)
-        for name in found:  # grows meanwhile, but ends even if the chain is a circle
-            found += children.pop(name, [])
-        return list(dict.fromkeys(found))
+        return self.tree(show).in_order()
 
     def pin(self, chunk: str) -> int:
         held = list(self.ancestors(chunk))
@@ -244,21 +203,13 @@ class ListedNamespace(NamespaceCatalog):
         return len(held)
 
     def pins(self) -> dict[str, int]:
-        held = Counter(pin for one in self.chunks.values() for pin in one.pins)
-        return dict(sorted(held.items()))
+        return self.chunks.pins()
 
     def use(self) -> NamespaceUse:
-        chunks = self.chunks.values()
-        times_ns = [int(one.used_s * 1e9) for one in chunks]
+        total = self.chunks.totals()
         return NamespaceUse(
-            self.name,
-            len(chunks),
-            sum(one.nbytes for one in chunks),
-            sum(bool(one.pins) for one in chunks),
-            self.quarantine_nbytes,
-            self.leftover_nbytes,
-            min(times_ns, default=None),
-            max(times_ns, default=None),
+            *(self.name, total.chunks, total.nbytes, total.pinned),
+            *(self.quarantine_nbytes, self.leftover_nbytes, total.oldest_ns, total.newest_ns),
         )
 
 
@@ -301,16 +252,12 @@ class ListedCatalog(Catalog, Generic[N]):
     def note_befores(self, namespaces: Sequence[N]) -> None:
         """Write down what headers told about the order of chunks, for the next time."""
 
-    def renew(self, chunks: Sequence[tuple[N, ListedChunk]]) -> None:
+    def renew(self, space: N, chunks: Sequence[ListedChunk]) -> None:
         """Set the time of chunks to now, if something else deletes by times."""
 
-    def find_key_ids(self, chunks: Sequence[tuple[N, ListedChunk]], show: Show) -> list[set[str]]:
+    def find_key_ids(self, space: N, chunks: Sequence[ListedChunk]) -> list[set[str]]:
         """Return the ids of the keys that seal each chunk's entries: "" for an unsealed one."""
-        found = []
-        for number, (space, chunk) in enumerate(chunks):
-            show("reading headers", number, len(chunks))
-            found.append(seals(space, chunk))
-        return found
+        return space.each(partial(seals, space), chunks)
 
     # -- what follows from it ---------------------------------------------------------------------
 
@@ -370,44 +317,42 @@ class ListedCatalog(Catalog, Generic[N]):
         limits = self._stricter(given)
         found, strays = self.list_namespaces(show)
         found = [one for one in found if not one.description.later]  # of a later VUA
-        every = [(space, chunk) for space in found for chunk in space.chunks.values()]
-        total = sum(chunk.nbytes for _, chunk in every)
+        totals = [space.chunks.totals() for space in found]
+        total, count = sum(one.nbytes for one in totals), sum(one.chunks for one in totals)
         most = total if limits.max_bytes is None else nbytes_of(limits.max_bytes, 0)
-        now_s = time.time()
-        before_s = 0.0 if limits.ttl_s is None else now_s - limits.ttl_s
-        done = Collection(len(every), total, exact=True, within=True, limits=self._limits(limits),
+        now_ns = int(time.time() * 1e9)
+        before_ns = 0 if limits.ttl_s is None else now_ns - int(limits.ttl_s * 1e9)
+        done = Collection(count, total, exact=True, within=True, limits=self._limits(limits),
                           strays=strays)  # fmt: skip
-        doomed: list[tuple[N, ListedChunk]] = []
-        if total > most or any(chunk.used_s < before_s for _, chunk in every):
-            for space in found:
-                space.find_befores(show)
-            expired, evicted = _doomed(every, total - most, before_s)
-            done.deleted["expired"], done.deleted["evicted"] = _sum(expired), _sum(evicted)
-            doomed = expired + evicted
+        doomed = _Doomed(found)
+        if total > most or any(_is_before(one.oldest_ns, before_ns) for one in totals):
+            expired, evicted = doomed.find(total - most, before_ns, show)
+            done.deleted["expired"], done.deleted["evicted"] = expired, evicted
         if lost is not None:
-            gone = {(space.name, chunk.name) for space, chunk in doomed}
-            unread = [one for one in self._unreadable(every, lost, show)
-                      if (one[0].name, one[1].name) not in gone]  # fmt: skip
-            done.deleted["lost_keys"] = _sum(unread)
-            doomed += unread
-        freed = _sum(doomed)
-        if doomed and not dry_run:
+            done.deleted["lost_keys"] = self._add_unreadable(doomed, lost, show)
+        freed = doomed.totals
+        if freed.chunks and not dry_run:
             ask(f"Delete {freed.chunks} chunks, {size(freed.nbytes)}, of {self.where}?")
-            self.delete(doomed)
-            for space, chunk in doomed:
-                del space.chunks[chunk.name]
+            for part in doomed.parts():
+                self.delete(part)
+                for space, chunk in part:
+                    space.chunks.remove(chunk.name)
             self.note_befores(found)
         done.deleted["leftovers"] = self.sweep(found, dry_run=dry_run)
         if keep and not dry_run:
             self.keep({name: value for name, value in asdict(given).items() if value is not None})
         if limits.ttl_s is not None and not dry_run:
-            half_s = now_s - limits.ttl_s / 2
-            self.renew([one for one in every if one[1].pins and one[1].used_s < half_s])
+            self._renew_pinned(found, now_ns - int(limits.ttl_s / 2 * 1e9))
         done.chunks, done.nbytes = done.chunks - freed.chunks, done.nbytes - freed.nbytes
         done.within = done.nbytes <= most
-        done.pinned_nbytes = sum(chunk.nbytes for _, chunk in every if chunk.pins)
+        done.pinned_nbytes = sum(one.pinned_nbytes for one in totals)
         done.seconds = time.monotonic() - began_s
         return done
+
+    def _renew_pinned(self, spaces: Sequence[N], before_ns: int) -> None:
+        for space in spaces:
+            for some in parts(space.chunks.pinned(before_ns), _AT_ONCE):
+                self.renew(space, some)
 
     def _stricter(self, given: Limits) -> Limits:
         """Return the stricter of the given limits and those of ``bounds.json``."""
@@ -416,17 +361,20 @@ class ListedCatalog(Catalog, Generic[N]):
         times = [one.ttl_s for one in both if one.ttl_s is not None]
         return Limits(max_bytes=min(sizes, default=None), ttl_s=min(times, default=None))
 
-    def _unreadable(
-        self,
-        every: Sequence[tuple[N, ListedChunk]],
-        lost: Callable[[], frozenset[str]],
-        show: Show,
-    ) -> list[tuple[N, ListedChunk]]:
-        """Return chunks sealed with none of the existing keys; includes keys made meanwhile."""
-        found = self.find_key_ids(every, show)
-        known = {"", *lost()}
-        return [one for one, ids in zip(every, found, strict=True)
-                if not one[1].pins and not known & ids]  # fmt: skip
+    def _add_unreadable(
+        self, doomed: _Doomed[N], lost: Callable[[], frozenset[str]], show: Show
+    ) -> DeletionTotals:
+        """Add chunks sealed with none of the existing keys; includes keys made meanwhile."""
+        found, done = [], 0
+        for space in doomed.spaces:
+            for some in parts(space.chunks.all(), _AT_ONCE):
+                show("reading headers", done, amount=done, unit="chunks")
+                done += len(some)
+                ids = self.find_key_ids(space, some)
+                found += [(space, one, each) for one, each in zip(some, ids, strict=True)
+                          if "" not in each and not one.pins]  # fmt: skip
+        known = lost()
+        return doomed.add((space, one) for space, one, ids in found if not known & ids)
 
     def remove(
         self, names: Sequence[str], *, everything: bool, force: bool, dry_run: bool, ask: Ask,
@@ -440,22 +388,27 @@ class ListedCatalog(Catalog, Generic[N]):
         some: dict[tuple[str, str], tuple[N, ListedChunk]] = {}
         kept: set[tuple[str, str]] = set()
         for space, chunk in picked:
-            doomed = space.descendants(chunk, show) if chunk else list(space.chunks)
-            held = set() if force else {name for name in doomed if space.chunks[name].pins}
-            if not chunk and not held:
+            if not chunk and (force or not space.chunks.totals().pinned):
                 whole[space.name] = space
                 continue
-            kept |= {(space.name, name) for name in held}
-            some |= {(space.name, name): (space, space.chunks[name]) for name in doomed
-                     if name not in held}  # fmt: skip
+            below = space.descendants(chunk, show) if chunk else space.matching("")
+            for one in filter(None, map(space.chunks.get, below)):
+                if one.pins and not force:
+                    kept.add((space.name, one.name))
+                else:
+                    some[space.name, one.name] = space, one
         alone = [one for one in some.values() if one[0].name not in whole]
-        freed = _sum(alone)
-        chunks = freed.chunks + sum(len(one.chunks) for one in whole.values())
-        nbytes = freed.nbytes + sum(one.use().nbytes for one in whole.values())
+        rest = [one.use() for one in whole.values()]
+        chunks = len(alone) + sum(one.chunks for one in rest)
+        nbytes = sum(one.nbytes for _, one in alone) + sum(one.nbytes for one in rest)
         if (alone or whole) and not dry_run:
             ask(f"Delete {chunks} chunks, {size(nbytes)}, of {self.where}?")
         objects = self.delete(alone, [*whole.values()], dry_run=dry_run) if alone or whole else 0
         return Removal(chunks, nbytes, objects, len(kept), strays=strays)
+
+
+def _is_before(time_ns: int | None, before_ns: int) -> bool:
+    return time_ns is not None and time_ns < before_ns
 
 
 def _node(chunk: ListedChunk) -> ChunkNode:
@@ -465,27 +418,75 @@ def _node(chunk: ListedChunk) -> ChunkNode:
     )  # fmt: skip
 
 
-def _sum(chunks: Sequence[tuple[N, ListedChunk]]) -> DeletionTotals:
-    return DeletionTotals(len(chunks), sum(chunk.nbytes for _, chunk in chunks))
+class _Doomed(Generic[N]):
+    """The chunks that `vua gc` deletes, in order; some 30 bytes for each that is stored."""
+
+    def __init__(self, spaces: Sequence[N]) -> None:
+        self.spaces = spaces
+        self.totals = NOTHING
+        self._space: npt.NDArray[np.intp] = np.zeros(0, dtype=np.intp)
+        self._index: npt.NDArray[np.integer[Any]] = np.zeros(0, dtype=np.intp)
+        """Whose chunk it is, and its index in that namespace's tree."""
+        self._trees: list[PrefixTree] = []
+        self._more: list[tuple[N, str]] = []
+
+    def find(
+        self, excess: int, before_ns: int, show: Show
+    ) -> tuple[DeletionTotals, DeletionTotals]:
+        """Take chunks not used since ``before_ns``, and more until ``excess`` bytes are freed.
+
+        A chunk comes after the chunks that follow it in prompts, also if they were written earlier.
+        Pinned ones stay. Returns what both amount to.
+        """
+        self._trees = [space.tree(show) for space in self.spaces]
+        needed_ns, depth = (np.concatenate(columns) for columns in
+                            zip(*(tree.needed() for tree in self._trees), strict=True))  # fmt: skip
+        order = np.lexsort((-depth, needed_ns))
+        order = order[~np.concatenate([tree.pinned for tree in self._trees])[order]]
+        expired = int(np.searchsorted(needed_ns[order], before_ns))
+        del needed_ns, depth
+        freed = np.cumsum(np.concatenate([tree.nbytes for tree in self._trees])[order])
+        before = int(freed[expired - 1]) if expired else 0
+        stop = max(expired, int(np.searchsorted(freed, excess)) + 1 if excess > 0 else 0)
+        stop = min(stop, len(order))
+        after = int(freed[stop - 1]) if stop else 0
+        starts = np.cumsum([0, *map(len, self._trees)])
+        self._space = np.searchsorted(starts, order[:stop], side="right") - 1
+        self._index = order[:stop] - starts[self._space]
+        self.totals = DeletionTotals(stop, after)
+        return DeletionTotals(expired, before), DeletionTotals(stop - expired, after - before)
+
+    def add(self, chunks: Iterable[tuple[N, ListedChunk]]) -> DeletionTotals:
+        """Take more chunks, unless they go anyway; return what they amount to."""
+        gone = {
+            (self.spaces[number].name, name)
+            for number, tree in enumerate(self._trees)
+            for name in tree.named(self._index[self._space == number])
+        }
+        new = [one for one in chunks if (one[0].name, one[1].name) not in gone]
+        self._more = [(space, one.name) for space, one in new]
+        added = DeletionTotals(len(new), sum(one.nbytes for _, one in new))
+        self.totals += added
+        return added
+
+    def parts(self) -> Iterator[list[tuple[N, ListedChunk]]]:
+        """Yield some at a time, in order."""
+        for start in range(0, len(self._index), _DELETED):
+            part = slice(start, start + _DELETED)
+            numbers, indices = self._space[part], self._index[part]
+            names = np.empty(len(indices), dtype=object)
+            for number in np.unique(numbers).tolist():
+                mine = numbers == number
+                names[mine] = list(self._trees[number].named(indices[mine]))
+            spaces = [self.spaces[number] for number in numbers.tolist()]
+            yield _listed(zip(spaces, names, strict=True))
+        for start in range(0, len(self._more), _DELETED):
+            yield _listed(self._more[start : start + _DELETED])
 
 
-def _doomed(
-    every: Sequence[tuple[N, ListedChunk]], excess: int, before_s: float
-) -> tuple[list[tuple[N, ListedChunk]], list[tuple[N, ListedChunk]]]:
-    """Return chunks older than ``before_s``, and further ones until ``excess`` bytes are freed.
-
-    A chunk comes after the chunks that follow it in prompts, also if they were written earlier.
-    """
-    order = sorted(every, key=lambda one: (one[1].needed_s, -one[1].depth))
-    free = [one for one in order if not one[1].pins]
-    expired = [one for one in free if one[1].needed_s < before_s]
-    nbytes, evicted = _sum(expired).nbytes, []
-    for one in free[len(expired) :]:
-        if nbytes >= excess:
-            break
-        evicted.append(one)
-        nbytes += one[1].nbytes
-    return expired, evicted
+def _listed(names: Iterable[tuple[N, str]]) -> list[tuple[N, ListedChunk]]:
+    found = ((space, space.chunks.get(name)) for space, name in names)
+    return [(space, chunk) for space, chunk in found if chunk is not None]
 
 
 def seals(space: ListedNamespace, chunk: ListedChunk) -> set[str]:
@@ -529,13 +530,15 @@ class StorageNamespace(ListedNamespace):
         self.storage = storage
         self._nbytes: dict[str, int] = {}
         for entry in storage.list():
-            name, shard = parse_name(entry.name)
-            chunk = self.chunks.setdefault(name, ListedChunk(name))
-            chunk.add(entry.name, entry.nbytes, entry.last_used_s, shard)
+            name, _ = parse_name(entry.name)
+            self.chunks.add(name, entry.name, entry.nbytes, entry.last_used_s)
             self._nbytes[entry.name] = entry.nbytes
         for held, pinned in storage.pins() if isinstance(storage, PinnedStorage) else ():
-            if held in self.chunks:
-                self.chunks[held].pins.append(pinned)
+            self.chunks.mark(held, "", pin=pinned)
+        self.chunks.end()
+
+    def shard_of(self, path: str) -> Shard | None:
+        return parse_name(path)[1]
 
     def read(self, name: str, most: int | None = None) -> tuple[bytes, bytes | None]:
         """Return an entry's first bytes, by default all, and its version. Raises OSError."""
@@ -554,7 +557,9 @@ class StorageNamespace(ListedNamespace):
         return None
 
     def listed(self, chunk: str) -> list[str]:
-        return sorted(f"{path.partition('/')[2]}{SUFFIX}" for path in self.chunks[chunk].paths)
+        one = self.chunks.get(chunk)
+        paths = () if one is None else one.paths
+        return sorted(f"{path.partition('/')[2]}{SUFFIX}" for path in paths)
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenFile]:
@@ -648,9 +653,9 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
         *,
         dry_run: bool = False,
     ) -> int:
-        every = [*chunks, *((space, one) for space in whole for one in space.chunks.values())]
+        rest = ((space, one) for space in whole for one in space.chunks.all())
         objects = 0
-        for space, chunk in every:
+        for space, chunk in itertools.chain(chunks, rest):
             for name in chunk.paths if not dry_run else ():
                 space.storage.delete(name)
             if not dry_run and chunk.pins and isinstance(space.storage, PinnedStorage):
@@ -663,15 +668,15 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
     ) -> Verification:
         space = StorageNamespace(description, self._storages[description.name])
         result, checker = Verification.of(description, self.state(description)), Checker(keys)
-        names = sorted(space.chunks)
+        names = space.matching("")
         picked = random.sample(names, max(1, round(share * len(names)))) if names else []
         for number, name in enumerate(sorted(picked), 1):
-            chunk = space.chunks[name]
-            for path, shard in zip(chunk.paths, chunk.shards, strict=True):
+            chunk = space.chunks.get(name)
+            for path in () if chunk is None else chunk.paths:
                 version = None
                 try:
                     data, version = space.read(path)
-                    place = ExpectedEntry(description.name, name, shard)
+                    place = ExpectedEntry(description.name, name, space.shard_of(path))
                     check = checker.check_bytes(memoryview(bytearray(data)), place)
                 except OSError as problem:
                     check = Check("error", (str(problem),), 0)

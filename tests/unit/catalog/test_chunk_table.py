@@ -1,0 +1,134 @@
+"""Mirrors `vua.catalog.chunk_table`: listed chunks in a temporary database."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+import unittest
+from unittest import mock
+
+from vua.catalog.chunk_table import ChunkTable, ListedChunk, TableTotals, parts
+
+ONE, TWO, THREE = (digit * 64 for digit in "123")
+SECOND_NS = 10**9
+
+
+def many(count: int) -> ChunkTable:
+    """A table of so many chunks, each after the one before."""
+    table = ChunkTable()
+    for number in range(count):
+        table.add(f"{number:064x}", f"{number:064x}/file", 10, 1.0)
+    table.end()
+    return table
+
+
+class TableTest(unittest.TestCase):
+    """Three chunks, listed in any order."""
+
+    def setUp(self) -> None:
+        self.table = ChunkTable()
+        for name, file, nbytes, used_s in (
+            (TWO, "a", 10, 5.0), (ONE, "a", 20, 3.0), (TWO, "b", 1, 7.0), (THREE, "a", 5, 1.0)
+        ):  # fmt: skip
+            self.table.add(name, f"{name}/{file}", nbytes, used_s)
+        self.table.mark(TWO, f"{TWO}/pin-{THREE}", pin=THREE)
+        self.table.mark(THREE, f"{THREE}/after-{TWO}", before=TWO)
+        self.lost = "4" * 64
+        self.table.mark(self.lost, "mark", pin=ONE)
+        self.left = self.table.end()
+
+    def test_what_was_listed(self) -> None:
+        """Entries of a chunk are together; chunks are in the order of their names."""
+        two = ListedChunk(TWO, 11, 7 * SECOND_NS, [f"{TWO}/a", f"{TWO}/b"], None,
+                          [f"{TWO}/pin-{THREE}"], [THREE])  # fmt: skip
+        self.assertEqual(two, self.table.get(TWO))
+        self.assertEqual([ONE, TWO, THREE], [one.name for one in self.table.all()])
+        self.assertEqual([(TWO, 7 * SECOND_NS)], list(self.table.names("22")))
+        self.assertEqual(3, len(self.table))
+        self.assertIn(ONE, self.table)
+        self.assertNotIn(self.lost, self.table)
+        self.assertIsNone(self.table.get(self.lost))
+
+    def test_totals(self) -> None:
+        """Marks of what has no entry are told apart, and count nowhere."""
+        totals = TableTotals(3, 36, 1, 11, SECOND_NS, 7 * SECOND_NS)
+        self.assertEqual(totals, self.table.totals())
+        self.assertEqual({THREE: 1}, self.table.pins())
+        self.assertEqual(["mark"], self.left)
+        self.assertEqual([TWO], [one.name for one in self.table.pinned(8 * SECOND_NS)])
+        self.assertEqual([], list(self.table.pinned(7 * SECOND_NS)))
+        self.assertEqual(TableTotals(0, 0, 0, 0, None, None), ChunkTable().totals())
+
+    def test_what_precedes(self) -> None:
+        """A mark tells it before all others; what is known stays."""
+        self.assertEqual([ONE, TWO], [one.name for one in self.table.unread()])
+        self.table.tell_befores([(ONE, ""), (THREE, ONE), (self.lost, ONE)], told=True)
+        self.table.tell_befores([(ONE, TWO), (TWO, ONE)])
+        befores = {ONE: "", TWO: ONE, THREE: TWO}
+        self.assertEqual(befores, dict(self.table.befores(untold=False)))
+        self.assertEqual({TWO: ONE}, dict(self.table.befores(untold=True)))
+        self.assertEqual([], list(self.table.unread()))
+
+    def test_without_a_temporary_file(self) -> None:
+        """On a full disk it is in memory; control: else memory is not asked for."""
+        opened: list[str] = []
+
+        def connect(where: str, **more: object) -> object:
+            opened.append(where)
+            return real(where, **more)
+
+        from sqlite3 import connect as real
+
+        with mock.patch("vua.catalog.chunk_table.sqlite3.connect", connect):
+            self.assertEqual(3000, len(many(3000)))
+            with mock.patch("tempfile.TemporaryFile", side_effect=OSError):
+                self.assertEqual(3000, len(many(3000)))
+        self.assertEqual(["", ":memory:"], opened)
+
+
+class ManyTest(unittest.TestCase):
+    """More chunks than one statement reads."""
+
+    def test_deleted_meanwhile(self) -> None:
+        """Each is given once while what was given is deleted, and told of."""
+        table = many(5000)
+        seen = []
+        for some in parts(table.unread(), 256):
+            table.tell_befores((one.name, "") for one in some)
+            for one in some:
+                seen.append(one.name)
+                table.remove(one.name)
+        self.assertEqual([f"{number:064x}" for number in range(5000)], seen)
+        self.assertEqual(0, len(table))
+
+    def test_told_by_threads(self) -> None:
+        """Objects that tell the order are read at once."""
+        table = many(4000)
+        names = [name for name, _ in table.names()]
+        threads = [
+            threading.Thread(
+                target=table.tell_befores,
+                args=([(name, "") for name in names[part::4]],),
+                kwargs={"told": True},
+            )
+            for part in range(4)
+        ]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        self.assertEqual([], list(table.unread()))
+        self.assertEqual([], list(table.befores(untold=True)))
+
+    def test_memory(self) -> None:
+        """No object stays for a chunk."""
+        tracemalloc.start()
+        self.addCleanup(tracemalloc.stop)
+        before = tracemalloc.get_traced_memory()[0]
+        table = many(20_000)
+        self.assertLess(tracemalloc.get_traced_memory()[0] - before, 20_000)
+        self.assertEqual(20_000, len(table))
+
+
+if __name__ == "__main__":
+    unittest.main()
