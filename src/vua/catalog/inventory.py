@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -71,6 +72,7 @@ class Inventory:
             raise ConfigError(msg)
         self._fields = fields
         self._base = temporary_database(_SCHEMA)
+        weakref.finalize(self, self._base.close)
 
     @property
     def counts(self) -> Mapping[str, int]:
