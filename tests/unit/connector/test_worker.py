@@ -257,7 +257,6 @@ class HangingTest(DirectoryTest):
             storage = side.groups[0].store.storage
             self.assertEqual(len(shards[0]) > 1, storage.shares_reads)
 
-    @pytest.mark.thorough
     def test_changed_while_loading(self) -> None:
         """A load during which the namespace or the weights change fills no block that counts."""
         engine = SimpleNamespace(model=torch.nn.Linear(8, 8), calls=0, last_call="update")
