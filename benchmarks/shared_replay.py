@@ -53,7 +53,7 @@ if sys.argv[4]:
     reclaim._FEW_VICTIMS = chunks // 128
     evictor._VICTIMS = room_of(chunks) if sys.argv[4] == "by fan" else chunks // 8
     scan._SAMPLED_CHUNKS = chunks // 16
-session = Session(Path(sys.argv[1]), int(sys.argv[2]))
+session = Session(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[6]))
 print("ready", flush=True)
 for line in sys.stdin:
     blocks, tokens, block_tokens = json.loads(line)
@@ -65,17 +65,17 @@ session.close()
 
 @contextlib.contextmanager
 def children(
-    root: Path, room: int, processes: int, sweep: str
+    root: Path, room: int, processes: int, sweep: str, block_tokens: int
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start processes that use ``root``, half of them as of another host."""
-    max_bytes = room * block_file_nbytes()
+    max_bytes = room * block_file_nbytes(block_tokens)
     found: list[subprocess.Popen[str]] = []
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         for number in range(processes):
             host = "other" if number % 2 else "this"
             words = [sys.executable, "-c", CHILD, str(root), str(max_bytes), host]
-            words += [sweep, str(room)]
+            words += [sweep, str(room), str(block_tokens)]
             pipe = subprocess.PIPE
             found.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=env))
         for child in found:
@@ -105,7 +105,8 @@ def shared(
     Returns of the directory, of its policy simulated, and of LRU.
     """
     chance, timed, hits, written = random.Random(1), [], 0, 0
-    with children(root, room, processes, sweep) as started:
+    size = requests[0].block_tokens
+    with children(root, room, processes, sweep, size) as started:
         began_s = time.monotonic()
         for request in requests:
             child = chance.choice(started)
