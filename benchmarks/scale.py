@@ -39,6 +39,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -58,6 +59,7 @@ from vua.capacity.lease import upkeep_directory
 from vua.capacity.limits import Limits
 from vua.capacity.lru import next_tick_ns
 from vua.capacity.policy import LRU, LeastHitDensity
+from vua.capacity.usage import measure
 from vua.device.buffers import StagingBuffer
 from vua.storage.base import WRITTEN
 from vua.storage.bucket import Bucket
@@ -79,6 +81,7 @@ COMMANDS = {
     "events": ["events", "{}", "--json"],
     "verify --sample 1%": ["verify", "{}", "--sample", "1%"],
 }
+SAMPLED = ("du --quick", "gc --quick")
 USE = "an engine: store, look up, load"
 WITHIN = 0.25
 """By so much a prediction may be wrong."""
@@ -450,22 +453,34 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return best
 
 
+def looked_at(name: str, kind: str, chunks: float) -> float:
+    """Return by how many chunks a command's cost grows.
+
+    A few look at a sample: at so many names of a directory, in whole folders of 256.
+    """
+    sample = measure.__kwdefaults__["counted"]
+    if name not in SAMPLED or kind.startswith("bucket") or chunks <= sample:
+        return chunks
+    return max(sample, chunks / 256)
+
+
 def predictions(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return for each command and measure the largest size's prediction, and those beyond."""
     sizes = sorted(map(int, report["sizes"]))
     rows = []
     for name, by_size in report["costs"].items():
-        for measure in MEASURES:
-            points = [(float(n), float(by_size[str(n)][measure])) for n in sizes]
+        grows = partial(looked_at, name, report["kind"])
+        for what in MEASURES:
+            points = [(grows(n), float(by_size[str(n)][what])) for n in sizes]
             if not any(y for _, y in points):
                 continue
             base, slope = fitted(points[:-1])
-            there = base + slope * sizes[-1]
+            there = base + slope * points[-1][0]
             base, slope = fitted(points)
             rows.append({
-                "what": name, "measure": measure, "measured": [y for _, y in points],
+                "what": name, "measure": what, "measured": [y for _, y in points],
                 "predicted": there, "of_measured": there / points[-1][1] if points[-1][1] else 1.0,
-                "goals": [base + slope * goal for goal in GOALS],
+                "goals": [base + slope * grows(goal) for goal in GOALS],
             })  # fmt: skip
     return rows
 
