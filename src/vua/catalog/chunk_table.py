@@ -7,13 +7,18 @@ written, as on a full disk, all of it stays in memory.
 
 from __future__ import annotations
 
+import importlib
 import itertools
-import sqlite3
 import tempfile
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from vua.errors import ConfigError
+
+if TYPE_CHECKING:
+    import sqlite3
 
 __all__ = ["ChunkTable", "ListedChunk", "TableTotals", "parts", "temporary_database"]
 
@@ -45,13 +50,21 @@ _TELL: Final = (
 
 
 def temporary_database(schema: str) -> sqlite3.Connection:
-    """Return a database that ends with its connection; statements are in force at once."""
+    """Return a database that ends with its connection; statements are in force at once.
+
+    Raises ConfigError where Python was built without SQLite.
+    """
+    try:
+        sqlite = importlib.import_module("sqlite3")
+    except ImportError as problem:
+        msg = "this Python was built without sqlite3, which lists buckets: take another Python"
+        raise ConfigError(msg) from problem
     try:
         with tempfile.TemporaryFile():
             where = ""
     except OSError:
         where = ":memory:"
-    found = sqlite3.connect(where, isolation_level=None, check_same_thread=False)
+    found: sqlite3.Connection = sqlite.connect(where, isolation_level=None, check_same_thread=False)
     found.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; {schema}")
     return found
 

@@ -8,6 +8,7 @@ import unittest
 from unittest import mock
 
 from vua.catalog.chunk_table import ChunkTable, ListedChunk, TableTotals, parts
+from vua.errors import ConfigError
 
 ONE, TWO, THREE = (digit * 64 for digit in "123")
 SECOND_NS = 10**9
@@ -79,11 +80,22 @@ class TableTest(unittest.TestCase):
 
         from sqlite3 import connect as real
 
-        with mock.patch("vua.catalog.chunk_table.sqlite3.connect", connect):
+        with mock.patch("sqlite3.connect", connect):
             self.assertEqual(3000, len(many(3000)))
             with mock.patch("tempfile.TemporaryFile", side_effect=OSError):
                 self.assertEqual(3000, len(many(3000)))
         self.assertEqual(["", ":memory:"], opened)
+
+
+class WithoutTest(unittest.TestCase):
+    """A Python that was built without the library."""
+
+    def test_what_it_says(self) -> None:
+        with (
+            mock.patch.dict("sys.modules", {"sqlite3": None}),
+            self.assertRaisesRegex(ConfigError, "without sqlite3"),
+        ):
+            ChunkTable()
 
 
 class ManyTest(unittest.TestCase):
