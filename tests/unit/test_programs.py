@@ -102,12 +102,25 @@ class TestPrograms(unittest.TestCase):
         costs = {
             n: {"cpu_s": 1 + n / 100, "peak_mb": 50, "requests": n * n} for n in (100, 200, 400)
         }
-        report = {"sizes": [*costs], "costs": {"x": {str(n): one for n, one in costs.items()}}}
+        by_size = {"x": {str(n): one for n, one in costs.items()}}
+        report = {"kind": "ext4", "sizes": [*costs], "costs": by_size}
         rows = {one["measure"]: one for one in scale.predictions(report)}
         self.assertAlmostEqual(1.0, rows["cpu_s"]["of_measured"], places=6)
         self.assertAlmostEqual(1e7, rows["cpu_s"]["goals"][2], delta=10)
         self.assertLess(rows["requests"]["of_measured"], 0.75)  # control: it is no line
         self.assertIn("2 of 3", scale.summary(report | {"date": "today"}))
+
+    def test_samples_are_flat(self) -> None:
+        """What looks at 131,072 names costs no more from there on; control: a bucket is listed."""
+        sizes = (10_000, 30_000, 100_000, 1 << 20)
+        by_size = {str(n): {"cpu_s": 1 + min(n, 1 << 17) / 1e5, "peak_mb": 0, "requests": 0}
+                   for n in sizes}  # fmt: skip
+        report = {"sizes": [*sizes], "costs": {"du --quick": by_size}}
+        (flat,) = scale.predictions(report | {"kind": "ext4"})
+        (listed,) = scale.predictions(report | {"kind": "bucket, moto"})
+        self.assertAlmostEqual(1.0, flat["of_measured"], places=6)
+        self.assertAlmostEqual(flat["measured"][-1], flat["goals"][0], places=6)
+        self.assertGreater(listed["of_measured"], 2)
 
     @pytest.mark.thorough
     def test_directory_benchmark(self) -> None:
