@@ -34,7 +34,7 @@ _CHEAP_S: Final = 0.01
 _FEW: Final = 1 << 13
 """So few known chunks are learned and ranked each time, however busy the machine is: some 2 ms."""
 _UNRANKED_S: Final = 1.0
-"""How often more are learned while ranks are mtimes all the same: each time delays writers."""
+"""Interval of reading the log while chunks rank by mtime: each reading delays writers."""
 _ASKED_S: Final = 60.0
 """So long after somebody wanted to know what a new chunk is worth the log is read ahead of that."""
 _BUSY_S: Final = 0.01
@@ -249,6 +249,7 @@ class LeastHitDensity(LRU):
 
         The log is read after ``now_ns``. What is used or stored from then on may not be in it, and
         its rank is of no use: such chunks are not evicted (:func:`vua.capacity.lru.is_unchanged`).
+        While many chunks are known and rank by mtime, the log is read once a second.
         Where ranking takes long it is done anew after twenty times that; what was asked for since
         ranks above all, also above what a hint promises.
         """

@@ -99,7 +99,7 @@ class TableTotals(NamedTuple):
 
 
 class ChunkTable:
-    """Chunks by name. Threads may use it one at a time, but for :meth:`tell_befores`."""
+    """Chunks by name. Only :meth:`tell_befores` may be called by several threads at once."""
 
     def __init__(self) -> None:
         self._base = temporary_database(_SCHEMA)

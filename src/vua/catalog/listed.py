@@ -419,7 +419,7 @@ def _node(chunk: ListedChunk) -> ChunkNode:
 
 
 class _Doomed(Generic[N]):
-    """The chunks that `vua gc` deletes, in order; some 30 bytes for each that is stored."""
+    """The chunks that `vua gc` deletes, in order; some 40 bytes for each that is stored."""
 
     def __init__(self, spaces: Sequence[N]) -> None:
         self.spaces = spaces

@@ -407,7 +407,7 @@ class TestLeastHitDensity(DirectoryTest):
             self.assertEqual(is_kept, bool(ranks[0] > ranks[1]))
 
     def test_not_learned_at_each_burst(self) -> None:
-        """While ranks are mtimes all the same, many chunks are not learned at each burst.
+        """While chunks rank by mtime, a burst does not read the log if many chunks are known.
 
         Controls: few are, and what is told to this process is known at once.
         """
