@@ -36,7 +36,10 @@ class ResetTest(unittest.TestCase):
 
         root = self.enterContext(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
         config = ConnectorConfig(
-            shared_storage_path=root, chunk_tokens=16, timeouts=Timeouts(lookup_s=5.0)
+            shared_storage_path=root,
+            chunk_tokens=16,
+            timeouts=Timeouts(lookup_s=5.0),
+            witness_every=0,
         )
         self.now_s = 0.0
         layout = KVLayout(1, 1, 8, 4, "F32", 16)
