@@ -254,12 +254,15 @@ class PrefixTree:
 
     def needed(self) -> tuple[_Ints, Indices]:
         """Return when each chunk or one that follows it was last used, in ns, and its depth."""
-        needed_ns, depth, above = self.mtimes_ns, self._depths(), self.parent
+        depth, above = self._depths(), self.parent
         order = np.argsort(-depth, kind="stable").astype(depth.dtype)
         edges = np.flatnonzero(np.diff(depth[order])) + 1
+        needed_ns = self.mtimes_ns
         for level in np.split(order, edges):  # from the deepest on
-            some = level[above[level] < len(self)]
-            np.maximum.at(needed_ns, above[some], needed_ns[some])
+            for start in range(0, len(level), _AT_ONCE):
+                some = level[start : start + _AT_ONCE]
+                some = some[above[some] < len(self)]
+                np.maximum.at(needed_ns, above[some], needed_ns[some])
         return needed_ns, depth
 
     def in_order(self) -> list[str]:

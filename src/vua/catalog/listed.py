@@ -27,13 +27,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
 from vua.capacity.limits import Limits, nbytes_of
-from vua.capacity.prefix_tree import ChunkNode, PrefixTree, tree_of
+from vua.capacity.prefix_tree import ChunkNode, Indices, PrefixTree, tree_of
 from vua.capacity.removal import NOTHING, DeletionTotals
 from vua.capacity.scan import Show
 from vua.catalog.base import (
@@ -419,15 +418,16 @@ def _node(chunk: ListedChunk) -> ChunkNode:
 
 
 class _Doomed(Generic[N]):
-    """The chunks that `vua gc` deletes, in order; some 40 bytes for each that is stored."""
+    """The chunks that `vua gc` deletes, in order; under 32 bytes for each that is stored."""
 
     def __init__(self, spaces: Sequence[N]) -> None:
         self.spaces = spaces
         self.totals = NOTHING
-        self._space: npt.NDArray[np.intp] = np.zeros(0, dtype=np.intp)
-        self._index: npt.NDArray[np.integer[Any]] = np.zeros(0, dtype=np.intp)
-        """Whose chunk it is, and its index in that namespace's tree."""
         self._trees: list[PrefixTree] = []
+        self._starts: list[int] = []
+        """The chunks in the trees before each."""
+        self._order: Indices = np.zeros(0, dtype=np.int32)
+        """Indices in all trees together."""
         self._more: list[tuple[N, str]] = []
 
     def find(
@@ -439,31 +439,57 @@ class _Doomed(Generic[N]):
         Pinned ones stay. Returns what both amount to.
         """
         self._trees = [space.tree(show) for space in self.spaces]
+        self._starts = list(itertools.accumulate(map(len, self._trees[:-1]), initial=0))
         needed_ns, depth = (np.concatenate(columns) for columns in
                             zip(*(tree.needed() for tree in self._trees), strict=True))  # fmt: skip
-        order = np.lexsort((-depth, needed_ns))
-        order = order[~np.concatenate([tree.pinned for tree in self._trees])[order]]
-        expired = int(np.searchsorted(needed_ns[order], before_ns))
-        del needed_ns, depth
-        freed = np.cumsum(np.concatenate([tree.nbytes for tree in self._trees])[order])
-        before = int(freed[expired - 1]) if expired else 0
-        stop = max(expired, int(np.searchsorted(freed, excess)) + 1 if excess > 0 else 0)
-        stop = min(stop, len(order))
-        after = int(freed[stop - 1]) if stop else 0
-        starts = np.cumsum([0, *map(len, self._trees)])
-        self._space = np.searchsorted(starts, order[:stop], side="right") - 1
-        self._index = order[:stop] - starts[self._space]
-        self.totals = DeletionTotals(stop, after)
-        return DeletionTotals(expired, before), DeletionTotals(stop - expired, after - before)
+        np.negative(depth, out=depth)
+        order = np.lexsort((depth, needed_ns)).astype(depth.dtype)
+        del depth
+        expired = evicted = NOTHING
+        doomed = [self._order]
+        for start in range(0, len(order), _DELETED):
+            some, nbytes = self._loose(order[start : start + _DELETED])
+            freed = np.cumsum(nbytes)
+            old = int(np.searchsorted(needed_ns[some], before_ns))
+            left = excess - expired.nbytes - evicted.nbytes
+            stop = max(old, int(np.searchsorted(freed - nbytes, left)))
+            expired += DeletionTotals(old, int(freed[old - 1]) if old else 0)
+            evicted += DeletionTotals(stop - old, int(nbytes[old:stop].sum()))
+            doomed.append(some[:stop])
+            if stop < len(some):
+                break
+        self._order = np.concatenate(doomed)
+        self.totals = expired + evicted
+        return expired, evicted
+
+    def _loose(self, indices: Indices) -> tuple[Indices, Indices]:
+        """Return those of some chunks that no pin holds, and their bytes."""
+        nbytes, pinned = np.zeros(len(indices), np.int64), np.zeros(len(indices), np.bool_)
+        for number, mine, inside in self._by_tree(indices):
+            rows = self._trees[number].rows(inside)
+            nbytes[mine], pinned[mine] = rows["nbytes"], rows["pinned"]
+        return indices[~pinned], nbytes[~pinned]
+
+    def _by_tree(self, indices: Indices) -> Iterator[tuple[int, Indices, Indices]]:
+        """Yield each tree that holds some of these chunks, their positions here, and there."""
+        numbers = np.searchsorted(self._starts, indices, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            mine = np.flatnonzero(numbers == number)
+            yield number, mine, indices[mine] - self._starts[number]
 
     def add(self, chunks: Iterable[tuple[N, ListedChunk]]) -> DeletionTotals:
         """Take more chunks, unless they go anyway; return what they amount to."""
-        gone = {
-            (self.spaces[number].name, name)
-            for number, tree in enumerate(self._trees)
-            for name in tree.named(self._index[self._space == number])
-        }
-        new = [one for one in chunks if (one[0].name, one[1].name) not in gone]
+        goes = np.zeros(sum(map(len, self._trees)), dtype=np.bool_)
+        goes[self._order] = True
+        numbers = {id(space): number for number, space in enumerate(self.spaces)}
+
+        def is_new(space: N, chunk: ListedChunk) -> bool:
+            if not self._trees:
+                return True
+            number = numbers[id(space)]
+            return not goes[self._starts[number] + self._trees[number].index(chunk.name)]
+
+        new = [one for one in chunks if is_new(*one)]
         self._more = [(space, one.name) for space, one in new]
         added = DeletionTotals(len(new), sum(one.nbytes for _, one in new))
         self.totals += added
@@ -471,15 +497,14 @@ class _Doomed(Generic[N]):
 
     def parts(self) -> Iterator[list[tuple[N, ListedChunk]]]:
         """Yield some at a time, in order."""
-        for start in range(0, len(self._index), _DELETED):
-            part = slice(start, start + _DELETED)
-            numbers, indices = self._space[part], self._index[part]
-            names = np.empty(len(indices), dtype=object)
-            for number in np.unique(numbers).tolist():
-                mine = numbers == number
-                names[mine] = list(self._trees[number].named(indices[mine]))
-            spaces = [self.spaces[number] for number in numbers.tolist()]
-            yield _listed(zip(spaces, names, strict=True))
+        for start in range(0, len(self._order), _DELETED):
+            part = self._order[start : start + _DELETED]
+            names = np.empty(len(part), dtype=object)
+            for number, mine, inside in self._by_tree(part):
+                space, tree = self.spaces[number], self._trees[number]
+                for at, name in zip(mine.tolist(), tree.named(inside), strict=True):
+                    names[at] = (space, name)
+            yield _listed(names)
         for start in range(0, len(self._more), _DELETED):
             yield _listed(self._more[start : start + _DELETED])
 
