@@ -743,6 +743,8 @@ def main(arguments: list[str]) -> int:
         return 2 if arguments and arguments[0] not in ("-h", "--help", "help") else 0
     if len(arguments) > 1 and not inspect.signature(target).parameters:
         sys.exit(f"dev.py: {arguments[0]} takes no arguments")
+    # else each of the hundreds of processes that tests start compiles torch and vLLM anew
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if target is not build:
         prepare()
     return target(*arguments[1:])

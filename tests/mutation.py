@@ -571,6 +571,9 @@ def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # threads of OpenMP do not survive a fork
     for module in PRELOADED:
         importlib.import_module(module)
+    # the next mutant of a file may have its size and its second: Python would run the last one's
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     if asked.map and asked.map.exists():
         calls = json.loads(asked.map.read_text())
     else:
