@@ -175,7 +175,8 @@ def static(checkout: Path) -> Rows:
 
 def child(checkout: Path, script: str, *arguments: object, **environment: str) -> str:
     """What a Python process prints that imports the VUA of a checkout."""
-    paths = (checkout / "src", ROOT / "tests", ROOT / "benchmarks")
+    # its own tests know by what its threads hand work over; both know models
+    paths = (checkout / "src", checkout / "tests", ROOT / "tests", ROOT / "benchmarks")
     done = subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],
         cwd=checkout,
