@@ -608,8 +608,10 @@ class Reclaimer:
                     self.work_ahead()
         except StoppedError:
             self._end()
-        except Exception:  # waiting writers get an answer after any error
-            log.exception("%s: an error that eviction should have handled", self._root)
+        except Exception as problem:  # waiting writers get an answer after any error
+            if (cause := f"{problem!r}") not in self._warned:  # each write may come to it again
+                self._warned.add(cause)
+                log.exception("%s: an error that eviction should have handled", self._root)
             self._end()
         finally:
             atexit.unregister(self.close)

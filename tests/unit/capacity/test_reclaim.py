@@ -79,6 +79,17 @@ class TestReclaim(DirectoryTest):
             finally:
                 answer.set()
 
+    def test_error_is_told_once(self) -> None:
+        """An error that nothing handles costs the writes, one traceback, and not one for each."""
+        cache = self.fill(100, 100)
+        broken = mock.patch("vua.capacity.evictor.Evictor.evict", side_effect=RuntimeError("x"))
+        with broken as evict, self.assertLogs("vua.capacity.reclaim", "ERROR") as logs:
+            written = [self.save(cache, 1000 + number) for number in range(40)]
+        self.assertFalse(written[-1])
+        self.assertGreater(evict.call_count, 1)
+        self.assertEqual(1, len(logs.output), logs.output)
+        self.assertIn("Traceback", logs.output[0])
+
     def test_search_ahead(self) -> None:
         """Near the limit victims are looked for while writers go on, however long that takes."""
         cache, searching, go = self.fill(97, 100), threading.Event(), threading.Event()
