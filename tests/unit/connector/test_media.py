@@ -203,7 +203,7 @@ class MediaTest(unittest.TestCase):
         for image in several:
             self.media.look_at([image])
         del several, image
-        self.assertLess(tracemalloc.get_traced_memory()[0] - before, 100_000)
+        self.assertLess(tracemalloc.get_traced_memory()[0] - before, 300_000)
 
 
 if __name__ == "__main__":
