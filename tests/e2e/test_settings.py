@@ -30,6 +30,7 @@ class SettingsTest(EngineTest):
         self.assertIn("no key 'chunk_token'; the nearest is 'chunk_tokens'", problem)
         self.assertFalse(self.root.exists())
 
+    @pytest.mark.thorough
     def test_directory_is_a_file(self) -> None:
         """A path that cannot be a directory stops the start."""
         self.root.write_text("")

@@ -193,6 +193,7 @@ class TestCampaigns(DirectoryTest):
         self.assertEqual("fail", outcome.verdict, outcome)
         self.assertRegex("\n".join(outcome.found), r"nothing wrong is read: [1-9]")
 
+    @pytest.mark.thorough
     def test_kills_and_errors_are_injected(self) -> None:
         """An operation is killed at the call that was named, or that call fails, or neither."""
         reason = syscalls.why_not()

@@ -152,6 +152,7 @@ class TestCard(DirectoryTest):
 class TestStorage(DirectoryTest):
     """A storage of one's own in front of the scorecard; here it is ours."""
 
+    @pytest.mark.thorough
     def test_local(self) -> None:
         """The local storage passes what is about damage and about the directory."""
         logging.disable(logging.WARNING)  # one for each of thousands of damaged files

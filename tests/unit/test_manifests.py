@@ -51,6 +51,7 @@ def named(settings: dict[str, Any]) -> set[str]:
 
 
 class ManifestTest(unittest.TestCase):
+    @pytest.mark.thorough
     def test_kubernetes(self) -> None:
         """Each object fits its schema, and one with a field that it does not know does not."""
         self.assertEqual(2, len(KUBERNETES))

@@ -169,6 +169,7 @@ class TestRecency(DirectoryTest):
 class TestSurvey(DirectoryTest):
     """What is there, and what is oldest."""
 
+    @pytest.mark.thorough
     def test_measure(self) -> None:
         """Small directories are counted exactly, estimates come close."""
         cache = Cache(self.root)

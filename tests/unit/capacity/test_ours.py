@@ -163,6 +163,7 @@ class TestForeign(DirectoryTest):
             collect(self.root, ResolvedLimits(0, 0, 1e-6, 0))
         self.assertEqual(before, foreign.digest(self.root))
 
+    @pytest.mark.thorough
     def test_deep(self) -> None:
         """Thousands of nested directories are no trouble: nothing is followed down there."""
         fill(self.root)

@@ -65,12 +65,14 @@ class TestPolicy(DirectoryTest):
         numbers = {key[0].name: number for number, key in enumerate(keys)}
         return [numbers[name] for name in names]
 
+    @pytest.mark.thorough
     def test_fifo(self) -> None:
         """The chunk in use goes first, and all others in the order in which they were stored."""
         gone = self.evicted(FIFO())
         self.assertGreaterEqual(len(gone), STORED - ROOM)
         self.assertEqual([*range(len(gone))], gone)
 
+    @pytest.mark.thorough
     def test_lru(self) -> None:
         """Control: by the policy that is built in, it stays."""
         gone = self.evicted(LRU())
@@ -193,6 +195,7 @@ class TestLeastHitDensity(DirectoryTest):
                 self.assertEqual(left, there)
         self.assertIsNone(mtime_ns_of(self.fd, self.names(self.once[0])[-1]))
 
+    @pytest.mark.thorough
     def test_in_use(self) -> None:
         """What is used or stored after the log was read stays, whatever its rank was by that."""
         policy = LeastHitDensity(self.root)

@@ -90,6 +90,7 @@ class SweepTest(DirectoryTest):
 class TestParts(SweepTest):
     """First victims before the end."""
 
+    @pytest.mark.thorough
     def test_first_victims(self) -> None:
         """Who hurries evicts after a fifteenth of a sweep; who goes on then has the exact order."""
         victims = Evictor(self.root)
@@ -218,6 +219,7 @@ class TestParts(SweepTest):
                 answered.set()
                 until(lambda: sum(looks.values()) >= self.fans)
 
+    @pytest.mark.thorough
     def test_little_too_much(self) -> None:
         """Beyond the limit by 1.5 % a writer goes on once more went than it adds."""
         answered, gone, real = threading.Event(), 0, evictor.evict_chunk
@@ -344,6 +346,7 @@ class TestShared(SweepTest):
         self.assertEqual(self.fans, sum(looks.values()))
         self.assertEqual([*range(self.many - 100)], self.stored())
 
+    @pytest.mark.thorough
     def test_expiry_keeps_victims(self) -> None:
         """A sweep for a time to live leaves victims that need no other sweep."""
         self.age(100)

@@ -179,6 +179,7 @@ class TestEmptied(UpkeepTest):
         self.assertEqual((1, False), (report.emptied, path.exists()))
         self.assertEqual({"vua.json", ".upkeep"}, {path.name for path in self.root.iterdir()})
 
+    @pytest.mark.thorough
     def test_in_an_engine(self) -> None:
         """Where no `gc` runs, processes that evict delete them."""
         before = set(self.root.iterdir())
@@ -353,6 +354,7 @@ class TestClocks(UpkeepTest):
 class TestPins(UpkeepTest):
     """Pins have a budget."""
 
+    @pytest.mark.thorough
     def test_beyond_the_budget(self) -> None:
         """All is pinned: half of the limit stays so, what was used last; new prompts find room."""
         with VUA(config(8 * self.one), self.root) as vua:  # nothing goes before all is pinned

@@ -128,6 +128,7 @@ class TestBorder(CliTest):
 class TestDirectory(CliTest):
     """The directory from the environment."""
 
+    @pytest.mark.thorough
     def test_left_out(self) -> None:
         """Where VUA_PATH names the directory every verb takes it, and says the same."""
         (chunk,) = {one.parent.name for one in self.entries()} - set(self.prefix())

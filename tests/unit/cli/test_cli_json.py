@@ -148,6 +148,7 @@ class CommonTest(JsonTest):
                 cache = caches_of(layers=3, heads=2, tokens=4 * chunks, dim=8)
                 vua.put(TOKENS[: 4 * chunks], cache)
 
+    @pytest.mark.thorough
     def test_every_verb(self) -> None:
         """Of every command that takes both; a field that one of them cannot fill is null."""
         short = {one.parent.name for one in self.entries(1)}

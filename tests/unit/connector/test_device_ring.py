@@ -113,6 +113,7 @@ class RingTest(DirectoryTest):
         self.assertEqual([CHUNKS] * 2, [one.chunks for one in rings.found])
         self.assertEqual(self.group.load_buffers.limit, self.group.load_buffers.left)
 
+    @pytest.mark.thorough
     def test_damage(self) -> None:
         """A turned bit in one chunk: those before it are loaded, and the file goes."""
         path = self.path(20)

@@ -153,6 +153,7 @@ class PrefixTest(DirectoryTest):
         self.assertEqual((frozenset(),), found.windows)
         self.assertEqual((WINDOWED.group,), tuple(g.layout.group for g in model.leading))
 
+    @pytest.mark.thorough
     def test_long_blocks(self) -> None:
         """Where a block is longer than a chunk, what is stored makes a hit at a block's end."""
         from vua.connector.prefix_match import find
@@ -174,6 +175,7 @@ class PrefixTest(DirectoryTest):
 
                 self.assertEqual((tokens - 1) // block * block, found.tokens)
 
+    @pytest.mark.thorough
     def test_probes_are_bounded(self) -> None:
         """A long prompt without any window does not cost a probe per chunk."""
         from vua.connector.prefix_match import find

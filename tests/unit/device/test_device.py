@@ -379,6 +379,7 @@ class InterpretedKernelTest(MovesTest):
         """Take the kernel that the interpreter runs."""
         self.move = triton_kernels(interpreted=True).move
 
+    @pytest.mark.thorough
     def test_several_tiles(self) -> None:
         """Chunks longer than what one program moves are moved whole."""
         kernels = triton_kernels(interpreted=True)

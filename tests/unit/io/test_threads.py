@@ -166,6 +166,7 @@ class TestForks(DirectoryTest):
         self.assertEqual("well", in_child(lambda: self.assertEqual("well", in_child(self.use))))
         self.assertEqual(4, self.vua.put(TOKENS + 5000, self.cache))
 
+    @pytest.mark.thorough
     def test_amid_puts(self) -> None:
         """Also when other threads were putting and getting at that moment."""
         stop = threading.Event()

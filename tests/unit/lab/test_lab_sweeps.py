@@ -51,6 +51,7 @@ class TestSweeps(unittest.TestCase):
             with self.subTest(one["policy"], sweep=one["sweep"]):
                 self.assertGreater(one["of_exact"], 0.8)
 
+    @pytest.mark.thorough
     def test_random_finds_less(self) -> None:
         """Control: where any block may go, the same store finds less."""
         requests = asked("chat", 300)

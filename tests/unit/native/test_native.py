@@ -318,6 +318,7 @@ class TestSharedFiles(DirectoryTest):
         with mock.patch.multiple(entries, THREADS=threads, CORES=2 * threads):
             return self.store.load(self.keys, memory.map()), memory
 
+    @pytest.mark.thorough
     def test_bytes(self) -> None:
         """All bytes are where they belong, warm and cold, and all descriptors are closed."""
         expected = Memory(self.layout, self.layout.full, self.files_count).fill(self.model)
@@ -526,6 +527,7 @@ class TestMove(unittest.TestCase):
                 for source, target in pairs:
                     np.testing.assert_array_equal(source, target)
 
+    @pytest.mark.thorough
     def test_rows_that_become_columns(self) -> None:
         """Whole squares, what is left of them, and lines of caches that are written as a whole."""
         native.library()

@@ -215,6 +215,7 @@ class HeaderTest(DirectoryTest):
                 right += table is not None
         return right
 
+    @pytest.mark.thorough
     def test_some_bytes(self) -> None:
         """Each byte of the variable fields becomes any kind of byte, and some others change."""
         self.assertTrue(self.natively(self.header))

@@ -242,6 +242,7 @@ class TestForged(SealTest):
         plain = EntryCodec(info.namespace, info.layout, info.shard)
         yield "plain", forged(data, codec=plain, seal_info=PLAIN, tags=b"")
 
+    @pytest.mark.thorough
     def test_attacks(self) -> None:
         """None is taken for the chunk: each is a miss, and goes out of sight."""
         for encrypt in KINDS:

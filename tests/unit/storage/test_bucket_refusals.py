@@ -86,6 +86,7 @@ class RefusalTest(DirectoryTest):
         self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
         self.assertEqual(4, (self.sent() - before)["delete"] - 1)
 
+    @pytest.mark.thorough
     def test_locked(self) -> None:
         """Deletions that an object lock refuses are tried, counted and said; nothing else ends."""
         self.check()
@@ -129,6 +130,7 @@ class RefusalTest(DirectoryTest):
         self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
         self.check()
 
+    @pytest.mark.thorough
     def test_requests(self) -> None:
         """A usual server sees as many requests as before there was a way round."""
         with VUA(CONFIG, self.url) as vua:

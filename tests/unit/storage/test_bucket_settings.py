@@ -147,6 +147,7 @@ class SettingsTest(DirectoryTest):
         with speaking_to(endpoint), self.assertRaisesRegex(StorageError, "does not speak TLS"):
             Bucket.at(self.url()).head("x")
 
+    @pytest.mark.thorough
     def test_profile(self) -> None:
         """A profile's credentials, region and endpoint are used, as by boto3."""
         pytest.importorskip("botocore")

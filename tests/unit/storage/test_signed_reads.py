@@ -76,6 +76,7 @@ class ServerTest(unittest.TestCase):
                     self.assertEqual(BODY[start : start + nbytes], bytes(data))
                     self.assertEqual(["signed", "other"], self.asked)
 
+    @pytest.mark.thorough
     def test_pause_after_harm(self) -> None:
         """For a while nothing is tried that way: each try costs time where a server is unwell."""
         self.harms = iter(["503", "", "", "503"])

@@ -77,6 +77,7 @@ def test_a_tensor(device: str) -> None:
         assert contents.differ(tensors, whole=False)
 
 
+@pytest.mark.thorough
 def test_paid_in_part() -> None:
     """A look reads as much as was paid for: first half of the bytes, then all."""
     from vua.transformers.tensors import SHARE, Contents

@@ -172,6 +172,7 @@ class EventPublisherTest(unittest.TestCase):
         self.assertEqual([[b"0"]], [one.block_hashes for one in publisher.take()])
         self.assertEqual([], self.store(publisher, [1]))
 
+    @pytest.mark.thorough
     def test_memory_is_bounded(self) -> None:
         """Orders that nobody confirms, events that nobody takes, and files of a stuck scheduler."""
         publisher = self.publisher(16)
