@@ -609,7 +609,7 @@ class Reclaimer:
         except StoppedError:
             self._end()
         except Exception as problem:  # waiting writers get an answer after any error
-            if (cause := f"{problem!r}") not in self._warned:  # each write may come to it again
+            if (cause := type(problem).__name__) not in self._warned:  # each write may meet it
                 self._warned.add(cause)
                 log.exception("%s: an error that eviction should have handled", self._root)
             self._end()
