@@ -8,6 +8,7 @@ thread, so call n of a name is the same one in every run of the same operation.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import shutil
@@ -95,6 +96,7 @@ def run_tampered(operation: Callable[[], object], inject: str | None = None) -> 
 
 def _be_child(operation: Callable[[], object], say: socket.socket) -> None:
     try:
+        gc.disable()  # a collection closes what the parent left open, at a moment of its own
         signal.alarm(_LIMIT_S)
         signal.sigwait(_GO)
         try:
