@@ -586,6 +586,8 @@ def grown(
             root = Path(place)
             if options.bucket:
                 root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vua-scale-")))
+            elif options.served:
+                root = options.served
             began_s = time.monotonic()
             fill(root, chunks, before)
             if options.bucket:
@@ -625,6 +627,7 @@ def main() -> None:
     """Fill, measure, predict, remove."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", nargs="?", help="a new one")
+    parser.add_argument("--served", type=Path, help="its path on the NFS server, which fills it")
     parser.add_argument("--bucket", choices=("seaweedfs", "moto"), help="instead of a directory")
     parser.add_argument(
         "--sizes", type=lambda text: [int(one) for one in text.split(",")],

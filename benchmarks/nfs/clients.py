@@ -296,9 +296,11 @@ def first_token(a: Path, _: Path) -> None:
 def grown(a: Path, _: Path) -> None:
     """What grows with the number of chunks, in RPCs: see `benchmarks/scale.py`."""
     program, out = Path(__file__).resolve().parents[1] / "scale.py", Path("/run/scale.json")
-    words = [a / "kv", "--sizes", "10000,30000,100000", "--rounds", "1", "--out", out]
+    sizes = os.environ.get("SIZES", "10000,30000,100000")
+    served = Path("/run/export") / a.name / "kv"
+    words = [a / "kv", "--served", served, "--sizes", sizes, "--rounds", "1", "--out", out]
     command = [sys.executable, program, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # no terminal
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     must("scale", holds=not done.returncode, found=done.stderr[-500:])
     report(scale=json.loads(out.read_text(encoding="utf-8")))
 

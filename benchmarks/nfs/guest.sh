@@ -7,7 +7,7 @@
 # what client and server send, each by half of the round trip.
 #
 # From the kernel's command line: PYTHON, SCRIPT, SOURCE, MODULES (the guest kernel's), VERSIONS (e.g. "4.2,3"),
-# RTT_MS, PARTS, and MBIT where links are to carry so many Mbit/s. /run is a tmpfs of the guest: nothing there is the host's.
+# RTT_MS, PARTS, MBIT where links are to carry so many Mbit/s, and SIZES for the part `scale`. /run is a tmpfs of the guest: nothing there is the host's.
 
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/run TMPDIR=/run
 mount -t proc proc /proc
@@ -37,7 +37,7 @@ ip link set lo up
 hostname server
 
 mkdir /run/export
-mount -t tmpfs export /run/export -o size=1g
+mount -t tmpfs export /run/export -o size=80%,nr_inodes=4m
 half=$(awk "BEGIN {print $RTT_MS / 2}")
 address=1
 for client in a b; do

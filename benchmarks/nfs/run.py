@@ -7,7 +7,8 @@ its RPC counts and not its milliseconds. With ``--parts first-token --mbit 800 -
 engine there loads plain and compressed prompts by turns; the guest then maps more pages, one by
 one, than Linux allows a process: ``sysctl -w vm.max_map_count=2097152`` before. With ``--parts
 scale --mounts 4.2 --out docs/measurements/scale.json`` that file gets what `benchmarks/scale.py`
-finds. Needs Linux on x86-64, root (the guest's root is the host's file system), and on Debian
+finds; a million chunks (``--sizes 10000,100000,1000000 --memory 11G --timeout 9000``) take hours.
+Needs Linux on x86-64, root (the guest's root is the host's file system), and on Debian
 ``apt-get install user-mode-linux nfs-kernel-server kmod iproute2``.
 """
 
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument("--parts", default="across,race,costs")
     parser.add_argument("--timeout", type=float, default=1500.0)
     parser.add_argument("--modules", type=Path, help="of the guest's kernel, one folder a release")
+    parser.add_argument("--sizes", help="in chunks, for the part `scale`")
     parser.add_argument("--out", type=Path, help="put there what the part `scale` reports")
     given = parser.parse_args()
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
@@ -52,6 +54,7 @@ def main() -> int:
         *(f"SOURCE={ROOT / 'src'}:{ROOT / 'tests'}", f"VERSIONS={given.mounts}"),
         *(f"RTT_MS={given.rtt_ms:g}", f"PARTS={given.parts}"),
         *([f"MBIT={given.mbit:g}"] if given.mbit else []),
+        *([f"SIZES={given.sizes}"] if given.sizes else []),
     ]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",

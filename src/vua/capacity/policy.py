@@ -367,6 +367,8 @@ class LeastHitDensity(LRU):
 
     def _meet_mine(self) -> None:
         self.own.note(self._mine)
+        for request in self._mine:
+            self._floor.drop(np.asarray(request.chunks, dtype=np.uint64))
         self._mine = []
 
 
@@ -397,30 +399,28 @@ class _Floor:
         if own is not None and own.is_learned:
             self._chunks, rows = own.in_order()
             self._worths = own.worths(time.monotonic())[rows]
-        self._is_left = np.zeros(len(self._chunks), dtype=bool)
+        self._is_stored = np.zeros(len(self._chunks), dtype=bool)
         self._met = 0
         self._least: float | None = 0.0
 
     def add(self, names: _Numbers) -> None:
         """Look at chunks that are stored."""
         self._met += len(names)
-        self._mark(names, is_left=True)
+        at, is_known = _places(self._chunks, names)
+        self._is_stored[at[is_known]] = True
+        self._least = None
 
     def drop(self, names: _Numbers) -> None:
-        """Remove chunks that are gone, or were used since."""
-        self._mark(names, is_left=False)
-
-    def _mark(self, names: _Numbers, *, is_left: bool) -> None:
-        if len(self._chunks):
-            at, is_known = _places(self._chunks, names)
-            self._is_left[at[is_known]] = is_left
-            self._least = None
+        """Leave out chunks that are gone, or were used since: they do not go next."""
+        at, is_known = _places(self._chunks, names)
+        self._worths[at[is_known]] = np.inf
+        self._least = None
 
     @property
     def worth(self) -> float:
         """Hits per second that each of them promises; 0 if too few are known."""
         if self._least is None:
-            left = self._worths[self._is_left]
+            left = self._worths[self._is_stored & np.isfinite(self._worths)]
             self._least = float(left.min()) if len(left) > self._met * _KNOWN_SHARE else 0.0
         return self._least
 

@@ -19,7 +19,7 @@ from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
 from vua.capacity.policy import LRU, LeastHitDensity
 from vua.capacity.reservation import Capacity
-from vua.capacity.scan import LOWEST
+from vua.capacity.scan import HIGHEST, LOWEST
 from vua.capacity.use_log import UseLog, short_names
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
@@ -309,6 +309,18 @@ class TestLeastHitDensity(DirectoryTest):
             keys = self.prompt(7000 + number, *range(9))
             self.assertEqual(10, ask(keys) + ask(keys), number)
         self.assertGreater(capacity.counts["chunks_refused"], 10)
+
+    def test_used_since(self) -> None:
+        """A stored chunk that is used stays, so it does not make room for what was refused."""
+        policy, new = self.capacity(self.requests).policy, self.names(self.prompt(7000, *range(9)))
+        policy.asked(new)
+        low = self.names(self.once[0])
+        names = [*low, *(name for keys in self.loved for name in self.names(keys))]
+        policy.rank(self.now_ns).of(names, np.full(len(names), self.now_ns))
+        policy.refused(new[0])
+        self.assertEqual(HIGHEST, policy.rank_of_new(new[0], new[0], ""))
+        policy.asked(low)
+        self.assertLess(policy.rank_of_new(new[0], new[0], ""), HIGHEST)
 
     def others(self) -> list[tuple[int, list[str]]]:
         """Prompts of no other request."""
