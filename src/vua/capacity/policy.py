@@ -57,6 +57,8 @@ _REFUSED_MOST: Final = 1 << 16
 """Refused chunks that are remembered, and as many that were then stored."""
 _KNOWN_SHARE: Final = 1 / 16
 """A process that was asked for less of the stored chunks cannot judge their worth."""
+_KNOWN_LEAST: Final = 64
+"""Nor can one that has looked at fewer, as at the start of a sweep: all may be in use just now."""
 _UNKNOWN: Final = -(1 << 62)
 """Added to the mtimes of unknown chunks: these go first, the oldest one first."""
 _Numbers: TypeAlias = npt.NDArray[np.uint64]
@@ -421,7 +423,8 @@ class _Floor:
         """Hits per second that each of them promises; 0 if too few are known."""
         if self._least is None:
             left = self._worths[self._is_stored & np.isfinite(self._worths)]
-            self._least = float(left.min()) if len(left) > self._met * _KNOWN_SHARE else 0.0
+            least = max(_KNOWN_LEAST, self._met * _KNOWN_SHARE)
+            self._least = float(left.min()) if len(left) >= least else 0.0
         return self._least
 
 

@@ -106,8 +106,8 @@ class TestLeastHitDensity(DirectoryTest):
         self.requests = sorted([*often, *once])
         write_log(self.root, self.requests)
         # A slow machine neither keeps old ranks nor gives up a question: that is for other tests.
-        for name in ("_CHEAP_S", "_BUSY_S"):
-            patched = mock.patch(f"vua.capacity.policy.{name}", 600.0)
+        for name in ("policy._CHEAP_S", "policy._BUSY_S", "reclaim._WAIT_S"):
+            patched = mock.patch(f"vua.capacity.{name}", 600.0)
             patched.start()
             self.addCleanup(patched.stop)
 
@@ -321,6 +321,17 @@ class TestLeastHitDensity(DirectoryTest):
         self.assertEqual(HIGHEST, policy.rank_of_new(new[0], new[0], ""))
         policy.asked(low)
         self.assertLess(policy.rank_of_new(new[0], new[0], ""), HIGHEST)
+
+    def test_few_looked_at(self) -> None:
+        """The first chunks that a sweep looks at may be in use: they do not tell what goes next."""
+        policy, new = self.capacity(self.requests).policy, self.names(self.prompt(7000, *range(9)))
+        policy.asked(new)
+        policy.refused(new[0])
+        names = [name for keys in self.loved for name in self.names(keys)]
+        looked_at = policy.rank(self.now_ns).of
+        for some, refuses in ((names[:63], False), (names[63:], True)):
+            looked_at(some, np.full(len(some), self.now_ns))
+            self.assertEqual(refuses, policy.rank_of_new(new[0], new[0], "") < HIGHEST)
 
     def others(self) -> list[tuple[int, list[str]]]:
         """Prompts of no other request."""
