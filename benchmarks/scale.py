@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
@@ -39,7 +40,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -71,21 +71,31 @@ from vua.testing.proxy import FaultyProxy
 
 NEW = 1 << 28
 """Only the measuring process stores prompts from this number on."""
+INTERVAL_S = 1
 COMMANDS = {
     "du": ["du", "{}"],
     "du --quick": ["du", "{}", "--quick"],
     "ls": ["ls", "{}"],
     "gc": ["gc", "{}", "--yes"],
     "gc --quick": ["gc", "{}", "--quick", "--yes"],
-    "top --once": ["top", "{}", "--once", "--interval", "1s"],
+    "top --once": ["top", "{}", "--once", "--interval", f"{INTERVAL_S}s"],
     "events": ["events", "{}", "--json"],
     "verify --sample 1%": ["verify", "{}", "--sample", "1%"],
 }
-SAMPLED = ("du --quick", "gc --quick")
+QUICK, TOP = "du --quick", "top --once"
+SAMPLED = (QUICK, "gc --quick")
+SAMPLE: int = measure.__kwdefaults__["counted"]
+SIZED = 256
+"""Chunks whose size `vua.capacity.usage.measure` looks at."""
+FOLDERS = 256
+KEPT_S = 30
+"""An NFS client keeps a directory's attributes for so long at least: acdirmin in nfs(5)."""
 USE = "an engine: store, look up, load"
 WITHIN = 0.25
 """By so much a prediction may be wrong."""
 GOALS = (10**7, 10**8, 10**9)
+Line = Callable[[float], float]
+"""What a number of chunks costs."""
 BURST = 512
 LATE_S = 0.0005
 
@@ -468,31 +478,68 @@ def looked_at(name: str, kind: str, chunks: float) -> float:
 
     A few look at a sample: at so many names of a directory, in whole folders of 256.
     """
-    sample = measure.__kwdefaults__["counted"]
-    if name not in SAMPLED or kind.startswith("bucket") or chunks <= sample:
+    if name not in SAMPLED or kind.startswith("bucket"):
         return chunks
-    return max(sample, chunks / 256)
+    return min(chunks, max(SAMPLE, chunks / FOLDERS))
+
+
+def line_of(name: str, kind: str, points: Sequence[tuple[int, float]]) -> Line:
+    """Return what a command costs by the number of chunks, from some measured sizes."""
+    base, slope = fitted([(looked_at(name, kind, n), y) for n, y in points])
+    return lambda n: base + slope * looked_at(name, kind, n)
+
+
+def rpcs_by(name: str, costs: dict[str, dict[str, Any]], sizes: Sequence[int]) -> Line:
+    """Return the RPCs of a command on a mount of NFS, which three things make no line.
+
+    `du --quick` looks at whole folders until it has seen 131,072 names, and at the sizes of some
+    chunks, which cost it as much as each chunk costs `du`. An engine that starts does that, too,
+    and else the same at any size. A client asks again for each chunk that `top` saw in its first
+    look if that took longer than the client keeps attributes of directories.
+    """
+    points = [(n, float(costs[name][str(n)]["requests"])) for n in sizes]
+    if name == QUICK and "du" in costs:
+        sized = SIZED * fitted([(n, costs["du"][str(n)]["requests"]) for n in sizes])[1]
+
+        def seen(n: float) -> tuple[int, float]:
+            folders = min(FOLDERS, math.ceil(SAMPLE * FOLDERS / n))
+            return folders, n / FOLDERS
+
+        folder, chunk = fitted([(seen(n)[1], (y - sized) / seen(n)[0]) for n, y in points])
+        return lambda n: sized + seen(n)[0] * (folder + chunk * seen(n)[1])
+    if name == USE and QUICK in costs:
+        measures = rpcs_by(QUICK, costs, sizes)
+        rest = statistics.mean(y - costs[QUICK][str(n)]["requests"] for n, y in points)
+        return lambda n: rest + measures(n)
+    if name == TOP:
+        took_s = [(n, costs[name][str(n)]["wall_s"] - INTERVAL_S) for n in sizes]
+        look_s = line_of(name, "nfs", took_s)
+        again = {n for n, both_s in took_s if both_s / 2 > KEPT_S}
+        listed = line_of(name, "nfs", [(n, y - n * (n in again)) for n, y in points])
+        return lambda n: listed(n) + n * (look_s(n) / 2 > KEPT_S)
+    return line_of(name, "nfs", points)
 
 
 def predictions(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return for each command and measure the largest size's prediction, and those beyond."""
-    sizes = sorted(map(int, report["sizes"]))
+    sizes, costs, kind = sorted(map(int, report["sizes"])), report["costs"], report["kind"]
     rows = []
-    for name, by_size in report["costs"].items():
-        grows = partial(looked_at, name, report["kind"])
+    for name, by_size in costs.items():
         for what in MEASURES:
-            points = [(grows(n), float(by_size[str(n)][what])) for n in sizes]
+            points = [(n, float(by_size[str(n)][what])) for n in sizes]
             if not any(y for _, y in points):
                 continue
-            if what == "cpu_s" and report["kind"].startswith("nfs"):
+            if what == "cpu_s" and kind.startswith("nfs"):
                 continue  # a guest's processor time is the host's, too
-            base, slope = fitted(points[:-1])
-            there = base + slope * points[-1][0]
-            base, slope = fitted(points)
+            if kind.startswith("nfs") and what == "requests":
+                earlier, beyond = (rpcs_by(name, costs, some) for some in (sizes[:-1], sizes))
+            else:
+                earlier, beyond = (line_of(name, kind, some) for some in (points[:-1], points))
+            there = earlier(sizes[-1])
             rows.append({
                 "what": name, "measure": what, "measured": [y for _, y in points],
                 "predicted": there, "of_measured": there / points[-1][1] if points[-1][1] else 1.0,
-                "goals": [base + slope * grows(goal) for goal in GOALS],
+                "goals": [*map(beyond, GOALS)],
             })  # fmt: skip
     return rows
 
@@ -537,19 +584,23 @@ def summary(report: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def bucket(name: str) -> Iterator[tuple[str, Callable[[], int]]]:
-    """Yield an empty place in a bucket of a server on this machine, and a count of requests."""
+def bucket(name: str) -> Iterator[tuple[str, str, Callable[[], int]]]:
+    """Yield an empty place in a bucket of a server here, its endpoint, and a count of requests.
+
+    Requests that go to the endpoint directly are not counted.
+    """
     server = seaweedfs() if name == "seaweedfs" else None
+    endpoint = server.endpoint if server else moto()
     asked: Counter[str] = Counter()
 
     def plan(_: int, method: str, path: str) -> str:
         asked["LIST" if method == "GET" and "list-type" in path else method] += 1
         return ""
 
-    proxy = FaultyProxy(server.endpoint if server else moto(), plan)
+    proxy = FaultyProxy(endpoint, plan)
     try:
         with speaking_to(proxy.endpoint):
-            yield server.place() if server else "s3://vua/scale", asked.total
+            yield server.place() if server else "s3://vua/scale", endpoint, asked.total
     finally:
         proxy.close()
 
@@ -575,9 +626,13 @@ def copy(root: Path, place: str) -> None:
 
 
 def grown(
-    place: str, kind: str, options: argparse.Namespace, requests: Callable[[], int]
+    place: str,
+    kind: str,
+    options: argparse.Namespace,
+    requests: Callable[[], int],
+    endpoint: str = "",
 ) -> dict[str, Any]:
-    """Fill a place to each size, and measure there."""
+    """Fill a place to each size, a bucket directly at its server, and measure there."""
     sizes = sorted(-(-n // PROMPT_CHUNKS) * PROMPT_CHUNKS for n in options.sizes)
     only = options.only or [*COMMANDS, USE]
     report: dict[str, Any] = {"kind": kind, "sizes": sizes, "costs": {name: {} for name in only}}
@@ -592,7 +647,8 @@ def grown(
             began_s = time.monotonic()
             fill(root, chunks, before)
             if options.bucket:
-                copy(root, place)
+                with speaking_to(endpoint):
+                    copy(root, place)
             print(f"{chunks:>11,} chunks  made in {time.monotonic() - began_s:.0f} s", flush=True)
         before = chunks
         for name, cost in measured(place, kind, chunks, only, requests, options.rounds).items():
@@ -604,8 +660,8 @@ def grown(
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure what is asked for."""
     if options.bucket:
-        with bucket(options.bucket) as (place, requests):
-            return grown(place, f"bucket, {options.bucket}", options, requests)
+        with bucket(options.bucket) as (place, endpoint, requests):
+            return grown(place, f"bucket, {options.bucket}", options, requests, endpoint)
     root = Path(options.directory)
     if not options.use:
         root.mkdir()

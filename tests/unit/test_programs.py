@@ -122,6 +122,31 @@ class TestPrograms(unittest.TestCase):
         self.assertAlmostEqual(flat["measured"][-1], flat["goals"][0], places=6)
         self.assertGreater(listed["of_measured"], 2)
 
+    def test_a_mount_asks_again(self) -> None:
+        """RPCs of whole folders, of an engine's start, and of a second look that comes late."""
+        sizes = (10_000, 100_000, 1_000_000)
+        folders = {10_000: 256, 100_000: 256, 1_000_000: 34}
+        quick = {n: 3 * 256 + 5 * many + many * n / 256 / 400 for n, many in folders.items()}
+        asked = {
+            "du": {n: 100 + 3 * n for n in sizes},
+            "du --quick": quick,
+            scale.USE: {n: 600 + many for n, many in quick.items()},
+            "top --once": {n: 2000 + n / 300 + n * (n == 1_000_000) for n in sizes},
+        }
+        costs = {
+            name: {
+                str(n): {"cpu_s": 1, "peak_mb": 0, "requests": many, "wall_s": 2 + n / 6000}
+                for n, many in by_size.items()
+            }
+            for name, by_size in asked.items()
+        }
+        report = {"kind": "nfs4", "sizes": [*sizes], "costs": costs}
+        for row in scale.predictions(report):
+            self.assertAlmostEqual(1.0, row["of_measured"], 2, row["what"])
+        del costs["du"]  # control: as a line
+        rows = {row["what"]: row["of_measured"] for row in scale.predictions(report)}
+        self.assertGreater(rows["du --quick"], 1.25)
+
     @pytest.mark.thorough
     def test_directory_benchmark(self) -> None:
         """The tools on a directory, and its use beside a small one; wrong bytes are an error."""
