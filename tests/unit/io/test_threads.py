@@ -257,7 +257,7 @@ class TestForks(DirectoryTest):
     def test_workers(self) -> None:
         """A pool works in a child; what was under way at the fork is overdue there, in time."""
         began, free = threading.Event(), threading.Event()
-        workers = Pool[str](1, "test", timeout_s=0.2)
+        workers = Pool[str](1, "test", timeout_s=1.0)
 
         def hang(_: object) -> None:
             began.set()

@@ -224,8 +224,8 @@ class OddTest(unittest.TestCase):
         for answer in (long_head, long_body):
             began_s = time.monotonic()
             with mock.patch.object(signed_reads, "_TOTAL_S", 0.3):
-                self.assertIsNone(self.found(answer, pause_s=0.01))
-            self.assertLess(time.monotonic() - began_s, 5)
+                self.assertIsNone(self.found(answer, pause_s=0.1))
+            self.assertLess(time.monotonic() - began_s, 60)  # all of it takes 90 s
 
     def test_pieces(self) -> None:
         """A byte at a time is an answer like another."""
