@@ -1,12 +1,16 @@
-/* What load.c, direct.c and save.c share: the plan and memory as vua/native/transfer.py has them,
- * and the steps of rows.c. */
+/* What the C files share: the plan and memory as vua/native/transfer.py has them, the steps of rows.c,
+ * and copies of boxes and rows (move.c). */
 #ifndef VUA_LOAD_H
 #define VUA_LOAD_H
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <string.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 enum { ROWS_MAX = 1024, STATE_NBYTES = 1024, THREADS_MAX = 8, ARRAYS_MAX = 2 };
 enum { COLD_THREADS = 16 }; /* that wait for a device or a server, which want several requests */
@@ -199,4 +203,50 @@ int vua_is_cold(int fd);
  * Returns whether all were read. */
 int vua_load_direct(struct work *work, int fd, uint64_t file, const struct read *first,
                     const struct read *stop, char *discard, char *bounce);
+
+/* Where one element of a box is, from its first one, in bytes. */
+struct stride {
+    uint64_t head, token, dim;
+};
+
+/* StridedCopy of one shape, but for their tokens. The same fields as vua.native.moves.StridedCopy. */
+struct boxes {
+    uint64_t count, heads, dims, item; /* item: bytes of an element; 1, 2, 4 or 8 */
+    struct stride to, from;
+    const uint64_t *target, *source, *tokens; /* [count]; addresses of their first elements */
+};
+
+/* Copy one of them; with `stream` past the caches, until stream_end(). */
+void vua_copy_box(const struct boxes *boxes, uint64_t at, int stream);
+
+/* The processor itself sees what is read next in long rows, hardly in short ones. */
+enum { SHORT_NBYTES = 4096, AHEAD_NBYTES = 2048 };
+
+/* Copy a row past the caches where it is whole lines of them: a line that is written as a whole need
+ * not be read first, which is a third of a large copy's traffic. (The C library does so for one large
+ * copy, but not for many rows.) */
+static inline void stream_row(char *to, const char *from, uint64_t nbytes)
+{
+#ifdef __SSE2__
+    if (((uint64_t)to | nbytes) % 64 == 0) {
+        const uint64_t ahead = nbytes <= SHORT_NBYTES ? AHEAD_NBYTES : 0;
+        for (const char *stop = from + nbytes; from < stop; from += 64, to += 64) {
+            __builtin_prefetch(from + ahead, 0, 0);
+            for (int part = 0; part < 64; part += 16)
+                _mm_stream_si128((__m128i *)(to + part),
+                                 _mm_loadu_si128((const __m128i *)(from + part)));
+        }
+        return;
+    }
+#endif
+    memcpy(to, from, nbytes);
+}
+
+/* Whoever sees what this thread writes next sees the streamed rows, too. */
+static inline void stream_end(void)
+{
+#ifdef __SSE2__
+    _mm_sfence();
+#endif
+}
 #endif

@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "move.h"
+#include "load.h"
 
 /* Squares of elements whose rows become columns. Bits are moved, whatever they mean. */
 #ifdef __SSE2__

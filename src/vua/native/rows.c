@@ -10,7 +10,6 @@
 #include <stdlib.h>
 
 #include "load.h"
-#include "move.h"
 
 static ssize_t read_some(int fd, const struct iovec *rows, uint64_t count, uint64_t offset, int how)
 {
