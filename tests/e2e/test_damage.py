@@ -81,6 +81,7 @@ class DamagedTest(EngineTest):
 
         self.check(512, corrupt=0, missing=1, chunks_saved=1)
 
+    @pytest.mark.thorough
     def test_swapped_files(self) -> None:
         """Two valid files under each other's names are both refused, and both stored again."""
         swap(self.file(4), self.file(8))

@@ -47,6 +47,7 @@ class SettingsTest(EngineTest):
 
         self.assertEqual([640], warm.cached)
 
+    @pytest.mark.thorough
     def test_by_name_alone(self) -> None:
         """An installed VUA is found by vLLM by the connector's name, without a module path."""
         try:

@@ -104,6 +104,7 @@ class TestCard(DirectoryTest):
         behind = [o for o in outcomes if o["verdict"] == "fail" and o["number"] not in TIMED]
         self.assertEqual([], behind)
 
+    @pytest.mark.thorough
     def test_raw_bytes_fail(self) -> None:
         """A store without checksums fails the gates that are about them."""
         plan = Plan(make=make_raw, own=False, directory=self.root)

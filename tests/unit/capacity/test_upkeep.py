@@ -407,6 +407,7 @@ class TestNumbers(UpkeepTest):
             self.assertEqual(2, run("ttl", self.root, text)[0], text)
             self.assertEqual(2, run("gc", self.root, "--ttl", text)[0], text)
 
+    @pytest.mark.thorough
     def test_stored_ones(self) -> None:
         """One in `bounds.json` is ignored with one line, the others there hold; a tool mends it."""
         (self.root / "bounds.json").write_text(

@@ -221,6 +221,7 @@ class EndTest(CliTest):
                 self.assertEqual(status, page.process.wait(120))
                 until(lambda: not any(map(is_running, children)))  # noqa: B023 - at once
 
+    @pytest.mark.thorough
     def test_usage(self) -> None:
         """What cannot be served is said before anything is started."""
         code, _, err = run("ui", self.root / "none")

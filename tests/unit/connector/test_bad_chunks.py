@@ -158,6 +158,7 @@ class BadChunkTest(DirectoryTest):
                     self.assertEqual([], self.load())
                 self.assertEqual({6, 7, 8, 9, 10}, self.side.take_failed_blocks())
 
+    @pytest.mark.thorough
     def test_missing_key_tells_nothing(self) -> None:
         """Without the key of sealed chunks nothing is known of them: they may be there."""
         for on_device in (False, True):

@@ -257,6 +257,7 @@ class HangingTest(DirectoryTest):
             storage = side.groups[0].store.storage
             self.assertEqual(len(shards[0]) > 1, storage.shares_reads)
 
+    @pytest.mark.thorough
     def test_changed_while_loading(self) -> None:
         """A load during which the namespace or the weights change fills no block that counts."""
         engine = SimpleNamespace(model=torch.nn.Linear(8, 8), calls=0, last_call="update")
@@ -431,6 +432,7 @@ class HangingTest(DirectoryTest):
         save_step(side, order)
         until(lambda: len(self.files()) == 6)
 
+    @pytest.mark.thorough
     def test_failing_saves(self) -> None:
         """A full disk is not written to again and again."""
         self.storage.problem = StorageError(28, "no space left")

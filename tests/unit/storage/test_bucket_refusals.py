@@ -62,6 +62,7 @@ class RefusalTest(DirectoryTest):
         with self.assertRaises(FileExistsError):
             self.bucket.put("vua.json", b"other", create=True)
 
+    @pytest.mark.thorough
     def test_failing_conditions(self) -> None:
         """So is one for which each object is there already."""
         self.proxy.plan = lambda *_: "failing conditions"

@@ -117,6 +117,7 @@ class ServerTest(unittest.TestCase):
             one.join()
         return found
 
+    @pytest.mark.thorough
     def test_plain_http_is_not_used_unasked(self) -> None:
         """As by the other client: nothing is sent."""
         with speaking_to(self.proxy.endpoint, AWS_ALLOW_HTTP="false"):

@@ -68,6 +68,7 @@ class TlsTest(DirectoryTest):
         self.assertEqual(kv_bits(KV, found.num_tokens) if found else [], kv_bits(found.data))
         return found.num_tokens
 
+    @pytest.mark.thorough
     def test_stored_and_found(self) -> None:
         """With the certificate's authority in the environment."""
         self.speak(AWS_CA_BUNDLE=str(self.pem))

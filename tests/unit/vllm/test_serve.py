@@ -96,6 +96,7 @@ class TestServe(DirectoryTest):
         self.assertEqual((2, "[]\n"), (done.returncode, done.stdout))
         self.assertIn(f"{self.root}/none: No such file or directory", done.stderr)
 
+    @pytest.mark.thorough
     def test_only_loads(self) -> None:
         """Where nothing can be written an engine that only loads starts, another one does not."""
         consumer = json.dumps({"kv_role": "kv_consumer"})
