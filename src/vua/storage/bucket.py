@@ -318,7 +318,9 @@ class Bucket:
             if not batch:
                 return
             last = batch[-1]["path"]
-            yield [_meta(one) for one in batch]
+            found = [_meta(one) for one in batch]
+            del batch  # some MB in 16 threads that wait until others have given theirs
+            yield found
 
     def _odd(self, problem: Exception) -> bool:
         """Whether to list in another way, after a listing met an odd key. Raises ``problem``."""
