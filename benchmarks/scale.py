@@ -38,7 +38,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from buckets import moto, seaweedfs, speaking_to
+from buckets import seaweedfs, speaking_to
 from directory import CODEC, IDENTITY, LAYOUT, PROMPT_CHUNKS, keys_of
 from house import ROOT, replace_between
 from lock import held_clock, library
@@ -67,7 +67,6 @@ from vua.storage.location import BucketPath, is_url
 from vua.store.place import create_namespace
 from vua.store.store import Loader
 from vua.store.writer import EntryWriter
-from vua.testing.proxy import FaultyProxy
 
 NEW = 1 << 28
 """Only the measuring process stores prompts from this number on."""
@@ -583,28 +582,6 @@ def summary(report: dict[str, Any]) -> str:
 # -- places ---------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def bucket(name: str) -> Iterator[tuple[str, str, Callable[[], int]]]:
-    """Yield an empty place in a bucket of a server here, its endpoint, and a count of requests.
-
-    Requests that go to the endpoint directly are not counted.
-    """
-    server = seaweedfs() if name == "seaweedfs" else None
-    endpoint = server.endpoint if server else moto()
-    asked: Counter[str] = Counter()
-
-    def plan(_: int, method: str, path: str) -> str:
-        asked["LIST" if method == "GET" and "list-type" in path else method] += 1
-        return ""
-
-    proxy = FaultyProxy(endpoint, plan)
-    try:
-        with speaking_to(proxy.endpoint):
-            yield server.place() if server else "s3://vua/scale", endpoint, asked.total
-    finally:
-        proxy.close()
-
-
 def rpcs_of(root: Path) -> Callable[[], int]:
     """Return a count of the RPCs of the mount that a directory lies on; of other mounts 0."""
     path = str(ROOT / "benchmarks" / "nfs")
@@ -626,13 +603,9 @@ def copy(root: Path, place: str) -> None:
 
 
 def grown(
-    place: str,
-    kind: str,
-    options: argparse.Namespace,
-    requests: Callable[[], int],
-    endpoint: str = "",
+    place: str, kind: str, options: argparse.Namespace, requests: Callable[[], int]
 ) -> dict[str, Any]:
-    """Fill a place to each size, a bucket directly at its server, and measure there."""
+    """Fill a place to each size, and measure there."""
     sizes = sorted(-(-n // PROMPT_CHUNKS) * PROMPT_CHUNKS for n in options.sizes)
     only = options.only or [*COMMANDS, USE]
     report: dict[str, Any] = {"kind": kind, "sizes": sizes, "costs": {name: {} for name in only}}
@@ -647,8 +620,7 @@ def grown(
             began_s = time.monotonic()
             fill(root, chunks, before)
             if options.bucket:
-                with speaking_to(endpoint):
-                    copy(root, place)
+                copy(root, place)
             print(f"{chunks:>11,} chunks  made in {time.monotonic() - began_s:.0f} s", flush=True)
         before = chunks
         for name, cost in measured(place, kind, chunks, only, requests, options.rounds).items():
@@ -660,8 +632,9 @@ def grown(
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Measure what is asked for."""
     if options.bucket:
-        with bucket(options.bucket) as (place, endpoint, requests):
-            return grown(place, f"bucket, {options.bucket}", options, requests, endpoint)
+        server = seaweedfs()
+        with speaking_to(server.endpoint):
+            return grown(server.place(), f"bucket, {options.bucket}", options, server.requests)
     root = Path(options.directory)
     if not options.use:
         root.mkdir()
@@ -685,7 +658,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", nargs="?", help="a new one")
     parser.add_argument("--served", type=Path, help="its path on the NFS server, which fills it")
-    parser.add_argument("--bucket", choices=("seaweedfs", "moto"), help="instead of a directory")
+    parser.add_argument("--bucket", choices=("seaweedfs",), help="instead of a directory")
     parser.add_argument(
         "--sizes", type=lambda text: [int(one) for one in text.split(",")],
         default=[10_000, 30_000, 100_000, 300_000, 1_000_000], help="in chunks",

@@ -163,12 +163,16 @@ def replay(
     show: Show,
     *,
     max_bytes: int | str | None = None,
+    interval_s: float = 0.0,
 ) -> Replayed:
     """Send requests through a store below ``root``: look up, load what is there, save the rest.
 
     The payload of a block is its id, which is compared when it is loaded. ``max_bytes`` bounds the
     store (of files of :func:`block_file_nbytes`); without it nothing is evicted. A lookup is a
     hint: what is evicted between it and the load is a miss, counted, as in an engine.
+
+    A request is sent ``interval_s`` after the one before it, or when that one is served. So chunks
+    grow as old between two requests in a run that stores many as in one that stores few.
 
     Raises:
         ConfigError: ``max_bytes`` is no size.
@@ -181,6 +185,7 @@ def replay(
     hit = ideal = written = vanished = refused = 0
     lookups, start = [], time.perf_counter()
     for number, request in enumerate(requests):
+        time.sleep(max(0.0, start + number * interval_s - time.perf_counter()))
         prompt = _prompt(request)
         began = time.perf_counter()
         chain = session.namespace.keys(token_ids(prompt))

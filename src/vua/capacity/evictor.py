@@ -278,6 +278,7 @@ class Evictor:
         if told.until_ns:
             self._ranked_until_s = time.monotonic() + (told.until_ns - now_ns) / 1e9
         if not told.ranks_last:
+            self._policy.look_anew()
             self._order()
         return bool(self._pool)
 
@@ -573,6 +574,7 @@ class Evictor:
         expired_ns: int = 0,
     ) -> Sweep:
         """Begin a sweep in the place of one that may be under way."""
+        self._policy.look_anew()
         self._sweep_began_s, self._sweep_seen_ns = time.monotonic(), now_ns
         self._sweep = Sweep(
             mine, wanted, self._ranks.of, latest_ns=latest_ns, expired_ns=expired_ns

@@ -58,7 +58,7 @@ _REFUSED_MOST: Final = 1 << 16
 _KNOWN_SHARE: Final = 1 / 16
 """A process that was asked for less of the stored chunks cannot judge their worth."""
 _KNOWN_LEAST: Final = 64
-"""Nor can one that has looked at fewer, as at the start of a sweep: all may be in use just now."""
+"""Nor can one that has looked at fewer, as in its first sweep: all may be in use just now."""
 _UNKNOWN: Final = -(1 << 62)
 """Added to the mtimes of unknown chunks: these go first, the oldest one first."""
 _Numbers: TypeAlias = npt.NDArray[np.uint64]
@@ -112,6 +112,10 @@ class Policy(Protocol):
         """Note that these have gone, or were used since they were ranked."""
         ...
 
+    def look_anew(self) -> None:
+        """Note that a sweep begins, which ranks all stored chunks or finds those that go first."""
+        ...
+
     def rank_of_new(self, first: str, last: str, before: str) -> int:
         """Return the future rank of new chunks of a just requested prompt: that of the last one.
 
@@ -161,6 +165,9 @@ class LRU:
     def forget(self, chunks: Sequence[str]) -> None:
         """Note nothing."""
 
+    def look_anew(self) -> None:
+        """Note nothing."""
+
     def rank_of_new(self, first: str, last: str, before: str) -> int:
         del first, last, before
         return HIGHEST
@@ -204,7 +211,8 @@ class LeastHitDensity(LRU):
         """Whether all was learned that had been logged when this process first looked."""
         self._hints, self._said = HintLog(self._root), list[Hint]()
         """The second: later than the requests that are learned."""
-        self.own, self._floor = HitDensity(_OWN_REMEMBERED), _Floor()
+        self.own = HitDensity(_OWN_REMEMBERED)
+        self._floor = _Floor(self.own)
         self._mine: list[Request] = []
         self._refused: dict[str, None] = {}
         """The latest refused chunks."""
@@ -266,17 +274,17 @@ class LeastHitDensity(LRU):
                 known, rows = density.in_order()
                 ranks = (worths[rows] * _PER_UNIT).astype(np.int64)
                 self._made = _Made(self._made.number + 1, now_ns / 1e9, known, ranks)
-                self._floor = _Floor(self.own)
+                self._floor.renew()
                 took_s = time.monotonic() - began_s
                 self._made_until_s = 0.0
                 if took_s > _CHEAP_S and len(known) > _FEW:
                     self._made_until_s = began_s + took_s / _COSTS_SHARE
-            made, floor = self._made, self._floor
+            made = self._made
 
         def rank(chunks: ChunkNames, mtimes_ns: Column) -> Column:
             names = short_names(chunks)
             with self._lock:  # numpy counts a mask, then copies by it without the GIL
-                floor.add(names)
+                self._floor.add(names)
                 rows = density.rows(names)  # as of now: others learn meanwhile
             is_known = (rows >= 0) & (mtimes_ns > ORPHAN_MTIME_NS)
             at, was_known = _places(made.chunks, names)
@@ -292,6 +300,11 @@ class LeastHitDensity(LRU):
         """Leave chunks that have gone out of comparisons."""
         with self._lock:
             self._floor.drop(short_names(chunks))
+
+    def look_anew(self) -> None:
+        """Leave chunks out of comparisons that this sweep and the one before it do not find."""
+        with self._lock:
+            self._floor.look_anew()
 
     def rank_of_new(self, first: str, last: str, before: str) -> int:
         """Return the rank of new chunks.
@@ -370,7 +383,7 @@ class LeastHitDensity(LRU):
     def _meet_mine(self) -> None:
         self.own.note(self._mine)
         for request in self._mine:
-            self._floor.drop(np.asarray(request.chunks, dtype=np.uint64))
+            self._floor.use(np.asarray(request.chunks, dtype=np.uint64))
         self._mine = []
 
 
@@ -395,25 +408,49 @@ class _Made(NamedTuple):
 class _Floor:
     """The worth of stored chunks that may go next, by the requests of this process alone."""
 
-    def __init__(self, own: HitDensity | None = None) -> None:
+    def __init__(self, own: HitDensity) -> None:
+        self._own = own
         self._chunks: _Numbers = np.zeros(0, dtype=np.uint64)
-        self._worths = np.zeros(0)
-        if own is not None and own.is_learned:
-            self._chunks, rows = own.in_order()
-            self._worths = own.worths(time.monotonic())[rows]
-        self._is_stored = np.zeros(len(self._chunks), dtype=bool)
-        self._met = 0
+        self._worths, self._found = np.zeros(0), np.zeros(0, dtype=np.int64)
+        """The second: the last sweep that found each of them."""
+        self._sweep = 2
+        self._looked_at = self._known = 0
         self._least: float | None = 0.0
+
+    def renew(self) -> None:
+        """Calculate all worths anew."""
+        before, found = self._chunks, self._found
+        self._chunks, self._worths = np.zeros(0, dtype=np.uint64), np.zeros(0)
+        if self._own.is_learned:
+            self._chunks, rows = self._own.in_order()
+            self._worths = self._own.worths(time.monotonic())[rows]
+        self._found = np.zeros(len(self._chunks), dtype=np.int64)
+        at, is_known = _places(self._chunks, before)
+        self._found[at[is_known]] = found[is_known]
+        self._looked_at, self._known = self._looked_at // 2, self._known // 2
+        self._least = None
+
+    def look_anew(self) -> None:
+        """Begin a sweep, unless the one before it has found nothing yet."""
+        self._sweep += bool((self._found == self._sweep).any())
+        self._least = None
 
     def add(self, names: _Numbers) -> None:
         """Look at chunks that are stored."""
-        self._met += len(names)
         at, is_known = _places(self._chunks, names)
-        self._is_stored[at[is_known]] = True
+        self._found[at[is_known]] = self._sweep
+        self._looked_at += len(names)
+        self._known += int(is_known.sum())
         self._least = None
 
     def drop(self, names: _Numbers) -> None:
-        """Leave out chunks that are gone, or were used since: they do not go next."""
+        """Leave out chunks that are gone."""
+        at, is_known = _places(self._chunks, names)
+        self._found[at[is_known]] = 0
+        self._least = None
+
+    def use(self, names: _Numbers) -> None:
+        """Leave out chunks that are used, until their worths are calculated anew."""
         at, is_known = _places(self._chunks, names)
         self._worths[at[is_known]] = np.inf
         self._least = None
@@ -422,9 +459,10 @@ class _Floor:
     def worth(self) -> float:
         """Hits per second that each of them promises; 0 if too few are known."""
         if self._least is None:
-            left = self._worths[self._is_stored & np.isfinite(self._worths)]
-            least = max(_KNOWN_LEAST, self._met * _KNOWN_SHARE)
-            self._least = float(left.min()) if len(left) >= least else 0.0
+            worths = self._worths[self._found >= self._sweep - 1]
+            knows = len(worths) >= _KNOWN_LEAST and self._known >= self._looked_at * _KNOWN_SHARE
+            least = float(worths.min()) if knows else 0.0
+            self._least = least if math.isfinite(least) else 0.0
         return self._least
 
 

@@ -93,8 +93,8 @@ _PAGE: Final = 1000
 """Objects per request of a listing, as many as S3 allows."""
 _END: Final = "\U0010ffff"
 """Follows every key."""
-_PARTS: Final = 16
-"""Parts of a long listing that are asked for at a time."""
+_PARTS: Final = 8
+"""Parts of a long listing that are asked for at a time: each holds some pages, 3 MB or more."""
 _TRIED: Final = 16
 """Give up deleting one by one when all of the first 16 were refused."""
 _ASIDE: Final = ".tmp-"
@@ -269,7 +269,7 @@ class Bucket:
     ) -> None:
         """Give all objects of a namespace's folder to ``take``, in any order. Raises StorageError.
 
-        Where there seem to be ``least`` pages of ``page`` objects or more, up to 16 parts are
+        Where there seem to be ``least`` pages of ``page`` objects or more, up to 8 parts are
         listed at a time, which takes a request more for each part. ``take`` is called from one
         thread at a time, and raises nothing.
         """
@@ -319,7 +319,7 @@ class Bucket:
                 return
             last = batch[-1]["path"]
             found = [_meta(one) for one in batch]
-            del batch  # some MB in 16 threads that wait until others have given theirs
+            del batch  # some MB in threads that wait until others have given theirs
             yield found
 
     def _odd(self, problem: Exception) -> bool:
