@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from buckets import seaweedfs, speaking_to
 from vua import VUA, VUAConfig
-from vua.format.compressed import CODEC, compress, decompressed
+from vua.format.compressed import compress, decompressed
+from vua.format.entry import CODEC
 from vua.storage.bucket import Bucket
 from vua.storage.names import is_compressed, plain_path
 from vua.testing.proxy import FaultyProxy

@@ -26,8 +26,6 @@ from pathlib import Path
 from unittest import mock
 from urllib import error, request
 
-__all__ = ["SeaweedFS", "azurite", "memory_url", "moto", "seaweedfs", "speaking_to"]
-
 _START_S = 120.0
 _KEY, _SECRET = "vuatestkey", "vuatestsecret0123"
 _AZURE_ACCOUNT = "devstoreaccount1"

@@ -9,8 +9,8 @@ from buckets import memory_url
 from forgery import checksums_of
 from helpers import DirectoryTest, kv_bits
 from vua.core import VUA, VUAConfig
-from vua.format.compressed import CODEC, compress
-from vua.format.entry import TAG_NBYTES, EntryCodec, SealInfo
+from vua.format.compressed import compress
+from vua.format.entry import CODEC, TAG_NBYTES, EntryCodec, SealInfo
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout
 from vua.format.parse import encode_header

@@ -12,8 +12,6 @@ from vua.format.keys import ChunkKey
 from vua.format.parse import encode_header, parse_entry
 from vua.native import digests_of
 
-__all__ = ["checksums_of", "forged"]
-
 
 def checksums_of(codec: EntryCodec, payload: bytes) -> npt.NDArray[np.uint64]:
     """The checksum of each unit of a whole payload."""

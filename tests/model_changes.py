@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CHANGES", "ONLY_BEFORE"]
-
 Change = Callable[[Any, torch.Generator], Any]
 
 

@@ -13,8 +13,6 @@ import pytest
 
 from commands import CliTest, run
 
-__all__ = ["SocketTest"]
-
 PATIENCE_MS = 300_000
 
 

@@ -14,8 +14,6 @@ from suite.prompts import CASES, TINY
 from vua.cli.bench import expect
 from vua.core import VUA, ClosestKV, VUAConfig
 
-__all__ = ["answers"]
-
 
 def answers(bench: Bench) -> Iterator[Row]:
     """Answers that are dropped before the next one, with their memory kept and without."""

@@ -15,8 +15,6 @@ from suite.measure import Arm, Row, measure
 from vua import native
 from vua.cli.bench import expect
 
-__all__ = ["moves"]
-
 _FORMS = (
     # axes, row elements, bytes of a row of one head: 2-byte elements
     ("LB2NHD", "NHD, K and V apart", 4, 128),

@@ -13,8 +13,6 @@ from typing import Any, Final
 from suite.measure import Row
 from suite.peers import Peers
 
-__all__ = ["Bench", "Settings"]
-
 
 @dataclass(frozen=True, slots=True)
 class Settings:

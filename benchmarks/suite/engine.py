@@ -15,8 +15,6 @@ from suite.context import Bench
 from suite.measure import Row
 from vua.cli.bench import MeasurementError
 
-__all__ = ["miss_overhead", "recovered"]
-
 _TIMEOUT_S = 1800
 _MISSES = (
     ("lookups", 1.01),

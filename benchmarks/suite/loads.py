@@ -27,8 +27,6 @@ from vua.store.namespace import Namespace
 from vua.store.store import Loader, Store
 from vua.store.writer import EntryWriter
 
-__all__ = ["Stored", "cold", "one_thread", "warm"]
-
 _THREADS: Final = 16
 """As many as read cold files in the loop in C."""
 _PART_NBYTES: Final = 1 << 20

@@ -27,8 +27,6 @@ from vua.store.namespace import Namespace
 from vua.store.store import Loader, Store
 from vua.store.writer import EntryWriter
 
-__all__ = ["beside_work", "by_length", "by_store_size"]
-
 CHUNK = 64
 _SMALL = KVLayout(1, 1, 8, 8, "BF16", CHUNK)
 _LONGEST_S = 0.002

@@ -15,15 +15,6 @@ from typing import Final, Literal
 
 import numpy as np
 
-__all__ = [
-    "Arm",
-    "Row",
-    "Timings",
-    "busy_process",
-    "busy_thread",
-    "measure",
-]
-
 NOISY: Final = 0.10
 """A row whose no-op arm lies further from 1 than this is marked noisy."""
 

@@ -15,8 +15,6 @@ from typing import Any
 
 from vua.cli.bench import MeasurementError
 
-__all__ = ["Peers"]
-
 
 class Peers:
     """A running worker. A context manager; one thread at a time."""

@@ -30,8 +30,6 @@ from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.writer import EntryWriter
 
-__all__ = ["bursts", "sharing", "write_forever"]
-
 _PATTERN = 64
 """Distinct words that the writer fills its chunks with."""
 _PEAK_TO_MEAN = 17

@@ -14,8 +14,6 @@ from vua.format.layout import KVLayout
 from vua.native import MemoryMap, rows_of
 from vua.store.store import Store
 
-__all__ = ["CASES", "TINY", "Case", "Memory", "dense", "keys_of", "paged", "staged"]
-
 Words = npt.NDArray[np.uint16]
 Place = Literal["dense", "paged", "staged"]
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 from xml.sax.saxutils import escape
 
-__all__ = ["markdown", "plots"]
-
 _HEAD: Final = (
     "| | case | arm | of | ratio | quartiles | arm, ms | of, ms | GB/s | no-op | target | |",
     "|---|---|---|---|--:|---|--:|--:|--:|--:|---|---|",

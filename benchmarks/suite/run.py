@@ -16,8 +16,6 @@ from suite.peers import Peers
 from vua.cli.bench import describe_machine
 from vua.errors import InputError
 
-__all__ = ["NUMBERS", "run"]
-
 NUMBERS: Final = {
     "C1": "warm load",
     "C2": "cold load",

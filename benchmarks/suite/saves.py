@@ -37,8 +37,6 @@ from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.writer import EntryWriter
 
-__all__ = ["saves"]
-
 _COPIES = "the copies alone"
 _CALL_NBYTES = 1 << 20
 """What a raw write gives to one call: as fast as whole files, and steadier. For a larger call the

@@ -15,8 +15,6 @@ from vua.format.layout import KVLayout, Shard
 from vua.store.namespace import Namespace
 from vua.store.writer import EntryWriter
 
-__all__ = ["on_disk"]
-
 _HYBRID = {
     # full layers, window layers, window, heads, dim
     "gpt-oss-120b": (18, 18, 128, 8, 64),

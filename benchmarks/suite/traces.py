@@ -11,8 +11,6 @@ from suite.context import Bench
 from suite.measure import Row
 from vua.capacity.scan import silent
 
-__all__ = ["bounded", "hits", "multi_round"]
-
 _SUITE_REQUESTS: Final = {"C7": 1000, "C11": 300}
 """Requests of a trace that the suite replays; evictions take their time."""
 _INTERVAL_S: Final = 0.1

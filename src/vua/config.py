@@ -16,8 +16,6 @@ from vua.store.tier_rules import TierRules
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["VUAConfig"]
-
 
 class _OnClassOrInstance:
     """A method that receives the instance if there is one, else the class."""

@@ -24,8 +24,6 @@ from vua.storage.base import (
     WriteResult,
 )
 
-__all__ = ["SQLiteStorage"]
-
 _TABLES = """
 CREATE TABLE IF NOT EXISTS entries (
     version INTEGER PRIMARY KEY AUTOINCREMENT,

@@ -12,7 +12,7 @@ import pytest
 from buckets import azurite, memory_url, moto, seaweedfs, speaking_to
 from conformance.sqlite_storage import SQLiteStorage
 from helpers import has_native, native_code
-from vua.format.compressed import CODEC
+from vua.format.entry import CODEC
 from vua.storage.base import Batch, ReadResult, Storage
 from vua.storage.bucket import Bucket
 from vua.storage.local import LocalStorage

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["hooks", "scaled"]
-
 
 def scaled(config: Mapping[str, float]) -> Callable[..., Any]:
     """A hook that scales what a module returns."""

@@ -24,7 +24,7 @@ from typing import Any
 
 import vua
 from e2e.damage import CHUNK
-from vua.sglang.settings import engine_arguments
+from vua.connector.config import sglang_arguments as engine_arguments
 
 PYTHON = os.environ.get("VUA_SGLANG_PYTHON")
 TESTS = Path(__file__).resolve().parent.parent

@@ -13,8 +13,6 @@ from typing import Any
 from vua.sglang.storage import VUAHiCacheStorage
 from vua.storage.local import LocalStorage
 
-__all__ = ["TroubledStorage"]
-
 LOOK_EVERY_S = 0.05
 
 

@@ -16,8 +16,8 @@ from buckets import seaweedfs, speaking_to
 from commands import run as command
 from commands import run_json
 from e2e.harness import PROMPT, Batch, Driver, EngineTest, Phase, Served, run, tokens
-from vua.format.compressed import CODEC, is_available
-from vua.format.entry import ENCRYPTED
+from vua.format.compressed import is_available
+from vua.format.entry import CODEC, ENCRYPTED
 from vua.format.parse import parse_entry
 from vua.security.keyring import tenant_of, write_key
 from vua.storage.bucket import Bucket

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["WEIGHTS", "make_adapter", "make_variant"]
-
 Weights: TypeAlias = "dict[str, Tensor]"
 _WEIGHTS_FILE: Final = "model.safetensors"
 

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["PLANTS", "clear", "foreign_uid", "hostile_bytes", "hostile_names", "mutated"]
-
 FOREIGN_UID: Final = 4242
 """A user who is nobody on most machines."""
 

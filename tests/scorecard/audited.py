@@ -24,8 +24,6 @@ from scorecard.attacks import PLANTS, clear, hostile_bytes, mutated
 from vua.core import VUA, VUAConfig
 from vua.security.settings import Security
 
-__all__ = ["FORBIDDEN", "Watch", "hostile_gets"]
-
 FORBIDDEN: Final = (
     *("exec", "compile", "import", "code.", "marshal.", "pickle.", "cpython.run_"),
     *("os.system", "os.exec", "os.posix_spawn", "os.fork", "os.spawn", "subprocess.", "pty."),

@@ -31,8 +31,6 @@ from scorecard.stores import make_vua
 from scorecard.subject import MakeSubject, NotApplicableError
 from scorecard.trial import TESTS, NotRunError, Test, Trial
 
-__all__ = ["Outcome", "Plan", "Table", "run", "run_test"]
-
 MARKS: Final = {"pass": "pass", "partly": "partly", "fail": "FAIL", "error": "ERROR"}
 POINTS: Final = {"pass": 1.0, "partly": 0.5, "fail": 0.0, "error": 0.0}
 

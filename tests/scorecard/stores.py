@@ -22,8 +22,9 @@ import numpy as np
 
 import vua
 from scorecard.subject import Key, NotApplicableError, Subject
-from vua.capacity.gc import GRACE_S, collect
+from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.removal import GRACE_S
 from vua.errors import StorageError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain
@@ -36,8 +37,6 @@ from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.writer import EntryWriter
 from vua.testing.faulty import FaultyStorage
-
-__all__ = ["StoreSubject", "VuaSubject", "layout_of", "make_vua", "memory_of"]
 
 _TOKENS: Final = 4
 _LAYERS: Final = 2

@@ -17,8 +17,6 @@ from typing import Protocol
 
 import numpy as np
 
-__all__ = ["Key", "MakeSubject", "NotApplicableError", "Subject", "load_subject", "noise"]
-
 
 class NotApplicableError(Exception):
     """The subject has no such thing: the test says nothing about it."""

@@ -78,6 +78,16 @@ class TestExports(unittest.TestCase):
                 for exported in expected:
                     self.assertTrue(hasattr(module, exported), exported)
 
+    def test_only_public(self) -> None:
+        """No other module lists its names but packages, and the contract of a storage."""
+        found = {
+            path for path in (ROOT / "src/vua").rglob("*.py") if "__all__ = " in path.read_text()
+        }
+        public = {ROOT / "src" / f"{name.replace('.', '/')}.py" for name in EXPECTED}
+        public |= {*(ROOT / "src/vua").rglob("__init__.py"), ROOT / "src/vua/storage/base.py"}
+        self.assertEqual(set(), found - public)
+        self.assertTrue(found)
+
     def test_wheel(self) -> None:
         """Users get the package, and of what tests use only what is meant for theirs, too."""
         project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

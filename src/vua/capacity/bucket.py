@@ -37,15 +37,6 @@ from vua.storage.object import ObjectStorage
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-__all__ = [
-    "BucketCapacity",
-    "Renewal",
-    "pin_in_bucket",
-    "read_bucket_bounds",
-    "unpin_in_bucket",
-    "write_bucket_bounds",
-]
-
 log = logging.getLogger(__name__)
 
 

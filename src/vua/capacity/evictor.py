@@ -57,8 +57,6 @@ from vua.native.entries import delete_chunks
 from vua.storage.description import is_surely_later
 from vua.storage.local import chunk_path
 
-__all__ = ["AT_ONCE", "PINNED_SHARE", "Evictor"]
-
 log = logging.getLogger(__name__)
 
 _VICTIMS: Final = 1 << 16

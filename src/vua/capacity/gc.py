@@ -40,7 +40,6 @@ from vua.capacity.scan import (
     chunks_of,
     fans_of,
     is_ours,
-    is_temporary,
     listed,
     silent,
     spaces,
@@ -55,8 +54,7 @@ from vua.io.spool import Rows, Spool
 from vua.storage.description import is_later
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.mark import UPKEEP, claim
-
-__all__ = ["GRACE_S", "Report", "collect", "evict_unreadable"]
+from vua.storage.names import is_temporary
 
 _HEAD_NBYTES: Final = 1024
 """Enough of a header to include the key's id."""

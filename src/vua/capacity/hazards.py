@@ -10,8 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["hazards", "hits_per_time"]
-
 _Numbers = npt.NDArray[np.float64]
 
 

@@ -23,8 +23,6 @@ import numpy.typing as npt
 from vua.capacity.hazards import hazards, hits_per_time
 from vua.capacity.promises import SLACK_S, Promises
 
-__all__ = ["Hint", "HitDensity", "Request"]
-
 _REMEMBERED: Final = 1 << 20
 """Chunks that are remembered, held or not: the last used ones, some 45 bytes each. A sixteenth more
 are kept before the oldest are forgotten."""

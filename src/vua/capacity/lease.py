@@ -41,21 +41,6 @@ from vua.io.posix import close_quietly
 from vua.native import ChunkNames
 from vua.storage.mark import UPKEEP
 
-__all__ = [
-    "EXPIRY_S",
-    "SEARCH",
-    "UPKEEP",
-    "Lease",
-    "Victims",
-    "Writers",
-    "done_ago_s",
-    "lease",
-    "note_done",
-    "tell_victims",
-    "told_victims",
-    "upkeep_directory",
-]
-
 EXPIRY_S: Final = 30.0
 """After so long without a renewal a holder counts as dead. A burst takes about a second."""
 

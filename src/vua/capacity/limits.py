@@ -19,17 +19,6 @@ from vua.errors import ConfigError
 from vua.io.files import atomic_write
 from vua.storage.mark import LIMITS_FILE
 
-__all__ = [
-    "MAX_BOUNDS_NBYTES",
-    "Limits",
-    "ResolvedLimits",
-    "bounds_text",
-    "nbytes_of",
-    "parse_bounds",
-    "read_bounds",
-    "write_bounds",
-]
-
 FORMAT: Final = "vua.bounds.v1"
 
 DEFAULT_MAX: Final = "80%"

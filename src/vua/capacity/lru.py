@@ -39,24 +39,6 @@ from vua.io.posix import close_quietly, is_local
 from vua.native import LATEST_NS
 from vua.storage.local import chunk_path
 
-__all__ = [
-    "FULL",
-    "INTERVAL_S",
-    "MTIME_STEP_NS",
-    "ORPHAN_MTIME_NS",
-    "Bare",
-    "Recent",
-    "Touches",
-    "got_child",
-    "inherit",
-    "is_unchanged",
-    "mtime_ns_of",
-    "next_tick_ns",
-    "server_now_ns",
-    "set_mtime",
-    "touch",
-]
-
 MTIME_STEP_NS: Final = 1000
 """By this much a child's mtime is older than its parent's. All common file systems resolve it."""
 

@@ -28,24 +28,6 @@ from vua.io.posix import close_quietly, open_beneath
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.names import PIN, SENT, TTL_FOLDER
 
-__all__ = [
-    "count_ttls",
-    "expired",
-    "has_ttls",
-    "is_unsent",
-    "mark",
-    "pin",
-    "pin_prefix",
-    "raise_ttls",
-    "remove_empty_ttl_folders",
-    "remove_ttl",
-    "settle_ttl",
-    "ttl_s_of",
-    "unmark",
-    "unpin",
-    "unpin_prefix",
-]
-
 _DIGITS: Final = 10
 _MOST: Final = 10**_DIGITS - 1
 _TRIES: Final = 3

@@ -25,8 +25,6 @@ from vua.capacity.use_log import HintLog, UseLog, short_names
 from vua.io.forks import watch
 from vua.native import ChunkNames
 
-__all__ = ["BY_MTIME", "LRU", "LeastHitDensity", "Policy", "Ranks"]
-
 _COSTS_SHARE: Final = 1 / 20
 """Of the time that reading, and ranking, may take this share."""
 _CHEAP_S: Final = 0.01

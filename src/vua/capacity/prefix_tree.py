@@ -33,19 +33,6 @@ from vua.io.spool import Rows, Spool
 from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
 from vua.storage.names import AFTER, PIN
 
-__all__ = [
-    "ChunkNode",
-    "Followers",
-    "Indices",
-    "PrefixTree",
-    "Spread",
-    "ancestors",
-    "in_turn",
-    "read_node",
-    "read_prefix_tree",
-    "tree_of",
-]
-
 R = TypeVar("R")
 
 _HEADER_NBYTES: Final = 1024

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from vua.capacity.hazards import hazards, hits_per_time
 
-__all__ = ["SLACK_S", "Promises"]
-
 _Rows = npt.NDArray[np.intp]
 _Seconds = npt.NDArray[np.float64]
 

@@ -42,8 +42,6 @@ from vua.io.forks import watch
 from vua.io.posix import close_quietly
 from vua.storage.mark import MARK, is_marked
 
-__all__ = ["ANYTHING", "Below", "Reclaimer", "StoppedError", "WriteTarget"]
-
 log = logging.getLogger(__name__)
 
 _BURST_SHARE: Final = 1 / 200

@@ -21,7 +21,6 @@ from typing import Final, NamedTuple
 from vua.capacity import marks
 from vua.capacity.lru import got_child, mtime_ns_of, server_now_ns
 from vua.capacity.scan import (
-    QUARANTINED,
     TRASH,
     Space,
     chunk_nbytes,
@@ -29,7 +28,6 @@ from vua.capacity.scan import (
     is_chunk_file,
     is_fan,
     is_leftover,
-    is_temporary,
     is_trash,
     listed,
     opened,
@@ -38,21 +36,15 @@ from vua.io.posix import close_quietly
 from vua.native.entries import OrdinaryChunk
 from vua.storage.description import DESCRIPTION, is_described
 from vua.storage.local import QUARANTINE, SUFFIX, chunk_path
-from vua.storage.names import NOTED, PARENTS, PIN, TTL_FOLDER, chunk_file_kind
-
-__all__ = [
-    "GRACE_S",
-    "NOTHING",
-    "DeletionTotals",
-    "ImmovableError",
-    "Remover",
-    "delete_aside",
-    "delete_namespace",
-    "drop_empty",
-    "evict_chunk",
-    "ordinary_chunk",
-    "told_immovable",
-]
+from vua.storage.names import (
+    NOTED,
+    PARENTS,
+    PIN,
+    QUARANTINED,
+    TTL_FOLDER,
+    chunk_file_kind,
+    is_temporary,
+)
 
 GRACE_S: Final = 3600.0
 """Temporary files older than this were left by a crash: no writer takes so long for a file."""

@@ -54,8 +54,6 @@ from vua.native import WRITTEN
 from vua.storage.local import LocalStorage
 from vua.storage.names import AFTER
 
-__all__ = ["Capacity", "Pending", "Reservation", "Unlimited"]
-
 
 class Pending:
     """The chunks that are being written, and their future mtimes. Thread-safe."""

@@ -27,43 +27,7 @@ from vua.io.posix import close_quietly
 from vua.native import LATEST_NS, ChunkNames, Places, list_chunks
 from vua.storage.description import DESCRIPTION, is_described, is_later, is_namespace_name
 from vua.storage.local import QUARANTINE
-from vua.storage.names import NOTED, PARENTS, QUARANTINED, TTL_FOLDER, chunk_file_kind, is_temporary
-
-__all__ = [
-    "EXHAUSTED",
-    "GONE",
-    "HIGHEST",
-    "LOWEST",
-    "QUARANTINED",
-    "TRASH",
-    "Candidate",
-    "Candidates",
-    "Column",
-    "Rank",
-    "Show",
-    "Space",
-    "Sweep",
-    "by_mtime",
-    "chunk_nbytes",
-    "chunks_of",
-    "columns_of",
-    "fans_of",
-    "files_nbytes",
-    "is_all_ours",
-    "is_chunk",
-    "is_chunk_file",
-    "is_fan",
-    "is_leftover",
-    "is_ours",
-    "is_temporary",
-    "is_trash",
-    "listed",
-    "lowest",
-    "opened",
-    "silent",
-    "spaces",
-    "trash_in",
-]
+from vua.storage.names import NOTED, PARENTS, QUARANTINED, TTL_FOLDER, chunk_file_kind
 
 
 class Show(Protocol):

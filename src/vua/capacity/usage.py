@@ -42,16 +42,6 @@ from vua.errors import ConfigError
 from vua.native import ChunkNames, chunk_sizes, list_names
 from vua.storage.local import QUARANTINE
 
-__all__ = [
-    "TOLERANCE",
-    "Sample",
-    "Usage",
-    "UsageEstimate",
-    "measure",
-    "nbytes_per_inode",
-    "sample_prefix_tree",
-]
-
 INODES_PER_CHUNK: Final = 2
 """Its directory and its file."""
 _INODE_NBYTES: Final = 1 << 20

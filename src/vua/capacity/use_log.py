@@ -41,8 +41,6 @@ from vua.io.posix import close_quietly
 from vua.native import ChunkNames
 from vua.storage.mark import UPKEEP, USES, is_marked
 
-__all__ = ["HintLog", "UseLog", "short_names"]
-
 _MAGIC: Final = b"VUAuses1"
 _HEAD: Final = struct.Struct("<QI")
 """Time in microseconds since 1970, number of chunks."""

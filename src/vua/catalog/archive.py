@@ -28,8 +28,6 @@ from vua.catalog.base import MAX_FILE_NBYTES
 from vua.errors import InputError
 from vua.format.entry import AUTHENTIC, ENCRYPTED, EntryCodec
 
-__all__ = ["Member", "Reader", "Writer", "file_sizes"]
-
 FORMAT: Final = "vua.export.v1"
 _START: Final = "vua-export.json"
 _END: Final = "vua-export.end.json"

@@ -27,7 +27,7 @@ from vua.capacity.prefix_tree import PrefixTree
 from vua.capacity.removal import NOTHING, DeletionTotals
 from vua.capacity.scan import Show
 from vua.capacity.use_log import UseLog
-from vua.catalog.check import NO_KEYS, Item, Kind, OpenFile, Verification
+from vua.catalog.check import Item, OpenFile, Verification
 from vua.errors import ConfigError
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo
@@ -36,36 +36,6 @@ from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.description import Description
 from vua.storage.location import Location
-
-__all__ = [
-    "DELETED",
-    "MAX_FILE_NBYTES",
-    "NO_KEYS",
-    "NO_LIMITS",
-    "SHORT",
-    "Adoption",
-    "Ask",
-    "Catalog",
-    "Collection",
-    "Content",
-    "Entries",
-    "Finding",
-    "Item",
-    "Kind",
-    "Level",
-    "NamespaceCatalog",
-    "NamespaceUse",
-    "OpenFile",
-    "PartUsage",
-    "Removal",
-    "Rules",
-    "Snapshot",
-    "Times",
-    "Use",
-    "key_ids",
-    "resolve",
-    "size",
-]
 
 SHORT: Final = 12
 """Hex digits shown of a digest."""

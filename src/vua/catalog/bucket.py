@@ -39,13 +39,11 @@ from vua.catalog.base import (
     Adoption,
     Content,
     Finding,
-    Item,
-    OpenFile,
     PartUsage,
     Rules,
     size,
 )
-from vua.catalog.check import Check, Checker, ExpectedEntry, Verification, sampled
+from vua.catalog.check import Check, Checker, ExpectedEntry, Item, OpenFile, Verification, sampled
 from vua.catalog.chunk_table import ListedChunk
 from vua.catalog.inventory import Inventory
 from vua.catalog.listed import ListedCatalog, ListedNamespace
@@ -57,7 +55,7 @@ from vua.format.parse import EntryInfo, parse_entry
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.base import entry_name, parse_name
-from vua.storage.bucket import Bucket, Meta
+from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import DOLLARS_PER_GB_MONTH
 from vua.storage.bucket_mark import (
     adopted_bucket,
@@ -82,20 +80,9 @@ from vua.storage.names import (
     plain_path,
 )
 from vua.storage.object import FULL, ObjectStorage, parents_in, write_parents
+from vua.storage.signed_reads import Meta
 from vua.store.far import at
 from vua.store.place import locate
-
-__all__ = [
-    "BucketCatalog",
-    "BucketNamespace",
-    "judged",
-    "places_of",
-    "prefix_of",
-    "rules_at",
-    "rules_for",
-    "rules_of",
-    "tried",
-]
 
 _HEADER_NBYTES: Final = 32 << 10
 """First bytes read of an object to find its parent: most headers are shorter."""

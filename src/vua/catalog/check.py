@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import BinaryIO, Final, Literal, TypeAlias
 
 from vua.errors import CorruptEntryError, VUAError
-from vua.format.compressed import CODEC, PACKAGE, decompressed
-from vua.format.entry import ENCRYPTED, MAX_HEADER_NBYTES
+from vua.format.compressed import PACKAGE, decompressed
+from vua.format.entry import CODEC, ENCRYPTED, MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import (
     LATER_FORM,
@@ -40,23 +40,6 @@ from vua.storage.names import Kind as NamedKind
 from vua.storage.names import is_compressed, plain_path
 from vua.store.entry_reader import check_parts
 from vua.store.evidence import fits, settled
-
-__all__ = [
-    "NO_KEYS",
-    "OUTCOMES",
-    "Check",
-    "Checker",
-    "ExpectedEntry",
-    "Item",
-    "Kind",
-    "OpenFile",
-    "Outcome",
-    "Verification",
-    "check_at",
-    "check_open",
-    "read_plain",
-    "sampled",
-]
 
 NO_KEYS: Final = Security()
 """The settings without keys."""

@@ -20,8 +20,6 @@ from vua.errors import ConfigError
 if TYPE_CHECKING:
     import sqlite3
 
-__all__ = ["ChunkTable", "ListedChunk", "TableTotals", "parts", "temporary_database"]
-
 _AT_ONCE: Final = 1 << 10
 """Rows that are written, or read, by one statement."""
 _SCHEMA: Final = """

@@ -58,11 +58,8 @@ from vua.catalog.base import (
     Collection,
     Content,
     Finding,
-    Item,
-    Kind,
     NamespaceCatalog,
     NamespaceUse,
-    OpenFile,
     PartUsage,
     Removal,
     Snapshot,
@@ -71,7 +68,17 @@ from vua.catalog.base import (
     resolve,
     size,
 )
-from vua.catalog.check import Check, Checker, ExpectedEntry, Verification, read_plain, sampled
+from vua.catalog.check import (
+    Check,
+    Checker,
+    ExpectedEntry,
+    Item,
+    Kind,
+    OpenFile,
+    Verification,
+    read_plain,
+    sampled,
+)
 from vua.errors import ConfigError, CorruptEntryError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
@@ -92,16 +99,6 @@ from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, LocalStorage, chunk
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, claim, is_marked, make_mark, strangers
 from vua.storage.names import AFTER, PARENTS, PIN, SENT
 from vua.store.evidence import layouts_by, settled
-
-__all__ = [
-    "DirectoryCatalog",
-    "DirectoryNamespace",
-    "is_large",
-    "over_fans",
-    "spread",
-    "walk",
-    "walk_chunk",
-]
 
 T = TypeVar("T")
 R = TypeVar("R")

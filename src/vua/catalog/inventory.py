@@ -19,10 +19,9 @@ from urllib.parse import unquote_plus, urlsplit
 
 from vua.catalog.chunk_table import temporary_database
 from vua.errors import ConfigError, StorageError
-from vua.storage.bucket import Bucket, Meta
+from vua.storage.bucket import Bucket
 from vua.storage.location import BucketPath
-
-__all__ = ["Inventory"]
+from vua.storage.signed_reads import Meta
 
 _MANIFEST: Final = "manifest.json"
 _MANIFEST_NBYTES: Final = 64 << 20

@@ -41,10 +41,8 @@ from vua.catalog.base import (
     Catalog,
     Collection,
     Content,
-    Item,
     NamespaceCatalog,
     NamespaceUse,
-    OpenFile,
     PartUsage,
     Removal,
     Snapshot,
@@ -53,7 +51,7 @@ from vua.catalog.base import (
     resolve,
     size,
 )
-from vua.catalog.check import Check, Checker, ExpectedEntry, Verification
+from vua.catalog.check import Check, Checker, ExpectedEntry, Item, OpenFile, Verification
 from vua.catalog.chunk_table import ChunkTable, ListedChunk, parts
 from vua.errors import ConfigError, EntryError
 from vua.format.entry import MAX_HEADER_NBYTES
@@ -64,16 +62,6 @@ from vua.storage.base import Batch, Storage, parse_name
 from vua.storage.description import Description
 from vua.storage.local import SUFFIX
 from vua.store.evidence import settled
-
-__all__ = [
-    "LimitStore",
-    "ListedCatalog",
-    "ListedChunk",
-    "ListedNamespace",
-    "PinnedStorage",
-    "StorageCatalog",
-    "StorageNamespace",
-]
 
 _SHORT: Final = 12
 _AT_ONCE: Final = 256

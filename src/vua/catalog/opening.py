@@ -15,8 +15,6 @@ from typing import Final, Protocol
 from vua.catalog.base import Catalog
 from vua.storage.location import directory_of, scheme_of
 
-__all__ = ["Opener", "is_missing", "open_catalog", "openers", "register"]
-
 
 class Opener(Protocol):
     """Opens a catalog; with ``create`` of a cache that may be missing and will be written to."""

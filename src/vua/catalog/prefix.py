@@ -31,21 +31,6 @@ from vua.weights import checkpoint_files, identify_weights
 if TYPE_CHECKING:
     from vua.security.seal import Seal
 
-__all__ = [
-    "ChunkState",
-    "Continuations",
-    "Difference",
-    "GroupState",
-    "ModelIdentity",
-    "compare",
-    "continuations",
-    "expect",
-    "group_state",
-    "loadable",
-    "nearest",
-    "usable",
-]
-
 State = Literal["stored", "absent", "partial", "damaged"]
 """``stored``: sound files cover the group. ``partial``: they do not. ``damaged``: one is unsound.
 Soundness is judged by size and header."""

@@ -37,8 +37,6 @@ from vua.io.posix import cached_pages, close_quietly
 from vua.security.settings import Security, check_owner
 from vua.storage.mark import claimable
 
-__all__ = ["PROBES", "Finding", "Level", "Mount", "ProbeDirectory", "at_rest", "mount_of", "tried"]
-
 _PREFIX: Final = ".doctor-"
 _FILE_NBYTES: Final = 2 << 20
 _FILES: Final = 4

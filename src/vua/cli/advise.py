@@ -27,25 +27,10 @@ from vua.capacity.hit_density import Hint, HitDensity, Request
 from vua.capacity.limits import Limits
 from vua.capacity.lru import MTIME_STEP_NS
 from vua.capacity.scan import Show, silent
+from vua.catalog.base import size
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
-from vua.cli.output import Report, progress, size, table, when
-
-__all__ = [
-    "LRU",
-    "Dense",
-    "ListPolicy",
-    "Outcome",
-    "Past",
-    "Policy",
-    "SimulatedStore",
-    "TraceRequest",
-    "Worth",
-    "advise",
-    "leading",
-    "simulate",
-    "worth",
-]
+from vua.cli.output import Report, progress, table, when
 
 _APART_NS: Final = 10**7
 """Least time between two requests: more than between the blocks of one prompt."""

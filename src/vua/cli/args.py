@@ -28,8 +28,6 @@ from vua.security.settings import Security
 from vua.storage.location import directory_of, is_url
 from vua.store.namespace import check_start
 
-__all__ = ["ENGINES", "SHELLS", "Arguments", "Script", "arguments_of", "completion"]
-
 SHELLS: Final = ("bash", "zsh", "fish")
 
 

@@ -45,17 +45,6 @@ from vua.storage.bucket import Bucket
 from vua.storage.location import BucketPath, is_url
 from vua.storage.object import ObjectStorage
 
-__all__ = [
-    "Buffer",
-    "MeasurementError",
-    "RawFile",
-    "cool",
-    "direct_works",
-    "expect",
-    "in_buffer",
-    "is_cold",
-]
-
 PAGE: Final = 4096
 _DIRECT: Final = getattr(os, "O_DIRECT", 0)
 

@@ -36,21 +36,6 @@ from vua.security.settings import Security
 from vua.storage.location import is_url
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES
 
-__all__ = [
-    "COMMANDS",
-    "EXAMPLES",
-    "VARIABLE",
-    "argument",
-    "as_owner",
-    "asking",
-    "by_inventory",
-    "command",
-    "duration",
-    "duration_s",
-    "share",
-    "with_help",
-]
-
 _ROOT: Final = 0
 
 

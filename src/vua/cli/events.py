@@ -48,8 +48,6 @@ from vua.errors import ConfigError
 from vua.format.layout import KVLayout, Shard, cover
 from vua.storage.base import explaining
 
-__all__ = ["EventSocket", "StoredNamespace", "changes", "content", "events"]
-
 log = logging.getLogger(__name__)
 
 _KEPT: Final = 10_000

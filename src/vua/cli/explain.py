@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from vua.capacity.prefix_tree import Followers
-from vua.catalog.base import NO_KEYS, Catalog
+from vua.catalog.base import SHORT, Catalog
+from vua.catalog.check import NO_KEYS
 from vua.catalog.opening import open_catalog
 from vua.catalog.prefix import (
     ChunkState,
@@ -28,7 +29,7 @@ from vua.catalog.prefix import (
     usable,
 )
 from vua.cli.command import command
-from vua.cli.output import DAMAGED, SHORT, SOUND, Report, facts, progress
+from vua.cli.output import DAMAGED, SOUND, Report, facts, progress
 from vua.cli.prompt import model_directory, prompt_ids, prompt_keys, read_ids
 from vua.errors import ConfigError
 from vua.format.layout import KVLayout
@@ -40,8 +41,6 @@ from vua.store.place import open_namespace
 
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
-
-__all__ = ["Explanation", "Question", "explain", "explain_ids"]
 
 _DEFAULT_CHUNK_TOKENS: Final = 64
 BLOCKS: Final = (16, 128)

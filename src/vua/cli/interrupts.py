@@ -17,8 +17,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-__all__ = ["INTERRUPTED", "interrupts"]
-
 INTERRUPTED = 130
 
 _PATIENCE_S = 1.0

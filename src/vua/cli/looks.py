@@ -38,12 +38,11 @@ import numpy.typing as npt
 from vua.capacity.hit_density import Request
 from vua.capacity.prefix_tree import Followers, Indices, PrefixTree
 from vua.capacity.use_log import UseLog
-from vua.catalog.base import Catalog, Content, Snapshot
+from vua.catalog.base import SHORT, Catalog, Content, Snapshot, size
 from vua.catalog.opening import open_catalog
 from vua.cli.advise import worth
 from vua.cli.command import command, duration_s
 from vua.cli.output import (
-    SHORT,
     SOUND,
     Output,
     Report,
@@ -52,14 +51,11 @@ from vua.cli.output import (
     plain,
     progress,
     requests_of,
-    size,
     table,
 )
 from vua.errors import ConfigError, VUAError
 from vua.storage.base import explaining
 from vua.storage.description import Description
-
-__all__ = ["Child", "Runs", "Talk", "Traffic", "View", "between_looks_s", "runs_of", "top", "watch"]
 
 _SHOWN_S: Final = 0.2
 """Least time between two progress messages."""

@@ -13,24 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.capacity.prefix_tree import PrefixTree
-from vua.catalog.base import Content
+from vua.catalog.base import SHORT, Content, size
 from vua.catalog.opening import open_catalog
 from vua.cli.command import by_inventory, command
-from vua.cli.output import (
-    SHORT,
-    Lazy,
-    Report,
-    line,
-    print_listed,
-    print_strays,
-    progress,
-    size,
-    table,
-    when,
-)
+from vua.cli.output import Lazy, Report, line, print_listed, print_strays, progress, table, when
 from vua.errors import ConfigError
-
-__all__ = ["SORTS", "LsReport", "ls"]
 
 SORTS: Final = ("name", "size", "newest", "prompt")
 _AT_ONCE: Final = 1 << 10

@@ -25,34 +25,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 from unicodedata import combining, east_asian_width
 
 from vua.capacity.scan import Show
-from vua.catalog.base import SHORT, size
+from vua.catalog.base import size
 from vua.storage.bucket_cost import KINDS, cost_dollars
 
 if TYPE_CHECKING:
     from rich.console import Console  # takes as long as all of a command
-
-__all__ = [
-    "DAMAGED",
-    "SHORT",
-    "SOUND",
-    "UNUSABLE",
-    "Lazy",
-    "Output",
-    "Report",
-    "clear_screen",
-    "cost",
-    "facts",
-    "guarded",
-    "line",
-    "plain",
-    "print_listed",
-    "print_strays",
-    "progress",
-    "requests_of",
-    "size",
-    "table",
-    "when",
-]
 
 SOUND: Final = 0
 DAMAGED: Final = 1

@@ -24,17 +24,6 @@ from vua.store.namespace import Namespace
 if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
 
-__all__ = [
-    "Key",
-    "key",
-    "model_directory",
-    "parse_ids",
-    "prompt_ids",
-    "prompt_keys",
-    "read_ids",
-    "tokenizer",
-]
-
 
 def _text(file: str) -> str:
     """Return the content of a file, or of stdin for ``-``. Raises InputError, OSError."""

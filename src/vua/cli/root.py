@@ -19,8 +19,6 @@ from vua.cli.interrupts import INTERRUPTED, interrupts
 from vua.cli.output import UNUSABLE, guarded, plain
 from vua.errors import StorageError, VUAError
 
-__all__ = ["run", "vua"]
-
 _MODULES: Final = {
     "ls": "ls",
     "inspect": "verify",

@@ -31,11 +31,11 @@ import numpy as np
 
 from vua.capacity.scan import Show
 from vua.catalog.archive import Member, Reader, Writer, file_sizes
-from vua.catalog.base import NO_KEYS, NamespaceCatalog, OpenFile, resolve
-from vua.catalog.check import Checker, ExpectedEntry, check_open
+from vua.catalog.base import SHORT, NamespaceCatalog, resolve, size
+from vua.catalog.check import NO_KEYS, Checker, ExpectedEntry, OpenFile, check_open
 from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, as_owner, command
-from vua.cli.output import DAMAGED, SHORT, SOUND, Output, Report, line, plain, progress, size
+from vua.cli.output import DAMAGED, SOUND, Output, Report, line, plain, progress
 from vua.cli.prompt import prompt_ids, prompt_keys, read_ids
 from vua.errors import (
     ConfigError,
@@ -60,8 +60,6 @@ from vua.storage.names import AFTER
 from vua.store.place import create_namespace, open_namespace
 from vua.store.store import Store
 from vua.store.writer import EntryWriter
-
-__all__ = ["ExportChoice", "ExportReport", "ImportReport", "export", "import_"]
 
 _DESCRIPTION: Final = re.compile(rf"([0-9a-f]{{64}})/{re.escape(DESCRIPTION)}")
 _INSIDE: Final = re.compile(r"([0-9a-f]{64})/([0-9a-f]{2})/(\2[0-9a-f]{62})/([a-z0-9.-]{1,100})")

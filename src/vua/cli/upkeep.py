@@ -12,12 +12,12 @@ import click
 
 from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits
-from vua.catalog.base import NO_KEYS, Adoption, Collection, Removal, Use, key_ids, resolve
+from vua.catalog.base import SHORT, Adoption, Collection, Removal, Use, key_ids, resolve, size
+from vua.catalog.check import NO_KEYS
 from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, asking, by_inventory, command, duration, duration_s
 from vua.cli.output import (
     DAMAGED,
-    SHORT,
     SOUND,
     Output,
     Report,
@@ -27,15 +27,12 @@ from vua.cli.output import (
     print_strays,
     progress,
     requests_of,
-    size,
     table,
     when,
 )
 from vua.errors import ConfigError
 from vua.security.settings import Security
 from vua.storage.mark import MARK
-
-__all__ = ["adopt", "du", "gc", "pins", "rm", "ttl"]
 
 _SHOWN: Final = 20
 _dry_run = click.option("--dry-run", is_flag=True, help="only show what would be deleted")

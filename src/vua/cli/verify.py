@@ -20,13 +20,20 @@ from typing import Final, Literal
 import click
 
 from vua.capacity.scan import Show
-from vua.catalog.base import NO_KEYS, Finding, Rules, resolve
-from vua.catalog.check import OUTCOMES, Check, Checker, ExpectedEntry, Verification, check_at
+from vua.catalog.base import SHORT, Finding, Rules, resolve, size
+from vua.catalog.check import (
+    NO_KEYS,
+    OUTCOMES,
+    Check,
+    Checker,
+    ExpectedEntry,
+    Verification,
+    check_at,
+)
 from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, command, share
 from vua.cli.output import (
     DAMAGED,
-    SHORT,
     SOUND,
     UNUSABLE,
     Report,
@@ -34,7 +41,6 @@ from vua.cli.output import (
     line,
     plain,
     progress,
-    size,
     table,
     when,
 )
@@ -45,8 +51,6 @@ from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.description import Description
 from vua.storage.local import SUFFIX
-
-__all__ = ["Diagnosis", "InspectReport", "VerifyReport", "doctor", "inspect", "verify"]
 
 _PLAIN: Final = frozenset(
     ["publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT", "cachestat", "permissions",

@@ -21,7 +21,7 @@ from urllib import error, request
 
 import click
 
-from vua.catalog.base import NO_KEYS
+from vua.catalog.check import NO_KEYS
 from vua.catalog.opening import is_missing, open_catalog
 from vua.cli.command import VARIABLE, argument, command
 from vua.cli.events import StoredNamespace, content
@@ -32,8 +32,6 @@ from vua.format.keys import token_ids
 from vua.security.settings import Security
 from vua.store.namespace import Namespace
 from vua.store.place import open_namespace
-
-__all__ = ["WarmReport", "warm"]
 
 _TELL_IDS: Final = ("return_token_ids", "return_prompt_token_ids")
 """Options by which vLLM (both) and SGLang (completions; chats) return a prompt's token ids."""

@@ -12,8 +12,6 @@ import torch
 
 from vua.connector.cache_spec import UncachedError
 
-__all__ = ["Adapter", "AdapterBook", "AdapterNote", "Content", "content_digest", "together"]
-
 
 class Adapter(NamedTuple):
     """One adapter as a worker holds it."""

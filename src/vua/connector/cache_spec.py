@@ -17,16 +17,6 @@ from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.format.prefix import Kind, alignment, first_needed, first_token, leading
 
-__all__ = [
-    "NOTHING_MORE",
-    "EngineIdentity",
-    "Group",
-    "Model",
-    "UncachedError",
-    "division",
-    "local_directory",
-]
-
 
 class UncachedError(VUAError):
     """This engine's KV cache cannot be stored correctly; it is served without VUA."""

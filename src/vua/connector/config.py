@@ -23,16 +23,6 @@ from vua.security.settings import Security
 from vua.storage.location import directory_of
 from vua.store.tier_rules import TierRules
 
-__all__ = [
-    "VLLM_TRANSFER",
-    "ConnectorConfig",
-    "Timeouts",
-    "WorkerResources",
-    "defaults",
-    "sglang_arguments",
-    "warn_once",
-]
-
 log = logger()
 
 _WHERE: Final = "kv_connector_extra_config"

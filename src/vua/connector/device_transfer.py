@@ -56,17 +56,6 @@ from vua.native import Headers
 from vua.store.entry_reader import EntryReader, ReadAhead
 from vua.store.store import LoadResult, Store
 
-__all__ = [
-    "STAGED_DEVICES",
-    "DeviceGroupTransfer",
-    "RingLoads",
-    "RingResult",
-    "lies_on_device",
-    "mover_for",
-    "open_gds",
-    "warm_up",
-]
-
 _LEAST, _MOST = 2, 4
 """Buffers of a ring: one is read into while another one is sent, or three."""
 

@@ -25,8 +25,6 @@ from vua.connector.log import logger
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import Shard
 
-__all__ = ["ChunkEvent", "FileEventLog", "KVEventPublisher", "StoredEvent"]
-
 log = logger("events")
 
 _GONE: Final = -1

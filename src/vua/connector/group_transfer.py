@@ -40,19 +40,6 @@ from vua.storage.location import is_url
 from vua.store.store import UNJUDGED, Loader, LoadResult, Store
 from vua.store.writer import EntryWriter
 
-__all__ = [
-    "BlockTables",
-    "CachedLoads",
-    "GroupTransfer",
-    "PageLayouts",
-    "Rank",
-    "ShardFiles",
-    "Tables",
-    "load_chunks",
-    "outcomes_of",
-    "save_limit",
-]
-
 _NBYTES: Final = 64 << 20
 """Bytes read at a time: some milliseconds, in which no load is given up."""
 _CHUNKS: Final = 256

@@ -24,15 +24,6 @@ from typing import Final
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 
-__all__ = [
-    "NOTHING_STORED",
-    "TO_COMPARE",
-    "LoadDecision",
-    "LoadPolicy",
-    "PrefillSpeed",
-    "Regression",
-]
-
 _MIN_MEASURED: Final = 3  # needed to decide, and in a row to accept a change
 _WINDOW: Final = 32  # the latest so many measurements count
 _MIN_SPREAD: Final = 0.25  # a slope needs small and large x that differ by this part of the large

@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-__all__ = ["ROOT", "WarnOnce", "logger"]
-
 ROOT: Final = "vllm.vua"
 
 

@@ -34,8 +34,6 @@ from vua.security.keyring import NoKeyError
 from vua.store.namespace import Namespace
 from vua.store.writer import Writers
 
-__all__ = ["Lookup", "Lookups", "StepPatience", "early", "unasked"]
-
 log = logger("scheduler")
 
 _STEP_WAIT_S: Final = 0.001

@@ -27,8 +27,6 @@ from vua.connector.cache_spec import UncachedError
 from vua.connector.refusals import refused
 from vua.io.pool import Job, Pool
 
-__all__ = ["Media"]
-
 _MORE_REMEMBERED: Final = 65536
 """Identifiers remembered beyond one for each of vLLM's blocks: more than encoder caches hold."""
 

@@ -16,21 +16,6 @@ from vua.connector.request import SaveHints
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 
-__all__ = [
-    "ComparisonResult",
-    "ConnectorMetadata",
-    "GroupLoad",
-    "LoadOrder",
-    "SaveOrder",
-    "ScheduledRequest",
-    "ScheduledStep",
-    "Tables",
-    "Verdict",
-    "WitnessOrder",
-    "WorkerOutput",
-    "prompt_work",
-]
-
 
 @dataclass(slots=True)
 class GroupLoad:

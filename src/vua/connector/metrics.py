@@ -27,17 +27,6 @@ from vua.connector.log import logger
 from vua.io.forks import new_lock
 from vua.storage.bucket_cost import KINDS, cost_dollars, requests
 
-__all__ = [
-    "METRICS",
-    "Metric",
-    "Recorder",
-    "RequestMetrics",
-    "Series",
-    "add_up",
-    "record_requests",
-    "summary",
-]
-
 log = logger("requests")
 
 

@@ -24,8 +24,6 @@ from vua.store.namespace import Namespace
 from vua.store.place import create_namespace, locate, look_at
 from vua.weights import Identification, Weights
 
-__all__ = ["OpenedNamespace", "Opening", "close_within", "open_namespace"]
-
 log = logger("scheduler")
 
 _START_WAIT_S: Final = 1.0

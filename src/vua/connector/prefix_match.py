@@ -19,8 +19,6 @@ from vua.format.prefix import longest_prefix
 from vua.store.store import Store
 from vua.store.writer import Run
 
-__all__ = ["PrefixMatch", "WindowProbe", "find", "longest"]
-
 _MAX_PROBES: Final = 1000
 """Probes for windows per lookup, a few ms locally; a prompt that needs more counts as not stored
 there."""

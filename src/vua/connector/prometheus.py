@@ -9,8 +9,6 @@ from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from vua.connector.metrics import METRICS, Series
 
-__all__ = ["Families"]
-
 _SECONDS: Final = (
     *(1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10),
 )

@@ -26,22 +26,6 @@ from typing import Any, Final, NamedTuple
 from vua.connector.log import logger
 from vua.io.pool import Pool
 
-__all__ = [
-    "NOTES",
-    "Kind",
-    "ProvedWriters",
-    "SampleCounts",
-    "Tally",
-    "files_below",
-    "folder_of",
-    "kind_of",
-    "name_of",
-    "replaced_by",
-    "trusted",
-    "upper_bound",
-    "written",
-]
-
 log = logger("scheduler")
 
 NOTES: Final = Pool[None](1, "vua-notes")

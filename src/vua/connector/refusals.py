@@ -11,8 +11,6 @@ from typing import Final, NamedTuple
 
 from vua.connector.cache_spec import UncachedError
 
-__all__ = ["REFUSALS", "Refusal", "refused"]
-
 _ENGINE: Final = "engine"
 _REQUEST: Final = "request"
 

@@ -21,16 +21,6 @@ from typing import Any, Final
 
 from vua.connector.log import logger
 
-__all__ = [
-    "ACTIONS",
-    "DEFAULT_RETAIN_S",
-    "MAX_RETAIN_S",
-    "MAX_WAIT_S",
-    "OptionReader",
-    "RequestOptions",
-    "SaveHints",
-]
-
 log = logger("requests")
 
 SECTION: Final = "vua"

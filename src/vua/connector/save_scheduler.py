@@ -41,19 +41,6 @@ from vua.connector.request import RequestOptions, SaveHints
 from vua.connector.witness import Witness
 from vua.format.keys import ChunkKey, KeyRun, token_ids
 
-__all__ = [
-    "MIXED",
-    "Origin",
-    "Origins",
-    "RequestState",
-    "SaveScheduler",
-    "Step",
-    "state_to_save",
-    "stop_at_state",
-    "to_load",
-    "to_save",
-]
-
 
 @dataclass(slots=True)
 class RequestState:

@@ -41,8 +41,6 @@ from vua.store.namespace import Namespace
 from vua.store.writer import new_writer
 from vua.weights import Identification
 
-__all__ = ["SchedulerSide"]
-
 _LOOK_AGAIN_S: Final = 0.02
 """How often chunks are looked up that another engine is still writing."""
 

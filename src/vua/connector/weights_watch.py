@@ -41,8 +41,6 @@ from vua.connector.adapters import Adapter, AdapterNote
 from vua.connector.log import logger
 from vua.device.xxh3 import checksums
 
-__all__ = ["EngineMemory", "EngineState", "Snapshot", "WeightsWatch", "device_digest"]
-
 log = logger("worker")
 
 _LINE_BYTES: Final = 64

@@ -42,8 +42,6 @@ from vua.format.entry import written_name
 from vua.format.keys import ChunkKey
 from vua.store.writer import in_words
 
-__all__ = ["Witness"]
-
 log = logger("scheduler")
 
 _COMPLAIN_AFTER: Final = 3

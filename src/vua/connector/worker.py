@@ -59,8 +59,6 @@ from vua.store.namespace import Namespace
 from vua.store.store import UNJUDGED
 from vua.store.writer import WriterNames
 
-__all__ = ["Comparisons", "Rank", "WorkerSide"]
-
 
 @dataclass(frozen=True, slots=True)
 class _ComputedChunk:

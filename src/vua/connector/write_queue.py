@@ -27,8 +27,6 @@ from vua.errors import StorageError
 from vua.format.keys import ChunkKey
 from vua.io.pool import Breaker, Job, Pool
 
-__all__ = ["WriteQueue", "WriterCount"]
-
 _MOST: Final = 16
 _WRITES: Final = 8
 """Writes per thread count that are measured before it is judged; at least two for each thread."""

@@ -19,8 +19,6 @@ from vua.io.posix import PAGE, page_aligned
 from vua.native import MemoryMap
 from vua.serdes import DTYPES
 
-__all__ = ["StagingBuffer", "StagingPool"]
-
 
 class StagingBuffer:
     """Memory for some chunks of one shard, each laid out like a file's payload."""

@@ -12,8 +12,6 @@ from vua.device import moves
 from vua.device.moves import Move, plan
 from vua.device.paged import PagedCache
 
-__all__ = ["MoveChoice", "choose", "gather", "proves", "scatter", "synchronize"]
-
 
 class MoveChoice(NamedTuple):
     """How rows are moved on some device."""

@@ -25,8 +25,6 @@ from vua.device.paged import WORDS, spans
 from vua.errors import InputError, LayoutError
 from vua.native import NOWHERE, MemoryMap, Spread, StridedCopy
 
-__all__ = ["PageForm", "PagedKV", "Pages", "Piece", "fused_form", "latent_form", "move"]
-
 
 def move(job: Job, *, store: bool) -> None:
     """Make the move, see :class:`vua.device.moves.Move`; releases the GIL once."""

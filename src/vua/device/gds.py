@@ -34,8 +34,6 @@ from vua.io.pool import Job, Pool
 from vua.io.posix import FileStatus
 from vua.storage.base import Storage, entry_name
 
-__all__ = ["DirectReader", "Gds"]
-
 log = logging.getLogger(__name__)
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]

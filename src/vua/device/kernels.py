@@ -17,8 +17,6 @@ import triton.language as tl
 
 from vua.device.moves import Job
 
-__all__ = ["move", "move_kernel"]
-
 _TILE_NBYTES: Final = 16 << 10
 """Approximate bytes per program: eight 16-byte accesses for each of its 128 threads."""
 _WIDTHS: Final = (16, 256)

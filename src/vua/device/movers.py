@@ -20,8 +20,6 @@ from torch import Tensor
 
 from vua.errors import StorageError
 
-__all__ = ["CuFileMover", "Mover", "PosixMover", "driver_present"]
-
 log = logging.getLogger(__name__)
 
 _BOUNCE_NBYTES: Final = 4 << 20

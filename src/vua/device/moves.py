@@ -19,8 +19,6 @@ from torch import Tensor
 from vua.device.paged import WORDS, PagedCache
 from vua.errors import InputError, LayoutError
 
-__all__ = ["Job", "Move", "Runs", "check_slots", "move", "plan", "runs"]
-
 _RUN_TOKENS: Final = 4
 """Mean length of runs from which one call per run is faster than indexing, on a CPU."""
 

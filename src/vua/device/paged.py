@@ -41,18 +41,6 @@ from torch import Tensor
 
 from vua.errors import InputError, LayoutError
 
-__all__ = [
-    "KNOWN_AXES",
-    "WORDS",
-    "PageRows",
-    "PagedCache",
-    "PagedLayout",
-    "Rows",
-    "WholePages",
-    "slots_of",
-    "spans",
-]
-
 KNOWN_AXES: Final = {
     "BHNC": "vLLM 0.26 and later: [blocks, heads, block_size, k_dim + v_dim]",
     "LBHNC": "vLLM 0.29 and later, all layers, in the allocation's order",

@@ -41,8 +41,6 @@ from vua.format.layout import ITEMSIZE, KVLayout, Shard
 from vua.io.posix import page_aligned
 from vua.native import MemoryMap
 
-__all__ = ["DeviceBuffer", "Fence", "Staging", "clear_error"]
-
 _PIECE_NBYTES: Final = 8 << 20
 """Largest transfer: 0.15 ms, for which a transfer of the engine may have to wait."""
 

@@ -17,8 +17,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["SHORT", "DigestCheck", "Digests", "checksums", "kernel_for", "on_host"]
-
 SHORT: Final = 240
 """Inputs up to this length have their own formulas; checksum blocks of files are longer."""
 _P32: Final = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)

@@ -15,8 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["add_pair", "digest_kernel", "digests"]
-
 
 @triton.jit
 def _read64(base, at, mask, WORD: tl.constexpr):

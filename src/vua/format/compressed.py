@@ -30,16 +30,6 @@ from vua.format.entry import CODEC, ENCRYPTED, MAX_HEADER_NBYTES
 from vua.format.layout import ITEMSIZE
 from vua.format.parse import json_header, parse_entry
 
-__all__ = [
-    "CODEC",
-    "COMPRESSED",
-    "PACKAGE",
-    "Compressed",
-    "compress",
-    "decompressed",
-    "is_available",
-]
-
 COMPRESSED: Final = "vua.compressed.v1"
 PACKAGE: Final = "zstandard"
 """The package that compresses; installed by the extra ``object``."""

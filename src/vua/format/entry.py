@@ -40,23 +40,6 @@ from vua.io.plan import ARRAYS_MAX, EXTENT, READ, EntryPlan
 from vua.io.vectors import IOV_MAX
 from vua.native import KINDS, HeaderForm
 
-__all__ = [
-    "AUTHENTIC",
-    "AUTO",
-    "CODEC",
-    "ENCRYPTED",
-    "FORMAT",
-    "OFF",
-    "PLAIN",
-    "SEALED",
-    "SEALED_V1",
-    "EntryCodec",
-    "SealInfo",
-    "check_codec",
-    "entry_plan",
-    "written_name",
-]
-
 FORMAT: Final = "vua.entry.v1"
 SEALED: Final = "vua.sealed.v2"
 SEALED_V1: Final = "vua.sealed.v1"

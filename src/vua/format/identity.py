@@ -24,17 +24,6 @@ from typing import Any, Final
 
 from vua.errors import ConfigError
 
-__all__ = [
-    "IGNORED_CONFIG_KEYS",
-    "INTERLEAVED",
-    "NEOX",
-    "VERSION",
-    "Identity",
-    "config_digest",
-    "rope_order",
-    "varies_with_length",
-]
-
 VERSION = "vua.identity.v1"
 _CHUNK_TOKENS = range(1, 65537)
 _ROPE_ORDERS = ("", "neox", "interleaved")

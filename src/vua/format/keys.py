@@ -32,17 +32,6 @@ from vua.native import hash_chain, narrow
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "ChunkKey",
-    "KeyChain",
-    "KeyRun",
-    "Keys",
-    "Naming",
-    "extras_parent",
-    "secret_chain",
-    "token_ids",
-]
-
 _EXTRAS_TAG: Final = b"vua.extras.v1"
 
 

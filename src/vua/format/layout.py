@@ -28,17 +28,6 @@ import numpy as np
 from vua.errors import LayoutError
 from vua.native import MemoryMap
 
-__all__ = [
-    "ITEMSIZE",
-    "KVLayout",
-    "Shard",
-    "cover",
-    "is_group",
-    "pages_layout",
-    "state_layout",
-    "state_nbytes",
-]
-
 ITEMSIZE: Final[Mapping[str, int]] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
     "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,

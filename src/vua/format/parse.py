@@ -38,21 +38,6 @@ from vua.format.keys import ChunkKey
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
 from vua.native import fill_check
 
-__all__ = [
-    "LATER_FORM",
-    "EntryInfo",
-    "LaterEntryError",
-    "check_payload",
-    "codec_of",
-    "coordinates_of",
-    "encode_header",
-    "json_header",
-    "later_form",
-    "mismatch",
-    "parent_in",
-    "parse_entry",
-]
-
 _FORMATS_SAID: Final = tuple(f'"format":"{one}"'.encode() for one in (FORMAT, SEALED, SEALED_V1))
 _PARENT: Final = b'","parent":"'
 _TOKENS: Final = b'","tokens":"'

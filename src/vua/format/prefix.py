@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from vua.format.layout import KVLayout
 
-__all__ = ["Kind", "alignment", "first_needed", "first_token", "leading", "longest_prefix"]
-
 
 class Kind(NamedTuple):
     """Layers of one kind, as an engine holds them."""

@@ -22,24 +22,6 @@ from typing import Any, Final
 
 from vua.format.identity import IGNORED_CONFIG_KEYS, rope_order, varies_with_length
 
-__all__ = [
-    "CONTENT",
-    "ELSEWHERE",
-    "FILES",
-    "KERNEL",
-    "LOGITS",
-    "READ",
-    "SEEN",
-    "SPLIT",
-    "TEXT",
-    "WHEN",
-    "WHERE",
-    "facts",
-    "listed",
-    "unproven",
-    "unshared",
-]
-
 _CODE: Final = "vua.code"
 """Code that came with the model's files runs, which measurements do not cover."""
 _MARKED: Final = frozenset(("vua.whole", "vua.quantization", "vua.sglang_quantization"))

@@ -14,8 +14,6 @@ import numpy.typing as npt
 
 from vua.io.forks import new_lock
 
-__all__ = ["BufferPool"]
-
 _LEAST_NBYTES: Final = 1 << 20
 """Smaller buffers are left to the allocator, which keeps them itself."""
 _STEPS: Final = 8

@@ -20,17 +20,6 @@ from vua.errors import UntrustedError
 from vua.io import posix
 from vua.io.posix import FileStatus
 
-__all__ = [
-    "Directory",
-    "Uids",
-    "atomic_write",
-    "close_plain",
-    "is_plain",
-    "make_directory",
-    "open_plain",
-    "see_to_mode",
-]
-
 Uids: TypeAlias = "ctypes.Array[ctypes.c_uint32]"
 """Users, in a form that C takes as well: ``(ctypes.c_uint32 * 2)(0, 1000)``."""
 

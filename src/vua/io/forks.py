@@ -13,8 +13,6 @@ import threading
 import weakref
 from typing import Final, Protocol
 
-__all__ = ["Forked", "new_lock", "watch"]
-
 
 class Forked(Protocol):
     """Something with conditions or threads."""

@@ -17,8 +17,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ARRAYS_MAX", "EXTENT", "READ", "EntryPlan", "header_plan"]
-
 ARRAYS_MAX: Final = 2
 """Arrays of a chunk: K and V."""
 

@@ -28,8 +28,6 @@ from typing import Any, Final, Generic, TypeVar
 
 from vua.io.forks import watch
 
-__all__ = ["Breaker", "Job", "Pool"]
-
 log = logging.getLogger(__name__)
 
 W = TypeVar("W")

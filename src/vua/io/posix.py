@@ -27,8 +27,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["cached_pages", "machine_memory_nbytes"]
-
 PAGE: Final = 4096
 """What direct I/O is aligned to: a multiple of every disk's block."""
 LINUX64: Final = sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from vua.io.posix import close_quietly
 
-__all__ = ["Rows", "Spool"]
-
 Rows = npt.NDArray[np.void]
 """A structured array."""
 _HELD_NBYTES: Final = 1 << 16

@@ -33,8 +33,6 @@ from vua.store.identified import LazyStore, ModelDescription
 from vua.store.place import locate, look_at
 from vua.weights import checkpoint_files, identify_weights
 
-__all__ = ["VUALlamaCache", "described_model", "identity_of", "refusal", "try_form"]
-
 _FREE_SETTINGS: Final = frozenset(
     # how much is computed at once, and by what; how it is stored while it is computed
     "n_batch n_ubatch n_seq_max n_rs_seq n_outputs_max n_outputs_max_per_seq "  # noqa: SIM905

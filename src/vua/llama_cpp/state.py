@@ -19,8 +19,6 @@ import numpy.typing as npt
 from vua.errors import ConfigError
 from vua.format.layout import ITEMSIZE
 
-__all__ = ["GGML_DTYPES", "State", "StateForm", "parse"]
-
 GGML_DTYPES: Final = {0: "F32", 1: "F16", 30: "BF16"}
 """ggml's types whose single values can be separated, by VUA's names."""
 

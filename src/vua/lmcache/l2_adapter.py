@@ -56,9 +56,6 @@ from vua.weights import Identification, Weights, checkpoint_files, identify_weig
 from vua.weights.content import State
 from vua.weights.fingerprint import CLOCK_TICK_S, link_changed_s
 
-__all__ = ["Models", "VUAL2Adapter"]
-
-
 _DECORATION: Final = "##lmcache-"
 """LMCache appends this to a name to tell layouts apart; it stays in the identity."""
 _FIRST_WAIT_S: Final = 1.0

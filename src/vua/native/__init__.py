@@ -29,16 +29,12 @@ environment variable ``VUA_NATIVE`` decides whether the library is used: ``auto`
 
 from vua.native.bindings import Status, library, status
 from vua.native.entries import (
-    FAILED,
     ITEMS,
-    PRESENT,
     THREADS,
-    WRITTEN,
     ChunkNames,
     EntryStream,
     Places,
     StridedCopy,
-    WriteOptions,
     chunk_sizes,
     copy_strided,
     crew,
@@ -59,7 +55,19 @@ from vua.native.fallback import (
     read_entry,
 )
 from vua.native.rows import blocks_of, rows_of
-from vua.native.transfer import KINDS, NOWHERE, HeaderForm, Headers, MemoryMap, Spread, Transfer
+from vua.native.transfer import (
+    FAILED,
+    KINDS,
+    NOWHERE,
+    PRESENT,
+    WRITTEN,
+    HeaderForm,
+    Headers,
+    MemoryMap,
+    Spread,
+    Transfer,
+    WriteOptions,
+)
 
 __all__ = [
     "FAILED",

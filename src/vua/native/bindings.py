@@ -20,19 +20,6 @@ from vua.errors import ConfigError
 from vua.io.forks import new_lock
 from vua.native.stamp import fault_of, library_path, sources_digest
 
-__all__ = [
-    "INSTEAD",
-    "Choice",
-    "Library",
-    "Status",
-    "choice",
-    "find",
-    "library",
-    "sha256",
-    "status",
-    "xxh3",
-]
-
 FOLDER: Final = Path(__file__).parent
 INSTEAD: Final = "no native code, Python does its work"
 _REMEDY: Final = "install vua again (in a checkout: `python3 dev.py build`)"

@@ -18,39 +18,11 @@ from vua.io.posix import page_aligned
 from vua.native import fallback
 from vua.native.bindings import Library, library
 from vua.native.transfer import (
-    FAILED,
-    PRESENT,
-    WRITTEN,
     HeaderForm,
     Headers,
     Transfer,
     WriteOptions,
 )
-
-__all__ = [
-    "FAILED",
-    "ITEMS",
-    "PRESENT",
-    "THREADS",
-    "WRITTEN",
-    "ChunkNames",
-    "Deletions",
-    "EntryStream",
-    "OrdinaryChunk",
-    "StridedCopy",
-    "WriteOptions",
-    "chunk_sizes",
-    "copy_strided",
-    "crew",
-    "delete_chunks",
-    "fill_entry",
-    "gather_entry",
-    "list_chunks",
-    "list_names",
-    "read_entries",
-    "spare_bounces",
-    "write_entries",
-]
 
 _NOWAIT, _DIRECT, _UNHASHED = 1, 2, 4
 _HELD_NBYTES: Final = 2 << 20

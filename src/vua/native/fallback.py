@@ -39,25 +39,6 @@ from vua.native.transfer import (
     WriteOptions,
 )
 
-__all__ = [
-    "LATEST_NS",
-    "Digest",
-    "Strided",
-    "chunk_sizes",
-    "copy_strided",
-    "digests_of",
-    "fill_check",
-    "fill_entry",
-    "gather_entry",
-    "hash_chain",
-    "list_chunks",
-    "list_names",
-    "narrow",
-    "read_entries",
-    "read_entry",
-    "write_entries",
-]
-
 _CHECK_DIGITS: Final = 16
 
 

@@ -14,8 +14,6 @@ from vua.io.plan import ARRAYS_MAX
 from vua.io.vectors import Iovecs, memory_at
 from vua.native.transfer import Headers, Transfer
 
-__all__ = ["Read", "blocks_of", "reads_of", "rows_of"]
-
 _ROWS_AT_ONCE: Final = 1 << 16
 """Rows computed together for consecutive chunks: 1 MiB. One by one, that takes as long as reading
 small chunks."""

@@ -15,8 +15,6 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-__all__ = ["NBYTES", "fault_of", "library_path", "sources", "sources_digest", "stamp"]
-
 _LINE: Final = b"\nVUA native code, built from %s, sha256 %s\n"
 _DIGITS: Final = 64  # of a SHA-256 in hexadecimal
 NBYTES: Final = len(_LINE) + 2 * (_DIGITS - len(b"%s"))

@@ -15,20 +15,6 @@ from vua.io.plan import ARRAYS_MAX, EntryPlan
 from vua.io.posix import page_aligned
 from vua.native.bindings import xxh3
 
-__all__ = [
-    "FAILED",
-    "KINDS",
-    "NOWHERE",
-    "PRESENT",
-    "WRITTEN",
-    "HeaderForm",
-    "Headers",
-    "MemoryMap",
-    "Spread",
-    "Transfer",
-    "WriteOptions",
-]
-
 NOWHERE: Final = (1 << 64) - 1
 """Offset of an unwanted segment of spread memory: it is hashed, but not copied."""
 KINDS: Final = 0x80

@@ -29,17 +29,6 @@ from vua.security.settings import Security, check_owner
 if TYPE_CHECKING:
     from vua.security.seal import Seal
 
-__all__ = [
-    "KeyFaults",
-    "Keyring",
-    "KnownKeys",
-    "NoKeyError",
-    "check_keys",
-    "read_key",
-    "tenant_of",
-    "write_key",
-]
-
 log = logging.getLogger(__name__)
 
 SUFFIX: Final = ".key"

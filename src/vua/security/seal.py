@@ -34,8 +34,6 @@ from vua.format.entry import AUTHENTIC, ENCRYPTED, SEALED_V1, TAG_NBYTES, EntryC
 from vua.format.keys import ChunkKey
 from vua.native import Digest
 
-__all__ = ["Seal", "SealOfFile"]
-
 _NONCE_NBYTES: Final = 12
 
 Block: TypeAlias = Iterable[memoryview]

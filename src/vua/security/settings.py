@@ -17,8 +17,6 @@ from typing import Final, Literal
 from vua.errors import ConfigError, StorageError
 from vua.io.posix import close_quietly
 
-__all__ = ["Security", "check_owner", "open_directory"]
-
 _ROOT: Final = 0
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 

@@ -23,14 +23,6 @@ from vua.format.shared_config import (
     WHERE,
 )
 
-__all__ = [
-    "COUNTED_VARIABLES",
-    "EXCLUDED",
-    "EXCLUDED_VARIABLES",
-    "FAMILIES",
-    "NEUTRAL",
-]
-
 _MADE: Final = "set by SGLang from an argument that counts"
 _GUESS: Final = "which tokens are guessed; only verified ones are stored"
 _REFUSED: Final = "an engine that uses it is served uncached, see `vua.sglang.identity`"

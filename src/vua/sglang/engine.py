@@ -26,8 +26,6 @@ from vua.connector.weights_watch import Snapshot
 from vua.errors import ConfigError
 from vua.weights import checkpoint_files, process_began_s
 
-__all__ = ["Engine", "kept_apart", "passes_prefix_keys"]
-
 log = logger("worker")
 
 _ADAPTERS: Final = b"vua.sglang.lora.v1"

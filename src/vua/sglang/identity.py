@@ -59,18 +59,6 @@ from vua.sglang.argument_fields import (
 from vua.weights import identify_weights
 from vua.weights.fingerprint import code_digest
 
-__all__ = [
-    "CacheDescription",
-    "attention_that_counts",
-    "described",
-    "file_digest",
-    "foreign_code",
-    "package_digest",
-    "settings_that_count",
-    "shard_of",
-    "variables_that_count",
-]
-
 _PLUGINS: Final = ("sglang.srt.plugins", "sglang.srt.platforms")
 _OF_SGLANG: Final = frozenset(("smg-grpc-servicer",))
 """Packages that SGLang itself requires, whose plug-ins only receive requests."""

@@ -26,8 +26,6 @@ from vua.format.keys import ChunkKey
 from vua.io.pool import Breaker, Job, Pool
 from vua.store.store import Store
 
-__all__ = ["Lookups", "Reuse"]
-
 _AWAITED: Final = 1024
 """Lookups whose pages may still be passed to be stored; bounds the memory."""
 

@@ -13,11 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from vua.connector.config import ConnectorConfig
-from vua.connector.config import sglang_arguments as engine_arguments
 from vua.errors import ConfigError
 from vua.format.keys import ChunkKey
-
-__all__ = ["chunk_keys", "engine_arguments", "settings_of"]
 
 _OPTION: Final = "--hicache-storage-backend-extra-config"
 _OF_SGLANG: Final = ("backend_name", "module_path", "class_name", "interface_v1")

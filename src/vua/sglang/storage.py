@@ -51,18 +51,6 @@ from vua.sglang.transfers import HostPages, Transfers
 from vua.store.place import prepare
 from vua.weights import Identification, Weights, checkpoint_files, identify_weights
 
-__all__ = [
-    "KNOWN",
-    "Metrics",
-    "OpenPools",
-    "PagesInPlace",
-    "Part",
-    "Pools",
-    "VUAHiCacheStorage",
-    "check_name",
-    "check_version",
-]
-
 KNOWN: Final = (PoolName.KV, PoolName.SWA)
 """Those that are stored, in the order of a model's groups."""
 

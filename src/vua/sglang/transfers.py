@@ -31,8 +31,6 @@ from vua.io.pool import Breaker, Job, Pool
 from vua.store.store import Store
 from vua.store.writer import process_writer
 
-__all__ = ["HostPages", "Transfers"]
-
 _PAIRS: Final = {
     "layer_first": "LTHD",
     "page_first": "TLHD",

@@ -42,8 +42,6 @@ from vua.storage.bucket_client import (
 from vua.storage.bucket_cost import REQUESTS_AT_ONCE, requests
 from vua.storage.signed_reads import Meta, RefusedError, SignedReads, SignedRequests
 
-__all__ = ["SCHEMES", "Bucket", "ByteGate", "Meta"]
-
 
 class ByteGate:
     """Bounds the bytes in flight. Thread-safe; a forked child starts with none."""

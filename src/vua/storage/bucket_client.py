@@ -29,20 +29,6 @@ from urllib.parse import urlsplit
 
 from vua.errors import ConfigError, NotWritableError, StorageError, StorageFullError
 
-__all__ = [
-    "Client",
-    "allows_http",
-    "bundle",
-    "explained",
-    "is_denied",
-    "is_panic",
-    "is_unsupported",
-    "library",
-    "make_client",
-    "summary_of",
-    "wants_checksum",
-]
-
 _CODE: Final = re.compile(r"(?:<Code>|\(code: )(\w{1,60})[<)]")
 """In an answer, and in obstore's message about one of many deletions."""
 _STATUS: Final = re.compile(r"\b([345]\d\d) [A-Z][A-Za-z ]{2,40}")

@@ -9,15 +9,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final
 
-__all__ = [
-    "DOLLARS_PER_GB_MONTH",
-    "KINDS",
-    "PRICES",
-    "REQUESTS_AT_ONCE",
-    "cost_dollars",
-    "requests",
-]
-
 _DOLLARS: Final[Mapping[str, float]] = {
     "list": 5e-6,
     "head": 4e-7,

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from vua.errors import ConfigError, StorageError
-from vua.storage.bucket import Meta
 from vua.storage.description import (
     DESCRIPTION,
     MAX_DESCRIPTION_NBYTES,
@@ -34,16 +33,7 @@ from vua.storage.mark import (
     mark_text,
 )
 from vua.storage.names import kind_at
-
-__all__ = [
-    "adopted_bucket",
-    "bucket_contents",
-    "bucket_descriptions",
-    "claim_bucket",
-    "describe_in_bucket",
-    "is_marked_bucket",
-    "read_bucket_description",
-]
+from vua.storage.signed_reads import Meta
 
 _PASSING: Final = re.compile(r"\.tmp-[0-9a-f]{16}|\.(?:doctor|bench)-[0-9a-f]{12}")
 """Temporary objects of VUA's own probes."""

@@ -27,21 +27,6 @@ from vua.storage.location import nearest
 if TYPE_CHECKING:
     from vua.storage.location import BucketPath
 
-__all__ = [
-    "DESCRIPTION",
-    "MAX_DESCRIPTION_NBYTES",
-    "Description",
-    "LaterDescriptionError",
-    "descriptions",
-    "is_described",
-    "is_later",
-    "is_namespace_name",
-    "is_surely_later",
-    "judged",
-    "parse_description",
-    "read_description",
-]
-
 log = logging.getLogger(__name__)
 
 DESCRIPTION: Final = "namespace.json"

@@ -59,18 +59,6 @@ from vua.storage.base import (
     explained,
 )
 
-__all__ = [
-    "LOOK_S",
-    "MAX_QUARANTINED",
-    "QUARANTINE",
-    "FirstReads",
-    "LocalStorage",
-    "chunk_path",
-    "entry_path",
-    "set_aside",
-    "version_of",
-]
-
 QUARANTINE: Final = "quarantine"
 MAX_QUARANTINED: Final = 16
 """Damaged files kept per namespace for inspection; further ones are deleted."""

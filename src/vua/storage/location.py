@@ -18,18 +18,6 @@ from vua.errors import StorageError
 if TYPE_CHECKING:
     from vua.storage.bucket import Bucket
 
-__all__ = [
-    "BucketPath",
-    "Location",
-    "Tiers",
-    "directory_of",
-    "is_directory_name",
-    "is_url",
-    "names_of",
-    "nearest",
-    "scheme_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Tiers:

@@ -22,21 +22,6 @@ from vua.io.files import atomic_write
 from vua.io.posix import close_quietly
 from vua.storage.description import is_described, is_namespace_name
 
-__all__ = [
-    "LIMITS_FILE",
-    "MARK",
-    "MAX_MARK_NBYTES",
-    "UPKEEP",
-    "USES",
-    "claim",
-    "claimable",
-    "is_marked",
-    "judge_mark",
-    "make_mark",
-    "mark_text",
-    "strangers",
-]
-
 MARK: Final = "vua.json"
 LIMITS_FILE: Final = "bounds.json"
 UPKEEP: Final = ".upkeep"

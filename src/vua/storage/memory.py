@@ -13,8 +13,6 @@ from vua.errors import CorruptEntryError
 from vua.io.forks import new_lock
 from vua.storage.base import PRESENT, WRITTEN, Batch, Capabilities, Entry, ReadResult, WriteResult
 
-__all__ = ["MemoryStorage"]
-
 
 class MemoryStorage:
     """Entries of one namespace in a dictionary; see :class:`vua.storage.base.Storage`."""

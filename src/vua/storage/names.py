@@ -14,25 +14,6 @@ from vua.format.layout import Shard
 from vua.storage.description import DESCRIPTION, is_namespace_name
 from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, entry_path
 
-__all__ = [
-    "AFTER",
-    "COMPRESSED_SUFFIX",
-    "NOTED",
-    "PARENTS",
-    "PIN",
-    "QUARANTINED",
-    "SENT",
-    "TTL_FOLDER",
-    "Kind",
-    "chunk_file_kind",
-    "entry_at",
-    "is_compressed",
-    "is_renewing",
-    "is_temporary",
-    "kind_at",
-    "plain_path",
-]
-
 Kind = Literal[
     "description", "entry", "mark", "ttl", "parents", "quarantined", "temporary", "stray"
 ]

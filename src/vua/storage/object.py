@@ -47,20 +47,10 @@ from vua.storage.base import (
     ReadResult,
     WriteResult,
 )
-from vua.storage.bucket import Meta
 from vua.storage.local import SUFFIX, chunk_path, entry_path
 from vua.storage.location import BucketPath
 from vua.storage.names import COMPRESSED_SUFFIX, PARENTS, entry_at, is_compressed
-
-__all__ = [
-    "FULL",
-    "Compression",
-    "ObjectStorage",
-    "ParentNotes",
-    "WriteTimes",
-    "parents_in",
-    "write_parents",
-]
+from vua.storage.signed_reads import Meta
 
 FULL: Final = 1 << 20
 """Most chunks per object: 64 MiB."""

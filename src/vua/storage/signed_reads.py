@@ -32,8 +32,6 @@ from typing import Final, NamedTuple
 from urllib.parse import quote, unquote_plus, urlsplit
 from xml.etree import ElementTree as ET
 
-__all__ = ["Meta", "RefusedError", "SignedReads", "SignedRequests", "trust"]
-
 log = logging.getLogger(__name__)
 
 _VALID: Final = timedelta(minutes=15)

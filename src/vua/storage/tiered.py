@@ -15,8 +15,6 @@ from typing import Protocol
 from vua.storage.base import WRITTEN, Batch, Capabilities, Entry, ReadResult, Storage, WriteResult
 from vua.storage.local import LocalStorage
 
-__all__ = ["TieredStorage", "Travels"]
-
 
 class Travels(Protocol):
     """Learns which entries could be copied. Returns at once and raises nothing."""

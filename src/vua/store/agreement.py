@@ -35,8 +35,6 @@ from vua.storage.location import Location
 from vua.store.store import Store
 from vua.store.tensors import Cache, stored_rows
 
-__all__ = ["Agreement", "Label", "compare", "tolerance"]
-
 _ROUNDING: Final = {
     "F64": 2**-11,
     "F32": 2**-11,

@@ -23,8 +23,6 @@ from vua.storage.local import LocalStorage
 if TYPE_CHECKING:
     from vua.security.seal import Seal
 
-__all__ = ["EntryReader", "ReadAhead", "UnbelievedError", "check_parts", "verified"]
-
 _BATCH_ENTRIES: Final = 256
 """Entries read by one call; bounds the memory of headers."""
 _DISCARD_NBYTES: Final = 64 << 20

@@ -26,16 +26,6 @@ from vua.storage.local import LocalStorage
 if TYPE_CHECKING:
     from vua.storage.object import ObjectStorage
 
-__all__ = [
-    "LaterNamespaceError",
-    "Stated",
-    "fits",
-    "layouts_by",
-    "settled",
-    "stated_at",
-    "stated_layouts",
-]
-
 _HEADERS: Final = 8
 """Headers read per group, if each is one read of a file."""
 _FAR_HEADERS: Final = 2

@@ -49,15 +49,6 @@ from vua.store.namespace import (
 from vua.store.tier_rules import TierRules
 from vua.store.travel import Travel
 
-__all__ = [
-    "BucketKind",
-    "TiersKind",
-    "at",
-    "description_at",
-    "kind_of",
-    "locate_bucket",
-]
-
 log = logging.getLogger(__name__)
 
 

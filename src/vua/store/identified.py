@@ -19,8 +19,6 @@ from vua.format.identity import Identity
 from vua.io.forks import watch
 from vua.weights import Identification, Weights, identify_weights
 
-__all__ = ["LazyStore", "ModelDescription"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:

@@ -52,21 +52,6 @@ if TYPE_CHECKING:
     from vua.storage.object import ObjectStorage
     from vua.store.travel import Travel
 
-__all__ = [
-    "Access",
-    "DirectoryKind",
-    "Namespace",
-    "Place",
-    "check_root",
-    "check_start",
-    "create_storage",
-    "described",
-    "description_text",
-    "difference",
-    "is_kept",
-    "make_namespace",
-]
-
 
 def make_namespace(
     path: Path,

@@ -21,18 +21,6 @@ from vua.security.settings import Security
 from vua.storage.location import Location, is_directory_name
 from vua.store.namespace import Access, DirectoryKind, Namespace, Place
 
-__all__ = [
-    "LazyNamespace",
-    "LocationKind",
-    "Place",
-    "create_namespace",
-    "kind_of",
-    "locate",
-    "look_at",
-    "open_namespace",
-    "prepare",
-]
-
 
 class LocationKind(Protocol):
     """How caches in one kind of location are found, checked and opened."""

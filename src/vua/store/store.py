@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from vua.capacity.bucket import BucketCapacity
     from vua.security.seal import Seal
 
-__all__ = ["UNJUDGED", "Keys", "LoadResult", "Loader", "Quarantine", "Search", "Store"]
-
 _PRESENT_S: Final = 600.0
 """How long a found entry counts as present; a load that misses it forgets it at once."""
 _ABSENT_S: Final = 2.0

@@ -17,17 +17,6 @@ from vua.native import MemoryMap
 from vua.serdes import DTYPE_NAMES, DTYPES
 from vua.store.store import Store
 
-__all__ = [
-    "Cache",
-    "KVCache",
-    "Sequences",
-    "allocate",
-    "memory_map",
-    "sequences",
-    "sequences_with_caches",
-    "stored_rows",
-]
-
 KVCache = Sequence[Sequence[torch.Tensor]]
 """``[layer][0: K, 1: V]``, each ``(batch, heads, tokens, head_dim)``."""
 

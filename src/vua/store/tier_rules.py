@@ -9,8 +9,6 @@ from typing import Final
 from vua.errors import ConfigError
 from vua.format.entry import OFF, check_codec
 
-__all__ = ["TierRules"]
-
 _ALWAYS: Final = "always"
 _SECOND_USE: Final = "second_use"
 

@@ -38,9 +38,6 @@ from vua.storage.names import SENT
 from vua.store.entry_reader import verified
 from vua.store.tier_rules import TierRules
 
-__all__ = ["Bounds", "Travel", "WriteBack", "whole_batch"]
-
-
 _MOST_NBYTES: Final = 128 << 20
 """Memory for entries that wait to be copied into the directory; the rest is read again later."""
 _PAUSE_S: Final = 0.02

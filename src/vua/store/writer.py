@@ -34,16 +34,6 @@ from vua.store.store import Store
 if TYPE_CHECKING:
     from vua.security.seal import Seal
 
-__all__ = [
-    "EntryWriter",
-    "Run",
-    "WriterNames",
-    "Writers",
-    "in_words",
-    "new_writer",
-    "process_writer",
-]
-
 Run: TypeAlias = "tuple[int, frozenset[bytes]]"
 """The first chunk of a stretch, and the writers' names in its entries' headers."""
 

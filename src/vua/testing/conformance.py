@@ -30,8 +30,6 @@ from vua.native import MemoryMap, Transfer
 from vua.storage.base import PRESENT, WRITTEN, Batch, Storage, entry_name, parse_name
 from vua.store.entry_reader import EntryReader
 
-__all__ = ["StorageConformance"]
-
 _NAMESPACE: Final = "c0" * 32
 _LAYOUT: Final = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=32, dtype="F32", chunk_tokens=64)
 _LONGER: Final = KVLayout(layers=20, kv_heads=2, k_dim=64, v_dim=64, dtype="F32", chunk_tokens=64)

@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 
 from vua.testing.throttle import Link
 
-__all__ = ["FLIPPED_UPLOAD", "HARMS", "QUIRKS", "REFUSALS", "FaultyProxy"]
-
 HARMS: Final = ("slow", "stalled", "503", "429", "reset", "truncated", "flipped")
 """Harms to an answer."""
 

@@ -38,8 +38,6 @@ from vua.transformers.model import (
 )
 from vua.transformers.watch import ModelWatch
 
-__all__ = ["Prefix", "PrefixCache", "Row", "rows_of"]
-
 
 class Row(NamedTuple):
     """One row of a batch."""

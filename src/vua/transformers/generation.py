@@ -23,8 +23,6 @@ from transformers.generation.configuration_utils import GenerationMode
 from vua.errors import ConfigError, InputError, VUAError
 from vua.transformers.cache import PrefixCache
 
-__all__ = ["reuse_prefixes"]
-
 log = logging.getLogger(__name__)
 
 _BEAMS: Final = (GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE)

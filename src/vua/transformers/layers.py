@@ -33,8 +33,6 @@ from vua.store.place import LazyNamespace
 from vua.store.tensors import Cache, allocate, memory_map
 from vua.store.writer import EntryWriter, process_writer
 
-__all__ = ["LayerCache", "StoredLayers", "groups_of"]
-
 log = logging.getLogger(__name__)
 
 _NO_EXTRA_WINDOWS: Final = 1 << 40

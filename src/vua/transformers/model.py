@@ -44,17 +44,6 @@ from vua.weights import Weights, checkpoint_files
 from vua.weights.content import State
 from vua.weights.fingerprint import code_digest
 
-__all__ = [
-    "LAYERS",
-    "NoIdentityError",
-    "described_model",
-    "difference_from_files",
-    "identity_of",
-    "layout_of",
-    "may_be_of_files",
-    "windows_of",
-]
-
 _TORCH: Final = (".bin", ".pt", ".pth")
 
 

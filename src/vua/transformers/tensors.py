@@ -13,8 +13,6 @@ from typing import Any, Final, TypeVar
 import torch
 import xxhash
 
-__all__ = ["PIECE_NBYTES", "SHARE", "Contents", "digests", "same_bytes", "small_digest"]
-
 PIECE_NBYTES: Final = 64 << 20
 SHARE: Final = 0.005
 """Share of `generate`'s time that checks may take before they read the minimum."""

@@ -51,17 +51,6 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from vua.format.shared_config import unproven
 from vua.transformers.tensors import Contents, digests, same_bytes, small_digest
 
-__all__ = [
-    "ModelWatch",
-    "attention_functions",
-    "attention_of",
-    "code_mark",
-    "foreign_class",
-    "foreign_code",
-    "foreign_function",
-    "is_compared",
-]
-
 _PACKAGES: Final = ("transformers", "torch", "transformers_modules")
 _SHARED: Final = (
     "transformers.activations",

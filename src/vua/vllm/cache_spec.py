@@ -30,8 +30,6 @@ from vua.format.layout import KVLayout, Shard, pages_layout, state_layout
 from vua.vllm.engine_identity import engine_identity, pages_identity
 from vua.vllm.support import DRAFTS, adapters_spill, check_engine, check_groups, check_latent
 
-__all__ = ["describe", "known_kind", "layer_number", "rule_of", "stored_as", "worker_shards"]
-
 DRAFT: Final = "d1"
 """The kind of a draft model's layers, see `KVLayout.group`."""
 _PLAIN: Final = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}

@@ -26,8 +26,6 @@ from vua.format.shared_config import (
     WHERE,
 )
 
-__all__ = ["ADAPTER_CLASSES", "EXCLUDED", "HOLDERS", "MEDIA_CLASSES", "NEUTRAL"]
-
 ADAPTER_CLASSES: Final = frozenset({"LoRAConfig"})
 """Their fields count for requests with an adapter."""
 MEDIA_CLASSES: Final = frozenset({"MultiModalConfig"})

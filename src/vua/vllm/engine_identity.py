@@ -52,17 +52,6 @@ from vua.vllm.support import DRAFTS
 from vua.weights import Weights, checkpoint_files, identify_weights, process_began_s
 from vua.weights.fingerprint import code_digest, processor_digest, quantization_digest
 
-__all__ = [
-    "Settings",
-    "engine_identity",
-    "find_weights",
-    "has_secondary",
-    "known_fields",
-    "pages_identity",
-    "settings_of",
-    "setup_of",
-]
-
 _READS_ALL: Final = frozenset(
     ("bitsandbytes", "gguf", "runai_streamer", "runai_streamer_sharded", "sharded_state")
 )

@@ -30,9 +30,6 @@ from vua.connector.cache_spec import UncachedError
 from vua.connector.log import logger
 from vua.connector.weights_watch import EngineState, WeightsWatch
 
-__all__ = ["Adapters", "Calls", "EngineWorker", "adapter_content", "memory_of"]
-
-
 _VERSION: Final = b"vua.lora.v1"
 _NAMES: Final = frozenset({"id"})
 """Attributes of a loaded adapter that do not affect its results."""

@@ -13,8 +13,6 @@ from typing import Any, Final
 
 from vua.format.shared_config import CONTENT, FILES, KERNEL, SEEN, SPLIT, TEXT, WHEN, WHERE, listed
 
-__all__ = ["EXCLUDED", "NEUTRAL", "environment_of_pages", "environment_that_counts"]
-
 _BUILD: Final = "how vLLM is built or installed"
 
 EXCLUDED: Final[Mapping[str, str]] = {

@@ -82,15 +82,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = [
-    "BlockEvents",
-    "VUAPromMetrics",
-    "VUAStats",
-    "VUAStorageConnector_V1",
-    "enabled",
-    "step_of",
-]
-
 
 def enabled(vllm_config: Any) -> bool:
     """Whether vLLM publishes KV cache events."""

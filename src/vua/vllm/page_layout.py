@@ -23,16 +23,6 @@ from vua.errors import LayoutError, VUAError
 from vua.format.layout import Shard, state_nbytes
 from vua.vllm.support import packs_k_and_v
 
-__all__ = [
-    "UnknownFormError",
-    "axes_of",
-    "device_pages",
-    "engine_writer",
-    "host_pages",
-    "learn_cpu_form",
-    "own_caches",
-]
-
 _PROBED: Final = {torch.bfloat16: 0x0400, torch.float16: 0x0400, torch.float32: 0x0080_0000}
 """The first of the `_RADIX` bit patterns that probe a type: all of them finite and normal."""
 _RADIX: Final = 1 << 14

@@ -24,8 +24,6 @@ from vua.security.keyring import check_keys
 from vua.store.place import prepare
 from vua.vllm import CONNECTOR
 
-__all__ = ["main", "with_connector"]
-
 _OPTION: Final = "--kv-transfer-config"
 _PATH_OPTION: Final = "--vua-path"
 _HELP: Final = ("-h", "--help")

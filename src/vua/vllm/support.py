@@ -23,25 +23,6 @@ from vua.connector.log import logger
 from vua.connector.refusals import refused
 from vua.errors import ConfigError
 
-__all__ = [
-    "DRAFTS",
-    "MEDIUM_STORAGE",
-    "adapters_spill",
-    "announce",
-    "can_fail_requests",
-    "caveat",
-    "check_drafts",
-    "check_engine",
-    "check_groups",
-    "check_latent",
-    "check_starts",
-    "check_version",
-    "event_extra_keys",
-    "knows_current_blocks",
-    "packs_k_and_v",
-    "session_of",
-]
-
 log = logger()
 
 OLDEST_ON_GPU: Final = Version("0.24")

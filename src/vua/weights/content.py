@@ -28,8 +28,6 @@ from typing import Any, Final
 from vua.errors import ConfigError
 from vua.io.posix import close_quietly
 
-__all__ = ["METADATA", "Content", "State", "Work", "framed", "read_content", "read_digest"]
-
 _PIECE_NBYTES: Final = 4 << 20
 _SMALL_NBYTES: Final = 16 << 20
 """Smaller files are not worth starting threads for."""

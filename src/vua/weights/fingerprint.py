@@ -45,24 +45,6 @@ from vua.io.files import atomic_write
 from vua.io.posix import close_quietly
 from vua.weights.content import Content, State, Work, framed, read_content, read_digest
 
-__all__ = [
-    "CLOCK_TICK_S",
-    "Identification",
-    "Weights",
-    "blob_of",
-    "checkpoint_files",
-    "code_digest",
-    "identify_weights",
-    "link_changed_s",
-    "locked",
-    "process_began_s",
-    "processor_digest",
-    "quantization_digest",
-    "recall",
-    "remember",
-    "weights_fingerprint",
-]
-
 _INDEX: Final = "model.safetensors.index.json"
 _MAX_INDEX_NBYTES: Final = 1 << 28
 _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

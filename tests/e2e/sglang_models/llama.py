@@ -6,8 +6,6 @@ from typing import Any
 
 from sglang.srt.models.llama import LlamaForCausalLM as Plain
 
-__all__ = ["EntryClass", "LlamaForCausalLM"]
-
 
 class LlamaForCausalLM(Plain):  # type: ignore[misc]
     """SGLang's, with another epsilon in all norms before attention."""

@@ -14,8 +14,9 @@ from scorecard.faults import skewed
 from scorecard.stores import VuaSubject
 from scorecard.subject import Key
 from scorecard.trial import NotRunError, Trial, scored
-from vua.capacity.gc import GRACE_S, collect
+from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.removal import GRACE_S
 from vua.capacity.scan import TRASH
 from vua.storage.base import entry_name
 from vua.storage.local import TEMPORARY, LocalStorage

@@ -21,8 +21,6 @@ from vua.format.parse import encode_header
 from vua.storage.base import Batch, ReadResult, Storage, WriteResult
 from vua.store.store import Loader
 
-__all__ = ["timings"]
-
 
 def _address(function: str) -> int:
     pointer = getattr(ctypes.CDLL(None), function)

@@ -18,8 +18,6 @@ from scorecard.subject import Key, NotApplicableError, Subject
 from scorecard.trial import Trial, scored
 from vua.capacity import evictor, reclaim, scan
 
-__all__: list[str] = []
-
 _NBYTES: Final = 8192
 _PATIENCE_S: Final = 60
 """On a busy machine so much longer, until there are hits and puts."""

@@ -11,8 +11,6 @@ from typing import Final
 from scorecard.subject import Key, Subject, noise
 from scorecard.trial import CANARY, Look, Trial, scored
 
-__all__ = ["flip", "hurt", "judge", "only_file", "restore"]
-
 _PAGE: Final = 4096
 Damage = Callable[[bytes], bytes]
 

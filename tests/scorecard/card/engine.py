@@ -10,8 +10,6 @@ from pathlib import Path
 
 from scorecard.trial import Trial, scored
 
-__all__: list[str] = []
-
 _QUICK = "tests/e2e/test_damage.py::DamagedTest::test_flipped_bit"
 _FULL = "tests/e2e/test_stress.py::StormTest"
 

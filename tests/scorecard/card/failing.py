@@ -24,8 +24,6 @@ from scorecard.trial import Trial, scored
 from vua.capacity.usage import measure
 from vua.testing.faulty import FaultyStorage
 
-__all__: list[str] = []
-
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 1 << 18
 
 

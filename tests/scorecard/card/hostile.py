@@ -26,8 +26,6 @@ from vua.format.entry import EntryCodec
 from vua.format.keys import ChunkKey
 from vua.format.parse import mismatch, parse_entry
 
-__all__: list[str] = []
-
 _SLOW_S: Final = 0.1
 
 

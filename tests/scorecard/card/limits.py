@@ -16,8 +16,6 @@ from scorecard.subject import Key
 from scorecard.trial import Trial, scored
 from vua.capacity import evictor
 
-__all__: list[str] = []
-
 _NBYTES: Final = 4096
 _DESCRIPTORS: Final = 256
 

@@ -23,8 +23,6 @@ from vua.store.namespace import Namespace
 from vua.store.writer import EntryWriter
 from vua.weights import weights_fingerprint
 
-__all__: list[str] = []
-
 _CONFIG: Final[dict[str, Any]] = {
     "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
     "rope_theta": 10000.0, "rms_norm_eps": 1e-5, "vocab_size": 512,

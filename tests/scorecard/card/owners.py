@@ -19,8 +19,6 @@ from scorecard.subject import Key
 from scorecard.trial import Trial, scored
 from vua.cli import main
 
-__all__: list[str] = []
-
 _USER: Final = 12345
 """A user id that owns nothing on any machine."""
 _NBYTES: Final = 4096

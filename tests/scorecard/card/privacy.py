@@ -21,8 +21,6 @@ from vua.format.parse import encode_header, parse_entry
 from vua.security.keyring import write_key
 from vua.security.settings import Security
 
-__all__: list[str] = []
-
 _NOBODY: Final = 65534
 
 

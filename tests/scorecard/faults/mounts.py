@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-__all__ = ["formatted", "mounted", "own_mounts", "why_no_mounts"]
-
 _CLONE_NEWNS: Final = 0x00020000  # linux/sched.h
 _MKFS: Final = {
     "ext4": ("mkfs.ext4", "-q", "-F"),

@@ -13,8 +13,6 @@ from vua.capacity.limits import Limits
 from vua.capacity.scan import TRASH
 from vua.storage.local import TEMPORARY
 
-__all__ = ["Operation", "operations"]
-
 _NBYTES = 16 << 10
 
 

@@ -24,8 +24,6 @@ from typing import Final, NamedTuple
 
 from vua.errors import VUAError
 
-__all__ = ["Outcome", "calls_of", "run_tampered", "why_not"]
-
 _TRACED: Final = "%file,%desc"
 """All calls that take a path or a descriptor: no other one can change a directory."""
 _CALL: Final = re.compile(r"^(\w+)\(")

@@ -14,9 +14,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from vua.capacity.gc import GRACE_S, Report, collect
-from vua.capacity.lease import UPKEEP
+from vua.capacity.gc import Report, collect
 from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.removal import GRACE_S
 from vua.capacity.scan import TRASH
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
@@ -24,12 +24,11 @@ from vua.format.layout import KVLayout
 from vua.io.buffers import BufferPool
 from vua.storage.base import WRITTEN
 from vua.storage.local import SUFFIX, TEMPORARY
+from vua.storage.mark import UPKEEP
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.tensors import allocate, memory_map
 from vua.store.writer import EntryWriter
-
-__all__ = ["ROOMY", "World", "WrongBytesError", "layout_of"]
 
 ROOMY: Final = Limits(max_bytes="1T", min_free_bytes=0)
 """Bounds that nothing in a test reaches."""

@@ -19,7 +19,8 @@ from commands import run, run_json
 from helpers import DirectoryTest, native_code, read_only
 from vua.capacity.limits import Limits, write_bounds
 from vua.catalog import probes
-from vua.catalog.probes import PROBES, Finding, Mount, ProbeDirectory, mount_of
+from vua.catalog.base import Finding
+from vua.catalog.probes import PROBES, Mount, ProbeDirectory, mount_of
 from vua.cli.verify import Diagnosis
 from vua.errors import ConfigError
 from vua.io.posix import cached_pages

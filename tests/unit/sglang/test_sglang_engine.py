@@ -22,12 +22,13 @@ from commands import run_json
 from helpers import DirectoryTest, contents, until
 from vua.connector.cache_spec import Group, Model, UncachedError
 from vua.connector.config import ConnectorConfig
+from vua.connector.config import sglang_arguments as engine_arguments
 from vua.connector.metrics import Recorder
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
-from vua.sglang.settings import chunk_keys, engine_arguments, settings_of
+from vua.sglang.settings import chunk_keys, settings_of
 from vua.sglang.transfers import HostPages, Transfers
 from vua.store.namespace import Namespace
 

@@ -18,8 +18,7 @@ from vua import VUA, VUAConfig
 from vua.catalog import check
 from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError
-from vua.format.compressed import CODEC
-from vua.format.entry import AUTO, OFF
+from vua.format.entry import AUTO, CODEC, OFF
 from vua.format.layout import KVLayout, Shard
 from vua.storage.location import BucketPath
 from vua.storage.names import is_compressed

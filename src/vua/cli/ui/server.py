@@ -27,7 +27,8 @@ from urllib.parse import parse_qs, urlsplit
 import click
 
 from vua import __version__
-from vua.catalog.base import NO_KEYS, Catalog
+from vua.catalog.base import Catalog
+from vua.catalog.check import NO_KEYS
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
 from vua.cli.explain import Question, explain_ids
@@ -37,8 +38,6 @@ from vua.cli.prompt import parse_ids, tokenizer
 from vua.cli.verify import verify
 from vua.errors import ConfigError, VUAError
 from vua.security.settings import Security
-
-__all__ = ["Server", "State", "UiReport", "ui"]
 
 _LOOKS: Final = 600
 """Looks remembered: at least twenty minutes."""
