@@ -269,7 +269,8 @@ def _hash(fd: int, pieces: Sequence[tuple[int, int]], work: Work) -> list[bytes]
     def run() -> None:
         try:
             with contextlib.suppress(OSError):  # Linux knows a niceness of each thread
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+                niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
             _hash_some(fd, pieces, todo, found, work)
         except BaseException as problem:  # noqa: BLE001 - raised in the caller's thread
             todo.end()
