@@ -83,6 +83,7 @@ class TestCard(DirectoryTest):
         numbers = ",".join(str(number) for number in TESTS if number not in ENGINE)
         seed = os.environ.get("VUA_TEST_SEED", "1")
         command = [sys.executable, "-m", "scorecard", "--only", numbers, "--seed", seed]
+        command += ["--timeout", "900"]  # for each of them: other tests run beside it
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(
             [*command, "--json", str(report)],
