@@ -87,6 +87,8 @@ SAMPLE: int = measure.__kwdefaults__["counted"]
 SIZED = 256
 """Chunks whose size `vua.capacity.usage.measure` looks at."""
 FOLDERS = 256
+PAGE, MOST_PARTS = 1000, 8
+"""A bucket's listing of 64 pages or more goes by parts of 16 pages, at most so many at a time."""
 KEPT_S = 30
 """An NFS client keeps a directory's attributes for so long at least: acdirmin in nfs(5)."""
 USE = "an engine: store, look up, load"
@@ -482,10 +484,23 @@ def looked_at(name: str, kind: str, chunks: float) -> float:
     return min(chunks, max(SAMPLE, chunks / FOLDERS))
 
 
-def line_of(name: str, kind: str, points: Sequence[tuple[int, float]]) -> Line:
+def pages_held(chunks: float) -> float:
+    """Return how many parts of a bucket's listing are asked for at a time: each holds a page."""
+    pages = chunks / PAGE
+    return min(MOST_PARTS, (pages - 1) // 16) if pages >= 64 else 1
+
+
+def line_of(
+    name: str, kind: str, points: Sequence[tuple[int, float]], measure: str = "requests"
+) -> Line:
     """Return what a command costs by the number of chunks, from some measured sizes."""
-    base, slope = fitted([(looked_at(name, kind, n), y) for n, y in points])
-    return lambda n: base + slope * looked_at(name, kind, n)
+
+    def grows_by(n: float) -> float:
+        in_pages = measure == "peak_mb" and kind.startswith("bucket")
+        return pages_held(n) if in_pages else looked_at(name, kind, n)
+
+    base, slope = fitted([(grows_by(n), y) for n, y in points])
+    return lambda n: base + slope * grows_by(n)
 
 
 def rpcs_by(name: str, costs: dict[str, dict[str, Any]], sizes: Sequence[int]) -> Line:
@@ -533,7 +548,9 @@ def predictions(report: dict[str, Any]) -> list[dict[str, Any]]:
             if kind.startswith("nfs") and what == "requests":
                 earlier, beyond = (rpcs_by(name, costs, some) for some in (sizes[:-1], sizes))
             else:
-                earlier, beyond = (line_of(name, kind, some) for some in (points[:-1], points))
+                earlier, beyond = (
+                    line_of(name, kind, some, what) for some in (points[:-1], points)
+                )
             there = earlier(sizes[-1])
             rows.append({
                 "what": name, "measure": what, "measured": [y for _, y in points],

@@ -122,6 +122,20 @@ class TestPrograms(unittest.TestCase):
         self.assertAlmostEqual(flat["measured"][-1], flat["goals"][0], places=6)
         self.assertGreater(listed["of_measured"], 2)
 
+    def test_memory_of_a_bucket(self) -> None:
+        """It grows by the pages that are held at a time; control: in a directory by chunks."""
+        parts = {10_000: 1, 100_000: 6, 1_000_000: 8}
+        by_size = {
+            str(n): {"cpu_s": 0, "peak_mb": 60 + 2 * held, "requests": 0}
+            for n, held in parts.items()
+        }
+        report = {"sizes": [*parts], "costs": {"du": by_size}}
+        (held,) = scale.predictions(report | {"kind": "bucket, seaweedfs"})
+        (grown,) = scale.predictions(report | {"kind": "ext4"})
+        self.assertAlmostEqual(1.0, held["of_measured"], places=6)
+        self.assertAlmostEqual(76, held["goals"][2], places=6)
+        self.assertGreater(grown["of_measured"], 2)
+
     def test_a_mount_asks_again(self) -> None:
         """RPCs of whole folders, of an engine's start, and of a second look that comes late."""
         sizes = (10_000, 100_000, 1_000_000)
