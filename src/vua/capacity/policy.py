@@ -410,7 +410,7 @@ class _Floor:
         self._own = own
         self._chunks: _Numbers = np.zeros(0, dtype=np.uint64)
         self._worths, self._found = np.zeros(0), np.zeros(0, dtype=np.int64)
-        """The second: the last sweep that found each of them."""
+        """The second: the last sweep that found each of them; negative if it has gone since."""
         self._sweep = 2
         self._looked_at = self._known = 0
         self._least: float | None = 0.0
@@ -444,7 +444,7 @@ class _Floor:
     def drop(self, names: _Numbers) -> None:
         """Leave out chunks that are gone."""
         at, is_known = _places(self._chunks, names)
-        self._found[at[is_known]] = 0
+        self._found[at[is_known]] = -np.abs(self._found[at[is_known]])
         self._least = None
 
     def use(self, names: _Numbers) -> None:
@@ -457,10 +457,10 @@ class _Floor:
     def worth(self) -> float:
         """Hits per second that each of them promises; 0 if too few are known."""
         if self._least is None:
-            worths = self._worths[self._found >= self._sweep - 1]
-            knows = len(worths) >= _KNOWN_LEAST and self._known >= self._looked_at * _KNOWN_SHARE
-            least = float(worths.min()) if knows else 0.0
-            self._least = least if math.isfinite(least) else 0.0
+            looked_at = int((np.abs(self._found) >= self._sweep - 1).sum())
+            worths = self._worths[(self._found >= self._sweep - 1) & np.isfinite(self._worths)]
+            knows = looked_at >= _KNOWN_LEAST and self._known >= self._looked_at * _KNOWN_SHARE
+            self._least = float(worths.min()) if knows and len(worths) else 0.0
         return self._least
 
 

@@ -334,7 +334,7 @@ class TestLeastHitDensity(DirectoryTest):
             self.assertEqual(refuses, policy.rank_of_new(new[0], new[0], "") < HIGHEST)
 
     def test_known_across_ranks(self) -> None:
-        """What two sweeps do not find is gone; it is not when chunks are only ranked anew."""
+        """What two sweeps do not find is gone; what is ranked anew, or left when others go, is not."""
         policy, new = self.capacity(self.requests).policy, self.names(self.prompt(7000, *range(9)))
         policy.asked(new)
         policy.refused(new[0])
@@ -345,6 +345,7 @@ class TestLeastHitDensity(DirectoryTest):
             return policy.rank_of_new(new[0], new[0], "") < HIGHEST
 
         self.assertTrue(refuses(names))
+        policy.forget(names[10:])
         self.assertTrue(refuses(names[:3]))
         policy.look_anew()
         policy.look_anew()
