@@ -334,7 +334,7 @@ class TestLeastHitDensity(DirectoryTest):
             self.assertEqual(refuses, policy.rank_of_new(new[0], new[0], "") < HIGHEST)
 
     def test_known_across_ranks(self) -> None:
-        """What two sweeps do not find is gone; what is ranked anew, or left when others go, is not."""
+        """What two sweeps do not find is gone; not what is ranked anew, or left when others go."""
         policy, new = self.capacity(self.requests).policy, self.names(self.prompt(7000, *range(9)))
         policy.asked(new)
         policy.refused(new[0])
