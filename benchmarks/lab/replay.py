@@ -171,8 +171,8 @@ def replay(
     store (of files of :func:`block_file_nbytes`); without it nothing is evicted. A lookup is a
     hint: what is evicted between it and the load is a miss, counted, as in an engine.
 
-    A request is sent ``interval_s`` after the one before it, or when that one is served. So chunks
-    grow as old between two requests in a run that stores many as in one that stores few.
+    Requests are due ``interval_s`` apart; a late one is sent when the one before it is served. So
+    chunks grow as old between two requests in a run that stores many as in one that stores few.
 
     Raises:
         ConfigError: ``max_bytes`` is no size.

@@ -411,7 +411,7 @@ class _Floor:
         self._chunks: _Numbers = np.zeros(0, dtype=np.uint64)
         self._worths, self._found = np.zeros(0), np.zeros(0, dtype=np.int64)
         """The second: the last sweep that found each of them; negative if it has gone since."""
-        self._sweep = 2
+        self._sweep = 2  # 0 in `_found` is neither this one nor the one before it
         self._looked_at = self._known = 0
         self._least: float | None = 0.0
 
