@@ -17,6 +17,7 @@ import os
 import secrets
 import stat
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -93,6 +94,10 @@ _END: Final = "\U0010ffff"
 """Follows every key."""
 _PARTS: Final = 8
 """Parts of a long listing that are asked for at a time: each holds some pages, 3 MB or more."""
+_LISTED_AGAIN_S: Final = (1.0, 2.0, 4.0)
+"""Pauses before a listing goes on after a failed request: a command may list for an hour."""
+_PASSING: Final = (errno.EIO, errno.EHOSTDOWN)
+"""Errors of a server that may answer later."""
 _TRIED: Final = 16
 """Give up deleting one by one when all of the first 16 were refused."""
 _ASIDE: Final = ".tmp-"
@@ -295,7 +300,25 @@ class Bucket:
             raise problems[0]
 
     def _pages(self, prefix: str, after: str, size: int) -> Generator[list[Meta], None, None]:
-        """Yield the objects whose keys follow ``after`` by pages. Raises StorageError."""
+        """Yield the objects whose keys follow ``after`` by pages. Raises StorageError.
+
+        A listing that has begun survives some failed requests.
+        """
+        last, pauses = after, iter(_LISTED_AGAIN_S)
+        while True:
+            try:
+                for page in self._pages_once(prefix, last, size):
+                    last, pauses = page[-1].key, iter(_LISTED_AGAIN_S)
+                    yield page
+                return
+            except StorageError as problem:
+                pause_s = next(pauses, 0.0)
+                if problem.errno not in _PASSING or not (last and pause_s):
+                    raise
+            time.sleep(pause_s)
+
+    def _pages_once(self, prefix: str, after: str, size: int) -> Iterator[list[Meta]]:
+        """Yield what :meth:`_pages` does, until a request fails."""
         batches: Iterator[Any] | None = None
         last = after
         more: dict[str, Any] = {"offset": after} if after else {}
