@@ -310,12 +310,13 @@ class Bucket:
                 for page in self._pages_once(prefix, last, size):
                     last, pauses = page[-1].key, iter(_LISTED_AGAIN_S)
                     yield page
-                return
             except StorageError as problem:
                 pause_s = next(pauses, 0.0)
                 if problem.errno not in _PASSING or not (last and pause_s):
                     raise
-            time.sleep(pause_s)
+                time.sleep(pause_s)
+            else:
+                return
 
     def _pages_once(self, prefix: str, after: str, size: int) -> Iterator[list[Meta]]:
         """Yield what :meth:`_pages` does, until a request fails."""
