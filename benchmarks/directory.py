@@ -288,7 +288,7 @@ def campaign(root: Path, seconds: float, report: dict[str, Any]) -> None:
             one.stdin.write("go\n")
             one.stdin.flush()
         for _ in range(3):
-            command = [sys.executable, "-m", "vua.cli", "gc", str(root), "--json"]
+            command = [sys.executable, "-m", "vua", "gc", str(root), "--json"]
             bounds = ["--max-bytes", str(most), "--min-free", "0"]
             passes.append(subprocess.Popen([*command, *bounds], stdout=subprocess.PIPE))
         while any(one.poll() is None for one in (*processes, *passes)):

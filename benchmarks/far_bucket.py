@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from buckets import seaweedfs, speaking_to
 from engines import CHUNK, Engine, expect
-from vua.cli.bench import describe_machine
+from vua.catalog.speed import describe_machine
 from vua.storage.bucket import Bucket
 from vua.storage.location import BucketPath
 from vua.testing.models import ENGINE_ENVIRONMENT
@@ -96,7 +96,7 @@ def predicted(url: str, tokens_s: float) -> dict[str, Any]:
     """Ask `vua bench path`."""
     words = ["bench", "path", url, "--model", str(TOKEN_NBYTES), "--prefill", str(tokens_s)]
     done = subprocess.run(
-        [sys.executable, "-m", "vua.cli", *words, "--json"], check=True, stdout=subprocess.PIPE
+        [sys.executable, "-m", "vua", *words, "--json"], check=True, stdout=subprocess.PIPE
     )
     report: dict[str, Any] = json.loads(done.stdout)
     return report

@@ -438,7 +438,7 @@ def forget(kind: str) -> None:
 def measured(place: str, kind: str, chunks: int, only: Sequence[str], requests: Callable[[], int],
              rounds: int) -> dict[str, Cost]:  # fmt: skip
     """Measure all commands on a place of so many chunks; the least of some rounds."""
-    vua = [sys.executable, "-m", "vua.cli"]
+    vua = [sys.executable, "-m", "vua"]
     found: dict[str, Cost] = {}
     most = 2 * (chunks + 10_000) * CODEC.file_nbytes
     for name in only:

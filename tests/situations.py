@@ -415,7 +415,7 @@ def removed_by_vua(place: Place) -> Iterator[str | None]:
     """As troubleshooting says."""
     place.root.mkdir(mode=0o700)
     yield str(place.root)
-    words = [sys.executable, "-m", "vua.cli", "rm", str(place.root), "--all", "--yes"]
+    words = [sys.executable, "-m", "vua", "rm", str(place.root), "--all", "--yes"]
     subprocess.run(words, check=True, capture_output=True)
 
 

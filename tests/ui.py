@@ -59,7 +59,7 @@ class Served:
 @contextlib.contextmanager
 def served(*words: object) -> Iterator[Served]:
     """Start `vua ui`, and end it with Ctrl-C."""
-    command = [sys.executable, "-m", "vua.cli", "ui", *map(str, words), "--json"]
+    command = [sys.executable, "-m", "vua", "ui", *map(str, words), "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

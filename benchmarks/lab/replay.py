@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from vua.capacity.limits import Limits
 from vua.capacity.scan import Show
-from vua.cli.advise import leading
-from vua.cli.bench import expect
+from vua.capacity.simulation import leading
+from vua.catalog.speed import expect
 from vua.device.buffers import StagingBuffer
 from vua.errors import InputError
 from vua.format.entry import EntryCodec

@@ -105,7 +105,7 @@ def examine(folder: Path, kind: str, parts: str) -> int:
     (one / "tmp").mkdir()
     suite = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/conformance/test_storages.py"]
     commands: list[tuple[list[str], dict[str, str]]] = [
-        (["-m", "vua.cli", "doctor", str(one / "cache")], {}),
+        (["-m", "vua", "doctor", str(one / "cache")], {}),
         ([*suite, "-k", "TestDirectory and not Python"], {"TMPDIR": str(one / "tmp")}),
         ([str(HERE / "clients.py"), str(one), str(two), kind, parts], {}),
     ]

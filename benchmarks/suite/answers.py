@@ -11,7 +11,7 @@ import torch
 from suite.context import Bench
 from suite.measure import Arm, Row, measure
 from suite.prompts import CASES, TINY
-from vua.cli.bench import expect
+from vua.catalog.speed import expect
 from vua.core import VUA, ClosestKV, VUAConfig
 
 

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from suite.context import Bench
 from suite.measure import Arm, Row, measure
 from vua import native
-from vua.cli.bench import expect
+from vua.catalog.speed import expect
 
 _FORMS = (
     # axes, row elements, bytes of a row of one head: 2-byte elements

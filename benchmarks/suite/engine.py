@@ -13,7 +13,7 @@ from typing import Any
 
 from suite.context import Bench
 from suite.measure import Row
-from vua.cli.bench import MeasurementError
+from vua.catalog.speed import MeasurementError
 
 _TIMEOUT_S = 1800
 _MISSES = (

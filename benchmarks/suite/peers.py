@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vua.cli.bench import MeasurementError
+from vua.catalog.speed import MeasurementError
 
 
 class Peers:

@@ -13,7 +13,7 @@ from suite import answers, blocks, engine, loads, lookups, processes, saves, siz
 from suite.context import Bench, Settings
 from suite.measure import Row
 from suite.peers import Peers
-from vua.cli.bench import describe_machine
+from vua.catalog.speed import describe_machine
 from vua.errors import InputError
 
 NUMBERS: Final = {

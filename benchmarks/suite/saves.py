@@ -29,7 +29,7 @@ from suite.prompts import (
     staged,
 )
 from vua.capacity.limits import Limits
-from vua.cli.bench import Buffer, RawFile, direct_works, expect, in_buffer
+from vua.catalog.speed import Buffer, RawFile, direct_works, expect, in_buffer
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.storage.base import WRITTEN

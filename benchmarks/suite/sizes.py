@@ -8,7 +8,7 @@ from pathlib import Path
 from suite.context import Bench
 from suite.measure import Row
 from suite.prompts import keys_of
-from vua.cli.bench import MODELS, layout_of, token_nbytes
+from vua.catalog.speed import MODELS, layout_of, token_nbytes
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard

@@ -20,7 +20,7 @@ import click
 
 from vua import cli
 from vua.capacity.limits import Limits
-from vua.cli.bench import MODELS, layout_of, token_nbytes
+from vua.catalog.speed import MODELS, layout_of, token_nbytes
 from vua.config import VUAConfig
 from vua.connector import config as connector
 from vua.connector.config import OLD_NAMES, ConnectorConfig

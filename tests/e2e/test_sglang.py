@@ -259,7 +259,7 @@ class SGLangTest(unittest.TestCase):
         """What SGLang stored is sound to `vua verify`."""
         self.fill(prompt(12))
         done = subprocess.run(
-            [sys.executable, "-m", "vua.cli", "verify", str(self.root)],
+            [sys.executable, "-m", "vua", "verify", str(self.root)],
             check=False,
             capture_output=True,
             text=True,

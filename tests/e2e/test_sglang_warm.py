@@ -35,7 +35,7 @@ class WarmTest(unittest.TestCase):
         """What the command says of each prompt."""
         self.prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
         done = subprocess.run(
-            [str(PYTHON), "-m", "vua.cli", "warm", str(self.prompts), "--json",
+            [str(PYTHON), "-m", "vua", "warm", str(self.prompts), "--json",
              "--path", self.url, *words],
             check=False, capture_output=True, text=True, env=environment(),
         )  # fmt: skip

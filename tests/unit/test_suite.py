@@ -21,7 +21,7 @@ from suite.measure import Arm, Row, measure
 from suite.prompts import TINY, make
 from suite.report import markdown, plots
 from suite.run import NUMBERS, run
-from vua.cli.bench import MeasurementError
+from vua.catalog.speed import MeasurementError
 from vua.errors import InputError
 
 WORKER = ROOT / "benchmarks" / "peers" / "worker.py"

@@ -3,6 +3,9 @@
 A header names the preceding chunk (`parent`), and where extras hide that, a file ``after-<name>``
 beside it does. This gives orphans (chunks that no lookup can reach any more), pins of whole
 prefixes, and each chunk's salt. It reads one header per chunk, so serving processes never do it.
+
+:class:`Runs` draws a prefix tree: chunks between two branches are one box. A million chunks are a
+few ten thousand runs, of which a page shows the wide ones.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ import contextlib
 import itertools
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -508,3 +513,234 @@ def _nodes_in(space: Space, fan: str, known: KnownNodes | None = None) -> tuple[
             node = read_node(space, chunk)
         found.add(chunk, mtime_ns, node)
     return found.sorted(), found.unsettled
+
+
+_Floats: TypeAlias = npt.NDArray[np.float64]
+Uses: TypeAlias = npt.NDArray[np.uint16]
+MOST_USES: Final = (1 << 16) - 1
+_NARROWEST: Final = 1 / 500
+"""Smallest share of the whole that is drawn as its own box: about two pixels."""
+_MOST_BOXES: Final = 1200
+_LISTED: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs of a namespace's tree: arrays over them, every run after the one it follows."""
+
+    digests: npt.NDArray[np.void]
+    """Each run's first chunk, 32 bytes, ascending: constant when the run grows, or branches."""
+    parent: Indices
+    """The preceding run; -1 at a prompt's beginning."""
+    chunks: Indices
+    """Chunks in the run itself."""
+    place: Indices
+    """Chunks before it in the prompt."""
+    total_chunks: _Ints
+    """In the run and all that follow; also for the other totals."""
+    total_nbytes: _Ints
+    total_uses: _Ints
+    last_used_ns: _Ints
+    """The latest mtime in the run and all that follow."""
+    unreachable: int
+    """Chunks whose prefix is incomplete."""
+    _order: Indices
+    """Runs by the run that they follow."""
+    _starts: Indices
+    """Where in that those begin that follow nothing, the first run, the second, and so on."""
+
+    @property
+    def names(self) -> list[str]:
+        """Each run's first chunk, 64 hex digits."""
+        return [bytes(one).hex() for one in self.digests]
+
+    def name(self, run: int) -> str:
+        return bytes(self.digests[run]).hex()
+
+    def find(self, name: str) -> int:
+        """Return the run that begins with a chunk; -1 if there is none."""
+        if len(name) != 64 or name.strip("0123456789abcdef"):
+            return -1
+        run = bisect_left(range(len(self.digests)), name, key=self.name)
+        return run if run < len(self.digests) and self.name(run) == name else -1
+
+    def children(self, run: int) -> Indices:
+        """Return the runs that follow a run; for -1 those that begin prompts."""
+        return self._order[self._starts[run + 1] : self._starts[run + 2]]
+
+    @property
+    def beginnings(self) -> Indices:
+        return self.children(-1)
+
+    def boxes(self, focus: str, by: str) -> list[dict[str, object]]:
+        """Return the boxes to draw, generation by generation, from the run ``focus`` on.
+
+        Widths are by ``by``, ``nbytes`` or ``chunks``. ``x`` and ``width`` are shares of the whole.
+        Narrow runs are drawn as one box without a name, with their number. ``focus`` itself is the
+        first box; for "", or if it is gone, the beginnings of prompts are.
+        """
+        weight = self.total_nbytes if by == "nbytes" else self.total_chunks
+        at = self.find(focus)
+        first = self.beginnings if at < 0 else np.array([at])
+        whole = max(1, int(weight[first].sum()))
+        queue = deque([(-1, 0, 0.0, first)])  # (box above, generation, x, runs)
+        boxes: list[dict[str, object]] = []
+        while queue and len(boxes) < _MOST_BOXES:
+            above, row, x, members = queue.popleft()
+            order = members[np.argsort(-weight[members], kind="stable")]
+            is_wide = weight[order] / whole >= _NARROWEST
+            narrow = order[~is_wide]
+            for run in order[is_wide].tolist():
+                width = int(weight[run]) / whole
+                queue.append((len(boxes), row + 1, x, self.children(run)))
+                boxes.append(
+                    {**self.describe(run), "x": x, "width": width, "row": row, "above": above}
+                )
+                x += width
+            if len(narrow):
+                width = int(weight[narrow].sum()) / whole
+                summed = {
+                    "chunks": int(self.total_chunks[narrow].sum()),
+                    "nbytes": int(self.total_nbytes[narrow].sum()),
+                    "last_used_s": int(self.last_used_ns[narrow].max()) / 1e9,
+                    "uses": int(self.total_uses[narrow].sum()),
+                }
+                where = {"x": x, "width": width, "row": row, "above": above}
+                boxes.append({"name": "", "runs": len(narrow), **summed, **where})
+        return boxes
+
+    def describe(self, run: int) -> dict[str, object]:
+        return {
+            "name": self.name(run),
+            "own_chunks": int(self.chunks[run]),
+            "place": int(self.place[run]),
+            "chunks": int(self.total_chunks[run]),
+            "nbytes": int(self.total_nbytes[run]),
+            "uses": int(self.total_uses[run]),
+            "last_used_s": int(self.last_used_ns[run]) / 1e9,
+            "branches": len(self.children(run)),
+        }
+
+    def path(self, name: str) -> list[dict[str, object]]:
+        """Return a run and its predecessors, first ones first; [] if it is gone."""
+        run = self.find(name)
+        found = []
+        while run >= 0:
+            found.append(self.describe(run))
+            run = int(self.parent[run])
+        return found[::-1]
+
+    def listed(self) -> dict[str, list[dict[str, object]]]:
+        """Return the largest prefixes that begin prompts, and the hottest runs of all.
+
+        Hottest: used most while the page was open; ties by the latest use.
+        """
+        firsts = self.beginnings
+        largest = firsts[np.argsort(-self.total_nbytes[firsts], kind="stable")][:_LISTED]
+        hottest = np.lexsort((-self.last_used_ns, -self.total_uses))[:_LISTED]
+        return {
+            "largest": [self.describe(int(run)) for run in largest],
+            "hottest": [self.describe(int(run)) for run in hottest],
+        }
+
+
+def runs_of(tree: PrefixTree, uses: Uses, stands_for: _Floats | None = None) -> Runs:
+    """Condense a tree into runs; ``uses`` count each chunk's observed uses.
+
+    ``stands_for``: for how many chunks each one counts, if the tree is a sample.
+    """
+    count, small = len(tree), tree.parent.dtype
+    is_lost = tree.first == count
+    run_of = _heads(tree, is_lost)  # by their heads, at first
+    is_head = ~is_lost
+    is_head &= run_of == np.arange(count, dtype=small)
+    heads = np.flatnonzero(is_head)
+    number = np.cumsum(is_head, dtype=small)
+    number -= 1
+    run_of[:] = number[run_of]
+    del number, is_head
+    before = tree.parent[heads]
+    parent = np.where(before == heads, small.type(-1), run_of[before])
+    del before
+    chunks = np.zeros(len(heads), dtype=small)
+    total, nbytes, used, newest = (np.zeros(len(heads), dtype=np.int64) for _ in range(4))
+    for start, rows in tree.blocks():
+        part = slice(start, start + len(rows))
+        at = np.flatnonzero(~is_lost[part])
+        run = run_of[part][at]
+        np.add.at(chunks, run, 1)
+        np.add.at(total, run, 1 if stands_for is None else stands_for[part][at].astype(np.int64))
+        np.add.at(nbytes, run, rows["nbytes"][at])
+        np.add.at(used, run, uses[part][at].astype(np.int64))
+        np.maximum.at(newest, run, rows["mtime_ns"][at])
+    unreachable = int(is_lost.sum())
+    del run_of, is_lost
+    names = np.zeros(len(heads), dtype="V32")
+    for start in range(0, len(heads), _AT_ONCE):
+        names[start : start + _AT_ONCE] = tree.rows(heads[start : start + _AT_ONCE])["name"]
+    del heads
+    return _linked(names, parent, chunks, [total, nbytes, used, newest], unreachable=unreachable)
+
+
+def _heads(tree: PrefixTree, is_lost: npt.NDArray[np.bool_]) -> Indices:
+    """Return the first chunk of each chunk's run; of a lost chunk anything."""
+    above, own = tree.parent, np.arange(len(tree), dtype=tree.parent.dtype)
+    follows = ~is_lost
+    follows &= above != own
+    siblings = np.zeros(len(tree), dtype=np.uint8)  # that follow each chunk: none, one, or more
+    for start in range(0, len(tree), _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        some, count = np.unique(above[part][follows[part]], return_counts=True)
+        siblings[some] = np.minimum(siblings[some] + count, 2)
+    for start in range(0, len(tree), _AT_ONCE):
+        at = start + np.flatnonzero(follows[start : start + _AT_ONCE])
+        at = at[siblings[above[at]] == 1]
+        own[at] = above[at]
+    for _ in range(len(tree).bit_length()):  # each time twice as far
+        own[:] = own[own]
+    return own
+
+
+def _linked(
+    digests: npt.NDArray[np.void],
+    parent: Indices,
+    length: Indices,
+    own: Sequence[_Ints],
+    *,
+    unreachable: int,
+) -> Runs:
+    """Add up the totals in ``own``: each run's own chunks, bytes, uses, and its latest mtime.
+
+    ``length`` is a run's number of chunks, which in a sample differs from what it adds.
+    """
+    small = parent.dtype
+    order = np.argsort(parent, kind="stable").astype(small)
+    starts = np.zeros(len(parent) + 2, dtype=small)  # the last two are all of them
+    np.cumsum(np.bincount(parent + 1, minlength=len(parent) + 1), out=starts[1:], dtype=small)
+    place = np.zeros(len(parent), dtype=small)
+    chunks, nbytes, uses, newest = own
+    level = order[: starts[1]]
+    levels = []
+    while len(level):
+        levels.append(level)
+        counts = starts[level + 2] - starts[level + 1]
+        first = np.repeat(starts[level + 1] - (np.cumsum(counts) - counts), counts)
+        level = order[first + np.arange(counts.sum())]
+        place[level] = place[parent[level]] + length[parent[level]]
+    for level in reversed(levels[1:]):
+        for total in (chunks, nbytes, uses):
+            np.add.at(total, parent[level], total[level])
+        np.maximum.at(newest, parent[level], newest[level])
+    return Runs(
+        digests=digests,
+        parent=parent,
+        chunks=length,
+        place=place,
+        total_chunks=chunks,
+        total_nbytes=nbytes,
+        total_uses=uses,
+        last_used_ns=newest,
+        unreachable=unreachable,
+        _order=order,
+        _starts=starts,
+    )

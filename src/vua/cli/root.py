@@ -29,7 +29,7 @@ _MODULES: Final = {
     "events": "events",
     "explain": "explain",
     "du": "upkeep",
-    "advise": "advise",
+    "advise": "measure",
     "gc": "upkeep",
     "ttl": "upkeep",
     "rm": "upkeep",
@@ -40,7 +40,7 @@ _MODULES: Final = {
     "warm": "warm",
     "args": "args",
     "key": "prompt",
-    "bench": "bench",
+    "bench": "measure",
     "completion": "args",
 }
 """The module of each command."""

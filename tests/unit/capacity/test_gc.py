@@ -452,7 +452,7 @@ class TestTogether(DirectoryTest):
             for one in work:
                 one.stdin.write("go\n")
                 one.stdin.flush()
-            command = [sys.executable, "-m", "vua.cli", "gc", str(self.root)]
+            command = [sys.executable, "-m", "vua", "gc", str(self.root)]
             bounds = ["--max-bytes", f"{most}B", "--min-free", "0", "--json"]
             end = time.monotonic() + SOON_S
             while not passes or any(one.poll() is None for one in passes):

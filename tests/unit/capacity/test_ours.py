@@ -327,7 +327,7 @@ class TestCommands(DirectoryTest):
         fill(self.root)
         for answer, left in (("\n", 3), ("n\n", 3), ("y\n", 0)):
             mine, theirs = os.openpty()
-            command = [sys.executable, "-m", "vua.cli", "rm", str(self.root), "--all"]
+            command = [sys.executable, "-m", "vua", "rm", str(self.root), "--all"]
             os.write(mine, answer.encode())
             done = subprocess.run(
                 command, stdin=theirs, stderr=theirs, stdout=subprocess.PIPE, check=False

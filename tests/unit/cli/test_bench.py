@@ -12,8 +12,16 @@ from buckets import memory_url
 from commands import run_json
 from helpers import DirectoryTest
 from vua.capacity.scan import silent
+from vua.catalog.speed import (
+    BucketLoad,
+    Demand,
+    Speed,
+    load_seconds,
+    probe,
+    worth,
+    worth_from_tokens,
+)
 from vua.cli import main
-from vua.cli.bench import BucketLoad, Demand, Speed, load_seconds, probe, worth, worth_from_tokens
 from vua.errors import InputError
 from vua.storage.bucket import Bucket
 

@@ -455,7 +455,7 @@ class TestCommand(CliTest):
 
     def start(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run it as a process of its own."""
-        command: Sequence[str] = [sys.executable, "-m", "vua.cli", *arguments]
+        command: Sequence[str] = [sys.executable, "-m", "vua", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
     def test_usage(self) -> None:
@@ -531,7 +531,7 @@ class TestCommand(CliTest):
 
     def test_closed_pipe(self) -> None:
         """When nobody reads on, it stops without a word."""
-        command = f"{sys.executable} -m vua.cli ls -l {self.root} | true"
+        command = f"{sys.executable} -m vua ls -l {self.root} | true"
         done = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True
         )

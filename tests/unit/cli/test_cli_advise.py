@@ -1,4 +1,4 @@
-"""Mirrors `vua.cli.advise`."""
+"""Mirrors `vua.capacity.simulation` and `vua advise`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from commands import CliTest, run, run_json
 from helpers import write_log
 from vua.capacity.hit_density import Request
 from vua.capacity.limits import Limits, write_bounds
+from vua.capacity.simulation import Worth, worth
 from vua.capacity.usage import measure
 from vua.capacity.use_log import UseLog
-from vua.cli.advise import Worth, worth
 from vua.storage.mark import UPKEEP, USES
 
 

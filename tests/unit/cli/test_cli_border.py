@@ -113,7 +113,7 @@ class TestBorder(CliTest):
             stdin.write(archive.read())
             stdin.seek(0)
             done = subprocess.Popen(
-                [sys.executable, "-m", "vua.cli", *command], stdin=stdin, stdout=other, stderr=other
+                [sys.executable, "-m", "vua", *command], stdin=stdin, stdout=other, stderr=other
             )
             os.close(other)
             shown = b""

@@ -209,7 +209,7 @@ class ExitStatusTest(CliTest):
 
     def interrupted(self) -> int:
         """The status of a command that Ctrl-C ends after its first lines."""
-        command = [sys.executable, "-m", "vua.cli", "top", str(self.root), "--interval", "0.01"]
+        command = [sys.executable, "-m", "vua", "top", str(self.root), "--interval", "0.01"]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as running:
             assert running.stdout is not None
             self.assertTrue(running.stdout.readline())

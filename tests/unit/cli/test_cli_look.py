@@ -282,7 +282,7 @@ class TestCompletion(CliTest):
     def test_bash(self) -> None:
         """A real bash that read the script completes an option."""
         script = Path(self.root, "vua")
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m vua.cli "$@"\n')
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m vua "$@"\n')
         script.chmod(0o700)
         asked = """
             eval "$1"
@@ -335,7 +335,7 @@ class TestWords(CliTest):
             "import sys; from vua.cli import main; code = main(sys.argv[1:]); "
             "print(code, *(name for name in sys.argv[2:] if name in sys.modules))"
         )
-        names = ["torch", "rich", "multiprocessing.pool", "vua.cli.bench", "vua.cli.explain"]
+        names = ["torch", "rich", "multiprocessing.pool", "vua.cli.measure", "vua.cli.explain"]
         done = subprocess.run(
             [sys.executable, "-c", code, "completion", "fish", *names[:0]],
             capture_output=True, text=True, check=True,

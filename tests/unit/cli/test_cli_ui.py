@@ -27,11 +27,11 @@ from forest import plant
 from helpers import DirectoryTest, caches_of, contents, flip, until
 from ui import Served, served
 from vua.capacity.lru import touch
-from vua.capacity.prefix_tree import PrefixTree, read_node, read_prefix_tree
+from vua.capacity.prefix_tree import PrefixTree, read_node, read_prefix_tree, runs_of
 from vua.capacity.scan import spaces
 from vua.capacity.usage import sample_prefix_tree
 from vua.cli import looks
-from vua.cli.looks import Talk, View, runs_of, watch
+from vua.cli.looks import Talk, View, watch
 from vua.core import VUA, VUAConfig
 
 
@@ -268,7 +268,7 @@ class UsesTest(CliTest):
             os.utime(chunk, ns=(at_ns, at_ns))
 
         talk = Looks(use)
-        with mock.patch.object(looks, "_MOST_USES", 2), self.assertRaises(EOFError):
+        with mock.patch.object(looks, "MOST_USES", 2), self.assertRaises(EOFError):
             watch(str(self.root), talk)
         runs = [one.runs for one in talk.views if one.summary["model"] == "llama" and one.runs]
         self.assertEqual([0, 1, 2, 2, 2], [int(one.total_uses.max()) for one in runs])

@@ -24,7 +24,7 @@ from helpers import (
     swap,
 )
 from vua import native
-from vua.cli.bench import cool, is_cold
+from vua.catalog.speed import cool, is_cold
 from vua.device.buffers import StagingBuffer
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
 from vua.errors import InputError, LayoutError

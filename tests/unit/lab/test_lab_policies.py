@@ -11,9 +11,8 @@ import pytest
 
 from lab.policies import HINTS, POLICIES, Ranked, clairvoyant, compare, waits_s
 from mixtures import mixture
-from vua.capacity import hit_density
-from vua.cli import advise
-from vua.cli.advise import Dense, Past, simulate
+from vua.capacity import hit_density, simulation
+from vua.capacity.simulation import Dense, Past, simulate
 from vua.errors import InputError
 
 
@@ -31,7 +30,7 @@ def asked(name: str, requests: int) -> list[TraceRequest]:
     return [TraceRequest(tuple(blocks), time_s) for time_s, blocks in mixture(name)[:requests]]
 
 
-class Watched(advise.SimulatedStore):
+class Watched(simulation.SimulatedStore):
     """A store that looks at itself after each request."""
 
     def use(self, blocks: Sequence[int], now_ns: int) -> None:
@@ -49,7 +48,7 @@ class TestPolicies(unittest.TestCase):
         requests = asked("all", 60)
         makers = {**POLICIES, "Belady": clairvoyant(requests)}
         for name, make in makers.items():
-            with self.subTest(name), mock.patch.object(advise, "SimulatedStore", Watched):
+            with self.subTest(name), mock.patch.object(simulation, "SimulatedStore", Watched):
                 first = simulate(requests, [make(60, Past())])
                 self.assertEqual(first, simulate(requests, [make(60, Past())]))
                 self.assertEqual(sum(len(one.whole) for one in requests), first[0].blocks)

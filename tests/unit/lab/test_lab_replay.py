@@ -19,7 +19,7 @@ from lab.replay import Request, block_file_nbytes, read, replay
 from suite.traces import multi_round
 from vua.capacity.evictor import DeletionTotals, Evictor
 from vua.capacity.scan import silent
-from vua.cli.bench import MeasurementError
+from vua.catalog.speed import MeasurementError
 from vua.errors import InputError
 from vua.store.store import Store
 

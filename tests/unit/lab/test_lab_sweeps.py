@@ -12,7 +12,7 @@ from lab.policies import Random
 from lab.replay import Request
 from lab.sweeps import PAGE, REGION, RESULTS, Directory, Swept, compared, lowest, tenants, text
 from mixtures import mixture
-from vua.cli.advise import LRU, SimulatedStore
+from vua.capacity.simulation import LRU, SimulatedStore
 
 ROOM = 2000
 

@@ -34,7 +34,7 @@ from helpers import (
     save_chunk,
 )
 from vua import native
-from vua.cli.bench import cool, direct_works, is_cold
+from vua.catalog.speed import cool, direct_works, is_cold
 from vua.format.entry import EntryCodec
 from vua.format.layout import KVLayout, Shard
 from vua.io.files import Directory

@@ -101,7 +101,7 @@ class FollowedTest(DirectoryTest):
 
     def removed_by_vua(self) -> None:
         """Delete all by the command."""
-        command = [sys.executable, "-m", "vua.cli", "rm", str(self.path), "--all", "--yes"]
+        command = [sys.executable, "-m", "vua", "rm", str(self.path), "--all", "--yes"]
         subprocess.run(command, check=True, capture_output=True)
 
     def ways(self) -> dict[str, Callable[[], None]]:

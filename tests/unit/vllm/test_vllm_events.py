@@ -306,7 +306,7 @@ class DirectoryTest(SocketTest):
             there = {(path.parents[2].name, path.parent.name) for path in files}
             self.assertEqual(count, len(there))
             expected = {(name, bytes.fromhex(chunk)) for name, chunk in there}
-            process = subprocess.Popen([sys.executable, "-m", "vua.cli", *words])
+            process = subprocess.Popen([sys.executable, "-m", "vua", *words])
             try:
                 for router, held in zip(routers, believed, strict=True):
                     while held != expected:

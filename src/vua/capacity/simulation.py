@@ -1,8 +1,7 @@
-"""`vua advise`: what twice or half the space would bring, from a directory's log of requests.
+"""Simulated stores: what a directory of another size would have found, from its log of requests.
 
-The log of requests (:mod:`vua.capacity.use_log`) runs through simulated stores of several sizes,
-under the directory's policy and under LRU. Its first quarter only fills them. Pins, times to live
-and writes refused for lack of space are left out.
+The log (:mod:`vua.capacity.use_log`) runs through stores of several sizes, under the directory's
+policy and under LRU. Pins, times to live and writes refused for lack of space are left out.
 
 A simulated store holds blocks of a trace and stores no bytes. A block's id stands for its whole
 prefix, so the blocks of all requests form a tree, and only a request's leading held blocks count as
@@ -15,22 +14,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, Final, NamedTuple, Protocol
 
-import click
 import numpy as np
 
 from vua.capacity.hit_density import Hint, HitDensity, Request
-from vua.capacity.limits import Limits
 from vua.capacity.lru import MTIME_STEP_NS
-from vua.capacity.scan import Show, silent
-from vua.catalog.base import size
-from vua.catalog.opening import open_catalog
-from vua.cli.command import command
-from vua.cli.output import Report, progress, table, when
+from vua.capacity.scan import Show
 
 _APART_NS: Final = 10**7
 """Least time between two requests: more than between the blocks of one prompt."""
@@ -246,80 +238,19 @@ class Dense(Policy):
 
 
 _SHARES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
-_LEAST_REQUESTS: Final = 200
 _COLD_SHARE: Final = 0.25
 """Share of the requests, the first ones, that only fill the stores: their hits do not count."""
 _SAMPLE_CHUNKS: Final = 1 << 14
 """Approximate number of simulated chunks: takes some seconds."""
 _AHEAD_SHARE: Final = 1 / 200
 """Share of the space for which victims are searched at a time."""
-_SAME: Final = 0.005
-"""Share of the hits below which two results count as equal."""
 
 
-class _Lookup(NamedTuple):
+class Lookup(NamedTuple):
     """A request, in :func:`simulate`'s form."""
 
     whole: tuple[int, ...]
     time_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Advice(Report):
-    """What more or less space would bring."""
-
-    report: dict[str, Any]
-
-    def describe(self) -> object:
-        return self.report
-
-    def show(self) -> None:
-        _print(self.report)
-
-
-@command(
-    "advise",
-    "estimate the hits of a larger or smaller cache from past requests",
-    as_owner_of=True,
-)
-@click.option(
-    "--max-bytes", metavar="SIZE", help="the engines' limit, if the directory has more room"
-)
-def advise(directory: str, *, max_bytes: str | None = None) -> Advice:
-    """Report what stores of several sizes would have found; ``max_bytes`` as in engines' settings.
-
-    If the log has too few requests, the report says so. Raises ConfigError (a bucket),
-    StorageError.
-    """
-    given = Limits(max_bytes=max_bytes)
-    catalog = open_catalog(directory)
-    log, use = catalog.use_log(), catalog.quick_use(given) or catalog.use(silent)
-    most, least = use.limits["max_bytes"] or 0, use.limits["min_free_bytes"] or 0
-    free_nbytes = use.free_nbytes or 0
-    room_nbytes = int(max(0, min(most, use.nbytes + free_nbytes - least)))
-    chunk_nbytes = use.nbytes / use.chunks if use.chunks else None
-    requests = _sound(log.read())
-    report: dict[str, Any] = {
-        "version": 1, "directory": directory,
-        "requests": len(requests), "chunks": sum(len(one.whole) for one in requests),
-        "distinct_chunks": _distinct(requests),
-        "first_s": requests[0].time_s if requests else None,
-        "last_s": requests[-1].time_s if requests else None,
-        "room_nbytes": room_nbytes, "chunk_nbytes": chunk_nbytes and round(chunk_nbytes),
-        "sample_share": 1.0, "rooms": [],
-    }  # fmt: skip
-    if len(requests) < _LEAST_REQUESTS:
-        report["advice"] = [f"Too little to advise from: it takes {_LEAST_REQUESTS} requests."]
-    elif not chunk_nbytes:
-        report["advice"] = ["Nothing is stored, so it is not known how large a chunk is."]
-    elif room_nbytes < chunk_nbytes:
-        report["advice"] = ["There is no space for a single chunk: see `vua du`."]
-    else:
-        report["sample_share"] = part = min(1.0, _SAMPLE_CHUNKS / report["chunks"])
-        with progress() as show:
-            report["rooms"] = _simulated(requests, room_nbytes, chunk_nbytes, part, show)
-        report["advice"] = _advice({one["share"]: one["hit_ratio"] for one in report["rooms"]})
-    return Advice(report)
 
 
 class Worth(NamedTuple):
@@ -339,8 +270,8 @@ def worth(
     The log has what was asked for, not what was found: that is simulated, of large logs with a
     sample. What was asked for before the log begins counts as not found.
     """
-    sound = _sound(requests)
-    part = min(1.0, _SAMPLE_CHUNKS / max(1, sum(len(one.whole) for one in sound)))
+    sound = sound_requests(requests)
+    part = sample_share(sum(len(one.whole) for one in sound))
     thin = [_thinned(one, part) for one in sound]
     found = []
     for window_s in windows_s:
@@ -360,13 +291,18 @@ def worth(
     return found
 
 
-def _thinned(request: _Lookup, part: float) -> _Lookup:
+def sample_share(chunks: int) -> float:
+    """Return which part of so many requested chunks is simulated."""
+    return min(1.0, _SAMPLE_CHUNKS / max(1, chunks))
+
+
+def _thinned(request: Lookup, part: float) -> Lookup:
     """Leave a part of the chunks, a fair one: names are hashes."""
     below = int(part * 2**64)
     return request._replace(whole=tuple(n for n in request.whole if n < below))
 
 
-def _sound(requests: Sequence[Request]) -> list[_Lookup]:
+def sound_requests(requests: Sequence[Request]) -> list[Lookup]:
     """Return the requests that form a tree, as chunk names do: each chunk has one predecessor."""
     before: dict[int, int] = {}
     found = []
@@ -374,16 +310,16 @@ def _sound(requests: Sequence[Request]) -> list[_Lookup]:
         chunks = tuple(map(int, request.chunks))
         pairs = zip(chunks, (-1, *chunks), strict=False)
         if chunks and all(before.setdefault(chunk, parent) == parent for chunk, parent in pairs):
-            found.append(_Lookup(chunks, request.time_s))
+            found.append(Lookup(chunks, request.time_s))
     return found
 
 
-def _distinct(requests: Sequence[_Lookup]) -> int:
+def distinct_chunks(requests: Sequence[Lookup]) -> int:
     return len(set(chain.from_iterable(one.whole for one in requests)))
 
 
-def _simulated(
-    requests: Sequence[_Lookup], room_nbytes: int, chunk_nbytes: float, part: float, show: Show
+def simulated_rooms(
+    requests: Sequence[Lookup], room_nbytes: int, chunk_nbytes: float, part: float, show: Show
 ) -> list[dict[str, Any]]:
     """Simulate fractions and multiples of the space, and unlimited space, on a sample of chunks.
 
@@ -398,7 +334,7 @@ def _simulated(
         sum(bool(one.whole) for one in thin[:cold]),
     )
     asked = part * sum(len(one.whole) for one in requests[cold:])
-    distinct = _distinct(sample)
+    distinct = distinct_chunks(sample)
     sizes: dict[float | None, int] = {}
     for share in _SHARES:
         chunks = max(int(room_nbytes / chunk_nbytes * share * part), int(share >= 1))
@@ -408,7 +344,7 @@ def _simulated(
     past = Past(part)
     stores = [policy for n in sizes.values() for policy in (Dense(n, past, _AHEAD_SHARE), LRU(n))]
 
-    def watched() -> Iterator[_Lookup]:
+    def watched() -> Iterator[Lookup]:
         for number, one in enumerate(sample, 1):
             yield one
             show("", number, len(sample), amount=number, unit="requests")
@@ -429,48 +365,3 @@ def _simulated(
                 round(found.written_blocks * chunk_nbytes / hits) if hits else None,
         })  # fmt: skip
     return rooms
-
-
-def _advice(hits: Mapping[float | None, float]) -> list[str]:
-    half, now, twice = (hits.get(share, hits[None]) for share in (0.5, 1.0, 2.0))
-    if 2.0 in hits:
-        found = [f"Twice the space would find {_than(twice, now)}."]
-    else:
-        found = ["All that was asked for fits: more space cannot bring more hits here."]
-    if 0.5 in hits or 1.0 not in hits:  # else it is less than a chunk
-        found.append(f"Half the space would find {_than(half, now)}.")
-    return found
-
-
-def _than(hits: float, now: float) -> str:
-    if abs(hits - now) <= _SAME * now:
-        return "about as much"
-    if not now:
-        return f"{100 * hits:.1f} % of what is asked for, the present space nothing"
-    return f"{100 * abs(hits - now) / now:.0f} % {'more' if hits > now else 'less'}"
-
-
-def _print(report: dict[str, Any]) -> None:
-    text = f"{report['directory']}: {report['requests']:,} requests for {report['chunks']:,} chunks"
-    if report["requests"]:
-        text += f" ({report['distinct_chunks']:,} different), "
-        text += f"{when(report['first_s'])} to {when(report['last_s'])}"
-    print(text)
-    if report["rooms"]:
-        print(
-            f"room for {size(report['room_nbytes'])} in chunks of {size(report['chunk_nbytes'])}; "
-            "the first quarter of the requests fills it, hits are counted in the rest"
-        )
-        if report["sample_share"] < 1:
-            part = f"{100 * report['sample_share']:.1f} %"
-            print(f"simulated: a sample, {part} of the chunks, in stores of {part} of these sizes")
-        rows = []
-        for one in report["rooms"]:
-            written, hits = one["written_per_hit_nbytes"], (one["hit_ratio"], one["lru_hit_ratio"])
-            name = "unbounded" if one["share"] is None else f"{one['share']:g} x"
-            ratios = [f"{100 * ratio:.1f} %" for ratio in hits]
-            rows.append(
-                [name, size(one["nbytes"]), *ratios, "-" if written is None else size(written)]
-            )
-        table(["room", " size", " hits", " hits by LRU", " written per chunk hit"], rows)
-    print(" ".join(report["advice"]))
