@@ -1,7 +1,7 @@
 """The suite of this checkout beside that of an earlier commit, by turns.
 
     python benchmarks/checkouts.py COMMIT [--only C1,C2,C3,C8,C9] [--rounds 5] [--out FILE]
-    python benchmarks/checkouts.py COMMIT --again FILE [--rounds 7] [--markdown PAGE]
+    python benchmarks/checkouts.py COMMIT --again FILE [--only C9] [--rounds 7] [--markdown PAGE]
 
 Each round runs the suite of both, the earlier one first in every other round. Each suite measures
 its arms against a denominator of its own (raw reads and writes, SHA-256), in the same process. What
@@ -39,6 +39,7 @@ Row = tuple[str, str, str, str]
 """Its number, case, arm and denominator."""
 JOINT = " | "
 """Between these where a row is named by one text."""
+NUMBERS = "C1,C2,C3,C8,C9"
 LEAST = 0.97
 """A row below this is low."""
 OURS = ("load", "answer", "idle")
@@ -119,13 +120,14 @@ def main() -> None:
     """Compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commit", help="the earlier one")
-    parser.add_argument("--only", default="C1,C2,C3,C8,C9", help="these numbers of the suite")
+    parser.add_argument("--only", help="these numbers of the suite; by default C1, C2, C3, C8, C9")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="work there: on the file system to measure")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all ratios as JSON")
     parser.add_argument("--again", type=Path, metavar="FILE", help="only rows that are low there")
     parser.add_argument("--markdown", type=Path, metavar="PAGE", help="with --again")
     asked = parser.parse_args()
+    numbers = asked.only or NUMBERS
     wanted: set[Row] | None = None
     found: dict[Row, list[float]] = defaultdict(list)
     first: dict[Row, list[float]] = {}
@@ -133,15 +135,16 @@ def main() -> None:
         report = json.loads(asked.again.read_text(encoding="utf-8"))
         first = {read_row(name): ratios for name, ratios in report.items()}
         found |= {row: [*ratios] for row, ratios in first.items()}
-        wanted, asked.out = low_rows(first), asked.out or asked.again
-        asked.only = ",".join(sorted({number for number, *_ in wanted}))
+        some = asked.only.split(",") if asked.only else {number for number, *_ in first}
+        wanted = {row for row in low_rows(first) if row[0] in some}
+        asked.out, numbers = asked.out or asked.again, ",".join(sorted({row[0] for row in wanted}))
     with tempfile.TemporaryDirectory(prefix="vua-checkouts-", dir=asked.dir) as name:
         work = Path(name)
         before = archived(asked.commit, work / asked.commit)
         with contextlib.suppress(KeyboardInterrupt):  # the rounds so far are told all the same
             for turn in range(asked.rounds):
                 order = (before, ROOT) if turn % 2 == 0 else (ROOT, before)
-                rows = {checkout: measured(checkout, asked.only, work) for checkout in order}
+                rows = {checkout: measured(checkout, numbers, work) for checkout in order}
                 both = rows[before].keys() & rows[ROOT].keys()
                 ours = {row for row in both if not row[2].startswith("raw")}
                 for row in ours if wanted is None else ours & wanted:
