@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -50,10 +51,19 @@ def sources() -> dict[str, str]:
     return found
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All statements of a module, and what holds some: a tenth of what `ast.walk` visits."""
+    blocks = ("body", "orelse", "finalbody", "handlers", "cases")
+    for node in (one for block in blocks for one in getattr(tree, block, ())):
+        yield node
+        if not isinstance(node, ast.expr):
+            yield from statements(node)
+
+
 def imported_names(tree: ast.AST) -> list[str]:
     """Every module that is named in an import, with `from a import b` counted as `a.b` too."""
     names = []
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import unittest
+from functools import cache
 from itertools import pairwise
 
 from helpers import ROOT
@@ -14,6 +15,7 @@ SOURCE = ROOT / "src" / "vua"
 NAMED = re.compile(r"`([a-z_0-9]+/[a-z_0-9/]+\.py)(?:: ([A-Za-z_.0-9]+))?`")
 
 
+@cache
 def functions(path: str) -> set[str]:
     """Names of a module's functions and methods, the latter as ``Class.method``."""
     body = ast.parse((SOURCE / path).read_text()).body

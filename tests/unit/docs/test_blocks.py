@@ -11,6 +11,7 @@ on the line before a block of python: a part of a program, which must be Python,
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import io
 import json
@@ -52,6 +53,13 @@ def blocks(page: Path) -> list[Block]:
         language = "part" if part and name == "python" else name
         found.append(Block(language, re.sub(f"^{space}", "", text, flags=re.MULTILINE)))
     return found
+
+
+@functools.cache
+def commands_of_dev() -> list[str]:
+    """The commands of dev.py."""
+    ran = subprocess.run(HELP, capture_output=True, text=True, check=True)
+    return re.findall(r"^  ([\w-]+) ", ran.stdout, re.MULTILINE)
 
 
 def pages() -> list[Path]:
@@ -179,8 +187,7 @@ class BlockTest(unittest.TestCase):
                 assert command is not None
                 command.make_context(name, more, parent=context)
         else:
-            ran = subprocess.run(HELP, capture_output=True, text=True, check=True)
-            self.assertIn(words[2], re.findall(r"^  ([\w-]+) ", ran.stdout, re.MULTILINE))
+            self.assertIn(words[2], commands_of_dev())
 
     def test_fits(self) -> None:
         """Another output is noticed."""

@@ -5,8 +5,15 @@ from __future__ import annotations
 import ast
 import re
 import unittest
+from functools import cache
 
 from model_classes import PAGE, REGION, ROOT, ROWS, load, text
+
+
+@cache
+def parsed(module: str) -> ast.Module:
+    """A module of the tests."""
+    return ast.parse((ROOT / module).read_text("utf-8"))
 
 
 class TestModelsPage(unittest.TestCase):
@@ -34,7 +41,7 @@ class TestModelsPage(unittest.TestCase):
         for row in ROWS:
             for test in row.tests.values():
                 module, *inside = test.split("::")
-                tree = ast.parse((ROOT / module).read_text("utf-8"))
+                tree = parsed(module)
                 classes = {one.name: one for one in tree.body if isinstance(one, ast.ClassDef)}
                 names, place = set[str](), classes.get(inside[0])
                 while place is not None:  # and of the classes that it is made of, in this file

@@ -139,6 +139,7 @@ class JavaScriptTest(DirectoryTest):
         expected = b"".join(entry.data for entry in entries)
         self.assertEqual(expected, out.read_bytes())
 
+    @pytest.mark.thorough
     def test_writes(self) -> None:
         """`vua verify` takes what it writes for sound, and VUA loads it; plain and sealed."""
         for name, security in self.securities().items():
@@ -294,6 +295,7 @@ class JavaScriptTest(DirectoryTest):
         """Right or a miss: both say the same of 300 changed files."""
         self.mutate(300, SEED)
 
+    @pytest.mark.thorough
     def test_mutated_descriptions(self) -> None:
         """Both say the same of 1,000 changed namespace.json: right, foreign, damaged or later."""
         golden = sorted(make_golden.GOLDEN.glob("*/namespace.json"))

@@ -576,12 +576,14 @@ class TestDamage(StoreTest):
         self.assertLessEqual(lengths, set(range(CHUNKS + 1)))
 
 
+@pytest.mark.thorough
 class TestShardsInPython(TestShards):
     """The same without the load loop in C."""
 
     native = False
 
 
+@pytest.mark.thorough
 class TestDamageInPython(TestDamage):
     """The same without the load loop in C."""
 
@@ -659,6 +661,7 @@ class TestWays(StoreTest):
         ):
             self.use()
 
+    @pytest.mark.thorough
     def test_refusing_cached_calls(self) -> None:
         """On a kernel that has the calls and refuses their flags."""
         with (
@@ -668,6 +671,7 @@ class TestWays(StoreTest):
         ):
             self.use()
 
+    @pytest.mark.thorough
     def test_portable(self) -> None:
         """On a system that is not Linux."""
         with (
