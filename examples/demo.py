@@ -292,7 +292,7 @@ def vua_command() -> str:
     script = Path(sys.executable).with_name("vua")
     if shutil.which("vua"):
         return "vua"
-    return os.path.relpath(script) if script.is_file() else f"{sys.executable} -m vua.cli"
+    return os.path.relpath(script) if script.is_file() else f"{sys.executable} -m vua"
 
 
 def main() -> int:
@@ -333,7 +333,7 @@ def main() -> int:
     failed = compare_engines(other, warm, first) or failed
     shown = os.path.relpath(kv_path)
     print(f"$ vua ls {shown}", flush=True)
-    listed = subprocess.run([sys.executable, "-m", "vua.cli", "ls", kv_path], check=False)
+    listed = subprocess.run([sys.executable, "-m", "vua", "ls", kv_path], check=False)
     print(AFTER.format(vua=vua_command(), kv=shown))
     return failed or listed.returncode
 
