@@ -136,6 +136,31 @@ class TestPrograms(unittest.TestCase):
         self.assertAlmostEqual(76, held["goals"][2], places=6)
         self.assertGreater(grown["of_measured"], 2)
 
+    def test_what_is_held_of_each_chunk(self) -> None:
+        """It is known beside the pages; control: `du` holds nothing of a chunk."""
+        parts = {10_000: 1, 100_000: 6, 1_000_000: 8}
+        by_size = {
+            str(n): {"cpu_s": 0, "peak_mb": 60 + 2 * held + 16e-6 * n, "requests": 0}
+            for n, held in parts.items()
+        }
+        report = {"kind": "bucket, seaweedfs", "sizes": [*parts]}
+        (held,) = scale.predictions(report | {"costs": {"top --once": by_size}})
+        (pages,) = scale.predictions(report | {"costs": {"du": by_size}})
+        self.assertAlmostEqual(1.0, held["of_measured"], places=6)
+        self.assertAlmostEqual(76 + 16_000, held["goals"][2], places=6)
+        self.assertLess(pages["of_measured"], 0.9)
+
+    def test_noise_is_no_slope(self) -> None:
+        """Processor time that hardly differs is constant; control: with a bit more it grows."""
+        for second, grows in ((1.2, False), (1.3, True)):
+            costs = {10_000: 1.0, 100_000: second, 1_000_000: 1.1}
+            by_size = {
+                str(n): {"cpu_s": cost, "peak_mb": 0, "requests": 0} for n, cost in costs.items()
+            }
+            report = {"kind": "ext4", "sizes": [*costs], "costs": {"x": by_size}}
+            (row,) = scale.predictions(report)
+            self.assertEqual(grows, row["of_measured"] > 2)
+
     def test_a_mount_asks_again(self) -> None:
         """RPCs of whole folders, of an engine's start, and of a second look that comes late."""
         sizes = (10_000, 100_000, 1_000_000)
