@@ -485,9 +485,9 @@ def looked_at(name: str, kind: str, chunks: float) -> float:
 
 
 HELD_NBYTES = {"top --once": 16, "events": 27}
-"""What these hold of each chunk, beside pages: see docs/decisions/0067, and as in directories."""
+"""Bytes that these hold of each chunk, beside pages: docs/decisions/0067, and measured on ext4."""
 NOISE = 1.25
-"""By how much the processor time of equal work differs here: such a growth is no slope."""
+"""Equal work differs by this factor in processor time here. A smaller growth counts as constant."""
 
 
 def pages_held(chunks: float) -> float:

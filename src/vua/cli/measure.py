@@ -214,7 +214,7 @@ def advise(directory: str, *, max_bytes: str | None = None) -> Advice:
     elif not chunk_nbytes:
         report["advice"] = ["Nothing is stored, so it is not known how large a chunk is."]
     elif room_nbytes < chunk_nbytes:
-        report["advice"] = ["There is no space for a single chunk: see `vua du`."]
+        report["advice"] = ["The space is too small for one chunk: see `vua du`."]
     else:
         report["sample_share"] = part = sample_share(report["chunks"])
         with progress() as show:
