@@ -87,7 +87,7 @@ SAMPLE: int = measure.__kwdefaults__["counted"]
 SIZED = 256
 """Chunks whose size `vua.capacity.usage.measure` looks at."""
 FOLDERS = 256
-PAGE, MOST_PARTS = 1000, 8
+PAGE, MOST_PARTS = 1000, 6
 """A bucket's listing of 64 pages or more goes by parts of 16 pages, at most so many at a time."""
 KEPT_S = 30
 """An NFS client keeps a directory's attributes for so long at least: acdirmin in nfs(5)."""

@@ -77,6 +77,8 @@ _ROW: Final = np.dtype(
 extras, zeros without), its mtime, its bytes, whether it is pinned, whether it begins a prompt."""
 _AT_ONCE: Final = 1 << 10
 """Chunks whose arrays are computed at once."""
+_INDEX_BITS: Final = 40
+"""An index needs so many, and a depth 23."""
 
 Indices: TypeAlias = npt.NDArray[np.signedinteger[Any]]
 """Of chunks in a tree; as small as they can be."""
@@ -227,21 +229,30 @@ class PrefixTree:
     def _firsts(self, above: Indices) -> Indices:
         """Climb; ``above`` is overwritten. A predecessor ``len(self)`` is a gap."""
         count = len(self)
-        for _ in range(len(above).bit_length()):  # each time twice as far
-            above[:] = above[above]
-        for start in range(0, count, _AT_ONCE):
-            some = above[start : min(count, start + _AT_ONCE)]
+        for _ in range(len(above).bit_length()):
+            for part in self._parts():
+                above[part] = above[above[part]]  # twice as far, or farther by an earlier part
+        for part in self._parts():
+            some = above[part]
             some[self._above[some] != some] = count
         return above[:-1]
+
+    def _parts(self) -> Iterator[slice]:
+        """Yield slices of all chunks and the gap after them: numpy copies what indexes an array."""
+        for start in range(0, len(self._above), _AT_ONCE):
+            yield slice(start, start + _AT_ONCE)
 
     def _depths(self) -> Indices:
         """Return how many chunks precede each; of a circle anything."""
         above = self._above.copy()
         depth = np.ones_like(above)
-        depth[above == np.arange(len(above), dtype=above.dtype)] = 0
+        for part in self._parts():
+            some = above[part]
+            depth[part][some == np.arange(part.start, part.start + len(some))] = 0
         for _ in range(len(above).bit_length()):
-            depth += depth[above]
-            above[:] = above[above]
+            for part in self._parts():
+                depth[part] += depth[above[part]]
+                above[part] = above[above[part]]
         return depth[:-1]
 
     def needed(self) -> tuple[_Ints, Indices]:
@@ -263,10 +274,15 @@ class PrefixTree:
 
     def order(self, which: _Bools | None = None) -> Indices:
         """Return all chunks whose whole prefix is stored, or those of ``which``, parents first."""
-        found: Indices = np.flatnonzero(self.first < len(self) if which is None else which)
-        found = found.astype(self._above.dtype)
-        depth = self._depths()[found]
-        return found[np.argsort(depth, kind="stable")]
+        which = self.first < len(self) if which is None else which
+        depth = self._depths()
+        found: Indices = np.flatnonzero(which)
+        for start in range(0, len(found), _AT_ONCE):
+            some = found[start : start + _AT_ONCE]
+            some |= depth[some].astype(np.int64) << _INDEX_BITS  # to sort both in place
+        found.sort()
+        found &= (1 << _INDEX_BITS) - 1
+        return found
 
     def descendants(self, chunk: str) -> list[str]:
         """Return a chunk and all that follow it, parents before children; [] if it is missing."""

@@ -92,7 +92,7 @@ _PAGE: Final = 1000
 """Objects per request of a listing, as many as S3 allows."""
 _END: Final = "\U0010ffff"
 """Follows every key."""
-_PARTS: Final = 8
+_PARTS: Final = 6
 """Parts of a long listing that are asked for at a time: each holds some pages, 3 MB or more."""
 _LISTED_AGAIN_S: Final = (1.0, 2.0, 4.0)
 """Pauses before a listing goes on after a failed request: a command may list for an hour."""
@@ -272,7 +272,7 @@ class Bucket:
     ) -> None:
         """Give all objects of a namespace's folder to ``take``, in any order. Raises StorageError.
 
-        Where there seem to be ``least`` pages of ``page`` objects or more, up to 8 parts are
+        Where there seem to be ``least`` pages of ``page`` objects or more, up to 6 parts are
         listed at a time, which takes a request more for each part. ``take`` is called from one
         thread at a time, and raises nothing.
         """
