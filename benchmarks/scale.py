@@ -451,8 +451,7 @@ def forget(kind: str) -> None:
 
 def measured(place: str, kind: str, chunks: int, only: Sequence[str], requests: Callable[[], int],
              rounds: int) -> dict[str, Cost]:  # fmt: skip
-    """Measure all commands on a place of so many chunks: of some rounds the median time, else the
-    least."""
+    """Measure all commands on a place of so many chunks: the median time, else the least."""
     vua = [sys.executable, "-m", "vua"]
     found: dict[str, Cost] = {}
     most = 2 * (chunks + 10_000) * CODEC.file_nbytes
