@@ -442,16 +442,10 @@ def cost_of(command: Sequence[str], requests: Callable[[], int]) -> Cost:
     return Cost(loops * LOOP_S, peak_mb, requests() - before, time.monotonic() - began_s)
 
 
-def forget(kind: str) -> None:
-    """Let the kernel, if this is root's, know no inodes; an NFS client no attributes, either.
-
-    So each command begins as on another host. What the kernel knows already saves half the time
-    where chunks are few, and less where they are many.
-    """
-    if not kind.startswith("bucket"):
-        with contextlib.suppress(PermissionError):
-            kept = "3" if kind.startswith("nfs") else "2"
-            Path("/proc/sys/vm/drop_caches").write_text(kept, encoding="ascii")
+def forget() -> None:
+    """Let the kernel, if this is root's, keep no pages and inodes; an NFS client no attributes."""
+    with contextlib.suppress(PermissionError):
+        Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")
 
 
 def measured(place: str, kind: str, chunks: int, only: Sequence[str], requests: Callable[[], int],
@@ -466,7 +460,8 @@ def measured(place: str, kind: str, chunks: int, only: Sequence[str], requests: 
             command = [*vua, *(word.format(place) for word in COMMANDS[name])]
         runs = []
         for _ in range(rounds):
-            forget(kind)
+            if kind.startswith("nfs"):
+                forget()  # as on another host
             runs.append(cost_of(command, requests))
         least = Cost(*map(min, zip(*runs, strict=True)))
         one = least._replace(cpu_s=statistics.median(run.cpu_s for run in runs))
@@ -660,6 +655,7 @@ def grown(
     only = options.only or [*COMMANDS, USE]
     report: dict[str, Any] = {"kind": kind, "sizes": sizes, "costs": {name: {} for name in only}}
     before = 0
+    forget()  # where memory is full of others' pages, freeing them is the command's time
     for chunks in sizes:
         with contextlib.ExitStack() as stack:
             root = Path(place)
