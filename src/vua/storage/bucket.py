@@ -93,7 +93,7 @@ _PAGE: Final = 1000
 _END: Final = "\U0010ffff"
 """Follows every key."""
 _PARTS: Final = 6
-"""Parts of a long listing that are asked for at a time: each holds some pages, 3 MB or more."""
+"""Parts of a long listing that are asked for at a time: each holds some pages, 2 MB."""
 _LISTED_AGAIN_S: Final = (1.0, 2.0, 4.0)
 """Pauses before a listing goes on after a failed request: a command may list for an hour."""
 _PASSING: Final = (errno.EIO, errno.EHOSTDOWN)
