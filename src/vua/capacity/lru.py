@@ -33,6 +33,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
+from vua.io.files import see_to_mode
 from vua.io.forks import new_lock, watch
 from vua.io.pool import Job, Pool
 from vua.io.posix import close_quietly, is_local
@@ -169,6 +170,9 @@ def _time_of_file(directory: int) -> int:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size or status.st_nlink != 1:
             return _time_of_new_file(directory, flags)  # something else has that name
+        if status.st_mode & 0o600 != 0o600:
+            with contextlib.suppress(PermissionError):
+                see_to_mode(fd, 0o600)  # new, and an unusual umask
         os.utime(fd)
         return os.fstat(fd).st_mtime_ns
     finally:

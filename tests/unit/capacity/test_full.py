@@ -16,6 +16,8 @@ import torch
 
 from commands import run
 from helpers import DirectoryTest, caches_of, without_native_deletion
+from vua.capacity.lease import upkeep_directory
+from vua.capacity.lru import server_now_ns
 from vua.core import VUA, VUAConfig
 
 CACHE = caches_of(layers=1, heads=2, tokens=64, dim=64)
@@ -177,6 +179,9 @@ class FullTest(DirectoryTest):
                 with VUA(VUAConfig(split_factor=16), above / "kv") as vua:
                     self.assertEqual(4, vua.put(of(0), CACHE))
                     self.assertEqual(64, vua.get_closest(of(0)).num_tokens)
+                upkeep = upkeep_directory(above / "kv")
+                stack.callback(os.close, upkeep)
+                server_now_ns(upkeep)
                 entries = [above / "kv", *(above / "kv").rglob("*")]
                 modes = {one.stat().st_mode & 0o777 for one in entries}
                 self.assertLessEqual(modes, {0o700, 0o600})
