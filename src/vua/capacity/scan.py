@@ -61,6 +61,8 @@ GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE}
 _SAMPLED_FANS: Final = 16
 _SAMPLED_CHUNKS: Final = 4096
 """Fans are read for the sample until they hold so many chunks, or `_SAMPLED_FANS` per namespace."""
+_TOGETHER: Final = 1024
+"""Chunks ranked at a time: ranking those of a fan takes 0.1 ms, however few they are."""
 _BAND: Final = 1 / 100
 """Share of all chunks that one sweep finds at least: then a victim costs a hundred looks, however
 many chunks there are. On traces of requests a band so wide costs less than 1 % of LRU's hits."""
@@ -377,7 +379,7 @@ class Sweep:
             found: the namespaces.
             wanted: how many victims to find, about and at least.
             rank: called with names and mtimes.
-            pulse: called before each fan.
+            pulse: called before each fan of the sample.
             latest_ns: an mtime after this is from the future.
             expired_ns: chunks with an mtime before this are :attr:`expired`, whatever their rank.
         """
@@ -466,12 +468,24 @@ class Sweep:
         """Return which of these have no chunk, once all is done. Raises OSError."""
         return [one.name for one in found if self._chunks.get(one.name) == 0 and not one.is_hidden]
 
-    def step(self, by_name: Mapping[str, Folders]) -> None:
-        """Look at one fan more, in the namespaces given by their names."""
+    def step(self, by_name: Mapping[str, Folders], chunks: int = 1) -> None:
+        """Look at one fan more, in the namespaces given by their names.
+
+        At more of the same namespace until these hold so many ``chunks``.
+        """
         name, fan = self._todo.pop()
         space = by_name.get(name)
-        if space is not None:
-            names, mtimes_ns = space.columns(fan)
+        if space is None:
+            return
+        read = [space.columns(fan)]
+        seen = len(read[0][0])
+        try:
+            while seen < chunks and self._todo and self._todo[-1][0] == name:
+                read.append(space.columns(self._todo.pop()[1]))
+                seen += len(read[-1][0])
+        finally:  # what was read counts also where the next one cannot be
+            names = ChunkNames.joined([one[0] for one in read])
+            mtimes_ns = np.concatenate([one[1] for one in read])
             self._keep(name, names, mtimes_ns, self._rank(names, mtimes_ns))
 
     def drain(self, by_name: Mapping[str, Folders], pulse: Callable[[], None]) -> None:
@@ -479,7 +493,7 @@ class Sweep:
         while self._todo:
             pulse()
             if self._todo:  # what is called may have gone on
-                self.step(by_name)
+                self.step(by_name, _TOGETHER)
 
     def _keep(self, space: str, names: ChunkNames, mtimes_ns: Column, ranks: Column) -> None:
         self._chunks[space] += len(names)
