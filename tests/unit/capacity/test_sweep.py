@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import threading
@@ -85,6 +86,28 @@ class SweepTest(DirectoryTest):
     def tick(self) -> int:
         """The server's time."""
         return next_tick_ns(self.upkeep)
+
+
+class TestTogether(SweepTest):
+    """Folders that are ranked together."""
+
+    def test_failure(self) -> None:
+        """A folder that cannot be read costs the sweep none that were read before it."""
+        sweep = scan.Sweep([self.space], 10 * self.many)  # all chunks are victims
+        looks, real = Counter[str](), scan.columns_of
+
+        def columns_of(space: Space, fan: str) -> object:
+            looks[fan] += 1
+            if looks.total() == 20:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), fan)
+            return real(space, fan)
+
+        with mock.patch.object(scan, "columns_of", columns_of):
+            with self.assertRaises(OSError) as caught:
+                sweep.drain({SPACE: self.space}, lambda: None)
+            sweep.drain({SPACE: self.space}, lambda: None)
+        unread = sum(name[:2] == caught.exception.filename for name in self.names)
+        self.assertEqual(self.many - unread, sweep.found)
 
 
 class TestParts(SweepTest):
