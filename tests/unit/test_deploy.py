@@ -1,4 +1,4 @@
-"""The dashboard and the alert rules in `deploy/` speak of metrics that the code has."""
+"""What is in `deploy/`: metrics that the code has, and an image of the newest vLLM."""
 
 from __future__ import annotations
 
@@ -6,16 +6,24 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import unittest
 from pathlib import Path
 
+from helpers import ROOT
 from vua.connector.metrics import METRICS
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DEPLOY = ROOT / "deploy"
 RULES, DASHBOARD = DEPLOY / "vua-alerts.yml", DEPLOY / "grafana-vua.json"
 QUERY = re.compile(r"(vua_[a-z_]+)(?:\{([^}]*)\})?")
 PROMTOOL = shutil.which("promtool")
+HADOLINT = Path(sys.executable).with_name("hadolint")
 
 
 def problems(text: str) -> list[str]:
@@ -39,6 +47,74 @@ def expressions() -> list[str]:
     """What the dashboard asks Prometheus."""
     dashboard = json.loads(DASHBOARD.read_text("utf-8"))
     return [one["expr"] for panel in dashboard["panels"] for one in panel.get("targets", ())]
+
+
+def sent(name: str) -> bool:
+    """Whether `docker build` is sent this file: the last pattern that fits decides."""
+    found = True
+    for line in (ROOT / ".dockerignore").read_text("utf-8").splitlines():
+        pattern = line.removeprefix("!").replace("**/", "\0").replace(".", r"\.")
+        if not pattern or pattern.startswith("#"):
+            continue
+        pattern = pattern.replace("*", "[^/]*").replace("\0", "(?:.*/)?")
+        if re.fullmatch(f"{pattern}(?:/.*)?", name):
+            found = line.startswith("!")
+    return found
+
+
+class ImageTest(unittest.TestCase):
+    """`deploy/docker/Dockerfile` and what `docker build` is sent."""
+
+    DOCKERFILE = (DEPLOY / "docker" / "Dockerfile").read_text("utf-8")
+
+    def test_version(self) -> None:
+        """The image is built on the newest vLLM that the tests run with."""
+        newest = re.search(
+            r'^NEWEST_VLLM = "([\d.]+)"', (ROOT / "dev.py").read_text(), re.MULTILINE
+        )
+        assert newest is not None
+        self.assertEqual(
+            [f"v{newest[1]}"], re.findall(r"^ARG VLLM=(\S+)", self.DOCKERFILE, re.MULTILINE)
+        )
+
+    def test_left_out(self) -> None:
+        """No environment, cache, site, history or compiled file is copied into the image."""
+        for name in (".venv/bin/python", ".venv/lib/python3.11/site-packages/vllm/__init__.py",
+                     "site/index.html", ".git/HEAD", ".env", ".mypy_cache/a", ".pytest_cache/a",
+                     ".ruff_cache/a", ".hypothesis/a", "dist/vua.whl", "bench-output/run.json",
+                     "tests/helpers.py", "src/vua/__pycache__/a.cpython-311.pyc", "src/vua/a.pyc",
+                     "src/vua/native/vua-x86_64.so", "src/vua/native/.vua-build-1/a"):  # fmt: skip
+            self.assertFalse(sent(name), name)
+
+    def test_sent(self) -> None:
+        """All that the wheel is made of is copied: the package, and what pyproject.toml names."""
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+        wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+        needed = {"pyproject.toml", project["project"]["readme"], wheel["hooks"]["custom"]["path"],
+                  *project["project"]["license-files"]}  # fmt: skip
+        for folder in wheel["packages"]:
+            files = [one for one in (ROOT / folder).rglob("*.*") if one.is_file()]
+            needed |= {str(one.relative_to(ROOT)) for one in files
+                       if one.suffix not in (".pyc", ".so", "")}  # fmt: skip
+        self.assertLess(100, len(needed))
+        self.assertEqual([], sorted(name for name in needed if not sent(name)))
+
+    def test_extras(self) -> None:
+        """What the image adds is what the package's extras for keys and buckets ask for."""
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+        extras = project["optional-dependencies"]
+        added = re.findall(r'"([a-z]+>=[\d.]+)"', self.DOCKERFILE)
+        self.assertLessEqual(set(added), {*extras["crypto"], *extras["object"]})
+        self.assertLessEqual({"cryptography", "obstore"}, {one.partition(">=")[0] for one in added})
+
+    @unittest.skipUnless(HADOLINT.exists(), "hadolint is not installed")
+    def test_hadolint(self) -> None:
+        """The linter of Dockerfiles finds nothing."""
+        done = subprocess.run(
+            [str(HADOLINT), str(DEPLOY / "docker" / "Dockerfile")],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        self.assertEqual(0, done.returncode, done.stdout + done.stderr)
 
 
 class DeployTest(unittest.TestCase):
