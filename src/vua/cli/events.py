@@ -76,7 +76,7 @@ _END: Final = (-1).to_bytes(8, "big", signed=True)
 class _Replay:
     """A peer's request."""
 
-    next: bytes
+    next: int
     """Number of the next batch for it."""
     since_s: float
     """When it last received something."""
@@ -223,15 +223,17 @@ class EventSocket:
         if self._replays:
             seconds = 0.0 if self._send_again() else min(0.05, seconds or 0.05)
         ready = dict(self._poller.poll(None if seconds is None else max(1, seconds * 1000)))
-        if self._out in ready:
-            self._subscribe(self._out.recv())
-        if self._replay is not None and self._replay in ready:
-            self._ask(self._replay.recv_multipart())
+        for socket, handle in ((self._out, self._subscribe), (self._replay, self._ask)):
+            if socket is not None and socket in ready:
+                try:
+                    handle(socket.recv_multipart(self._zmq.DONTWAIT))
+                except Exception as problem:  # noqa: BLE001 - none may end it for other peers
+                    self._tell(f"a peer's message is not answered: {problem}")
 
-    def _subscribe(self, asked: bytes) -> None:
+    def _subscribe(self, asked: list[bytes]) -> None:
         """Handle a subscription to our topic (1 and the topic), or its end (0); ignore the rest."""
-        topic, begins = asked[1:], asked[:1] == b"\1"
-        if not self._topic.startswith(topic):
+        topic, begins = asked[0][1:], asked[0][:1] == b"\1"
+        if len(asked) != 1 or not self._topic.startswith(topic):
             return
         self._out.setsockopt(self._zmq.SUBSCRIBE if begins else self._zmq.UNSUBSCRIBE, topic)
         if begins:
@@ -242,7 +244,7 @@ class EventSocket:
             return  # not a message of a subscriber to vLLM's events
         who, _, first = request
         if who in self._replays or len(self._replays) < _PEERS:
-            self._replays[who] = _Replay(first, self._clock())
+            self._replays[who] = _Replay(int.from_bytes(first, "big"), self._clock())
         else:
             self._tell(f"more than {_PEERS} peers ask for missed batches: one is not answered")
 
@@ -263,14 +265,14 @@ class EventSocket:
     def _replay_to(self, who: bytes, replay: _Replay) -> tuple[bool, bool]:
         """Send a peer as much as fits; return whether anything was sent, and whether all was."""
         zmq, took = self._zmq, False
-        first = self._kept[0][0] if self._kept else b""
-        at = max(0, int.from_bytes(replay.next, "big") - int.from_bytes(first, "big"))
+        first = int.from_bytes(self._kept[0][0], "big") if self._kept else 0
+        at = min(max(0, replay.next - first), len(self._kept))
         try:
             for number, payload in itertools.islice(self._kept, at, at + _QUEUED):
                 parts = (who, b"", self._topic, number, payload)
                 self._replay.send_multipart(parts, zmq.DONTWAIT)
                 took = True
-                replay.next = (int.from_bytes(number, "big") + 1).to_bytes(8, "big")
+                replay.next = int.from_bytes(number, "big") + 1
             if at + _QUEUED >= len(self._kept):
                 self._replay.send_multipart((who, b"", b"", _END, b""), zmq.DONTWAIT)
                 return True, True

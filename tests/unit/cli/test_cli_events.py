@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import threading
@@ -30,7 +31,7 @@ from helpers import (
     save_chunk,
     until,
 )
-from routers import SocketTest
+from routers import PATIENCE_MS, SocketTest
 from vua.capacity.prefix_tree import PrefixTree
 from vua.catalog.directory import DirectoryNamespace
 from vua.cli.events import EventSocket
@@ -328,6 +329,54 @@ class TestSocket(SocketTest):
             self.assertEqual(told, self.received(first, 1))
             shutil.rmtree(self.root)
         self.assertEqual([2], codes)
+
+    def test_any_bytes(self) -> None:
+        """After 10,000 messages of any form to both sockets others are still told and answered."""
+        draw, words = random.Random(56), ("--follow", "--interval", "0.01")
+
+        def part() -> bytes:
+            size = draw.choice((0, 1, 7, 8, 8, 9, 300))
+            return draw.choice((b"\xff" * size, bytes(size), b"\1" * size, draw.randbytes(size)))
+
+        with self.running(*words, "--replay-endpoint", self.replay) as codes:
+            first = self.socket(self.zmq.SUB, self.out)
+            first.subscribe(b"")
+            self.received(first, 0)
+            peers = [self.socket(self.zmq.DEALER, self.replay) for _ in range(4)]
+            peers += [self.socket(self.zmq.XSUB, self.out) for _ in range(4)]
+            for one in peers:
+                one.setsockopt(self.zmq.SNDTIMEO, PATIENCE_MS)
+            peers[0].send_multipart((b"", b"\xff" * 8))
+            self.assertEqual([b"", b"", b"\xff" * 8, b""], peers[0].recv_multipart())
+            for number in range(10_000):
+                peer = peers[number % 8]
+                if number % 3:
+                    peer.send_multipart([part() for _ in range(draw.randrange(1, 5))])
+                else:  # as a router's, but for the number or the topic
+                    peer.send_multipart([b"", part()] if number % 8 < 4 else [b"\1" + part()])
+                while peer.poll(0):
+                    peer.recv_multipart()
+                if number % 500 == 499:  # one goes, with what it was sent
+                    peer.close(linger=0)
+                    kind, where = (
+                        (self.zmq.DEALER, self.replay)
+                        if number % 8 < 4
+                        else (self.zmq.XSUB, self.out)
+                    )
+                    peers[number % 8] = self.socket(kind, where)
+            asker = self.socket(self.zmq.DEALER, self.replay)
+            asker.send_multipart((b"", bytes(8)))
+            self.assertEqual(b"", asker.recv())
+            self.received(asker, 0)
+            self.put("qwen", 2, torch.bfloat16)
+            until(lambda: KEYS[1] in [event.hex() for event in self.stored(first)])
+            shutil.rmtree(self.root)
+        self.assertEqual([2], codes)
+
+    def stored(self, subscriber: Any) -> list[bytes]:
+        """The chunks of the next message."""
+        events = self.msgpack.decode(subscriber.recv_multipart()[2])[1]
+        return [key for event in events for key in event.get("block_hashes", ())]
 
     @pytest.mark.thorough
     def test_greedy_peer(self) -> None:

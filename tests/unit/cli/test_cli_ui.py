@@ -8,12 +8,15 @@ import itertools
 import json
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import tempfile
 import time
 import unittest
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -191,6 +194,72 @@ class AccessTest(unittest.TestCase):
             self.assertEqual("nosniff", headers["X-Content-Type-Options"])
             outside = content.replace(b"http://www.w3.org/2000/svg", b"")
             self.assertNotIn(b"://", outside)
+
+    def raw(self, sent: bytes) -> bytes:
+        """Send bytes, and return what comes back until the server ends the connection."""
+        with socket.create_connection(("127.0.0.1", self.page.port), timeout=120) as line:
+            with contextlib.suppress(OSError):
+                line.sendall(sent)
+                line.shutdown(socket.SHUT_WR)
+            return b"".join(iter(partial(line.recv, 1 << 16), b""))
+
+    def fuzz(self, requests: int) -> None:
+        """Send requests with wrong lines, headers, paths, hosts and bodies; none breaks it."""
+        draw, token = random.Random(56), self.page.token.encode()
+        good = (b"GET", b"POST", b"HEAD", b"PUT"), (b"/", b"/api/overview", b"/api/explain")
+        odd = (b"", b"[", b"//[", b"\xff\x00", b"%5b%00", b"a]b", b"://", b"1" * 5000, b"\t")
+        bodies = (b"[" * 100_000, b"{", b'{"tokens": "[' + b"9" * 5000 + b']"}', b"\xff")
+
+        def word(*right: bytes) -> bytes:
+            return draw.choice((*right, draw.choice(odd), draw.choice(right) + draw.choice(odd)))
+
+        for _ in range(requests):
+            body = draw.choice(bodies) if draw.random() < 0.3 else b""
+            sent = b"\r\n".join((
+                b" ".join((word(*good[0]), word(*good[1]), word(b"HTTP/1.1", b"HTTP/1.0"))),
+                b"Host: " + word(b"localhost", b"127.0.0.1", b"[::1]"),
+                b"Authorization: " + word(b"Bearer " + token),
+                b"Content-Length: " + word(b"%d" % len(body), b"-1", b"1e3"),
+                word(b"Connection: close", b"Expect: 100-continue"),
+                b"",
+                body,
+            ))  # fmt: skip
+            if draw.random() < 0.2:
+                sent = draw.choice((sent[: draw.randrange(len(sent))], draw.randbytes(50)))
+            self.raw(sent)
+
+    def test_any_bytes(self) -> None:
+        """Wrong requests are answered with an error, and other peers as before."""
+        host, token = b"Host: localhost\r\n", b"Authorization: Bearer " + self.page.token.encode()
+        deep = b"[" * 100_000
+        for sent in (
+            b"GET http://[ HTTP/1.1\r\n" + host + b"\r\n",
+            b"GET / HTTP/1.1\r\nHost: [\r\n\r\n",
+            b"POST /api/explain HTTP/1.1\r\n%s%s\r\nContent-Length: %d\r\n\r\n%s"
+            % (host, token, len(deep), deep),
+        ):
+            self.assertIn(b" 400 ", self.raw(sent).split(b"\r\n")[0])
+        self.fuzz(200)
+        self.assertEqual(200, self.page.ask("GET", "/api/overview")[0])
+
+    @pytest.mark.thorough
+    def test_many_bytes(self) -> None:
+        """So it is with 10,000."""
+        self.fuzz(10_000)
+        self.assertEqual(200, self.page.ask("GET", "/api/overview")[0])
+
+    def test_half_open(self) -> None:
+        """Connections that say nothing, or slowly, keep neither threads nor others' answers."""
+        with contextlib.ExitStack() as stack:
+            for number in range(300):
+                line = socket.create_connection(("127.0.0.1", self.page.port), timeout=120)
+                stack.enter_context(line)
+                if number % 2:
+                    with contextlib.suppress(OSError):
+                        line.sendall(b"GET / HTTP/1.1\r\nHost: ")
+            self.assertEqual(200, self.page.ask("GET", "/api/overview")[0])
+            threads = Path(f"/proc/{self.page.process.pid}/task")
+            until(lambda: len(list(threads.iterdir())) < 100)
 
     @pytest.mark.thorough
     def test_many_at_once(self) -> None:

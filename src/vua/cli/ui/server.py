@@ -9,8 +9,10 @@ only with the token. The page loads nothing from elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
+import logging
 import secrets
 import threading
 import time
@@ -21,6 +23,7 @@ from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from socket import SHUT_RDWR
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
 
@@ -38,6 +41,8 @@ from vua.cli.prompt import parse_ids, tokenizer
 from vua.cli.verify import verify
 from vua.errors import ConfigError, VUAError
 from vua.security.settings import Security
+
+log = logging.getLogger(__name__)
 
 _LOOKS: Final = 600
 """Looks remembered: at least twenty minutes."""
@@ -229,18 +234,51 @@ _HEADERS: Final = {
 }
 _MOST_BODY_NBYTES: Final = 16 << 20
 _PATIENCE_S: Final = 60.0
-"""Longest time for a request to arrive."""
+"""Longest time between two parts of a request."""
+_MOST_WAITING: Final = 64
+"""Connections that wait for a request, or send one. One more ends the oldest of them."""
 
 
 class Server(ThreadingHTTPServer):
     """Serves on loopback, each connection in a thread."""
 
     daemon_threads = True
+    request_queue_size = 2 * _MOST_WAITING
 
     def __init__(self, port: int, state: State) -> None:
         """Bind ``port``, 0 for any free one. Raises OSError if it is taken."""
         super().__init__(("127.0.0.1", port), _Handler)
         self.state, self.token = state, secrets.token_urlsafe(24)
+        self._lock, self._waiting = threading.Lock(), dict[Any, None]()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread of its own."""
+        self.await_request(request)
+        super().process_request(request, client_address)
+
+    def await_request(self, connection: Any) -> None:
+        """Count a connection as waiting, and end the oldest of too many."""
+        with self._lock:
+            self._waiting[connection] = None
+            if len(self._waiting) > _MOST_WAITING:
+                oldest = next(iter(self._waiting))
+                del self._waiting[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(SHUT_RDWR)
+
+    def has_request(self, connection: Any) -> None:
+        """Count a connection as waiting no more."""
+        with self._lock:
+            self._waiting.pop(connection, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self.has_request(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, *_: object) -> None:
+        """Log what a connection met; the others go on."""
+        log.debug("a request failed", exc_info=True)  # noqa: LOG014 - called by a handler
 
     @property
     def url(self) -> str:
@@ -259,9 +297,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the page, or answer it; POST is for prompts and long work."""
-        where = urlsplit(self.path)
+        try:
+            where = urlsplit(self.path)
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        except ValueError as problem:
+            self._send(HTTPStatus.BAD_REQUEST, {"error": plain(str(problem))})
+            return
         method, work = _ASKED.get(where.path, ("GET", None))
-        if urlsplit(f"//{self.headers.get('Host', '')}").hostname not in _HOSTS:
+        if host not in _HOSTS:
             self._send(HTTPStatus.FORBIDDEN, {"error": "this host name is not served"})
         elif self.command == method and where.path in _PAGE:
             name, kind = _PAGE[where.path]
@@ -287,12 +330,15 @@ class _Handler(BaseHTTPRequestHandler):
     do_DELETE = do_HEAD = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_PUT  # noqa: N815
 
     def _run(self, work: Callable[[State, dict[str, Any]], object], asked: dict[str, Any]) -> None:
+        self.server.has_request(self.connection)
         try:
             if self.command == "POST":
                 asked = self._body()
             self._send(HTTPStatus.OK, work(self.server.state, asked))
-        except (VUAError, OSError, ValueError) as problem:
+        except (VUAError, OSError, ValueError, RecursionError) as problem:
             self._send(HTTPStatus.BAD_REQUEST, {"error": plain(str(problem))})
+        finally:
+            self.server.await_request(self.connection)
 
     def _body(self) -> dict[str, Any]:
         """Return the JSON object that was sent. Raises ValueError."""
