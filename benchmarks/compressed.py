@@ -2,7 +2,7 @@
 
 ``python benchmarks/compressed.py [--mb-s 100] [--first-token]`` starts a SeaweedFS and, in a
 process of its own, a proxy whose so many MB per second all bytes share. The K and V are those of
-SmolLM2-135M (see `vua.testing.real_model`) for this repository's documentation. Arms take turns.
+SmolLM2-135M (see tests/real_model.py) for this repository's documentation. Arms take turns.
 With ``--first-token`` a vLLM engine loads prompts of which every other one is stored plain: seconds
 to the first token, and how many times sooner it comes. On NFS: ``benchmarks/nfs/run.py --parts
 first-token``.
@@ -27,13 +27,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from buckets import seaweedfs, speaking_to
+from proxy import FaultyProxy
+from real_model import real_model
 from vua import VUA, VUAConfig
 from vua.format.compressed import compress, decompressed
 from vua.format.entry import CODEC
 from vua.storage.bucket import Bucket
 from vua.storage.names import is_compressed, plain_path
-from vua.testing.proxy import FaultyProxy
-from vua.testing.real_model import real_model
 
 ROOT = Path(__file__).resolve().parent.parent
 CHUNK = 64

@@ -320,7 +320,7 @@ def main() -> int:
     kinds = ("float32", "bfloat16")
     parser.add_argument("--dtype", choices=kinds, default=kinds[0], help="of weights, K and V")
     arguments, began_s = parser.parse_args(), time.monotonic()
-    from vua.testing.models import ENGINE_ENVIRONMENT, make_demo_model, make_model
+    from small_models import ENGINE_ENVIRONMENT, make_demo_model, make_model
 
     os.environ.update(ENGINE_ENVIRONMENT)
     import vllm.entrypoints.llm

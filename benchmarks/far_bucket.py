@@ -31,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from buckets import seaweedfs, speaking_to
 from engines import CHUNK, Engine, expect
+from proxy import FaultyProxy
+from real_model import NAME, real_model
+from small_models import ENGINE_ENVIRONMENT
 from vua.catalog.speed import describe_machine
 from vua.storage.bucket import Bucket
 from vua.storage.location import BucketPath
-from vua.testing.models import ENGINE_ENVIRONMENT
-from vua.testing.proxy import FaultyProxy
-from vua.testing.real_model import NAME, real_model
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 """Stored tokens of the prompts."""

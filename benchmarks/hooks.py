@@ -409,7 +409,7 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="put the table into this page")
     parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="where (%(default)s)")
     asked = parser.parse_args()
-    from vua.testing.models import ENGINE_ENVIRONMENT, make_model
+    from small_models import ENGINE_ENVIRONMENT, make_model
 
     if ROOT_VARIABLE not in os.environ:
         with tempfile.TemporaryDirectory(prefix="vua-hooks-", dir=asked.dir) as name:

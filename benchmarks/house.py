@@ -328,7 +328,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="vua-house-") as name:
         model = Path(name, "model")
         if not asked.no_ways:
-            make = "import sys; from vua.testing.models import make_model; make_model(sys.argv[1])"
+            make = "import sys; from small_models import make_model; make_model(sys.argv[1])"
             child(ROOT, make, model)
         checkouts = {f"`{commit}`": commit for commit in asked.before} | {"now": ""}
         for title, commit in checkouts.items():

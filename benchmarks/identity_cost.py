@@ -26,7 +26,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from vua.testing.models import ENGINE_ENVIRONMENT, make_model
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+from small_models import ENGINE_ENVIRONMENT, make_model
 from vua.weights import checkpoint_files, identify_weights
 
 _TENSOR_NBYTES: Final = 256 << 20

@@ -1,7 +1,7 @@
 """Time to the first token of a chat with llama.cpp, cold and after a restart.
 
 `python benchmarks/llama_chat.py [--tokens 2000]`, after `dev.py llama-cpp`. Each start is a process
-of its own with the model of `vua.testing.real_model` (SmolLM2-135M, GGUF): the first one has an
+of its own with the model of tests/real_model.py (SmolLM2-135M, GGUF): the first one has an
 empty directory, the second one what the first has stored, the third one no cache at all. That one
 is asked twice, and cut back to the same prefix between: what llama.cpp computes of the rest depends
 in its last bits on how many tokens it computes at once, and so may a token where two are alike.
@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from llama import WHERE, has_llama_cpp
-from vua.testing.real_model import wheel_file
+from real_model import wheel_file
 
 ANSWER_TOKENS = 16
 CHUNK_TOKENS = 64

@@ -24,8 +24,10 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from saves import LLAMA_8B
+from throttle import ThrottledStorage
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import Rank
@@ -35,7 +37,6 @@ from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.store.writer import EntryWriter
-from vua.testing.throttle import ThrottledStorage
 from vua.vllm import page_layout
 
 BLOCKS = 8

@@ -39,8 +39,8 @@ from e2e.damage import CHUNK, stored
 from e2e.harness import Batch, Phase, run, tokens
 from e2e.sglang_server import PYTHON, Server, extra_config, wait_until
 from house import replace_between
-from vua.testing.models import make_model
-from vua.testing.real_model import real_model
+from real_model import real_model
+from small_models import make_model
 
 ROOT = Path(__file__).resolve().parent.parent
 TRANSFORMERS, VLLM, SGLANG, LIBRARY = "transformers", "vLLM", "SGLang", "library"

@@ -23,7 +23,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from e2e.damage import CHUNK
 from e2e.sglang_server import PYTHON, Server, extra_config
-from vua.testing.real_model import real_model
+from real_model import real_model
 
 NEW_TOKENS = 8
 NONE, VUA, FILE = "none", "vua", "file"

@@ -30,12 +30,12 @@ from unittest import mock
 import torch
 
 from e2e.variants import WEIGHTS, make_variant
+from small_models import ENGINE_ENVIRONMENT, make_model
 from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.description import descriptions
 from vua.store.agreement import compare
 from vua.store.namespace import Namespace
-from vua.testing.models import ENGINE_ENVIRONMENT, make_model
 
 ENVIRONMENT = ENGINE_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
 CHUNK = 64

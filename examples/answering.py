@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -10,7 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vua.testing.real_model import real_model
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from real_model import real_model
 from vua.transformers import PrefixCache
 
 Messages: TypeAlias = list[dict[str, str]]

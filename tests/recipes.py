@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from e2e import architectures
 from e2e.harness import ENVIRONMENT, llama, models
 from model_classes import ROOT, load, save, write
-from vua.testing.models import make_model
+from small_models import make_model
 
 SAME: dict[str, Any] = {
     "block_size": 32,

@@ -143,7 +143,7 @@ class Transformers:
         """A small model."""
         from transformers import AutoModelForCausalLM
 
-        from vua.testing.models import make_model
+        from small_models import make_model
 
         path = make_model(Path(tempfile.gettempdir()) / "vua-situations-model")
         return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
@@ -690,7 +690,7 @@ def _bucket(place: Place) -> Any:
     """A bucket on a server behind a proxy, which passes everything on."""
     try:
         from buckets import moto, speaking_to
-        from vua.testing.proxy import FaultyProxy
+        from proxy import FaultyProxy
 
         proxy = FaultyProxy(moto())
     except (ImportError, OSError) as problem:

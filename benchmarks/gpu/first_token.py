@@ -34,7 +34,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vua.testing.models import ENGINE_ENVIRONMENT
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests"))
+
+from small_models import ENGINE_ENVIRONMENT
 
 PHASES = ("plain", "cold", "warm")
 CHUNK = 64

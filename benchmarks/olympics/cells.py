@@ -97,7 +97,7 @@ class Field:
             make_gguf(made / "rope", seed=1, **{"llama.rope.freq_base": 500.0})
             return
         from e2e.variants import make_adapter
-        from vua.testing.models import make_model
+        from small_models import make_model
 
         for name, seed in (("one", 1), ("other", 2), ("rope", 1)):
             make_model(made / name, seed=seed)

@@ -34,7 +34,7 @@ from e2e.checkpoints import copied, edit, rewritten, scaled
 from e2e.damage import CHUNK, stored
 from e2e.harness import Batch, Phase, Served, llama, make_llava, models, run, tokens
 from e2e.pictures import IMAGE_TOKEN
-from vua.testing.models import make_model
+from small_models import make_model
 
 TEXT = tokens(330, seed=1)
 PICTURE = [*tokens(64, seed=2), IMAGE_TOKEN, *tokens(200, seed=3)]

@@ -36,8 +36,8 @@ from e2e.meeting import meet
 from e2e.pictures import make_llava, picture, stand_in_for_torchvision
 from e2e.snapshots import snapshots
 from e2e.trouble import trouble
+from small_models import ENGINE_ENVIRONMENT
 from vua.connector import opening
-from vua.testing.models import ENGINE_ENVIRONMENT
 
 MARK = "VUA-ANSWER "
 ENVIRONMENT = ENGINE_ENVIRONMENT | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
@@ -361,7 +361,7 @@ def throttle(bytes_per_s: float | None, pause_s: float) -> None:
     """Let this process's worker read no faster than that from now on; then wait."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from vua.testing.throttle import ThrottledStorage
+    from throttle import ThrottledStorage
 
     for group in get_kv_transfer_group().worker.groups:
         store = group.store
@@ -460,7 +460,7 @@ def forked_workers() -> Iterator[None]:
 
 
 def make_model(target: Path, what: dict[str, Any]) -> None:
-    """Make a checkpoint of an architecture that `vua.testing.models` does not know."""
+    """Make a checkpoint of an architecture that `small_models` does not know."""
     import torch
     import transformers
 

@@ -26,7 +26,7 @@ from packaging.version import Version
 import vua
 from e2e.damage import CHUNK
 from e2e.engine import ENVIRONMENT, MARK
-from vua.testing.models import make_model
+from small_models import make_model
 from vua.vllm import CONNECTOR
 
 TESTS = Path(__file__).resolve().parent.parent

@@ -32,7 +32,7 @@ from e2e.checkpoints import copied, edit, rewritten, scaled
 from e2e.harness import llama, models, tokens
 from e2e.sglang_hooks import hooks
 from e2e.sglang_server import Schedulers, scheduler_arguments
-from vua.testing.models import make_model
+from small_models import make_model
 
 TEXT = tokens(330, seed=1)
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -10,12 +10,12 @@ import torch
 from buckets import seaweedfs, speaking_to
 from helpers import DirectoryTest, caches_of
 from llama import BYTES_FROM, WHERE, completed, has_llama_cpp, load_gguf, make_gguf
+from small_models import make_model
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError, StorageError
 from vua.security.keyring import write_key
 from vua.security.settings import Security
 from vua.storage.bucket import Bucket
-from vua.testing.models import make_model
 
 pytestmark = pytest.mark.thorough
 pytest.importorskip("obstore")

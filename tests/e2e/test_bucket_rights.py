@@ -31,9 +31,9 @@ from buckets import memory_url, moto, speaking_to
 from commands import run, run_json
 from e2e import harness
 from helpers import caches_of, kv_bits
+from proxy import FaultyProxy
 from vua import VUA, NotWritableError, VUAConfig, VUAError
 from vua.storage.bucket import Bucket
-from vua.testing.proxy import FaultyProxy
 
 pytestmark = pytest.mark.thorough
 pytest.importorskip("obstore")

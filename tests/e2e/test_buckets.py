@@ -16,13 +16,13 @@ from buckets import seaweedfs, speaking_to
 from commands import run as command
 from commands import run_json
 from e2e.harness import PROMPT, Batch, Driver, EngineTest, Phase, Served, run, tokens
+from proxy import HARMS, FaultyProxy
 from vua.format.compressed import is_available
 from vua.format.entry import CODEC, ENCRYPTED
 from vua.format.parse import parse_entry
 from vua.security.keyring import tenant_of, write_key
 from vua.storage.bucket import Bucket
 from vua.storage.names import is_compressed
-from vua.testing.proxy import HARMS, FaultyProxy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 pytest.importorskip("obstore")

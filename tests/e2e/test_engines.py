@@ -12,7 +12,7 @@ from e2e.checkpoints import SIZES
 from e2e.damage import CHUNK, stored
 from e2e.harness import PROMPT, Batch, EngineTest, llama, make, models
 from e2e.meeting import make as made
-from vua.testing.models import make_model
+from small_models import make_model
 
 pytestmark = pytest.mark.vllm
 

@@ -14,7 +14,7 @@ import pytest
 from e2e.harness import SOURCE
 from e2e.sglang_server import PYTHON, Server, extra_config
 from helpers import DirectoryTest
-from vua.testing.real_model import real_model, wheel_file
+from real_model import real_model, wheel_file
 
 pytestmark = pytest.mark.thorough
 

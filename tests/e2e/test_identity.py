@@ -32,7 +32,7 @@ from e2e.harness import (
     tokens,
 )
 from e2e.pictures import IMAGE_TOKEN
-from vua.testing.models import make_model
+from small_models import make_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 

@@ -26,7 +26,7 @@ from e2e.architectures import gemma3, gpt_oss
 from e2e.controls import store_noise
 from e2e.harness import PROMPT, RESET, Batch, EngineTest, llama, models, tokens
 from helpers import soak
-from vua.testing.models import make_model
+from small_models import make_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 

@@ -22,12 +22,12 @@ from e2e.harness import (
     tokens,
 )
 from helpers import save_chunk
+from small_models import make_model
 from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
 from vua.storage.base import entry_name
 from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
-from vua.testing.models import make_model
 
 pytestmark = pytest.mark.vllm
 

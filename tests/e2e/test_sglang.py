@@ -21,7 +21,7 @@ from e2e.by_transformers import generate
 from e2e.damage import CHUNK, chunk_files, flip, stored, vanish
 from e2e.harness import Batch, Phase, Served, run
 from e2e.sglang_server import Answer, Server, extra_config, needs_sglang, wait_until
-from vua.testing.real_model import real_model, wheel_file
+from real_model import real_model, wheel_file
 
 pytestmark = [pytest.mark.vllm]
 

@@ -12,7 +12,7 @@ import pytest
 from e2e.damage import CHUNK, stored
 from e2e.sglang_server import Answer, Server, extra_config, needs_sglang, wait_until
 from e2e.variants import make_adapter
-from vua.testing.real_model import real_model, wheel_file
+from real_model import real_model, wheel_file
 
 pytestmark = [pytest.mark.thorough]
 

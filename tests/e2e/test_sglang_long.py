@@ -13,7 +13,7 @@ import pytest
 
 from e2e.damage import CHUNK, flip, stored
 from e2e.sglang_server import Server, extra_config, needs_sglang, wait_until
-from vua.testing.real_model import real_model, wheel_file
+from real_model import real_model, wheel_file
 
 pytestmark = [pytest.mark.soak]
 

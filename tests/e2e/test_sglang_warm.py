@@ -15,7 +15,7 @@ import pytest
 from buckets import seaweedfs, speaking_to
 from e2e.damage import CHUNK
 from e2e.sglang_server import PYTHON, Server, environment, extra_config, needs_sglang
-from vua.testing.real_model import real_model, wheel_file
+from real_model import real_model, wheel_file
 
 pytestmark = [pytest.mark.thorough]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from e2e.harness import PROMPT, Batch, EngineTest
-from vua.testing.models import make_model
+from small_models import make_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 

@@ -33,8 +33,8 @@ from e2e.harness import (
 from e2e.pictures import IMAGE_TOKEN
 from e2e.variants import make_adapter, make_variant
 from forgery import forged
+from small_models import make_model
 from vua.format.parse import parse_entry
-from vua.testing.models import make_model
 
 pytestmark = pytest.mark.vllm
 

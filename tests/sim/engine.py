@@ -17,7 +17,7 @@ from typing import Any
 from e2e.architectures import eagle
 from sim.truth import DRAFT, STATE, Chain, Shape, layer_name
 from sim.worker import Worker, Wrong
-from vua.testing.models import make_model
+from small_models import make_model
 from vua.vllm import CONNECTOR
 
 MAX_MODEL_LEN = 1024

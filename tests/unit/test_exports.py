@@ -45,9 +45,6 @@ EXPECTED = {
         "VLLMPagedMemGPUConnectorV2",
     ],
     "vua.testing.faulty": ["FaultyStorage"],
-    "vua.testing.models": ["ENGINE_ENVIRONMENT", "Family", "make_demo_model", "make_model"],
-    "vua.testing.real_model": ["NAME", "real_model", "wheel_file"],
-    "vua.testing.throttle": ["ThrottledStorage"],
     "vua.serdes": ["bytes_to_tensor", "tensor_to_bytes"],
 }
 TREE = {

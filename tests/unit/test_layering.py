@@ -159,7 +159,7 @@ class TestLayering(unittest.TestCase):
             ("vua.cli.warm", "x = KeyChain(ids, 64)"): "Namespace.keys",
             ("vua.cli.warm", "x = keys.KeyChain(ids, 64)"): "Namespace.keys",
             ("vua.cli.warm", "from vua.format.keys import KeyChain as K"): "Namespace.keys",
-            ("vua.testing.models", "from scorecard import X"): "not installed",
+            ("vua.testing.faulty", "from scorecard import X"): "not installed",
             ("vua.cli", "from suite.measure import X"): "not installed",
             ("vua.helpers", ""): "no place",
         }
@@ -182,7 +182,6 @@ class TestLayering(unittest.TestCase):
             ("vua.cli", "from vua.format.keys import KeyChain\ndef f() -> KeyChain: ..."),
             ("vua.store.namespace", "x = KeyChain(ids, 64)"),
             ("vua.vllm", "import vllm\nfrom vua.vllm.worker import X\nfrom vua import VUA"),
-            ("vua.testing", "import vllm, transformers\nfrom vua.vllm import X"),
             ("vua.transformers", "import torch\nmodel.eval()"),
         )
         for module, source in sound:

@@ -248,7 +248,7 @@ class TestModel(ExplainTest):
         """Of what an adapter says of a real checkpoint the files tell all but the config."""
         from transformers import AutoModelForCausalLM
 
-        from vua.testing.models import make_model
+        from small_models import make_model
         from vua.transformers.model import identity_of
 
         path = make_model(self.root / "real")

@@ -22,9 +22,9 @@ import torch
 from commands import run, run_json
 from helpers import SOON_S, DirectoryTest, caches_of
 from seals import ALICE, KeysTest
+from small_models import make_model
 from vua.core import VUA, VUAConfig
 from vua.security.settings import Security
-from vua.testing.models import make_model
 
 WORDS = [f"t{number}" for number in range(4, 304)]
 PROMPT = list(range(10))

@@ -12,12 +12,12 @@ import pytest
 
 from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
 from scheduling import bare_connector
+from throttle import ThrottledStorage
 from vua.connector.metadata import ScheduledRequest, ScheduledStep
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.storage.base import Batch, ReadResult
-from vua.testing.throttle import ThrottledStorage
 
 LAYOUT = KVLayout(2, 1, 8, 4, "F32", 16)
 COMPUTE_S = 0.1

@@ -29,8 +29,8 @@ from unittest import mock
 import pytest
 
 from helpers import ROOT
+from real_model import wheel_file
 from vua import cli
-from vua.testing import real_model
 
 BLOCK = re.compile(r"^(<!-- part -->\n)?( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 ENGINE = "<!-- run: engine -->"
@@ -155,7 +155,7 @@ class BlockTest(unittest.TestCase):
 
     @pytest.mark.thorough
     @unittest.skipUnless(importlib.util.find_spec("transformers"), "transformers is not installed")
-    @unittest.skipUnless(real_model.wheel_file(), "the wheel of the real model is not installed")
+    @unittest.skipUnless(wheel_file(), "the wheel of the real model is not installed")
     def test_run_with_engine(self) -> None:
         """Likewise the blocks that need an engine and the real model."""
         chosen = [page for page in pages() if ENGINE in page.read_text("utf-8")]

@@ -234,7 +234,7 @@ with contextlib.redirect_stdout(sys.stderr):
     from transformers import AutoModelForCausalLM
     from vllm.engine.arg_utils import EngineArgs
     from vua.format.identity import config_digest
-    from vua.testing.models import make_model
+    from small_models import make_model
     def of_vllm(path, dtype, **overrides):
         args = EngineArgs(model=str(path), dtype=dtype, hf_overrides=overrides)
         return config_digest(args.create_model_config().hf_text_config.to_dict())

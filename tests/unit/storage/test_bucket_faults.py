@@ -13,10 +13,10 @@ import pytest
 
 from buckets import seaweedfs
 from proxied import CHUNKS, CONFIG, KV, TOKENS, ProxiedTest
+from proxy import HARMS, REFUSALS
 from vua.core import VUA
 from vua.errors import StorageError
 from vua.storage.bucket import Bucket
-from vua.testing.proxy import HARMS, REFUSALS
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.thorough

@@ -14,12 +14,12 @@ import torch
 from buckets import moto, speaking_to
 from commands import run, run_json
 from helpers import DirectoryTest, caches_of, kv_bits
+from proxy import FaultyProxy
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_mark import is_marked_bucket
 from vua.storage.location import BucketPath
-from vua.testing.proxy import FaultyProxy
 
 pytest.importorskip("obstore")
 

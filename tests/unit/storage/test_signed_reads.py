@@ -16,11 +16,11 @@ from unittest import mock
 import pytest
 
 from buckets import seaweedfs, speaking_to
+from proxy import HARMS, REFUSALS, FaultyProxy
 from vua.errors import StorageError
 from vua.storage import signed_reads
 from vua.storage.bucket import Bucket
 from vua.storage.signed_reads import SignedReads
-from vua.testing.proxy import HARMS, REFUSALS, FaultyProxy
 
 obstore = pytest.importorskip("obstore")
 

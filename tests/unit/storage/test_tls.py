@@ -12,9 +12,9 @@ import pytest
 from buckets import seaweedfs, speaking_to
 from helpers import DirectoryTest, kv_bits
 from proxied import CHUNKS, CONFIG, KV, TOKENS
+from proxy import FLIPPED_UPLOAD, FaultyProxy
 from vua.core import VUA
 from vua.errors import StorageError
-from vua.testing.proxy import FLIPPED_UPLOAD, FaultyProxy
 
 pytest.importorskip("obstore")
 pytest.importorskip("cryptography")

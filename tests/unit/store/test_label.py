@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from helpers import DirectoryTest, caches_of, flip, kv_bits
+from small_models import make_model
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
 from vua.format.keys import KeyChain, token_ids
 from vua.security.keyring import write_key
 from vua.security.settings import Security
 from vua.store.agreement import compare
-from vua.testing.models import make_model
 
 TOKENS = torch.arange(100, 132)
 

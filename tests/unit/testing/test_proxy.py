@@ -1,4 +1,4 @@
-"""Mirrors `vua.testing.proxy`: each harm in front of a real server costs hits and bounded time."""
+"""Mirrors `proxy`: each harm in front of a real server costs hits and bounded time."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from helpers import kv_bits
 from proxied import CONFIG, KV, TOKENS, ProxiedTest
+from proxy import HARMS
 from vua.core import VUA
 from vua.errors import StorageError
 from vua.storage.bucket import Bucket
-from vua.testing.proxy import HARMS
 
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.thorough

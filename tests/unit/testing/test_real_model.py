@@ -1,4 +1,4 @@
-"""Mirrors `vua.testing.real_model`: a model that answers for real."""
+"""Mirrors `real_model`: a model that answers for real."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
+import real_model as module
 from helpers import DirectoryTest
-from vua.testing import real_model as module
 
 
 class TestRealModel(DirectoryTest):

@@ -1,4 +1,4 @@
-"""Mirrors `vua.testing.throttle`."""
+"""Mirrors `throttle`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import unittest
 import torch
 
 from helpers import DirectoryTest, keys_of, save_chunk
+from throttle import ThrottledStorage
 from vua.device.buffers import StagingBuffer
 from vua.format.layout import KVLayout
 from vua.storage.local import LocalStorage
 from vua.store.store import Store
-from vua.testing.throttle import ThrottledStorage
 
 LAYOUT = KVLayout(2, 1, 8, 4, "F32", 16)
 

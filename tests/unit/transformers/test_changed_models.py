@@ -18,8 +18,8 @@ import torch
 
 from helpers import SOON_S
 from model_changes import CHANGES, ONLY_BEFORE
+from small_models import make_model
 from vua import InputError
-from vua.testing.models import make_model
 
 CHUNK = 16
 PROMPT = torch.randint(4, 512, (1, 100), generator=torch.Generator().manual_seed(1))

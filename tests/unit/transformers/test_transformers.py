@@ -23,10 +23,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers import SOON_S, in_child, keys_of
+from small_models import Family, make_model
 from vua import ConfigError, InputError
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity, config_digest
-from vua.testing.models import Family, make_model
 from vua.weights import identify_weights, weights_fingerprint
 
 CHUNK = 16

@@ -17,8 +17,8 @@ import torch
 
 from helpers import SOON_S
 from model_changes import CHANGES
+from small_models import make_model
 from vua import ConfigError
-from vua.testing.models import make_model
 
 pytestmark = pytest.mark.thorough
 

@@ -20,9 +20,9 @@ import torch
 
 from e2e.engine import ENVIRONMENT
 from helpers import DirectoryTest
+from small_models import make_model
 from vua.connector.config import ConnectorConfig
 from vua.connector.refusals import REFUSALS
-from vua.testing.models import make_model
 
 pytestmark = pytest.mark.vllm
 

@@ -23,9 +23,9 @@ import torch
 
 from e2e.engine import ENVIRONMENT
 from helpers import flip
+from small_models import make_model
 from vua.connector.config import ConnectorConfig
 from vua.format.layout import KVLayout
-from vua.testing.models import make_model
 
 pytestmark = pytest.mark.vllm
 

@@ -18,7 +18,7 @@ from unittest import mock
 
 import pytest
 
-from vua.testing.models import make_model
+from small_models import make_model
 from vua.weights import Weights
 
 pytestmark = pytest.mark.vllm

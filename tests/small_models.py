@@ -209,8 +209,8 @@ def _replace(fresh: Path, target: Path, spec: _Spec) -> None:
 
 
 def _write_checkpoint(directory: Path, spec: _Spec) -> None:
-    import torch  # noqa: PLC0415 - optional, and slow to import
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    import torch
+    from transformers import AutoModelForCausalLM
 
     config = _config(spec)
     with torch.random.fork_rng(devices=[]):
@@ -221,7 +221,7 @@ def _write_checkpoint(directory: Path, spec: _Spec) -> None:
 
 
 def _config(spec: _Spec) -> PreTrainedConfig:
-    import transformers  # noqa: PLC0415
+    import transformers
 
     config_class = getattr(transformers, _CONFIG_CLASSES[spec.family])
     config: PreTrainedConfig = config_class(
@@ -245,10 +245,10 @@ def _config(spec: _Spec) -> PreTrainedConfig:
 
 def _tokenizer(spec: _Spec) -> PreTrainedTokenizerFast:
     """Return a tokenizer of words: token n is "tn", so prompts are readable."""
-    from tokenizers import Tokenizer  # noqa: PLC0415
-    from tokenizers.models import WordLevel  # noqa: PLC0415
-    from tokenizers.pre_tokenizers import WhitespaceSplit  # noqa: PLC0415
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
 
     words = [*_SPECIAL_TOKENS, *(f"t{n}" for n in range(len(_SPECIAL_TOKENS), spec.vocab_size))]
     tokenizer = Tokenizer(

@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 
-from vua.testing.models import Family, make_model
+from small_models import Family, make_model
 from vua.weights import weights_fingerprint
 
 

@@ -86,11 +86,11 @@ def real_model(directory: str | os.PathLike[str] | None = None) -> Path:
 
 
 def _convert(file: Path, directory: Path) -> None:
-    import torch  # noqa: PLC0415 - optional, and slow to import
-    from gguf import GGUFReader  # noqa: PLC0415
-    from gguf.quants import dequantize  # noqa: PLC0415
-    from safetensors.torch import save_file  # noqa: PLC0415
-    from transformers import AutoTokenizer  # noqa: PLC0415
+    import torch
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+    from safetensors.torch import save_file
+    from transformers import AutoTokenizer
 
     reader = GGUFReader(file)
     config = _config(reader)

@@ -54,7 +54,7 @@ class ThrottledStorage(FaultyStorage):
 
     All threads share the bandwidth, like a disk's or a network's. Thread-safe.
 
-    >>> from vua.testing.throttle import ThrottledStorage
+    >>> from throttle import ThrottledStorage
     >>> slow = ThrottledStorage(storage, bytes_per_s=1e6)  # doctest: +SKIP
     >>> slow.throttle(None)  # full speed, also for waiting reads  # doctest: +SKIP
     """

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from vua.testing.throttle import Link
+from throttle import Link
 
 HARMS: Final = ("slow", "stalled", "503", "429", "reset", "truncated", "flipped")
 """Harms to an answer."""
