@@ -1,7 +1,7 @@
 """The suite of this checkout beside that of an earlier commit, by turns.
 
     python benchmarks/checkouts.py COMMIT [--only C1,C2,C3,C8,C9] [--rounds 5] [--out FILE]
-    python benchmarks/checkouts.py COMMIT --again FILE [--only C9] [--rounds 7] [--markdown PAGE]
+    python benchmarks/checkouts.py COMMIT --again FILE [--only C9] [--rounds 7]
 
 Each round runs the suite of both, the earlier one first in every other round. Each suite measures
 its arms against a denominator of its own (raw reads and writes, SHA-256), in the same process. What
@@ -15,7 +15,7 @@ number. Interrupted, it tells of the rounds that have ended.
 
 Of some 150 rows a few come out low by chance. With --again only those that are below 0.97 in FILE,
 which an earlier run wrote by --out, are measured: a row that has truly fallen is low again. Their
-rounds are added to those in FILE. --markdown puts the summary into a page.
+rounds are added to those in FILE.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from house import ROOT, archived, replace_between
+from house import ROOT, archived
 
 Row = tuple[str, str, str, str]
 """Its number, case, arm and denominator."""
@@ -125,7 +125,6 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="work there: on the file system to measure")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write all ratios as JSON")
     parser.add_argument("--again", type=Path, metavar="FILE", help="only rows that are low there")
-    parser.add_argument("--markdown", type=Path, metavar="PAGE", help="with --again")
     asked = parser.parse_args()
     numbers = asked.only or NUMBERS
     wanted: set[Row] | None = None
@@ -152,8 +151,6 @@ def main() -> None:
                 print(f"round {turn + 1} of {asked.rounds}", file=sys.stderr)
     print(table({row: found[row] for row in wanted} if wanted else found))
     print(summary(found, first))
-    if asked.markdown:
-        replace_between(asked.markdown, "checkouts", summary(found, first))
     if asked.out:
         report = {JOINT.join(row): ratios for row, ratios in found.items()}
         asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -612,21 +612,30 @@ def shown(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
-def table(report: dict[str, Any]) -> str:
-    """Return what was measured and predicted, Markdown."""
-    sizes = sorted(map(int, report["sizes"]))
-    heads = [report["kind"], "", *(f"{n:,}" for n in sizes), "predicted / measured"]
-    lines = [[*heads, *(f"10^{len(str(goal)) - 1}" for goal in GOALS)]]
-    lines.append(["---", "---", *["--:"] * (len(lines[0]) - 2)])
-    before = ""
-    for row in predictions(report):
-        name = "" if row["what"] == before else row["what"]
-        before = row["what"]
-        numbers = [shown(one) for one in row["measured"]]
-        holds = abs(row["of_measured"] - 1) <= WITHIN
-        goals = [shown(one) if holds else "" for one in row["goals"]]
-        lines.append([name, UNITS[row["measure"]], *numbers, f"{row['of_measured']:.2f}", *goals])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("|  |", "| |")
+def table(*reports: dict[str, Any]) -> str:
+    """Return what was measured at the sizes that all reports have, and predicted; Markdown.
+
+    A cell holds a command's measures in the order that the report's first row names. A prediction
+    from a line that missed the largest size is a dash.
+    """
+    sizes = sorted(set.intersection(*(set(map(int, one["sizes"])) for one in reports)))
+    goals = [f"10^{len(str(goal)) - 1}" for goal in GOALS]
+    lines = [["", *(f"{n:,}" for n in sizes), "predicted / measured", *goals]]
+    lines.append(["---", *["--:"] * (len(lines[0]) - 1)])
+    for report in reports:
+        every = sorted(map(int, report["sizes"]))
+        rows = predictions(report)
+        units = ", ".join(dict.fromkeys(UNITS[row["measure"]] for row in rows))
+        lines.append([f"**{report['kind']}**: {units}", *[""] * (len(lines[0]) - 1)])
+        for name in dict.fromkeys(row["what"] for row in rows):
+            some = [row for row in rows if row["what"] == name]
+            cells = [[shown(row["measured"][every.index(n)]) for n in sizes] for row in some]
+            for row, line in zip(some, cells, strict=True):
+                holds = abs(row["of_measured"] - 1) <= WITHIN
+                line += [f"{row['of_measured']:.2f}"]
+                line += [shown(one) if holds else "-" for one in row["goals"]]
+            lines.append([name, *("; ".join(each) for each in zip(*cells, strict=True))])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("|  ", "| ")
 
 
 def summary(report: dict[str, Any]) -> str:
@@ -762,7 +771,8 @@ def main() -> None:
         options.out.write_text(json.dumps(there, indent=1) + "\n", encoding="utf-8")
         if options.markdown:
             shown_ = [one for name, one in there.items() if name != "engine"]
-            text = "\n".join(f"{table(one)}\n{summary(one)}\n" for one in shown_)
+            said = " ".join(f"{one['kind']}, {summary(one)}" for one in shown_)
+            text = f"{table(*shown_)}\n{said}"
             replace_between(options.markdown, "scale", text)
 
 

@@ -89,7 +89,7 @@ def differing(trace: dict[str, Any]) -> list[str]:
 
 
 def table(traces: list[dict[str, Any]]) -> str:
-    """Return the table, Markdown."""
+    """Return the table, Markdown, without rooms where LRU is as good as Belady."""
     names = [name for name in POLICIES if name != "LRU"]
     heads = ["trace", "room", "LRU", "Belady", *names]
     lines = [heads, ["---", *["--:"] * (len(heads) - 1)]]
@@ -98,13 +98,12 @@ def table(traces: list[dict[str, Any]]) -> str:
         sizes = sorted({one["blocks"] for one in trace["bounded"]})
         for part, size in zip(PARTS, sizes, strict=True):
             low, high = (found[name, size]["hit_ratio"] for name in ("LRU", "Belady"))
-            cells = [f"{found[name, size]['covered']:+.2f}" for name in names]
             if high - low < ALMOST:
-                cells = ["-"] * len(names)
-            first = trace["name"] if part == PARTS[0] else ""
+                continue
+            cells = [f"{found[name, size]['covered']:+.2f}" for name in names]
             ratios = [f"{low:.4f}".lstrip("0"), f"{high:.4f}".lstrip("0")]
-            lines.append([first, f"{part} %, {size:,}", *ratios, *cells])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("|  |", "| |")
+            lines.append([trace["name"], f"{part} %, {size:,}", *ratios, *cells])
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def text(traces: list[dict[str, Any]]) -> str:
@@ -124,6 +123,7 @@ def text(traces: list[dict[str, Any]]) -> str:
         else f"Of {many} ratios {len(apart)} differ in {DIGITS} digits: {'; '.join(apart)}."
     )
     learning = f" Hit density began to learn late ({'; '.join(late)})." if late else ""
+    learning += " Rooms where LRU and Belady are less than 0.01 apart are left out."
     return f"{table(traces)}\nMeasured on {' and '.join(dates)}. {agree}{learning}\n"
 
 

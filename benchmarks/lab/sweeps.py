@@ -315,23 +315,19 @@ def measured(name: str, path: Path, block_tokens: int, many: int) -> dict[str, A
 
 def table(traces: Sequence[dict[str, Any]]) -> str:
     """Return the table, Markdown."""
-    lines = [
-        ["trace, tenants", "room", "policy", "exact", "to its end", "looks", "by fan", "looks"],
-        ["---", "--:", "---", "--:", "--:", "--:", "--:", "--:"],
-    ]
-    for trace in traces:
-        first = f"{trace['name']}, {trace['tenants']:,}"
-        for room in trace["rooms"]:
-            part = f"{100 * room['blocks'] / trace['distinct']:.0f} %, {room['blocks']:,}"
-            for policy, exact in room["exact"].items():
-                cells = [first, part, policy, f"{exact:.4f}"]
-                for one in room["sweeps"]:
-                    if one["policy"] == policy:
-                        cells += [f"{one['of_exact']:.4f}", f"{one['looks']:.0f}"]
-                lines.append(cells)
-                first = part = ""
-    text = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-    return re.sub(r"\|  (?=\|)", "| ", text)
+    found = [(trace, room) for trace in traces for room in trace["rooms"]]
+    policies = list(dict.fromkeys(name for _, room in found for name in room["exact"]))
+    heads = [f"{name}: {what}" for name in policies for what in ("exact", "to its end", "by fan")]
+    lines = [["trace, tenants, room", *heads], ["---", *["--:"] * len(heads)]]
+    for trace, room in found:
+        part = f"{100 * room['blocks'] / trace['distinct']:.0f} %, {room['blocks']:,}"
+        cells = [f"{trace['name']}, {trace['tenants']:,}, {part}"]
+        for policy in policies:
+            cells.append(f"{room['exact'][policy]:.4f}")
+            cells += [f"{one['of_exact']:.4f} ({one['looks']:.0f})"
+                      for one in room["sweeps"] if one["policy"] == policy]  # fmt: skip
+        lines.append(cells)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def lowest(traces: Sequence[dict[str, Any]]) -> float:

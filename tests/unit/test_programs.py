@@ -109,6 +109,14 @@ class TestPrograms(unittest.TestCase):
         self.assertAlmostEqual(1e7, rows["cpu_s"]["goals"][2], delta=10)
         self.assertLess(rows["requests"]["of_measured"], 0.75)  # control: it is no line
         self.assertIn("2 of 3", scale.summary(report | {"date": "today"}))
+        other = report | {"kind": "nfs4", "sizes": [100, 400]}  # without processor times
+        heads, _, kind, cells, guest, few = scale.table(report, other).splitlines()
+        self.assertTrue(heads.startswith("| | 100 | 400 | predicted / measured | 10^7 |"))
+        self.assertTrue(kind.startswith("| **ext4**: s, MB, requests | | |"))
+        self.assertIn("| x | 2; 50; 10,000 | 5; 50; 160,000 | 1.00; 1.00; 0.30 | ", cells)
+        self.assertIn("| 100,001; 50; - |", cells)
+        self.assertTrue(guest.startswith("| **nfs4**: MB, requests |"))
+        self.assertIn("| x | 50; 10,000 | 50; 160,000 |", few)
 
     def test_samples_are_flat(self) -> None:
         """What looks at 131,072 names costs no more from there on; control: a bucket is listed."""

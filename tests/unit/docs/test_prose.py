@@ -28,6 +28,8 @@ MOST_TURNS = 40
 MOST_SPACES_OF_A_NAME = 3
 MOST_TURNS_OF_SOURCE = 220
 """In docstrings and messages, where "there is none" is often the shortest."""
+MOST_LINES = {"performance.md": 350}
+"""Of pages that numbers make longer each time something is measured."""
 TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 
 BLOCK = re.compile(r"^```.*?^```|<!--.*?-->|<script.*?</script>", re.DOTALL | re.MULTILINE)
@@ -112,6 +114,12 @@ class ProseTest(unittest.TestCase):
             with self.subTest(page=str(page.relative_to(ROOT))):
                 longest = max(found, key=words, default="")
                 self.assertLessEqual(words(longest), MOST_WORDS, longest)
+
+    def test_lines(self) -> None:
+        """A page of measurements has one table for each, not a diary."""
+        for name, most in MOST_LINES.items():
+            lines = (ROOT / "docs" / name).read_text("utf-8").splitlines()
+            self.assertLessEqual(len(lines), most, name)
 
     def test_turns(self) -> None:
         """Few sentences have to be read twice."""
