@@ -424,14 +424,6 @@ class Catalog(ABC):
     def is_local(self) -> bool:
         """Whether only this machine reaches the cache; False when in doubt."""
 
-    def use_inventory(self, manifest: str) -> float:
-        """List objects by a report from now on, see :mod:`vua.catalog.inventory`.
-
-        Returns when it was made, in seconds since 1970. Raises ConfigError, StorageError.
-        """
-        msg = f"{self.where}: only a bucket has an inventory, found {manifest}"
-        raise ConfigError(msg)
-
     # -- what lies in it --------------------------------------------------------------------------
 
     @abstractmethod

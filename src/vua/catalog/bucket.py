@@ -16,8 +16,7 @@ import re
 import secrets
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -45,7 +44,6 @@ from vua.catalog.base import (
 )
 from vua.catalog.check import Check, Checker, ExpectedEntry, Item, OpenFile, Verification, sampled
 from vua.catalog.chunk_table import ListedChunk
-from vua.catalog.inventory import Inventory
 from vua.catalog.listed import ListedCatalog, ListedNamespace
 from vua.errors import ConfigError, CorruptEntryError, StorageError
 from vua.format.compressed import PACKAGE, Compressed, decompressed
@@ -108,14 +106,8 @@ _OURS: Final = b'{\n "format": "vua.'
 class BucketNamespace(ListedNamespace):
     """A namespace in a bucket."""
 
-    def __init__(
-        self,
-        description: Description,
-        bucket_path: BucketPath,
-        show: Show,
-        metas: Iterable[Meta] | None = None,
-    ) -> None:
-        """List the namespace, or take the objects in ``metas``. Raises StorageError."""
+    def __init__(self, description: Description, bucket_path: BucketPath, show: Show) -> None:
+        """List the namespace. Raises StorageError."""
         super().__init__(description)
         self.bucket_path = bucket_path
         self.leftovers: list[str] = []
@@ -148,7 +140,7 @@ class BucketNamespace(ListedNamespace):
             else:
                 self._note(item)
 
-        _give(bucket_path, metas, take)
+        bucket_path.bucket.walk_at_once(bucket_path.key, take)
         self.beside += self.chunks.end()
 
     def _note(self, item: Item) -> None:
@@ -274,8 +266,6 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         super().__init__(where, bucket_path)
         self.root = bucket_path
         self._is_asked = False
-        self._inventory: Inventory | None = None
-        """Tells the objects, instead of listings."""
 
     @classmethod
     def open(cls, where: str, *, create: bool = False) -> BucketCatalog:
@@ -285,23 +275,12 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        report = Counter[str]() if self._inventory is None else Counter(self._inventory.counts)
-        return Counter(self.root.bucket.counts) + report
+        return self.root.bucket.counts
 
     def monthly_dollars(self, nbytes: int) -> float:
         return round(nbytes / _GB * DOLLARS_PER_GB_MONTH, 6)
 
     # -- what lies in it --------------------------------------------------------------------------
-
-    def use_inventory(self, manifest: str) -> float:
-        """Read all of it."""
-        report = Inventory(manifest)
-        report.read(self.root)
-        self._inventory = report
-        return report.taken_s
-
-    def _metas(self, description: Description) -> Iterator[Meta] | None:
-        return None if self._inventory is None else self._inventory.objects(description.name)
 
     def contents(self) -> tuple[list[Description], list[str]]:
         """Send a listing, and one request per namespace."""
@@ -321,7 +300,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
         del show
         content = Content(description, self.state(description))
-        found = walk(self._path(description), self._metas(description))
+        found = walk(self._path(description))
         for _, items in itertools.groupby(found, lambda one: one.path[:2]):
             content.add(PartUsage.of(items, long=long))
         return content
@@ -332,7 +311,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
             locate(self.where, create=False)
             self._is_asked = True
         found, strays = bucket_contents(self.root)
-        spaces = [BucketNamespace(one, self._path(one), show, self._metas(one)) for one in found]
+        spaces = [BucketNamespace(one, self._path(one), show) for one in found]
         strays += [space.name for space in spaces if not space.is_ours]
         ours = [space for space in spaces if space.is_ours]
         strays += [f"{space.name}/{path}" for space in ours for path in space.strays]
@@ -454,24 +433,9 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         return None, []
 
 
-def _give(
-    bucket_path: BucketPath, metas: Iterable[Meta] | None, take: Callable[[Meta], None]
-) -> None:
-    """Give all objects of a namespace, or those in ``metas``, to ``take``. Raises StorageError."""
-    if metas is None:
-        bucket_path.bucket.walk_at_once(bucket_path.key, take)
-    else:
-        for meta in metas:
-            take(meta)
-
-
-def walk(bucket_path: BucketPath, metas: Iterable[Meta] | None = None) -> Iterator[Item]:
-    """Return the objects of a namespace, except its description. Raises StorageError.
-
-    ``metas``: these, instead of what a listing finds.
-    """
-    found = bucket_path.bucket.walk(bucket_path.key) if metas is None else metas
-    items = (_item(bucket_path, meta) for meta in found)
+def walk(bucket_path: BucketPath) -> Iterator[Item]:
+    """Return the objects of a namespace, except its description. Raises StorageError."""
+    items = (_item(bucket_path, meta) for meta in bucket_path.bucket.walk(bucket_path.key))
     return (one for one in items if one.kind != "description")
 
 

@@ -200,12 +200,6 @@ def argument(name: str, text: str, **more: Any) -> Callable[[F], F]:
     return click.argument(name, cls=_Argument, text=text, **more)
 
 
-by_inventory = click.option(
-    "--inventory", metavar="URL", help="list a bucket by this manifest.json of an S3 inventory"
-)
-"""Declares a report of a bucket's objects; see :mod:`vua.catalog.inventory`."""
-
-
 def _key_options() -> list[click.Parameter]:
     """The keys, as in the engines' settings; see :func:`_security`."""
     return [

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from vua.capacity.prefix_tree import PrefixTree
 from vua.catalog.base import SHORT, Content, size
 from vua.catalog.opening import open_catalog
-from vua.cli.command import by_inventory, command
-from vua.cli.output import Lazy, Report, line, print_listed, print_strays, progress, table, when
+from vua.cli.command import command
+from vua.cli.output import Lazy, Report, line, print_strays, progress, table, when
 from vua.errors import ConfigError
 
 SORTS: Final = ("name", "size", "newest", "prompt")
@@ -37,13 +37,10 @@ class LsReport(Report):
     """By namespace its chunks in the order of prompts."""
     model: str | None = None
     """What was asked for; None: everything."""
-    listed_s: float | None = None
-    """When the inventory was made by which it was listed, in seconds since 1970."""
 
     def describe(self) -> object:
         namespaces = [_describe(one, long=self.long) for one in self.contents]
-        fields = {"directory": self.directory, "namespaces": namespaces, "strays": len(self.strays)}
-        return fields if self.listed_s is None else {**fields, "listed_s": self.listed_s}
+        return {"directory": self.directory, "namespaces": namespaces, "strays": len(self.strays)}
 
     def show(self) -> None:
         """Print one row per namespace, and with ``long`` one per chunk."""
@@ -64,7 +61,6 @@ class LsReport(Report):
         for one in self.contents if self.long else ():
             _show_chunks(one, (self.prompts or {}).get(one.description.name))
         print_strays(self.strays)
-        print_listed(self.listed_s)
 
 
 def _describe(content: Content, *, long: bool) -> dict[str, object]:
@@ -194,23 +190,20 @@ def _sizes(content: Content) -> Iterator[tuple[str, int]]:
     default="name",
     help="the largest or newest first; chunks in the order of prompts; default by name",
 )
-@by_inventory
 def ls(
     directory: str,
     *,
     long: bool = False,
     model: str | None = None,
     sort: str = "name",
-    inventory: str | None = None,
 ) -> LsReport:
     """List the namespaces of a cache; ``sort`` is one of SORTS, "prompt" lists chunks.
 
-    ``inventory``: see :mod:`vua.catalog.inventory`. Raises ConfigError if a directory holds
-    something else, or names do not say the order; StorageError.
+    Raises ConfigError if a directory holds something else, or names do not say the order;
+    StorageError.
     """
     long = long or sort == "prompt"
     catalog = open_catalog(directory)
-    listed_s = None if inventory is None else catalog.use_inventory(inventory)
     found, others = catalog.contents()
     if others and not found and catalog.is_foreign():
         raise ConfigError(
@@ -232,7 +225,7 @@ def ls(
     if sort in ("size", "newest"):
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
         contents.reverse()
-    return LsReport(directory, contents, strays, long, prompts, model, listed_s)
+    return LsReport(directory, contents, strays, long, prompts, model)
 
 
 def _is_meant(content: Content, text: str) -> bool:

@@ -248,12 +248,6 @@ def print_strays(strays: Sequence[str]) -> None:
         print(f"{len(strays)} objects or folders are not of VUA and stay: {some}{more}")
 
 
-def print_listed(listed_s: float | None) -> None:
-    """Print when the inventory was made by which a bucket was listed, if it was."""
-    if listed_s is not None:
-        print(f"listed by an inventory of {when(listed_s)}")
-
-
 def requests_of(counts: Mapping[str, int]) -> dict[str, object]:
     """Return requests by kind, and their cost at S3's list price, for programs."""
     return {

@@ -15,7 +15,7 @@ from vua.capacity.limits import Limits
 from vua.catalog.base import SHORT, Adoption, Collection, Removal, Use, key_ids, resolve, size
 from vua.catalog.check import NO_KEYS
 from vua.catalog.opening import open_catalog
-from vua.cli.command import argument, asking, by_inventory, command, duration, duration_s
+from vua.cli.command import argument, asking, command, duration, duration_s
 from vua.cli.output import (
     DAMAGED,
     SOUND,
@@ -23,7 +23,6 @@ from vua.cli.output import (
     Report,
     cost,
     plain,
-    print_listed,
     print_strays,
     progress,
     requests_of,
@@ -51,8 +50,6 @@ class DuReport(Report):
     counts: Mapping[str, int]
     """Requests sent, by kind."""
     monthly_dollars: float | None
-    listed_s: float | None = None
-    """When the inventory was made by which it was listed, in seconds since 1970."""
 
     def describe(self) -> object:
         use = self.use
@@ -67,7 +64,6 @@ class DuReport(Report):
             "strays": len(use.strays),
             **requests_of(self.counts),
             "monthly_dollars": self.monthly_dollars,
-            **({} if self.listed_s is None else {"listed_s": self.listed_s}),
             "namespaces": [
                 {
                     **asdict(one),
@@ -102,23 +98,20 @@ class DuReport(Report):
         if self.monthly_dollars is not None:
             dollars = f"${self.monthly_dollars:.2f}"
             print(f"storage: {dollars} a month at S3's list price; other providers' prices differ")
-        print_listed(self.listed_s)
 
 
 @command("du", "show what a cache occupies, and its bounds", as_owner_of=True)
 @click.option("--quick", is_flag=True, help="estimate it from a sample")
-@by_inventory
-def du(directory: str, *, quick: bool = False, inventory: str | None = None) -> DuReport:
+def du(directory: str, *, quick: bool = False) -> DuReport:
     """Report the space that a cache takes, by namespace; ``quick``: from a sample, if cheaper.
 
-    ``inventory``: see :mod:`vua.catalog.inventory`. Raises ConfigError, StorageError.
+    Raises ConfigError, StorageError.
     """
     catalog = open_catalog(directory)
-    listed_s = None if inventory is None else catalog.use_inventory(inventory)
     with progress() as show:
         use = (catalog.quick_use() if quick else None) or catalog.use(show)
     dollars = catalog.monthly_dollars(use.nbytes)
-    return DuReport(directory, use, dict(catalog.counts), dollars, listed_s)
+    return DuReport(directory, use, dict(catalog.counts), dollars)
 
 
 # -- gc -------------------------------------------------------------------------------------------
