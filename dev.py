@@ -551,7 +551,7 @@ def format_() -> int:
 
 def docs(*arguments: str) -> int:
     """Brings the tables of the documentation up to date, and builds it into site/, strictly."""
-    status = run("docs/_tools/reference.py")
+    status = run("docs/_tools/reference.py", paths=("src", "benchmarks"))
     os.environ["NO_MKDOCS_2_WARNING"] = "1"  # the theme's advertisement of its successor
     return status or run("-m", "mkdocs", "build", "--strict", "--quiet", *arguments)
 

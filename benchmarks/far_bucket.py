@@ -6,8 +6,8 @@ A real vLLM on the CPU with SmolLM2-135M-Instruct (float32) speaks to a real Sea
 proxy that holds back each answer for so many milliseconds. One engine stores prompts of several
 lengths in a directory, which is copied into the bucket. An engine per delay, which knows nothing of
 what is stored, loads one prompt that is not counted, to open connections, and then these. Before
-that `vua bench path` is asked from which prefix on loading wins; shown is the length from which on
-it did.
+that `benchmarks/speed.py` predicts from which prefix on loading wins; shown is the length from
+which on it did.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import math
 import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import tempfile
 from itertools import pairwise
@@ -34,7 +33,8 @@ from engines import CHUNK, Engine, expect
 from proxy import FaultyProxy
 from real_model import NAME, real_model
 from small_models import ENGINE_ENVIRONMENT
-from vua.catalog.speed import describe_machine
+from speed import Demand, describe_machine, probe_bucket
+from vua.capacity.scan import silent
 from vua.storage.bucket import Bucket
 from vua.storage.location import BucketPath
 
@@ -93,13 +93,8 @@ def times(engine: Engine, prompts: dict[int, list[list[int]]], mode: str) -> dic
 
 
 def predicted(url: str, tokens_s: float) -> dict[str, Any]:
-    """Ask `vua bench path`."""
-    words = ["bench", "path", url, "--model", str(TOKEN_NBYTES), "--prefill", str(tokens_s)]
-    done = subprocess.run(
-        [sys.executable, "-m", "vua", *words, "--json"], check=True, stdout=subprocess.PIPE
-    )
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
+    """What `benchmarks/speed.py` predicts."""
+    return probe_bucket(url, Demand("", TOKEN_NBYTES, tokens_s), silent)
 
 
 def measured(loaded: dict[int, float], computed: dict[int, float]) -> int | None:

@@ -18,7 +18,7 @@ from statistics import median
 
 import torch
 
-from vua.catalog.speed import cool
+from speed import cool
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout

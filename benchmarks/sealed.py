@@ -15,10 +15,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from speed import expect
 from suite.measure import Arm, Timings, measure
 from suite.prompts import CASES, Case, Memory, make, noise
 from vua import native
-from vua.catalog.speed import expect
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.security.keyring import write_key

@@ -22,8 +22,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from buckets import seaweedfs, speaking_to
+from speed import describe_machine
 from vua import VUA, VUAConfig
-from vua.catalog.speed import describe_machine
 
 CONFIG = VUAConfig(split_factor=64, model="bench", max_bytes=64 << 30)
 LAYERS, HEADS, DIM = 32, 8, 128

@@ -1,8 +1,9 @@
 """What was measured, as plots on one page that needs nothing else.
 
-Each file says by its fields what it is: `vua bench path --model ... --out FILE` (loading against
-computing), `dev.py replay --out FILE` (hits against room), `benchmarks/connector.py --json FILE`
-(time to the first token of an engine), or docs/measurements/gpu.json (the same on a GPU).
+Each file says by its fields what it is: `benchmarks/speed.py DIR --model ... --json FILE`
+(loading against computing), `dev.py replay --out FILE` (hits against room),
+`benchmarks/connector.py --json FILE` (time to the first token of an engine), or
+docs/measurements/gpu.json (the same on a GPU).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def read(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: not JSON: {problem}") from problem
     if not isinstance(found, dict):
         raise InputError(
-            f"{path}: expected a report of `vua bench`, found a {type(found).__name__}"
+            f"{path}: expected a report of a benchmark, found a {type(found).__name__}"
         )
     return found
 
@@ -81,10 +82,11 @@ def plots_of(report: Mapping[str, Any], name: str) -> list[Plot]:
         if report.get("worth_loading"):
             return [_worth(report)]
     except (LookupError, TypeError, ValueError) as problem:
-        raise InputError(f"{name}: not as `vua bench` writes it: {problem!r}") from problem
+        raise InputError(f"{name}: not as a benchmark writes it: {problem!r}") from problem
     raise InputError(
-        f"{name}: nothing to plot; give what `vua bench path --model M --prefill N --out FILE`, "
-        "`dev.py replay TRACE --out FILE` or `benchmarks/connector.py --json FILE` have written"
+        f"{name}: nothing to plot; give what `benchmarks/speed.py DIR --model M --prefill N "
+        "--json FILE`, `dev.py replay TRACE --out FILE` or `benchmarks/connector.py --json FILE` "
+        "have written"
     )
 
 

@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import torch
 
+from speed import expect
 from suite.context import Bench
 from suite.measure import Arm, Row, measure
 from suite.prompts import CASES, TINY
-from vua.catalog.speed import expect
 from vua.core import VUA, ClosestKV, VUAConfig
 
 

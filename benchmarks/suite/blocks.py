@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 
+from speed import expect
 from suite.context import Bench
 from suite.measure import Arm, Row, measure
 from vua import native
-from vua.catalog.speed import expect
 
 _FORMS = (
     # axes, row elements, bytes of a row of one head: 2-byte elements

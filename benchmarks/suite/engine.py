@@ -11,9 +11,9 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
+from speed import MeasurementError
 from suite.context import Bench
 from suite.measure import Row
-from vua.catalog.speed import MeasurementError
 
 _TIMEOUT_S = 1800
 _MISSES = (

@@ -13,11 +13,11 @@ from typing import Final
 
 import numpy as np
 
+from speed import Buffer, RawFile, cool, direct_works, expect, in_buffer, is_cold
 from suite.context import Bench
 from suite.measure import Arm, Row, busy_process, busy_thread, measure
 from suite.prompts import CASES, TINY, Case, Memory, file_path, file_rows, keys_of, make, noise
 from vua import native
-from vua.catalog.speed import Buffer, RawFile, cool, direct_works, expect, in_buffer, is_cold
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.io import posix

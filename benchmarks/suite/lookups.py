@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from speed import expect
 from suite.context import Bench
 from suite.measure import Arm, Row, busy_process, measure
 from suite.prompts import Case, file_path, keys_of, make, staged
 from vua.capacity.limits import Limits
-from vua.catalog.speed import expect
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vua.catalog.speed import MeasurementError
+from speed import MeasurementError
 
 
 class Peers:

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
+from speed import expect
 from suite.context import Bench
 from suite.loads import Stored, one_thread
 from suite.measure import Arm, Row, measure
 from suite.prompts import CASES, TINY, Case, keys_of, make, staged
-from vua.catalog.speed import expect
 from vua.format.identity import Identity
 from vua.store.namespace import Namespace
 from vua.store.store import Store

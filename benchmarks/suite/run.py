@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
+from speed import describe_machine
 from suite import answers, blocks, engine, loads, lookups, processes, saves, sizes, traces
 from suite.context import Bench, Settings
 from suite.measure import Row
 from suite.peers import Peers
-from vua.catalog.speed import describe_machine
 from vua.errors import InputError
 
 NUMBERS: Final = {

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from speed import Buffer, RawFile, direct_works, expect, in_buffer
 from suite.context import Bench
 from suite.measure import Arm, Row, measure
 from suite.prompts import (
@@ -29,7 +30,6 @@ from suite.prompts import (
     staged,
 )
 from vua.capacity.limits import Limits
-from vua.catalog.speed import Buffer, RawFile, direct_works, expect, in_buffer
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.storage.base import WRITTEN

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from speed import MODELS, layout_of, token_nbytes
 from suite.context import Bench
 from suite.measure import Row
 from suite.prompts import keys_of
-from vua.catalog.speed import MODELS, layout_of, token_nbytes
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard

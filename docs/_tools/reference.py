@@ -18,9 +18,9 @@ from pathlib import Path
 
 import click
 
+from speed import MODELS, layout_of, token_nbytes
 from vua import cli
 from vua.capacity.limits import Limits
-from vua.catalog.speed import MODELS, layout_of, token_nbytes
 from vua.config import VUAConfig
 from vua.connector import config as connector
 from vua.connector.config import OLD_NAMES, ConnectorConfig

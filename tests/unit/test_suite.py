@@ -14,6 +14,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from helpers import ROOT, DirectoryTest, flip
+from speed import MeasurementError
 from suite.__main__ import main
 from suite.context import Settings
 from suite.loads import Stored
@@ -21,7 +22,6 @@ from suite.measure import Arm, Row, measure
 from suite.prompts import TINY, make
 from suite.report import markdown, plots
 from suite.run import NUMBERS, run
-from vua.catalog.speed import MeasurementError
 from vua.errors import InputError
 
 WORKER = ROOT / "benchmarks" / "peers" / "worker.py"

@@ -127,7 +127,6 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "warm": ("vua warm prompts.txt --server http://127.0.0.1:8000 --path /mnt/kv",),
     "args": ("python -m sglang.launch_server --model-path M $(vua args sglang /mnt/kv)",),
     "key": ("vua key own.key", "vua key keys --salt tenant-a"),
-    "bench": ("vua bench /mnt/kv --model Llama-3.1-8B --prefill 5000",),
     "completion": ('eval "$(vua completion bash)"',),
 }
 """Lines to begin with; a test parses them."""

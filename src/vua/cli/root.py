@@ -17,7 +17,7 @@ import click
 from vua.cli.command import COMMANDS, VARIABLE, with_help
 from vua.cli.interrupts import INTERRUPTED, interrupts
 from vua.cli.output import UNUSABLE, guarded, plain
-from vua.errors import StorageError, VUAError
+from vua.errors import ConfigError, StorageError, VUAError
 
 _MODULES: Final = {
     "ls": "ls",
@@ -40,10 +40,14 @@ _MODULES: Final = {
     "warm": "warm",
     "args": "args",
     "key": "prompt",
-    "bench": "measure",
     "completion": "args",
 }
 """The module of each command."""
+_GONE: Final = {
+    "bench": "`vua doctor DIR --prefill TOKENS/S` says what the storage reads in GB/s and "
+    "from which prompt length on loading wins; benchmarks/speed.py in a checkout measures more",
+}
+"""What to use instead of commands that there were."""
 
 
 class _Commands(click.Group):
@@ -55,6 +59,8 @@ class _Commands(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         del ctx
+        if cmd_name in _GONE:
+            raise ConfigError(f"there is no such command any more: {_GONE[cmd_name]}")
         if cmd_name not in _MODULES:
             return None
         import_module(f"vua.cli.{_MODULES[cmd_name]}")
@@ -82,7 +88,7 @@ vua: Final = with_help(
         help="Look into a VUA cache, and keep it in order.",
         epilog="Look: ls, du, top, ui, inspect, explain, events. Check: verify, doctor. "
         "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. "
-        "Measure: bench, advise. Fill: warm. Set up: args, key, completion. "
+        "Measure: advise. Fill: warm. Set up: args, key, completion. "
         f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 success, "
         "1 damage found or work incomplete, 2 usage error or missing directory.",
     )

@@ -129,7 +129,7 @@ class InterruptTest(CliTest):
             Case("pin", root, chunk), Case("pin", root), Case("advise", root),
             Case("adopt", root, "--yes"), Case("import", root, self.files_ / "missing.tar"),
             Case("export", root, archive, "--all"), Case("rm", root, "ffffffff"),
-            Case("bench", "path", root, "--tiny"), Case("ui", self.files_ / "missing"),
+            Case("ui", self.files_ / "missing"),
             Case("warm", self.ids, "--server", "http://127.0.0.1:9", "--path", root),
         ]  # fmt: skip
         named = {case.words[0] for case in cases}

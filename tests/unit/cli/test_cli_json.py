@@ -9,7 +9,6 @@ import subprocess
 import sys
 import unittest
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -92,16 +91,11 @@ class JsonTest(CliTest):
             "export": [["export", root, beside / "tar", "--all"], ["import", root, beside / "tar"]],
             "verify": [["verify", root]],
             "gc": [["gc", root]],
-            "bench path": [["bench", "path", root, "--tiny", "--model", "Llama-3.1-8B",
-                            "--prefill", "1000"]],
             "completion": [["completion", "bash"]],
             "args": [["args", "vllm", "/kv"]],
             "rm": [["pin", root, chunk], ["ttl", root], ["adopt", root], ["key", beside / "key"],
                    ["rm", root, chunk, "--pinned"]],
         }  # fmt: skip
-        if find_spec("obstore"):
-            words = ["bench", "path", memory_url(), "--tiny"]
-            found["bench path"].append([*words, "--model", "1024", "--prefill", "1"])
         return found
 
     def test_every_verb(self) -> None:
@@ -161,14 +155,12 @@ class CommonTest(JsonTest):
             ["explain", "--tokens", self.beside / "tokens"], ["pin", chunk], ["pin"],
             ["gc", "--max-bytes", "1G", "--yes"], ["gc", "--dry-run"], ["pin", chunk, "--remove"],
             ["rm", chunk, "--dry-run"], ["adopt", "--yes"], ["export", "FILE", "--all"],
-            ["import", "FILE"], ["bench", "--tiny", "--path"],
-            ["bench", "--tiny", "--model", "1024", "--prefill", "1", "--path"],
-            ["rm", "--all", "--yes"],
+            ["import", "FILE"], ["rm", "--all", "--yes"],
         ):  # fmt: skip
             reports = []
             for number, where in enumerate((str(self.root), self.url)):
                 file = str(self.beside / f"{number}.tar")
-                asked = [*words, where] if words[-1] == "--path" else [words[0], where, *words[1:]]
+                asked = [words[0], where, *words[1:]]
                 if words[0] == "inspect":
                     asked[1] = (str(self.entries()[0]), f"{where}/{keys[0]}")[number]
                 asked = [file if word == "FILE" else word for word in asked]

@@ -184,9 +184,7 @@ class TestLook(CliTest):
             ["ls", long], ["ls", "-l", long], ["ls", long, "--sort", "prompt"], ["verify", long],
             ["inspect", *long.rglob("*.safetensors")], ["du", long], ["pin", long], ["gc", long],
             ["explain", long, "--tokens", ids], ["doctor", long], ["advise", long],
-            ["top", long, "--once", "--interval", "0.01"], ["bench", "path", long, "--tiny"],
-            ["bench", "path", f"file://{long}/bucket", "--tiny"],
-            ["bench", "path", long, "--tiny", "--model", "Llama-3.1-8B", "--prefill", "5000"],
+            ["top", long, "--once", "--interval", "0.01"],
         ):  # fmt: skip
             for term in ("xterm", "dumb"):
                 with self.subTest(words, term=term), marked() as tables:
@@ -201,8 +199,8 @@ class TestLook(CliTest):
                                 if name.startswith(" "):
                                     self.assertIn(str(value), screen)
         self.assertEqual(
-            {"ls", "verify", "inspect", "du", "pin", "gc", "explain", "doctor", "advise", "top",
-             "bench"}, shown,
+            {"ls", "verify", "inspect", "du", "pin", "gc", "explain", "doctor", "advise", "top"},
+            shown,
         )  # fmt: skip
 
     def test_colours(self) -> None:

@@ -23,8 +23,8 @@ from helpers import (
     save_chunk,
     swap,
 )
+from speed import cool, is_cold
 from vua import native
-from vua.catalog.speed import cool, is_cold
 from vua.device.buffers import StagingBuffer
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
 from vua.errors import InputError, LayoutError

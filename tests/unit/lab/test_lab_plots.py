@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Final
 
-from commands import run
+import speed
 from helpers import ROOT, DirectoryTest
 from lab.__main__ import main
 from lab.plots import page, plots_of, read
@@ -108,12 +108,13 @@ class ReportTest(DirectoryTest):
         self.assertGreater(y1, y2)
 
     def test_path(self) -> None:
-        """What `vua bench path` writes becomes a plot of loading against computing."""
+        """What `benchmarks/speed.py` writes becomes a plot of loading against computing."""
         directory = self.root / "d"
         directory.mkdir()
         out = self.root / "path.json"
-        words = ("--model", "1000", "--prefill", "100", "--tiny", "--out", out)
-        self.assertEqual(0, run("bench", "path", directory, *words)[0])
+        words = ["--model", "1000", "--prefill", "100", "--tiny", "--json", str(out)]
+        with contextlib.redirect_stdout(io.StringIO()):
+            speed.main([str(directory), *words])
         (plot,) = plots_of(read(out), "x")
         self.assertIn("compute", plot.lines)
         self.assertGreater(len(plot.lines), 1)
@@ -124,7 +125,7 @@ class ReportTest(DirectoryTest):
         out = self.root / "page.html"
         broken = {"time to first token": {"x tokens: computed, s": 1}}
         for report, expected in (({}, "nothing to plot"), ([], "expected a report"),
-                                 (broken, "not as `vua bench` writes it")):  # fmt: skip
+                                 (broken, "not as a benchmark writes it")):  # fmt: skip
             code, _, err = lab("plots", self.write("a", report), "--out", out)
             self.assertEqual(2, code)
             self.assertIn(expected, err)

@@ -16,10 +16,10 @@ import pytest
 from helpers import DirectoryTest, flip
 from lab.__main__ import main
 from lab.replay import Request, block_file_nbytes, read, replay
+from speed import MeasurementError
 from suite.traces import multi_round
 from vua.capacity.evictor import DeletionTotals, Evictor
 from vua.capacity.scan import silent
-from vua.catalog.speed import MeasurementError
 from vua.errors import InputError
 from vua.store.store import Store
 

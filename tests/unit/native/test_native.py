@@ -33,8 +33,8 @@ from helpers import (
     rectangle,
     save_chunk,
 )
+from speed import cool, direct_works, is_cold
 from vua import native
-from vua.catalog.speed import cool, direct_works, is_cold
 from vua.format.entry import EntryCodec
 from vua.format.layout import KVLayout, Shard
 from vua.io.files import Directory

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers import DirectoryTest, Memory, flip, has_native, keys_of, model_arrays, save_chunk
-from vua.catalog.speed import cool, direct_works, is_cold
+from speed import cool, direct_works, is_cold
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.storage.local import FirstReads, LocalStorage

@@ -1,36 +1,29 @@
-"""`vua bench`: what a directory can do."""
+"""`benchmarks/speed.py`: how fast a directory or a bucket is."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import unittest
 
 import pytest
 
 from buckets import memory_url
-from commands import run_json
 from helpers import DirectoryTest
-from vua.capacity.scan import silent
-from vua.catalog.speed import (
+from speed import (
     BucketLoad,
     Demand,
     Speed,
     load_seconds,
+    main,
     probe,
     worth,
     worth_from_tokens,
 )
-from vua.cli import main
+from vua.capacity.scan import silent
 from vua.errors import InputError
 from vua.storage.bucket import Bucket
-
-
-def command(*words: str) -> tuple[int, str]:
-    """Run `vua` in this process; return its exit code and what it printed."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        code = main(words)
-    return code, out.getvalue()
 
 
 class TestPath(DirectoryTest):
@@ -70,29 +63,28 @@ class TestPath(DirectoryTest):
         with self.assertRaisesRegex(InputError, "Llama-3.1-8B"):
             Demand.of("unheard", 1)
 
-    def test_command(self) -> None:
-        """The command prints bandwidths, metadata and what is worth loading."""
-        words = ("--tiny", "--path", str(self.root), "--model", "Qwen3-8B", "--prefill", "1000")
-        code, text = command("bench", *words)
+    def test_program(self) -> None:
+        """The program prints bandwidths, metadata and what is worth loading."""
+        words = [str(self.root), "--tiny", "--model", "Qwen3-8B", "--prefill", "1000"]
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            main(words)
 
-        self.assertEqual(0, code)
         for expected in ("read, warm", "lookup, found", "worth from tokens", "GPU-direct"):
-            self.assertIn(expected, text)
+            self.assertIn(expected, out.getvalue())
 
     def test_bucket(self) -> None:
         """Of a bucket whole loads are measured; nothing stays there, and its tables are shown."""
         pytest.importorskip("obstore")
-        url = memory_url()
-        words = ("--tiny", "--path", url, "--model", "1024", "--prefill", "0.001")
-        code, report = run_json("bench", *words)
+        url, file = memory_url(), self.root / "report.json"
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            main([url, "--tiny", "--model", "1024", "--prefill", "0.001", "--json", str(file)])
+        report = json.loads(file.read_text("utf-8"))
 
-        self.assertEqual((0, 64 * 1024), (code, report["chunk_nbytes"]))
+        self.assertEqual(64 * 1024, report["chunk_nbytes"])
         self.assertEqual([1, 4, 16], [one["chunks"] for one in report["load_times"]])
         self.assertEqual(64, report["worth_loading"]["worth_from_tokens"])
         self.assertEqual([], list(Bucket.at(url).walk()))
-        code, text = command("bench", *words)
-        self.assertEqual(0, code)
-        self.assertIn("worth loading from 64 tokens on", text)
+        self.assertIn("worth loading from 64 tokens on", out.getvalue())
 
     def test_worth_loading_from_a_bucket(self) -> None:
         """A hit takes rounds of questions and a load; it pays where computing takes longer."""

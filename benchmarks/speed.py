@@ -1,5 +1,7 @@
 """How fast a directory or a bucket is, and from which prompt length loading pays.
 
+    python benchmarks/speed.py DIR|URL [--model NAME --prefill TOKENS/S] [--json FILE]
+
 A load from a bucket takes as many round trips as its objects and a lookup need, many of them
 concurrent. So whole loads of several lengths are measured there, with the requests that VUA sends.
 Files are measured by raw reads and writes: O_DIRECT, cold files, and the lower bound of every
@@ -8,8 +10,10 @@ store.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import itertools
+import json
 import math
 import os
 import platform
@@ -32,13 +36,14 @@ import xxhash
 
 from vua import native
 from vua.capacity.scan import Show
+from vua.cli.output import progress, table
 from vua.errors import InputError, VUAError
 from vua.format.layout import KVLayout
 from vua.io import vectors
 from vua.io.posix import cached_pages, page_aligned
 from vua.io.vectors import IOV_MAX, Iovecs
 from vua.storage.bucket import Bucket
-from vua.storage.location import BucketPath
+from vua.storage.location import BucketPath, is_url
 from vua.storage.object import ObjectStorage
 
 PAGE: Final = 4096
@@ -617,3 +622,88 @@ def file_system(directory: Path) -> str:
         if inside and len(point) >= len(best):
             best, kind = point, found
     return kind
+
+
+# -- the program ----------------------------------------------------------------------------------
+
+
+def _print_path(report: dict[str, Any]) -> None:
+    machine = report["machine"]
+    print(f"{report['directory']}: {machine['file_system']}, {machine['cpus']} CPUs, ", end="")
+    print(f"O_DIRECT {'works' if report['o_direct'] else 'does not work'}, ", end="")
+    print(f"GPU-direct storage: {report['gpu_direct']}\n")
+    sizes = sorted({one["nbytes"] for one in report["bandwidth"]})
+    ways = list(dict.fromkeys((one["what"], one["threads"]) for one in report["bandwidth"]))
+    rates = {(s["what"], s["threads"], s["nbytes"]): s["gb_s"] for s in report["bandwidth"]}
+    rows = [[*way, *(f"{rates[(*way, size)]:.2f}" for size in sizes)] for way in ways]
+    table(["GB/s", " threads", *(f" {size >> 10} KiB" for size in sizes)], rows)
+    print()
+    costs = report["write_cpu_ms_per_mib"]
+    table(["CPU ms per MiB written", " median"], [[k, f"{v:.2f}"] for k, v in costs.items()])
+    print()
+    table(["us", " median"], [[k, f"{v:.1f}"] for k, v in report["metadata_us"].items()])
+    for one in report["unmeasured"]:
+        print(f"\nunmeasured: {one['what']}: {one['reason']}")
+    worth = report["worth_loading"]
+    if worth is None:
+        print("\nWith --model and --prefill: from which prompt length on loading pays")
+        return
+    model = worth["model"]
+    print(
+        f"\n{model['name']}, {model['prefill_tokens_s']:g} tokens/s: worth loading above ", end=""
+    )
+    print(f"{worth['break_even_gb_s']:.3f} GB/s")
+    rows = [
+        [case["files"], f"{case['gb_s']:.2f}", f"{case['speed_up_bound']:.1f}",
+         "never" if case["worth_from_tokens"] is None else f"{case['worth_from_tokens']:,}"]
+        for case in worth["cases"]
+    ]  # fmt: skip
+    table(["files", " GB/s", " at most x faster", " worth from tokens"], rows)
+
+
+def _print_bucket(report: dict[str, Any]) -> None:
+    round_ms = report["lookup_round_s"] * 1e3
+    print(f"{report['directory']}: a round of a lookup takes {round_ms:.1f} ms\n")
+    rows = [
+        [f"{one['chunks']} x {report['chunk_nbytes'] >> 10} KiB",
+         f"{one['seconds'] * 1e3:,.1f}", f"{one['gb_s']:.3f}"]
+        for one in report["load_times"]
+    ]  # fmt: skip
+    table(["loads", " ms", " GB/s"], rows)
+    worth = report["worth_loading"]
+    if worth is None:
+        print("\nWith --model and --prefill: from which prompt length on loading pays")
+        return
+    model, tokens = worth["model"], worth["worth_from_tokens"]
+    print(f"\n{model['name']}, {model['prefill_tokens_s']:g} tokens/s: ", end="")
+    print("never worth loading" if tokens is None else f"worth loading from {tokens:,} tokens on")
+    rows = [
+        [f"{int(length):,}", f"{one['compute_s']:,.2f}", f"{one['load_s']:,.2f}"]
+        for length, one in worth["by_length"].items()
+    ]
+    table(["tokens", " computed, s", " loaded, s"], rows)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure, and print tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("place", metavar="DIR|URL")
+    parser.add_argument("--model", help="a model's name, or bytes of K and V per token")
+    parser.add_argument("--prefill", type=float, metavar="TOKENS/S", help="its prefill speed")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor parallel size")
+    parser.add_argument("--tiny", action="store_true", help="take seconds only")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
+    given = parser.parse_args(words)
+    if (given.model is None) != (given.prefill is None):
+        parser.error("--model and --prefill belong together: what to load, and what to beat")
+    demand = Demand.of(given.model, given.prefill, given.ranks) if given.model else None
+    with progress() as show:
+        measure = probe_bucket if is_url(given.place) else probe
+        report: dict[str, Any] = measure(given.place, demand, show, tiny=given.tiny)
+    (_print_path if "machine" in report else _print_bucket)(report)
+    if given.json is not None:
+        given.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
