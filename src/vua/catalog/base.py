@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -238,6 +239,29 @@ class Finding:
     """``note``: VUA works, with less speed or fewer hits. ``bad``: a guarantee does not hold."""
     text: str
     """The meaning, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What loading has to beat; 0 for what is not known."""
+
+    token_nbytes: int = 0
+    """Bytes of K and V of one token."""
+    prefill_tokens_s: float = 0.0
+
+    def judge(self, nbytes_s: float, fixed_s: float) -> str:
+        """Say from which prompt length on loading wins: ``n / prefill > fixed + n / loading``."""
+        if not self.token_nbytes:
+            return "give --token-bytes and --prefill to learn from which prompt length on it wins"
+        loading = nbytes_s / self.token_nbytes
+        text = f"loading brings {loading:,.0f} tokens/s of {size(self.token_nbytes)} each"
+        if not self.prefill_tokens_s:
+            return f"{text}: give --prefill to learn from which prompt length on it wins"
+        prefill = f"{self.prefill_tokens_s:,.0f} tokens/s computed"
+        if loading <= self.prefill_tokens_s:
+            return f"{text}, less than {prefill}: it never wins"
+        tokens = math.ceil(fixed_s / (1 / self.prefill_tokens_s - 1 / loading))
+        return f"{text}, and wins over {prefill} from {max(1, tokens):,} tokens on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,8 +588,9 @@ class Catalog(ABC):
         With ``repair`` damaged ones are quarantined.
         """
 
-    def findings(self, security: Security) -> Iterator[Finding]:
-        """Probe what VUA needs of the storage. Leaves no lasting change."""
+    def findings(self, security: Security, demand: Demand) -> Iterator[Finding]:
+        """Probe what VUA needs of the storage, and its speed. Leaves no lasting change."""
+        del demand
         yield from self.findings_at_rest(security)
 
     def findings_at_rest(self, security: Security) -> list[Finding]:

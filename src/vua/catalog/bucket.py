@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -37,10 +38,10 @@ from vua.catalog.base import (
     SHORT,
     Adoption,
     Content,
+    Demand,
     Finding,
     PartUsage,
     Rules,
-    size,
 )
 from vua.catalog.check import Check, Checker, ExpectedEntry, Item, OpenFile, Verification, sampled
 from vua.catalog.chunk_table import ListedChunk
@@ -422,9 +423,9 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
             result.problems.append((DESCRIPTION, "corrupt", reason))
         return result
 
-    def findings(self, security: Security) -> Iterator[Finding]:
+    def findings(self, security: Security, demand: Demand) -> Iterator[Finding]:
         del security
-        return tried(self.root)
+        return tried(self.root, demand)
 
     def rules(self) -> tuple[Rules | None, list[Finding]]:
         """Make rules from `vua ttl` for VUA's objects alone."""
@@ -465,13 +466,15 @@ def _parsed(path: str, data: memoryview) -> EntryInfo:
 
 _NBYTES: Final = 2 << 20
 _HEADS: Final = 8
+_ROUNDS: Final = 4
+"""Requests after each other of a load: three rounds of a lookup, and the first object."""
 _DAYS: Final = 30
 _DESCRIPTION_NBYTES: Final = 16384
 """Descriptions and marks are smaller, and must stay; entries are larger."""
 _DAY_S: Final = 86400
 
 
-def tried(bucket_path: BucketPath) -> Iterator[Finding]:
+def tried(bucket_path: BucketPath, demand: Demand) -> Iterator[Finding]:
     """Run all probes with an object of their own, which is deleted again."""
     try:
         marked = is_marked_bucket(bucket_path)
@@ -484,8 +487,12 @@ def tried(bucket_path: BucketPath) -> Iterator[Finding]:
         yield Finding("mark", "note", f"no {MARK}: what is there is not VUA's to delete")
     key = (bucket_path / f".doctor-{secrets.token_hex(6)}").key
     try:
-        for probe in (_write, _condition, _ranges, _listing, _speed, _deletion):
-            yield _guarded(probe, bucket_path.bucket, key)
+        speed = partial(_speed, demand=demand)
+        for name, probe in (
+            ("write", _write), ("condition", _condition), ("ranges", _ranges),
+            ("listing", _listing), ("speed", speed), ("deletion", _deletion),
+        ):  # fmt: skip
+            yield _guarded(name, probe, bucket_path.bucket, key)
         if bucket_path.bucket.scheme == "s3":
             yield _lifecycle(bucket_path)
     finally:
@@ -505,11 +512,13 @@ def _lifecycle(bucket_path: BucketPath) -> Finding:
         return Finding("lifecycle", "note", f"not checked: {problem}")
 
 
-def _guarded(probe: Callable[[Bucket, str], Finding], bucket: Bucket, key: str) -> Finding:
+def _guarded(
+    name: str, probe: Callable[[Bucket, str], Finding], bucket: Bucket, key: str
+) -> Finding:
     try:
         return probe(bucket, key)
     except OSError as problem:
-        return Finding(probe.__name__.strip("_"), "bad", f"the probe failed: {problem}")
+        return Finding(name, "bad", f"the probe failed: {problem}")
 
 
 def _write(bucket: Bucket, key: str) -> Finding:
@@ -547,14 +556,26 @@ def _listing(bucket: Bucket, key: str) -> Finding:
     return Finding("listing", "ok", f"a new object is listed at once, in {took_ms:.0f} ms")
 
 
-def _speed(bucket: Bucket, key: str) -> Finding:
-    heads = [_timed(lambda: bucket.head(key)) for _ in range(_HEADS)]
-    get_s = min(_timed(lambda: bucket.get(key)) for _ in range(3))
-    text = (
-        f"a request takes {statistics.median(heads) * 1e3:.1f} ms; one connection reads "
-        f"{size(int(_NBYTES / get_s))}/s"
-    )
-    return Finding("speed", "ok", text)
+def _speed(bucket: Bucket, key: str, demand: Demand) -> Finding:
+    """Read an object several times at once, as loads do; the first time opens connections."""
+    head_s = statistics.median(_timed(lambda: bucket.head(key)) for _ in range(_HEADS))
+
+    problems: list[OSError] = []
+
+    def read(_: int) -> None:
+        try:
+            bucket.get(key)
+        except OSError as problem:
+            problems.append(problem)
+
+    took_s = min(_timed(lambda: bucket.each(read, range(_HEADS))) for _ in range(2))
+    if problems:
+        raise problems[0]
+    nbytes_s = _HEADS * _NBYTES / took_s
+    return Finding(
+        "speed", "ok", f"a request takes {head_s * 1e3:.1f} ms, {_HEADS} at once read "
+        f"{nbytes_s / 1e9:.2f} GB/s; {demand.judge(nbytes_s, _ROUNDS * head_s)}",
+    )  # fmt: skip
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -57,6 +57,7 @@ from vua.catalog.base import (
     Catalog,
     Collection,
     Content,
+    Demand,
     Finding,
     NamespaceCatalog,
     NamespaceUse,
@@ -507,13 +508,13 @@ class DirectoryCatalog(Catalog):
             result.removed += healed
         return result
 
-    def findings(self, security: Security) -> Iterator[Finding]:
+    def findings(self, security: Security, demand: Demand) -> Iterator[Finding]:
         """Probe the file system in a temporary directory."""
         from vua.catalog.probes import at_rest, tried  # noqa: PLC0415 - of `vua doctor` alone
 
         owner, *others = at_rest(self.root, security)
         yield owner
-        yield from tried(self.root)
+        yield from tried(self.root, demand)
         yield from others
 
     def findings_at_rest(self, security: Security) -> list[Finding]:

@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +30,7 @@ from vua import native
 from vua.capacity.limits import ResolvedLimits, read_bounds
 from vua.capacity.lru import server_now_ns
 from vua.capacity.usage import measure
-from vua.catalog.base import Finding, Level, size
+from vua.catalog.base import Demand, Finding, Level, size
 from vua.connector.proved import SampleCounts, Tally
 from vua.errors import ConfigError
 from vua.io import posix, vectors
@@ -41,6 +42,8 @@ _PREFIX: Final = ".doctor-"
 _FILE_NBYTES: Final = 2 << 20
 _FILES: Final = 4
 _SMALL_FILES: Final = 32
+_LOOKUPS: Final = 22
+"""Names that the lookup of a prompt of 131,072 tokens asks for at most."""
 _FEW_INODES: Final = 10_000
 _CUFILE: Final = (
     "/usr/lib/*-linux-gnu/libcufile.so*",
@@ -345,7 +348,7 @@ def _owner(root: Path, security: Security) -> Finding:
     return Finding(name, "ok", text)
 
 
-def tried(root: Path) -> Iterator[Finding]:
+def tried(root: Path, demand: Demand) -> Iterator[Finding]:
     """Run all probes in a directory below ``root``, which is removed again."""
     try:
         path = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
@@ -358,8 +361,9 @@ def tried(root: Path) -> Iterator[Finding]:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             ground = ProbeDirectory(path, fd, mount_of(path))
-            for probe in (*PROBES, _speed):
+            for probe in PROBES:
                 yield _guarded(probe, ground)
+            yield _guarded(partial(_speed, demand=demand), ground, "speed")
         finally:
             close_quietly(fd)
     finally:
@@ -368,8 +372,10 @@ def tried(root: Path) -> Iterator[Finding]:
         yield Finding("removal", "bad", f"{path} could not be removed; remove it by hand")
 
 
-def _guarded(probe: Callable[[ProbeDirectory], Finding], ground: ProbeDirectory) -> Finding:
-    name = probe.__name__.strip("_").replace("_", " ")
+def _guarded(
+    probe: Callable[[ProbeDirectory], Finding], ground: ProbeDirectory, name: str = ""
+) -> Finding:
+    name = name or probe.__name__.replace("_", " ")
     try:
         return probe(ground)
     except OSError as problem:
@@ -381,7 +387,7 @@ def _guarded(probe: Callable[[ProbeDirectory], Finding], ground: ProbeDirectory)
 # -- speed ------------------------------------------------------------------------------------
 
 
-def _speed(ground: ProbeDirectory) -> Finding:
+def _speed(ground: ProbeDirectory, demand: Demand) -> Finding:
     """Write a few MiB, read them, and read them after the page cache has dropped them."""
     content = np.random.default_rng(0).bytes(_FILE_NBYTES)
     names = [f"speed-{number}" for number in range(_FILES)]
@@ -394,10 +400,10 @@ def _speed(ground: ProbeDirectory) -> Finding:
     rates["cold" if dropped else "after a try to drop it from memory"] = _rate(_read, ground, names)
     publish_s = statistics.median(_timed(_publish, ground, name) for name in small)
     lookup_s = statistics.median(_timed(_look_up, ground, name) for name in small)
-    words = ", ".join(f"{name} {size(int(rate))}/s" for name, rate in rates.items())
+    words = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in rates.items())
     text = f"{words}; publish {publish_s * 1e6:.0f} us, look up {lookup_s * 1e6:.0f} us"
-    total = size(_FILES * _FILE_NBYTES)
-    return Finding("speed", "ok", f"{text}; one thread, {total} with fsync: no benchmark")
+    slowest = list(rates.values())[-1]
+    return Finding("speed", "ok", f"{text}; {demand.judge(slowest, _LOOKUPS * lookup_s)}")
 
 
 def _rate(

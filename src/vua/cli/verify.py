@@ -20,7 +20,7 @@ from typing import Final, Literal
 import click
 
 from vua.capacity.scan import Show
-from vua.catalog.base import SHORT, Finding, Rules, resolve, size
+from vua.catalog.base import SHORT, Catalog, Demand, Finding, Rules, resolve, size
 from vua.catalog.check import (
     NO_KEYS,
     OUTCOMES,
@@ -98,20 +98,52 @@ class Diagnosis(Report):
 @click.option(
     "--trusted-uids", metavar="UIDS", default="", help='the engines\' setting: "any", or 1000,1001'
 )
-def doctor(directory: str, *, trusted_uids: str = "") -> Diagnosis:
+@click.option(
+    "--prefill",
+    metavar="TOKENS/S",
+    type=float,
+    help="speed of the prefill that loading has to beat",
+)
+@click.option(
+    "--token-bytes", metavar="N", type=int, help="K and V of a token; by default as stored here"
+)
+def doctor(
+    directory: str, *, trusted_uids: str = "", prefill: float | None = None,
+    token_bytes: int | None = None,
+) -> Diagnosis:  # fmt: skip
     """Probe what VUA needs; exit status 1 if something is bad.
 
     Works in a temporary directory below ``directory``, or with temporary objects: some MiB for some
     seconds. ``trusted_uids`` as in the engines' settings, user ids between commas or ``any``.
     Raises ConfigError if there is no directory, or for invalid user ids.
     """
+    for name, value in (("--prefill", prefill), ("--token-bytes", token_bytes)):
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} must be more than 0, found {value:g}")
     catalog = open_catalog(directory)
-    findings = list(catalog.findings(Security(trusted_uids=_uids(trusted_uids))))
+    security = Security(trusted_uids=_uids(trusted_uids))
+    demand = Demand(token_bytes or _token_nbytes(catalog), prefill or 0.0)
+    findings = list(catalog.findings(security, demand))
     rules = None
     if findings[0].level == "ok":  # it can be reached
         rules, more = catalog.rules()
         findings += more
     return Diagnosis(directory, findings, rules)
+
+
+def _token_nbytes(catalog: Catalog) -> int:
+    """Return the K and V of a token of the largest model that is stored; 0 if there is none."""
+    try:
+        found, _ = catalog.contents()
+    except (OSError, ConfigError):
+        return 0  # a finding tells
+    return max(
+        (
+            sum(one.full.payload_nbytes(one) // one.chunk_tokens for one in layouts)
+            for layouts in (description.layouts for description in found)
+        ),
+        default=0,
+    )
 
 
 def _uids(text: str) -> list[int] | Literal["any"]:

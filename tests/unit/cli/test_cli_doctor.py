@@ -12,16 +12,21 @@ import sys
 import time
 import unittest
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
+import torch
+
+from buckets import memory_url
 from commands import run, run_json
-from helpers import DirectoryTest, native_code, read_only
+from helpers import DirectoryTest, caches_of, native_code, read_only
 from vua.capacity.limits import Limits, write_bounds
 from vua.catalog import probes
-from vua.catalog.base import Finding
+from vua.catalog.base import Demand, Finding
 from vua.catalog.probes import PROBES, Mount, ProbeDirectory, mount_of
 from vua.cli.verify import Diagnosis
+from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
 from vua.io.posix import cached_pages
 from vua.security.settings import Security
@@ -70,6 +75,38 @@ class TestDoctor(DirectoryTest):
         code, found = self.levels()
         self.assertEqual((1, "bad"), (code, found["owner"][0]))
         self.assertIn(str(refused.exception), found["owner"][1])
+
+    def test_speed(self) -> None:
+        """What is read per second, and from which prompt length on loading wins."""
+        places = [self.root, memory_url()] if find_spec("obstore") else [self.root]
+        for place in places:
+            for words, expected in (
+                ([], r"GB/s.*; give --token-bytes and --prefill to learn"),
+                (
+                    ["--token-bytes", 1024],
+                    r"GB/s.*; loading brings [\d,]+ tokens/s .*: give --prefill",
+                ),
+                (
+                    ["--token-bytes", 1024, "--prefill", 1],
+                    r"wins over 1 tokens/s .* from 1 tokens on",
+                ),
+                (["--token-bytes", 1024, "--prefill", 1e15], "it never wins"),
+            ):
+                with self.subTest(place, words=words):
+                    found = run_json("doctor", place, *map(str, words))[1]["findings"]
+                    (text,) = [one["text"] for one in found if one["name"] == "speed"]
+                    self.assertRegex(text, expected)
+        with VUA(VUAConfig(split_factor=4, model="m"), self.root) as vua:
+            vua.put(torch.arange(4), caches_of(layers=3, heads=2, tokens=4, dim=8))
+        self.assertIn("tokens/s of 384 B each", self.levels()[1]["speed"][1])  # 3 x 2 x 8 x 2 x 4
+        for words in (["--prefill", "0"], ["--token-bytes", "-1"], ["--prefill", "nan"]):
+            self.assertEqual(2, run("doctor", self.root, *words)[0])
+
+    def test_break_even(self) -> None:
+        """Loading wins once what it takes less per token exceeds what it takes beforehand."""
+        self.assertIn("from 21 tokens on", Demand(1000, 500.0).judge(1e6, 0.0205))
+        self.assertIn("from 1 tokens on", Demand(1000, 500.0).judge(1e6, 0.0))
+        self.assertIn("it never wins", Demand(1000, 1000.0).judge(1e6, 0.01))
 
     def test_unreadable_limits(self) -> None:
         """Limits that this user may not read are not called damaged: nothing is to be deleted."""
