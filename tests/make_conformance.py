@@ -469,6 +469,15 @@ def descriptions() -> list[dict[str, str]]:
             "right",
             "`name` is for people",
         ),
+        *(
+            (f"counted {said[:12]!r}", f'{text[:-3]},\n "counted": {said}\n}}\n', "right", reason)
+            for said, reason in (
+                ('{"hidden_size": 64}', "`counted` is for people"),
+                ('["hidden_size"]', "whatever it is"),
+                ('{"hidden_size": 6', "also where the file is no JSON for it"),
+                ('{"hidden_size" 64}', "also where the file is no JSON for it"),
+            )
+        ),
         (
             "another model",
             text.replace('"model": "golden whole"', '"model": "x"'),

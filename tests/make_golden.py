@@ -105,7 +105,13 @@ def make(root: Path) -> None:
         mock.patch("vua.store.writer.process_writer", return_value=WRITER),
     ):
         for model, layout, shards, extras in CASES:
-            identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=CHUNK, name=model)
+            identity = Identity(
+                model=model,
+                kv_dtype=layout.dtype,
+                chunk_tokens=CHUNK,
+                name=model,
+                counted=CONFIG if extras else {},
+            )
             store = Namespace.create(root, identity, [layout]).stores[0]
             chain = KeyChain(token_ids(TOKENS), CHUNK, extras)
             for shard in shards:

@@ -46,7 +46,9 @@ test("golden files are read, and written byte for byte", () => {
       const { model } = plain.identity;
       const sealed = cache !== "golden" && { key: KEY, kind: model === "golden encrypted" ? "aes-256-gcm" : "gmac" };
       const namespace = Namespace.open(root, name, { ...sealed });
-      assert.equal(descriptionText(plain.identity, plain.layouts), fs.readFileSync(path.join(root, name, "namespace.json"), "utf8"));
+      const [described, counted] = fs.readFileSync(path.join(root, name, "namespace.json"), "utf8").split(',\n "counted": ');
+      assert.equal(descriptionText(plain.identity, plain.layouts), counted ? `${described}\n}\n` : described);
+      assert.equal(counted !== undefined, model === "golden latent");
       const hasExtras = /latent|encrypted/.test(model);
       const keys = namespace.keys(TOKENS, hasExtras ? { 0: [["salt", "a secret"]], 1: [["image", [1, 2]], ["lora", ""]] } : {});
       const [layout] = namespace.layouts;

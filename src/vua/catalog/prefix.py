@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from vua.capacity.prefix_tree import Followers
 from vua.errors import ConfigError, CorruptEntryError, ForeignEntryError
-from vua.format.identity import Identity, config_digest, rope_order, varies_with_length
+from vua.format.identity import FIELDS, Identity, rope_order, varies_with_length
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout, Shard, cover
 from vua.format.prefix import Kind, leading, longest_prefix
@@ -262,8 +262,8 @@ def expect(
     except ConfigError as problem:
         unknown.append("weights")
         notes.append(str(problem))
-    identity = Identity(
-        model=config_digest(text),
+    identity = Identity.of_config(
+        text,
         weights=weights,
         kv_dtype=dtype,
         rope=rope,
@@ -293,12 +293,12 @@ def _read_config(root: Path) -> Mapping[str, Any]:
 def compare(expected: ModelIdentity, stored: Identity) -> list[Difference]:
     """Return the fields in which ``stored`` differs; certain ones first."""
     found = []
-    for field in fields(Identity):
-        if field.name == "name" or field.name in expected.unknown:
+    for name in FIELDS:
+        if name == "name" or name in expected.unknown:
             continue
-        values = getattr(stored, field.name), getattr(expected.identity, field.name)
+        values = getattr(stored, name), getattr(expected.identity, name)
         if values[0] != values[1]:
-            found.append(Difference(field.name, *values, certain=field.name != "model"))
+            found.append(Difference(name, *values, certain=name != "model"))
     return sorted(found, key=lambda difference: not difference.certain)
 
 

@@ -5,7 +5,8 @@ directory that they are stored in, so caches of different identities never mix. 
 every process, on every host and for every engine. It does not promise that an engine computes what
 its config says. The engine's adapter fills it in; the store only compares namespaces.
 
-:func:`config_digest` digests a model's config, a part of the identity.
+:func:`config_digest` digests a model's config, a part of the identity. :func:`counted_fields` lists
+what it digests, for people.
 
 :func:`rope_order` says in which order a model's rotary embedding pairs the elements of a stored K
 row. K is stored after rotation, so two engines that pair elements differently store different bytes
@@ -16,10 +17,12 @@ as far as `vua.format.shared_config` knows the rest of the config.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from vua.errors import ConfigError
@@ -50,6 +53,8 @@ class Identity:
         epoch: raised by an operator to abandon everything stored before.
         chunk_tokens: tokens per chunk, 1 to 65536.
         name: for humans; not part of the namespace.
+        counted: for humans, what ``model`` is a digest of; kept as :func:`counted_fields` returns
+            it. Not part of the namespace, and not compared.
 
     Raises:
         ConfigError: a value has the wrong type or is out of range.
@@ -64,24 +69,44 @@ class Identity:
     epoch: str = ""
     chunk_tokens: int = 64
     name: str = ""
+    counted: Mapping[str, object] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            kind = int if field.name == "chunk_tokens" else str
+        for name, value in self._values().items():
+            kind = int if name == "chunk_tokens" else str
             if type(value) is not kind:
-                raise ConfigError(f"identity.{field.name} must be {kind.__name__}, not {value!r}")
+                raise ConfigError(f"identity.{name} must be {kind.__name__}, not {value!r}")
         if self.rope not in _ROPE_ORDERS:
             raise ConfigError(f"identity.rope must be one of {_ROPE_ORDERS}, not {self.rope!r}")
         if self.chunk_tokens not in _CHUNK_TOKENS:
             raise ConfigError(f"identity.chunk_tokens={self.chunk_tokens} is not in 1..65536")
+        object.__setattr__(self, "counted", counted_fields(self.counted))
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, object], **others: Any) -> Identity:
+        """Return the identity of a model by its config; ``others`` are its other fields.
+
+        >>> llama = Identity.of_config({"model_type": "llama", "hidden_size": 64})
+        >>> dict(llama.counted)
+        {'hidden_size': 64, 'model_type': 'llama'}
+
+        Raises ConfigError as :func:`config_digest`, and as the constructor.
+        """
+        return cls(model=config_digest(config), counted=config, **others)
+
+    def __getstate__(self) -> list[object]:
+        """Pickle it without what counted: an engine sends its identity with each step."""
+        return [*self._values().values(), {}]
+
+    def _values(self) -> dict[str, str | int]:
+        return {name: getattr(self, name) for name in FIELDS}
 
     def encode(self) -> bytes:
         """Return the canonical bytes of the identity; different identities have different bytes."""
         parts = [VERSION]
-        for field in fields(self):
-            if field.name != "name":
-                parts += [field.name, str(getattr(self, field.name))]
+        for name, value in self._values().items():
+            if name != "name":
+                parts += [name, str(value)]
         return b"".join(_framed(part.encode(errors="surrogatepass")) for part in parts)
 
     @property
@@ -92,11 +117,13 @@ class Identity:
     def describe(self) -> dict[str, str | int]:
         """Return the identity as plain values, as `namespace.json` holds it."""
         described: dict[str, str | int] = {"version": VERSION, "namespace": self.namespace}
-        return described | {field.name: getattr(self, field.name) for field in fields(self)}
+        return described | self._values()
 
     @classmethod
-    def from_description(cls, description: Mapping[str, object]) -> Identity:
-        """Return the identity that `describe` described.
+    def from_description(
+        cls, description: Mapping[str, object], counted: object = None
+    ) -> Identity:
+        """Return the identity that `describe` described; an unusable ``counted`` is left out.
 
         >>> same = Identity(model="a label")
         >>> Identity.from_description(same.describe()) == same
@@ -105,8 +132,7 @@ class Identity:
         Raises:
             ConfigError: a key is unknown or missing, or the fields do not give the namespace.
         """
-        names = [field.name for field in fields(cls)]
-        known = ["version", "namespace", *names]
+        known = ["version", "namespace", *FIELDS]
         for key in description:
             if key not in known:
                 import difflib  # noqa: PLC0415 - for a mistake alone
@@ -115,8 +141,11 @@ class Identity:
                 raise ConfigError(f"an identity has no key {key!r}; the nearest one is {near!r}")
         if missing := [key for key in known if key not in description]:
             raise ConfigError(f"the description of an identity lacks {', '.join(missing)}")
-        values: dict[str, Any] = {name: description[name] for name in names}  # checked there
+        values: dict[str, Any] = {name: description[name] for name in FIELDS}  # checked there
         identity = cls(**values)
+        with contextlib.suppress(ConfigError, RecursionError):
+            values["counted"] = counted or {}
+            identity = cls(**values)
         claims = {"version": VERSION, "namespace": identity.namespace}
         if any(description[key] != expected for key, expected in claims.items()):
             raise ConfigError(
@@ -124,6 +153,10 @@ class Identity:
                 "it is damaged, or another version of VUA wrote it"
             )
         return identity
+
+
+FIELDS: Final = tuple(each.name for each in fields(Identity) if each.name != "counted")
+"""The names of an identity's fields."""
 
 
 def _framed(part: bytes) -> bytes:
@@ -160,11 +193,79 @@ def config_digest(config: Mapping[str, object]) -> str:
     Raises:
         ConfigError: a value is not a JSON value, so it has no lasting digest.
     """
+    text = json.dumps(_counting(config), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(b"vua.config.v2\n" + text.encode()).hexdigest()
+
+
+def _counting(config: Mapping[str, object]) -> object:
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"expected a mapping of a config's fields, found {config!r:.40}")
     counting = {key: value for key, value in config.items() if key not in IGNORED_CONFIG_KEYS}
     if counting.get("sliding_window") == 0:  # some write 0 for no window, and vLLM makes it None
         counting["sliding_window"] = None
-    text = json.dumps(_canonical(counting, "config"), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(b"vua.config.v2\n" + text.encode()).hexdigest()
+    return _canonical(counting, "config")
+
+
+_MAX_COUNTED_NBYTES: Final = 12 << 10
+"""A lifecycle rule of a bucket spares objects up to 16 KiB: the whole description must be one."""
+_MAX_VALUE_NBYTES: Final = 1024
+_SHOWN_NBYTES: Final = 256
+_SECRET: Final = re.compile(
+    r"secret|passw|credential|api_?key|(auth|access|hf)_?token", re.IGNORECASE
+)
+_MORE: Final = "..."
+
+
+def counted_fields(config: Mapping[str, object]) -> dict[str, object]:
+    """Return what :func:`config_digest` digests, by path, in order of paths. For people.
+
+    A value longer than 1 KiB is cut and shows its digest, one with a secret's name is left out, and
+    the JSON of all has at most 12 KiB: what is beyond is counted under "...". What this returned is
+    returned unchanged.
+
+    >>> counted_fields({"rope": {"theta": 1e4}, "layers": [{"window": 8}], "use_cache": True})
+    {'layers[0].window': 8, 'rope.theta': 10000}
+
+    Raises ConfigError as :func:`config_digest`.
+    """
+    leaves = dict(_leaves(_counting(config), ""))
+    more, left, beyond = leaves.pop(_MORE, None), _MAX_COUNTED_NBYTES, 0
+    found: dict[str, object] = {}
+    for path, value in sorted(leaves.items()):
+        shown, nbytes = _shown(path, value)
+        left -= len(json.dumps(path)) + nbytes
+        if left >= 0:
+            found[path] = shown
+        else:
+            beyond += 1
+    if more or beyond:
+        found[_MORE] = f"{beyond} more" if beyond else more
+    return found
+
+
+def _shown(path: str, value: object) -> tuple[object, int]:
+    """Return what is shown of a value, and at most how many bytes it takes in a file."""
+    text = json.dumps(value)
+    if _SECRET.search(path):
+        value = "(not shown)"
+    elif len(text) > _MAX_VALUE_NBYTES:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        value = f"{text[:_SHOWN_NBYTES]}... ({len(text)} characters, SHA-256 {digest}...)"
+        text = json.dumps(value)
+    elif not isinstance(value, str) and ("NaN" in text or "Infinity" in text):
+        value = text  # it is no JSON
+    return value, len(text) + 4 * text.count(",") + 12  # each item has a line of its own
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for at, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{at}]")
+    elif path:
+        yield path, value
 
 
 def _canonical(value: object, where: str) -> object:

@@ -26,7 +26,7 @@ from llama_cpp import BaseLlamaCache, LlamaState
 
 from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, StorageError, VUAError
-from vua.format.identity import Identity, config_digest
+from vua.format.identity import Identity
 from vua.llama_cpp.state import StateForm, parse
 from vua.serdes import DTYPES
 from vua.store.identified import LazyStore, ModelDescription
@@ -86,8 +86,8 @@ def described_model(
         "lora": [Path(llm.lora_path).name, repr(llm.lora_scale)] if llm.lora_path else [],
         "arch": form.arch.decode(errors="replace"),
     }
-    others = Identity(
-        model=config_digest(fields),
+    others = Identity.of_config(
+        fields,
         kv_dtype=form.dtype,
         epoch=epoch,
         chunk_tokens=chunk_tokens,

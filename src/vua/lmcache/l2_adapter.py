@@ -43,7 +43,7 @@ from lmcache.v1.platform import create_event_notifier
 from vua.capacity.limits import Limits
 from vua.connector.cache_spec import UncachedError, local_directory
 from vua.errors import ConfigError, VUAError
-from vua.format.identity import Identity, config_digest
+from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout
 from vua.io.pool import Job, Pool
@@ -244,8 +244,8 @@ class _Form:
             "shapes": self.shapes,
             "dtypes": self.dtypes,
         }
-        return Identity(
-            model=config_digest(settings),
+        return Identity.of_config(
+            settings,
             kv_dtype="+".join(dict.fromkeys(self.dtypes)),
             epoch=epoch,
             chunk_tokens=1,

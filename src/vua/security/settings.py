@@ -71,6 +71,11 @@ class Security:
             raise ConfigError(msg)
 
     @property
+    def encrypts(self) -> bool:
+        """Whether readers of the directory must not learn what the K and V are of."""
+        return self.encrypt or self.tenant_keys is not None
+
+    @property
     def uids(self) -> frozenset[int] | None:
         """The users whose files are read; None: all."""
         if self.trusted_uids == "any":

@@ -45,7 +45,7 @@ import vua
 from vua.connector.adapters import content_digest
 from vua.connector.cache_spec import Group, UncachedError, division, local_directory
 from vua.errors import ConfigError
-from vua.format.identity import Identity, config_digest, rope_order, varies_with_length
+from vua.format.identity import Identity, rope_order, varies_with_length
 from vua.format.layout import KVLayout, Shard
 from vua.format.shared_config import listed, unshared
 from vua.serdes import DTYPE_NAMES
@@ -544,8 +544,8 @@ def described(
         config["vua.engine"] = ["sglang", *(whole.architectures or [])]
     groups = _groups(runner, pools, dtype, latent=latent)
     config |= division(list(groups.values()))
-    identity = Identity(
-        model=config_digest(config),
+    identity = Identity.of_config(
+        config,
         kv_dtype=dtype,
         rope=rope,
         epoch=epoch,

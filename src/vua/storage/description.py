@@ -4,6 +4,9 @@ The file proves which identity the directory belongs to: the identity's digest i
 name. Nothing protects the layouts in it: the headers of entries count more
 (:mod:`vua.store.evidence`). A description that only a later version of VUA can have written is told
 apart from a damaged one: it is left unchanged.
+
+Its last member, ``counted``, tells people what the digest of the model's config counted. Nothing
+depends on it: damage in it is ignored, and so is its lack.
 """
 
 from __future__ import annotations
@@ -15,12 +18,12 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vua.errors import ConfigError
-from vua.format.identity import VERSION, Identity
+from vua.format.identity import FIELDS, VERSION, Identity
 from vua.format.layout import ITEMSIZE, KVLayout, Shard, is_group
 from vua.storage.location import nearest
 
@@ -77,6 +80,11 @@ class Description:
         if self.later:
             return self.later.startswith(("format ", "identity ")) or layouts not in self.flipped
         return self.layouts == layouts
+
+    @property
+    def counted(self) -> dict[str, object]:
+        """What the digest of the model's config counted, by path: for people, never believed."""
+        return dict(self.identity.counted) if self.identity else {}
 
     @property
     def directory(self) -> Path:
@@ -144,7 +152,8 @@ def judged(path: Path | BucketPath, read: Callable[[], bytes]) -> Description:
 def _identity(data: bytes, name: str) -> Identity | None:
     """The identity of a description whose other parts may be damaged; None if it is not sound."""
     try:
-        found = Identity.from_description(json.loads(data)["identity"])
+        described = _loaded(data)
+        found = Identity.from_description(described["identity"], described.get("counted"))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return found if found.namespace == name else None
@@ -221,10 +230,10 @@ def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
     else.
     """
     try:
-        described = json.loads(data.decode())  # of bytes, json guesses at UTF-16 and marks
+        described = _loaded(data)
         _check_known(described)
         found = described["format"]
-        identity = Identity.from_description(described["identity"])
+        identity = Identity.from_description(described["identity"], described.get("counted"))
         groups = [described["layout"], *described.get("further_groups", ())]
         if len(groups) > _MAX_GROUPS:
             msg = f"{len(groups)} groups of layers, expected at most {_MAX_GROUPS}"
@@ -239,6 +248,20 @@ def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
         msg = f"format {found!r:.40}, expected {FORMAT!r}"
         raise ConfigError(msg)
     return identity, layouts
+
+
+_COUNTED: Final = b',\n "counted": '
+
+
+def _loaded(data: bytes) -> Any:
+    """Parse a description, without what was counted if it is JSON only without that."""
+    try:
+        return json.loads(data.decode())  # of bytes, json guesses at UTF-16 and marks
+    except (ValueError, RecursionError):
+        head, mark, _ = data.partition(_COUNTED)
+        if not mark:
+            raise
+        return json.loads(head.decode() + "}")
 
 
 def _check_known(described: Any) -> None:
@@ -257,7 +280,7 @@ def _unknown(described: Mapping[str, Any]) -> str:
         return f"format {found}, known is {FORMAT}" if later else ""
     if not described.keys() >= _MEMBERS or not isinstance(identity, dict):
         return ""
-    if extra := described.keys() - _MEMBERS - {"further_groups"}:
+    if extra := described.keys() - _MEMBERS - {"further_groups", "counted"}:
         return f"members {sorted(extra)!r:.80}"
     further = described.get("further_groups", [])
     groups = [described["layout"], *(further if isinstance(further, list) else [])]
@@ -266,7 +289,7 @@ def _unknown(described: Mapping[str, Any]) -> str:
 
 
 def _unknown_identity(identity: Mapping[str, Any]) -> str:
-    known = {"version", "namespace", *(field.name for field in fields(Identity))}
+    known = {"version", "namespace", *FIELDS}
     if not known <= identity.keys():
         return ""
     version = identity["version"]

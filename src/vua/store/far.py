@@ -171,14 +171,15 @@ def _in_a_child(work: Callable[[], object]) -> None:
 
 
 def _describing(
-    path: BucketPath, identity: Identity, layouts: Sequence[KVLayout]
+    path: BucketPath, identity: Identity, layouts: Sequence[KVLayout], security: Security
 ) -> Callable[..., None]:
     """Return a function that describes a namespace in a bucket."""
 
     def kept(found: Description, anew: bool) -> bool:  # noqa: FBT001 - see describe_in_bucket
         return is_kept(found, layouts, anew=anew)
 
-    return functools.partial(describe_in_bucket, path, description_text(identity, layouts), kept)
+    text = description_text(identity, layouts, security)
+    return functools.partial(describe_in_bucket, path, text, kept)
 
 
 class BucketKind:
@@ -218,8 +219,8 @@ class BucketKind:
         security: Security,
         rules: TierRules,
     ) -> ObjectStorage:
-        del security
-        return ObjectStorage(path, _describing(path, identity, layouts), rules.codec)
+        make = _describing(path, identity, layouts, security)
+        return ObjectStorage(path, make, rules.codec)
 
     def open(self, path: BucketPath, access: Access, layouts: object) -> Namespace | None:
         del layouts
@@ -236,7 +237,8 @@ class BucketKind:
     ) -> Namespace:
         _, bounds, security, rules = access  # objects always are durable
         path, codec = root / identity.namespace, _writing(rules).codec
-        make = _describing(path, identity, layouts)
+        security = security or Security()
+        make = _describing(path, identity, layouts, security)
         storage = described(
             lambda: read_bucket_description(path),
             layouts,
@@ -244,7 +246,7 @@ class BucketKind:
             lambda: ObjectStorage(path, make, codec),
         )
         capacity = RenewingCapacity(storage, bounds)
-        return Namespace(identity.namespace, storage, layouts, capacity, security or Security())
+        return Namespace(identity.namespace, storage, layouts, capacity, security)
 
 
 class TiersKind:

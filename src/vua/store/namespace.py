@@ -83,7 +83,7 @@ def make_namespace(
             see_to_mode(fd, wanted)
         atomic_write(
             DESCRIPTION,
-            description_text(identity, layouts),
+            description_text(identity, layouts, security),
             dir_fd=fd,
             mode=security.file_mode,
             keep=lambda: is_kept(read_description(path), layouts, anew=anew),
@@ -98,8 +98,8 @@ def is_kept(found: Description, layouts: Sequence[KVLayout], *, anew: bool) -> b
     return found.stands(tuple(layouts)) or (not anew and bool(found.layouts))
 
 
-def description_text(identity: Identity, layouts: Sequence[KVLayout]) -> bytes:
-    """Return the content of ``namespace.json``."""
+def description_text(identity: Identity, layouts: Sequence[KVLayout], security: Security) -> bytes:
+    """Return the content of ``namespace.json``; an encrypted cache does not tell what counted."""
     described: dict[str, Any] = {
         "format": FORMAT,
         "identity": identity.describe(),
@@ -107,6 +107,8 @@ def description_text(identity: Identity, layouts: Sequence[KVLayout]) -> bytes:
     }
     if len(layouts) > 1:
         described["further_groups"] = [layout.describe() for layout in layouts[1:]]
+    if identity.counted and not security.encrypts:
+        described["counted"] = identity.counted  # the last one, see `vua.storage.description`
     return json.dumps(described, indent=1).encode() + b"\n"
 
 

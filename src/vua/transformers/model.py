@@ -32,7 +32,7 @@ from transformers.modeling_utils import load_state_dict
 
 from vua.connector.cache_spec import division
 from vua.errors import ConfigError
-from vua.format.identity import Identity, config_digest, rope_order, varies_with_length
+from vua.format.identity import Identity, rope_order, varies_with_length
 from vua.format.layout import KVLayout
 from vua.format.shared_config import unshared
 from vua.serdes import DTYPE_NAMES
@@ -282,8 +282,8 @@ def described_model(
         described["vua.attention"] = [*attention_of(model)]
     layout = layout_of(model, chunk_tokens=chunk_tokens)
     described |= division(groups_of(layout, windows_of(model)))
-    others = Identity(
-        model=config_digest(described),
+    others = Identity.of_config(
+        described,
         kv_dtype=_dtype_name(model),
         rope=rope,
         epoch=epoch,

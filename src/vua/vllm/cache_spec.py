@@ -25,7 +25,7 @@ from vua.connector.cache_spec import Group, Model, division, local_directory
 from vua.connector.config import ConnectorConfig
 from vua.connector.refusals import refused
 from vua.errors import ConfigError
-from vua.format.identity import Identity, config_digest, rope_order
+from vua.format.identity import Identity, rope_order
 from vua.format.layout import KVLayout, Shard, pages_layout, state_layout
 from vua.vllm.engine_identity import engine_identity, pages_identity
 from vua.vllm.support import DRAFTS, adapters_spill, check_engine, check_groups, check_latent
@@ -63,8 +63,8 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
             *(vllm_config, spec.dtype, partial(_folder, vllm_config)),
             other_encoders="other_encoders" in config.allow,
         )
-        identity = Identity(
-            model=_label(vllm_config, kv_cache_config, engine.config, groups),
+        identity = Identity.of_config(
+            _counted(vllm_config, kv_cache_config, engine.config, groups),
             kv_dtype=known[0] if known else "U8",
             kv_scales=_SCALES if known and known[0] in _FP8.values() else "",
             rope=rope_order(model.hf_text_config.model_type),
@@ -106,13 +106,13 @@ def _draft_tokens(vllm_config: Any, groups: Sequence[Group]) -> int | None:
     return int(longest - speculative.num_speculative_tokens)
 
 
-def _label(
+def _counted(
     vllm_config: Any,
     kv_cache_config: Any,
     config: Mapping[str, object],
     groups: Sequence[Group],
-) -> str:
-    """Digest what the engine computes, and how its layers are distributed."""
+) -> dict[str, object]:
+    """Return what the engine computes, and how its layers are distributed."""
     counted = {**config, **division(groups)}
     tables, tp_size = (
         kv_cache_config.kv_cache_groups,
@@ -131,7 +131,7 @@ def _label(
     if any(group.page_nbytes for group in groups) or (states and _on_gpu()):
         caches = {name: spec for table in tables for name, spec in _specs_of(table).items()}
         counted["vua.pages"] = pages_identity(vllm_config, kv_cache_config, groups, caches)
-    return config_digest(counted)
+    return counted
 
 
 def _name(model: str) -> str:

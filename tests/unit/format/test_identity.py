@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 from properties import given
 from vua.errors import ConfigError
-from vua.format.identity import Identity, config_digest
+from vua.format.identity import Identity, config_digest, counted_fields
 
 TEXT = st.text(st.characters() | st.sampled_from(["\0", "\n", ":", "1"]), max_size=6)
 IDENTITIES = st.builds(
@@ -31,6 +32,12 @@ IDENTITIES = st.builds(
     rope=st.sampled_from(["", "neox", "interleaved"]),
     epoch=TEXT,
     chunk_tokens=st.integers(1, 65536),
+)
+PATHS = st.text("abc", min_size=1, max_size=2)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 2) | st.sampled_from([0.5, 1.0, "", "x"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(PATHS, inner, max_size=2),
+    max_leaves=4,
 )
 CONFIG: dict[str, object] = {
     "model_type": "llama",
@@ -74,10 +81,10 @@ class TestIdentity(unittest.TestCase):
 
         self.assertEqual(two == "", split.encode() == moved.encode())
 
-    def test_every_field_but_the_name_counts(self) -> None:
-        """Each field changes the namespace, save the name that only humans read."""
+    def test_every_field_counts_but_those_for_people(self) -> None:
+        """Each field changes the namespace, save those that only humans read."""
         base = Identity(model="m")
-        values: dict[str, object] = {"rope": "neox", "chunk_tokens": 65}
+        values: dict[str, object] = {"rope": "neox", "chunk_tokens": 65, "counted": {"x": 1}}
         changed = {
             field.name
             for field in dataclasses.fields(Identity)
@@ -85,7 +92,7 @@ class TestIdentity(unittest.TestCase):
             != base.namespace
         }
 
-        expected = {field.name for field in dataclasses.fields(Identity)} - {"name"}
+        expected = {field.name for field in dataclasses.fields(Identity)} - {"name", "counted"}
         self.assertEqual(expected, changed)
 
     def test_namespace_is_frozen(self) -> None:
@@ -258,6 +265,82 @@ print(json.dumps([digests, overridden]))
         self.assertEqual({"llama": 1, "qwen2": 1, "qwen3": 1, "mistral": 1}, each)
         distinct = {overridden, *(found[0] for found in digests.values())}
         self.assertEqual(5, len(distinct))
+
+
+class TestCounted(unittest.TestCase):
+    """What a config's digest counts, listed for people."""
+
+    def test_listed(self) -> None:
+        """Every field that counts is there by its path, and none that does not."""
+        config = {**CONFIG, "use_cache": True, "sliding_window": 0, "nothing": {}, "pair": [1, 2.0]}
+        config["layers"] = [{"window": 8}, None]
+        counted = Identity.of_config(config).counted
+        self.assertEqual(
+            {
+                "architectures": ["LlamaForCausalLM"],
+                "layers[0].window": 8,
+                "layers[1]": None,
+                "model_type": "llama",
+                "nothing": {},
+                "num_attention_heads": 4,
+                "num_hidden_layers": 2,
+                "num_key_value_heads": 2,
+                "pair": [1, 2],
+                "rope_parameters.rope_theta": 10000,
+                "rope_parameters.rope_type": "default",
+                "sliding_window": None,
+            },
+            counted,
+        )
+        self.assertEqual(list(counted), sorted(counted))
+
+    @given(st.dictionaries(PATHS, VALUES, max_size=4), st.dictionaries(PATHS, VALUES, max_size=4))
+    def test_differs_where_the_digest_does(
+        self, one: dict[str, object], other: dict[str, object]
+    ) -> None:
+        """Two configs have the same list exactly where they have the same digest."""
+        same = config_digest(one) == config_digest(other)
+        self.assertEqual(same, counted_fields(one) == counted_fields(other))
+
+    def test_bounded(self) -> None:
+        """Long values are cut and stay different; what does not fit is counted."""
+        for sizes in ((1, 1 << 20), (5000, 100), (30, 400), (20, 4000), (20_000, 1)):
+            config = {f"{n:x}.{'p' * 9}": '"' * sizes[1] + "x" for n in range(sizes[0])}
+            counted = counted_fields(config)
+            with self.subTest(sizes):
+                self.assertLess(len(json.dumps(counted, indent=1)), 15 << 10)
+                self.assertEqual(counted, counted_fields(counted))
+                beyond = str(counted.get("...", "0 more"))
+                self.assertEqual(sizes[0], len(counted) - ("..." in counted) + int(beyond[:-5]))
+        numbers = counted_fields({f"{n}": [*range(200)] for n in range(99)})
+        self.assertLess(len(json.dumps({"counted": numbers}, indent=1)), 13 << 10)
+        one, other = ({"text": "a" * 1100 + end} for end in "bc")
+        self.assertNotEqual(counted_fields(one), counted_fields(other))
+        self.assertRegex(str(counted_fields(one)["text"]), r"^\"a+\.\.\. \(1103 characters, ")
+
+    @unittest.skipIf(sys.version_info < (3, 11), "dataclasses of Python 3.10 pickle all fields")
+    def test_pickled(self) -> None:
+        """An engine's step carries the identity, and not what is for people."""
+        identity = Identity.of_config(CONFIG, weights="w")
+        sent = pickle.loads(pickle.dumps(identity))
+        self.assertEqual((identity, identity.namespace, {}), (sent, sent.namespace, sent.counted))
+
+    def test_secrets(self) -> None:
+        """A field with the name of a secret counts, and its value is not told."""
+        for name in ("api_key", "HF_TOKEN", "some.Password", "CLIENT_SECRET", "credentials"):
+            counted = counted_fields({"vua.environment": {name: "hunter2"}})
+            self.assertEqual({f"vua.environment.{name}": "(not shown)"}, counted)
+        self.assertEqual({"num_draft_tokens": 3}, counted_fields({"num_draft_tokens": 3}))
+
+    def test_json(self) -> None:
+        """It is JSON for every reader, without NaN and Infinity."""
+        config = {"a": math.inf, "b": [math.nan, 1], "c": "NaN", "d": "\ud800"}
+        text = json.dumps(counted_fields(config), allow_nan=False)
+        found = {"a": "Infinity", "b": "[NaN, 1]", "c": "NaN", "d": "\ud800"}
+        self.assertEqual(found, json.loads(text))
+        for bad in ({"a": object()}, {1: 2, "1": 2}, [1], "x"):
+            with self.subTest(bad), self.assertRaises(ConfigError):
+                Identity(model="m", counted=bad)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -6,18 +6,24 @@ import json
 import shutil
 import unittest
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
+from buckets import memory_url
 from commands import run
 from helpers import DirectoryTest, caches_of, contents, kv_bits
 from vua.core import VUA, VUAConfig
 from vua.errors import LayoutError
+from vua.format.identity import Identity
 from vua.format.parse import parse_entry
 from vua.native import fill_check
+from vua.security.settings import Security
+from vua.storage.description import read_description
+from vua.store.far import at, description_at
 
 CONFIG = VUAConfig(split_factor=4, model="m")
 TOKENS = torch.arange(8)
@@ -160,6 +166,108 @@ class TestDamage(DescriptionTest):
         for text in (b"?", json.dumps(said).encode()):
             self.path.write_bytes(text)
             self.assertEqual(told, run("events", self.root)[1].count("BlockStored"))
+
+
+COUNTED = {"rope": {"theta": 1e4}, "layers": [{"window": 8}], "note": "\u00e9"}
+
+
+class TestCounted(DirectoryTest):
+    """What the identity's digest counted, for people."""
+
+    IDENTITY = Identity.of_config(COUNTED, chunk_tokens=4)
+    FIELDS: ClassVar = {"layers[0].window": 8, "note": "\u00e9", "rope.theta": 10000}
+
+    def vua(self, root: Any, **settings: Any) -> VUA:
+        """A cache of that model."""
+        return VUA(VUAConfig(split_factor=4, **settings), root, identity=self.IDENTITY)
+
+    def stored(self, root: Any, **settings: Any) -> Path:
+        """A cache of one prompt of two chunks: its namespace.json."""
+        with self.vua(root, **settings) as vua:
+            self.assertEqual(2, vua.put(TOKENS, CACHE))
+        (path,) = Path(root).glob("*/namespace.json")
+        return path
+
+    def test_damage(self) -> None:
+        """Whatever is wrong with it, the rest is believed, and nothing is written or stored."""
+        path = self.stored(self.root)
+        sound = path.read_bytes()
+        self.assertEqual(self.FIELDS, read_description(path.parent).counted)
+        start = sound.index(b'"counted": ') + 11
+        texts = [sound[:at] for at in range(start, len(sound), 7)]
+        for bit in range(8 * start, 8 * len(sound)):
+            damaged = bytearray(sound)
+            damaged[bit // 8] ^= 1 << bit % 8
+            texts.append(bytes(damaged))
+        others = ("null", "7", "[]", '{"a": {"b": [{}]}, "": 1}', "NaN", "[" * 10**5)
+        texts += [sound[:start] + said.encode() + b"}" for said in others]
+        for number, text in enumerate(texts):
+            path.write_bytes(text)
+            found = read_description(path.parent)
+            with self.subTest(text[start - 20 :][:60]):
+                self.assertEqual(self.IDENTITY, found.identity)
+                self.assertEqual(1, len(found.layouts))
+                json.dumps(found.counted, allow_nan=False)
+                if number % 199 == 0:
+                    with self.vua(self.root) as vua:
+                        self.assertEqual(8, vua.get_closest(TOKENS).num_tokens)
+                        self.assertEqual(0, vua.put(TOKENS, CACHE))
+                    self.assertEqual(0, run("verify", self.root)[0])
+                    self.assertEqual(text, path.read_bytes())
+        path.unlink()
+        self.assertEqual({}, read_description(path.parent).counted)
+
+    def test_other_fields(self) -> None:
+        """It proves nothing: other fields than those of the digest change no answer."""
+        path = self.stored(self.root)
+        said = json.loads(path.read_bytes())
+        said["counted"] = {"rope.theta": 7}
+        path.write_text(json.dumps(said))
+        self.assertEqual({"rope.theta": 7}, read_description(path.parent).counted)
+        with self.vua(self.root) as vua:
+            self.assertEqual(8, vua.get_closest(TOKENS).num_tokens)
+        del said["counted"]
+        path.write_text(json.dumps(said))
+        with self.vua(self.root) as vua:
+            self.assertEqual(8, vua.get_closest(TOKENS).num_tokens)
+
+    def test_encrypted(self) -> None:
+        """A cache that is encrypted does not tell what its model is; one that is signed does."""
+        keys = self.root / "keys"
+        for name in ("key", "tenants"):
+            self.assertEqual(0, run("key", keys.with_name(name), *self.salted(name))[0])
+        key, tenants = (str(keys.with_name(name)) for name in ("key", "tenants"))
+        for name, settings, told in (
+            ("signed", {"key_file": key}, True),
+            ("encrypted", {"key_file": key, "encrypt": True}, False),
+            ("tenants", {"tenant_keys": tenants}, False),
+        ):
+            with self.subTest(name):
+                path = self.stored(self.root / f"cache of {name}", security=Security(**settings))
+                self.assertEqual(told, b"theta" in path.read_bytes())
+                self.assertEqual(self.FIELDS if told else {}, read_description(path.parent).counted)
+
+    @staticmethod
+    def salted(name: str) -> list[str]:
+        """The arguments for a directory of keys."""
+        return ["--salt", "s"] if name == "tenants" else []
+
+    def test_travels(self) -> None:
+        """A bucket, a slower tier and an import have it; a description made anew keeps it."""
+        near, far, bucket = self.root / "near", self.root / "far", memory_url()
+        with self.vua([near, far, bucket]) as vua:
+            vua.put(TOKENS, CACHE)
+        name = self.IDENTITY.namespace
+        for place in (near / name, far / name, at(bucket) / name):
+            self.assertEqual(self.FIELDS, description_at(place).counted, place)
+        archive, there = self.root / "archive", self.root / "there"
+        self.assertEqual(0, run("export", near, archive, "--all")[0])
+        self.assertEqual(0, run("import", there, archive)[0])
+        self.assertEqual(self.FIELDS, read_description(there / name).counted)
+        path = there / name / "namespace.json"
+        path.write_bytes(path.read_bytes().replace(b'"layers": 2', b'"layers": 3'))
+        self.assertEqual(0, run("verify", there, "--repair")[0])
+        self.assertEqual(self.FIELDS, read_description(there / name).counted)
 
 
 class TestLater(DescriptionTest):

@@ -26,7 +26,7 @@ from helpers import SOON_S, in_child, keys_of
 from small_models import Family, make_model
 from vua import ConfigError, InputError
 from vua.core import VUA, VUAConfig
-from vua.format.identity import Identity, config_digest
+from vua.format.identity import Identity, config_digest, counted_fields
 from vua.weights import identify_weights, weights_fingerprint
 
 CHUNK = 16
@@ -403,7 +403,9 @@ class TestTransformers(unittest.TestCase):
             name=path.name,
         )
 
-        self.assertEqual(expected, identity_of(model, chunk_tokens=CHUNK, epoch="e"))
+        found = identity_of(model, chunk_tokens=CHUNK, epoch="e")
+        self.assertEqual(expected, found)
+        self.assertEqual(counted_fields(config), found.counted)
         self.assertEqual(
             {"layers": 2, "kv_heads": 2, "k_dim": 32, "v_dim": 32, "dtype": "F32"},
             {k: v for k, v in layout_of(model).describe().items() if k != "chunk_tokens"},

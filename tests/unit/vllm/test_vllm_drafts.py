@@ -86,6 +86,8 @@ class DraftTest(unittest.TestCase):
         self.assertEqual((None, 2046), (plain.draft_tokens, both.draft_tokens))
         self.assertEqual((True, False), (plain.plain, both.plain))
         self.assertNotEqual(plain.identity.model, both.identity.model)
+        self.assertEqual("eagle", both.identity.counted["vua.draft"][0])
+        self.assertEqual(2, plain.identity.counted["num_hidden_layers"])
         self.refused("cannot be found", layers=2, **draft)
 
         loading_adds = {"draft_vocab_size": 512, "target_layer_count": 2}
