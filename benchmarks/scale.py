@@ -519,7 +519,7 @@ def looked_at(name: str, kind: str, chunks: float, measure: str) -> float:
 
 
 HELD_NBYTES = {"top --once": 16, "events": 24}
-"""Bytes that these hold of each chunk, beside pages: docs/decisions/0067, and measured on ext4."""
+"""Bytes that these hold of each chunk, beside pages: docs/decisions/0060, and measured on ext4."""
 NOISE = 1.25
 """Equal work differs by this factor in processor time here. A smaller growth counts as constant."""
 

@@ -8,7 +8,7 @@ all or nothing: later tokens cost no less to compute than the first.
 While loads are skipped, a short one (a probe) is tried after a second, then after pauses that
 double as long as probes are slow. A fast one is followed by the next at once; after three, loads
 resume. Nothing here does I/O; all calls are for the scheduler's thread and take microseconds.
-Reasons: docs/decisions/0010-load-or-recompute.md and 0026-fewer-settings.md.
+Reasons: docs/decisions/0010-load-or-recompute.md.
 """
 
 from __future__ import annotations

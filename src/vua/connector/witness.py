@@ -157,7 +157,7 @@ class Witness:
     def _compares(group: Group) -> bool:
         """Whether two computations of a group's chunk can be told to agree: not so of mere bytes.
 
-        A draft's last row of a block may be of another continuation, see docs/decisions/0044.
+        A draft's last row of a block may be of another continuation, see docs/decisions/0064.
         """
         return not (group.layout.drafts or group.page_nbytes)
 

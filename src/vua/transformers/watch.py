@@ -2,8 +2,8 @@
 
 A `ModelWatch` compares a model with what its configuration makes, and remembers a cheap mark
 (modules, their attributes, hooks, code, configuration, modes, tensors' shapes, versions and
-addresses) and the tensors' content. docs/decisions/0059-what-a-look-costs.md says what is checked
-when, what it costs, and what remains.
+addresses) and the tensors' content. docs/decisions/0050-what-computes-in-transformers.md says what
+is checked when, what it costs, and what remains.
 
 `is_compared` says whether the model's attention computes what vLLM's does. All implementations
 compute softmax over scaled products; some leave out soft caps, sinks or windows. So an

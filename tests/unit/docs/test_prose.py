@@ -30,6 +30,8 @@ MOST_TURNS_OF_SOURCE = 220
 """In docstrings and messages, where "there is none" is often the shortest."""
 MOST_LINES = {"performance.md": 350}
 """Of pages that numbers make longer each time something is measured."""
+MOST_DECISIONS = 30
+MOST_WORDS_OF_A_DECISION = 400
 TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 
 BLOCK = re.compile(r"^```.*?^```|<!--.*?-->|<script.*?</script>", re.DOTALL | re.MULTILINE)
@@ -120,6 +122,31 @@ class ProseTest(unittest.TestCase):
         for name, most in MOST_LINES.items():
             lines = (ROOT / "docs" / name).read_text("utf-8").splitlines()
             self.assertLessEqual(len(lines), most, name)
+
+    def test_decisions(self) -> None:
+        """Few records, each short: one subject, one record; tables are in performance.md."""
+        records = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+        self.assertLessEqual(len(records), MOST_DECISIONS, "merge two that have one subject")
+        for path in records:
+            words_ = path.read_text("utf-8").split()
+            self.assertLessEqual(len(words_), MOST_WORDS_OF_A_DECISION, path.name)
+            self.assertEqual(["#", path.name[:4]], words_[:2], path.name)
+
+    def test_decisions_exist(self) -> None:
+        """A record that a comment or a page names is there; the history may name others."""
+        records = {path.name for path in (ROOT / "docs" / "decisions").glob("*.md")}
+        numbers = {name[:4] for name in records}
+        named = re.compile(r"decisions/(\d{4})(-[a-z\d-]+\.md)?")
+        found = 0
+        for folder in ("src", "tests", "benchmarks", "docs", "examples"):
+            for path in (ROOT / folder).rglob("*"):
+                if path.suffix not in (".py", ".md", ".c", ".h", ".js", ".html"):
+                    continue
+                for number, rest in named.findall(path.read_text("utf-8")):
+                    found += 1
+                    there = number in numbers and (not rest or number + rest in records)
+                    self.assertTrue(there, f"{path.relative_to(ROOT)}: decisions/{number}{rest}")
+        self.assertLess(20, found)
 
     def test_turns(self) -> None:
         """Few sentences have to be read twice."""
