@@ -1,9 +1,9 @@
 """Lists the fields of all configuration classes that a vLLM's ``VllmConfig`` reaches.
 
-    python tests/make_vllm_fields.py vllm-0.24.0.whl vllm-0.28.0.whl ... > tests/vllm_fields.json
+    python tests/make_vllm_fields.py vllm-0.28.0.whl vllm-0.32.0.whl ... > tests/vllm_fields.json
 
 Reads the sources out of unpacked or packed wheels, and runs nothing of them. The output says for
-each class which fields the releases have that are given: ``{class: {"0.24 0.28": "field field"}}``.
+each class which fields the releases have that are given: ``{class: {"0.28 0.32": "field field"}}``.
 """
 
 from __future__ import annotations

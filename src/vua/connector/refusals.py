@@ -41,9 +41,6 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         "sleep mode frees GPU memory that transfers still use",
         "leave out --enable-sleep-mode",
     ),
-    "own_scales": Refusal(
-        _ENGINE, "each engine has scales of its own", "leave out calculate_kv_scales"
-    ),
     "mixed_blocks": Refusal(  # seen: it lets a block's bytes lie in others
         _ENGINE,
         "vLLM's CPU backend mixes up blocks of a {} KV cache",
@@ -85,11 +82,6 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         _ENGINE,
         "vLLM's setting {}: two engines' values cannot be compared",
         "leave it out, or report it",
-    ),
-    "old_pages": Refusal(
-        _ENGINE,
-        "K and V of different sizes, as vLLM before 0.26 lays them out",
-        "install vLLM 0.26 or newer",
     ),
     "draft_method": Refusal(
         _ENGINE,

@@ -42,11 +42,11 @@ from torch import Tensor
 from vua.errors import InputError, LayoutError
 
 KNOWN_AXES: Final = {
-    "BHNC": "vLLM 0.26 and later: [blocks, heads, block_size, k_dim + v_dim]",
+    "BHNC": "vLLM: [blocks, heads, block_size, k_dim + v_dim]",
     "LBHNC": "vLLM 0.29 and later, all layers, in the allocation's order",
-    "2BNHD": "vLLM up to 0.24, FlashAttention: [2, blocks, block_size, heads, dim]",
-    "2BHND": "the same, HND; vLLM's CPU backend up to 0.24",
-    "B2NHD": "vLLM up to 0.24, FlashInfer and Triton: [blocks, 2, block_size, heads, dim]",
+    "2BNHD": "K before V, as LMCache's connectors read: [2, blocks, block_size, heads, dim]",
+    "2BHND": "the same, HND",
+    "B2NHD": "K and V of a block together: [blocks, 2, block_size, heads, dim]",
     "B2HND": "the same, HND",
     "BND": "MLA: [blocks, block_size, latent]; one array, no V",
     "BHND": "MLA as of vLLM 0.29, [blocks, 1, block_size, latent]; of a (K, V) pair: HND",

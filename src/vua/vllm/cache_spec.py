@@ -453,16 +453,15 @@ def stored_as(dtype: object, cache_config: Any, *, on_gpu: bool) -> str | None:
     """Return a safetensors name for how elements of ``dtype`` are stored; None: that is not known.
 
     A cache of fp8 holds K and V divided by scales. vLLM takes these from the checkpoint, which the
-    weights' fingerprint covers, or they are 1; if it computes them from the first requests, or
-    keeps some layers in another dtype, two engines' bytes are not equal for certain. On the CPU
-    vLLM's own writer converts, so its page form cannot be learnt.
+    weights' fingerprint covers, or they are 1; if it keeps some layers in another dtype, two
+    engines' bytes are not equal for certain. On the CPU vLLM's own writer converts, so its page
+    form cannot be learnt.
     """
     kind = str(getattr(cache_config, "cache_dtype", "auto"))
     if kind in _FP8 and on_gpu:
-        computed = bool(getattr(cache_config, "calculate_kv_scales", False))
         mixed = bool(getattr(cache_config, "kv_cache_dtype_skip_layers", None))
         single = str(dtype) in ("torch.uint8", "torch.float8_e4m3fn", "torch.float8_e5m2")
-        return _FP8[kind] if single and not (computed or mixed) else None
+        return _FP8[kind] if single and not mixed else None
     return _PLAIN.get(str(dtype))
 
 

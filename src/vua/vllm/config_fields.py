@@ -51,7 +51,7 @@ EXCLUDED: Final[Mapping[str, Mapping[str, str]]] = {
     "BaseDummyOptions": {TEXT: "count"},
     "CacheConfig": {
         ELSEWHERE: "cache_dtype mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode",
-        _REFUSED: "calculate_kv_scales kv_cache_dtype_skip_layers",
+        _REFUSED: "kv_cache_dtype_skip_layers",
         _MADE: "is_attention_free sliding_window use_kda_recoverssm",
         WHEN: "enable_prefix_caching prefix_match_unit prefix_cache_retention_interval "
         "enable_mamba_shared_prefix_checkpoint cache_hit_alignment_tokens",
@@ -216,8 +216,8 @@ EXCLUDED: Final[Mapping[str, Mapping[str, str]]] = {
         _MADE: "runner_type is_multimodal_model",
         WHEN: "async_scheduling disable_chunked_mm_input enable_chunked_prefill "
         "encoder_cache_size long_prefill_token_threshold long_prefill_token_threshold_adaptive "
-        "max_long_partial_prefills max_num_active_seqs max_num_batched_tokens "
-        "max_num_encoder_input_tokens max_num_partial_prefills max_num_queued_reqs "
+        "max_num_active_seqs max_num_batched_tokens "
+        "max_num_encoder_input_tokens max_num_queued_reqs "
         "max_num_queued_tokens max_num_scheduled_tokens max_num_seqs policy "
         "prefill_schedule_interval scheduler_cls scheduler_reserve_full_isl stream_interval "
         "watermark",
@@ -309,7 +309,6 @@ NEUTRAL: Final[Mapping[str, Mapping[str, tuple[object, ...]]]] = {
         "model_class_overrides": ({},),
         "model_impl": ("auto", "vllm"),
         "model_weights": ("",),
-        "override_attention_dtype": (None,),
         "quantization": (None,),
     },
     "MultiModalConfig": {

@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -63,7 +63,6 @@ from vua.vllm.cache_spec import describe, layer_number
 from vua.vllm.engine_identity import find_weights, setup_of
 from vua.vllm.engine_worker import memory_of
 from vua.vllm.support import (
-    MEDIUM_STORAGE,
     announce,
     check_starts,
     check_version,

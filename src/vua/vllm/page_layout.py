@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from vua.connector.cache_spec import Group, UncachedError
-from vua.connector.refusals import refused
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
 from vua.device.paged import WORDS, PagedCache, PageRows, WholePages
 from vua.errors import LayoutError, VUAError
 from vua.format.layout import Shard, state_nbytes
-from vua.vllm.support import packs_k_and_v
 
 _PROBED: Final = {torch.bfloat16: 0x0400, torch.float16: 0x0400, torch.float32: 0x0080_0000}
 """The first of the `_RADIX` bit patterns that probe a type: all of them finite and normal."""
@@ -62,8 +60,6 @@ def device_pages(
         size, last = layout.chunk_tokens, group.keeps_state
         return PageRows.of(caches, nbytes, block_size, chunk_tokens=size, last=last)
     axes = axes_of(shape, heads=shard.heads, block_size=block_size, dims=layout.dims)
-    if axes == "BHNC" and not packs_k_and_v():
-        raise refused("old_pages")
     return PagedCache.of(caches, axes, k_dim=layout.k_dim if "C" in axes else None)
 
 
@@ -112,21 +108,16 @@ def learn_cpu_form(
 
 def engine_writer(dtype: torch.dtype, block_size: int, head_dim: int, isa: str | None) -> _Writer:
     """Return vLLM's own function that puts K and V into slots of a CPU's pages."""
-    from vllm._custom_ops import cpu_attn_reshape_and_cache
     from vllm.v1.attention.backends import cpu_attn
 
     isa = isa or cpu_attn._get_attn_isa(dtype, block_size, head_dim)  # noqa: SLF001
     settings = {"attn_type": "decoder", "kv_cache_dtype": "auto"}
     layer = SimpleNamespace(isa=isa, _k_scale_float=1.0, _v_scale_float=1.0, **settings)
     # The method rather than the operator below it: it also decides how a page is cut into K and V.
-    update = getattr(cpu_attn.CPUAttentionBackendImpl, "do_kv_cache_update", None)
+    update = cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update
 
     def write(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        if update is not None:
-            update(layer, layer, k, v, cache, slots)
-        else:  # releases that write inside `forward` cut the pages like this
-            halves = cache.view(*cache.shape[:2], 2 * cache.shape[2], -1).chunk(2, dim=2)
-            cpu_attn_reshape_and_cache(k, v, *halves, slots, isa)
+        update(layer, layer, k, v, cache, slots)
 
     return write
 
@@ -157,7 +148,7 @@ def _proves(form: PageForm, write: _Writer, dtype: torch.dtype) -> bool:
     ours = theirs.clone()
     order = torch.randperm(blocks * slots, generator=generator)[
         slots // 2 :
-    ]  # the rest must stay unchanged unchanged
+    ]  # the rest must stay unchanged
     rows = torch.randn(2, len(order), heads, dim, generator=generator).to(dtype)
     for some in (slice(7, None), slice(2, 7), slice(1, 2), slice(1)):
         write(theirs, order[some], rows[0, some], rows[1, some])
@@ -181,44 +172,23 @@ def axes_of(shape: tuple[int, ...], *, heads: int, block_size: int, dims: tuple[
         block_size: tokens per block of vLLM's tables; kernels may use smaller pages that divide it.
         dims: elements of a row of K and of V, or of the one latent.
 
-    If a page has as many slots as there are heads, the order is that of vLLM's GPU backends of that
-    shape: slots before heads in ``[2, ...]`` and ``[blocks, 2, ...]``, heads before slots in
-    ``[blocks, heads, slots, K and V]``.
-
     Raises:
-        LayoutError: No known layout fits, or K and V could be in either of two places.
+        LayoutError: the tensor has another shape.
     """
-    found = [
-        axes
-        for axes, sizes in _shapes(heads, dims)
-        if len(shape) == len(axes)
-        and all(size in (None, want) for size, want in zip(sizes, shape, strict=True))
-        and shape[axes.index("N")] > 0
-        and block_size % shape[axes.index("N")] == 0
-    ]
-    if len(found) > 1 and found[0][:2] == found[1][:2]:
-        found = found[:1]  # as many slots as heads, see above
-    if len(found) != 1:
-        text = "more than one known layout" if found else "no known layout"
+    expected: tuple[int | None, ...]
+    if len(dims) > 1:
+        axes, expected = "BHNC", (None, heads, None, sum(dims))
+    elif len(shape) == len("BND"):
+        axes, expected = "BND", (None, None, *dims)
+    else:
+        axes, expected = "BHND", (None, 1, None, *dims)
+    fits = len(shape) == len(axes) and all(
+        size in (None, want) for size, want in zip(expected, shape, strict=True)
+    )
+    slots = shape[axes.index("N")] if fits else 0
+    if slots <= 0 or block_size % slots:
         raise LayoutError(
-            f"a KV cache tensor of shape {shape} fits {text} of {heads} heads, rows of {dims} and "
-            f"blocks of {block_size} tokens: its engine is served uncached"
+            f"a KV cache tensor of shape {shape} fits no known layout of {heads} heads, rows of "
+            f"{dims} and blocks of {block_size} tokens: its engine is served uncached"
         )
-    return found[0]
-
-
-def _shapes(heads: int, dims: tuple[int, ...]) -> list[tuple[str, tuple[int | None, ...]]]:
-    """The layouts that a cache of these rows can have, with the sizes that are known."""
-    if len(dims) == 1:
-        return [("BND", (None, None, dims[0])), ("BHND", (None, 1, None, dims[0]))]
-    fused = ("BHNC", (None, heads, None, sum(dims)))
-    if dims[0] != dims[1]:
-        return [fused]
-    dim = dims[0]
-    return [
-        fused,
-        ("2BNHD", (2, None, None, heads, dim)),
-        ("2BHND", (2, None, heads, None, dim)),
-        ("B2NHD", (None, 2, None, heads, dim)),
-        ("B2HND", (None, 2, heads, None, dim)),
-    ]
+    return axes

@@ -25,16 +25,9 @@ from vua.errors import ConfigError
 
 log = logger()
 
-OLDEST_ON_GPU: Final = Version("0.24")
-"""From here to `OLDEST` only on NVIDIA GPUs: the page forms of their CPU backends were not
-checked."""
 OLDEST: Final = Version("0.28")
 NEWEST: Final = Version("0.33")
-"""The connector is tested with `OLDEST`, 0.32 and this one. Releases before `OLDEST` were compared
-with them: the hooks, who calls them and when, what they read, the forms of the pages."""
-
-MEDIUM_STORAGE: Final[str] = getattr(kv_events, "MEDIUM_STORAGE", "STORAGE")
-"""The medium in events; vLLM has a name for it since 0.27."""
+"""The connector is tested with `OLDEST`, 0.32 and this one."""
 
 
 def _release() -> Version | None:
@@ -55,41 +48,24 @@ def check_version(*, allow_untested: bool) -> None:
     Raises:
         ConfigError: with the version found, the range, and what to do.
     """
-    from vllm.platforms import current_platform
-
     release = _release()
     if release is None:
         return
-    oldest = OLDEST_ON_GPU if current_platform.is_cuda() else OLDEST
-    if release < oldest or (release > NEWEST and not allow_untested):
+    if release < OLDEST or (release > NEWEST and not allow_untested):
         text = (
-            f"vLLM {vllm.__version__} is not supported on this platform "
-            f"({current_platform.device_type}): this version of VUA works with {OLDEST} to "
-            f"{NEWEST}, on NVIDIA GPUs from {OLDEST_ON_GPU} on. Install one of these, or look for "
-            "another version of VUA"
+            f"vLLM {vllm.__version__} is not supported: this version of VUA works with {OLDEST} "
+            f"to {NEWEST}. Install one of these, or look for another version of VUA"
         )
         if release > NEWEST:
             text += '; "allow": ["untested_vllm"] in kv_connector_extra_config tries this one'
         raise ConfigError(text)
 
 
-def caveat() -> str | None:
-    """Return the warning to log about an accepted vLLM with which VUA was never run."""
-    release = _release()
-    if release is None or OLDEST <= release <= NEWEST:
-        return None
-    known = "by its API only" if release <= NEWEST else "not even its API is known"
-    return (
-        f"vLLM {vllm.__version__} with this version of VUA: not run; {known} "
-        f"(run: {OLDEST} to {NEWEST})"
-    )
-
-
 def announce(transfer: Any) -> None:
     """Log what is in use, and what users may want to change in ``transfer``."""
     log.info("VUA: %s", native.status().text)
-    if (text := caveat()) is not None:
-        log.warning("VUA: %s", text)
+    if (release := _release()) is not None and release > NEWEST:
+        log.warning("VUA: never run with vLLM %s (run: %s to %s)", vllm.__version__, OLDEST, NEWEST)
     if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
         log.warning(
             'VUA: kv_load_failure_policy is "%s": a damaged or vanished file will FAIL its '
@@ -107,15 +83,6 @@ def can_fail_requests() -> bool:
 def knows_current_blocks() -> bool:
     """Whether a step says which blocks a request has now, freed ones left out (vLLM 0.32)."""
     return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
-
-
-def packs_k_and_v() -> bool:
-    """Whether a page has K and V in one row, heads before slots (vLLM 0.26).
-
-    Before, only backends for K and V of different sizes did that, with slots before heads.
-    """
-    release = _release()
-    return release is None or release >= Version("0.26")
 
 
 def event_extra_keys(request: Any, blocks: range, block_size: int) -> list[Any] | None:
@@ -167,7 +134,6 @@ def check_engine(vllm_config: Any, config: ConnectorConfig) -> None:
     for holds, name, *found in (
         (max(sizes) > 1, "context_parallel"),
         (getattr(model, "enable_sleep_mode", False), "sleep"),
-        (getattr(vllm_config.cache_config, "calculate_kv_scales", False), "own_scales"),
         (aside, "mixed_blocks", kept),
         (not continues, "pooling", runner),
     ):

@@ -75,13 +75,12 @@ class FormsTest(DirectoryTest):
 
     def memory(self, form: str, dtype: torch.dtype, seed: int) -> tuple[torch.Tensor, list[Any]]:
         """A form's whole memory, of ten blocks of 8 slots, and what vLLM registers of it."""
-        dims = {"flash": (3, 2, 10, 8, 2, 8), "flashinfer": (3, 10, 2, 8, 2, 8)}
-        dims |= {"hnd": (3, 10, 2, 2, 8, 8), "fused": (10, 3, 8, 2, 16), "mla": (3, 10, 8, 24)}
+        dims = {"fused": (10, 3, 8, 2, 16), "mla": (3, 10, 8, 24)}
         dims |= {"fused mla": (3, 10, 1, 8, 24), "small pages": (3, 20, 2, 4, 16)}
         memory = noise(*dims[form], dtype=dtype, seed=seed).to(self.device)
         if form == "fused":
             return memory, list(memory.permute(1, 0, 3, 2, 4))
-        return memory, list(memory.transpose(3, 4) if form == "hnd" else memory)
+        return memory, list(memory)
 
     def check(self, form: str, dtype: torch.dtype) -> None:
         """Blocks that are stored come back into other blocks of another cache; nothing else."""
@@ -101,7 +100,7 @@ class FormsTest(DirectoryTest):
         second.shutdown()
 
         expected = self.memory(form, dtype, seed=2)[0].cpu()
-        axis = {"flash": 2, "fused": 0}.get(form, 1)
+        axis = {"fused": 0}.get(form, 1)
         width = 2 if form == "small pages" else 1
         for at in range(1, 5):
             for step in range(width):
@@ -114,13 +113,13 @@ class FormsTest(DirectoryTest):
 
     @pytest.mark.thorough
     def test_some_forms(self) -> None:
-        """A layout with K and V apart in bf16, and a latent one in fp8 as vLLM calls it: bytes."""
-        self.check_all([("flash", torch.bfloat16), ("mla", torch.uint8)])
+        """K and V in one row in bf16, and a latent one in fp8 as vLLM calls it: bytes."""
+        self.check_all([("fused", torch.bfloat16), ("mla", torch.uint8)])
 
     @pytest.mark.thorough
     def test_every_form(self) -> None:
         """Each layout, in both."""
-        forms = ("flash", "flashinfer", "hnd", "fused", "mla", "fused mla", "small pages")
+        forms = ("fused", "mla", "fused mla", "small pages")
         self.check_all(product(forms, (torch.bfloat16, torch.uint8)))
 
     def check_all(self, cases: Iterable[tuple[str, torch.dtype]]) -> None:
@@ -132,43 +131,27 @@ class FormsTest(DirectoryTest):
                 self.check(form, dtype)
 
     def test_unknown_forms(self) -> None:
-        """A tensor that fits no layout, or two, is refused with a word about it."""
+        """A tensor that fits no layout is refused with a word about it."""
         given = {"heads": 2, "block_size": 16, "dims": (8, 8)}
         for shape in ((10, 16, 2, 16), (10, 2, 16), (2, 2, 16, 2, 8), (10, 3, 16, 2, 8)):
             with self.subTest(shape), self.assertRaisesRegex(LayoutError, "served uncached"):
                 axes_of(shape, **given)
-        self.assertEqual("2BNHD", axes_of((2, 9, 2, 2, 8), **given))
+        self.assertEqual("BHNC", axes_of((10, 2, 16, 16), **given))
         from vua.connector.cache_spec import UncachedError
 
         tensor = torch.zeros(10, 3, 8, 16)
         with self.assertRaisesRegex(UncachedError, "no known layout"):
             self.side(KVLayout(1, 2, 8, 8, "F32", 16), 8, {"model.layers.0": tensor})
 
-    def test_rows_of_other_sizes(self) -> None:
-        """What vLLM before 0.26 lays out as [blocks, slots, heads, K and V] is not mistaken."""
-        from vua.connector.cache_spec import UncachedError
-
-        layout, layers = (
-            KVLayout(1, 8, 8, 4, "F32", 16),
-            {"model.layers.0": torch.zeros(9, 8, 8, 12)},
-        )
-        self.side(layout, 8, layers)
-        with (
-            mock.patch("vllm.__version__", "0.25.1"),
-            self.assertRaisesRegex(UncachedError, r"before 0\.26"),
-        ):
-            self.side(layout, 8, layers)
-
     def test_dtypes(self) -> None:
         """fp8 is stored where its scales are the checkpoint's, and on a GPU alone."""
         fp8 = SimpleNamespace(cache_dtype="fp8")
         self.assertEqual("F8_E4M3", stored_as(torch.uint8, fp8, on_gpu=True))
-        two = SimpleNamespace(cache_dtype="fp8_e5m2", calculate_kv_scales=False)
+        two = SimpleNamespace(cache_dtype="fp8_e5m2")
         self.assertEqual("F8_E5M2", stored_as(torch.uint8, two, on_gpu=True))
         auto = SimpleNamespace(cache_dtype="auto")
         self.assertEqual("BF16", stored_as(torch.bfloat16, auto, on_gpu=True))
         for kind, more in (
-            ("fp8", {"calculate_kv_scales": True}),
             ("fp8", {"kv_cache_dtype_skip_layers": ["0"]}),
             *((kind, {}) for kind in ("fp8_ds_mla", "int8_per_token_head", "nvfp4", "fp8_inc")),
         ):
@@ -219,7 +202,6 @@ class FormsTest(DirectoryTest):
             ("parallel_config", "prefill_context_parallel_size", "use tensor parallelism"),
             ("model_config", "enable_sleep_mode", "leave out --enable-sleep-mode"),
             ("model_config", "runner_type", "start it without --kv-transfer-config"),
-            ("cache_config", "calculate_kv_scales", "leave out calculate_kv_scales"),
         ):
             part = attrgetter(place)(config)
             setattr(part, name, 2)
@@ -272,7 +254,7 @@ class FormsTest(DirectoryTest):
     def test_wrong_slots_are_noticed(self) -> None:
         """The check of forms fails when slots are off by one."""
         right, turns = device_transfer.slots_of, iter((0, 1))  # one gather, one load
-        self.check("flash", torch.bfloat16)
+        self.check("fused", torch.bfloat16)
 
         def wrong(*given: Any, **wanted: Any) -> torch.Tensor:
             return right(*given, **wanted) + next(turns)
@@ -281,7 +263,7 @@ class FormsTest(DirectoryTest):
             mock.patch.object(device_transfer, "slots_of", wrong),
             self.assertRaises(AssertionError),
         ):
-            self.check("flash", torch.bfloat16)
+            self.check("fused", torch.bfloat16)
 
 
 @pytest.mark.gpu

@@ -519,16 +519,6 @@ class VllmTest(PagedTestCase):
                     PagedKV(list(ours), form, size).scatter(ids, start, tokens, *chunks)
                     self.assert_same(theirs, ours)
 
-    def test_writer_of_older_releases(self) -> None:
-        """Where the writer is not a method of its own, the operator below gives the same form."""
-        from vllm.v1.attention.backends import cpu_attn
-
-        wanted = learn_cpu_form(torch.bfloat16, 32, 64)
-        with mock.patch.object(cpu_attn, "CPUAttentionBackendImpl", object):
-            learnt = learn_cpu_form(torch.bfloat16, 32, 64)
-        self.assertTrue(torch.equal(wanted.k_index, learnt.k_index))
-        self.assertTrue(torch.equal(wanted.v_index, learnt.v_index))
-
     def test_unsupported_variant(self) -> None:
         """A variant this machine does not have is an unknown form."""
         with self.assertRaises(UnknownFormError):

@@ -26,7 +26,7 @@ from helpers import TESTS
 pytestmark = pytest.mark.vllm
 
 LISTS = json.loads((TESTS / "vllm_fields.json").read_text())
-RELEASES = ("0.24", "0.28", "0.32", "0.33")
+RELEASES = ("0.28", "0.32", "0.33")
 
 # Class, field, a value that some engine may have and that changes what it computes.
 COUNTED: tuple[tuple[str, str, Any], ...] = (
