@@ -30,7 +30,7 @@ from vua.catalog.prefix import (
 )
 from vua.cli.command import command
 from vua.cli.output import DAMAGED, SOUND, Report, facts, progress
-from vua.cli.prompt import model_directory, prompt_ids, prompt_keys, read_ids
+from vua.cli.prompt import Prompt, model_directory, prompt_keys, read_prompts
 from vua.errors import ConfigError
 from vua.format.layout import KVLayout
 from vua.security.keyring import NoKeyError
@@ -54,7 +54,7 @@ class Question:
     tokens: str | None = None
     """File of token ids, ``-`` for stdin."""
     prompt: str | None = None
-    """File of text, instead of ``tokens``; needs ``model`` for its tokenizer."""
+    """File of text or of requests, instead of ``tokens``; needs ``model`` for its tokenizer."""
     namespace: str = ""
     """First digits of the namespaces to look at; by default all (that fit ``model``)."""
     model: str | None = None
@@ -216,9 +216,32 @@ class Explanation(Report):
             print(f"{self.directory}: no namespace to look at, so nothing is stored: a miss")
 
 
+@dataclass(frozen=True, slots=True)
+class Explanations(Report):
+    """Several prompts of one file."""
+
+    lines: Sequence[int]
+    each: Sequence[Explanation]
+
+    @property
+    def code(self) -> int:
+        return max((one.code for one in self.each), default=SOUND)
+
+    def describe(self) -> object:
+        described = zip(self.lines, self.each, strict=True)
+        return {"prompts": [{"line": line, **one.describe()} for line, one in described]}
+
+    def show(self) -> None:
+        for line, one in zip(self.lines, self.each, strict=True):
+            print(end=f"line {line}: ")
+            one.show()
+
+
 @command("explain", "say why a prompt hits or misses")
 @click.option("--tokens", metavar="FILE", help="token ids: a JSON list, or integers; - stdin")
-@click.option("--prompt", metavar="FILE", help="text for --model's tokenizer.json; - stdin")
+@click.option(
+    "--prompt", metavar="FILE", help="text or JSON requests for --model's tokenizer; - stdin"
+)
 @click.option(
     "--model", metavar="MODELDIR", help="the model's directory, or its name in the hub's cache"
 )
@@ -230,7 +253,9 @@ class Explanation(Report):
 @click.option("--salt", metavar="S", default="", help="the requests' cache salt")
 @click.option("--epoch", metavar="E", default="", help="the engine's epoch, with --model")
 @click.option("--quick", is_flag=True, help="do not look for other continuations")
-def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Explanation:
+def explain(
+    directory: str, *, security: Security = NO_KEYS, **asked: Any
+) -> Explanation | Explanations:
     """Report what is stored of a prompt, and why no more; exit status 1 if files are damaged.
 
     ``asked`` are :class:`Question`'s fields. Raises ConfigError, InputError, StorageError.
@@ -246,15 +271,16 @@ def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Ex
         text = f"--block-tokens must be a positive number, found {question.block_tokens}"
         raise ConfigError(text)
     with explaining(str(question.tokens or question.prompt)):
-        if question.tokens is not None:
-            ids = read_ids(question.tokens)
-        else:
-            ids = prompt_ids(question.prompt or "-", question.model)
+        prompts = read_prompts(question.tokens, question.prompt, question.model)
     catalog = open_catalog(directory)
     found, _ = catalog.contents()
     expected = _expected(question)
-    answers = _answers(catalog, found, expected, ids, question)
-    return Explanation(directory, expected, found, len(ids) // 4, answers)
+    made = [
+        Explanation(directory, expected, found, len(prompt.ids) // 4, answers)
+        for prompt in prompts
+        for answers in [_answers(catalog, found, expected, prompt, question)]
+    ]
+    return made[0] if len(made) == 1 else Explanations([one.line for one in prompts], made)
 
 
 def explain_ids(
@@ -267,7 +293,7 @@ def explain_ids(
     """
     catalog = open_catalog(directory)
     found, _ = catalog.contents()
-    answers = _answers(catalog, found, None, ids, question, trees)
+    answers = _answers(catalog, found, None, Prompt(1, ids), question, trees)
     return Explanation(directory, None, found, len(ids) // 4, answers)
 
 
@@ -275,13 +301,13 @@ def _answers(
     catalog: Catalog,
     found: Sequence[Description],
     expected: ModelIdentity | None,
-    ids: bytes,
+    prompt: Prompt,
     question: Question,
     trees: Mapping[str, Followers] = MappingProxyType({}),
 ) -> list[Answer]:
     """Return an answer per matching namespace, the most usable first."""
     answers = [
-        _answer(catalog, namespace, differences, ids, question, trees)
+        _answer(catalog, namespace, differences, prompt, question, trees)
         for namespace, differences in _candidates(found, expected, question)
     ]
     return sorted(answers, key=lambda one: (-one.usable * one.size, one.namespace.name))
@@ -328,18 +354,18 @@ def _answer(
     catalog: Catalog,
     found: Description,
     differences: list[Difference] | None,
-    ids: bytes,
+    prompt: Prompt,
     question: Question,
     trees: Mapping[str, Followers],
 ) -> Answer:
-    length = len(ids) // 4
+    ids, length = prompt.ids, len(prompt.ids) // 4
     with explaining(str(found.path)):
         namespace = open_namespace(found.path, security=question.security)
     answer = Answer(found, catalog.state(found), differences, length)
     if namespace is None:
         return answer
     try:
-        keys, seal = prompt_keys(namespace, ids, question.salt)
+        keys, seal = prompt_keys(namespace, ids, question.salt or prompt.salt)
     except NoKeyError as problem:
         return replace(answer, locked=str(problem))
     groups = tuple(group_state(store, keys, seal) for store in namespace.stores)

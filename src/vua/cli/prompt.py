@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -25,7 +24,65 @@ if TYPE_CHECKING:
     from vua.security.seal import Seal  # needs an optional package
 
 
-def _text(file: str) -> str:
+_TAKEN: Final = frozenset(
+    ["prompt", "messages", "tools", "chat_template_kwargs", "add_generation_prompt",
+     "continue_final_message", "add_special_tokens", "cache_salt"]
+)  # fmt: skip
+"""Fields of OpenAI requests that make a prompt's tokens, or name its chunks."""
+_OTHER: Final = frozenset(
+    [
+        "custom_id",
+        "echo",
+        "frequency_penalty",
+        "ignore_eos",
+        "kv_transfer_params",
+        "length_penalty",
+        "logit_bias",
+        "logprobs",
+        "max_completion_tokens",
+        "max_tokens",
+        "metadata",
+        "min_p",
+        "min_tokens",
+        "model",
+        "n",
+        "parallel_tool_calls",
+        "presence_penalty",
+        "priority",
+        "repetition_penalty",
+        "request_id",
+        "return_token_ids",
+        "seed",
+        "skip_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "store",
+        "stream",
+        "stream_options",
+        "temperature",
+        "tool_choice",
+        "top_k",
+        "top_logprobs",
+        "top_p",
+        "user",
+    ]
+)
+"""Fields that change neither."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as an engine gets it."""
+
+    line: int
+    """Its line in the file, from 1."""
+    ids: bytes
+    """Token ids as little-endian u32."""
+    salt: str = ""
+    """The request's `cache_salt`."""
+
+
+def read_text(file: str) -> str:
     """Return the content of a file, or of stdin for ``-``. Raises InputError, OSError."""
     try:
         return sys.stdin.read() if file == "-" else Path(file).read_bytes().decode()
@@ -40,7 +97,7 @@ def read_ids(file: str) -> bytes:
     The file holds a JSON list of integers, or integers separated by white space. Raises InputError
     for anything else, OSError if it cannot be read.
     """
-    return parse_ids(_text(file), file)
+    return parse_ids(read_text(file), file)
 
 
 def parse_ids(text: str, source: str) -> bytes:
@@ -51,6 +108,10 @@ def parse_ids(text: str, source: str) -> bytes:
     except (ValueError, RecursionError) as problem:
         msg = f"{source}: expected a JSON list of token ids or integers between spaces: {problem}"
         raise InputError(msg) from problem
+    return _ids(words, source)
+
+
+def _ids(words: list[Any], source: str) -> bytes:
     for place, word in enumerate(words):
         if isinstance(word, bool) or not isinstance(word, int):
             msg = f"{source}: item {place} is {word!r:.40}, expected an integer token id"
@@ -58,14 +119,157 @@ def parse_ids(text: str, source: str) -> bytes:
     return token_ids(words)
 
 
-def prompt_ids(file: str, model: str | None) -> bytes:
-    """Return the token ids of a text by ``tokenizer.json`` in the directory ``model``.
+def _json(text: str) -> Any:
+    """Return a JSON value, or None for what is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
-    The text is used unchanged: with the special tokens that the tokenizer adds, and without a chat
-    template. Raises ConfigError without a tokenizer, InputError, OSError.
+
+def requests(text: str, source: str) -> list[tuple[int, dict[str, Any]]]:
+    """Return the requests in a text, one a line or a single one, each with its line.
+
+    A request is a JSON object with ``prompt`` or ``messages``, as for OpenAI's API. Raises
+    InputError, which names the line and ``source``, for anything else.
     """
-    tokenize = tokenizer(model)
-    return tokenize(_text(file))
+    whole = _json(text)
+    lines = [(1, text)] if isinstance(whole, dict) else enumerate(text.split("\n"), 1)
+    found = []
+    for number, line in lines:
+        if not line.strip():
+            continue
+        request = _json(line)
+        given = request if isinstance(request, dict) else {}
+        prompt, messages = given.get("prompt"), given.get("messages")
+        is_prompt = messages is None and isinstance(prompt, (str, list)) and bool(prompt)
+        is_chat = "prompt" not in given and isinstance(messages, list) and bool(messages)
+        if not (is_prompt or is_chat):
+            what = "no JSON" if request is None else f"{request!r:.40}"
+            raise InputError(
+                f'{source}, line {number}: expected {{"prompt": ...}} or {{"messages": [...]}} '
+                f"of one prompt, found {what}"
+            )
+        found.append((number, given))
+    return found
+
+
+def read_prompts(tokens: str | None, prompt: str | None, model: str | None) -> list[Prompt]:
+    """Return the prompts in a file of token ids or, with a model, of text or requests.
+
+    ``-`` is stdin. Raises ConfigError without a tokenizer, InputError, OSError.
+    """
+    if tokens is not None:
+        return [Prompt(1, read_ids(tokens))]
+    file = prompt or "-"
+    return Tokenizer(model).prompts(read_text(file), file)
+
+
+class Tokenizer:
+    """A model's `tokenizer.json` and chat template."""
+
+    def __init__(self, model: str | None) -> None:
+        """Read the model's directory. Raises ConfigError."""
+        if model is None:
+            raise ConfigError(
+                "a prompt needs its tokenizer: give --model MODELDIR, or the token ids with "
+                "--tokens"
+            )
+        self._directory = model_directory(model)
+        path = self._directory / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"{path}: no such file; give the model's directory, or the token ids with --tokens"
+            )
+        try:
+            tokenizers = import_module("tokenizers")
+        except ImportError as problem:
+            msg = "the package tokenizers is not installed; install it, or give --tokens"
+            raise ConfigError(msg) from problem
+        try:
+            self._made = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as problem:  # the library raises plain Exception
+            msg = f"{path}: not a tokenizer that the package tokenizers reads: {problem}"
+            raise ConfigError(msg) from problem
+        self._template: Any = None
+
+    def prompts(self, text: str, source: str) -> list[Prompt]:
+        """Return the prompts in a text: one or several requests, or the text itself as one.
+
+        A text that begins with what the tokenizer puts before each text, such as BOS, was made by
+        a chat template, and is taken as it is. Raises ConfigError, InputError.
+        """
+        begins = text.lstrip()
+        is_list = begins.startswith("[") and isinstance(_json(text), list)
+        if source.endswith((".json", ".jsonl")) or is_list or (
+            begins.startswith("{")
+            and (_json(text) is not None or _json(begins.partition("\n")[0]) is not None)
+        ):  # fmt: skip
+            asked = requests(text, source)
+            return [self._prompt(request, line, source) for line, request in asked]
+        return [Prompt(1, token_ids(self._as_given(text)))]
+
+    def _as_given(self, text: str) -> list[int]:
+        """Return a text's ids with special tokens before and after, unless it has them."""
+        whole, plain = self._ids(text, special=True), self._ids(text, special=False)
+        for count in range(1, len(whole) - len(plain) + 1):
+            if whole[count : count + len(plain)] == plain and plain[:count] == whole[:count]:
+                return plain
+        return whole
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        return list(self._made.encode(text, add_special_tokens=special).ids)
+
+    def _prompt(self, request: dict[str, Any], line: int, source: str) -> Prompt:
+        """Return what vLLM's server makes of a request."""
+        where = f"{source}, line {line}"
+        unknown = sorted(request.keys() - _TAKEN - _OTHER)
+        if unknown:
+            raise InputError(
+                f"{where}: {unknown[0]!r} may change the prompt, and is not known here; leave it "
+                "out, or give the token ids with --tokens"
+            )
+        salt, prompt = str(request.get("cache_salt") or ""), request.get("prompt")
+        if isinstance(prompt, list):
+            return Prompt(line, _ids(prompt, where), salt)
+        is_chat = prompt is None
+        text = self._chat(request, where) if is_chat else str(prompt)
+        special = bool(request.get("add_special_tokens", not is_chat))
+        return Prompt(line, token_ids(self._ids(text, special=special)), salt)
+
+    def _chat(self, request: dict[str, Any], where: str) -> str:
+        """Return a chat in the model's own template. Raises ConfigError, InputError."""
+        messages = json.loads(json.dumps(request["messages"]))
+        for number, message in enumerate(messages):
+            content = message.get("content") if isinstance(message, dict) else 0
+            if not isinstance(content, str | None):
+                raise InputError(
+                    f"{where}: message {number} has no text as its content: only texts are known "
+                    "here; give the token ids with --tokens"
+                )
+            for call in message.get("tool_calls") or ():  # as vLLM gives them to templates
+                function = call.get("function", {})
+                if isinstance(function.get("arguments"), str):
+                    function["arguments"] = _json(function["arguments"] or "{}")
+        options = request.get("chat_template_kwargs") or {}
+        names = ("add_generation_prompt", "continue_final_message")
+        options = {"add_generation_prompt": True, **{n: request[n] for n in names if n in request},
+                   **options}  # fmt: skip
+        try:
+            if self._template is None:
+                automatic = import_module("transformers").AutoTokenizer
+                self._template = automatic.from_pretrained(self._directory)
+            text: str = self._template.apply_chat_template(
+                messages, tools=request.get("tools"), tokenize=False, **options
+            )
+        except ImportError as problem:
+            msg = "chats need the package transformers; install it, or give --tokens"
+            raise ConfigError(msg) from problem
+        except Exception as problem:  # templates raise what they like
+            raise InputError(
+                f"{where}: the model's chat template refuses it: {problem}"
+            ) from problem
+        return text
 
 
 def model_directory(model: str) -> Path:
@@ -89,28 +293,6 @@ def model_directory(model: str) -> Path:
         f"{model}: not a directory, and {found} in the hub's cache ({cache}); give the model's "
         "directory, for example what `hf download` prints"
     )
-
-
-def tokenizer(model: str | None) -> Callable[[str], bytes]:
-    """Return a function from a text to token ids (as `read_ids`). Raises ConfigError."""
-    if model is None:
-        msg = "a prompt needs its tokenizer: give --model MODELDIR, or the token ids with --tokens"
-        raise ConfigError(msg)
-    path = model_directory(model) / "tokenizer.json"
-    if not path.is_file():
-        msg = f"{path}: no such file; give the model's directory, or the token ids with --tokens"
-        raise ConfigError(msg)
-    try:
-        tokenizers = import_module("tokenizers")
-    except ImportError as problem:
-        msg = "the package tokenizers is not installed; install it, or give --tokens"
-        raise ConfigError(msg) from problem
-    try:
-        made = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as problem:  # the library raises plain Exception
-        msg = f"{path}: not a tokenizer that the package tokenizers reads: {problem}"
-        raise ConfigError(msg) from problem
-    return lambda text: token_ids(list(made.encode(text).ids))
 
 
 def prompt_keys(namespace: Namespace, ids: bytes, salt: str) -> tuple[KeyChain, Seal | None]:

@@ -36,7 +36,7 @@ from vua.catalog.check import NO_KEYS, Checker, ExpectedEntry, OpenFile, check_o
 from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, as_owner, command
 from vua.cli.output import DAMAGED, SOUND, Output, Report, line, plain, progress
-from vua.cli.prompt import prompt_ids, prompt_keys, read_ids
+from vua.cli.prompt import prompt_keys, read_prompts
 from vua.errors import (
     ConfigError,
     CorruptEntryError,
@@ -125,7 +125,7 @@ class ExportReport(Report):
 @argument("names", "6 or more hex digits of a name", metavar="[NAME]...", nargs=-1)
 @click.option("--following", is_flag=True, help="also what follows these chunks")
 @click.option("--tokens", metavar="FILE", help="what is stored of these token ids")
-@click.option("--prompt", metavar="FILE", help="what is stored of this text")
+@click.option("--prompt", metavar="FILE", help="what is stored of this text or JSON requests")
 @click.option("--model", metavar="MODELDIR", help="for the tokenizer of --prompt")
 @click.option("--salt", metavar="S", default="", help="the requests' cache salt")
 @click.option("--all", "everything", is_flag=True, help="everything")
@@ -167,15 +167,15 @@ def _chosen(
     """Return the chunks of each namespace, parents before children, each once."""
     wanted: dict[NamespaceCatalog, dict[str, None]] = {}
     if choice.tokens or choice.prompt:
-        ids = read_ids(choice.tokens) if choice.tokens else prompt_ids(
-            choice.prompt or "-", choice.model
-        )  # fmt: skip
+        prompts = read_prompts(choice.tokens, choice.prompt, choice.model)
         for source in found:
             security = replace(choice.security, trusted_uids="any")  # names are all it reads
             namespace = open_namespace(source.description.path, security=security)
             if namespace is not None:
-                keys, _ = prompt_keys(namespace, ids, choice.salt)
-                wanted[source] = dict.fromkeys(_leading(source, keys))
+                chunks = wanted.setdefault(source, {})
+                for prompt in prompts:
+                    keys, _ = prompt_keys(namespace, prompt.ids, choice.salt or prompt.salt)
+                    chunks.update(dict.fromkeys(_leading(source, keys)))
         return {source: list(chunks) for source, chunks in wanted.items()}
     targets = [resolve(found, name) for name in choice.names] or [(one, "") for one in found]
     for source, chunk in targets:

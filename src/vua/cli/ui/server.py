@@ -37,7 +37,7 @@ from vua.cli.command import command
 from vua.cli.explain import Question, explain_ids
 from vua.cli.looks import Child, Talk, View, watch
 from vua.cli.output import SOUND, Output, Report, plain
-from vua.cli.prompt import parse_ids, tokenizer
+from vua.cli.prompt import Tokenizer, parse_ids
 from vua.cli.verify import verify
 from vua.errors import ConfigError, VUAError
 from vua.security.settings import Security
@@ -81,9 +81,7 @@ class _WatchState:
 class State:
     """Thread-safe. Starts two processes: make it before any thread."""
 
-    def __init__(
-        self, directory: str, security: Security, tokenize: Callable[[str], bytes] | None
-    ) -> None:
+    def __init__(self, directory: str, security: Security, tokenize: Tokenizer | None) -> None:
         """Start looking at ``directory``; ``tokenize`` makes token ids of a text."""
         self._directory, self._security, self._tokenize = directory, security, tokenize
         self._lock = threading.Lock()
@@ -175,14 +173,18 @@ class State:
         given = {name: str(asked.get(name) or "") for name in ("tokens", "text", "salt")}
         if given["text"] and self._tokenize is None:
             raise ConfigError("a text needs a tokenizer: start with --tokenizer MODELDIR")
+        salt = given["salt"]
         if given["text"] and self._tokenize is not None:
-            ids = self._tokenize(given["text"])
+            prompts = self._tokenize.prompts(given["text"], "the prompt")
+            if len(prompts) != 1:
+                raise ConfigError(f"explain takes one prompt here, found {len(prompts)}")
+            ids, salt = prompts[0].ids, salt or prompts[0].salt
         else:
             ids = parse_ids(given["tokens"], "the prompt")
         with self._lock:
             views = self._watched.views.items()
             trees = {name: view.tree for name, view in views if view.tree is not None}
-        question = Question(salt=given["salt"], quick=True, security=self._security)
+        question = Question(salt=salt, quick=True, security=self._security)
         return explain_ids(self._directory, ids, question, trees).describe()
 
     def verify(self) -> None:
@@ -409,7 +411,7 @@ def ui(
     directory.
     """
     # Forks: before this process speaks to a bucket, whose connections no child may have.
-    state = State(directory, security, None if model is None else tokenizer(model))
+    state = State(directory, security, None if model is None else Tokenizer(model))
     try:
         open_catalog(directory).contents()
         try:

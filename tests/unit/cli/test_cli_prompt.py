@@ -1,0 +1,151 @@
+"""Mirrors `vua.cli.prompt`: the tokens of a prompt are those that an engine gets."""
+
+from __future__ import annotations
+
+import json
+import unittest
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commands import run, run_json
+from helpers import DirectoryTest, caches_of
+from vua.core import VUA, VUAConfig
+
+WORDS = [f"w{number}" for number in range(40)]
+TEMPLATE = (
+    "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for one in messages %}{{ one.content or one.tool_calls[0].function.arguments.city }} "
+    "{% endfor %}{% if add_generation_prompt %}w39{% endif %}{% if thinking %} w38{% endif %}"
+)
+
+
+def ids_of(text: str, *, bos: bool) -> list[int]:
+    """What the model's tokenizer makes of words; BOS is 0."""
+    return [0] * bos + [1 + WORDS.index(word) for word in text.split()]
+
+
+@unittest.skipUnless(find_spec("tokenizers"), "needs tokenizers")
+class PromptTest(DirectoryTest):
+    """A model whose tokenizer puts BOS before each text, as does its chat template."""
+
+    def setUp(self) -> None:
+        """Make its files, and an empty cache."""
+        from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+        super().setUp()
+        self.cache, self.model = self.root / "cache", self.root / "model"
+        self.model.mkdir()
+        names = {"<s>": 0, **{word: at for at, word in enumerate(WORDS, 1)}}
+        made = Tokenizer(models.WordLevel(names, unk_token="w0"))
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        made.add_special_tokens(["<s>"])
+        made.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+        made.save(str(self.model / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"}
+        (self.model / "tokenizer_config.json").write_text(json.dumps(settings))
+        (self.model / "chat_template.jinja").write_text(TEMPLATE)
+
+    def put(self, ids: list[int]) -> None:
+        """Store whole chunks of 4 tokens."""
+        with VUA(VUAConfig(split_factor=4, model="m"), self.cache) as vua:
+            whole = len(ids) // 4 * 4
+            vua.put(torch.tensor(ids[:whole]), caches_of(layers=1, heads=1, tokens=whole, dim=8))
+
+    def file(self, content: object, name: str = "prompt") -> Path:
+        """A file of a text, or of JSON."""
+        path = self.root / name
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        return path
+
+    def found(self, content: object, *words: str, name: str = "prompt") -> tuple[int, int]:
+        """Tokens of a prompt, and how many of them explain finds."""
+        file = self.file(content, name)
+        words = ("--prompt", str(file), "--model", str(self.model), *words)
+        code, report = run_json("explain", self.cache, *words)
+        self.assertEqual(0, code)
+        return report["tokens"], report["namespaces"][0]["usable_tokens"]
+
+    def test_begins(self) -> None:
+        """What a chat template made keeps its one BOS; a plain text gets one, as completions do."""
+        text = " ".join(WORDS[:11])
+        self.put(ids_of(text, bos=True))
+        self.assertEqual((12, 12), self.found(text))
+        self.assertEqual((12, 12), self.found(f"<s>{text}"))
+        self.assertEqual((12, 12), self.found({"prompt": text}))
+        self.assertEqual((12, 12), self.found({"prompt": ids_of(text, bos=True)}))
+        no_second = {"prompt": f"<s>{text}", "add_special_tokens": False}
+        self.assertEqual((12, 12), self.found(no_second))
+        self.assertEqual((13, 0), self.found({"prompt": f"<s>{text}"}))  # vLLM gives it two
+        out = self.root / "x.tar"
+        file = self.file(f"<s>{text}")
+        words = ("--prompt", file, "--model", self.model)
+        self.assertEqual(3, run_json("export", self.cache, out, *words)[1]["chunks"])
+
+    @pytest.mark.thorough
+    @unittest.skipUnless(find_spec("transformers"), "needs transformers")
+    def test_chat(self) -> None:
+        """A chat is put into the model's template, with tools and the template's arguments."""
+        call = {"function": {"name": "w1", "arguments": '{"city": "w7"}'}}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "w2 w3 w4"}, {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": "w5 w6"},
+        ]  # fmt: skip
+        request = {"messages": messages, "tools": [{"function": {"name": "w1"}}], "max_tokens": 5}
+        ids = ids_of("w1 w2 w3 w4 w7 w5 w6 w39", bos=True)
+        self.put([*ids[:8], *ids_of("w38 w38 w38 w38", bos=False)])
+        self.assertEqual((9, 8), self.found(request))
+        self.assertEqual((10, 8), self.found({**request, "chat_template_kwargs": {"thinking": 1}}))
+        self.assertEqual((8, 8), self.found({**request, "add_generation_prompt": False}))
+        self.assertEqual((8, 0), self.found({"messages": messages}))
+        self.assertEqual((9, 0), self.found({**request, "cache_salt": "s"}))
+        several = "\n".join(json.dumps(one) for one in (request, {"messages": messages}))
+        file = self.file(several, "chats.jsonl")
+        words = ("--prompt", file, "--model", self.model)
+        code, report = run_json("explain", self.cache, *words)
+        rows = [(one["line"], one["tokens"], one["namespaces"][0]["usable_tokens"])
+                for one in report["prompts"]]  # fmt: skip
+        self.assertEqual((0, [(1, 9, 8), (2, 8, 0)]), (code, rows))
+        code, out, _ = run("explain", self.cache, *words)
+        self.assertEqual(0, code)
+        self.assertRegex(out, "(?s)^line 1: .*\nline 2: ")
+        report = run_json("export", self.cache, self.root / "x.tar", *words)[1]
+        self.assertEqual(2, report["chunks"])
+
+    def test_unknown(self) -> None:
+        """What may change a prompt and is not known is refused in one line, which names it."""
+        self.put(list(range(4)))
+        messages = [{"role": "user", "content": "w1"}]
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+        for content, name, expected in (
+            ({"text": "w1"}, "prompt", "line 1: expected"),
+            ([1, 2], "prompt", "line 1: expected"),
+            ({"prompt": ["w1", "w2"]}, "prompt", "expected an integer token id"),
+            ({"prompt": "w1", "messages": messages}, "prompt", "of one prompt"),
+            ({"prompt": ""}, "prompt", "line 1: expected"),
+            ({"messages": messages, "documents": []}, "prompt", "'documents' may change"),
+            ({"messages": image}, "prompt", "message 0 has no text"),
+            ('{"prompt": "w1"}\n{"prompt": 3}', "prompt", "line 2: expected"),
+            ('{"prompt": "w1"}\nw1', "prompt", "line 2: expected"),
+            ("w1 w2", "chats.jsonl", "line 1: expected"),
+            ("[" * 100_000, "chats.jsonl", "found no JSON"),
+        ):
+            with self.subTest(content if len(str(content)) < 100 else "deep", name=name):
+                file = self.file(content, name)
+                for command in (("explain",), ("export", self.root / "x.tar")):
+                    code, out, err = run(
+                        *(command[0], self.cache, *command[1:]),
+                        *("--prompt", file, "--model", self.model),
+                    )
+                    self.assertEqual((2, "", 1), (code, out, len(err.splitlines())))
+                    self.assertIn(expected, err)
+        self.assertEqual((2, 0), self.found("{w1"))  # a text, if a strange one
+
+
+if __name__ == "__main__":
+    unittest.main()
