@@ -124,7 +124,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "adopt": ("vua adopt /mnt/old-kv",),
     "export": ("vua export /mnt/kv docs.tar --prompt manual.txt --model MODELDIR",),
     "import": ("vua import /mnt/kv docs.tar",),
-    "warm": ("vua warm prompts.txt --server http://127.0.0.1:8000 --path /mnt/kv",),
+    "warm": ("vua warm chats.jsonl --server http://127.0.0.1:8000",),
     "args": ("python -m sglang.launch_server --model-path M $(vua args sglang /mnt/kv)",),
     "key": ("vua key own.key", "vua key keys --salt tenant-a"),
     "completion": ('eval "$(vua completion bash)"',),

@@ -309,15 +309,6 @@ class StoredNamespace:
         found[found] = self.tree.rows(at[found])["mtime_ns"] == mtimes_ns[found]
         return found
 
-    def befores(self) -> Iterator[tuple[str, str]]:
-        """Yield the names of chunks that a lookup can find, each with its predecessor's ("")."""
-        for start, rows in self.tree.blocks():
-            for row in rows[self.stored[start : start + len(rows)]]:
-                yield (
-                    bytes(row["name"]).hex(),
-                    "" if row["is_first"] else bytes(row["before"]).hex(),
-                )
-
     def holds(self, at: Indices) -> npt.NDArray[np.bool_]:
         """Whether a lookup found the chunks with these indices."""
         found = at < len(self.tree)

@@ -142,7 +142,8 @@ def _refuse(problem: click.UsageError) -> int:
     context, text, hint = problem.ctx, problem.format_message().rstrip("."), ""
     path = "vua" if context is None else context.command_path
     if isinstance(problem, click.MissingParameter) and problem.param is not None:
-        name = problem.param.human_readable_name
+        is_option = isinstance(problem.param, click.Option)
+        name = problem.param.opts[0] if is_option else problem.param.human_readable_name
         text = f"the following arguments are required: {name}"
         if name == "DIR":
             hint = f": name the cache's directory, or set {VARIABLE}"

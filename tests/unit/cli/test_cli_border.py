@@ -56,7 +56,7 @@ class TestBorder(CliTest):
             ["adopt", root, "--yes"], ["adopt", self.EVIL], ["bench", self.EVIL],
             ["completion", self.EVIL], ["ui", self.EVIL], ["events", root], ["events", self.EVIL],
             ["advise", root], ["advise", self.EVIL], ["args", "vllm", self.EVIL],
-            ["warm", self.EVIL, "--model", self.EVIL, "--path", root],
+            ["warm", self.EVIL, "--server", self.EVIL],
         ]  # fmt: skip
 
     def test_every_verb(self) -> None:

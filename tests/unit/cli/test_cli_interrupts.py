@@ -130,7 +130,7 @@ class InterruptTest(CliTest):
             Case("adopt", root, "--yes"), Case("import", root, self.files_ / "missing.tar"),
             Case("export", root, archive, "--all"), Case("rm", root, "ffffffff"),
             Case("ui", self.files_ / "missing"),
-            Case("warm", self.ids, "--server", "http://127.0.0.1:9", "--path", root),
+            Case("warm", self.ids, "--server", "http://127.0.0.1:9"),
         ]  # fmt: skip
         named = {case.words[0] for case in cases}
         self.assertEqual(set(), verbs() - named)
@@ -187,7 +187,7 @@ class InterruptTest(CliTest):
     @pytest.mark.thorough
     def test_waiting(self) -> None:
         """Commands that wait for a server which never answers."""
-        for words in (["warm", self.ids, "--path", self.root, "--server", "http://{}"],
+        for words in (["warm", self.ids, "--server", "http://{}"],
                       ["ls", "s3://bucket/kv"], ["du", "s3://bucket/kv"]):  # fmt: skip
             with self.subTest(words), socket.create_server(("127.0.0.1", 0)) as silent:
                 place = f"127.0.0.1:{silent.getsockname()[1]}"

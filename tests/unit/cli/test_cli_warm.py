@@ -1,162 +1,140 @@
-"""Mirrors `vua.cli.warm`, with transformers and a server of ours; those of engines: tests/e2e."""
+"""Mirrors `vua.cli.warm`, with a server of ours; those of engines: tests/e2e."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import threading
-import time
 import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
-
-import pytest
-import torch
 
 from commands import run, run_json
-from helpers import SOON_S, DirectoryTest, caches_of
-from seals import ALICE, KeysTest
-from small_models import make_model
-from vua.core import VUA, VUAConfig
-from vua.security.settings import Security
-
-WORDS = [f"t{number}" for number in range(4, 304)]
-PROMPT = list(range(10))
-"""Of two whole chunks of 4 tokens."""
+from helpers import ROOT, DirectoryTest
 
 
-class Engine(ThreadingHTTPServer):
-    """A server with OpenAI's API that stores what it is asked, some time behind its answers."""
+class Server(ThreadingHTTPServer):
+    """A server with OpenAI's API that keeps what it is asked."""
 
-    def __init__(self, path: str | Path, security: Security, delay_s: float = 0.0) -> None:
+    def __init__(self, usage: dict[str, Any]) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
-        self.vua = VUA(VUAConfig(split_factor=4, security=security), path)
-        self.delay_s = delay_s
-        self.saves: list[threading.Thread] = []
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.usage = usage
 
     @property
     def address(self) -> str:
         """Its URL."""
         return f"http://127.0.0.1:{self.server_port}"
 
-    def store(self, ids: list[int]) -> None:
-        """Store a prompt later."""
-        time.sleep(self.delay_s)
-        whole = torch.tensor(ids[: len(ids) - len(ids) % 4])
-        self.vua.put(whole, caches_of(layers=1, heads=1, tokens=len(whole), dim=8))
-
 
 class Answer(BaseHTTPRequestHandler):
     """Answers one request."""
 
-    server: Engine
+    server: Server
+
+    def do_GET(self) -> None:
+        """Name the model."""
+        self._send(200, {"data": [{"id": "served"}]})
 
     def do_POST(self) -> None:
-        """Answer a completion of token ids, and store these."""
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        ids = asked["prompt"]
-        saving = threading.Thread(target=self.server.store, args=[ids])
-        self.server.saves.append(saving)
-        saving.start()
-        usage = {"prompt_tokens": len(ids)}
-        body = json.dumps({"usage": usage, "choices": [{"prompt_token_ids": ids}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
+        """Keep a request; refuse long ones."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, body))
+        is_long = len(str(body)) > 1000
+        self._send(400 if is_long else 200, {"usage": self.server.usage})
+
+    def _send(self, status: int, value: object) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 
 
 @contextmanager
-def serving(path: str | Path, security: Security, delay_s: float = 0.0) -> Iterator[str]:
-    """Have an engine answer; gives its address."""
-    with Engine(path, security, delay_s) as engine, engine.vua:
-        thread = threading.Thread(target=engine.serve_forever, kwargs={"poll_interval": 0.01})
+def serving(usage: dict[str, Any]) -> Iterator[Server]:
+    """Have a server answer."""
+    with Server(usage) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield engine.address
+            yield server
         finally:
-            engine.shutdown()
-            for one in (thread, *engine.saves):
-                one.join()
+            server.shutdown()
+            thread.join()
 
 
 class WarmTest(DirectoryTest):
-    def file(self, name: str, *lines: str) -> Path:
-        """A file of prompts."""
+    def file(self, name: str, *lines: object) -> Path:
+        """A file of prompts, objects as JSON."""
         path = self.root / name
-        path.write_text("\n".join(lines))
+        texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+        path.write_text("\n".join(texts))
         return path
 
-    @pytest.mark.thorough
-    @unittest.skipUnless(find_spec("transformers"), "transformers is not installed")
-    def test_transformers(self) -> None:
-        """What is computed is stored, and told once; the second time it is found."""
-        model, path = make_model(self.root / "model"), self.root / "kv"
-        ids = list(range(4, 204))
-        prompts = self.file(
-            "prompts.jsonl",
-            json.dumps({"prompt": " ".join(WORDS)}),
-            "",
-            json.dumps({"prompt": [*ids[:130], *ids]}),
-            json.dumps({"prompt": ids}),
-            json.dumps({"prompt": " ".join(WORDS[::-1])}),
-        )
-        words = ("warm", prompts, "--engine", "transformers", "--model", model, "--path", path)
-        code, out, _ = run(*words, "--limit", "3")
+    def test_as_it_is(self) -> None:
+        """All of a line goes to the server, for both kinds; one token is asked for by default."""
+        more = {
+            "cache_salt": "tenant", "chat_template_kwargs": {"enable_thinking": False},
+            "kv_transfer_params": {"vua": {"pin": True}}, "temperature": 0.5, "mine": [None, 1.5],
+        }  # fmt: skip
+        chat = {"messages": [{"role": "user", "content": "hello"}], "tools": [{"a": 1}], **more}
+        prompts = self.file("p.jsonl", chat, "", {"prompt": "abc", **more},
+                            {"prompt": [1, 2], "model": "other", "max_tokens": 3},
+                            {**chat, "max_completion_tokens": 2, "stream": True})  # fmt: skip
+        with serving({"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 4}}) as server:
+            code, report = run_json("warm", prompts, "--server", f"{server.address}/v1")
+        sent = {"model": "served", "max_tokens": 1}
         self.assertEqual(0, code)
-        # 300 tokens have 4 chunks of 64; the next ones begin with 2 and 3 of these
-        rows = [[1, 300, 0, 256], [3, 330, 128, 192], [4, 200, 192, 0], ["all", 830, 320, 448]]
-        self.assertEqual([list(map(str, row)) for row in rows],
-                         [line.split() for line in out.splitlines()[1:]])  # fmt: skip
-        code, warm = run_json(*words)
-        self.assertEqual(0, code)
-        self.assertEqual([256, 320, 192, 0], [one["found"] for one in warm["prompts"]])
-        self.assertEqual([0, 0, 0, 256], [one["stored"] for one in warm["prompts"]])
         self.assertEqual(
-            (1130, 768, 256), tuple(warm[sum_] for sum_ in ("tokens", "found", "stored"))
+            [
+                ("/v1/chat/completions", {**chat, **sent}),
+                ("/v1/completions", {"prompt": "abc", **more, **sent}),
+                ("/v1/completions", {"prompt": [1, 2], "model": "other", "max_tokens": 3}),
+                ("/v1/chat/completions", {**chat, "model": "served", "max_completion_tokens": 2}),
+            ],
+            server.asked,
         )
-        table = (Path(__file__).parents[3] / "docs" / "cli.md").read_text("utf-8")
-        section = table.split("### warm", 1)[1].split("###", 1)[0]
-        fields = {*warm, *(f"prompts[].{name}" for name in warm["prompts"][0])} - {"prompts"}
-        self.assertEqual(fields, set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)))
+        row = {"tokens": 7, "found": 4, "problem": ""}
+        self.assertEqual([{"line": line, **row} for line in (1, 3, 4, 5)], report["prompts"])
+        self.assertEqual((28, 16), (report["tokens"], report["found"]))
+        page = (ROOT / "docs" / "cli.md").read_text("utf-8").split("### warm", 1)[1]
+        fields = {*report, *(f"prompts[].{name}" for name in report["prompts"][0])} - {"prompts"}
+        told = re.findall(r"^\| `([^`]+)` \|", page.split("###", 1)[0], re.MULTILINE)
+        self.assertEqual(fields, set(told))
+
+    def test_what_is_known(self) -> None:
+        """What the server does not say is not told, and a refusal is told; all lines are sent."""
+        prompts = self.file("p.txt", "t " * 1000, '{"not": "JSON here"}')
+        with serving({}) as server:
+            code, out, _ = run("warm", prompts, "--server", server.address, "--model", "m")
+        self.assertEqual(1, code)
+        self.assertEqual('{"not": "JSON here"}', server.asked[1][1]["prompt"])
+        lines = out.splitlines()
+        self.assertRegex(lines[1], r"1 +- +- +400: ")
+        self.assertRegex(lines[2], r"2 +- +-")
+        self.assertNotIn("stored", " ".join(lines[:4]))
 
     def test_prompts(self) -> None:
-        """A line that is no prompt is named; nothing is started for it."""
-        words = ("--engine", "transformers", "--model", "absent", "--path", self.root / "kv")
+        """A line that is no request is named, and nothing is sent."""
         for line in ("{", '{"text": "a"}', '{"prompt": 3}', '{"messages": "a"}', '{"prompt": ""}',
-                     "[" * 100_000):  # fmt: skip
-            file = self.file("prompts.jsonl", '{"prompt": "a"}', line)
-            code, _, err = run("warm", file, *words)
+                     "[" * 100_000, '"a"', '{"prompt": "a", "messages": [1]}'):  # fmt: skip
+            file = self.file("prompts.jsonl", {"prompt": "a"}, line)
+            code, _, err = run("warm", file, "--server", "http://127.0.0.1:1")
             self.assertEqual((2, 1), (code, len(err.splitlines())), err)
             self.assertIn("line 2", err)
-        self.assertFalse((self.root / "kv").exists())
 
     def test_words(self) -> None:
         """What is missing is said, and what cannot be reached."""
         file = self.file("prompts.txt", "t4 t5")
         for words in (
             [],
-            ["--engine", "transformers"],
-            ["--engine", "sglang", "--model", "m", "--path", self.root],
-            [
-                "--engine",
-                "transformers",
-                "--model",
-                "m",
-                "--path",
-                self.root,
-                "--engine-args",
-                "[]",
-            ],
             ["--server", "file:///etc/passwd"],
             ["--server", "http://127.0.0.1:1"],
             ["--server", "http://127.0.0.1:1", "--limit", "0"],
@@ -164,94 +142,6 @@ class WarmTest(DirectoryTest):
             code, _, err = run("warm", file, *words)
             self.assertEqual(2, code, err)
             self.assertIn("vua warm", err)
-
-
-class ServerTest(KeysTest):
-    """A server that stores with a key of the directory, or without one."""
-
-    def setUp(self) -> None:
-        """Write a prompt, and the settings with the directory's own key."""
-        super().setUp()
-        self.prompts = self.root / "prompts.jsonl"
-        self.prompts.write_text(json.dumps({"prompt": PROMPT}))
-        self.own = Security(key_file=str(self.key))
-
-    def warm(self, address: str, *words: str | Path) -> tuple[int, int | None, str]:
-        """Exit code, what is newly stored of the prompt, and what is said on stderr."""
-        where = [] if "--path" in words else ["--path", self.cache]
-        code, out, err = run(
-            *("warm", self.prompts, "--server", address, "--model", "any", "--json"),
-            *(*where, *words),
-        )
-        report: dict[str, Any] = json.loads(out)
-        return code, report["prompts"][0]["stored"], err
-
-    def test_keyed(self) -> None:
-        """What is stored under names that are secret is counted by who has the key."""
-        for own in (self.own, Security(key_file=str(self.key), encrypt=True)):
-            words = ["--key-file", self.key, *(["--encrypt"] if own.encrypt else [])]
-            with self.subTest(own), serving(self.cache, own) as address:
-                self.assertEqual((0, 8, ""), self.warm(address, *words))
-                self.assertEqual((0, 0, ""), self.warm(address, *words))
-
-    @pytest.mark.thorough
-    @mock.patch("vua.cli.warm._PATIENCE_S", SOON_S)
-    @mock.patch("vua.cli.warm._BRIEFLY_S", 0.5)
-    def test_other_names(self) -> None:
-        """Who gives no key, another one, or one too many is told so without a long wait."""
-        sealed, other = f"sealed (gmac) with key {self.id_of(self.key)}", self.id_of(self.wrong)
-        hidden = f"sealed (aes-256-gcm) with key {self.id_of(self.key)}"
-        for stored, words, found, expected in (
-            (self.own, [], sealed, "not sealed"),
-            (self.own, ["--key-file", self.wrong], sealed, f"sealed (gmac) with key {other}"),
-            (self.own, ["--key-file", self.key, "--encrypt"], sealed, hidden),
-            (Security(), ["--key-file", self.key], "not sealed", sealed),
-        ):
-            self.cache = self.root / f"cache-{len(words)}-{found}-{expected}"
-            with self.subTest(words), serving(self.cache, stored) as address:
-                for _ in range(2):  # newly stored; there already
-                    start_s = time.monotonic()
-                    code, new, err = self.warm(address, *words)
-                    self.assertLess(time.monotonic() - start_s, SOON_S)
-                    self.assertEqual((2, None), (code, new))
-                    self.assertIn(f"found: chunks that are {found}; expected: {expected}", err)
-                    self.assertIn("--key-file", err)
-
-    @unittest.skipUnless(find_spec("obstore"), "obstore is not installed")
-    @mock.patch("vua.cli.warm._BRIEFLY_S", 0.5)
-    def test_bucket(self) -> None:
-        """Both hold for buckets."""
-        from buckets import memory_url
-
-        url = memory_url()
-        with serving(url, self.own) as address:
-            words = ("--path", url)
-            self.assertEqual((0, 8, ""), self.warm(address, *words, "--key-file", self.key))
-            code, new, err = self.warm(address, *words)
-        self.assertEqual((2, None), (code, new))
-        self.assertIn(f"with key {self.id_of(self.key)}; expected: not sealed", err)
-
-    @pytest.mark.thorough
-    @mock.patch("vua.cli.warm._BRIEFLY_S", 0.1)
-    def test_others(self) -> None:
-        """What others store in the directory with keys of their own does not end the wait."""
-        for stored, words in ((Security(), []), (self.own, ["--key-file", self.key])):
-            shutil.rmtree(self.cache, ignore_errors=True)
-            self.save(self.store(security=self.security()), ALICE)
-            with self.subTest(words), serving(self.cache, stored, delay_s=1.0) as address:
-                self.assertEqual((0, 8, ""), self.warm(address, *words))
-
-    def test_engines(self) -> None:
-        """Transformers cannot store with keys; vLLM and SGLang are asked as servers alone."""
-        words = ("--model", "absent", "--path", self.cache)
-        keys = ("--key-file", self.key)
-        code, _, err = run("warm", self.prompts, "--engine", "transformers", *words, *keys)
-        self.assertEqual(2, code)
-        self.assertIn("without keys", err)
-        for engine in ("vllm", "sglang"):
-            code, _, err = run("warm", self.prompts, "--engine", engine, *words)
-            self.assertEqual(2, code)
-            self.assertIn("--server", err)
 
 
 if __name__ == "__main__":
