@@ -86,10 +86,15 @@ const IGNORED = new Set(
   (
     "_attn_implementation _attn_implementation_autoset _attn_implementation_internal _auto_class _commit_hash " +
     "_experts_implementation _experts_implementation_internal _is_quantized _name_or_path _output_attentions " +
-    "attn_implementation bos_token_id do_sample dtype eos_token_id generation_config id2label label2id max_length " +
-    "min_length name_or_path num_beams num_labels num_return_sequences output_attentions output_hidden_states " +
-    "pad_token_id problem_type repetition_penalty return_dict temperature tie_word_embeddings top_k top_p torch_dtype " +
-    "transformers_version use_cache"
+    "activation_dropout attention_dropout attention_probs_dropout_prob attn_dropout attn_implementation " +
+    "attn_pdrop bos_token_id chunk_size_feed_forward classifier_dropout decoder_layerdrop " +
+    "decoder_start_token_id do_sample dropout dtype embd_pdrop embed_dropout embedding_dropout eos_token_id " +
+    "ffn_dropout generation_config gradient_checkpointing hidden_dropout hidden_dropout_prob id2label " +
+    "init_std initializer_factor initializer_range label2id layerdrop max_length min_length model_max_length " +
+    "name_or_path num_beams num_labels num_return_sequences output_attentions output_hidden_states " +
+    "output_router_logits pad_token_id problem_type repetition_penalty resid_dropout resid_pdrop " +
+    "residual_dropout return_dict router_aux_loss_coef sep_token_id temperature tie_word_embeddings " +
+    "tokenizer_class top_k top_p torch_dtype transformers_version use_cache"
   ).split(" "),
 );
 
@@ -123,9 +128,45 @@ function canonical(value) {
   return `{${names.map((name) => `${escaped(name)}:${canonical(value[name])}`).join(",")}}`;
 }
 
+const KNOWN_ROTATION = new Set(
+  (
+    "arcee cohere cohere2 ernie4_5 falcon gemma gemma2 gemma3_text glm glm4 glm4_moe gpt_neox gpt_oss gptj " +
+    "granite granitemoe hunyuan_v1_dense hunyuan_v1_moe llama mellum mistral mixtral nemotron olmo olmo2 " +
+    "olmo3 olmoe opt phi phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2"
+  ).split(" "),
+);
+
+const ROTATION = new Set(
+  (
+    "rope_type type rope_theta partial_rotary_factor factor attention_factor low_freq_factor high_freq_factor " +
+    "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim truncate"
+  ).split(" "),
+);
+
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+
+function namesItsLength(rotation) {
+  if (!Object.keys(rotation).every((name) => ROTATION.has(name))) return false;
+  if (["default", "linear"].includes(rotation.rope_type)) return true;
+  const isNumber = (name) => typeof rotation[name] === "number";
+  const complete = isNumber("factor") && isNumber("original_max_position_embeddings");
+  return complete && ["llama3", "yarn"].includes(rotation.rope_type);
+}
+
+/** Whether `max_position_embeddings` counts. */
+function longestCounts(config) {
+  const rope = config.rope_parameters;
+  if (!isObject(rope) || !KNOWN_ROTATION.has(config.model_type)) return true;
+  if (["vua.code", "vua.class", "vua.sglang_code"].some((name) => name in config)) return true;
+  const parts = Object.values(rope).filter(isObject);
+  if (!parts.length || "rope_type" in rope) parts.push(rope);
+  return !parts.every(namesItsLength);
+}
+
 /** The text of a config that is digested. Integers above 2^53 are not kept by JSON.parse of JavaScript. */
 export function configText(config) {
   const counting = Object.fromEntries(Object.entries(config).filter(([name]) => !IGNORED.has(name)));
+  if (!longestCounts(config)) delete counting.max_position_embeddings;
   if (counting.sliding_window === 0) counting.sliding_window = null;
   return canonical(counting);
 }

@@ -173,11 +173,20 @@ IGNORED_CONFIG_KEYS = frozenset(
     "use_cache return_dict output_attentions output_hidden_states attn_implementation "
     "_output_attentions _attn_implementation _attn_implementation_internal "
     "_attn_implementation_autoset _experts_implementation _experts_implementation_internal "
+    # How the same function is divided, and what is returned beside it.
+    "chunk_size_feed_forward output_router_logits router_aux_loss_coef "
+    # Training, and weights before they are read: a model that drops anything out is refused. Names
+    # of dropouts that transformers applies when it does not train are not here.
+    "attention_dropout attn_dropout attn_pdrop attention_probs_dropout_prob hidden_dropout "
+    "hidden_dropout_prob activation_dropout resid_pdrop resid_dropout residual_dropout embd_pdrop "
+    "embed_dropout embedding_dropout ffn_dropout dropout layerdrop decoder_layerdrop "
+    "classifier_dropout initializer_range initializer_factor init_std gradient_checkpointing "
     # The head after the last layer; vLLM unties it if the checkpoint holds one.
     "tie_word_embeddings id2label label2id num_labels problem_type "
     # How tokens are chosen; the tokens themselves are in the key.
     "bos_token_id eos_token_id pad_token_id generation_config do_sample temperature top_k top_p "
-    "min_length max_length num_beams num_return_sequences repetition_penalty".split()
+    "min_length max_length num_beams num_return_sequences repetition_penalty tokenizer_class "
+    "sep_token_id decoder_start_token_id model_max_length".split()
 )
 
 
@@ -201,6 +210,8 @@ def _counting(config: Mapping[str, object]) -> object:
     if not isinstance(config, Mapping):
         raise ConfigError(f"expected a mapping of a config's fields, found {config!r:.40}")
     counting = {key: value for key, value in config.items() if key not in IGNORED_CONFIG_KEYS}
+    if not _longest_counts(config):
+        counting.pop("max_position_embeddings", None)
     if counting.get("sliding_window") == 0:  # some write 0 for no window, and vLLM makes it None
         counting["sliding_window"] = None
     return _canonical(counting, "config")
@@ -320,6 +331,43 @@ def rope_order(model_type: str) -> str:
     return "interleaved" if model_type in INTERLEAVED else ""
 
 
+# All that plain frequencies are computed of, and those of "llama3" and "yarn" that name the
+# original length: then `max_position_embeddings` only says how long a prompt may be. "dynamic",
+# "longrope" and others compute frequencies of it.
+_PLAIN_ROTATIONS: Final = ("default", "linear")
+_OWN_LENGTH: Final = ("llama3", "yarn")
+_ROTATION_KEYS: Final = frozenset(
+    "rope_type type rope_theta partial_rotary_factor factor attention_factor low_freq_factor "  # noqa: SIM905
+    "high_freq_factor original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim "
+    "truncate".split()
+)
+
+
+_OTHER_CODE: Final = frozenset(("vua.code", "vua.class", "vua.sglang_code"))
+
+
+def _longest_counts(config: Mapping[str, object]) -> bool:
+    """Whether K may depend on `max_position_embeddings`, as far as engines' own code is known."""
+    known = rope_order(str(config.get("model_type", ""))) and _OTHER_CODE.isdisjoint(config)
+    return not (known and (kinds := _rotations(config)) and all(map(_names_its_length, kinds)))
+
+
+def _names_its_length(rope: Mapping[str, object]) -> bool:
+    numbers = rope.get("factor"), rope.get("original_max_position_embeddings")
+    complete = all(isinstance(number, int | float) for number in numbers)
+    kinds = _PLAIN_ROTATIONS + (_OWN_LENGTH if complete else ())
+    return rope.get("rope_type") in kinds and rope.keys() <= _ROTATION_KEYS
+
+
+def _rotations(config: Mapping[str, object]) -> list[Mapping[str, object]]:
+    """Return the parameters of each rotation: one, or one for each kind of layer."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping):
+        return []
+    parts = [part for part in rope.values() if isinstance(part, Mapping)]
+    return parts if parts and "rope_type" not in rope else [rope, *parts]
+
+
 def varies_with_length(config: Mapping[str, object]) -> bool:
     """Whether a token's K may depend on the length of its whole prompt.
 
@@ -331,8 +379,4 @@ def varies_with_length(config: Mapping[str, object]) -> bool:
     >>> varies_with_length({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}})
     True
     """
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, Mapping):
-        return False
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
-    return any(part.get("rope_type") in _BY_LENGTH for part in kinds)
+    return any(part.get("rope_type") in _BY_LENGTH for part in _rotations(config))

@@ -538,6 +538,9 @@ def described(
     rope = rope_order(text.model_type)
     if varies_with_length(config):  # SGLang chooses the frequencies once, by this length
         config["vua.sglang_context_length"] = models.context_len
+    longest = config.get("max_position_embeddings")
+    if isinstance(longest, int) and models.context_len > longest:  # its table of rotations ends
+        config["vua.sglang_positions"] = longest
     if arguments.trust_remote_code and (code := _code(text, directory)):
         config["vua.code"] = code
     if unshared(config):  # others may compute something else

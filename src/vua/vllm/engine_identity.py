@@ -310,8 +310,7 @@ def engine_identity(
     if model.hf_config is not model.hf_text_config:
         config["vua.whole"] = _whole(model)
     config |= environment_that_counts(vllm_config)
-    if varies_with_length(config):  # vLLM chooses the frequencies once, by this length
-        config["vua.vllm_max_model_len"] = model.max_model_len
+    config |= _of_longest(model, config)
     if (foreign := _foreign_class(model)) is not None:
         config["vua.class"] = foreign
     if model.trust_remote_code and (code := _code(model, folder)):
@@ -327,6 +326,16 @@ def engine_identity(
     media, why = _media(vllm_config, settings, folder, other_encoders=other_encoders)
     adapters = config_digest(settings.adapters) if settings.adapters else ""
     return EngineIdentity(config, adapters, media, why)
+
+
+def _of_longest(model: Any, config: Mapping[str, Any]) -> dict[str, object]:
+    """Return what K depends on by the length of the longest prompt."""
+    longest = config.get("max_position_embeddings")
+    if varies_with_length(config):  # vLLM chooses the frequencies once, by this length
+        return {"vua.vllm_max_model_len": model.max_model_len}
+    if isinstance(longest, int) and model.max_model_len > longest:  # its table of rotations ends
+        return {"vua.vllm_positions": longest}
+    return {}
 
 
 def pages_identity(

@@ -187,12 +187,61 @@ class TestConfigDigest(unittest.TestCase):
             with self.subTest(key):
                 self.assertEqual(config_digest(CONFIG), config_digest({**CONFIG, key: object()}))
 
+    def test_dropouts_and_first_weights_do_not_count(self) -> None:
+        """A model that computes K and V drops nothing, and its weights are read."""
+        for key in (
+            *("attention_dropout", "hidden_dropout", "hidden_dropout_prob", "embd_pdrop"),
+            *("attention_probs_dropout_prob", "resid_pdrop", "attn_pdrop", "layerdrop"),
+            *("initializer_range", "initializer_factor", "output_router_logits"),
+            *("router_aux_loss_coef", "tokenizer_class", "chunk_size_feed_forward"),
+        ):
+            with self.subTest(key):
+                self.assertEqual(config_digest(CONFIG), config_digest({**CONFIG, key: 0.1}))
+        for key in ("moe_token_dropout", "token_dropout", "router_jitter_noise"):  # these apply
+            with self.subTest(key):
+                self.assertNotEqual(config_digest(CONFIG), config_digest({**CONFIG, key: 0.1}))
+
+    def test_longest_prompt(self) -> None:
+        """It counts only where frequencies are, or may be, computed of it."""
+        plain = {"rope_type": "default", "rope_theta": 10000.0}
+        own = {"factor": 8.0, "original_max_position_embeddings": 8192}
+        llama3 = {"rope_type": "llama3", **own, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        for rope, counts in (
+            *((plain, False), ({**plain, "partial_rotary_factor": 0.5}, False)),
+            *(({**plain, "rope_type": "linear", "factor": 4.0}, False), (llama3, False)),
+            *(({**plain, "rope_type": "yarn", **own}, False), ({"a": plain, "b": llama3}, False)),
+            ({**plain, "rope_type": "dynamic", "factor": 2.0}, True),
+            ({**plain, "rope_type": "longrope", **own, "short_factor": [1.0]}, True),
+            ({**plain, "rope_type": "yarn", "factor": 4.0}, True),
+            ({**plain, "rope_type": "yarn", **own, "factor": None}, True),
+            ({**llama3, "original_max_position_embeddings": None}, True),
+            ({"a": plain, "b": {**plain, "rope_type": "dynamic", "factor": 2.0}}, True),
+            ({**plain, "rope_type": "dynamic", "a": plain}, True),
+            ({**plain, "use_fope": True}, True),
+            ({**plain, "rope_type": "of next year"}, True),
+            (None, True),
+        ):
+            with self.subTest(rope):
+                self.assertEqual(counts, self.longest_counts({**CONFIG, "rope_parameters": rope}))
+        for more in (
+            {"model_type": "of its own"},
+            {"model_type": "opt", "rope_parameters": None},
+            {"vua.code": ["digest"]},
+            {"vua.class": "plugin:Llama"},
+        ):
+            with self.subTest(more):
+                self.assertTrue(self.longest_counts({**CONFIG, **more}))
+
+    def longest_counts(self, config: Mapping[str, object]) -> bool:
+        """Whether two values of `max_position_embeddings` give two digests."""
+        return len({config_digest({**config, "max_position_embeddings": n}) for n in (64, 99)}) > 1
+
     @unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
     def test_every_base_key_is_judged(self) -> None:
         """Of the keys that all of transformers' configs have none is unknown: a new one is seen."""
         from transformers import PreTrainedConfig
 
-        counted = {"architectures", "chunk_size_feed_forward", "is_encoder_decoder", "model_type"}
+        counted = {"architectures", "is_encoder_decoder", "model_type"}
         base = PreTrainedConfig()
         keys = {*base.to_dict(), *vars(base)}
         self.assertLess({"dtype", "architectures"}, keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import random
 import unittest
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from vua import cli
 from vua.config import VUAConfig
 from vua.core import VUA
 from vua.errors import ConfigError, CorruptEntryError
+from vua.format.identity import config_digest
 from vua.format.parse import LaterEntryError, parse_entry
 from vua.security.settings import Security
 from vua.storage.description import LaterDescriptionError, parse_description
@@ -138,6 +140,27 @@ class JavaScriptTest(DirectoryTest):
         self.ask(entries, cases, writes=writes, out=str(out))
         expected = b"".join(entry.data for entry in entries)
         self.assertEqual(expected, out.read_bytes())
+
+    def test_config_digests(self) -> None:
+        """It digests a config as VUA does, also where the longest prompt does not count."""
+        plain = {"rope_type": "default", "rope_theta": 1e6}
+        own = {**plain, "factor": 8.0, "original_max_position_embeddings": 64}
+        configs = [
+            {"model_type": kind, "max_position_embeddings": 4096, "rope_parameters": rope, **more}
+            for kind in ("llama", "cohere", "opt", "bloom")
+            for more in ({}, {"vua.code": ["x"]}, {"attention_dropout": 0.5, "x": [1e-5, None]})
+            for rope in (
+                *(None, plain, own, {**own, "rope_type": "yarn"}, {"a": plain, "b": own}),
+                *({**plain, "rope_type": one} for one in ("linear", "llama3", "dynamic")),
+                *({"a": plain, "rope_type": "x"}, {**plain, "odd": 1}),
+            )
+        ]
+        code = (
+            "import { configDigest } from './keys.js';"
+            f"for (const config of {json.dumps(configs)}) console.log(configDigest(config))"
+        )
+        found = node("--input-type=module", "-e", code).split()
+        self.assertEqual([config_digest(config) for config in configs], found)
 
     @pytest.mark.thorough
     def test_writes(self) -> None:

@@ -231,9 +231,31 @@ class EngineFieldsTest(unittest.TestCase):
             {"enable_prefix_caching": False},
             {"seed": 9},
             {"model": elsewhere},
+            {"hf_overrides": {"max_position_embeddings": 4096, "attention_dropout": 0.1}},
         ):
             with self.subTest(**given):
                 self.assertEqual(usual, self.namespace(**given))
+
+    def test_longest_prompt(self) -> None:
+        """What the config calls the longest counts where K depends on it: not by plain frequencies.
+
+        Nor do they say anything of positions beyond it, which vLLM's own table does not have.
+        """
+        own = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+        llama3 = {**own, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        yarn, dynamic = ({**own, "rope_type": one} for one in ("yarn", "dynamic"))
+        for rope, counts in ((LONG_ROPE, False), (llama3, False), (yarn, False), (dynamic, True)):
+            with self.subTest(rope):
+                found = {
+                    self.namespace(
+                        hf_overrides={"max_position_embeddings": n, "rope_parameters": rope}
+                    )
+                    for n in (2048, 4096)
+                }
+                self.assertEqual(1 + counts, len(found))
+        with mock.patch.dict(os.environ, {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}):
+            found = {self.namespace(hf_overrides={"max_position_embeddings": n}) for n in (64, 128)}
+        self.assertEqual(2, len(found))
 
     def test_replicas(self) -> None:
         """All replicas of data parallelism have one namespace, and the same parts of files."""
