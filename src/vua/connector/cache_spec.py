@@ -107,6 +107,8 @@ class Model:
     """Whether the engine computes requests without an adapter wrongly in a step with one."""
     identified: bool = True
     """Whether the identity is complete: the weights' fingerprint takes longer than the rest."""
+    loads: bool = True
+    """Whether the engine's role permits it to load."""
 
     def with_weights(self, fingerprint: str) -> Model:
         """The same cache, now that the weights are known."""
@@ -130,6 +132,16 @@ class Model:
     def align(self) -> int:
         """The length of a hit must be a multiple of this: it ends with a block in every group."""
         return math.lcm(*self.block_sizes, alignment(self.kinds))
+
+    def useful_chunks(self, chunks: int) -> int:
+        """How many of a prompt's leading ``chunks`` this engine could load.
+
+        A hit ends with a block. What begins after the last of these ends needs a further chunk; the
+        prompt that brings that one stores both. All are useful to an engine that only stores:
+        others load them, in blocks of their own.
+        """
+        size, align = self.chunk_tokens, self.align
+        return -(-(chunks * size // align * align) // size) if self.loads else chunks
 
     @property
     def whole_blocks(self) -> int:

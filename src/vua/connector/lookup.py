@@ -90,8 +90,8 @@ class Lookup:
         if found is None:
             return "unnamed"
         if found.tokens == 0:
-            return "miss"
-        return "hit" if found.stored == len(found.keys) else "partial"
+            return "miss" if found.most else "short"
+        return "hit" if found.stored >= found.prompt_chunks else "partial"
 
     def leave(self, why: str) -> None:
         """Answer without the storage, for a reason that is a word of the metrics."""

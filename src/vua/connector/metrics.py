@@ -205,11 +205,13 @@ class Metric:
 METRICS: Final[dict[str, Metric]] = {
     "vua_lookups_total": Metric(
         "counter",
-        "Prompts looked up: all of their whole chunks stored (hit), some (partial), none (miss), "
-        "no answer in time (timeout), storage not asked after repeated timeouts (paused) or before "
-        "the weights are identified (unidentified), or prompts that cannot be named (unnamed).",
+        "Prompts looked up: all chunks stored that this engine could load (hit), some (partial), "
+        "none (miss), nothing that could be loaded, since the prompt is shorter than a chunk or "
+        "than a block of the engine and a token (short), no answer in time (timeout), storage not "
+        "asked after repeated timeouts (paused) or before the weights are identified "
+        "(unidentified), or prompts that cannot be named (unnamed).",
         "outcome",
-        ("hit", "partial", "miss", "timeout", "paused", "unidentified", "unnamed"),
+        ("hit", "partial", "miss", "short", "timeout", "paused", "unidentified", "unnamed"),
     ),
     "vua_lookup_seconds": Metric(
         "histogram", "Time from a request's arrival to its answer, with any wait it asked for."

@@ -37,13 +37,15 @@ class PrefixMatch:
     windows: tuple[frozenset[int], ...]
     """Per group of layers, the chunks to store: only needed for groups with a window or a state."""
     prompt_chunks: int
-    """How many chunks the prompt has."""
+    """How many chunks of the prompt are worth storing, see `Model.useful_chunks`."""
     writers: tuple[Run, ...] = ()
     """Who wrote the chunks of the first group; empty if writers are not read."""
     beside: frozenset[bytes] = frozenset()
     """Who wrote the required chunks of the other groups."""
     states: frozenset[int] = frozenset()
     """For layers with a state: the numbers of tokens after which it is worth a file."""
+    most: int = 0
+    """Tokens from its start on that could be loaded if all were stored, and the client permits."""
 
 
 def find(
@@ -70,7 +72,7 @@ def find(
         for group, store in zip(model.groups, stores, strict=True)
         if group in leading
     )
-    most = (num_tokens - 1) // align * align
+    most = min(len(keys) * size, num_tokens - 1) // align * align
     tokens = longest(model, stores, keys, stored, most)
     ends = {len(keys), *range(0, len(keys), max(1, window_every_tokens // size))}
     whole = len(keys) * size
@@ -85,9 +87,9 @@ def find(
         else _window_chunks(model, group, ends)
         for group in model.groups
     )
-    kept = any(group.keeps_state for group in model.groups)
-    states = states if kept else set()
-    return PrefixMatch(keys, tokens, stored, windows, len(keys), states=frozenset(states))
+    kept = frozenset(states if any(group.keeps_state for group in model.groups) else ())
+    useful = model.useful_chunks(len(keys))
+    return PrefixMatch(keys, tokens, stored, windows, useful, states=kept, most=most)
 
 
 def longest(model: Model, stores: Sequence[Store], keys: Keys, stored: int, most: int) -> int:

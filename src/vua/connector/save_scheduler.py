@@ -556,6 +556,15 @@ class SaveScheduler:
             self._metrics.prompt_ended(chunks, min(stored, chunks), self.model.chunk_tokens)
         self._ended.clear()
 
+    def _with_reply(self, request: Any, found: PrefixMatch, complete: int) -> int:
+        """Return how many leading chunks are to be stored, those of generated tokens among them."""
+        model, chunks = self.model, complete // self.model.chunk_tokens
+        if model.align == min(model.block_sizes):  # else a window's blocks may be freed meanwhile
+            chunks = model.useful_chunks(chunks)
+        if chunks > len(found.keys):
+            found.keys = found.keys.longer(token_ids(request.all_token_ids[:complete]))
+        return min(chunks, len(found.keys))
+
     def _tables(self, state: RequestState, step: ScheduledStep) -> Tables:
         """Return a request's block tables; of a window an engine keeps only the needed blocks."""
         return state.block_ids if self.model.plain else step.tables(state.request.request_id)
@@ -590,9 +599,10 @@ class SaveScheduler:
         complete = min(computed + scheduled.tokens, request.num_tokens)
         if found.states:
             stop_at_state(request, found, complete)
-        if self._config.save_generated and complete // size > len(found.keys):
-            found.keys = found.keys.longer(token_ids(request.all_token_ids[:complete]))
-        stop = max(first, min(complete // size, len(found.keys)))
+        stop = min(complete // size, found.prompt_chunks)
+        if self._config.save_generated and complete // size > stop:
+            stop = self._with_reply(request, found, complete)
+        stop = max(first, stop)
         state.next_save = stop
         if stop == first and not reused:
             return

@@ -11,6 +11,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from vua.connector.adapters import Adapter, AdapterBook
@@ -77,7 +78,8 @@ class SchedulerSide:
             setup: the engine's, see `vua.connector.proved`; empty: nothing is remembered.
             clock: returns seconds.
         """
-        self.model, self._config, self._events = model, config, events
+        self.model = model = replace(model, loads=loads)
+        self._config, self._events = config, events
         self._clock = clock
         self._setup, self.stats = setup, Recorder()
         self.writer = new_writer(ROOT.partition(".")[0])
@@ -321,7 +323,7 @@ class SchedulerSide:
     def _waits(self, state: RequestState, found: PrefixMatch) -> bool:
         """Whether to look again later: the client said that the prompt is being written."""
         now, wait_s = self._clock(), state.options.wait_s
-        if found.stored >= len(found.keys) or now - state.arrived_s >= wait_s:
+        if found.stored >= found.prompt_chunks or now - state.arrived_s >= wait_s:
             return False
         if now - state.lookup.asked_s >= _LOOK_AGAIN_S:
             state.lookup = self._ask(state.request, state.options, state.adapter)

@@ -445,7 +445,7 @@ class VUAHiCacheStorage(PagesInPlace):
         """
         usable = self._use()
         if usable is None or not keys:
-            self._stats.add("vua_lookups_total", label="unidentified")
+            self._stats.add("vua_lookups_total", label="unidentified" if keys else "short")
             return 0
         before = _before(extra_info)
         named = chunk_keys(before, keys, self._config.chunk_tokens)

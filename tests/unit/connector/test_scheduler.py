@@ -383,6 +383,64 @@ class SchedulerTest(unittest.TestCase):
 
         self.assertEqual([3], [len(keys) for save in orders.saves for _, keys in save.parts])
 
+    def saved(self, side: Any, request: Any, computed: int = 0, tokens: int = 64) -> list[int]:
+        """The first tokens of the chunks that a step orders to be stored."""
+        begins = not computed
+        blocks = [[*range(1, 2000)]] if begins else [[]]
+        one = ScheduledRequest(request.request_id, computed, tokens, blocks, begins=begins)
+        orders = ConnectorMetadata()
+        side.add_saves(orders, ScheduledStep([one], lambda _: blocks))
+        return [key.start for save in orders.saves for _, keys in save.parts for key in keys]
+
+    def test_prompts_too_short_to_be_loaded(self) -> None:
+        """They count as short, others as a miss: a chunk, a whole block, and a last token."""
+        for block, tokens, expected in (
+            *((16, 10, "short"), (16, 16, "short"), (16, 17, "miss")),
+            *((64, 64, "short"), (64, 65, "miss"), (128, 124, "short")),
+        ):
+            with self.subTest(block=block, tokens=tokens):
+                side = self.side(block=block)
+                ids = list(range(tokens))
+                answer(side, request_of("a", prompt_token_ids=ids, num_tokens=tokens))
+
+                self.assertEqual({expected: 1}, side.stats.take()["vua_lookups_total"])
+
+    def test_chunks_that_this_engine_cannot_load_are_not_stored(self) -> None:
+        """A hit ends with a block. A repeated prompt is a hit, and is not waited for."""
+        for block, loads, chunks in (
+            *((16, True, 4), (24, True, 3), (32, True, 4), (40, True, 3), (48, True, 3)),
+            *((64, True, 4), (128, True, 0), (48, False, 4), (128, False, 4)),
+        ):
+            with self.subTest(block=block, loads=loads):
+                side, request = self.side(block=block, loads=loads), request_of("a")
+                answer(side, request)
+                self.assertEqual([*range(0, 16 * chunks, 16)], self.saved(side, request))
+                store(side, 0, chunks)
+                side.finished(request)
+                side.take_stats()
+                again = asking("b", wait_s=600.0)
+                again.prompt_token_ids, again.num_tokens = [*range(65)], 65
+                answer(side, again)
+                stats = side.take_stats()
+
+                outcome = "short" if block > 64 else "hit"
+                self.assertEqual({outcome: 1}, stats["vua_lookups_total"])
+                self.assertEqual([], self.saved(side, again))
+
+    def test_generated_chunks_that_this_engine_cannot_load(self) -> None:
+        """They are stored as soon as a block ends, with the prompt's chunks before them."""
+        side = self.side(block=48, save_generated=True)
+        ids = [*range(160)]
+        request = request_of("a", num_prompt_tokens=64, num_output_tokens=0, all_token_ids=ids)
+        answer(side, request)
+        found = [self.saved(side, request)]
+        for tokens in range(64, 160):
+            request.num_tokens = tokens + 1
+            if new := self.saved(side, request, tokens, 1):
+                found.append([tokens + 1, *new])
+
+        self.assertEqual([[0, 16, 32], [96, 48, 64, 80], [144, 96, 112, 128]], found)
+
     def test_client_limits_loads(self) -> None:
         """A client may have less loaded than is stored, or nothing."""
         side = self.side()
