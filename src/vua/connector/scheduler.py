@@ -144,13 +144,13 @@ class SchedulerSide:
     def _use(self, model: Model, namespace: Namespace) -> None:
         self.model, self.namespace = model, namespace
         self.witness = self._witness(model)
-        self._saves.use(model, self.witness)
         self.lookups = Lookups(
             *(model, namespace, self._config, self._media, self._events),
             remembered=self.witness.remembered if self.witness.on else None,
             count=self._count_hint,
             clock=self._clock,
         )
+        self._saves.use(model, self.witness, self.lookups.replies)
         self._open = True
 
     def _count_hint(self, outcome: str) -> None:
