@@ -242,9 +242,9 @@ def rope_orders() -> str:
 
 def ignored_config() -> str:
     """Members of a config that its digest leaves out."""
-    names = ", ".join(f"`{one}`" for one in sorted(IGNORED_CONFIG_KEYS))
+    names = " ".join(sorted(IGNORED_CONFIG_KEYS))
     lines = textwrap.wrap(names, 120, break_long_words=False, break_on_hyphens=False)
-    return "".join(f"  {line}\n" for line in lines)
+    return "".join(f"  {line}\n" for line in ("```text", *lines, "```"))
 
 
 def install() -> str:

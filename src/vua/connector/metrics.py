@@ -206,10 +206,9 @@ METRICS: Final[dict[str, Metric]] = {
     "vua_lookups_total": Metric(
         "counter",
         "Prompts looked up: all chunks stored that this engine could load (hit), some (partial), "
-        "none (miss), nothing that could be loaded, since the prompt is shorter than a chunk or "
-        "than a block of the engine and a token (short), no answer in time (timeout), storage not "
-        "asked after repeated timeouts (paused) or before the weights are identified "
-        "(unidentified), or prompts that cannot be named (unnamed).",
+        "none (miss), or too short for any, of a chunk, a whole block and a token (short). No "
+        "answer in time (timeout), storage not asked after repeated timeouts (paused) or before "
+        "the weights are identified (unidentified), or prompts that cannot be named (unnamed).",
         "outcome",
         ("hit", "partial", "miss", "short", "timeout", "paused", "unidentified", "unnamed"),
     ),
