@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from vua.connector.cache_spec import Model
@@ -20,7 +21,9 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
 from vua.errors import VUAError
 from vua.format.identity import Identity
+from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
+from vua.store.nearest import nearest
 from vua.store.place import create_namespace, locate, look_at
 from vua.weights import Identification, Weights
 
@@ -183,8 +186,6 @@ class Opening:
         opened = None
         try:
             opened = self._open(identity)
-            with contextlib.suppress(OSError):
-                self._tell(identity)
         except VUAError as problem:
             self._warn(problem)
         except Exception:  # whatever breaks, requests are served
@@ -204,6 +205,8 @@ class Opening:
             self._changed.notify_all()
         if opened is not None:  # no longer wanted
             opened.namespace.close()
+        with contextlib.suppress(OSError):
+            self._tell(identity)
 
     def _warn(self, problem: VUAError) -> None:
         if not self._warned:
@@ -214,12 +217,26 @@ class Opening:
 
     def _tell(self, identity: Identity) -> None:
         weights, self._weights = self._weights, None
-        if weights is None:
+        if weights is None or self._opened is None:
             return
+        path, own = self._config.shared_storage_path, identity.namespace
+        place = look_at(path, namespace=own)
         log.info(
             "VUA: KV cache in %s, namespace %s, chunks of %d tokens; weights identified in %.1f s "
             "(%.1f of %.1f MB read, the rest remembered)",
-            *(look_at(self._config.shared_storage_path), identity.namespace[:12]),
+            *(place.path, f"{own[:12]} ({place.amount})" if place.amount else own[:12]),
             *(self._model.chunk_tokens, weights.seconds),
             *(weights.read_nbytes / 1e6, weights.nbytes / 1e6),
         )
+        if place.usage is None or place.usage.chunks or not isinstance(place.path, Path):
+            return
+        for found, differences in nearest(identity, descriptions(place.path)):
+            there = look_at(path, namespace=found.name)
+            if there.usage is not None and there.usage.chunks:
+                log.info(
+                    "VUA: the nearest namespace with chunks is %s (%s). It differs in %d field%s, "
+                    "first: %s",
+                    *(found.name[:12], there.amount, len(differences)),
+                    *("s" * (len(differences) != 1), differences[0]),
+                )
+                break

@@ -199,7 +199,8 @@ class BucketKind:
     ) -> None:
         self.locate(root, create=create, security=security)
 
-    def look_at(self, root: str | os.PathLike[str]) -> Place:
+    def look_at(self, root: str | os.PathLike[str], *, namespace: str = "") -> Place:
+        del namespace
         return Place(at(root), made=False, usage=None)
 
     def prepare(self, root: str | os.PathLike[str], security: Security, *, writes: bool) -> Place:
@@ -259,9 +260,9 @@ class TiersKind:
             tuple(_locate_tier(place, create=create, security=security) for place in far),
         )
 
-    def look_at(self, root: Sequence[str]) -> Place:
+    def look_at(self, root: Sequence[str], *, namespace: str = "") -> Place:
         near = names_of(root)[0]
-        return _tier_kind(near).look_at(near)
+        return _tier_kind(near).look_at(near, namespace=namespace)
 
     def prepare(self, root: Sequence[str], security: Security, *, writes: bool) -> Place:
         near = names_of(root)[0]

@@ -486,14 +486,20 @@ class Place:
         >>> str(Place(Path("/kv"), False, Usage(39 << 20, 1204, exact=False)))
         '/kv (about 39 MiB stored in 1,204 chunks)'
         """
+        return f"{self.path} ({self.amount})" if self.amount else str(self.path)
+
+    @property
+    def amount(self) -> str:
+        """What is stored there, in words; empty if unknown."""
         if self.usage is None:
-            return str(self.path)
+            return ""
         if not self.usage.chunks:
-            return f"{self.path} ({'made now, ' * self.made}empty)"
+            return f"{'made now, ' * self.made}empty"
         about = "" if self.usage.exact else "about "
         mib = self.usage.nbytes / 2**20
         amount = f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.2f} MiB"
-        return f"{self.path} ({about}{amount} stored in {self.usage.chunks:,} chunks)"
+        chunks = f"{self.usage.chunks:,} chunk{'s' * (self.usage.chunks != 1)}"
+        return f"{about}{amount} stored in {chunks}"
 
 
 class Access(NamedTuple):
@@ -529,8 +535,10 @@ class DirectoryKind:
             raise StorageError(errno.ENOENT, f"{path.parent} is missing")
         check_root(path, create=create, security=security)
 
-    def look_at(self, root: str | os.PathLike[str], *, made: bool = False) -> Place:
-        return Place(self.at(root), made, measure(root))
+    def look_at(
+        self, root: str | os.PathLike[str], *, made: bool = False, namespace: str = ""
+    ) -> Place:
+        return Place(self.at(root), made, measure(root, only=[namespace] if namespace else None))
 
     def prepare(self, root: str | os.PathLike[str], security: Security, *, writes: bool) -> Place:
         path = self.at(root)

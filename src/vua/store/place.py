@@ -29,7 +29,7 @@ class LocationKind(Protocol):
         """See :func:`locate`."""
         ...
 
-    def look_at(self, root: Any) -> Place:
+    def look_at(self, root: Any, *, namespace: str = "") -> Place:
         """See :func:`look_at`."""
         ...
 
@@ -146,9 +146,12 @@ class LazyNamespace:
             namespace.close()
 
 
-def look_at(root: str | os.PathLike[str] | Sequence[str]) -> Place:
-    """Return what is stored in a directory; takes about a tenth of a second. Raises OSError."""
-    return kind_of(root).look_at(root)
+def look_at(root: str | os.PathLike[str] | Sequence[str], *, namespace: str = "") -> Place:
+    """Return what is stored in a directory, or in a namespace of it.
+
+    Takes about a tenth of a second. Raises OSError.
+    """
+    return kind_of(root).look_at(root, namespace=namespace)
 
 
 def prepare(

@@ -6,6 +6,7 @@ import tempfile
 import threading
 import unittest
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,20 @@ from unittest import mock
 
 import pytest
 
-from helpers import keys_of, noise, save_step, until
+from helpers import keys_of, noise, save_chunk, save_step, until
 from scheduling import LAYOUT, answer, request_of, step
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.group_transfer import Rank
 from vua.connector.metadata import ConnectorMetadata, SaveOrder, WorkerOutput
+from vua.connector.opening import Opening
 from vua.connector.scheduler import SchedulerSide
 from vua.connector.worker import WorkerSide
+from vua.device.buffers import StagingBuffer
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
+from vua.store.namespace import Namespace
 from vua.weights import Identification, Weights
 
 pytestmark = pytest.mark.vllm
@@ -111,6 +115,43 @@ class UntilKnownTest(unittest.TestCase):
         self.assertEqual(expected, after.identity)
         self.assertEqual({"unidentified": 1, "miss": 1}, stats["vua_lookups_total"])
         self.assertEqual(1, sum("weights identified in 0.5 s" in line for line in logs.output))
+
+    def test_its_own_namespace_is_counted(self) -> None:
+        """Where it is empty, the nearest one that is not is named, and the field that differs."""
+        of = partial(Identity.of_config, chunk_tokens=16, weights=NO_FILES.fingerprint)
+        config: dict[str, object] = {"model_type": "llama", "rope_parameters": {"rope_theta": 1e4}}
+        layout, memory = LAYOUT, StagingBuffer(LAYOUT, LAYOUT.full, 1).memory
+        others = {
+            of({**config, "rope_parameters": {"rope_theta": 5e5}}): 3,
+            of({**config, "rope_parameters": {"rope_theta": 5e5}, "bias": True}): 2,
+            of({**config, "attention_bias": True}): 0,
+        }
+        for identity, chunks in others.items():
+            namespace = Namespace.create(self.root, identity, [layout])
+            for key in keys_of(range(64), 16)[:chunks]:
+                save_chunk(namespace.stores[0], key, memory)
+            namespace.close()
+        group = Group(layout, (0,), ((layout.full,),), (0,))
+        model = Model(of(config), (group,), (16,), identified=False)
+        names = [one.namespace[:12] for one in (of(config), *others)]
+        near = f"is {names[1]} (0.01 MiB stored in 3 chunks). It differs in 1 field, first: "
+        near += "rope_parameters.rope_theta is 10000 here and 500000 there"
+        for chunks, said in (
+            (0, ["(empty), chunks of 16 tokens", near]),
+            (1, ["(0.00 MiB stored in 1 chunk), chunks of 16 tokens"]),
+        ):
+            with self.subTest(chunks), self.assertLogs("vllm.vua.scheduler", "INFO") as logs:
+                opening = Opening(model, self.config, Identification(lambda _: NO_FILES))
+                until(lambda: len(logs.output) >= len(said))  # noqa: B023
+                opened = opening.take()
+                assert opened is not None
+                save_chunk(opened.namespace.stores[0], keys_of(range(64), 16)[0], memory)
+                opening.close()
+                opened.namespace.close()
+            self.assertIn(f"namespace {names[0]} ", logs.output[0])
+            self.assertEqual(len(said), len(logs.output))
+            for text, line in zip(said, logs.output, strict=True):
+                self.assertIn(text, line)
 
     def test_a_search_that_fails(self) -> None:
         """One warning, and everything is served without the cache; nothing is made."""

@@ -1,0 +1,85 @@
+"""In which field two identities differ, and which namespace is nearest to an identity. For people.
+
+What the digest of a model's config counted is told by `namespace.json` for people, never believed:
+nothing is loaded or stored by what is found here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from vua.format.identity import FIELDS, Identity
+from vua.storage.description import Description
+
+ABSENT: Final = "absent"
+"""Shown for a field that one of two configs lacks."""
+_SHOWN: Final = 40
+
+
+class FieldDifference(NamedTuple):
+    """A field in which another identity differs from ours."""
+
+    field: str
+    """Of an identity, or the path of a field of the config that ``model`` is a digest of."""
+    ours: object
+    theirs: object
+
+    def __str__(self) -> str:
+        """In words.
+
+        >>> str(FieldDifference("rope_parameters.rope_theta", 10000, 500000))
+        'rope_parameters.rope_theta is 10000 here and 500000 there'
+        """
+        return f"{self.field} is {_shown(self.ours)} here and {_shown(self.theirs)} there"
+
+
+class Near(NamedTuple):
+    """A namespace, and how far it is from an identity."""
+
+    found: Description
+    differences: list[FieldDifference]
+    """At least one, those of the identity's own fields first."""
+
+
+def differences(ours: Identity, theirs: Identity) -> list[FieldDifference]:
+    """Return the fields in which two identities differ, the weights first; none if they are equal.
+
+    In place of the digest ``model`` the fields that it counted, by path, as far as both are known.
+    """
+    names = [name for name in FIELDS if name not in ("name", "model")]
+    names.sort(key=lambda name: name != "weights")
+    found = [FieldDifference(name, getattr(ours, name), getattr(theirs, name)) for name in names]
+    if ours.model != theirs.model:
+        here, there = ours.counted, theirs.counted
+        paths = sorted(here.keys() | there.keys()) if here and there else []
+        counted = [FieldDifference(p, here.get(p, ABSENT), there.get(p, ABSENT)) for p in paths]
+        counted = [one for one in counted if one.ours != one.theirs]
+        found += counted or [FieldDifference("model", ours.model, theirs.model)]
+    return [one for one in found if one.ours != one.theirs]
+
+
+def nearest(ours: Identity, found: Iterable[Description]) -> list[Near]:
+    """Return the described namespaces of other identities, the nearest first.
+
+    Equal weights count most, then the number of fields that differ, then an equal name.
+    """
+    near = [
+        Near(one, differences(ours, one.identity))
+        for one in found
+        if one.identity is not None and one.identity.namespace != ours.namespace
+    ]
+
+    def distance(one: Near) -> tuple[bool, int, bool, str]:
+        theirs = one.found.identity
+        other_name = theirs is None or theirs.name != ours.name
+        weights = one.differences[0].field == "weights"
+        return weights, len(one.differences), other_name, one.found.name
+
+    return sorted(near, key=distance)
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value) if value is not ABSENT else ABSENT
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
