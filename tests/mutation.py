@@ -530,15 +530,15 @@ def judged(mutant: Mutant, tests: list[tuple[float, str]], copy: Path) -> str:
 
 
 def table(results: list[tuple[Mutant, str]]) -> str:
-    """The results in Markdown."""
-    killed = sum(outcome.startswith("killed") for _, outcome in results)
+    """The count, and those that survived, in Markdown."""
+    alive = [one for one in results if not one[1].startswith("killed")]
     lines = [
-        f"{killed} of {len(results)} were noticed.",
+        f"{len(results) - len(alive)} of {len(results)} were noticed. These survived:",
         "",
         "| where | error | |",
         "|---|---|---|",
     ]
-    for mutant, outcome in results:
+    for mutant, outcome in alive:
         old, new = (" ".join(part.split()).replace("|", "\\|") for part in (mutant.old, mutant.new))
         what = f"{mutant.name}: " if mutant.name else ""
         where = f"{mutant.path.removeprefix('vua/')} `{mutant.function}`"
