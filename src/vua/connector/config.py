@@ -183,10 +183,16 @@ class ConnectorConfig:
         return float(self.load_policy) if is_number else _DEFAULT_LOAD_MARGIN
 
     @classmethod
-    def from_extra_config(cls, extra: Mapping[str, object]) -> ConnectorConfig:
+    def from_extra_config(
+        cls,
+        extra: Mapping[str, object],
+        *,
+        how: str = "give `vua-vllm serve` --vua-path DIRECTORY",
+    ) -> ConnectorConfig:
         """Read vLLM's free-form mapping, with current names or those of earlier versions.
 
-        Raises ConfigError, naming the nearest valid name for an unknown one.
+        Raises ConfigError, naming the nearest valid name for an unknown one, and for a missing
+        directory ``how`` the engine's users give it.
         """
         values = _with_new_names(extra)
         for name, group in _GROUPS.items():
@@ -198,7 +204,7 @@ class ConnectorConfig:
         if "shared_storage_path" not in values:
             if not os.environ.get("VUA_PATH"):
                 msg = (
-                    "no directory for the KV cache: give `vua-vllm serve` --vua-path DIRECTORY, or "
+                    f"no directory for the KV cache: {how}, or "
                     f'set {_WHERE}={{"shared_storage_path": "/path"}}, or the environment variable '
                     "VUA_PATH"
                 )

@@ -29,7 +29,8 @@ def settings_of(extra: Mapping[str, object]) -> ConnectorConfig:
         raise ConfigError(f'VUA needs "interface_v1": 1 in {_OPTION}')
     ours = {name: value for name, value in extra.items() if name not in _OF_SGLANG}
     try:
-        config = ConnectorConfig.from_extra_config(ours)
+        how = "take the arguments that `vua args sglang DIRECTORY` prints"
+        config = ConnectorConfig.from_extra_config(ours, how=how)
     except ConfigError as problem:
         raise ConfigError(str(problem).replace("kv_connector_extra_config", _OPTION)) from problem
     security = config.security

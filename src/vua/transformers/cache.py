@@ -260,7 +260,11 @@ class PrefixCache:
         self._model, self._said = model, set[str]()
         place, groups = locate(path), self._groups
         policy = 1.0 if load_policy == "faster" else load_policy
-        ConnectorConfig(shared_storage_path=str(path), load_policy=policy)  # checks it
+        try:
+            ConnectorConfig(shared_storage_path=str(path), load_policy=policy)  # checks it
+        except ConfigError as problem:
+            text = str(problem).removeprefix("kv_connector_extra_config: ")  # vLLM's
+            raise ConfigError(text) from problem
         self._notes = weakref.WeakKeyDictionary[DynamicCache, _Note]()
         self._stored = LazyStore(
             described,

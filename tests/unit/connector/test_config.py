@@ -12,6 +12,7 @@ from vua.capacity.limits import Limits
 from vua.connector import config as settings
 from vua.connector.config import OLD_NAMES, ConnectorConfig
 from vua.errors import ConfigError
+from vua.sglang.settings import settings_of
 
 
 def parse(**extra: object) -> ConnectorConfig:
@@ -196,9 +197,18 @@ class ConnectorConfigTest(unittest.TestCase):
             self.assertEqual("/kv", parse().shared_storage_path)
 
     def test_no_directory(self) -> None:
-        """Without a directory the message says where to name one."""
+        """Without a directory the message says where to name one, in the engine's own words."""
         with mock.patch.dict("os.environ", {"VUA_PATH": ""}):
             text = self.refused({})
 
-        self.assertIn("shared_storage_path", text)
-        self.assertIn("VUA_PATH", text)
+            with self.assertRaises(ConfigError) as caught:
+                settings_of({"interface_v1": 1})
+
+        for mine, other, said in (
+            ("vua-vllm serve", "sglang", text),
+            ("vua args sglang", "vllm", str(caught.exception)),
+        ):
+            self.assertIn("shared_storage_path", said)
+            self.assertIn("VUA_PATH", said)
+            self.assertIn(mine, said)
+            self.assertNotIn(other, said)

@@ -749,6 +749,8 @@ print(one.namespace == other.namespace, one.name)
         for message, model in refused.items():
             with self.subTest(message), self.assertRaisesRegex(ConfigError, message):
                 self.prefixes(model)
+        with self.assertRaisesRegex(ConfigError, "^load_policy must be"):
+            self.prefixes(load(self.model_path()), load_policy="soon")
 
     def test_damage(self) -> None:
         """A damaged chunk shortens the prefix, and the same tokens follow."""
