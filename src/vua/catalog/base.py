@@ -621,6 +621,15 @@ def resolve(found: Sequence[N], digits: str) -> tuple[N, str]:
     return hits[0]
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "chunk"), counted(12345, "chunk")
+    ('1 chunk', '12,345 chunks')
+    """
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def size(nbytes: float) -> str:
     """Return ``nbytes`` in the unit that keeps it short.
 

@@ -66,6 +66,7 @@ from vua.catalog.base import (
     Snapshot,
     Times,
     Use,
+    counted,
     resolve,
     size,
 )
@@ -425,9 +426,9 @@ class DirectoryCatalog(Catalog):
             picked += [(one, "") for one in found if everything and is_ours(one.space)]
             whole = {one.name for one, chunk in picked if not chunk}
             if whole and not dry_run:
-                part = "everything" if everything else f"{len(whole)} namespaces"
+                part = "everything" if everything else f"{counted(len(whole), 'namespace')}"
                 usage = measure(self.where, only=whole)
-                about = f"{usage.chunks} chunks, {size(usage.nbytes)}"
+                about = f"{counted(usage.chunks, 'chunk')}, {size(usage.nbytes)}"
                 ask(f"Delete {part} in {self.where} ({about})?")
             for one, chunk in picked:
                 freed, kept = self._remove(one.space, chunk, show, remover, force=force)

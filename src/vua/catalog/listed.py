@@ -48,6 +48,7 @@ from vua.catalog.base import (
     Snapshot,
     Times,
     Use,
+    counted,
     resolve,
     size,
 )
@@ -319,7 +320,7 @@ class ListedCatalog(Catalog, Generic[N]):
             done.deleted["lost_keys"] = self._add_unreadable(doomed, lost, show)
         freed = doomed.totals
         if freed.chunks and not dry_run:
-            ask(f"Delete {freed.chunks} chunks, {size(freed.nbytes)}, of {self.where}?")
+            ask(f"Delete {counted(freed.chunks, 'chunk')}, {size(freed.nbytes)}, of {self.where}?")
             for part in doomed.parts():
                 self.delete(part)
                 for space, chunk in part:
@@ -389,7 +390,7 @@ class ListedCatalog(Catalog, Generic[N]):
         chunks = len(alone) + sum(one.chunks for one in rest)
         nbytes = sum(one.nbytes for _, one in alone) + sum(one.nbytes for one in rest)
         if (alone or whole) and not dry_run:
-            ask(f"Delete {chunks} chunks, {size(nbytes)}, of {self.where}?")
+            ask(f"Delete {counted(chunks, 'chunk')}, {size(nbytes)}, of {self.where}?")
         objects = self.delete(alone, [*whole.values()], dry_run=dry_run) if alone or whole else 0
         return Removal(chunks, nbytes, objects, len(kept), strays=strays)
 

@@ -270,9 +270,9 @@ class _Command(click.Command):
 class _OfDirectory(_Command):
     """A command whose words begin with a directory, which VUA_PATH may name instead.
 
-    A first word that looks like the next argument is taken as that: hex digits of a name, a number
-    of seconds. (A directory of such a name is written ``./NAME``.) Without VUA_PATH the first word
-    is the directory.
+    A first word that looks like the next argument is taken as that: hex digits of a name, a time.
+    (A directory of such a name is written ``./NAME``.) Without VUA_PATH the first word is the
+    directory.
     """
 
     def make_context(
@@ -290,9 +290,7 @@ class _OfDirectory(_Command):
                 with suppress(click.UsageError):
                     return super().make_context(info_name, [home, *args], parent, **extra)
             raise
-        with suppress(click.UsageError):
-            return super().make_context(info_name, [home, *args], parent, **extra)
-        return context
+        return super().make_context(info_name, [home, *args], parent, **extra)
 
 
 def _is_left_out(params: MutableMapping[str, Any]) -> bool:
@@ -322,6 +320,16 @@ def duration_s(text: str) -> float:
         raise click.BadParameter(
             f"{text!r:.40} is not a duration; give seconds, or 30m, 12h, 1d, 2w"
         ) from None
+
+
+def lifetime_s(text: str) -> float:
+    """As `duration_s`, but with a unit: ``vua ttl DIR 30`` would delete nearly everything."""
+    seconds = duration_s(text)
+    if seconds and text[-1:].lower() not in _UNITS_S:
+        raise click.BadParameter(
+            f"{text!r:.40} has no unit: give {text}s, {text}m, {text}h or {text}d"
+        )
+    return seconds
 
 
 def duration(seconds: float) -> str:

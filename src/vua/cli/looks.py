@@ -33,7 +33,7 @@ from vua.capacity.hit_density import Request
 from vua.capacity.prefix_tree import MOST_USES, Followers, PrefixTree, Runs, Uses, runs_of
 from vua.capacity.simulation import worth
 from vua.capacity.use_log import UseLog
-from vua.catalog.base import SHORT, Catalog, Content, Snapshot, size
+from vua.catalog.base import SHORT, Catalog, Content, Snapshot, counted, size
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command, duration_s
 from vua.cli.output import (
@@ -189,7 +189,7 @@ class Traffic(Report):
 
     def show(self) -> None:
         """Print a line for all, and a row per namespace."""
-        text = f"{self.directory}: {self.chunks} chunks, {size(self.nbytes)}"
+        text = f"{self.directory}: {counted(self.chunks, 'chunk')}, {size(self.nbytes)}"
         text += "" if self.max_bytes is None else f" of at most {size(self.max_bytes)}"
         text += "" if self.free_nbytes is None else f"; {size(self.free_nbytes)} of the disk free"
         print(f"{text}{cost(self.counts)}; over {self.seconds:.3f} s")
@@ -246,7 +246,7 @@ def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Traf
     newest = (
         int(times.mtimes_ns.max(initial=0)) for one in now.values() for times in one.times.values()
     )
-    now_ns = max(time.time_ns(), *newest)  # mtimes are by the server's clock, which may be ahead
+    now_ns = max([time.time_ns(), *newest])  # mtimes are by the server's clock, which may be ahead
     rows = [_compare(one, now_ns, took_s) for _, one in sorted(now.items())]
     nbytes = sum(round(one.chunk_nbytes * one.chunks) for one in now.values())
     chunks = sum(one.chunks for one in now.values())
@@ -439,7 +439,7 @@ def _view(catalog: Catalog, description: Description, now: _NamespaceUses) -> Vi
     tree, runs = now.tree, runs_of(now.tree, now.uses)
     newest_ns, nbytes = 0, 0
     for _, rows in tree.blocks():
-        newest_ns = max(newest_ns, int(rows["mtime_ns"].max()))
+        newest_ns = max(newest_ns, int(rows["mtime_ns"].max(initial=0)))
         nbytes += int(rows["nbytes"].sum())
     content = Content(description, catalog.state(description), newest_s=newest_ns / 1e9)
     content.chunks, content.nbytes = len(tree), nbytes
@@ -466,7 +466,7 @@ def _ages(tree: PrefixTree) -> list[int]:
     """Count chunks by the time since their last use: `_AGES_S`, and longer."""
     # The server's clock, by which mtimes are, may be ahead of this host's.
     newest = (int(rows["mtime_ns"].max(initial=0)) for _, rows in tree.blocks())
-    now_ns, bounds = max(time.time_ns(), *newest), np.zeros(len(_AGES_S), dtype=np.int64)
+    now_ns, bounds = max([time.time_ns(), *newest]), np.zeros(len(_AGES_S), dtype=np.int64)
     for _, rows in tree.blocks():
         ages_s = np.sort((now_ns - rows["mtime_ns"]) / 1e9)
         bounds += np.searchsorted(ages_s, _AGES_S, side="right")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.capacity.prefix_tree import PrefixTree
-from vua.catalog.base import SHORT, Content, size
+from vua.catalog.base import SHORT, Content, counted, size
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
 from vua.cli.output import Lazy, Report, line, print_strays, progress, table, when
@@ -53,8 +53,8 @@ class LsReport(Report):
             chunks, nbytes = (
                 sum(getattr(one, name) for one in self.contents) for name in ("chunks", "nbytes")
             )
-            count = f"{len(self.contents)} namespaces, {chunks:,} chunks, {size(nbytes)}"
-            line("", f"{self.directory}: {count}")
+            namespaces = counted(len(self.contents), "namespace")
+            line("", f"{self.directory}: {namespaces}, {counted(chunks, 'chunk')}, {size(nbytes)}")
         if self.contents:
             head = ["namespace", "model", "dtype", " chunk", " chunks", " files", " size", "newest"]
             table(head, [_row(one) for one in self.contents])

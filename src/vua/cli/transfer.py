@@ -31,7 +31,7 @@ import numpy as np
 
 from vua.capacity.scan import Show
 from vua.catalog.archive import Member, Reader, Writer, file_sizes
-from vua.catalog.base import SHORT, NamespaceCatalog, resolve, size
+from vua.catalog.base import SHORT, NamespaceCatalog, counted, resolve, size
 from vua.catalog.check import NO_KEYS, Checker, ExpectedEntry, OpenFile, check_open
 from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, as_owner, command
@@ -117,7 +117,9 @@ class ExportReport(Report):
         out = sys.stderr if self.file == "-" else sys.stdout
         for text in self.done.problems:
             print(plain(f"left out: {text}"), file=out)
-        print(f"{self.file}: {self.done.chunks} chunks, {size(self.done.nbytes)}", file=out)
+        print(
+            f"{self.file}: {counted(self.done.chunks, 'chunk')}, {size(self.done.nbytes)}", file=out
+        )
 
 
 @command("export", "write chosen prefixes to one file")
@@ -331,8 +333,8 @@ class ImportReport(Report):
         if len(done.problems) > _MOST_PROBLEMS:
             print(f"and {len(done.problems) - _MOST_PROBLEMS} more")
         if done.refused:
-            print(f"{done.refused} files found no space, or lack their prefix; see `vua du`")
-        written = f"{done.written} files written, {size(done.nbytes)}"
+            print(f"{counted(done.refused, 'file')} found no space, or no prefix; see `vua du`")
+        written = f"{counted(done.written, 'file')} written, {size(done.nbytes)}"
         print(f"{self.directory}: {written}; {done.present} were there")
 
 

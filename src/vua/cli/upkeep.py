@@ -12,10 +12,20 @@ import click
 
 from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits
-from vua.catalog.base import SHORT, Adoption, Collection, Removal, Use, key_ids, resolve, size
+from vua.catalog.base import (
+    SHORT,
+    Adoption,
+    Collection,
+    Removal,
+    Use,
+    counted,
+    key_ids,
+    resolve,
+    size,
+)
 from vua.catalog.check import NO_KEYS
 from vua.catalog.opening import open_catalog
-from vua.cli.command import argument, asking, command, duration, duration_s
+from vua.cli.command import argument, asking, command, duration, lifetime_s
 from vua.cli.output import (
     DAMAGED,
     SOUND,
@@ -90,7 +100,7 @@ class DuReport(Report):
             ]  # fmt: skip
             table([*head, "least recently used", "last used"], rows)
         about, most = "" if use.exact else "about ", use.limits["max_bytes"]
-        text = f"{self.directory}: {use.chunks} chunks, {about}{size(use.nbytes)}"
+        text = f"{self.directory}: {counted(use.chunks, 'chunk')}, {about}{size(use.nbytes)}"
         text += "" if most is None else f" of at most {size(most)}"
         text += "" if use.free_nbytes is None else f"; {size(use.free_nbytes)} of the disk free"
         print(plain(text + cost(self.counts)))
@@ -164,7 +174,7 @@ class GcReport(Report):
         ]
         table(["would be deleted" if self.dry_run else "deleted", " chunks", " size"], rows)
         left = "would be left" if self.dry_run else "left"
-        text = f"{self.directory}: {done.chunks} chunks, {size(done.nbytes)} {left}, "
+        text = f"{self.directory}: {counted(done.chunks, 'chunk')}, {size(done.nbytes)} {left}, "
         text += f"{'within' if done.within else 'BEYOND'} its bounds"
         most, least = limits["max_bytes"], limits["min_free_bytes"]
         text += "" if most is None else f" of {size(most)}"
@@ -205,7 +215,7 @@ class GcReport(Report):
     "--ttl",
     "ttl_s",
     metavar="TIME",
-    type=duration_s,
+    type=lifetime_s,
     help="delete chunks unused for this long: 1d, 12h",
 )
 @_dry_run
@@ -283,17 +293,15 @@ class Life(Report):
         )
         own = self.chunks_with_their_own
         if self.is_kept:
-            print(plain(f"{self.directory}: {text}; {own} chunks have a time to live of their own"))
+            print(plain(f"{self.directory}: {text}; {counted(own, 'chunk')} with one of their own"))
             return
         print(plain(f"{self.directory}: {text}, by `vua gc` and the bucket's lifecycle rule"))
         if own:
-            print(f"{own} chunks came with a time to live of their own, which is not kept here")
+            print(f"{counted(own, 'chunk')} came with a time to live of its own, not kept here")
 
 
 @command("ttl", "show or set the time without use after which chunks are deleted", as_owner_of=True)
-@argument(
-    "seconds", "seconds, or 30m, 12h, 1d, 2w", metavar="[TIME]", type=duration_s, required=False
-)
+@argument("seconds", "30m, 12h, 1d, 2w", metavar="[TIME]", type=lifetime_s, required=False)
 @click.option("--off", is_flag=True, help="keep chunks for as long as there is room")
 def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> Life:
     """Show, set or (``off``) remove the time without use after which chunks are deleted."""
@@ -407,7 +415,9 @@ class RmReport(Report):
 
     def show(self) -> None:
         done, word = self.done, "would be removed" if self.dry_run else "removed"
-        print(plain(f"{self.directory}: {done.chunks} chunks {word}, {size(done.nbytes)}"))
+        print(
+            plain(f"{self.directory}: {counted(done.chunks, 'chunk')} {word}, {size(done.nbytes)}")
+        )
         if done.kept:
             print(f"{done.kept} pinned chunks stay; --pinned removes these too")
         print_strays(done.strays)
@@ -487,8 +497,8 @@ def adopt(directory: str, *, yes: bool, output: Output) -> AdoptReport:
 
 def _show_contents(directory: str, found: Adoption) -> None:
     about = "" if found.exact else "about "
-    weight = f"{about}{found.chunks} chunks, {size(found.nbytes or 0)}"
-    print(f"{directory}: {len(found.namespaces)} namespaces of VUA, {weight}")
+    weight = f"{about}{counted(found.chunks or 0, 'chunk')}, {size(found.nbytes or 0)}"
+    print(f"{directory}: {counted(len(found.namespaces), 'namespace')} of VUA, {weight}")
     for name in found.others[:_SHOWN]:
         print(plain(f"not VUA's, stays unchanged: {name}"))
     if len(found.others) > _SHOWN:

@@ -320,7 +320,7 @@ class TestCommands(GcTest):
         self.assertEqual(2, run("ttl", self.root, "-1")[0])
         settle_ttl(self.opened, names_of(self.trunk)[2], "", 60)
         self.assertEqual(1, run_json("ttl", self.root)[1]["chunks_with_their_own"])
-        self.assertIn("1 chunks have", run("ttl", self.root)[1])
+        self.assertIn("1 chunk with one", run("ttl", self.root)[1])
 
     def ttl(self, *arguments: str) -> tuple[int, float | None]:
         """Exit status and time to live."""
@@ -371,7 +371,7 @@ class TestCommands(GcTest):
             while "[y/N]" not in asked:  # the terminal's echo of the answer comes by itself
                 asked += screen.read(1 << 12).decode()
         self.assertIn("Delete 1 namespaces", asked)
-        self.assertIn("(1 chunks, ", asked)
+        self.assertIn("(1 chunk, ", asked)
 
     def test_rm_namespace(self) -> None:
         """A namespace goes as a whole, under the hands of a process that goes on using it."""

@@ -135,7 +135,7 @@ class TestDirectory(CliTest):
         archive = self.root.parent / f"{self.root.name}.tar"
         self.addCleanup(archive.unlink, missing_ok=True)
         for words in (
-            ["ls"], ["ls", "-l"], ["verify"], ["du"], ["ttl"], ["ttl", "3600"], ["ttl", "1d"],
+            ["ls"], ["ls", "-l"], ["verify"], ["du"], ["ttl"], ["ttl", "3600s"], ["ttl", "1d"],
             ["ttl", "--off"], ["pin", chunk], ["pin"], ["pin", chunk, "--remove"],
             ["gc", "--quick", "--ttl", "2w"], ["export", str(archive), chunk],
             ["import", str(archive)], ["rm", chunk],

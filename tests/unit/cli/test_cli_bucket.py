@@ -126,7 +126,7 @@ class BucketCliTest(DirectoryTest):
             total = run_json("du", self.url)[1]["nbytes"]
             self.assertEqual(0, run("gc", self.url, "--max-bytes", f"{total - 1}B")[0])
             self.assertEqual((left, 4), (self.stored("llama"), self.stored("qwen")))
-        self.assertEqual(0, run("gc", self.url, "--ttl", "1e9")[0])
+        self.assertEqual(0, run("gc", self.url, "--ttl", "1e9s")[0])
         self.assertEqual(4, self.stored("qwen"))
 
     def test_rm(self) -> None:
@@ -149,7 +149,7 @@ class BucketCliTest(DirectoryTest):
     def test_not_marked(self) -> None:
         """Without the mark nothing is deleted; `vua adopt` makes one."""
         self.bucket.delete(["vua.json"])
-        for words in (["gc", self.url, "--ttl", "0.001"], ["rm", self.url, "--all"]):
+        for words in (["gc", self.url, "--ttl", "0.001s"], ["rm", self.url, "--all"]):
             code, _, err = run(*words)
             self.assertEqual(2, code)
             self.assertIn("vua adopt", err)

@@ -180,7 +180,7 @@ class SnapshotTest(CliTest):
         yield ["rm", where, self.chunk]
         yield ["pin", where, self.chunk, "--remove"]
         yield ["gc", where, "--max-bytes", "1G", "--yes"]
-        yield ["gc", where, "--ttl", "1e9", "--set", "--yes"]
+        yield ["gc", where, "--ttl", "1e9s", "--set", "--yes"]
         yield ["adopt", where, "--yes"]
         self.damage(where)
         yield ["inspect", self.entry(where)]
@@ -271,7 +271,7 @@ class TextTest(DirectoryTest):
             )),
             ["rm", empty], ["rm", empty, "abcd"], ["rm", empty, "abcdef"], ["rm", empty, "--all"],
             ["pin", empty, "--remove"], ["pin", empty, "abcdef"], ["ttl", empty, "soon"],
-            ["ttl", empty, "-1"], ["gc", empty, "--max-bytes", "much"],
+            ["ttl", empty, "-1d"], ["ttl", empty, "30"], ["gc", empty, "--max-bytes", "much"],
             ["gc", empty, "--lost-keys"],
             ["gc", empty, "--key-file", self.root / "none"], ["verify", empty, "--sample", "2"],
             ["top", empty, "--interval", "0", "--once"], ["top", empty, "--interval", "x"],

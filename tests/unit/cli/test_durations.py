@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import unittest
+from unittest import mock
 
 import click
 
-from vua.cli.command import duration, duration_s
+from commands import run
+from helpers import DirectoryTest
+from vua.cli.command import duration, duration_s, lifetime_s
 
 
 class DurationTest(unittest.TestCase):
@@ -28,6 +32,21 @@ class DurationTest(unittest.TestCase):
         ):
             self.assertEqual(text, duration(seconds))
             self.assertEqual(seconds, duration_s(text))
+
+
+class UnitTest(DirectoryTest):
+    def test_lifetimes(self) -> None:
+        """What deletes by age takes no number without a unit; the error names what is."""
+        self.assertEqual([86400, 0, 30], [lifetime_s(text) for text in ("1d", "0", "30s")])
+        for words in (["ttl", self.root, "30"], ["gc", self.root, "--ttl", "1e3"]):
+            code, _, err = run(*words)
+            self.assertEqual(2, code)
+            self.assertIn(f"{words[-1]}s, {words[-1]}m, {words[-1]}h or {words[-1]}d", err)
+        with mock.patch.dict(os.environ, VUA_PATH=str(self.root)):
+            code, _, err = run("ttl", "30")
+            self.assertEqual(2, code)
+            self.assertIn("'30' has no unit: give 30s, 30m, 30h or 30d", err)
+            self.assertEqual(0, run("ttl", "30d")[0])
 
 
 if __name__ == "__main__":
