@@ -11,13 +11,15 @@ other fields are compared as the adapters fill them in.
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from vua.capacity.prefix_tree import Followers
+from vua.capacity.prefix_tree import Followers, PrefixTree
 from vua.errors import ConfigError, CorruptEntryError, ForeignEntryError
 from vua.format.identity import FIELDS, Identity, rope_order, varies_with_length
 from vua.format.keys import ChunkKey, KeyChain
@@ -178,6 +180,24 @@ def continuations(followers: Followers, gap: ChunkKey, before: str) -> Continuat
     return Continuations(len(others), int(followers.extras[others].sum()))
 
 
+def first_salts(tree: PrefixTree, first: bytes) -> tuple[dict[str, int], list[str]]:
+    """Return the prompts in a tree by the digest of their salt, and which begin with ``first``.
+
+    ``first`` are the ids of one chunk. A digest is cut as by `vua top`, and "-" where a prompt has
+    no salt, adapter or image. Prompts with secret names begin with nothing that is known here.
+    """
+    counts, same = Counter[str](), dict[str, None]()
+    for _, rows in tree.blocks():
+        for row in rows[rows["is_first"]]:
+            salt = bytes(row["before"])
+            salt = salt if any(salt) else b""
+            shown = salt.hex()[:_SHORT] or "-"
+            counts[shown] += 1
+            if hashlib.sha256(salt + first).digest() == bytes(row["name"]):
+                same[shown] = None
+    return dict(counts.most_common()), [*same]
+
+
 _DTYPES: Final = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _SHORT: Final = 12
 
@@ -198,8 +218,9 @@ class Difference:
     """A field in which a stored identity differs from the expected one."""
 
     field: str
-    stored: str | int
-    expected: str | int
+    """Of an identity, or the path of a field of the config that ``model`` is a digest of."""
+    stored: object
+    expected: object
     certain: bool
     """Whether an engine with these files must see it, too."""
 
@@ -208,7 +229,7 @@ class Difference:
         return text if self.certain else f"{text} (config.json alone does not tell)"
 
 
-def _shown(value: str | int) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) < 40 else f"{text[: _SHORT + 1]}...'"
 
@@ -298,7 +319,13 @@ def compare(expected: ModelIdentity, stored: Identity) -> list[Difference]:
             continue
         values = getattr(stored, name), getattr(expected.identity, name)
         if values[0] != values[1]:
-            found.append(Difference(name, *values, certain=name != "model"))
+            there, here = (one.counted if name == "model" else {} for one in
+                           (stored, expected.identity))  # fmt: skip
+            # A field that only one of both has may be one that engines complete.
+            paths = [path for path in here.keys() & there.keys() if here[path] != there[path]]
+            found += [
+                Difference(path, there[path], here[path], certain=False) for path in sorted(paths)
+            ] or [Difference(name, *values, certain=name != "model")]
     return sorted(found, key=lambda difference: not difference.certain)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from vua.capacity.prefix_tree import Followers
-from vua.catalog.base import SHORT, Catalog
+from vua.catalog.base import SHORT, Catalog, counted
 from vua.catalog.check import NO_KEYS
 from vua.catalog.opening import open_catalog
 from vua.catalog.prefix import (
@@ -23,15 +23,17 @@ from vua.catalog.prefix import (
     compare,
     continuations,
     expect,
+    first_salts,
     group_state,
     loadable,
     nearest,
     usable,
 )
 from vua.cli.command import command
-from vua.cli.output import DAMAGED, SOUND, Report, facts, progress
+from vua.cli.output import DAMAGED, SOUND, Report, facts, line, progress
 from vua.cli.prompt import Prompt, model_directory, prompt_keys, read_prompts
 from vua.errors import ConfigError
+from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
@@ -85,6 +87,10 @@ class Answer:
     groups: tuple[GroupState, ...] = ()
     """Empty if the namespace is not described, or the prompt is not cached."""
     others: Continuations | None = None
+    salts: Mapping[str, int] | None = None
+    """Stored prompts by salt, as :func:`first_salts` counts them, if the first chunk is missing."""
+    same: Sequence[str] = ()
+    """Salts under which the prompt's first chunk is stored."""
     seal: Seal | None = None
     """The seal of the prompt's files; None if they are not sealed."""
     locked: str = ""
@@ -157,7 +163,7 @@ def _reason(answer: Answer, gap: ChunkState) -> str:
     if gap.state != "absent" or others is None:
         return ""
     if gap.index == 0:
-        return f"; {_of_others(others, answer.size)}"
+        return f"; {_of_others(answer, gap)}"
     if not others.others:
         return "; no stored chunk continues from there: never stored, or evicted"
     return (
@@ -166,17 +172,35 @@ def _reason(answer: Answer, gap: ChunkState) -> str:
     )
 
 
-def _of_others(others: Continuations, size: int) -> str:
+def _of_others(answer: Answer, first: ChunkState) -> str:
     """What the other prompts say of a first chunk that is missing."""
-    if not others.others:
+    others, size, salts = answer.others, answer.size, answer.salts or {}
+    if others is None or not others.others:
         return "no prompt is stored here"
-    text = f"{others.others} other prompts are stored here. "
-    if not others.with_extras:
+    if answer.same:
+        named = [salt for salt in answer.same if salt != "-"]
+        where = [f"for another salt, adapter or image ({', '.join(named)})"] if named else []
+        where += ["without a salt"] if "-" in answer.same else []
+        return (
+            f"the same first {size} tokens are stored {' and '.join(where)}: only that differs "
+            "(--salt names a request's salt)"
+        )
+    text = f"{counted(others.others, 'other prompt')} stored here. "
+    mine = first.key.parent.hex()[:SHORT] or "-"
+    if not others.with_extras and mine == "-":
         return f"{text}None has a salt, an adapter or an image: the first {size} tokens differ"
-    return (
-        f"{text}{others.with_extras} of them have a salt, an adapter or an image (--salt names a "
-        f"request's salt); of the rest the first {size} tokens differ"
-    )
+    if not salts:  # a page knows no names
+        return (
+            f"{text}{others.with_extras} of them have a salt, an adapter or an image (--salt names "
+            f"a request's salt); of the rest the first {size} tokens differ"
+        )
+    kinds = [f"{number} {_salted(salt)}" for salt, number in salts.items() if salt != mine][:5]
+    counts = ", ".join([f"{salts.get(mine, 0)} {_salted(mine)} as this one", *kinds])
+    return f"{text}{counts}: the first {size} tokens differ"
+
+
+def _salted(salt: str) -> str:
+    return "without a salt" if salt == "-" else f"with salt {salt}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,15 +229,36 @@ class Explanation(Report):
         }
 
     def show(self) -> None:
-        """Print a block for the model, and one per namespace."""
+        """Print the verdict, then a block for the model, and one per namespace."""
+        if not self.answers:
+            print(f"{self.directory}: no namespace to look at, so nothing is stored: a miss")
+        elif len(self.answers) == 1:
+            line("", f"verdict: {verdict(self.answers[0])}")
+        else:
+            facts(f"verdict: {self._depends()}", self._verdicts())
         if self.expected is not None:
             _show_expected(self.expected, self.found)
         for answer in self.answers:
-            identity = answer.namespace.identity
-            name = identity.name if identity else ""
-            facts(f"namespace {answer.namespace.name[:SHORT]}  {name}".rstrip(), _lines(answer))
-        if not self.answers:
-            print(f"{self.directory}: no namespace to look at, so nothing is stored: a miss")
+            facts(f"namespace {_named(answer)}", _lines(answer))
+
+    def _depends(self) -> str:
+        """Say which of several namespaces counts."""
+        own = self.expected and self.expected.identity.namespace
+        if any(one.namespace.name == own for one in self.answers):
+            return f"that of namespace {str(own)[:SHORT]}, if no setting of the engine counts"
+        return (
+            "depends on the engine, which looks into one of these namespaces; its log names it at "
+            "the start (--namespace chooses one here)"
+        )
+
+    def _verdicts(self) -> Iterator[tuple[str, str]]:
+        """Yield each namespace's verdict, and in what it differs from the first."""
+        first = self.answers[0].namespace.identity
+        for answer in self.answers:
+            yield answer.namespace.name[:SHORT], verdict(answer)
+            other = answer.namespace.identity
+            if first is not None and other is not None and other != first:
+                yield "", f"unlike the first: {_unlike(first, other)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +277,8 @@ class Explanations(Report):
         return {"prompts": [{"line": line, **one.describe()} for line, one in described]}
 
     def show(self) -> None:
-        for line, one in zip(self.lines, self.each, strict=True):
-            print(end=f"line {line}: ")
+        for number, one in zip(self.lines, self.each, strict=True):
+            print(end=f"line {number}: ")
             one.show()
 
 
@@ -379,6 +424,9 @@ def _answer(
         with progress() as show:
             tree = catalog.tree(found, show)
         known = None if tree is None else tree.followers()
+        if tree is not None and gap.index == 0:
+            salts, same = first_salts(tree, ids[: 4 * answer.size])
+            answer = replace(answer, salts=salts, same=same)
     if known is None:
         return answer
     return replace(answer, others=continuations(known, gap.key, before))
@@ -410,6 +458,8 @@ def _describe(answer: Answer) -> dict[str, object]:
         "loads": {str(size): tokens for size, tokens in answer.loads.items()},
         "groups": [_describe_group(group) for group in answer.groups],
         "others": others and asdict(others),
+        "salts": answer.salts,
+        "same_tokens": list(answer.same),
         "verdict": verdict(answer),
     }
 
@@ -482,7 +532,21 @@ def _lines(answer: Answer) -> Iterator[tuple[str, str]]:
     if answer.last_chunk is not None:
         name = answer.last_chunk[:SHORT]
         yield "last chunk", f"{name}; `vua pin DIR {name}` keeps it and all before it"
-    yield "verdict", verdict(answer)
+
+
+def _named(answer: Answer) -> str:
+    identity = answer.namespace.identity
+    return f"{answer.namespace.name[:SHORT]}  {identity.name if identity else ''}".rstrip()
+
+
+def _unlike(first: Identity, other: Identity) -> str:
+    """Name the fields in which two identities differ, with both values."""
+    found = compare(ModelIdentity(first, (), ()), other)
+    more = f" and {len(found) - 3} more" * (len(found) > 3)
+    return (
+        "; ".join(f"{one.field} {one.stored!r:.40}, not {one.expected!r:.40}" for one in found[:3])
+        + more
+    )
 
 
 def _short(value: str | int) -> str:

@@ -103,7 +103,7 @@ class TestPrefix(ExplainTest):
         """Another first chunk, no first chunk, and a prompt shorter than a chunk."""
         self.put(TOKENS)
         _, (one,) = self.ask([1] * 4)
-        self.assertIn("1 other prompts are stored here. None has a salt", one["verdict"])
+        self.assertIn("1 other prompt stored here. None has a salt", one["verdict"])
         _, (one,) = self.ask([1] * 3)
         self.assertIn("3 tokens are less than one chunk of 4", one["verdict"])
         shutil.rmtree(self.cache)
@@ -165,6 +165,34 @@ class TestPrefix(ExplainTest):
 
         self.assertEqual((0, {"others": 1, "with_extras": 1}),
                          (one["usable_chunks"], one["others"]))  # fmt: skip
+        digest = keys[0].parent.hex()[:12]
+        self.assertEqual(({digest: 1}, [digest]), (one["salts"], one["same_tokens"]))
+        self.assertIn(f"for another salt, adapter or image ({digest}): only that", one["verdict"])
+        _, (one,) = self.ask([1] * 8)
+        self.assertEqual(({digest: 1}, []), (one["salts"], one["same_tokens"]))
+        self.assertIn(f"0 without a salt as this one, 1 with salt {digest}", one["verdict"])
+        _, (one,) = self.ask([1] * 8, "--salt", "s")
+        self.assertIn(f"1 with salt {digest} as this one: the first", one["verdict"])
+        self.assertEqual([digest], self.ask(TOKENS, "--salt", "t")[1][0]["same_tokens"])
+
+    def test_unsalted(self) -> None:
+        """Where only the salt differs it is blamed; prompts of other salts are counted apart."""
+        self.put(TOKENS)
+        _, (one,) = self.ask(TOKENS, "--salt", "s")
+        self.assertIn("stored without a salt: only that differs", one["verdict"])
+        _, (one,) = self.ask([1] * 8, "--salt", "s")
+        self.assertRegex(one["verdict"], "0 with salt [0-9a-f]{12} as this one, 1 without a salt")
+
+    def test_several(self) -> None:
+        """Of several namespaces none is called the engine's; the fields that differ have values."""
+        self.put(TOKENS)
+        self.put(TOKENS, epoch="2")
+        code, out, _ = run("explain", self.cache, "--tokens", self.tokens(TOKENS))
+        lines = out.splitlines()
+        self.assertEqual(0, code)
+        self.assertRegex(lines[0], "^verdict: depends on the engine.*--namespace")
+        self.assertEqual(2, sum("a hit" in line for line in lines[1:4]))
+        self.assertTrue(any("unlike the first: epoch" in line for line in lines[1:4]))
 
     def test_groups(self) -> None:
         """Windowed layers are reported by themselves, and need only their window."""
@@ -286,6 +314,20 @@ class TestModel(ExplainTest):
                 shutil.rmtree(self.cache)
                 self.cache.mkdir()
 
+    def test_field_of_config(self) -> None:
+        """Of a config the field that differs is named, with both values, and not the digests."""
+        theirs = Identity.of_config({**CONFIG, "hidden_size": 16, "rms_norm_eps": 1e-6},
+                                    weights=self.identity.weights, rope="neox", kv_dtype="BF16",
+                                    chunk_tokens=4)  # fmt: skip
+        layout = KVLayout(2, 2, 8, 8, "BF16", 4)
+        Namespace.create(self.cache, theirs, [layout]).stores[0].close()
+        words = ("--model", self.model, "--chunk-tokens", "4")
+        _, (one,) = self.ask(TOKENS, *words)
+        told = {"field": "hidden_size", "stored": 16, "expected": 8, "certain": False}
+        self.assertEqual([told], one["differences"])
+        out = run("explain", self.cache, "--tokens", self.tokens(TOKENS), *words)[1]
+        self.assertIn("hidden_size 16 instead of 8", out)
+
     def test_weights_missing(self) -> None:
         """Without weights beside the config, these are not compared."""
         self.store(weights="w")
@@ -392,8 +434,8 @@ class TestQuestion(ExplainTest):
 
         lines = done.stdout.splitlines()
         self.assertEqual("[]", lines[-1])
-        self.assertIn("llama", lines[0])
-        self.assertIn("a hit: all 3 whole chunks", lines[-2])
+        self.assertIn("verdict: a hit: all 3 whole chunks", lines[0])
+        self.assertIn("llama", lines[1])
 
 
 if __name__ == "__main__":
