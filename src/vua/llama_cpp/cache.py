@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -74,7 +75,13 @@ def described_model(
     }
     if not any(".rope.scaling." in name for name in llm.metadata):
         del settings["n_ctx"]  # otherwise rotary frequencies may be chosen by it
-    files = checkpoint_files(llm.model_path)
+    given = Path(llm.model_path)
+    # images' weights beside the file are read by chat handlers, with which nothing is stored
+    files = [
+        file
+        for file in checkpoint_files(given)
+        if file.name == given.name or not file.name.startswith("mmproj")
+    ]
     if llm.lora_path:
         files.append(Path(llm.lora_path))
     fields = {
@@ -181,8 +188,8 @@ class VUALlamaCache(BaseLlamaCache):
 
         Raises:
             ConfigError: a setting is unusable, ``path`` is a file, or this model's states cannot be
-                stored; the message says why.
-            StorageError: the directory cannot be created.
+                stored; the message says why. Never for a directory that cannot be made now: a line
+                in the log says so, and it is tried again at each use.
         """
         super().__init__(capacity_bytes)
         self._config = VUAConfig(
@@ -191,15 +198,23 @@ class VUALlamaCache(BaseLlamaCache):
         self._form = try_form(llm)
         self._described = described_model(llm, self._form, chunk_tokens=chunk_tokens, epoch=epoch)
         self._llm, self._path = weakref.ref(llm), path
-        locate(path)  # raises where nothing can be kept there
-        self._warned = False
+        self._said, self._seen = set[str](), list[int]()
+        try:
+            locate(path)
+        except OSError as problem:
+            self._warn("nothing is loaded or saved while the directory is unusable: %s", problem)
         config, place = self._config, self._path
         self._stored = LazyStore(
             self._described, lambda identity: VUA(config, place, identity=identity), log
         )
 
     def close(self) -> None:
-        """Wait for running work and release the threads. Then nothing is loaded or saved."""
+        """Wait for running work and release the threads. Then nothing is loaded or saved.
+
+        Stores first what an abandoned stream left in the `Llama`.
+        """
+        if (llm := self._llm()) is not None:
+            self._save_abandoned(llm)
         self._stored.close()
 
     def ready(self, timeout_s: float | None = None) -> bool:
@@ -243,6 +258,7 @@ class VUALlamaCache(BaseLlamaCache):
         tokens, llm, vua = list(key), self._llm(), self._usable()
         if llm is None or vua is None or not tokens:
             raise KeyError("nothing is stored")
+        self._save_abandoned(llm)
         live = llm.longest_token_prefix(llm.input_ids[: llm.n_tokens].tolist(), tokens)
         if vua.lookup(tokens)[0] <= live:
             raise KeyError("nothing is stored that has not been computed")
@@ -271,14 +287,14 @@ class VUALlamaCache(BaseLlamaCache):
             key: the tokens of prompt and answer; the state may hold fewer.
             value: returned by `Llama.save_state`.
         """
-        vua = self._usable()
-        if vua is None:
+        vua, held = self._usable(), value.input_ids[: value.n_tokens].tolist()
+        if vua is None or not held:
             return
+        self._seen = held
         try:
             state = parse(bytearray(value.llama_state))  # torch wants memory that may be written
             if state.form != self._form:
                 raise ConfigError(f"the state is of {state.form}, expected {self._form}")
-            held = value.input_ids[: value.n_tokens].tolist()
             length = min(state.tokens, len(held), len(key))
             length -= length % self._config.split_factor
             if list(key[:length]) != held[:length]:
@@ -308,9 +324,26 @@ class VUALlamaCache(BaseLlamaCache):
             return None
         return stored
 
+    def _save_abandoned(self, llm: Any) -> None:
+        """Store what a `Llama` has computed for a stream that its caller did not read to the end.
+
+        `Llama` itself hands over its state only after the last token.
+        """
+        if llm._ctx.ctx is None:  # noqa: SLF001 - closed: there is no public way to ask
+            return
+        computed = llm.input_ids[: llm.n_tokens].tolist()
+        seen, self._seen = self._seen, computed
+        if len(computed) >= self._config.split_factor and computed != seen[: len(computed)]:
+            try:
+                self[computed] = llm.save_state()
+            except RuntimeError as problem:  # llama.cpp's
+                self._warn("what an abandoned stream computed is not stored: %s", problem)
+
     def _warn(self, text: str, problem: object) -> None:
-        log.log(logging.DEBUG if self._warned else logging.WARNING, text, problem)
-        self._warned = True
+        """Log once per kind of trouble: numbers make no other kind."""
+        kind = re.sub(r"\d+", "", text % problem)
+        log.log(logging.DEBUG if kind in self._said else logging.WARNING, text, problem)
+        self._said.add(kind)
 
     def _fits(self, found: ClosestKV) -> bool:
         form, tokens = self._form, found.num_tokens

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 from vua.connector.config import ConnectorConfig
 from vua.core import VUAConfig
-from vua.errors import ConfigError, InputError
+from vua.errors import ConfigError, InputError, VUAError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.serdes import DTYPE_NAMES, DTYPES
@@ -155,8 +155,14 @@ class _Note:
     def check_model(self, k: torch.Tensor, before: int) -> None:
         """Check the model that computes ``k``, [rows, heads, columns, dim], after other columns.
 
-        Thoroughly if it computes several columns.
+        Thoroughly if it computes several columns. Never raises: `generate` is running.
         """
+        try:
+            self._check(k, before)
+        except Exception as problem:  # noqa: BLE001 - as when it is described
+            self.problem = f"the model cannot be looked at ({reason_of(problem)})"
+
+    def _check(self, k: torch.Tensor, before: int) -> None:
         self._prefill_ended()
         rows, columns = k.shape[0], k.shape[2]
         if columns > 1:
@@ -169,6 +175,23 @@ class _Note:
             self.problem = self.watch.change()
         else:
             self.problem = self.watch.change_of_modes()
+
+
+def reason_of(problem: Exception) -> str:
+    """Return an exception in one line; VUA's own speak for themselves."""
+    text = str(problem) if isinstance(problem, VUAError) else f"{type(problem).__name__}: {problem}"
+    return " ".join(text.split())
+
+
+@contextmanager
+def _describing() -> Iterator[None]:
+    """Turn whatever a model, its config or torch raises into NoIdentityError, but for OSError."""
+    try:
+        yield
+    except (NoIdentityError, OSError):
+        raise
+    except Exception as problem:
+        raise NoIdentityError(reason_of(problem)) from problem
 
 
 class _NotedCache(DynamicCache):
@@ -249,22 +272,24 @@ class PrefixCache:
                 more than this many times the compute time.
 
         Raises:
-            ConfigError: the model's caches cannot be stored, or ``path`` is a file.
+            NoIdentityError: the model's caches cannot be stored; whatever describing it raises.
+            ConfigError: a setting is wrong, or ``path`` is a file.
             StorageError: the directory cannot be created.
         """
         VUAConfig(split_factor=chunk_tokens, epoch=epoch, durable=durable)  # checks them
-        self.layout = _tried(model, layout_of(model, chunk_tokens=chunk_tokens))
-        self._groups = groups_of(self.layout, windows_of(model))
-        self._watch = ModelWatch(model)
-        described = described_model(model, self._watch, chunk_tokens=chunk_tokens, epoch=epoch)
-        self._model, self._said = model, set[str]()
-        place, groups = locate(path), self._groups
         policy = 1.0 if load_policy == "faster" else load_policy
         try:
             ConnectorConfig(shared_storage_path=str(path), load_policy=policy)  # checks it
         except ConfigError as problem:
             text = str(problem).removeprefix("kv_connector_extra_config: ")  # vLLM's
             raise ConfigError(text) from problem
+        with _describing():
+            self.layout = _tried(model, layout_of(model, chunk_tokens=chunk_tokens))
+            self._groups = groups_of(self.layout, windows_of(model))
+            self._watch = ModelWatch(model)
+            described = described_model(model, self._watch, chunk_tokens=chunk_tokens, epoch=epoch)
+        self._model, self._said = model, set[str]()
+        place, groups = locate(path), self._groups
         self._notes = weakref.WeakKeyDictionary[DynamicCache, _Note]()
         self._stored = LazyStore(
             described,
@@ -278,8 +303,9 @@ class PrefixCache:
             ),
             log,
         )
-        if self.ready(_START_WAIT_S):
-            self._stored.usable()  # says why nothing is loaded or saved, where that is known
+        with _describing():
+            if self.ready(_START_WAIT_S):
+                self._stored.usable()  # says why nothing is loaded or saved, where that is known
 
     def __enter__(self) -> PrefixCache:  # noqa: PYI034 - Python 3.10 has no Self
         return self
@@ -564,6 +590,41 @@ class PrefixCache:
                     raise InputError(f"{array} of layer {number} is {found}, expected {expected}")
             layers.append(LayerCache(layer.keys, layer.values, length - kept))
         return layers
+
+
+class NoPrefixes(PrefixCache):
+    """Stands for the cache of a model that has none: finds and stores nothing, never raises."""
+
+    def __init__(self, problem: Exception) -> None:
+        self._problem = problem
+
+    def close(self) -> None:
+        pass
+
+    def ready(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    @property
+    def identity(self) -> Identity:
+        raise self._problem
+
+    def load(
+        self,
+        input_ids: torch.Tensor | Sequence[int],
+        cache: DynamicCache | None = None,
+        *,
+        attention_mask: torch.Tensor | None = None,
+    ) -> Prefix:
+        return Prefix(DynamicCache() if cache is None else cache, 0)
+
+    def save(
+        self,
+        input_ids: torch.Tensor | Sequence[int],
+        cache: DynamicCache,
+        *,
+        attention_mask: torch.Tensor | None = None,
+    ) -> int:
+        return 0
 
 
 class _Once:

@@ -20,8 +20,9 @@ import torch
 from transformers import DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
 
-from vua.errors import ConfigError, InputError, VUAError
-from vua.transformers.cache import PrefixCache
+from vua.errors import ConfigError, InputError
+from vua.transformers.cache import NoPrefixes, PrefixCache, reason_of
+from vua.transformers.model import NoIdentityError
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ def reuse_prefixes(
     (``cache_implementation``), the caller's own cache, embeddings and other inputs that are not
     ids, and outputs of the prompt's own attentions or hidden states.
 
+    A model that cannot be stored, and a directory that cannot be used, cost a log line: within the
+    block `generate` computes as without it.
+
     Args:
         model: a causal language model of transformers, in evaluation mode. All threads that call
             its `generate` meanwhile use the directory. It may be copied and pickled meanwhile; the
@@ -64,14 +68,24 @@ def reuse_prefixes(
         The `PrefixCache`, which is closed at the end of the block.
 
     Raises:
-        ConfigError, StorageError: as `PrefixCache`. Calls of `generate` raise nothing of VUA's.
+        ConfigError: ``model`` is a path, ``path`` is a file, or a setting is wrong. Calls of
+            `generate` raise nothing of VUA's.
     """
     if isinstance(model, str | os.PathLike):
         raise ConfigError(
             f"reuse_prefixes(model, path): expected a model, found {str(model)!r}; load it first: "
             f"AutoModelForCausalLM.from_pretrained({str(model)!r})"
         )
-    with PrefixCache(model, path, **settings) as prefixes:
+    try:
+        prefixes = PrefixCache(model, path, **settings)
+    except (NoIdentityError, OSError) as problem:  # a cache costs hits, never a block
+        log.warning("reuse_prefixes(): nothing is loaded or stored: %s", reason_of(problem))
+        log.debug("the reason in full", exc_info=True)
+        prefixes = NoPrefixes(problem)
+    if isinstance(prefixes, NoPrefixes):
+        yield prefixes
+        return
+    with prefixes:
         outer = model.__dict__.get("generate")
         ours = model.generate = _Generate(prefixes, model)
         try:
@@ -104,7 +118,7 @@ class _Generate:
             if cache.get_seq_length() and repeats > 1:
                 cache.batch_repeat_interleave(repeats)
         except Exception as problem:  # noqa: BLE001 - a cache costs hits, never a call
-            self._say(f"nothing is loaded or stored: {_reason(problem)}")
+            self._say(f"nothing is loaded or stored: {reason_of(problem)}")
             return self._generate(inputs, generation_config, *args, **kwargs)
         if call.config.cache_implementation is not None:  # the one that it is given
             kwargs["cache_implementation"] = None
@@ -112,7 +126,7 @@ class _Generate:
         try:
             self._save(call, cache, output)
         except Exception as problem:  # noqa: BLE001 - likewise
-            self._say(f"nothing is stored: {_reason(problem)}")
+            self._say(f"nothing is stored: {reason_of(problem)}")
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -186,10 +200,6 @@ def _resolved(
 
 def _plain_generate(model: Any) -> Any:
     return types.MethodType(type(model).generate, model)
-
-
-def _reason(problem: Exception) -> str:
-    return str(problem) if isinstance(problem, VUAError) else f"{type(problem).__name__}: {problem}"
 
 
 def _obstacles(ids: Any, config: Any, others: dict[str, Any]) -> Iterator[str]:

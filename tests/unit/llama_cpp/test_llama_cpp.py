@@ -268,6 +268,56 @@ class TestLlamaCpp(DirectoryTest):
         with self.assertLogs("vua.llama_cpp", "WARNING"):
             self.assertEqual(0, self.loaded(cache, PROMPT))
 
+    def test_trouble_of_each_kind_is_said_once(self) -> None:
+        """A disk that is full at first; a prompt without tokens, which is no trouble; a state."""
+        from vua.llama_cpp import VUALlamaCache
+
+        llm = self.llm()
+        full = mock.patch("vua.store.namespace.Path.mkdir", side_effect=OSError(28, "it is full"))
+        with full, self.assertLogs("vua.llama_cpp", "WARNING") as logs:
+            cache = VUALlamaCache(llm, self.store, chunk_tokens=CHUNK)
+            self.addCleanup(cache.close)
+            llm.set_cache(cache)
+            cold = completed(llm, PROMPT)
+        self.assertIn("it is full", logs.output[0])
+        self.assertTrue(cache.ready())
+        with self.assertNoLogs("vua.llama_cpp", "WARNING"):
+            llm.create_completion("", max_tokens=4)
+            self.assertEqual(cold, completed(llm, PROMPT))
+        self.assertEqual(len(cold) // CHUNK, len(self.files()))
+        for _ in range(2):
+            with self.assertLogs("vua.llama_cpp", "DEBUG") as logs:
+                cache[PROMPT[::-1]] = llm.save_state()
+            self.assertIn("a state is not stored", logs.output[0])
+
+    def test_abandoned_stream(self) -> None:
+        """What was computed for a stream that nobody read to its end is stored all the same."""
+        for how in ("the next request", "close"):
+            with self.subTest(how):
+                self.store = self.root / how
+                llm, cache = self.cached()
+                text = llm.detokenize(PROMPT[1:])
+                stream = llm.create_completion(text, max_tokens=20, stream=True)
+                next(stream)
+                stream.close()
+                self.assertEqual([], [*self.store.rglob("*.safetensors")])
+                if how == "close":
+                    cache.close()
+                else:
+                    completed(llm, PROMPT[::-1], tokens=1)
+                computed = llm.tokenize(text)
+                cache = self.cached()[1]
+                whole = (len(computed) - 1) // CHUNK * CHUNK
+                self.assertGreaterEqual(self.loaded(cache, computed), whole)
+
+    def test_images_weights_beside(self) -> None:
+        """A file of an image encoder beside the model is none of what the model computes with."""
+        from vua.llama_cpp import identity_of
+
+        before = identity_of(self.llm()).namespace
+        (self.root / "mmproj-model.gguf").write_bytes(self.model.read_bytes()[:100])
+        self.assertEqual(before, identity_of(self.llm()).namespace)
+
     def test_not_identified_yet(self) -> None:
         """Until the model's files are read nothing is loaded or saved, and nobody waits."""
         from vua.llama_cpp import VUALlamaCache

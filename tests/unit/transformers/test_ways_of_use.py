@@ -1,0 +1,230 @@
+"""Ordinary ways to use a model: the block never raises, and tokens are those without it."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import unittest
+import warnings
+from collections.abc import Callable
+from importlib import util
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from helpers import SOON_S
+from small_models import make_model
+from vua import ConfigError
+
+CHUNK = 16
+PROMPT = torch.randint(4, 100, (1, 100), generator=torch.Generator().manual_seed(1))
+GREEDY: dict[str, Any] = {
+    "max_new_tokens": 6,
+    "min_new_tokens": 6,
+    "do_sample": False,
+    "pad_token_id": 3,
+}
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 3,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+
+
+def gemma3() -> Any:
+    """A model of text and images, given text."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(
+        text_config={**SMALL, "head_dim": 16, "sliding_window": 32},
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=120,
+        boi_token_index=121,
+        eoi_token_index=122,
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+def of(name: str, **settings: Any) -> Callable[[], Any]:
+    """A maker of a random model by the name of its configuration."""
+
+    def make() -> Any:
+        import transformers
+
+        config = getattr(transformers, name)(**{**SMALL, **settings})
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    return make
+
+
+MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+MLA |= {"v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+MLA |= {"topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+KINDS: dict[str, Callable[[], Any]] = {
+    "longrope": of("LlamaConfig", rope_parameters=LONGROPE),
+    "LFM2": of("Lfm2Config", layer_types=["conv", "full_attention"]),
+    "DeepSeek V2": of("DeepseekV2Config", **MLA),
+    "DeepSeek V3": of("DeepseekV3Config", **MLA),
+    "Gemma 3 for images": gemma3,
+    "Mamba": of("MambaConfig"),
+    "an encoder": of("BertGenerationConfig"),
+}
+
+
+@unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
+class WaysOfUseTest(unittest.TestCase):
+    path: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """A small Llama."""
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        cls.addClassCleanup(folder.cleanup)
+        cls.path = make_model(Path(folder.name, "model"))
+
+    def setUp(self) -> None:
+        """A store of its own."""
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.addCleanup(folder.cleanup)
+        self.store = Path(folder.name, "kv")
+        patience = mock.patch("vua.transformers.cache._START_WAIT_S", SOON_S)
+        patience.start()
+        self.addCleanup(patience.stop)
+        catching = warnings.catch_warnings()
+        catching.__enter__()
+        self.addCleanup(catching.__exit__, None, None, None)
+        warnings.simplefilter("ignore")  # transformers', torch's and PEFT's own
+        torch.manual_seed(0)
+
+    def load(self, **settings: Any) -> Any:
+        """The Llama."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.path, **settings).eval()
+
+    def ask(self, model: Any, prompt: torch.Tensor = PROMPT) -> tuple[int, list[str]]:
+        """Tokens loaded by the second of two blocks, and warnings; tokens have to be the model's.
+
+        The tokens are compared with those outside of the block.
+        """
+        from vua.transformers import reuse_prefixes
+
+        say = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), **GREEDY}
+        expected = model.generate(**say).tolist()
+        with self.assertLogs("vua.transformers", logging.INFO) as logs:
+            logging.getLogger("vua.transformers").info("so that there is a line")
+            for _ in range(2):
+                with reuse_prefixes(
+                    model, self.store, chunk_tokens=CHUNK, load_policy="always"
+                ) as prefixes:
+                    self.assertTrue(prefixes.ready(SOON_S))
+                    loaded = prefixes.load(prompt).num_tokens
+                    self.assertEqual(expected, model.generate(**say).tolist())
+        warned = [one.getMessage() for one in logs.records if one.levelno >= logging.WARNING]
+        return loaded, warned
+
+    def assert_computed(self, model: Any, reason: str = "") -> None:
+        """Nothing is stored, and each block has one line that says why."""
+        loaded, warned = self.ask(model)
+        self.assertEqual((0, 2), (loaded, len(warned)), warned)
+        self.assertRegex(warned[0], reason)
+        self.assertFalse([*self.store.rglob("*.safetensors")])
+
+    @pytest.mark.thorough
+    def test_kinds(self) -> None:
+        """Models that cannot be stored compute as they did."""
+        for name, make in KINDS.items():
+            with self.subTest(name):
+                self.ask(make().eval())
+
+    @unittest.skipUnless(util.find_spec("peft"), "peft is not installed")
+    @pytest.mark.thorough
+    def test_peft(self) -> None:
+        """A model in PEFT's wrapper."""
+        from peft import LoraConfig, get_peft_model
+
+        adapter = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+        self.ask(get_peft_model(self.load(), adapter).eval())
+
+    @pytest.mark.thorough
+    def test_compiled(self) -> None:
+        """A model in torch's wrapper, and the plain one afterwards."""
+        self.ask(torch.compile(self.load(), backend="eager"))
+        self.assertEqual((96, []), self.ask(self.load()))
+
+    @unittest.skipUnless(util.find_spec("accelerate"), "accelerate is not installed")
+    @pytest.mark.thorough
+    def test_offloaded(self) -> None:
+        """A model whose weights come to the device layer by layer."""
+        from accelerate import cpu_offload
+
+        self.ask(cpu_offload(self.load(), execution_device=torch.device("cpu")))
+
+    def test_precisions(self) -> None:
+        """A mode of torch that it refuses to name, before the block and inside of it."""
+        from vua.transformers import reuse_prefixes
+
+        matmul, model = torch.backends.mkldnn.matmul, self.load()
+        self.addCleanup(setattr, matmul, "fp32_precision", matmul.fp32_precision)
+        expected = model.generate(PROMPT, **GREEDY).tolist()
+        with reuse_prefixes(model, self.store, chunk_tokens=CHUNK):
+            matmul.fp32_precision = "ieee"
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+            self.addCleanup(setattr, torch.backends.cuda.matmul, "fp32_precision", "none")
+            with self.assertRaises(RuntimeError):  # control: torch raises when it is asked
+                torch.get_float32_matmul_precision()
+            self.assertEqual(expected, model.generate(PROMPT, **GREEDY).tolist())
+        self.ask(model)
+
+    def test_what_the_caller_got_wrong(self) -> None:
+        """A path in place of a model, a setting that is none: these raise."""
+        from vua.transformers import reuse_prefixes
+
+        model = self.load()
+        wrong: tuple[Callable[[], Any], ...] = (
+            lambda: reuse_prefixes(str(self.path), self.store),
+            lambda: reuse_prefixes(model, 7),  # type: ignore[arg-type]
+            lambda: reuse_prefixes(model, self.store, chunk_tokens=0),
+        )
+        for block in wrong:
+            with self.assertRaises((ConfigError, TypeError)), block():
+                pass
+
+    def test_anything_that_describing_raises(self) -> None:
+        """Whatever it is: one line with the reason, and the traceback for those who debug."""
+        for place in ("layout_of", "ModelWatch", "described_model"):
+            with (
+                self.subTest(place),
+                mock.patch(f"vua.transformers.cache.{place}", side_effect=RuntimeError("odd\none")),
+            ):
+                self.assert_computed(self.load(), "RuntimeError: odd one$")
+
+    def test_a_store_that_cannot_be_made(self) -> None:
+        """A full disk."""
+        full = OSError(28, "No space left on device")
+        with mock.patch("vua.transformers.cache.locate", side_effect=full):
+            self.assert_computed(self.load(), "No space left")
+
+
+if __name__ == "__main__":
+    unittest.main()
