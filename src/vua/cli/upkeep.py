@@ -291,13 +291,13 @@ class Life(Report):
         text = (
             "no time to live" if now is None else f"unused chunks are deleted after {duration(now)}"
         )
-        own = self.chunks_with_their_own
+        own = counted(self.chunks_with_their_own, "chunk")
         if self.is_kept:
-            print(plain(f"{self.directory}: {text}; {counted(own, 'chunk')} with one of their own"))
+            print(plain(f"{self.directory}: {text}; with a time to live of their own: {own}"))
             return
         print(plain(f"{self.directory}: {text}, by `vua gc` and the bucket's lifecycle rule"))
-        if own:
-            print(f"{counted(own, 'chunk')} came with a time to live of its own, not kept here")
+        if self.chunks_with_their_own:
+            print(f"with a time to live of their own, which is not kept here: {own}")
 
 
 @command("ttl", "show or set the time without use after which chunks are deleted", as_owner_of=True)

@@ -314,13 +314,13 @@ class TestCommands(GcTest):
     def test_ttl(self) -> None:
         """It is set, shown and lifted."""
         self.assertEqual((0, None), self.ttl())
-        self.assertEqual((0, 60.0), self.ttl("60"))
+        self.assertEqual((0, 60.0), self.ttl("60s"))
         self.assertEqual((0, 60.0), self.ttl())
         self.assertEqual((0, None), self.ttl("--off"))
         self.assertEqual(2, run("ttl", self.root, "-1")[0])
         settle_ttl(self.opened, names_of(self.trunk)[2], "", 60)
         self.assertEqual(1, run_json("ttl", self.root)[1]["chunks_with_their_own"])
-        self.assertIn("1 chunk with one", run("ttl", self.root)[1])
+        self.assertIn("time to live of their own: 1 chunk", run("ttl", self.root)[1])
 
     def ttl(self, *arguments: str) -> tuple[int, float | None]:
         """Exit status and time to live."""
@@ -370,7 +370,7 @@ class TestCommands(GcTest):
             asked = screen.read(1 << 12).decode()
             while "[y/N]" not in asked:  # the terminal's echo of the answer comes by itself
                 asked += screen.read(1 << 12).decode()
-        self.assertIn("Delete 1 namespaces", asked)
+        self.assertIn("Delete 1 namespace", asked)
         self.assertIn("(1 chunk, ", asked)
 
     def test_rm_namespace(self) -> None:

@@ -36,7 +36,7 @@ COMMANDS = (
     ("rm", "--all", "--dry-run"),
     ("rm", foreign.HEX64),
     ("verify", "--repair"),
-    ("ttl", "1"),
+    ("ttl", "1s"),
     ("ttl", "--off"),
     ("pin", foreign.HEX64),
 )

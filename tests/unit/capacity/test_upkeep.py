@@ -520,7 +520,7 @@ class TestOtherUser(UpkeepTest):
         archive = self.root.parent / "a.tar"
         self.assertEqual(0, run("export", self.root, archive, "--all")[0])
         archive.chmod(0o600)
-        for command in (("verify",), ("verify", "--repair"), ("gc",), ("ttl", "100000"), ("du",),
+        for command in (("verify",), ("verify", "--repair"), ("gc",), ("ttl", "100000s"), ("du",),
                         ("gc", "--max-bytes", f"{3 * self.one}B", "--min-free", "0", "--set"),
                         ("rm", "--all"), ("import", archive), ("verify",), ("ls",)):  # fmt: skip
             code, out, said = run(command[0], self.root, *command[1:])
