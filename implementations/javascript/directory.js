@@ -4,7 +4,7 @@ import fs from "node:fs";
 import os from "node:os";
 import path from "node:path";
 import { randomBytes } from "node:crypto";
-import { GROUP, ITEMSIZE, Miss, checkLayout, demand, laterForm, parseShard, planOf, read, shardName, sizesOf, textOf, wholeShard, written } from "./entry.js";
+import { GROUP, ITEMSIZE, Miss, checkLayout, demand, parseShard, planOf, read, shardName, sizesOf, textOf, wholeShard, written } from "./entry.js";
 import { chunkKeys, identityOf, namespaceOf } from "./keys.js";
 import { sealOf } from "./seal.js";
 
@@ -38,26 +38,6 @@ export function descriptionText(given, layouts) {
 const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
 const has = (value, names) => names.every((name) => Object.hasOwn(value, name));
 const strangers = (value, names) => Object.keys(value).filter((name) => !names.includes(name));
-const isOtherVersion = (text, known) => typeof text === "string" && text !== known && /^vua\.(?:namespace|identity)\.v[1-9][0-9]{0,3}$/.test(text);
-
-function checkKnown(described) {
-  const later = (holds, text) => demand(holds, text, "later");
-  if (!isObject(described)) return;
-  later(!isOtherVersion(described.format, "vua.namespace.v1"), `format ${described.format}`);
-  if (described.format !== "vua.namespace.v1" || !has(described, ["identity", "layout"]) || !isObject(described.identity)) return;
-  later(!strangers(described, ["format", "identity", "layout", "further_groups", "counted"]).length, "unknown members");
-  if (has(described.identity, IDENTITY)) {
-    later(!isOtherVersion(described.identity.version, "vua.identity.v1"), `identity ${described.identity.version}`);
-    later(!strangers(described.identity, IDENTITY).length, "unknown members of the identity");
-  }
-  const further = Array.isArray(described.further_groups) ? described.further_groups : [];
-  for (const layout of [described.layout, ...further].filter((one) => isObject(one) && has(one, LAYOUT))) {
-    later(!strangers(layout, [...LAYOUT, "group"]).length, "unknown members of a layout");
-    later(typeof layout.dtype !== "string" || Object.hasOwn(ITEMSIZE, layout.dtype), `dtype ${layout.dtype}`);
-    later(typeof (layout.group ?? "") !== "string" || GROUP.test(layout.group ?? ""), `group ${layout.group}`);
-  }
-}
-
 function jsonIn(bytes) {
   try {
     return JSON.parse(textOf(bytes));
@@ -71,10 +51,9 @@ function jsonIn(bytes) {
 /** `{ identity, layouts }` of the bytes of a namespace.json in the directory `name`; throws a Miss. */
 export function parseDescription(bytes, name) {
   const described = jsonIn(bytes);
-  checkKnown(described);
   demand(isObject(described) && described.format === "vua.namespace.v1", "not a description");
   const { identity, layout, further_groups: further = [] } = described;
-  demand(isObject(identity) && has(identity, IDENTITY) && identity.version === "vua.identity.v1", "not an identity");
+  demand(isObject(identity) && has(identity, IDENTITY) && !strangers(identity, IDENTITY).length && identity.version === "vua.identity.v1", "not an identity");
   demand(
     IDENTITY.every((member) => (member === "chunk_tokens" ? Number.isInteger(identity[member]) : typeof identity[member] === "string")),
     "members of the identity have wrong types",
@@ -85,7 +64,7 @@ export function parseDescription(bytes, name) {
   demand(Array.isArray(further) && further.length < 64, "groups out of range");
   const layouts = [layout, ...further];
   for (const one of layouts) {
-    demand(isObject(one) && has(one, LAYOUT) && typeof one.dtype === "string" && typeof (one.group ?? "") === "string", "not a layout");
+    demand(isObject(one) && has(one, LAYOUT) && !strangers(one, [...LAYOUT, "group"]).length && typeof one.dtype === "string" && typeof (one.group ?? "") === "string", "not a layout");
     checkLayout(one);
   }
   demand(identity.namespace === name, "it describes another namespace", "foreign");
@@ -236,7 +215,7 @@ export class Namespace {
     try {
       Namespace.open(this.root, this.name);
     } catch (problem) {
-      if (!(problem instanceof Miss) || problem.kind === "later") throw problem;
+      if (!(problem instanceof Miss)) throw problem;
       writeFile(path.join(this.path, "namespace.json"), descriptionText(this.identity, this.layouts), smallName());
     }
   }
@@ -247,7 +226,7 @@ export class Namespace {
     const folder = path.join(this.path, key.name.slice(0, 2), key.name);
     const place = path.join(folder, `${shardName(shard)}.safetensors`);
     const there = fs.lstatSync(place, { throwIfNoEntry: false });
-    if (there?.isFile() && (there.size === planOf(asked).nbytes || laterForm(fs.readFileSync(place)))) return false;
+    if (there?.isFile() && there.size === planOf(asked).nbytes) return false;
     makeDirectory(path.dirname(folder));
     makeDirectory(folder);
     writeFile(place, written(asked, arrays, { writer: this.writer, ...options }), `.tmp-${tag}-${serial++}`);

@@ -18,7 +18,7 @@ const NO_HASH = "-".repeat(64);
 const BLANK = "0".repeat(16);
 const CREATED = 1767225600; // of the header from which places are learned
 
-/** Why a chunk is treated as not stored. `kind`: "damaged", "foreign" (not the one asked for) or "later". */
+/** Why a chunk is treated as not stored. `kind`: "damaged" or "foreign" (not the one asked for). */
 export class Miss extends Error {
   constructor(kind, text) {
     super(text);
@@ -223,8 +223,6 @@ function readHeader(data, plan, seal) {
 // -- tools ----------------------------------------------------------------------------------------
 
 const FORMATS = ["vua.entry.v1", "vua.sealed.v1", "vua.sealed.v2"];
-const MEMBERS = "format namespace shard layers kv_heads prefix_hash parent tokens created writer check".split(" ");
-const ARRAYS = ["__metadata__", "checksums", "tags", "k", "v"];
 
 /** The text of bytes in UTF-8; throws an Error where they are not. */
 export const textOf = (data) => new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(data);
@@ -242,65 +240,12 @@ export function jsonHeader(data) {
   }
 }
 
-/** What in a file only a later version can have written; "" where nothing is. */
-export function laterForm(data) {
-  let header;
-  try {
-    header = jsonHeader(data);
-  } catch {
-    return "";
-  }
-  const said = header.__metadata__;
-  if (said === null || typeof said !== "object" || typeof said.format !== "string") return "";
-  if (said.format === "vua.compressed.v1") return "";
-  if (!FORMATS.includes(said.format)) {
-    if (!/^vua\.(?:entry|sealed|compressed)\.v[1-9][0-9]{0,3}$/.test(said.format) || isFlipped(data, said.format)) return "";
-    return `format ${said.format}`;
-  }
-  const members = said.format === "vua.entry.v1" ? MEMBERS : [...MEMBERS, "seal", "dtype", "key", "nonce"];
-  if (members.every((name) => Object.hasOwn(said, name))) {
-    const more = Object.keys(said).filter((name) => !members.includes(name));
-    if (more.length) return `members ${more}`;
-  }
-  if (["checksums", "k"].every((name) => Object.hasOwn(header, name))) {
-    const more = Object.keys(header).filter((name) => !ARRAYS.includes(name));
-    if (more.length) return `arrays ${more}`;
-  }
-  const dtype = said.dtype ?? header.k?.dtype;
-  if (typeof dtype === "string" && !Object.hasOwn(ITEMSIZE, dtype) && hasRightCheck(data, header)) return `dtype ${dtype}`;
-  return "";
-}
-
-function isFlipped(data, format) {
-  return FORMATS.some((known) => {
-    if (known.length !== format.length) return false;
-    const differing = [...known].map((letter, i) => letter.charCodeAt(0) ^ format.charCodeAt(i)).filter(Boolean);
-    if (differing.length !== 1 || differing[0] & (differing[0] - 1)) return false;
-    const mended = Buffer.from(data);
-    mended.write(known, mended.indexOf(`"${format}"`) + 1, "latin1");
-    try {
-      return Boolean(inspect(mended));
-    } catch {
-      return false;
-    }
-  });
-}
-
-function hasRightCheck(data, header) {
-  const stop = 8 + Number(data.readBigUInt64LE(0)) + Number(header.k?.data_offsets?.[0]);
-  const at = data.indexOf(`"check":"${header.__metadata__.check}"`);
-  if (!(stop <= data.length) || at < 0) return false;
-  return checkOf(data.subarray(0, stop), at + 9) === header.__metadata__.check;
-}
-
 /**
  * What a header says about itself: `{ asked, plan, created, writer }`, without a look at K and V. `asked.seal` of a sealed
- * file has its kind and the key's id alone. Throws a Miss where it is damaged, or of a later version.
+ * file has its kind and the key's id alone. Throws a Miss where it is damaged.
  */
 export function inspect(data) {
   const header = jsonHeader(data);
-  const later = laterForm(data);
-  demand(!later, later, "later");
   const said = header.__metadata__;
   demand(said !== null && typeof said === "object" && FORMATS.includes(said.format), "not an entry");
   const version = said.format === "vua.sealed.v1" ? 1 : 2;

@@ -31,14 +31,14 @@ export function judged(data, entry) {
   }
 }
 
-/** What a tool says of a file that it knows nothing of: "sound", "damaged" or "later". */
+/** What a tool says of a file that it knows nothing of: "sound" or "damaged". */
 export function kindOf(data) {
   try {
     verify(data);
     return "sound";
   } catch (problem) {
     if (!(problem instanceof Miss)) throw problem;
-    return problem.kind === "later" ? "later" : "damaged";
+    return "damaged";
   }
 }
 
@@ -67,7 +67,7 @@ function judge({ blob, entries, cases, writes, out }) {
   });
 }
 
-/** What a namespace.json in a directory of this name is: "right", "damaged", "later" or "foreign". */
+/** What a namespace.json in a directory of this name is: "right", "damaged" or "foreign". */
 export function descriptionKind(bytes, directory) {
   try {
     parseDescription(bytes, directory);

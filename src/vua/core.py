@@ -28,7 +28,6 @@ from vua.io.buffers import BufferPool
 from vua.io.pool import Job, Pool
 from vua.security.keyring import NoKeyError, check_keys
 from vua.store.agreement import Label
-from vua.store.evidence import LaterNamespaceError
 from vua.store.namespace import Access, Namespace
 from vua.store.place import LazyNamespace, locate
 from vua.store.store import Store
@@ -181,11 +180,7 @@ class VUA:
         ids, caches = sequences_with_caches(tokens, kvcache, self.config.split_factor)
         if not any(ids):
             return 0
-        try:
-            namespace = self._namespace_for(caches)
-        except LaterNamespaceError as problem:
-            log.warning("nothing is stored: %s", problem)
-            return 0
+        namespace = self._namespace_for(caches)
         store, chains = namespace.stores[0], [namespace.keys(one) for one in ids]
         pairs = list(zip(chains, caches, strict=True))
         met = self._threads.map(lambda job: self._stored_chunks(store, *job.what), pairs)

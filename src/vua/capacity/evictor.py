@@ -54,7 +54,7 @@ from vua.capacity.scan import (
 from vua.io.posix import close_quietly
 from vua.native import LATEST_NS
 from vua.native.entries import delete_chunks
-from vua.storage.description import is_surely_later
+from vua.storage.description import is_unknown
 from vua.storage.local import chunk_path
 
 log = logging.getLogger(__name__)
@@ -102,8 +102,8 @@ def move_future_mtimes(
 
 
 def ours(found: Sequence[Space]) -> list[Space]:
-    """Return the namespaces without those that a later version of VUA described."""
-    return [space for space in found if not is_surely_later(space.fd, space.name)]
+    """Return the namespaces without those of another version of VUA."""
+    return [space for space in found if not is_unknown(space.fd, space.name)]
 
 
 class _Pool(Sequence[Candidate]):

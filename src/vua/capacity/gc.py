@@ -51,7 +51,7 @@ from vua.format.entry import MAX_HEADER_NBYTES, SEALED, SEALED_V1
 from vua.format.parse import EntryInfo, parse_entry
 from vua.io.posix import close_quietly, open_beneath
 from vua.io.spool import Rows, Spool
-from vua.storage.description import is_later
+from vua.storage.description import is_unknown
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.mark import UPKEEP, claim
 from vua.storage.names import is_temporary
@@ -229,7 +229,7 @@ def collect(
     try:
         now_ns = remover.now_ns(directory)
         with spaces(root) as found:
-            mine = [one for one in found if is_ours(one) and not is_later(one.fd)]
+            mine = [one for one in found if is_ours(one) and not is_unknown(one.fd, one.name)]
             report.leftovers = _sweep(root, mine, now_ns, remover)
             if known is not None:
                 for space in mine:
@@ -451,7 +451,7 @@ def _drop_empty(root: str | os.PathLike[str], now_ns: int, remover: Remover) -> 
         with spaces(root) as found:
             if not remover.rehearse:
                 marks.remove_empty_ttl_folders(found)
-            names = [space.name for space in found]
+            names = [one.name for one in found if not is_unknown(one.fd, one.name)]
         return sum(remover.namespace(fd, name, now_ns) for name in names)
     finally:
         close_quietly(fd)

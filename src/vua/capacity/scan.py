@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from vua.io.posix import close_quietly
 from vua.native import LATEST_NS, ChunkNames, Places, list_chunks
-from vua.storage.description import DESCRIPTION, is_described, is_later, is_namespace_name
+from vua.storage.description import DESCRIPTION, is_described, is_namespace_name, is_unknown
 from vua.storage.local import QUARANTINE
 from vua.storage.names import NOTED, PARENTS, QUARANTINED, TTL_FOLDER, chunk_file_kind
 
@@ -546,9 +546,9 @@ def is_chunk_file(entry: os.DirEntry[str]) -> bool:
 def is_ours(space: Space) -> bool:
     """Whether a directory with a namespace's name is one: by its description, or by chunks in it.
 
-    Also one that a later version of VUA described; that is deleted only on request.
+    Also one of another version of VUA; that is deleted only on request.
     """
-    if is_described(space.fd, space.name) or is_later(space.fd):
+    if is_described(space.fd, space.name) or is_unknown(space.fd, space.name):
         return True
     for fan in fans_of(space):
         for chunk, _ in chunks_of(space, fan):

@@ -113,7 +113,7 @@ class Content:
 
     description: Description
     state: str
-    """State of ``namespace.json``: ``ok``, ``missing``, ``damaged`` or ``later``."""
+    """State of ``namespace.json``: ``ok``, ``missing``, ``damaged`` or ``unknown``."""
     chunks: int = 0
     files: int = 0
     nbytes: int = 0
@@ -460,7 +460,10 @@ class Catalog(ABC):
 
     @abstractmethod
     def state(self, description: Description) -> str:
-        """Return the state of ``namespace.json``: ``ok``, ``missing``, ``damaged`` or ``later``."""
+        """Return the state of ``namespace.json``: ``ok``, ``missing``, ``damaged``, or ``unknown``.
+
+        Another version of VUA has written an unknown one.
+        """
 
     @abstractmethod
     def content(self, description: Description, show: Show, *, long: bool = False) -> Content:

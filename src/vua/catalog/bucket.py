@@ -158,7 +158,7 @@ class BucketNamespace(ListedNamespace):
     def is_ours(self) -> bool:
         """Whether this is a namespace of VUA: by its description, or by chunks in it."""
         description = self.description
-        return description.identity is not None or bool(description.later) or len(self.chunks) > 0
+        return description.identity is not None or description.is_unknown or len(self.chunks) > 0
 
     def read_header(self, chunk: ListedChunk, path: str) -> EntryInfo | None:
         """Read a header by one request, or two if it is long."""
@@ -291,8 +291,8 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         """Request the object if nothing sound was read."""
         if description.layout is not None:
             return "ok"
-        if description.later:
-            return "later"
+        if description.is_unknown:
+            return "unknown"
         return "damaged" if (self._path(description) / DESCRIPTION).exists() else "missing"
 
     def _path(self, description: Description) -> BucketPath:
@@ -386,7 +386,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def verify(
         self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
     ) -> Verification:
-        result, checker = Verification.of(description, self.state(description)), Checker(keys)
+        result, checker = Verification(description, self.state(description)), Checker(keys)
         bucket_path = self._path(description)
         storage = ObjectStorage(bucket_path, codec=AUTO)
 

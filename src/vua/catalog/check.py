@@ -20,11 +20,8 @@ from vua.format.compressed import PACKAGE, decompressed
 from vua.format.entry import CODEC, ENCRYPTED, MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import (
-    LATER_FORM,
     EntryInfo,
-    LaterEntryError,
     codec_of,
-    later_form,
     parse_entry,
 )
 from vua.io import posix
@@ -33,7 +30,7 @@ from vua.io.posix import close_quietly
 from vua.native import Digest
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
-from vua.storage.description import DESCRIPTION, Description
+from vua.storage.description import Description
 from vua.storage.local import SUFFIX, version_of
 from vua.storage.location import BucketPath, is_url
 from vua.storage.names import Kind as NamedKind
@@ -47,8 +44,8 @@ OUTCOMES: Final = ("sound", "corrupt", "foreign", "error")
 """Outcomes that a report counts."""
 
 Kind: TypeAlias = NamedKind | Literal["unreadable"]
-Outcome = Literal["sound", "corrupt", "foreign", "error", "later"]
-"""As the store's counters. ``error``: unreadable; ``later``: from a later VUA, left unchanged."""
+Outcome = Literal["sound", "corrupt", "foreign", "error"]
+"""As the store's counters. ``error``: unreadable."""
 
 _BUFFER_NBYTES: Final = MAX_HEADER_NBYTES  # so that the first block holds any header
 
@@ -145,8 +142,6 @@ class Checker:
         Encrypted data stays encrypted. ``compressed``: by the object's name.
         """
         nbytes = len(data)
-        if compressed and (unknown := later_form(bytes(data[:_BUFFER_NBYTES]))):
-            return Check("later", (f"{unknown}; {LATER_FORM}",), nbytes)
         try:
             data = decompressed(data) if compressed else data
         except CorruptEntryError as problem:
@@ -162,8 +157,6 @@ class Checker:
     ) -> Check:
         try:
             info = parse_entry(bytes(first))
-        except LaterEntryError as problem:
-            return Check("later", (str(problem),), nbytes)
         except CorruptEntryError as problem:
             return Check("corrupt", (str(problem),), nbytes)
         misplaced = tuple(_differences(info, expected))
@@ -258,20 +251,12 @@ class Verification:
     """Damaged and foreign files that were quarantined or deleted."""
     problems: list[tuple[str, str, str]] = field(default_factory=list)
     """(path, outcome, reason) of unsound files."""
-    later: list[tuple[str, str]] = field(default_factory=list)
-    """(path, reason) of files from a later version of VUA, which stay unchanged."""
     layouts: dict[str, Counter[KVLayout]] = field(default_factory=dict)
     """Layouts in sound entries' headers, by group of layers."""
     plain: int = 0
     """Unsealed files, by their headers."""
     others: dict[str, list[Item]] = field(default_factory=dict)
     """Items that are not entries, by kind."""
-
-    @classmethod
-    def of(cls, namespace: Description, state: str) -> Verification:
-        """Start; notes a description from a later version of VUA."""
-        later = f"{namespace.later}: it is left unchanged"
-        return cls(namespace, state, later=[(DESCRIPTION, later)] if state == "later" else [])
 
     @property
     def damaged(self) -> bool:
@@ -295,9 +280,7 @@ class Verification:
         if check.outcome == "sound" and check.info is not None:
             group = check.info.layout.group
             self.layouts.setdefault(group, Counter())[check.info.layout] += 1
-        if check.outcome == "later":
-            self.later.append((path, "; ".join(check.reasons)))
-        elif check.outcome != "sound":
+        if check.outcome != "sound":
             self.problems.append((path, check.outcome, "; ".join(check.reasons)))
 
     def add_other(self, item: Item) -> None:
@@ -312,7 +295,6 @@ class Verification:
         self.sealed.update(part.sealed)
         self.authentic.update(part.authentic)
         self.problems += part.problems
-        self.later += part.later
         for group, some in part.layouts.items():
             self.layouts.setdefault(group, Counter()).update(some)
         for kind, found in part.others.items():

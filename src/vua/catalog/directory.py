@@ -277,8 +277,8 @@ class DirectoryCatalog(Catalog):
     def state(self, description: Description) -> str:
         if description.layout is not None:
             return "ok"
-        if description.later:
-            return "later"
+        if description.is_unknown:
+            return "unknown"
         return "damaged" if os.path.lexists(description.directory / DESCRIPTION) else "missing"
 
     def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
@@ -485,7 +485,7 @@ class DirectoryCatalog(Catalog):
         self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
     ) -> Verification:
         """Read files; a large namespace's with several processes."""
-        result = Verification.of(description, self.state(description))
+        result = Verification(description, self.state(description))
         try:
             with _opened(description) as space:
                 large, names = is_large(space), ["", *sampled(fans_of(space), share)]
@@ -740,7 +740,7 @@ def _check_file(
             )
         finally:
             close_quietly(fd)
-    if not repair or check.outcome in ("sound", "later") or item.shard is None:
+    if not repair or check.outcome == "sound" or item.shard is None:
         return check, False
     if version is None and item.regular:
         return (

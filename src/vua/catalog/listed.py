@@ -304,7 +304,7 @@ class ListedCatalog(Catalog, Generic[N]):
             )
         limits = self._stricter(given)
         found, strays = self.list_namespaces(show)
-        found = [one for one in found if not one.description.later]  # of a later VUA
+        found = [one for one in found if not one.description.is_unknown]
         totals = [space.chunks.totals() for space in found]
         total, count = sum(one.nbytes for one in totals), sum(one.chunks for one in totals)
         most = total if limits.max_bytes is None else nbytes_of(limits.max_bytes, 0)
@@ -681,7 +681,7 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
         self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
     ) -> Verification:
         space = StorageNamespace(description, self._storages[description.name])
-        result, checker = Verification.of(description, self.state(description)), Checker(keys)
+        result, checker = Verification(description, self.state(description)), Checker(keys)
         names = space.matching("")
         picked = random.sample(names, max(1, round(share * len(names)))) if names else []
         for number, name in enumerate(sorted(picked), 1):

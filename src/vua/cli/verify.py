@@ -193,10 +193,8 @@ class VerifyReport(Report):
         for one in self.results:
             for path, outcome, reason in one.problems:
                 line(outcome, f"{one.namespace.path}/{path}: {reason}")
-            if one.later:
-                path, reason = one.later[0]
-                more = f" (and {len(one.later) - 1} more)" * (len(one.later) > 1)
-                print(plain(f"left unchanged: {one.namespace.path}/{path}: {reason}{more}"))
+            if one.namespace.is_unknown:
+                print(plain(f"not read: {one.namespace.path} is of another version of VUA"))
         removed = sum(one.removed for one in self.results)
         if removed:
             print(f"{removed} quarantined; the next save writes them anew, `vua gc` removes")
@@ -231,7 +229,6 @@ def _describe(result: Verification) -> dict[str, object]:
         "sealed": dict(result.sealed),
         "authentic": dict(result.authentic),
         "removed": result.removed,
-        "later": [{"path": path, "reason": reason} for path, reason in result.later],
         "problems": [
             {"path": path, "outcome": outcome, "reason": reason}
             for path, outcome, reason in result.problems
@@ -303,7 +300,12 @@ def verify(
         catalog.claim()
     found, strays = catalog.contents()
     with progress() if show is None else nullcontext(show) as told:
-        results = [catalog.verify(one, keys, part, told, repair=repair) for one in found]
+        results = [
+            Verification(one, "unknown")
+            if one.is_unknown
+            else catalog.verify(one, keys, part, told, repair=repair)
+            for one in found
+        ]
     return VerifyReport(directory, part, results, strays, keys.ids)
 
 

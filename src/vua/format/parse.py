@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from vua.errors import CorruptEntryError, EntryError, ForeignEntryError, LayoutError
 from vua.format.entry import (
@@ -38,25 +37,12 @@ from vua.format.keys import ChunkKey
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
 from vua.native import fill_check
 
-_FORMATS_SAID: Final = tuple(f'"format":"{one}"'.encode() for one in (FORMAT, SEALED, SEALED_V1))
+_FORMATS: Final = (FORMAT, SEALED, SEALED_V1)
+_FORMATS_SAID: Final = tuple(f'"format":"{one}"'.encode() for one in _FORMATS)
 _PARENT: Final = b'","parent":"'
 _TOKENS: Final = b'","tokens":"'
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_VERSION: Final = re.compile(r"(vua\.(?:entry|sealed|compressed))\.v([1-9]\d{0,3})")
-_FORMATS: Final = (FORMAT, SEALED, SEALED_V1, "vua.compressed.v1")
-_MEMBERS: Final = frozenset(
-    "format namespace shard layers kv_heads prefix_hash parent tokens created writer check".split()  # noqa: SIM905
-)
-_SEALED_MEMBERS: Final = _MEMBERS | {"seal", "dtype", "key", "nonce"}
-_ARRAYS: Final = frozenset({"__metadata__", "checksums", "k", "v", "tags"})
-_BLANK: Final = b"0" * 16
-LATER_FORM: Final = "a later version of VUA may know it: it counts as a miss and stays unchanged"
-"""What happens to an unknown form; see "Versions" in docs/format.md."""
 _SEAL_INFO: Final = re.compile(r"[0-9a-f]{16} [0-9a-f]{32}| ")
-
-
-class LaterEntryError(CorruptEntryError):
-    """An entry's form is unknown and can only come from a later VUA: a miss; the file stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +90,10 @@ def parse_entry(data: bytes) -> EntryInfo:
     Raises:
         CorruptEntryError: anything but a header that :func:`encode_header` wrote, with what was
             found and expected.
-        LaterEntryError: a form that only a later version of VUA can have written.
     """
     header, payload_at = json_header(data)
-    if unknown := _unknown(data, header):
-        msg = f"{unknown}; {LATER_FORM}"
-        raise LaterEntryError(msg)
     metadata = header.get("__metadata__")
-    if not isinstance(metadata, dict) or metadata.get("format") not in _FORMATS[:3]:
+    if not isinstance(metadata, dict) or metadata.get("format") not in _FORMATS:
         found = metadata.get("format") if isinstance(metadata, dict) else None
         msg = f"format {found!r:.40}, expected {FORMAT!r}: not a VUA entry of this version"
         raise CorruptEntryError(msg)
@@ -151,82 +133,6 @@ def parse_entry(data: bytes) -> EntryInfo:
         kind=kind,
         seal_info=seal_info,
     )
-
-
-def later_form(data: bytes) -> str:
-    """Return what in a file's header only a later version of VUA can have written; "" for none.
-
-    Args:
-        data: the beginning of a file of any form, with its whole header.
-    """
-    try:
-        header, _ = json_header(data)
-    except CorruptEntryError:
-        return ""
-    return _unknown(data, header)
-
-
-def _unknown(data: bytes, header: Mapping[str, Any]) -> str:
-    """Describe what in a header no known version writes; "" if the header is damaged."""
-    metadata = header.get("__metadata__")
-    form = metadata.get("format") if isinstance(metadata, dict) else None
-    if not isinstance(metadata, dict) or not isinstance(form, str):
-        return ""
-    if form in _FORMATS:
-        return "" if form == _FORMATS[3] else _unknown_part(data, header, metadata)
-    if _VERSION.fullmatch(form) is None or _is_flipped(data, form):
-        return ""
-    return f"format {form}, known are {', '.join(_FORMATS)}"
-
-
-def _unknown_part(data: bytes, header: Mapping[str, Any], metadata: Mapping[str, Any]) -> str:
-    """Describe what is unknown in a header of a known format; "" if it lacks something else."""
-    members = _MEMBERS if metadata["format"] == FORMAT else _SEALED_MEMBERS
-    if members < metadata.keys():
-        return f"members {sorted(metadata.keys() - members)!r:.80} in the header"
-    if {"__metadata__", "checksums", "k"} <= header.keys() and not header.keys() <= _ARRAYS:
-        return f"arrays {sorted(header.keys() - _ARRAYS)!r:.80}"
-    dtype = header["k"].get("dtype") if isinstance(header.get("k"), dict) else None
-    dtype = metadata.get("dtype", dtype)
-    if isinstance(dtype, str) and dtype not in ITEMSIZE and _is_checked(data, header):
-        return f"dtype {dtype!r:.40}"
-    return ""
-
-
-def _is_flipped(data: bytes, form: str) -> bool:
-    """Whether one damaged bit turned a known format into ``form``: the rest of the header is sound.
-
-    Version numbers are chosen so that none is one bit away from another.
-    """
-    for known in _FORMATS[:3]:
-        if _bits_apart(form.encode(), known.encode()) == 1:
-            try:
-                parse_entry(data.replace(f'"{form}"'.encode(), f'"{known}"'.encode(), 1))
-            except CorruptEntryError:
-                continue
-            return True
-    return False
-
-
-def _bits_apart(one: bytes, other: bytes) -> int:
-    """Number of differing bits; a large number for strings of different lengths."""
-    if len(one) != len(other):
-        return 8 * max(len(one), len(other))
-    return (int.from_bytes(one, "big") ^ int.from_bytes(other, "big")).bit_count()
-
-
-def _is_checked(data: bytes, header: Mapping[str, Any]) -> bool:
-    """Whether a header's self-check is right, for any content."""
-    try:
-        check: bytes = header["__metadata__"]["check"].encode()
-        stop = 8 + struct.unpack_from("<Q", data)[0] + int(header["k"]["data_offsets"][0])
-    except (LookupError, TypeError, ValueError, AttributeError):
-        return False
-    field = b'"check":"%b"' % check
-    if not 0 < stop <= len(data) or data[:stop].count(field) != 1:
-        return False
-    blank = data[:stop].replace(field, b'"check":"%b"' % _BLANK)
-    return xxhash.xxh3_64(blank).hexdigest().encode() == check
 
 
 def codec_of(info: EntryInfo) -> EntryCodec:

@@ -108,7 +108,7 @@ def _is_namespace(bucket_path: BucketPath) -> bool:
     Raises StorageError.
     """
     description = read_bucket_description(bucket_path)
-    if description.identity is not None or description.later:
+    if description.identity is not None or description.is_unknown:
         return True
     some = itertools.islice(bucket_path.bucket.walk(bucket_path.key), _LOOKED)
     return any(kind_at(one.key.removeprefix(f"{bucket_path.key}/")) == "entry" for one in some)

@@ -2,8 +2,8 @@
 
 The file proves which identity the directory belongs to: the identity's digest is the directory's
 name. Nothing protects the layouts in it: the headers of entries count more
-(:mod:`vua.store.evidence`). A description that only a later version of VUA can have written is told
-apart from a damaged one: it is left unchanged.
+(:mod:`vua.store.evidence`). The identity's version is part of the digest, so another version of VUA
+has namespaces of other names. Tools leave these as they are.
 
 Its last member, ``counted``, tells people what the digest of the model's config counted. Nothing
 depends on it: damage in it is ignored, and so is its lack.
@@ -11,20 +11,19 @@ depends on it: damage in it is ignored, and so is its lack.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from vua.errors import ConfigError
-from vua.format.identity import FIELDS, VERSION, Identity
-from vua.format.layout import ITEMSIZE, KVLayout, Shard, is_group
+from vua.format.identity import Identity
+from vua.format.layout import KVLayout, Shard
 from vua.storage.location import nearest
 
 if TYPE_CHECKING:
@@ -35,6 +34,7 @@ log = logging.getLogger(__name__)
 DESCRIPTION: Final = "namespace.json"
 FORMAT: Final = "vua.namespace.v1"
 _NAME: Final = re.compile(r"[0-9a-f]{64}")
+_NUMBER: Final = re.compile(rb'"vua\.(?:namespace|identity)\.v([1-9]\d{0,3})"')
 MAX_DESCRIPTION_NBYTES: Final = 1 << 20
 """A longer file is not VUA's, and not read."""
 _MAX_GROUPS: Final = 64
@@ -46,17 +46,6 @@ def is_namespace_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-_MEMBERS: Final = frozenset({"format", "identity", "layout"})
-_LAYOUT: Final = frozenset({"layers", "kv_heads", "k_dim", "v_dim", "dtype", "chunk_tokens"})
-_VERSION: Final = re.compile(r"vua\.(?:namespace|identity)\.v[1-9]\d{0,3}")
-_FLIPPED_NBYTES: Final = 4096
-"""Longest unsound description that is tried with each of its bits flipped."""
-
-
-class LaterDescriptionError(ConfigError):
-    """A description contains something that only a later version of VUA can have written."""
-
-
 @dataclass(frozen=True, slots=True)
 class Description:
     """The content of a namespace's description."""
@@ -66,20 +55,8 @@ class Description:
     """None if the description is missing, or its identity is not sound."""
     layouts: tuple[KVLayout, ...] = ()
     """One per group of layers; empty if unknown."""
-    later: str = ""
-    """What only a later version of VUA can have written; if not empty, nothing is written there."""
-    flipped: tuple[tuple[KVLayout, ...], ...] = ()
-    """For one that looks later: the layouts that it has with any one bit flipped."""
-
-    def stands(self, layouts: tuple[KVLayout, ...]) -> bool:
-        """Whether a writer of these layouts leaves it unchanged.
-
-        It has just these layouts, or a later version of VUA wrote it. A version number one flipped
-        bit away from ours stays, too.
-        """
-        if self.later:
-            return self.later.startswith(("format ", "identity ")) or layouts not in self.flipped
-        return self.layouts == layouts
+    is_unknown: bool = False
+    """Whether another version of VUA described it: its identity has another form."""
 
     @property
     def counted(self) -> dict[str, object]:
@@ -135,11 +112,11 @@ def judged(path: Path | BucketPath, read: Callable[[], bytes]) -> Description:
         log.warning("%s is unusable and will be rewritten: %s", path / DESCRIPTION, problem)
         return Description(path, None)
     identity = _identity(data, path.name)
+    if identity is None and _is_of_other_version(data):
+        log.debug("%s is of another version of VUA", path / DESCRIPTION)
+        return Description(path, None, is_unknown=True)
     try:
         described, layouts = parse_description(data)
-    except LaterDescriptionError as problem:
-        log.warning("%s is left unchanged: %s", path / DESCRIPTION, problem)
-        return Description(path, identity, later=str(problem), flipped=_flipped(data, path.name))
     except ConfigError as problem:
         log.warning("%s is unusable and will be rewritten: %s", path / DESCRIPTION, problem)
         return Description(path, identity)
@@ -159,22 +136,6 @@ def _identity(data: bytes, name: str) -> Identity | None:
     return found if found.namespace == name else None
 
 
-@functools.lru_cache(maxsize=64)
-def _flipped(data: bytes, name: str) -> tuple[tuple[KVLayout, ...], ...]:
-    """The layouts of each sound description that is one flipped bit away from this one."""
-    found, changed = [], bytearray(data)
-    for bit in range(8 * len(data) if len(data) <= _FLIPPED_NBYTES else 0):
-        changed[bit // 8] ^= 1 << bit % 8
-        try:
-            identity, layouts = parse_description(bytes(changed))
-        except ConfigError:
-            pass
-        else:
-            found += [layouts] if identity.namespace == name else []
-        changed[bit // 8] ^= 1 << bit % 8
-    return tuple(found)
-
-
 def is_described(directory: int, name: str) -> bool:
     """Whether the namespace ``name`` is soundly described in ``directory`` (a descriptor)."""
     try:
@@ -184,32 +145,17 @@ def is_described(directory: int, name: str) -> bool:
     return identity.namespace == name
 
 
-def is_later(directory: int) -> bool:
-    """Whether a later version of VUA wrote the description in ``directory`` (a descriptor)."""
+def is_unknown(directory: int, name: str) -> bool:
+    """Whether another version of VUA described ``name`` in ``directory`` (a descriptor)."""
     try:
         data = _read(DESCRIPTION, directory)
     except (OSError, ConfigError):
         return False
-    return _is_later(data)
+    return _is_of_other_version(data) and _identity(data, name) is None
 
 
-def is_surely_later(directory: int, name: str) -> bool:
-    """As :func:`is_later`, and no flipped bit explains it. ``name``: of the namespace."""
-    try:
-        data = _read(DESCRIPTION, directory)
-    except (OSError, ConfigError):
-        return False
-    return _is_later(data) and not _flipped(data, name)
-
-
-def _is_later(data: bytes) -> bool:
-    try:
-        parse_description(data)
-    except LaterDescriptionError:
-        return True
-    except ConfigError:
-        pass
-    return False
+def _is_of_other_version(data: bytes) -> bool:
+    return any(number != b"1" for number in _NUMBER.findall(data))
 
 
 def _read(path: str, directory: int | None = None) -> bytes:
@@ -226,12 +172,10 @@ def _read(path: str, directory: int | None = None) -> bytes:
 def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
     """Return the identity and the layouts, one per group of layers, of a ``namespace.json``.
 
-    Raises LaterDescriptionError if a later version of VUA has written it, ConfigError for anything
-    else.
+    Other members are ignored. Raises ConfigError for anything else.
     """
     try:
         described = _loaded(data)
-        _check_known(described)
         found = described["format"]
         identity = Identity.from_description(described["identity"], described.get("counted"))
         groups = [described["layout"], *described.get("further_groups", ())]
@@ -239,8 +183,6 @@ def parse_description(data: bytes) -> tuple[Identity, tuple[KVLayout, ...]]:
             msg = f"{len(groups)} groups of layers, expected at most {_MAX_GROUPS}"
             raise ConfigError(msg)
         layouts = tuple(KVLayout.from_description(group) for group in groups)
-    except LaterDescriptionError:
-        raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         msg = f"not a description of a namespace: {problem!r:.200}"
         raise ConfigError(msg) from problem
@@ -262,51 +204,3 @@ def _loaded(data: bytes) -> Any:
         if not mark:
             raise
         return json.loads(head.decode() + "}")
-
-
-def _check_known(described: Any) -> None:
-    """Raise LaterDescriptionError if a description has an unknown part."""
-    unknown = _unknown(described) if isinstance(described, dict) else ""
-    if unknown:
-        msg = f"{unknown}; a later version of VUA may know it"
-        raise LaterDescriptionError(msg)
-
-
-def _unknown(described: Mapping[str, Any]) -> str:
-    """Name what in a description is not of this version; "" if it lacks something else."""
-    found, identity = described.get("format"), described.get("identity")
-    if found != FORMAT:
-        later = isinstance(found, str) and _VERSION.fullmatch(found)
-        return f"format {found}, known is {FORMAT}" if later else ""
-    if not described.keys() >= _MEMBERS or not isinstance(identity, dict):
-        return ""
-    if extra := described.keys() - _MEMBERS - {"further_groups", "counted"}:
-        return f"members {sorted(extra)!r:.80}"
-    further = described.get("further_groups", [])
-    groups = [described["layout"], *(further if isinstance(further, list) else [])]
-    parts = [_unknown_identity(identity), *map(_unknown_layout, groups[: _MAX_GROUPS + 1])]
-    return next(filter(None, parts), "")
-
-
-def _unknown_identity(identity: Mapping[str, Any]) -> str:
-    known = {"version", "namespace", *FIELDS}
-    if not known <= identity.keys():
-        return ""
-    version = identity["version"]
-    if isinstance(version, str) and _VERSION.fullmatch(version) and version != VERSION:
-        return f"identity {version}, known is {VERSION}"
-    extra = identity.keys() - known
-    return f"members {sorted(extra)!r:.80} of the identity" if extra else ""
-
-
-def _unknown_layout(layout: object) -> str:
-    if not isinstance(layout, dict) or not layout.keys() >= _LAYOUT:
-        return ""
-    if extra := layout.keys() - _LAYOUT - {"group"}:
-        return f"members {sorted(extra)!r:.80} of a layout"
-    dtype, group = layout["dtype"], layout.get("group", "")
-    if isinstance(dtype, str) and dtype not in ITEMSIZE:
-        return f"dtype {dtype!r:.40}"
-    if isinstance(group, str) and not is_group(group):
-        return f"group {group!r:.40}"
-    return ""

@@ -40,7 +40,6 @@ from vua import native
 from vua.errors import EntryError, StorageError, UntrustedError, VUAError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import Shard
-from vua.format.parse import later_form
 from vua.io import posix
 from vua.io.files import Directory, is_plain, make_directory, open_plain
 from vua.io.forks import new_lock
@@ -49,7 +48,6 @@ from vua.native import EntryStream, HeaderForm, Headers, Transfer
 from vua.security.settings import Security, open_directory
 from vua.storage.base import (
     FAILED,
-    PRESENT,
     Batch,
     Capabilities,
     Entry,
@@ -511,12 +509,7 @@ class LocalStorage:
                 raise FileNotFoundError(errno.ENOENT, "it was deleted, moved or unmounted")
         except (OSError, VUAError) as problem:
             return WriteResult(statuses, self._explained(problem, self.directory))
-        later = [at for at, name in enumerate(batch.names) if self._is_later(name, batch.nbytes)]
         while first < len(paths):
-            stop = next((at for at in later if at >= first), len(paths))
-            if stop == first:  # a later version's: do not replace it
-                statuses[first], first = PRESENT, first + 1
-                continue
             options = native.WriteOptions(
                 f"{batch.names[0].partition('/')[2]}{SUFFIX}",
                 f"{TEMPORARY}{self._tag}-{os.getpid()}-{next(self._serial)}",
@@ -529,13 +522,12 @@ class LocalStorage:
             )
             place, headers = batch.place + first, batch.headers[first:]
             found = native.write_entries(
-                batch.transfer, self._fd, paths[first:stop], place, headers, options
+                batch.transfer, self._fd, paths[first:], place, headers, options
             )
-            statuses[first:stop] = map(max, statuses[first:stop], found)
+            statuses[first:] = map(max, statuses[first:], found)
             failed = next((at for at, one in enumerate(found, first) if one <= FAILED), None)
             if failed is None:
-                first = stop
-                continue
+                break
             tries = tries + 1 if failed == first else 1
             code, name = -found[failed - first] or errno.EIO, batch.names[failed]
             where = self.directory / entry_path(name)
@@ -556,14 +548,6 @@ class LocalStorage:
         if isinstance(problem, OSError):
             return explained(problem, str(where))
         return StorageError(errno.EPERM, str(problem))
-
-    def _is_later(self, name: str, nbytes: int) -> bool:
-        """Whether a later version of VUA wrote the existing file of another length."""
-        try:
-            status = os.stat(entry_path(name), dir_fd=self._fd, follow_symlinks=False)
-            return status.st_size != nbytes and bool(later_form(self.head(name)))
-        except (OSError, EntryError):
-            return False
 
     def _repaired(self, code: int, name: str) -> bool:
         """Repair the path: the namespace was deleted, its mount died, or a directory is in the way.

@@ -35,7 +35,7 @@ from vua.errors import CorruptEntryError, NotWritableError, StorageError
 from vua.format.compressed import PACKAGE, Compressed, compress, decompressed, is_available
 from vua.format.entry import AUTO, MAX_HEADER_NBYTES, OFF
 from vua.format.layout import Shard
-from vua.format.parse import later_form, parent_in
+from vua.format.parse import parent_in
 from vua.io.forks import new_lock
 from vua.storage.base import (
     FAILED,
@@ -547,7 +547,7 @@ class ObjectStorage:
                 with suppress(FileNotFoundError):  # deleted between the two requests
                     found = self._bucket.head(key).nbytes
                     sizes = [None, found] if is_compressed(key) else [found]
-                    if self._is_there(sizes, batch.nbytes) or later_form(self.head(name)):
+                    if self._is_there(sizes, batch.nbytes):
                         return PRESENT
                 self._bucket.put(key, data)
             if self._compression is not None:

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from vua.errors import ConfigError, CorruptEntryError, EntryError
+from vua.errors import CorruptEntryError, EntryError
 from vua.format.layout import KVLayout
 from vua.format.parse import EntryInfo, parse_entry
 from vua.security.settings import Security
@@ -35,10 +35,6 @@ _TRIES: Final = 4
 
 Stated: TypeAlias = Mapping[str, KVLayout]
 """By group of layers, the layout in most of its entries' headers."""
-
-
-class LaterNamespaceError(ConfigError):
-    """A later version of VUA described the namespace: nothing is read or written there."""
 
 
 def stated_layouts(storage: Storage, namespace: str) -> Stated:
@@ -76,16 +72,8 @@ def _header(storage: Storage, name: str) -> EntryInfo | None:
 
 
 def layouts_by(found: Description, stated: Stated) -> tuple[KVLayout, ...]:
-    """Return a namespace's layouts: as described, unless headers say otherwise.
-
-    Empty if a later version of VUA described it, unless one flipped bit explains that.
-    """
+    """Return a namespace's layouts: as described, unless headers say otherwise."""
     layouts = {layout.group: layout for layout in found.layouts}
-    if found.later:
-        fitting = [some for some in found.flipped if stated and fits(stated, some)]
-        if not fitting:
-            return ()
-        layouts = {layout.group: layout for layout in fitting[0]}
     if (
         not stated.keys() <= layouts.keys()
     ):  # a group that is described but not stored does not count

@@ -37,7 +37,6 @@ from vua.storage.description import DESCRIPTION, FORMAT, Description, read_descr
 from vua.storage.local import TEMPORARY, LocalStorage
 from vua.storage.mark import MARK, claim, claimable
 from vua.store.evidence import (
-    LaterNamespaceError,
     Stated,
     fits,
     layouts_by,
@@ -63,8 +62,8 @@ def make_namespace(
 ) -> None:
     """Make and describe a namespace's directory if that is not done yet.
 
-    With ``anew`` a sound description of other layouts is replaced, too; that of a later version of
-    VUA never. Raises OSError; StorageError if the parent holds something other than a cache.
+    With ``anew`` a sound description of other layouts is replaced, too. Raises OSError;
+    StorageError if the parent holds something other than a cache.
     """
     with contextlib.suppress(FileExistsError):
         path.parent.mkdir(mode=0o700)  # its parent may be the mount point of an unmounted disk
@@ -95,7 +94,7 @@ def make_namespace(
 
 def is_kept(found: Description, layouts: Sequence[KVLayout], *, anew: bool) -> bool:
     """Whether an existing description stays, see :func:`make_namespace`."""
-    return found.stands(tuple(layouts)) or (not anew and bool(found.layouts))
+    return found.layouts == tuple(layouts) or (not anew and bool(found.layouts))
 
 
 def description_text(identity: Identity, layouts: Sequence[KVLayout], security: Security) -> bytes:
@@ -213,7 +212,6 @@ class Namespace:
 
         Raises:
             LayoutError: the namespace holds other layouts; nothing stored is touched.
-            LaterNamespaceError: a later version of VUA described it; nothing is touched.
             NotWritableError, StorageFullError, StorageError: it cannot be created.
         """
         security = security or Security()
@@ -282,8 +280,6 @@ def create_storage(
         if judged:
             check_owner(root, security)
         found, wanted = read_description(path), tuple(layouts)
-        if found.later and wanted not in found.flipped:
-            raise LaterNamespaceError(found.later)
         if found.layouts and found.layouts != wanted:
             stated = stated_at(found)
             if not (stated and fits(stated, wanted)):
@@ -322,12 +318,9 @@ def described(
         make: describes it if there is no sound description; with ``anew=True`` in any case.
         open_: opens it then.
 
-    Raises LayoutError if it holds other layouts, LaterNamespaceError, StorageError.
+    Raises LayoutError if it holds other layouts, StorageError.
     """
     found, wanted = read(), tuple(layouts)
-    if found.later and wanted not in found.flipped:
-        msg = f"{found.path / DESCRIPTION}: {found.later}; nothing is read or written there"
-        raise LaterNamespaceError(msg)
     try:
         if not found.layouts:
             make()
@@ -357,7 +350,7 @@ def _settle(
     if not fits(stated, wanted):
         raise LayoutError(difference(replace(found, layouts=layouts_by(found, stated)), wanted))
     try:
-        if not found.stands(wanted):
+        if found.layouts != wanted:
             if found.layouts:
                 text = "%s says other layouts than the entries' headers: it is rewritten"
                 log.warning(text, found.path / DESCRIPTION)
@@ -367,7 +360,7 @@ def _settle(
         raise
     except OSError as problem:
         raise explained(problem, str(found.path)) from problem
-    if not found.stands(wanted):
+    if found.layouts != wanted:
         msg = f"{found.path / DESCRIPTION} could not be read back; is the storage healthy?"
         raise StorageError(5, msg)
 

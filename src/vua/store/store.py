@@ -26,7 +26,6 @@ from vua.errors import EntryError, ForeignEntryError, InputError
 from vua.format.entry import EntryCodec, entry_plan
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import KVLayout, Shard, cover
-from vua.format.parse import LaterEntryError, later_form
 from vua.io.forks import new_lock
 from vua.io.plan import EntryPlan
 from vua.native import MemoryMap, Transfer
@@ -190,9 +189,7 @@ class Quarantine:
         ``version`` is that of the file that was read. Returns ``corrupt`` or ``foreign``.
         """
         reason = "foreign" if isinstance(problem, ForeignEntryError) else "corrupt"
-        if isinstance(problem, LaterEntryError) or self.is_later(key, shard):
-            reason, fate = "foreign", ", and stays: a later version of VUA may know it"
-        elif isinstance(problem, ForeignEntryError) and not problem.misplaced:
+        if isinstance(problem, ForeignEntryError) and not problem.misplaced:
             fate = "; it may be right and this reader wrong, so it stays"
         elif self._storage.delete(entry_name(key.name, shard), version):
             fate = " and was taken out of sight"
@@ -201,14 +198,6 @@ class Quarantine:
         name = key.name[:12]
         log.warning("%s entry %s/%s is a miss%s: %s", reason, name, shard.name, fate, problem)
         return reason
-
-    def is_later(self, key: ChunkKey, shard: Shard) -> bool:
-        """Whether only a later version can have written an entry's file."""
-        head = getattr(self._storage, "head", None)  # if the storage can show the file
-        try:
-            return head is not None and bool(later_form(head(entry_name(key.name, shard))))
-        except (OSError, EntryError):
-            return False
 
     def read_failed(
         self, key: ChunkKey, shard: Shard, version: bytes | None, problem: OSError

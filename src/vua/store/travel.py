@@ -29,7 +29,7 @@ from vua.capacity.reservation import Reservation
 from vua.errors import EntryError, StorageError
 from vua.format.compressed import Compressed
 from vua.format.keys import ChunkKey
-from vua.format.parse import LaterEntryError, parse_entry
+from vua.format.parse import parse_entry
 from vua.io.forks import watch
 from vua.io.pool import Job, Pool
 from vua.storage.base import FAILED, Batch, Storage
@@ -231,8 +231,6 @@ def _whole_nbytes(tier: Storage, name: str) -> int:
     head = getattr(tier, "head", lambda _: b"")(name)
     try:
         return parse_entry(head).file_nbytes
-    except LaterEntryError:
-        raise
     except EntryError:
         return Compressed.parse(head).plain_nbytes
 

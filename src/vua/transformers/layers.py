@@ -27,7 +27,6 @@ from vua.format.layout import KVLayout
 from vua.io.buffers import BufferPool
 from vua.io.forks import new_lock
 from vua.storage.location import Location
-from vua.store.evidence import LaterNamespaceError
 from vua.store.namespace import Access, Namespace
 from vua.store.place import LazyNamespace
 from vua.store.tensors import Cache, allocate, memory_map
@@ -206,11 +205,7 @@ class StoredLayers:
         """
         if self._opened.reading is None and not may():
             return 0
-        try:
-            namespace = self._opened.to_write(self._layouts)
-        except LaterNamespaceError as problem:
-            log.warning("nothing is stored: %s", problem)
-            return 0
+        namespace = self._opened.to_write(self._layouts)
         keys, size, written = namespace.keys(token_ids(ids)), self._model.chunk_tokens, 0
         groups = self._model.groups
         leading = [

@@ -10,8 +10,7 @@ import make_conformance
 from conformity import Judge, digest
 from helpers import DirectoryTest
 from vua.errors import ConfigError, CorruptEntryError
-from vua.format.parse import later_form
-from vua.storage.description import LaterDescriptionError, parse_description
+from vua.storage.description import parse_description
 from vua.store.entry_reader import verified
 
 TABLE = json.loads(make_conformance.TABLE.read_text("utf-8"))
@@ -56,7 +55,7 @@ class ConformanceTest(DirectoryTest):
                 self.assertEqual(case.kind != "right", said is None)
 
     def test_tools(self) -> None:
-        """What is of a later version is told from damage; `vua verify` finds all damage."""
+        """`vua verify` finds all damage."""
         for case in make_conformance.cases():
             if case.entry.is_compressed:
                 continue
@@ -66,15 +65,13 @@ class ConformanceTest(DirectoryTest):
                     name = f"{entry.asked.name}/{entry.shard.name}"
                     verified(case.data, entry.identity.namespace, name)
                 except CorruptEntryError:
-                    judged = "later" if later_form(case.data) else "damaged"
+                    judged = "damaged"
                 except Exception as problem:  # noqa: BLE001 - ForeignEntryError
                     judged = type(problem).__name__
-                if case.kind == "later":
-                    self.assertEqual("later", judged)
-                elif not entry.kind and case.kind == "damaged":
+                if not entry.kind and case.kind == "damaged":
                     self.assertEqual("damaged", judged)
-                else:
-                    self.assertNotEqual("later", judged)
+                elif case.kind == "right":
+                    self.assertEqual("sound", judged)
 
     def test_descriptions(self) -> None:
         """So is each namespace.json."""
@@ -83,8 +80,6 @@ class ConformanceTest(DirectoryTest):
                 try:
                     identity, _ = parse_description(row["text"].encode())
                     said = "right" if identity.namespace == row["directory"] else "foreign"
-                except LaterDescriptionError:
-                    said = "later"
                 except ConfigError:
                     said = "damaged"
                 self.assertEqual(row["expected"], said)

@@ -27,9 +27,9 @@ from vua.config import VUAConfig
 from vua.core import VUA
 from vua.errors import ConfigError, CorruptEntryError
 from vua.format.identity import config_digest
-from vua.format.parse import LaterEntryError, parse_entry
+from vua.format.parse import parse_entry
 from vua.security.settings import Security
-from vua.storage.description import LaterDescriptionError, parse_description
+from vua.storage.description import parse_description
 from vua.store.entry_reader import verified
 
 SEED = 43
@@ -39,12 +39,10 @@ PROMPT = {"layout": LAYOUT, "tokens": TOKENS, "model": "mine"}
 
 
 def kind_of(data: bytes) -> str:
-    """What VUA says of a file of which it knows nothing: "sound", "damaged" or "later"."""
+    """What VUA says of a file of which it knows nothing: "sound" or "damaged"."""
     try:
         info = parse_entry(data)
         verified(data, info.namespace, f"{info.prefix_hash}/{info.shard.name}")
-    except LaterEntryError:
-        return "later"
     except CorruptEntryError:
         return "damaged"
     return "sound"
@@ -62,8 +60,6 @@ def description_kind(data: bytes, directory: str) -> str:
     """What VUA says of a namespace.json in a directory of this name."""
     try:
         identity, _ = parse_description(data)
-    except LaterDescriptionError:
-        return "later"
     except ConfigError:
         return "damaged"
     return "right" if identity.namespace == directory else "foreign"
@@ -308,7 +304,7 @@ class JavaScriptTest(DirectoryTest):
             which = number % len(entries)
             cases.append((which, mutated(rng, entries[which], entries)))
         said = self.compare(entries, cases)
-        for text, least in (("miss", 0.5), ("sound", 0.02), ("later", 0.0)):
+        for text, least in (("miss", 0.5), ("sound", 0.02)):
             share = sum(text in one for one in said) / count
             self.assertGreaterEqual(share, least, text)
             self.assertLess(share, 1.0, text)
@@ -320,7 +316,7 @@ class JavaScriptTest(DirectoryTest):
 
     @pytest.mark.thorough
     def test_mutated_descriptions(self) -> None:
-        """Both say the same of 1,000 changed namespace.json: right, foreign, damaged or later."""
+        """Both say the same of 1,000 changed namespace.json: right, foreign or damaged."""
         golden = sorted(make_golden.GOLDEN.glob("*/namespace.json"))
         texts = [path.read_bytes() for path in golden]
         layout = b'\n  "group": "w8",\n  "layers"'
@@ -336,7 +332,7 @@ class JavaScriptTest(DirectoryTest):
         expected = [description_kind(one, name) for one in cases]
         names = [repr(one) for one in cases]
         self.assertEqual([], differing(names, expected, said))
-        self.assertEqual({"right", "foreign", "damaged", "later"}, set(expected))
+        self.assertEqual({"right", "foreign", "damaged"}, set(expected))
 
     @pytest.mark.thorough
     def test_frames(self) -> None:

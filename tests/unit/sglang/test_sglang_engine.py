@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from commands import run_json
-from helpers import DirectoryTest, contents, until
+from helpers import DirectoryTest, until
 from vua.connector.cache_spec import Group, Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.config import sglang_arguments as engine_arguments
@@ -599,33 +599,6 @@ class StorageTest(DirectoryTest):
     def loaded(self, one: Storing) -> list[bool]:
         """Which pages of the prompt a rank loads."""
         return one.storage.batch_get_v1(self.hashes, torch.arange(self.PAGES * PAGE))
-
-    def test_a_later_version(self) -> None:
-        """What a later version of VUA has described is missed, and left as it is."""
-        self.fill(1)
-        (path,) = self.cache.glob("*/namespace.json")
-        sound = path.read_bytes()
-        for name, after in (
-            ("format", sound.replace(b"vua.namespace.v1", b"vua.namespace.v4")),
-            ("identity", sound.replace(b"vua.identity.v1", b"vua.identity.v4")),
-            ("member", sound.replace(b"{", b'{"planes": 3, ', 1)),
-        ):
-            with self.subTest(name):
-                self.assertNotEqual(sound, after)
-                path.write_bytes(after)
-                before = contents(path.parent)
-                (one,) = self.ranks(1)
-                with self.assertLogs("vua", "WARNING") as logs:
-
-                    def told(one: Storing = one) -> bool:
-                        self.store(one)
-                        return any("later version" in line for line in logs.output)
-
-                    until(told)
-                self.store(one)
-                self.assertEqual(0, one.storage.batch_exists(self.hashes))
-                self.assertEqual([False] * self.PAGES, self.loaded(one))
-                self.assertEqual(before, contents(path.parent))
 
 
 if __name__ == "__main__":
