@@ -94,7 +94,7 @@ class InstalledTest(unittest.TestCase):
             "sys.exit(status or 'torch' in sys.modules)"
         )
         file = next(self.root.rglob("*.safetensors"))
-        for words in (["ls"], ["verify"], ["du"], ["doctor"], ["advise"], ["gc", "--dry-run"],
+        for words in (["ls"], ["verify"], ["du"], ["doctor"], ["gc", "--dry-run"],
                       ["explain", "--tokens", str(self.tokens())], ["inspect"]):  # fmt: skip
             at = str(file if words[0] == "inspect" else self.root)
             with self.subTest(words[0]):

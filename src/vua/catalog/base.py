@@ -27,7 +27,6 @@ from vua.capacity.limits import Limits
 from vua.capacity.prefix_tree import PrefixTree
 from vua.capacity.removal import NOTHING, DeletionTotals
 from vua.capacity.scan import Show
-from vua.capacity.use_log import UseLog
 from vua.catalog.check import Item, OpenFile, Verification
 from vua.errors import ConfigError
 from vua.format.layout import KVLayout, Shard
@@ -506,11 +505,6 @@ class Catalog(ABC):
         """
         del given
         return None
-
-    def use_log(self) -> UseLog:
-        """Return the log of requests. Raises ConfigError if there is none."""
-        msg = f"{self.where}: requests are logged in directories; name the one before the bucket"
-        raise ConfigError(msg)
 
     # -- what may be done to it -------------------------------------------------------------------
 

@@ -47,7 +47,6 @@ from vua.capacity.scan import (
     trash_in,
 )
 from vua.capacity.usage import Usage, measure, sample_prefix_tree
-from vua.capacity.use_log import UseLog
 from vua.catalog.base import (
     DELETED,
     NO_LIMITS,
@@ -339,9 +338,6 @@ class DirectoryCatalog(Catalog):
             free_nbytes=status.f_bavail * status.f_frsize,
             strays=self._strays(),
         )
-
-    def use_log(self) -> UseLog:
-        return UseLog(self.root)
 
     # -- what may be done to it -------------------------------------------------------------------
 

@@ -29,10 +29,7 @@ from typing import Any, Final
 import click
 import numpy as np
 
-from vua.capacity.hit_density import Request
 from vua.capacity.prefix_tree import MOST_USES, Followers, PrefixTree, Runs, Uses, runs_of
-from vua.capacity.simulation import worth
-from vua.capacity.use_log import UseLog
 from vua.catalog.base import SHORT, Catalog, Content, Snapshot, counted, size
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command, duration_s
@@ -143,9 +140,6 @@ _WINDOWS_S: Final = (60, 3600, 86_400)
 _REST: Final = 5
 """Seconds of rest per second of a look."""
 _AGES_S: Final = (60, 3600, 86_400, 7 * 86_400)
-_WORTH_S: Final = (86_400, 7 * 86_400)
-"""The windows of the page's headline: a day and a week."""
-_BETWEEN_WORTHS_S: Final = 60.0
 _PINS: Final = 20
 """That the page names."""
 
@@ -313,10 +307,10 @@ class _NamespaceUses:
 def watch(directory: str, talk: Talk) -> None:
     """Look until the server ends.
 
-    Sends "usage", "views", "look", "worth", "progress" and "problem".
+    Sends "usage", "views", "look", "progress" and "problem".
     """
     seen: dict[str, _NamespaceUses] = {}
-    log, first = _Log(), True
+    first = True
     while True:
         began_s, least_s = time.monotonic(), _INTERVAL_S
         try:
@@ -324,37 +318,10 @@ def watch(directory: str, talk: Talk) -> None:
             least_s = catalog.look_s or _INTERVAL_S
             _report(catalog, seen, talk, first=first)
             first = False
-            log.report(catalog, seen, talk)
         except (VUAError, OSError) as problem:
             talk.tell("problem", plain(str(problem)))
         took_s = time.monotonic() - began_s
         talk.wait(max(least_s, _REST * took_s))
-
-
-class _Log:
-    """The requests of engines, as far as the directory's log goes."""
-
-    def __init__(self) -> None:
-        self._log: UseLog | None = None
-        self._requests: list[Request] = []
-        self._next_s = 0.0
-
-    def report(self, catalog: Catalog, seen: Mapping[str, _NamespaceUses], talk: Talk) -> None:
-        """Tell what the cache was worth, once a minute; nothing of a bucket, which has no log."""
-        if time.monotonic() < self._next_s or catalog.look_s is not None:
-            return
-        self._next_s = time.monotonic() + _BETWEEN_WORTHS_S
-        self._log = self._log or catalog.use_log()
-        self._requests += self._log.read()
-        now_s = max([time.time(), *(one.time_s for one in self._requests[-1:])])
-        self._requests = [one for one in self._requests if one.time_s >= now_s - _WORTH_S[-1]]
-        chunks = sum(len(one.tree) for one in seen.values())
-        nbytes = sum(int(one.tree.nbytes.sum()) for one in seen.values())
-        use = catalog.quick_use()
-        most = None if use is None else use.limits["max_bytes"]
-        fitting = int(most / nbytes * chunks) if most and nbytes else chunks
-        found = worth(self._requests, max(1, fitting), now_s, _WORTH_S)
-        talk.tell("worth", [one._asdict() for one in found])
 
 
 def _report(catalog: Catalog, seen: dict[str, _NamespaceUses], talk: Talk, *, first: bool) -> None:

@@ -29,7 +29,6 @@ _MODULES: Final = {
     "events": "events",
     "explain": "explain",
     "du": "upkeep",
-    "advise": "measure",
     "gc": "upkeep",
     "ttl": "upkeep",
     "rm": "upkeep",
@@ -44,6 +43,8 @@ _MODULES: Final = {
 }
 """The module of each command."""
 _GONE: Final = {
+    "advise": "`vua top DIR` says what is evicted, and the engine's metric "
+    "vua_saved_prefill_seconds_total what the cache saves under a limit",
     "bench": "`vua doctor DIR --prefill TOKENS/S` says what the storage reads in GB/s and "
     "from which prompt length on loading wins; benchmarks/speed.py in a checkout measures more",
 }
@@ -88,7 +89,7 @@ vua: Final = with_help(
         help="Look into a VUA cache, and keep it in order.",
         epilog="Look: ls, du, top, ui, inspect, explain, events. Check: verify, doctor. "
         "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. "
-        "Measure: advise. Fill: warm. Set up: args, key, completion. "
+        "Fill: warm. Set up: args, key, completion. "
         f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 success, "
         "1 damage found or work incomplete, 2 usage error or missing directory.",
     )

@@ -55,7 +55,7 @@ class TestBorder(CliTest):
             ["gc", root, "--ttl", self.EVIL], ["doctor", root], [self.EVIL],
             ["adopt", root, "--yes"], ["adopt", self.EVIL], ["bench", self.EVIL],
             ["completion", self.EVIL], ["ui", self.EVIL], ["events", root], ["events", self.EVIL],
-            ["advise", root], ["advise", self.EVIL], ["args", "vllm", self.EVIL],
+            ["args", "vllm", self.EVIL],
             ["warm", self.EVIL, "--server", self.EVIL],
         ]  # fmt: skip
 

@@ -16,7 +16,7 @@ import pytest
 
 from buckets import memory_url
 from commands import TOKENS, CliTest, run, run_json, verbs
-from helpers import caches_of, flip, write_log
+from helpers import caches_of, flip
 from vua.core import VUA, VUAConfig
 from vua.storage.bucket import Bucket
 
@@ -73,7 +73,6 @@ class JsonTest(CliTest):
         self.addCleanup(lambda: [one.unlink() for one in self.beside.iterdir()]
                         and self.beside.rmdir())  # fmt: skip
         (self.beside / "tokens").write_text(json.dumps(TOKENS.tolist() + [1] * 8))
-        write_log(self.root, [(at, ["00" * 32]) for at in range(300)])
 
     def commands(self) -> dict[str, list[list[object]]]:
         """Verbs by the section that describes them; together they show every field of it."""
@@ -84,7 +83,6 @@ class JsonTest(CliTest):
             "ls": [["ls", root, "-l"]],
             "inspect": [["inspect", self.entries()[0]]],
             "du": [["du", root]],
-            "advise": [["advise", root]],
             "top": [["top", root, "--once", "--interval", "0.01"]],
             "doctor": [["doctor", root]],
             "explain": [["explain", root, "--tokens", beside / "tokens"]],
@@ -169,7 +167,6 @@ class CommonTest(JsonTest):
                 self.assertEqual([], list(differences(*reports)))
             tried.add(words[0])
         others = {
-            "advise",
             "args",
             "completion",
             "events",

@@ -8,10 +8,8 @@ import os
 import pty
 import random
 import re
-import shutil
 import subprocess
 import sys
-import time
 import unicodedata
 import unittest
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +21,11 @@ import pytest
 from hypothesis import strategies as st
 
 from commands import TOKENS, CliTest, run, run_json, verbs
-from helpers import caches_of, flip, write_log
+from helpers import caches_of, flip
 from properties import given, settings
 from vua.cli import main
 from vua.cli import output as text
 from vua.core import VUA, VUAConfig
-from vua.storage.mark import UPKEEP, USES
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -175,15 +172,13 @@ class TestLook(CliTest):
         run("pin", long, chunk)
         ids = self.root / "ids"
         ids.write_text(str(TOKENS.tolist()))
-        shutil.rmtree(long / UPKEEP / USES)
-        write_log(long, [(time.time() - 600 + n, [chunk]) for n in range(400)])
         shown: set[str] = set()
         for verb in verbs():
             run(verb, "--help")  # imports its module, for `marked`
         for words in (
             ["ls", long], ["ls", "-l", long], ["ls", long, "--sort", "prompt"], ["verify", long],
             ["inspect", *long.rglob("*.safetensors")], ["du", long], ["pin", long], ["gc", long],
-            ["explain", long, "--tokens", ids], ["doctor", long], ["advise", long],
+            ["explain", long, "--tokens", ids], ["doctor", long],
             ["top", long, "--once", "--interval", "0.01"],
         ):  # fmt: skip
             for term in ("xterm", "dumb"):
@@ -199,7 +194,7 @@ class TestLook(CliTest):
                                 if name.startswith(" "):
                                     self.assertIn(str(value), screen)
         self.assertEqual(
-            {"ls", "verify", "inspect", "du", "pin", "gc", "explain", "doctor", "advise", "top"},
+            {"ls", "verify", "inspect", "du", "pin", "gc", "explain", "doctor", "top"},
             shown,
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ import pytest
 
 from buckets import memory_url
 from commands import TOKENS, CliTest, run, verbs
-from helpers import DirectoryTest, caches_of, flip, write_log
+from helpers import DirectoryTest, caches_of, flip
 from vua.core import VUA, VUAConfig
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import KINDS
@@ -117,7 +117,7 @@ class SnapshotTest(CliTest):
     maxDiff = None
 
     def setUp(self) -> None:
-        """Store the same in a bucket; have a prompt, and a log of requests."""
+        """Store the same in a bucket; have a prompt."""
         super().setUp()
         self.enterContext(mock.patch.dict(os.environ, COLUMNS="100", LINES="50"))
         os.environ.pop("VUA_PATH", None)
@@ -130,7 +130,6 @@ class SnapshotTest(CliTest):
         self.beside.mkdir()
         self.addCleanup(self.remove_beside)
         (self.beside / "tokens").write_text(json.dumps([*TOKENS.tolist(), *[1] * 8]))
-        write_log(self.root, [(at, ["00" * 32]) for at in range(300)])
         self.names = {
             str(self.beside): "BESIDE",
             str(self.root): "DIR",
@@ -212,7 +211,6 @@ class SnapshotTest(CliTest):
         """JSON of commands on a directory."""
         where = str(self.root)
         texts = [told([*words, "--json"], self.names) for words in self.commands(where, "dir")]
-        texts.append(told(["advise", where, "--json"], self.names))
         texts.append(told(["key", self.beside / "key", "--json"], self.names))
         self.check("directory", texts)
 
@@ -258,16 +256,17 @@ class TextTest(DirectoryTest):
         commands: list[list[object]] = [
             ["unheard"], ["ls", "--unheard"], ["ls", "a", "b"], ["ls", root, "--sort", "age"],
             *([verb] for verb in sorted(verbs())), ["bench", "path", empty],
+            ["advise", empty],
             *([verb, root, *more] for verb, more in (
                 ("ls", []), ("du", []), ("gc", []), ("ttl", []), ("pin", []), ("rm", ["--all"]),
                 ("adopt", []), ("verify", []), ("doctor", []), ("top", ["--once"]), ("events", []),
-                ("advise", []), ("explain", ["--tokens", "none"]), ("export", ["x", "--all"]),
+                ("explain", ["--tokens", "none"]), ("export", ["x", "--all"]),
                 ("ui", []),
             )),
             *([verb, url, *more] for verb, more in (
                 ("gc", ["--min-free", "1G"]), ("gc", ["--max-per-salt", "1G"]), ("adopt", []),
                 ("rm", []), ("rm", ["abcdef"]), ("pin", ["--remove"]), ("pin", ["abcdef"]),
-                ("advise", []), ("export", [self.root / "x", "--all"]),
+                ("export", [self.root / "x", "--all"]),
             )),
             ["rm", empty], ["rm", empty, "abcd"], ["rm", empty, "abcdef"], ["rm", empty, "--all"],
             ["pin", empty, "--remove"], ["pin", empty, "abcdef"], ["ttl", empty, "soon"],

@@ -67,8 +67,6 @@ class _WatchState:
 
     views: dict[str, View] = field(default_factory=dict)
     usage: dict[str, object] | None = None
-    worth: list[dict[str, object]] | None = None
-    """What was asked for and found, by the log of requests; None: not yet, or a bucket."""
     progress: dict[str, object] | None = None
     looks: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     looked_s: float | None = None
@@ -140,7 +138,6 @@ class State:
                 "bucket": self._catalog().look_s is not None,
                 "version": watched.version,
                 "usage": watched.usage,
-                "worth": watched.worth,
                 "progress": watched.progress,
                 "looked_s": watched.looked_s,
                 "now_s": time.time(),

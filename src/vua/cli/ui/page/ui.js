@@ -140,7 +140,6 @@ function showOverview() {
   if (!$("nothing").hidden && !$("begin").children.length) {
     $("begin").append(command(`vua-vllm serve MODEL --vua-path ${quoted(overview.directory)}`), command(`vua doctor ${quoted(overview.directory)}`));
   }
-  showWorth();
   showToDo();
   showPins();
   showAges();
@@ -152,35 +151,11 @@ function showOverview() {
   $("far").hidden = !overview.bucket;
 }
 
-function took(seconds) {
-  if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
-  return seconds < 5400 ? `${Math.round(seconds / 60)} minutes` : `${(seconds / 3600).toFixed(1)} hours`;
-}
-
-function showWorth() {
-  const { worth, namespaces } = view.overview;
-  $("worthwhile").hidden = !worth || !namespaces.length;
-  if ($("worthwhile").hidden) return;
-  const largest = namespaces.reduce((one, other) => (other.nbytes > one.nbytes ? other : one));
-  const speed = Math.max(1, Number($("speed").value) || 5000);
-  const lines = worth.map((one) => {
-    const name = one.window_s > 86400 ? "7 days" : "24 hours";
-    if (!one.requests) return make("div", `Last ${name}: no request was logged.`);
-    const tokens = one.found_chunks * (largest.chunk_tokens || 64);
-    const made = make("div", `Last ${name}: ${count(one.requests)} requests asked for ${count(one.chunks)} chunks, about `);
-    made.append(make("strong", `${count(one.found_chunks)} found (${Math.round((100 * one.found_chunks) / Math.max(1, one.chunks))} %)`),
-      `: ${count(tokens)} tokens, `, make("strong", `${took(tokens / speed)} of prefill saved`), ".");
-    return made;
-  });
-  $("headline").replaceChildren(...lines);
-}
-
 function showToDo() {
-  const { directory, usage, bucket } = view.overview;
+  const { directory, usage } = view.overview;
   const place = quoted(directory);
   const one = chosen();
-  const rows = [...bucket ? [] : [["see what more room would bring", `vua advise ${place}`]],
-    [usage ? `set the limit (now ${size(usage.limits.max_bytes)}) for all engines` : "set a limit for all engines", `vua gc ${place} --max-bytes 500G --set`],
+  const rows = [[usage ? `set the limit (now ${size(usage.limits.max_bytes)}) for all engines` : "set a limit for all engines", `vua gc ${place} --max-bytes 500G --set`],
     ["delete what was not used for 30 days", `vua ttl ${place} 30d && vua gc ${place}`],
     ["find out why a prompt misses", `vua explain ${place} --prompt FILE --model MODELDIR`],
     ["check every file", `vua verify ${place}`]];
@@ -436,8 +411,6 @@ $("theme").onclick = () => {
   localStorage.setItem("theme", document.documentElement.classList.contains("dark") ? "light" : "dark");
   theme(kept() === "dark");
 };
-$("speed").value = localStorage.getItem("speed") || 5000;
-$("speed").oninput = () => { localStorage.setItem("speed", $("speed").value); showWorth(); };
 $("tree").onkeydown = walk;
 $("by").onchange = $("colour").onchange = () => guarded(showTree);
 $("explain").onsubmit = (event) => { event.preventDefault(); guarded(explain); };
