@@ -30,8 +30,8 @@ from pathlib import Path
 
 from lab.policies import POLICIES
 from lab.replay import BLOCK_TOKENS, Request, block_file_nbytes, read
+from lab.simulation import Outcome, Past, simulate
 from lab.sweeps import Learned, Swept, swept
-from vua.capacity.simulation import Outcome, Past, simulate
 
 CHILD = """
 import socket, sys, time

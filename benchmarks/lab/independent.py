@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 
 from lab.policies import clairvoyant
-from vua.capacity.simulation import LRU, Past, TraceRequest, leading, simulate
+from lab.simulation import LRU, Past, TraceRequest, leading, simulate
 
 DIGITS = 4
 

@@ -1,7 +1,7 @@
 """Eviction policies that others follow, to compare with over a trace of requests.
 
 `docs/decisions/0028-which-chunk-goes.md` says what they find. :class:`Ranked` gives times to
-blocks, as LRU does; :class:`vua.capacity.simulation.Dense` is what directories do.
+blocks, as LRU does; :class:`lab.simulation.Dense` is what directories do.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
+from lab.simulation import LRU, Dense, ListPolicy, Past, Policy, TraceRequest, simulate
 from vua.capacity.lru import MTIME_STEP_NS
-from vua.capacity.simulation import LRU, Dense, ListPolicy, Past, Policy, TraceRequest, simulate
 from vua.connector.request import DEFAULT_RETAIN_S
 from vua.errors import InputError
 

@@ -19,10 +19,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from lab.simulation import leading
 from speed import expect
 from vua.capacity.limits import Limits
 from vua.capacity.scan import Show
-from vua.capacity.simulation import leading
 from vua.device.buffers import StagingBuffer
 from vua.errors import InputError
 from vua.format.entry import EntryCodec

@@ -99,12 +99,9 @@ class _Rows(NamedTuple):
 class HitDensity:
     """Learns from requests what chunks are worth. Not thread-safe."""
 
-    def __init__(self, remembered: int = _REMEMBERED, part: float = 1.0) -> None:
-        """Start with nothing known; remember at most so many chunks.
-
-        ``part``: the share of all chunks that will be seen here; as large a share is remembered.
-        """
-        self._remembered, self._part = int(remembered * part), part
+    def __init__(self, remembered: int = _REMEMBERED) -> None:
+        """Start with nothing known; remember at most so many chunks."""
+        self._remembered = remembered
         self._sorted, self._recent = _Rows(), _Rows()
         """The rows below of all chunks but some that are new, and of these."""
         self._many = 0
@@ -170,7 +167,7 @@ class HitDensity:
         nth = np.arange(len(row)) - np.repeat(start, np.diff(np.append(start, len(row))))
 
         new = np.bincount(request[first[is_new]], minlength=len(batch))
-        new_class = np.searchsorted(_NEW_STEPS, new / self._part, side="right")
+        new_class = np.searchsorted(_NEW_STEPS, new, side="right")
         uses = self._uses[row] + nth
         of_class = _uses_class(uses) * _NEW_CLASSES + new_class[when]
         was_used = ~begins | (self._uses[row] > 0)

@@ -9,10 +9,11 @@ from unittest import mock
 
 import pytest
 
+from lab import simulation
 from lab.policies import HINTS, POLICIES, Ranked, clairvoyant, compare, waits_s
+from lab.simulation import Dense, Past, simulate
 from mixtures import mixture
-from vua.capacity import hit_density, simulation
-from vua.capacity.simulation import Dense, Past, simulate
+from vua.capacity import hit_density
 from vua.errors import InputError
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from lab.policies import Random
 from lab.replay import Request
+from lab.simulation import LRU, SimulatedStore
 from lab.sweeps import PAGE, REGION, RESULTS, Directory, Swept, compared, lowest, tenants, text
 from mixtures import mixture
-from vua.capacity.simulation import LRU, SimulatedStore
 
 ROOM = 2000
 

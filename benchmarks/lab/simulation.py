@@ -1,12 +1,9 @@
-"""Simulated stores: what a directory of another size would have found, from its log of requests.
-
-The log (:mod:`vua.capacity.use_log`) runs through stores of several sizes, under the directory's
-policy and under LRU. Pins, times to live and writes refused for lack of space are left out.
+"""Simulated stores: what a directory would find under a policy, without pins and times to live.
 
 A simulated store holds blocks of a trace and stores no bytes. A block's id stands for its whole
 prefix, so the blocks of all requests form a tree, and only a request's leading held blocks count as
 hits. A block is evicted only after all that follow it, as in a directory: a lookup never meets a
-gap. benchmarks/lab has more policies.
+gap. :mod:`lab.policies` has more policies.
 """
 
 from __future__ import annotations
@@ -14,15 +11,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Sequence
-from itertools import chain
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Container, Iterable, Sequence
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from vua.capacity.hit_density import Hint, HitDensity, Request
 from vua.capacity.lru import MTIME_STEP_NS
-from vua.capacity.scan import Show
 
 _APART_NS: Final = 10**7
 """Least time between two requests: more than between the blocks of one prompt."""
@@ -165,8 +160,8 @@ class LRU(ListPolicy):
 class Past:
     """What is learned from requests, independent of what is held: all sizes share one."""
 
-    def __init__(self, part: float = 1.0) -> None:
-        self._density, self._unmet = HitDensity(part=part), list[Request]()
+    def __init__(self) -> None:
+        self._density, self._unmet = HitDensity(), list[Request]()
         self._latest_ns = -1
 
     def note(self, blocks: Sequence[int], now_ns: int) -> None:
@@ -235,133 +230,3 @@ class Dense(Policy):
 
     def drop(self, block: int) -> None:
         del self._used[block]
-
-
-_SHARES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
-_COLD_SHARE: Final = 0.25
-"""Share of the requests, the first ones, that only fill the stores: their hits do not count."""
-_SAMPLE_CHUNKS: Final = 1 << 14
-"""Approximate number of simulated chunks: takes some seconds."""
-_AHEAD_SHARE: Final = 1 / 200
-"""Share of the space for which victims are searched at a time."""
-
-
-class Lookup(NamedTuple):
-    """A request, in :func:`simulate`'s form."""
-
-    whole: tuple[int, ...]
-    time_s: float
-
-
-class Worth(NamedTuple):
-    """What was asked for in the time up to now, and about how much of it was found."""
-
-    window_s: float
-    requests: int
-    chunks: int
-    found_chunks: int
-
-
-def worth(
-    requests: Sequence[Request], room_chunks: int, now_s: float, windows_s: Sequence[float]
-) -> list[Worth]:
-    """Return for each window what the log tells, where so many chunks have room.
-
-    The log has what was asked for, not what was found: that is simulated, of large logs with a
-    sample. What was asked for before the log begins counts as not found.
-    """
-    sound = sound_requests(requests)
-    part = sample_share(sum(len(one.whole) for one in sound))
-    thin = [_thinned(one, part) for one in sound]
-    found = []
-    for window_s in windows_s:
-        first = next((n for n, one in enumerate(sound) if one.time_s >= now_s - window_s), None)
-        if first is None:
-            found.append(Worth(window_s, 0, 0, 0))
-            continue
-        store = Dense(max(1, int(room_chunks * part)), Past(part), _AHEAD_SHARE)
-        (outcome,) = simulate(thin, [store], first)
-        chunks = sum(len(one.whole) for one in sound[first:])
-        missed = (
-            round((outcome.blocks - outcome.hit_blocks) / part)
-            if part < 1
-            else (outcome.blocks - outcome.hit_blocks)
-        )
-        found.append(Worth(window_s, len(sound) - first, chunks, max(0, chunks - missed)))
-    return found
-
-
-def sample_share(chunks: int) -> float:
-    """Return which part of so many requested chunks is simulated."""
-    return min(1.0, _SAMPLE_CHUNKS / max(1, chunks))
-
-
-def _thinned(request: Lookup, part: float) -> Lookup:
-    """Leave a part of the chunks, a fair one: names are hashes."""
-    below = int(part * 2**64)
-    return request._replace(whole=tuple(n for n in request.whole if n < below))
-
-
-def sound_requests(requests: Sequence[Request]) -> list[Lookup]:
-    """Return the requests that form a tree, as chunk names do: each chunk has one predecessor."""
-    before: dict[int, int] = {}
-    found = []
-    for request in requests:
-        chunks = tuple(map(int, request.chunks))
-        pairs = zip(chunks, (-1, *chunks), strict=False)
-        if chunks and all(before.setdefault(chunk, parent) == parent for chunk, parent in pairs):
-            found.append(Lookup(chunks, request.time_s))
-    return found
-
-
-def distinct_chunks(requests: Sequence[Lookup]) -> int:
-    return len(set(chain.from_iterable(one.whole for one in requests)))
-
-
-def simulated_rooms(
-    requests: Sequence[Lookup], room_nbytes: int, chunk_nbytes: float, part: float, show: Show
-) -> list[dict[str, Any]]:
-    """Simulate fractions and multiples of the space, and unlimited space, on a sample of chunks.
-
-    Names are hashes, so the lowest are a fair sample, also of misses, which come from many chunks.
-    Hits may come from few, so they are computed as the complement of the misses (SHARDS,
-    Waldspurger et al., 2015).
-    """
-    cold = int(len(requests) * _COLD_SHARE)
-    thin = [_thinned(one, part) for one in requests]
-    sample, uncounted = (
-        [one for one in thin if one.whole],
-        sum(bool(one.whole) for one in thin[:cold]),
-    )
-    asked = part * sum(len(one.whole) for one in requests[cold:])
-    distinct = distinct_chunks(sample)
-    sizes: dict[float | None, int] = {}
-    for share in _SHARES:
-        chunks = max(int(room_nbytes / chunk_nbytes * share * part), int(share >= 1))
-        if chunks and max(sizes.values(), default=0) < distinct:
-            sizes[share] = chunks
-    sizes[None] = distinct
-    past = Past(part)
-    stores = [policy for n in sizes.values() for policy in (Dense(n, past, _AHEAD_SHARE), LRU(n))]
-
-    def watched() -> Iterator[Lookup]:
-        for number, one in enumerate(sample, 1):
-            yield one
-            show("", number, len(sample), amount=number, unit="requests")
-
-    outcomes = iter(simulate(watched(), stores, uncounted))
-    rooms = []
-    for times, chunks in sizes.items():
-        found, by_lru = next(outcomes), next(outcomes)
-        hits, lru_hits = (
-            max(0.0, asked - (one.blocks - one.hit_blocks)) for one in (found, by_lru)
-        )
-        rooms.append({
-            "share": times,
-            "nbytes": round(chunks / part * chunk_nbytes),
-            "hit_ratio": hits / asked,
-            "lru_hit_ratio": lru_hits / asked,
-            "written_per_hit_nbytes":
-                round(found.written_blocks * chunk_nbytes / hits) if hits else None,
-        })  # fmt: skip
-    return rooms
