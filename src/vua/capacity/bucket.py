@@ -64,9 +64,14 @@ class BucketCapacity:
         """Do nothing."""
 
     def reserve(
-        self, keys: Sequence[ChunkKey], nbytes: int, ttl_s: float | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        nbytes: int,
+        ttl_s: float | None = None,
+        *,
+        prompt: tuple[int, int] = (0, 0),
     ) -> Unlimited:
-        del keys, nbytes
+        del keys, nbytes, prompt
         if ttl_s is not None:
             self._warn_of_ttls()
         return Unlimited()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -74,6 +75,7 @@ _PAUSES_S: Final = (1.0, 300.0)
 """How long nothing is written after the disk stayed full: first, doubled each time, at most."""
 _MEASUREMENTS: Final = 3
 """Times that a directory is measured if it is replaced meanwhile."""
+_AGAIN_S: Final = 3600.0
 _NO_SPACE: Final = (
     "what is stored was used more recently, is pinned, or other files fill the disk; "
     "raise max_bytes, lower min_free_bytes, or see `vua du`"
@@ -93,6 +95,8 @@ class Below(NamedTuple):
     """Chunks with an older mtime than the preceding chunk's; None: any mtime."""
     rank: int = HIGHEST
     """Of those, chunks with no higher rank than the new chunk's."""
+    prompt_nbytes: int = 0
+    """What all of the new chunk's prompt takes in the directory, at least; 0 if unknown."""
 
 
 ANYTHING: Final = Below(None)
@@ -151,7 +155,7 @@ class Reclaimer:
         self._root, self._bounds, self._counts = Path(root), bounds, counts
         self._held, self._moves = held, 0 if held is None else held.moves
         self._policy = policy or LRU()
-        self._warned: set[str] = set()
+        self._warned: dict[str, float] = {}
         self._on_evicted: Callable[[Candidate], None] | None = None
         self._spares_unsent = False
         self._reset()
@@ -197,11 +201,26 @@ class Reclaimer:
         """Evict chunks that are not uploaded to slower tiers only if nothing else is left."""
         self._spares_unsent = self._evictor.spares_unsent = True
 
-    def warn_once(self, cause: str, text: str) -> None:
-        """Log a warning, the first time for each ``cause``."""
-        if cause not in self._warned:
-            self._warned.add(cause)
+    def warn_once(self, cause: str, text: str, *, again_s: float = math.inf) -> None:
+        """Log a warning, the first time for each ``cause``, and again after ``again_s``."""
+        now_s = time.monotonic()
+        if now_s - self._warned.get(cause, -math.inf) >= again_s:
+            self._warned[cause] = now_s
             log.warning("%s", text)
+
+    def refused(self, stored_tokens: int, tokens: int, prompt_nbytes: int) -> None:
+        """Say that a prompt was stored up to a token, where the limit cannot hold all of it.
+
+        Once an hour: in a directory in use a larger prompt may come at any time.
+        """
+        if prompt_nbytes > self.max_bytes > 0:
+            self.warn_once(
+                "limit",
+                f"{self._root}: {tokens - stored_tokens:,} of a prompt's {tokens:,} tokens are not "
+                f"stored: all of it takes more than max_bytes, {self.max_bytes:,} bytes here; set "
+                f"max_bytes to {prompt_nbytes:,} or more",
+                again_s=_AGAIN_S,
+            )
 
     # -- for writers ---------------------------------------------------------------------------
 
@@ -361,8 +380,9 @@ class Reclaimer:
         if self._someone_evicts and estimate.is_tolerable(nbytes):
             return True
         estimate.doubt()
-        cause = _NO_INODES if estimate.lacks_inodes else _NO_SPACE
-        self.warn_once("refused", f"{self._root}: no room for a chunk: {cause}")
+        if below.prompt_nbytes <= limits.max_bytes:  # else `refused` says more
+            cause = _NO_INODES if estimate.lacks_inodes else _NO_SPACE
+            self.warn_once("refused", f"{self._root}: no room for a chunk: {cause}")
         cost_s = time.monotonic() - began_s
         if cost_s > _COSTLY_S and below.rank == HIGHEST:  # else only what ranks low is refused
             self._paused_until_s = began_s + 10 * cost_s
@@ -608,7 +628,7 @@ class Reclaimer:
             self._end()
         except Exception as problem:  # waiting writers get an answer after any error
             if (cause := type(problem).__name__) not in self._warned:  # each write may meet it
-                self._warned.add(cause)
+                self._warned[cause] = time.monotonic()
                 log.exception("%s: an error that eviction should have handled", self._root)
             self._end()
         finally:

@@ -168,7 +168,12 @@ class Capacity:
     # -- writing ------------------------------------------------------------------------------
 
     def reserve(
-        self, keys: Sequence[ChunkKey], nbytes: int, ttl_s: float | None = None
+        self,
+        keys: Sequence[ChunkKey],
+        nbytes: int,
+        ttl_s: float | None = None,
+        *,
+        prompt: tuple[int, int] = (0, 0),
     ) -> Reservation:
         """Return space for consecutive chunks of a prompt; enter it to have it.
 
@@ -179,8 +184,9 @@ class Capacity:
             keys: the chunks, in order.
             nbytes: size of each one's file.
             ttl_s: they may be deleted when unused for so long, see :mod:`vua.capacity.marks`.
+            prompt: tokens of their prompt, as far as known, and the bytes that all of it takes.
         """
-        return Reservation(self, keys, nbytes, ttl_s)
+        return Reservation(self, keys, nbytes, ttl_s, prompt)
 
     @property
     def batch_bytes(self) -> int:
@@ -355,9 +361,15 @@ class Reservation:
     ago."""
 
     def __init__(
-        self, capacity: Capacity, keys: Sequence[ChunkKey], nbytes: int, ttl_s: float | None
+        self,
+        capacity: Capacity,
+        keys: Sequence[ChunkKey],
+        nbytes: int,
+        ttl_s: float | None,
+        prompt: tuple[int, int],
     ) -> None:
         self._capacity, self._keys, self._ttl_s = capacity, keys, ttl_s
+        self._prompt = prompt
         self._fd = capacity.storage.fileno()
         self._nbytes = nbytes
         self._reserved_bytes = 0
@@ -375,7 +387,7 @@ class Reservation:
             rank, before = HIGHEST, keys[0].before.hex()
             if capacity.reclaimer.is_nearly_full:
                 rank = capacity.policy.rank_of_new(keys[0].name, keys[-1].name, before)
-            self._below = Below(self._before_ns, rank)
+            self._below = Below(self._before_ns, rank, self._prompt[1])
             self.granted = capacity.reclaimer.reserve(whole, self._below, len(keys))
         except BaseException:
             capacity.pending.leave(self._pending)
@@ -384,6 +396,7 @@ class Reservation:
             self._reserved_bytes = whole
         elif len(keys) == 1:  # several are then asked for one by one
             capacity.counts["chunks_refused"] += 1
+            capacity.reclaimer.refused(keys[0].start, *self._prompt)
             if self._below.rank < HIGHEST:
                 capacity.policy.refused(keys[0].name)
         return self

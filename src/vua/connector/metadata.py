@@ -64,6 +64,8 @@ class SaveOrder:
     there."""
     number: int = 0
     """The order's sequence number; 0: its end need not be reported."""
+    prompt_chunks: int = 0
+    """Chunks of the whole prompt that are worth storing."""
 
 
 @dataclass(slots=True)

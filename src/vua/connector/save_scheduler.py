@@ -633,6 +633,7 @@ class SaveScheduler:
             request.request_id,
             (reused.start if reused else first) * size,
             self._orders,
+            max(stop, found.prompt_chunks),
         )
         orders.saves.append(order)
         self._copies.ordered(order, size)

@@ -412,6 +412,7 @@ class WriteQueue:
                 memory, name = save.group.save_buffers.memory, save.group.writer
                 with save.files.saver(memory, name) as saver:
                     saver.ttl_s = save.order.hints.ttl_s
+                    saver.prompt_chunks = save.order.prompt_chunks
                     for statuses in saver.save_each(wanted, save.buffers[0].number):
                         outcomes += outcomes_of(statuses)
                 outcomes += ["refused"] * (len(wanted) - len(outcomes))

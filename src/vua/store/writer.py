@@ -9,6 +9,7 @@ any name. :class:`Writers` finds the writers of a prompt's chunks by reading few
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import socket
 import threading
@@ -197,6 +198,9 @@ log = logging.getLogger(__name__)
 
 _BATCH_CHUNKS: Final = (4, 512)
 """Least and most chunks per call, for any storage."""
+_BLOCK_NBYTES: Final = 4096
+_ROOM: Final = 1.05
+"""A limit that holds a prompt has some room beside its files, for what eviction frees ahead."""
 
 
 class EntryWriter:
@@ -218,8 +222,11 @@ class EntryWriter:
         """Time to live of chunks written from now on, see :mod:`vua.capacity.marks`."""
         self.wanted: Callable[[], bool] = lambda: True
         """Polled by :meth:`save_all`, which ends early when it returns False."""
+        self.prompt_chunks = 0
+        """Whole chunks of the prompt, where more than are given to be written."""
         self._memory, self._slots = memory, memory.chunks(store.layout.chunk_tokens)
         self._transfers: dict[str, Transfer] = {}
+        self._chunks = 0  # of the prompt, up to the last of those that are given now
 
     def save_all(self, keys: Keys) -> int:
         """Write chunks, the i-th from slot i of the memory map, unless they are stored already.
@@ -237,6 +244,8 @@ class EntryWriter:
         Ends before a refused chunk.
         """
         place, one_by_one = 0, False
+        last = keys[len(keys) - 1] if len(keys) else None
+        self._chunks = last.stop // (last.stop - last.start) if last else 0
         while place < len(keys) and self.wanted():
             most = 1 if one_by_one else self._batch_chunks()
             run = [keys[at] for at in range(place, min(place + most, len(keys)))]
@@ -393,7 +402,19 @@ class EntryWriter:
 
     def _reserve(self, run: Sequence[ChunkKey], nbytes: int) -> Reservation | Unlimited:
         capacity = self.store.capacity
-        return Unlimited() if capacity is None else capacity.reserve(run, nbytes, self.ttl_s)
+        if capacity is None:
+            return Unlimited()
+        return capacity.reserve(run, nbytes, self.ttl_s, prompt=self._prompt(run, nbytes))
+
+    def _prompt(self, run: Sequence[ChunkKey], nbytes: int) -> tuple[int, int]:
+        """Return the tokens of a prompt, as far as known, and the bytes that its files take."""
+        layout, size = self.store.layout, run[0].stop - run[0].start
+        chunks = max(self.prompt_chunks, self._chunks, run[-1].stop // size)
+        if layout.window is not None:  # few of its chunks are stored
+            return chunks * size, 0
+        files = layout.full.payload_nbytes(layout) / self.shard.payload_nbytes(layout)
+        blocks = -(-nbytes // _BLOCK_NBYTES) * _BLOCK_NBYTES
+        return chunks * size, math.ceil(chunks * files * blocks * _ROOM)
 
     def _refuse(self, chunks: int) -> list[int]:
         self.refused = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import shutil
 import stat
@@ -214,6 +215,32 @@ class WriterTest(DirectoryTest):
         self.assertTrue(saver.refused)
         store.close()
         self.assertEqual(10, store.lookup(keys))
+
+    def test_a_limit_below_one_prompt(self) -> None:
+        """One line an hour names the limit that holds all of it; and that one does."""
+        chunks = 40
+        keys, memory = self.keys(LARGE, chunks), self.memory(LARGE, chunks)
+        store = self.open(
+            "a", LARGE, bounds=Limits(max_bytes=12 * LARGE.full.payload_nbytes(LARGE))
+        )
+        with self.assertLogs("vua.capacity", "WARNING") as lines:
+            for _ in range(3):
+                stored = EntryWriter(store, memory.map()).save_all(keys)
+            with mock.patch("vua.capacity.reclaim._AGAIN_S", 0.0):
+                EntryWriter(store, memory.map()).save_all(keys)
+        first, *later = lines.output
+        self.assertEqual([first], later)
+        found = re.search(r"([\d,]+) of a prompt's 2,560 tokens .* max_bytes to ([\d,]+)", first)
+        assert found is not None, first
+        left, enough = (int(number.replace(",", "")) for number in found.groups())
+        self.assertLess(left, chunks * 64)
+        self.assertEqual(0, stored)
+        self.assertTrue(store.holds(keys[chunks - left // 64 - 1], [LARGE.full]))
+        self.assertFalse(store.holds(keys[chunks - left // 64], [LARGE.full]))
+
+        store = self.open("b", LARGE, bounds=Limits(max_bytes=enough))
+        with self.assertNoLogs("vua.capacity", "WARNING"):
+            self.assertEqual(chunks, EntryWriter(store, memory.map()).save_all(keys))
 
     def test_hints(self) -> None:
         """Where chunks have hints of their own, each is settled as it is stored."""
