@@ -21,8 +21,6 @@ import xxhash
 
 import make_golden
 from forgery import checksums_of
-from vua.errors import CorruptEntryError
-from vua.format.compressed import COMPRESSED, decompressed
 from vua.format.entry import PLAIN, EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, Naming, token_ids
@@ -45,7 +43,7 @@ class Entry:
 
     name: str
     data: bytes
-    """Of the plain or sealed file, or of a compressed object."""
+    """Of the plain or sealed file."""
     identity: Identity
     layout: KVLayout
     shard: Shard
@@ -70,15 +68,10 @@ class Entry:
         ]
 
     @property
-    def is_compressed(self) -> bool:
-        """Whether it is a compressed object."""
-        return COMPRESSED.encode() in self.data[:64]
-
-    @property
     def payload_at(self) -> int:
-        """Where K begins; of a compressed object where the segments do."""
+        """Where K begins."""
         start = json_nbytes(self.data)
-        at = re.search(rb'"(?:k|segments)":\{[^}]*"data_offsets":\[(\d+),', self.data[:start])
+        at = re.search(rb'"k":\{[^}]*"data_offsets":\[(\d+),', self.data[:start])
         assert at is not None
         return start + int(at[1])
 
@@ -95,7 +88,6 @@ class Entry:
                 "first": key.start,
             },
             "seal": {"key": self.key.hex(), "kind": self.kind} if self.kind else None,
-            "compressed": self.is_compressed,
         }
 
 
@@ -186,12 +178,7 @@ def golden_entries() -> list[Entry]:
         for model, layout, encrypt, extras in make_golden.SEALED_CASES:
             kind = "aes-256-gcm" if encrypt else "gmac"
             found += _golden(root, model, layout, layout.full, extras, kind)
-    (path,) = make_golden.COMPRESSED.iterdir()
-    layout = KVLayout(layers=1, kv_heads=1, k_dim=64, v_dim=64, dtype="BF16", chunk_tokens=64)
-    identity = Identity(model="golden compressed", chunk_tokens=64)
-    data, name = path.read_bytes(), f"golden_compressed/{path.name}"
-    entry = Entry(name, data, identity, layout, layout.full, range(64), 0, namespace="ab" * 32)
-    return [*found, entry]
+    return found
 
 
 def _golden(
@@ -216,11 +203,6 @@ class Judge:
 
     def loaded(self, entry: Entry, data: bytes) -> bytes | None:
         """K and V that a reader of ``entry`` gets of ``data``; None: a miss."""
-        if entry.is_compressed:
-            try:
-                data = bytes(decompressed(memoryview(data)))
-            except CorruptEntryError:
-                return None
         store, key = self._store(entry), entry.asked
         assert isinstance(store.storage, LocalStorage)
         folder = store.storage.directory / key.name[:2] / key.name
@@ -275,28 +257,12 @@ def mutated(rng: random.Random, entry: Entry, others: Sequence[Entry]) -> bytes:
     ]
     way = rng.choice(changes)
     way()
-    if (
-        way is changes[-1] or rng.random() < 0.3
-    ) and not entry.is_compressed:  # a header that says something else, soundly
+    if way is changes[-1] or rng.random() < 0.3:  # a header that says something else, soundly
         return mended(bytes(data), start)
     return bytes(data)
 
 
 ODD = b'0123456789abcdefABCDEF",:{}[] \t\n\x00\xff-.'
-
-
-def content(rng: random.Random) -> bytes:
-    """Bytes of some kind, to be compressed."""
-    size = rng.choice((1, 5, 60, 300, 2000, 40_000))
-    kinds: list[Callable[[], bytes]] = [
-        lambda: bytes(size),
-        lambda: rng.randbytes(size),
-        lambda: bytes(min(255, int(abs(rng.gauss(60, 3)))) for _ in range(size)),
-        lambda: (b"so it goes on and on %d " % size * (size // 18 + 1))[:size],
-        lambda: b"".join(b"%d," % rng.randrange(1000) for _ in range(size // 3 + 1))[:size],
-        lambda: bytes(rng.choices(b"ab", k=size)),
-    ]
-    return rng.choice(kinds)()
 
 
 def text_mutated(rng: random.Random, text: bytes, others: Sequence[bytes]) -> bytes:

@@ -1,6 +1,4 @@
-"""Writes `tests/golden` and `golden_pages`, `_sealed`, `_sealed_v2`, `_compressed`, as they are.
-
-Byte for byte, but for what zstd makes of the last one, which another version of it may change.
+"""Writes `tests/golden` and `golden_pages`, `_sealed`, `_sealed_v2`, byte for byte as they are.
 
 Prints the worked examples of docs/format.md.
 
@@ -22,15 +20,13 @@ from unittest import mock
 
 import numpy as np
 
-from forgery import checksums_of
 from helpers import save_chunk
 from vua.format import entry
-from vua.format.compressed import compress, is_available
 from vua.format.entry import EntryCodec, SealInfo
 from vua.format.identity import Identity, config_digest
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard, pages_layout, payload_map
-from vua.format.parse import encode_header, parse_entry
+from vua.format.parse import parse_entry
 from vua.native import MemoryMap
 from vua.security.seal import Seal, derived
 from vua.security.settings import Security
@@ -42,7 +38,6 @@ GOLDEN = Path(__file__).parent / "golden"
 PAGES = Path(__file__).parent / "golden_pages"
 SEALED = Path(__file__).parent / "golden_sealed_v2"
 SEALED_V1 = Path(__file__).parent / "golden_sealed"
-COMPRESSED = Path(__file__).parent / "golden_compressed"
 KEY = bytes(range(32))  # of all files in there
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 CHUNK = 4
@@ -168,20 +163,6 @@ def make_sealed(root: Path, key_file: Path, version: str = entry.SEALED) -> None
             chain = KeyChain(token_ids(TOKENS), CHUNK, extras, store.keyring.naming())
             for place in range(len(chain)):
                 save_chunk(store, chain[place], memory_of(layout, layout.full), place=place)
-
-
-def compressed_plain() -> bytes:
-    """The plain form of the compressed file."""
-    layout = KVLayout(layers=1, kv_heads=1, k_dim=64, v_dim=64, dtype="BF16", chunk_tokens=64)
-    codec = EntryCodec("ab" * 32, layout, layout.full)
-    numbers = range(layout.full.payload_nbytes(layout) // 2)
-    low = b"".join(hashlib.sha256(bytes([n >> 8 & 255, n & 255])).digest() for n in numbers[::32])
-    high = bytes(0x3A + n.bit_count() // 3 for n in numbers)
-    payload = np.stack([np.frombuffer(one, dtype=np.uint8) for one in (low, high)], axis=1).ravel()
-    checksums = checksums_of(codec, payload.tobytes())
-    (key,) = KeyChain(token_ids(range(64)), 64).first(1)
-    with mock.patch("vua.format.entry.time.time", return_value=CREATED):
-        return encode_header(codec, key, checksums, writer=WRITER) + payload.tobytes()
 
 
 def example(root: Path) -> list[str]:
@@ -358,9 +339,4 @@ if __name__ == "__main__":
             make_sealed(place, Path(aside) / "key", version)
     for place in (GOLDEN, PAGES, SEALED_V1, SEALED):
         without_the_house(place)
-    if is_available():
-        COMPRESSED.mkdir(exist_ok=True)
-        (COMPRESSED / "l0-1.h0-1.compressed.safetensors").write_bytes(
-            compress(compressed_plain()) or b""
-        )
     sys.stdout.write("\n\n".join("\n".join(lines) for lines in examples().values()) + "\n")

@@ -7,7 +7,6 @@ guest; on a machine with NFS it runs as it is.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -282,17 +281,6 @@ def loads(mount: Path, nbytes: int, label: str, keys: list[ChunkKey]) -> None:
     reader.close()
 
 
-def first_token(a: Path, _: Path) -> None:
-    """How much sooner the first token comes where prompts are stored compressed."""
-    from vllm.utils import cpu_resource_utils
-
-    from compressed import first_tokens  # it needs vLLM
-
-    # The guest's kernel names no memory nodes, and vLLM takes the first of them.
-    cpu_resource_utils.get_memory_affinity = lambda _=0: [0]
-    report(first_token=first_tokens(contextlib.nullcontext(f"file://{a}"), 5, 4096))
-
-
 def grown(a: Path, _: Path) -> None:
     """What grows with the number of chunks, in RPCs: see `benchmarks/scale.py`."""
     program, out = Path(__file__).resolve().parents[1] / "scale.py", Path("/run/scale.json")
@@ -314,7 +302,6 @@ def main() -> int:
         "race": race,
         "costs": costs,
         "soon": soon,
-        "first-token": first_token,
         "scale": grown,
     }
     for part in sys.argv[4].split(",") if len(sys.argv) > 4 else list(steps)[:-2]:

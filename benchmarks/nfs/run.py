@@ -3,9 +3,7 @@
 ``python benchmarks/nfs/run.py [--mounts 4.2,3,4.2+lookupcache=positive] [--rtt-ms 1]`` boots the
 guest (`guest.sh`), runs `clients.py` in it once per kind of mount, and prints what it finds, one
 JSON object a line; exit status 1 when something is wrong. Takes minutes: the guest is slow, so read
-its RPC counts and not its milliseconds. With ``--parts first-token --mbit 800 --memory 7G`` a vLLM
-engine there loads plain and compressed prompts by turns; the guest then maps more pages, one by
-one, than Linux allows a process: ``sysctl -w vm.max_map_count=2097152`` before. With ``--parts
+its RPC counts and not its milliseconds. With ``--parts
 scale --mounts 4.2 --out docs/measurements/scale.json`` that file gets what `benchmarks/scale.py`
 finds; a million chunks (``--sizes 10000,100000,1000000 --memory 11G --timeout 9000``) take hours.
 Needs Linux on x86-64, root (the guest's root is the host's file system), and on Debian
@@ -33,7 +31,7 @@ def main() -> int:
     parser.add_argument("--mounts", default="4.2,3,4.2+lookupcache=positive")
     parser.add_argument("--rtt-ms", type=float, default=1.0, help="round trip between the two")
     parser.add_argument("--mbit", type=float, help="what each client's link carries per second")
-    parser.add_argument("--memory", default="1500M", help="of the guest; first-token needs 7G")
+    parser.add_argument("--memory", default="1500M", help="of the guest")
     parser.add_argument("--parts", default="across,race,costs")
     parser.add_argument("--timeout", type=float, default=1500.0)
     parser.add_argument("--modules", type=Path, help="of the guest's kernel, one folder a release")

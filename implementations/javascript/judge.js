@@ -3,11 +3,9 @@
 import { createHash } from "node:crypto";
 import fs from "node:fs";
 import { Miss, parseShard, read, sizesOf, verify, written } from "./entry.js";
-import { plainOf } from "./compressed.js";
 import { Namespace, neededChunks, parseDescription } from "./directory.js";
 import { configDigest, namespaceOf, weightsDigest } from "./keys.js";
 import { sealOf } from "./seal.js";
-import { decompress } from "./zstd.js";
 
 /** What `read` is asked, from an entry as tests and the conformance table describe it. */
 export function askedOf({ namespace, layout, shard, key, seal }) {
@@ -23,7 +21,7 @@ export function askedOf({ namespace, layout, shard, key, seal }) {
 /** "right" with the SHA-256 of K and V, or "miss". */
 export function judged(data, entry) {
   try {
-    const { k, v } = read(entry.compressed ? plainOf(data) : data, askedOf(entry));
+    const { k, v } = read(data, askedOf(entry));
     return { answer: createHash("sha256").update(k).update(v ?? "").digest("hex") };
   } catch (problem) {
     if (!(problem instanceof Miss)) throw problem;
@@ -60,7 +58,7 @@ function judge({ blob, entries, cases, writes, out }) {
   const bytes = fs.readFileSync(blob);
   return cases.map(([which, offset, length]) => {
     const data = Buffer.from(bytes.subarray(offset, offset + length));
-    if (!writes) return `${judged(data, entries[which]).answer} ${entries[which].compressed ? "" : kindOf(data)}`.trim();
+    if (!writes) return `${judged(data, entries[which]).answer} ${kindOf(data)}`;
     const file = write(data, { entry: entries[which], ...writes[which] });
     fs.appendFileSync(out, file);
     return String(file.length);
@@ -82,19 +80,6 @@ export function descriptionKind(bytes, directory) {
 function describe({ blob, cases, directory }) {
   const bytes = fs.readFileSync(blob);
   return cases.map(([, offset, length]) => descriptionKind(bytes.subarray(offset, offset + length), directory));
-}
-
-/** What zstd frames hold that should have some `sizes` of bytes: its SHA-256, or "refused". */
-function frames({ blob, cases, sizes }) {
-  const bytes = fs.readFileSync(blob);
-  return cases.map(([, offset, length], i) => {
-    try {
-      return createHash("sha256").update(decompress(Buffer.from(bytes.subarray(offset, offset + length)), sizes[i])).digest("hex");
-    } catch (problem) {
-      if (!problem.message.startsWith("zstd: ")) throw problem;
-      return "refused";
-    }
-  });
 }
 
 function namespaceIn({ root, layout, model, key, kind }) {
@@ -156,7 +141,7 @@ function copy({ root, to, tokens, without, ...model }) {
   return [from.name, ...written];
 }
 
-const COMMANDS = { judge, describe, frames, put, get, copy };
+const COMMANDS = { judge, describe, put, get, copy };
 
 if (process.argv[1]?.endsWith("judge.js")) {
   const [name, file] = process.argv.slice(2);

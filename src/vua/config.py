@@ -75,16 +75,13 @@ class VUAConfig:
     write_back: str = "always"
     """When a chunk that was read from a slower tier is also copied into the local directory:
     `"always"`, or `"second_use"`: only when the same process reads it for the second time."""
-    codec: str = "off"
-    """Lossless compression of chunks in buckets. `"auto"` compresses when that makes reads faster,
-    `"planes-zstd"` always. With `"off"` compressed chunks of other processes count as missing."""
     security: Security = Security()
     """Whose files are read, who may read what is stored, and the keys."""
 
     _FIELDS = (
         *("split_factor", "model", "epoch", "durable", "threads", "buffer_bytes"),
         *("max_bytes", "min_free_bytes", "ttl_s"),
-        *("upload_mib_s", "write_back", "codec", "security"),
+        *("upload_mib_s", "write_back", "security"),
     )
 
     def __init__(self, **settings: Any) -> None:

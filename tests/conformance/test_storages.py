@@ -12,7 +12,6 @@ import pytest
 from buckets import azurite, memory_url, moto, seaweedfs, speaking_to
 from conformance.sqlite_storage import SQLiteStorage
 from helpers import has_native, native_code
-from vua.format.entry import CODEC
 from vua.storage.base import Batch, ReadResult, Storage
 from vua.storage.bucket import Bucket
 from vua.storage.local import LocalStorage
@@ -84,17 +83,6 @@ class TestBucketInMemory(conformance.StorageConformance, unittest.TestCase):
     def open_storage(self, directory: Path) -> Storage:
         """Use a folder of the bucket."""
         return ObjectStorage(BucketPath(Bucket.at(self.url)) / ("c0" * 32))
-
-
-class TestBucketCompressed(TestBucketInMemory):
-    """Objects that are compressed where that makes them smaller."""
-
-    test_exists = test_list = None  # a compressed object's length does not tell the plain one's
-
-    def open_storage(self, directory: Path) -> Storage:
-        """Use a folder of the bucket."""
-        place = BucketPath(Bucket.at(self.url)) / ("c0" * 32)
-        return ObjectStorage(place, codec=CODEC)
 
 
 class TestBucketOfFiles(TestBucketInMemory):

@@ -6,7 +6,6 @@ import random
 import shutil
 import threading
 import time
-import unittest
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,10 @@ from commands import run as command
 from commands import run_json
 from e2e.harness import PROMPT, Batch, Driver, EngineTest, Phase, Served, run, tokens
 from proxy import HARMS, FaultyProxy
-from vua.format.compressed import is_available
-from vua.format.entry import CODEC, ENCRYPTED
+from vua.format.entry import ENCRYPTED
 from vua.format.parse import parse_entry
 from vua.security.keyring import tenant_of, write_key
 from vua.storage.bucket import Bucket
-from vua.storage.names import is_compressed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 pytest.importorskip("obstore")
@@ -93,17 +90,6 @@ class BucketTest(EngineTest):
         self.assertEqual(640, warm.counts["tokens_loaded"])
         control = self.on("c", BATCH, url=self.server.place())
         self.assertEqual(([expected], [0]), (control.tokens, control.cached))
-
-    @unittest.skipUnless(is_available(), "zstandard is not installed")
-    def test_compressed(self) -> None:
-        """What one host has compressed another one loads: no token differs."""
-        (expected,) = self.baseline(BATCH)
-        codec = {"worker": {"codec": CODEC}}
-        self.assertEqual([expected], self.on("a", BATCH, **codec).tokens)
-        keys = [one.key for one in Bucket.at(self.url).walk()]
-        self.assertEqual(10, sum(map(is_compressed, keys)))
-        warm = self.on("b", BATCH, **codec)
-        self.assertEqual(([expected], [640]), (warm.tokens, warm.cached))
 
     def test_on_the_bucket_alone(self) -> None:
         """Without a directory, too."""

@@ -23,7 +23,6 @@ from scorecard import audited
 from scorecard.attacks import hostile_bytes, mutated
 from vua.core import VUA, VUAConfig
 from vua.errors import CorruptEntryError
-from vua.format.compressed import PACKAGE, Compressed, decompressed
 from vua.format.parse import parse_entry
 from vua.security.keyring import write_key
 
@@ -99,21 +98,6 @@ class TestFuzz(unittest.TestCase):
             if not hostile.startswith(header):
                 with self.assertRaises(CorruptEntryError):
                     parse_entry(hostile)
-
-    @seed(22)
-    @settings(max_examples=150, database=None, suppress_health_check=list(HealthCheck))
-    @given(some.integers(0, 1 << 32))
-    def test_compressed(self, number: int) -> None:
-        """Behind a sound beginning: what decompresses at all is as long as it has to be."""
-        pytest.importorskip(PACKAGE)
-        sound = next((TESTS / "golden_compressed").rglob("*.safetensors")).read_bytes()
-        plain_nbytes = Compressed.parse(sound).plain_nbytes
-        data = sound[:1024] + mutated(sound[1024:], random.Random(number))
-        try:
-            found = decompressed(memoryview(data))
-        except CorruptEntryError:
-            return
-        self.assertEqual(plain_nbytes, len(found))
 
     @pytest.mark.thorough
     @seed(21)

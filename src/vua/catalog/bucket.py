@@ -7,7 +7,6 @@ with `boto3` if it is installed: `obstore` cannot read them.
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import io
 import itertools
@@ -47,8 +46,7 @@ from vua.catalog.check import Check, Checker, ExpectedEntry, Item, OpenFile, Ver
 from vua.catalog.chunk_table import ListedChunk
 from vua.catalog.listed import ListedCatalog, ListedNamespace
 from vua.errors import ConfigError, CorruptEntryError, StorageError
-from vua.format.compressed import PACKAGE, Compressed, decompressed
-from vua.format.entry import AUTO, MAX_HEADER_NBYTES
+from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import Shard
 from vua.format.parse import EntryInfo, parse_entry
 from vua.security.keyring import KnownKeys
@@ -69,14 +67,11 @@ from vua.storage.location import BucketPath
 from vua.storage.mark import MARK
 from vua.storage.names import (
     AFTER,
-    COMPRESSED_SUFFIX,
     PARENTS,
     TTL_FOLDER,
     entry_at,
-    is_compressed,
     is_renewing,
     kind_at,
-    plain_path,
 )
 from vua.storage.object import FULL, ObjectStorage, parents_in, write_parents
 from vua.storage.signed_reads import Meta
@@ -167,9 +162,9 @@ class BucketNamespace(ListedNamespace):
         with contextlib.suppress(OSError, CorruptEntryError):
             data = bucket.get(key, 0, _HEADER_NBYTES)[1]
             try:
-                return _parsed(path, data)
+                return parse_entry(bytes(data))
             except CorruptEntryError:
-                return _parsed(path, bucket.get(key, 0, 2 * MAX_HEADER_NBYTES)[1])
+                return parse_entry(bytes(bucket.get(key, 0, 2 * MAX_HEADER_NBYTES)[1]))
         return None
 
     def shard_of(self, path: str) -> Shard | None:
@@ -207,23 +202,16 @@ class BucketNamespace(ListedNamespace):
         unpin_in_bucket(self.bucket_path, chunk, held)
 
     def listed(self, chunk: str) -> list[str]:
-        """Return the names of entries, in their plain form, and marks."""
+        """Return the names of entries and marks."""
         one = self.chunks.get(chunk)
         paths = () if one is None else (*one.paths, *one.marks)
         names = (path.rpartition("/")[2] for path in paths)
-        return sorted({plain_path(name) for name in names})
+        return sorted(set(names))
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenFile]:
-        chunk = self.chunks.get(path[3:].partition("/")[0])
-        paths = [] if chunk is None else sorted(chunk.paths)
-        found = next((one for one in paths if plain_path(one) == path), path)
-        data = (self.bucket_path / found).read(MAX_FILE_NBYTES)
-        try:
-            plain = decompressed(memoryview(data)) if is_compressed(found) else data
-        except ImportError as problem:
-            raise OSError(errno.ENOPKG, f"{found}: compressed; pip install {PACKAGE}") from problem
-        yield OpenFile(io.BytesIO(plain))
+        data = (self.bucket_path / path).read(MAX_FILE_NBYTES)
+        yield OpenFile(io.BytesIO(data))
 
     def keys(self, paths: Sequence[str]) -> list[str]:
         return [(self.bucket_path / path).key for path in paths]
@@ -388,18 +376,15 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     ) -> Verification:
         result, checker = Verification(description, self.state(description)), Checker(keys)
         bucket_path = self._path(description)
-        storage = ObjectStorage(bucket_path, codec=AUTO)
+        storage = ObjectStorage(bucket_path)
 
         def check(item: Item) -> tuple[str, Check, bool]:
             try:
                 meta, data = bucket_path.bucket.get((bucket_path / item.path).key)
             except OSError as problem:
                 return item.path, Check("error", (str(problem),), 0), False
-            where, compressed = (
-                ExpectedEntry(bucket_path.name, item.chunk, item.shard),
-                is_compressed(item.path),
-            )
-            done = checker.check_bytes(memoryview(bytearray(data)), where, compressed=compressed)
+            where = ExpectedEntry(bucket_path.name, item.chunk, item.shard)
+            done = checker.check_bytes(memoryview(bytearray(data)), where)
             removed = False
             if repair and done.outcome in ("corrupt", "foreign") and item.shard is not None:
                 removed = storage.delete(entry_name(item.chunk, item.shard), meta.tag or None)
@@ -449,19 +434,13 @@ def _item(bucket_path: BucketPath, meta: Meta) -> Item:
 
 
 def _holds_entry(bucket: Bucket, key: str) -> bool:
-    """Whether an object holds an entry, plain or compressed, by its content."""
+    """Whether an object holds an entry, by its content."""
     with contextlib.suppress(OSError):
         data = bucket.get(key, 0, _HEADER_NBYTES)[1]
-        for name in ("", COMPRESSED_SUFFIX):
-            with contextlib.suppress(CorruptEntryError):
-                _parsed(name, data)
-                return True
+        with contextlib.suppress(CorruptEntryError):
+            parse_entry(bytes(data))
+            return True
     return False
-
-
-def _parsed(path: str, data: memoryview) -> EntryInfo:
-    """Parse the header of an object of either form. Raises CorruptEntryError."""
-    return parse_entry(Compressed.parse(data).header if is_compressed(path) else bytes(data))
 
 
 _NBYTES: Final = 2 << 20

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, Literal, TypeAlias
 
 from vua.errors import CorruptEntryError, VUAError
-from vua.format.compressed import PACKAGE, decompressed
-from vua.format.entry import CODEC, ENCRYPTED, MAX_HEADER_NBYTES
+from vua.format.entry import ENCRYPTED, MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import (
     EntryInfo,
@@ -34,7 +33,6 @@ from vua.storage.description import Description
 from vua.storage.local import SUFFIX, version_of
 from vua.storage.location import BucketPath, is_url
 from vua.storage.names import Kind as NamedKind
-from vua.storage.names import is_compressed, plain_path
 from vua.store.entry_reader import check_parts
 from vua.store.evidence import fits, settled
 
@@ -111,8 +109,6 @@ class Check:
     """The file's header, if readable."""
     authentic: bool = False
     """Whether the seal proves that the key's owner wrote its bytes."""
-    codec: str = ""
-    """The codec, if it was compressed."""
 
 
 class Checker:
@@ -134,23 +130,10 @@ class Checker:
         except OSError as problem:
             return Check("error", (problem.strerror or str(problem),), 0)
 
-    def check_bytes(
-        self, data: memoryview, expected: ExpectedEntry, *, compressed: bool = False
-    ) -> Check:
-        """Judge ``data``, all of a file or object.
-
-        Encrypted data stays encrypted. ``compressed``: by the object's name.
-        """
-        nbytes = len(data)
-        try:
-            data = decompressed(data) if compressed else data
-        except CorruptEntryError as problem:
-            return Check("corrupt", (str(problem),), nbytes)
-        except ImportError:
-            return Check("error", (f"compressed, which needs the package {PACKAGE}",), nbytes)
+    def check_bytes(self, data: memoryview, expected: ExpectedEntry) -> Check:
+        """Judge ``data``, all of a file or object. Encrypted data stays encrypted."""
         first = data[:_BUFFER_NBYTES]
-        check = self._check(len(data), first, iter([data[_BUFFER_NBYTES:]]), expected)
-        return replace(check, nbytes=nbytes, codec=CODEC if compressed else "")
+        return self._check(len(data), first, iter([data[_BUFFER_NBYTES:]]), expected)
 
     def _check(
         self, nbytes: int, first: memoryview, more: Iterator[memoryview], expected: ExpectedEntry
@@ -344,7 +327,7 @@ def _check_object(at: BucketPath, checker: Checker, expected: ExpectedEntry) -> 
     except OSError as problem:
         return Check("error", (problem.strerror or str(problem),), 0)
     view = memoryview(bytearray(data))
-    return checker.check_bytes(view, expected, compressed=is_compressed(at.name))
+    return checker.check_bytes(view, expected)
 
 
 def _check_file(path: Path, checker: Checker, expected: ExpectedEntry) -> Check:
@@ -360,7 +343,7 @@ def _check_file(path: Path, checker: Checker, expected: ExpectedEntry) -> Check:
 
 
 def _place_of(path: Path | BucketPath) -> tuple[Description | None, ExpectedEntry]:
-    name = plain_path(path.name)
+    name = path.name
     shard = Shard.parse(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
     chunk, directory = path.parent, path.parent.parent.parent
     if shard is None or not _is_digest(chunk.name):

@@ -372,8 +372,6 @@ def _lines(
     check: Check, namespace: Description | None, place: ExpectedEntry
 ) -> list[tuple[str, str]]:
     lines = _statements(check.info, namespace) if check.info else [("size", size(check.nbytes))]
-    if check.codec:
-        lines.append(("compressed", f"to {size(check.nbytes)} by {check.codec}"))
     known = [name for name in ("namespace", "chunk", "shard", "layout") if getattr(place, name)]
     against = f"the file itself, and its place's {', '.join(known)}" if known else "the file itself"
     lines.append(("checked", f"{against}: {'all agree' if check.outcome == 'sound' else 'not so'}"))
@@ -428,7 +426,6 @@ def _describe_file(file: str, check: Check) -> dict[str, object]:
             "writer": info.writer,
             "header_nbytes": info.header_nbytes,
             "file_nbytes": info.file_nbytes,
-            "codec": check.codec or None,
             "seal": info.kind or None,
             "key": info.seal_info.key_id or None,
             "checksums": [f"{value:016x}" for value in info.checksums.tolist()],

@@ -95,10 +95,6 @@ class WorkerResources:
     write_back: str = "always"
     """When a chunk that was read from a slower tier is also copied into the local directory:
     `"always"`, or `"second_use"`: only when the same worker reads it for the second time."""
-    codec: str = "off"
-    """Lossless compression of chunks in buckets. `"auto"` compresses when that makes reads faster,
-    `"planes-zstd"` always. With `"off"` compressed chunks of other processes count as missing. All
-    hosts of a bucket need the same value."""
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type or out of range. Raises ConfigError."""

@@ -33,7 +33,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from vua.errors import ConfigError, CorruptEntryError, LayoutError
+from vua.errors import CorruptEntryError, LayoutError
 from vua.format.keys import ChunkKey
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
 from vua.io.plan import ARRAYS_MAX, EXTENT, READ, EntryPlan
@@ -297,19 +297,6 @@ def _self_check(header: memoryview, end: int) -> bool:
     digest.update(_BLANK_CHECK)
     digest.update(header[end:])
     return digest.hexdigest().encode() == header[start:end]
-
-
-OFF: Final = "off"
-AUTO: Final = "auto"
-CODEC: Final = "planes-zstd"
-"""The only codec so far: high bytes through zstd, low bytes unchanged."""
-
-
-def check_codec(codec: object) -> None:
-    """Raise ConfigError if ``codec`` is not a valid setting."""
-    if codec not in (OFF, AUTO, CODEC):
-        msg = f'codec must be "{OFF}", "{AUTO}" or "{CODEC}", found {codec!r:.60}'
-        raise ConfigError(msg)
 
 
 _READ_NBYTES: Final = 256 << 10

@@ -192,7 +192,7 @@ class Entry(NamedTuple):
 
     name: str
     nbytes: int
-    """Bytes stored: fewer than its length if it is compressed."""
+    """Bytes stored."""
     last_used_s: float
     """Seconds since 1970 of the last write, or of the last use if the storage notes uses."""
 

@@ -19,8 +19,6 @@ Kind = Literal[
 ]
 """Kinds of files in a namespace. A stray is not VUA's and is never changed."""
 
-COMPRESSED_SUFFIX: Final = ".compressed.safetensors"
-"""Suffix of an entry in the form of `vua.format.compressed`, only in buckets."""
 PIN: Final = "pin-"
 """Name prefix of an empty file that pins the chunk whose directory it is in."""
 AFTER: Final = "after-"
@@ -52,7 +50,7 @@ def kind_at(path: str) -> Kind:
     """
     if path == DESCRIPTION:
         return "description"
-    folder, _, name = plain_path(path).rpartition("/")
+    folder, _, name = path.rpartition("/")
     fan, _, chunk = folder.partition("/")
     if is_namespace_name(chunk) and chunk.startswith(fan) and len(fan) == 2:
         return "temporary" if _RENEWING.fullmatch(name) else chunk_file_kind(name)
@@ -85,20 +83,9 @@ def is_renewing(path: str) -> bool:
 
 
 def entry_at(path: str) -> str:
-    """Return the name of the entry whose file, or object of either form, is at ``path``.
+    """Return the name of the entry whose file is at ``path``.
 
     Empty if it is not an entry; ``path`` is relative to the namespace.
     """
-    path = plain_path(path)
     name = path[3:].removesuffix(SUFFIX)
     return name if kind_at(path) == "entry" and entry_path(name) == path else ""
-
-
-def is_compressed(path: str) -> bool:
-    """Whether an object is a compressed entry, by its name."""
-    return path.endswith(COMPRESSED_SUFFIX)
-
-
-def plain_path(path: str) -> str:
-    """Return the path of the plain form of the object at ``path``."""
-    return path.removesuffix(COMPRESSED_SUFFIX) + SUFFIX if is_compressed(path) else path

@@ -5,11 +5,6 @@ into a bucket is a cache there, and the reverse. An object is visible as a whole
 concurrent writers of one name write the same. No server is trusted: what comes back is verified
 like a file (:class:`vua.store.entry_reader.EntryReader`).
 
-An entry may instead have an object of compressed form under another name
-(:mod:`vua.format.compressed`); only this module knows about it. If both exist, which two concurrent
-writers can cause, each is whole, and either is read. :class:`Compression` decides by the setting,
-or by the speed of the link.
-
 A listing does not tell which chunk precedes which, and a header costs a request for each chunk. So
 a process that stores writes what it knows into objects of the namespace,
 ``parents/<16 hex digits>``: 16 bytes that name the form, for each chunk its prefix hash and that of
@@ -32,8 +27,7 @@ from typing import Final
 import xxhash
 
 from vua.errors import CorruptEntryError, NotWritableError, StorageError
-from vua.format.compressed import PACKAGE, Compressed, compress, decompressed, is_available
-from vua.format.entry import AUTO, MAX_HEADER_NBYTES, OFF
+from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import Shard
 from vua.format.parse import parent_in
 from vua.io.forks import new_lock
@@ -47,9 +41,9 @@ from vua.storage.base import (
     ReadResult,
     WriteResult,
 )
-from vua.storage.local import SUFFIX, chunk_path, entry_path
+from vua.storage.local import chunk_path, entry_path
 from vua.storage.location import BucketPath
-from vua.storage.names import COMPRESSED_SUFFIX, PARENTS, entry_at, is_compressed
+from vua.storage.names import PARENTS, entry_at
 from vua.storage.signed_reads import Meta
 
 FULL: Final = 1 << 20
@@ -128,109 +122,6 @@ def _parts(known: Sequence[tuple[str, str]]) -> Iterator[Sequence[tuple[str, str
 
 log = logging.getLogger(__name__)
 
-_LEAST_NBYTES: Final = 256 << 10
-"""Shorter transfers measure the server's latency rather than its link."""
-_NEWEST: Final = 0.2
-"""Weight of the newest measurement in each mean."""
-_LEAST_GAIN: Final = 0.9
-"""Compress only if reading then takes less than this share of a plain read's time."""
-
-
-class Compression:
-    """Compresses and decompresses the entries of one prefix, and measures both. Thread-safe.
-
-    With `auto` an entry is compressed if a thread then reads it in less time: by the mean speed of
-    past transfers, and by the time to decompress. Nothing is compressed before the first transfer.
-    """
-
-    _warned: Final[set[str]] = set()
-    """Prefixes about which this process has warned that it cannot read all entries."""
-
-    def __init__(self, codec: str, where: str) -> None:
-        """Start without measurements.
-
-        Args:
-            codec: `auto`, or a codec's name: then everything that shrinks is compressed.
-            where: names the prefix, for the log.
-        """
-        self._codec, self._where = codec, where
-        self._link_s = self._work_s = self._share = 0.0
-        self.found_first = is_available()
-        """Whether the last entry read was compressed: then that form is tried first."""
-        self._told = False
-
-    @property
-    def wants_compressed(self) -> bool:
-        """Whether to look for compressed entries: they can be read, or it was not warned yet."""
-        return is_available() or self._where not in self._warned
-
-    def unreadable(self) -> None:
-        """Warn, once, about compressed entries that cannot be read here."""
-        if self._where not in self._warned:
-            self._warned.add(self._where)
-            log.warning(
-                "%s holds compressed entries, which are misses here: pip install %s",
-                *(self._where, PACKAGE),
-            )
-
-    def moved(self, nbytes: int, took_s: float) -> None:
-        """Note the duration of one transfer."""
-        if nbytes >= _LEAST_NBYTES:
-            self._link_s = _mean(self._link_s, took_s / nbytes)
-
-    def packed(self, data: bytes | memoryview) -> bytes | None:
-        """Return an entry's file in compressed form if it is to be sent so, else None."""
-        if not is_available() or (self._codec == AUTO and not self._link_s):
-            return None
-        if self._share and not self._gains():
-            return None
-        try:
-            stored = compress(data)
-        except CorruptEntryError:  # readers judge it
-            return None
-        if stored is None:
-            return None
-        self._share = _mean(self._share, len(stored) / len(data))
-        if not self._work_s:
-            began_s = time.thread_time()
-            decompressed(memoryview(stored))
-            self._worked(len(data), began_s)
-        return stored if self._gains() else None
-
-    def expanded(
-        self, found: Compressed, data: memoryview, offset: int, nbytes: int, into: memoryview
-    ) -> memoryview:
-        """Return a part of the plain file, see :meth:`Compressed.plain`."""
-        began_s = time.thread_time()
-        plain = found.plain(data, offset, nbytes, into)
-        self._worked(nbytes, began_s)
-        return plain
-
-    def _worked(self, nbytes: int, began_s: float) -> None:
-        """Note the CPU time of a decompression; other work may share the CPU."""
-        if nbytes:
-            self._work_s = _mean(self._work_s, (time.thread_time() - began_s) / nbytes)
-
-    def _gains(self) -> bool:
-        """Whether compressed entries are worth their work on this link."""
-        if self._codec != AUTO:
-            return True
-        gains = self._share * self._link_s + self._work_s < _LEAST_GAIN * self._link_s
-        if gains and not self._told:
-            self._told = True
-            log.info(
-                "%s: entries are compressed to %.0f %%: %.0f MB/s come over its link, %.0f MB/s "
-                "are decompressed",
-                *(self._where, 100 * self._share, 1e-6 / self._link_s),
-                1e-6 / max(self._work_s, 1e-12),
-            )
-        return gains
-
-
-def _mean(mean: float, newest: float) -> float:
-    return mean + _NEWEST * (newest - mean) if mean else newest
-
-
 _GAP_NBYTES: Final = 512 << 10
 """Ranges of an object closer together than this are read by one request: it costs less."""
 _HEAD_NBYTES: Final = 1 << 10
@@ -274,22 +165,18 @@ class ObjectStorage:
     capabilities = Capabilities(probes=_PROBES, batch_nbytes=_BATCH_NBYTES)
     gone = False
 
-    def __init__(
-        self, bucket_path: BucketPath, renew: Callable[[], None] | None = None, codec: str = OFF
-    ) -> None:
+    def __init__(self, bucket_path: BucketPath, renew: Callable[[], None] | None = None) -> None:
         """Use the objects below ``bucket_path``; sends nothing.
 
         ``renew`` marks the cache and describes the namespace if either is missing; it raises
         StorageError. It must succeed before the first write, as objects without a mark would never
         be deleted. It is called again once a minute while writing: everything may have been deleted
-        under a running process. ``codec`` says whether entries are compressed; with "off"
-        compressed entries are ignored.
+        under a running process.
         """
         self.directory = bucket_path
         self._bucket = bucket_path.bucket
         self._renew = renew
         self._renewed_s: float | None = None
-        self._compression = None if codec == OFF else Compression(codec, str(bucket_path))
         self._notes = ParentNotes(bucket_path)
         self.times = WriteTimes()
 
@@ -297,13 +184,8 @@ class ObjectStorage:
         """Write which chunk precedes which; the bucket stays open for others."""
         self._notes.write(ends=True)
 
-    def _key(self, name: str, suffix: str = SUFFIX) -> str:
-        return f"{self.directory.key}/{entry_path(name, suffix)}"
-
-    def _keys(self, name: str) -> list[str]:
-        """Return the keys to look for, one per form of an entry, the plain one first."""
-        looks = self._compression is not None and self._compression.wants_compressed
-        return [self._key(name, suffix) for suffix in (SUFFIX, COMPRESSED_SUFFIX)[: 1 + looks]]
+    def _key(self, name: str) -> str:
+        return f"{self.directory.key}/{entry_path(name)}"
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -337,7 +219,7 @@ class ObjectStorage:
                 raise FileNotFoundError(name)  # replaced between two requests
 
         with self._bucket.in_flight(nbytes):
-            data = self._of_either_form(batch, name, offset, nbytes, note)
+            data = self._part(self._key(name), offset, nbytes, batch.nbytes, note)
             wanted = [(offset, nbytes)] if whole else batch.ranges
             for start, size in wanted:
                 if offset <= start and start + size <= offset + nbytes:
@@ -345,69 +227,13 @@ class ObjectStorage:
         if whole and batch.offer is not None:
             batch.offer(index, data)
 
-    def _of_either_form(
-        self, batch: Batch, name: str, offset: int, nbytes: int, note: Callable[[Meta], None]
-    ) -> memoryview:
-        """Return a part of an entry, from the object of the form that exists.
-
-        Raises OSError, CorruptEntryError.
-        """
-        compression = self._compression
-        if compression is None or not is_available():
-            return self._plain(batch, name, offset, nbytes, note)
-        first = compression.found_first
-        for compressed in (first, not first):
-            with suppress(FileNotFoundError):
-                if compressed:
-                    data = self._expanded(compression, batch, name, offset, nbytes, note)
-                else:
-                    data = self._plain(batch, name, offset, nbytes, note)
-                compression.found_first = compressed
-                return data
-        raise FileNotFoundError(name)
-
-    def _plain(
-        self, batch: Batch, name: str, offset: int, nbytes: int, note: Callable[[Meta], None]
-    ) -> memoryview:
-        return self._part(self._key(name), offset, nbytes, batch.nbytes, note)
-
-    def _expanded(
-        self,
-        compression: Compression,
-        batch: Batch,
-        name: str,
-        offset: int,
-        nbytes: int,
-        note: Callable[[Meta], None],
-    ) -> memoryview:
-        """Return a part of an entry from its compressed object, reading only what that needs."""
-        key, plain_nbytes = self._key(name, COMPRESSED_SUFFIX), batch.nbytes
-        if nbytes == plain_nbytes:
-            meta, data = self._timed(key)
-            note(meta)
-            found = Compressed.parse(data)
-            stored_nbytes, data = len(data), data[int(found.edges[0]) :]
-        else:
-            head = Compressed.head_nbytes(batch.transfer.plan.header_nbytes, plain_nbytes)
-            meta, data = self._timed(key, 0, head)
-            note(meta)
-            found, stored_nbytes = Compressed.parse(data), meta.nbytes
-        if (found.plain_nbytes, found.nbytes) != (plain_nbytes, stored_nbytes):
-            msg = f"{stored_nbytes} bytes of {found.plain_nbytes}; expected {plain_nbytes}"
-            raise CorruptEntryError(msg)
-        if nbytes < plain_nbytes:
-            start, size = found.span(*found.segments(offset, nbytes))
-            data = self._part(key, start, size, found.nbytes, note) if size else data[:0]
-        memory = self._bucket.memory(plain_nbytes)
-        return compression.expanded(found, data, offset, nbytes, memory)
-
     def _part(
         self, key: str, offset: int, nbytes: int, of_nbytes: int, note: Callable[[Meta], None]
     ) -> memoryview:
         """Get a part of an object of ``of_nbytes`` bytes. Raises OSError, CorruptEntryError."""
         whole = nbytes == of_nbytes
         try:
-            meta, data = self._timed(key, *(() if whole else (offset, nbytes)))
+            meta, data = self._bucket.get(key, *(() if whole else (offset, nbytes)))
         except FileNotFoundError:
             raise
         except StorageError:
@@ -422,23 +248,12 @@ class ObjectStorage:
             raise CorruptEntryError(msg)
         return data
 
-    def _timed(self, key: str, *part: int) -> tuple[Meta, memoryview]:
-        """Get an object or a part of it, and note the duration. Raises OSError."""
-        began_s = time.monotonic()
-        meta, data = self._bucket.get(key, *part)
-        if self._compression is not None:
-            self._compression.moved(len(data), time.monotonic() - began_s)
-        return meta, data
-
     def head(self, name: str) -> bytes:
-        """Return an entry's first MiB, from either form. Raises OSError."""
-        for key in self._keys(name):
-            with suppress(FileNotFoundError):
-                return bytes(self._bucket.get(key, 0, MAX_HEADER_NBYTES)[1])
-        raise FileNotFoundError(name)
+        """Return an entry's first MiB. Raises OSError."""
+        return bytes(self._bucket.get(self._key(name), 0, MAX_HEADER_NBYTES)[1])
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> Sequence[bool]:
-        """Ask for the objects' descriptions, of each form, several at a time."""
+        """Ask for the objects' descriptions, several at a time."""
 
         def head(key: str) -> int | None:
             with suppress(OSError):
@@ -449,26 +264,8 @@ class ObjectStorage:
                 return meta.nbytes
             return None
 
-        keys = [self._keys(name) for name in names]
-        sizes = iter(self._bucket.each(head, [key for some in keys for key in some], small=True))
-        return [self._is_there([next(sizes) for _ in some], nbytes) for some in keys]
-
-    def _is_there(self, sizes: Sequence[int | None], nbytes: int | None) -> bool:
-        """Whether an entry exists, given the sizes of its forms' objects."""
-        plain, *others = sizes
-        if plain is not None and nbytes in (None, plain):
-            return True
-        found = any(size is not None and (nbytes is None or size < nbytes) for size in others)
-        return found and self._can_expand()
-
-    def _can_expand(self) -> bool:
-        """Whether compressed objects can be read; if not, warns."""
-        if self._compression is not None and not is_available():
-            self._compression.unreadable()
-        return self._compression is not None and is_available()
-
-    def _is_read(self, key: str, name: str) -> bool:
-        return key == self._key(name) or self._can_expand()
+        sizes = self._bucket.each(head, [self._key(name) for name in names], small=True)
+        return [size is not None and nbytes in (None, size) for size in sizes]
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """List the objects of the namespace, or of one chunk; foreign names are ignored."""
@@ -477,7 +274,7 @@ class ObjectStorage:
         with suppress(OSError):
             for meta in self._bucket.walk(bucket_path.key):
                 name = entry_at(meta.key.removeprefix(f"{self.directory.key}/"))
-                if name and self._is_read(meta.key, name):
+                if name:
                     yield Entry(name, meta.nbytes, meta.modified_s)
 
     # -- writing ------------------------------------------------------------------------------
@@ -519,39 +316,20 @@ class ObjectStorage:
         else:
             self._renewed_s = now_s
 
-    def _is_other(self, name: str, nbytes: int, *, compressed: bool) -> bool:
-        """Whether an entry exists in the form that is not about to be written."""
-        sizes: list[int | None] = [None, None]
-        with suppress(OSError):
-            key = self._key(name, COMPRESSED_SUFFIX if compressed else SUFFIX)
-            sizes[compressed] = self._bucket.head(key).nbytes
-        return self._is_there(sizes, nbytes)
-
     def _put(self, batch: Batch, index: int) -> int:
         """Write one object; return its status. Raises OSError."""
         name = batch.names[index]
         with self._bucket.in_flight(batch.nbytes):
-            data: bytes | memoryview = batch.entry(index, self._bucket.memory(batch.nbytes))
+            data = batch.entry(index, self._bucket.memory(batch.nbytes))
             key, head = self._key(name), bytes(data[:_HEAD_NBYTES])
-            if self._compression is not None:
-                packed = self._compression.packed(data)
-                if self._is_other(name, batch.nbytes, compressed=packed is None):
-                    return PRESENT
-                if packed is not None:
-                    data, key = packed, self._key(name, COMPRESSED_SUFFIX)
-            began_s = time.monotonic()
             try:
                 self._bucket.put(key, data, create=key not in self._bucket.stuck)
                 self._bucket.stuck.discard(key)
             except FileExistsError:
                 with suppress(FileNotFoundError):  # deleted between the two requests
-                    found = self._bucket.head(key).nbytes
-                    sizes = [None, found] if is_compressed(key) else [found]
-                    if self._is_there(sizes, batch.nbytes):
+                    if self._bucket.head(key).nbytes == batch.nbytes:
                         return PRESENT
                 self._bucket.put(key, data)
-            if self._compression is not None:
-                self._compression.moved(len(data), time.monotonic() - began_s)
         self._notes.note(name, head)
         return WRITTEN
 
@@ -560,10 +338,7 @@ class ObjectStorage:
 
         If another process replaces it between check and deletion, the new one is lost: a miss.
         """
-        gone = [self._delete(key, if_version) for key in self._keys(name)]
-        return all(gone)
-
-    def _delete(self, key: str, if_version: bytes | None) -> bool:
+        key = self._key(name)
         try:
             if if_version is not None and self._bucket.head(key).tag != if_version:
                 return True

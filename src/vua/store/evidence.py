@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from vua.errors import CorruptEntryError, EntryError
+from vua.errors import EntryError
 from vua.format.layout import KVLayout
 from vua.format.parse import EntryInfo, parse_entry
 from vua.security.settings import Security
@@ -62,12 +62,7 @@ def _header(storage: Storage, name: str) -> EntryInfo | None:
     if head is None:
         return None
     with suppress(OSError, EntryError):
-        data = head(name)
-        with suppress(CorruptEntryError):
-            return parse_entry(data)
-        from vua.format.compressed import Compressed  # noqa: PLC0415 - of buckets alone
-
-        return parse_entry(Compressed.parse(memoryview(data)).header)
+        return parse_entry(head(name))
     return None
 
 
@@ -111,7 +106,6 @@ def stated_at(found: Description) -> Stated:
 def _opened(found: Description) -> LocalStorage | ObjectStorage:
     if isinstance(found.path, Path):
         return LocalStorage(found.path, security=Security(trusted_uids="any"))
-    from vua.format.entry import AUTO  # noqa: PLC0415 - most caches are directories
-    from vua.storage.object import ObjectStorage  # noqa: PLC0415
+    from vua.storage.object import ObjectStorage  # noqa: PLC0415 - most caches are directories
 
-    return ObjectStorage(found.path, codec=AUTO)
+    return ObjectStorage(found.path)

@@ -15,7 +15,6 @@ from vua.capacity.bucket import BucketCapacity, Renewal
 from vua.capacity.limits import Limits
 from vua.capacity.reservation import Capacity
 from vua.errors import ConfigError, NotWritableError, StorageError, VUAError
-from vua.format.entry import AUTO
 from vua.format.identity import Identity
 from vua.format.keys import Keys
 from vua.format.layout import KVLayout
@@ -220,15 +219,16 @@ class BucketKind:
         security: Security,
         rules: TierRules,
     ) -> ObjectStorage:
+        del rules
         make = _describing(path, identity, layouts, security)
-        return ObjectStorage(path, make, rules.codec)
+        return ObjectStorage(path, make)
 
     def open(self, path: BucketPath, access: Access, layouts: object) -> Namespace | None:
         del layouts
         found = settled(read_bucket_description(path))
         if not found.layouts:
             return None
-        storage = ObjectStorage(path, codec=_reading(access.rules).codec)
+        storage = ObjectStorage(path)
         capacity = RenewingCapacity(storage, None)
         security = access.security or Security()
         return Namespace(path.name, storage, found.layouts, capacity, security)
@@ -236,15 +236,15 @@ class BucketKind:
     def create(
         self, root: BucketPath, identity: Identity, layouts: Sequence[KVLayout], access: Access
     ) -> Namespace:
-        _, bounds, security, rules = access  # objects always are durable
-        path, codec = root / identity.namespace, _writing(rules).codec
+        _, bounds, security, _ = access  # objects always are durable
+        path = root / identity.namespace
         security = security or Security()
         make = _describing(path, identity, layouts, security)
         storage = described(
             lambda: read_bucket_description(path),
             layouts,
             make,
-            lambda: ObjectStorage(path, make, codec),
+            lambda: ObjectStorage(path, make),
         )
         capacity = RenewingCapacity(storage, bounds)
         return Namespace(identity.namespace, storage, layouts, capacity, security)
@@ -276,7 +276,6 @@ class TiersKind:
         found = next((one for one in described if one.layouts), None)
         if found is None or found.identity is None:
             return None
-        access = access._replace(rules=_reading(access.rules))
         return self.create(path.parent, found.identity, found.layouts, access)
 
     def create(
@@ -314,10 +313,6 @@ def _tier_kind(place: object) -> DirectoryKind | BucketKind:
 def description_at(path: Any) -> Description:
     """Read a namespace's description in a directory or bucket; never raises for its content."""
     return _tier_kind(path).description(path)
-
-
-def _reading(rules: object) -> TierRules:
-    return TierRules(codec=AUTO) if rules is None else TierRules.of(rules)
 
 
 def _writing(rules: object) -> TierRules:

@@ -88,9 +88,8 @@ def open_namespace(
     """Open the namespace at ``path``; None if its layouts are unknown.
 
     One described tier is enough; then the nearest is described, too. ``layouts`` are the reader's,
-    for a directory: it is opened with these unless an entry says otherwise. Without ``rules``,
-    compressed entries of a bucket are read, too. Other arguments as for :func:`create_namespace`.
-    Raises OSError; StorageError if it belongs to an untrusted user.
+    for a directory: it is opened with these unless an entry says otherwise. Other arguments as
+    for :func:`create_namespace`. Raises OSError; StorageError if it belongs to an untrusted user.
     """
     access = Access(bounds=bounds, security=security, rules=rules)
     return kind_of(path).open(path, access, layouts)

@@ -1,4 +1,4 @@
-"""The user's settings for copies between tiers, and for compression in buckets."""
+"""The user's settings for copies between tiers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from vua.errors import ConfigError
-from vua.format.entry import OFF, check_codec
 
 _ALWAYS: Final = "always"
 _SECOND_USE: Final = "second_use"
@@ -22,15 +21,11 @@ class TierRules:
     write_back: str = _ALWAYS
     """When a chunk read from a slower tier is also copied into the local directory. ``"always"``;
     or ``"second_use"``: only from the second read by the same process on."""
-    codec: str = OFF
-    """Lossless compression of chunks in buckets: "off", "auto" or a codec's name. "auto" compresses
-    if that makes reads faster; see :mod:`vua.storage.object`."""
 
     def __post_init__(self) -> None:
         if self.write_back not in (_ALWAYS, _SECOND_USE):
             msg = f'write_back must be "{_ALWAYS}" or "{_SECOND_USE}", found {self.write_back!r}'
             raise ConfigError(msg)
-        check_codec(self.codec)
         value = self.upload_mib_s
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and 0 < value < math.inf):

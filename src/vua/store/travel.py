@@ -27,7 +27,6 @@ from vua.capacity.lru import Recent, mtime_ns_of, set_mtime
 from vua.capacity.marks import mark
 from vua.capacity.reservation import Reservation
 from vua.errors import EntryError, StorageError
-from vua.format.compressed import Compressed
 from vua.format.keys import ChunkKey
 from vua.format.parse import parse_entry
 from vua.io.forks import watch
@@ -229,10 +228,7 @@ def _whole_nbytes(tier: Storage, name: str) -> int:
     Raises OSError, EntryError.
     """
     head = getattr(tier, "head", lambda _: b"")(name)
-    try:
-        return parse_entry(head).file_nbytes
-    except EntryError:
-        return Compressed.parse(head).plain_nbytes
+    return parse_entry(head).file_nbytes
 
 
 def whole_batch(name: str, data: bytes | memoryview) -> Batch:

@@ -11,25 +11,20 @@ import threading
 import time
 import unittest
 from collections import Counter
-from pathlib import Path
 from unittest import mock
 
 import pytest
 from travellers import CONFIG, KV, prompt, until, wait_for_travel
 
-import compressed
 from buckets import memory_url, seaweedfs, speaking_to
 from commands import run, run_json
-from compressed import CompressedTest, config
 from helpers import DirectoryTest, kv_bits, namespace_of
 from vua.capacity.reservation import Reservation
 from vua.core import VUA, VUAConfig
 from vua.errors import StorageError
-from vua.format.compressed import decompressed, is_available
 from vua.format.keys import token_ids
 from vua.storage.bucket import Bucket
 from vua.storage.local import LocalStorage
-from vua.storage.names import is_compressed
 from vua.store.place import open_namespace
 from vua.store.tier_rules import TierRules
 from vua.store.travel import WriteBack
@@ -407,44 +402,6 @@ class DirectoryBehindTest(TierTest):
     test_without_the_bucket = None
     test_damage_is_not_copied = None
     test_more_than_one_read_takes = None  # of the directory alone
-
-
-@pytest.mark.skipif(not is_available(), reason="zstandard is not installed")
-class CompressedTravelTest(CompressedTest):
-    """A directory in front of a bucket in which entries are compressed."""
-
-    def test_there_and_back(self) -> None:
-        """What travels is compressed; what is written back is byte for byte what was there."""
-        near = self.root / "near"
-        with VUA(config(), [str(near), self.url]) as vua:
-            vua.put(compressed.TOKENS, compressed.KV)
-            wait_for_travel(vua)
-        files = {one.name: one.read_bytes() for one in near.rglob("*.safetensors")}
-        self.assertEqual([True] * 2, [is_compressed(key) for key in self.objects()])
-        (name,) = files
-        for key in self.objects():
-            plain = bytes(decompressed(self.bucket.get(key)[1]))
-            self.assertIn(plain, [one.read_bytes() for one in near.rglob(name)])
-        other = self.root / "other"
-        with VUA(config(), [str(other), self.url]) as vua:
-            self.assertEqual(128, vua.get_closest(compressed.TOKENS).num_tokens)
-            until(lambda: len([*other.rglob("*.safetensors")]) == 2)
-        self.check_alike(near, other)
-        ahead = self.root / "ahead"
-        with VUA(config(), [str(ahead), self.url]) as vua:
-            chain = namespace_of(vua).keys(token_ids(compressed.TOKENS))
-            namespace_of(vua).travel.fetch(
-                [(chain[at].name, chain[at].before.hex()) for at in range(len(chain))]
-            )
-            until(lambda: len([*ahead.rglob("*.safetensors")]) == 2)
-        self.check_alike(near, ahead)
-
-    def check_alike(self, one: Path, other: Path) -> None:
-        """Two directories have the same files."""
-        self.assertEqual(
-            sorted(path.read_bytes() for path in one.rglob("*.safetensors")),
-            sorted(path.read_bytes() for path in other.rglob("*.safetensors")),
-        )
 
 
 if __name__ == "__main__":
