@@ -151,7 +151,7 @@ def _database(root: Path) -> None:
 
 
 def _logs(root: Path) -> None:
-    _write(root, "bounds.json", "syslog", "syslog.1", ".upkeep/lease", ".upkeep/history")
+    _write(root, "bounds.json", "syslog", "syslog.1", ".upkeep/search", ".upkeep/history")
 
 
 def _mirror(root: Path) -> None:

@@ -63,7 +63,7 @@ _VICTIMS: Final = 1 << 16
 """Victims that one sweep gathers at least. With a million chunks it takes 2 s or more."""
 AT_ONCE: Final = 1 << 16
 """Of so many chunks the exact lowest are looked for, even while a writer waits."""
-_SHARED: Final = 1 << 14
+SHARED: Final = 1 << 14
 """With fewer chunks each process looks for itself: that is as fast as to read what others found."""
 _FUTURE_NS: Final = 10 * 10**9
 """An mtime further ahead of the server's clock than this means that the clock was set back."""
@@ -607,7 +607,7 @@ class Evictor:
         self._sweep = self._pool_of = None
         took_s = time.monotonic() - self._sweep_began_s
         self._ranked_until_s = time.monotonic() + took_s / _PASSES_SHARE
-        is_many = sweep.chunks >= _SHARED and not sweep.is_large
+        is_many = sweep.chunks >= SHARED and not sweep.is_large
         if self.shares and is_many and self._sweep_seen_ns != _LATEST_NS:
             self._tell_victims(took_s)
 

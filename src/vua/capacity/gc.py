@@ -53,7 +53,7 @@ from vua.io.posix import close_quietly, open_beneath
 from vua.io.spool import Rows, Spool
 from vua.storage.description import is_unknown
 from vua.storage.local import SUFFIX, chunk_path
-from vua.storage.mark import UPKEEP, claim
+from vua.storage.mark import claim
 from vua.storage.names import is_temporary
 
 _HEAD_NBYTES: Final = 1024
@@ -415,33 +415,29 @@ def _evict(
     show: Show,
     remover: Remover,
 ) -> None:
-    """Evict what is too old or too much, once this pass holds the lease."""
+    """Evict what is too old or too much, after other passes that look for victims."""
     evictor = Evictor(root, policy=LeastHitDensity(root, at_once=True))
     evictor.immovable = remover.immovable
     deadline_s = time.monotonic() + _LEASE_WAIT_S
-    while True:
-        with lease(directory) as held:
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(lease(directory))
+        while held is None and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+            held = stack.enter_context(lease(directory))
+
+        def pulse(freed: DeletionTotals, need: int = 0) -> None:
             if held is not None:
+                held.renew()
+            show(f"{freed.chunks} chunks evicted", freed.nbytes, need, amount=freed.nbytes)
 
-                def pulse(freed: DeletionTotals, need: int = 0) -> None:
-                    held.renew()
-                    show(f"{freed.chunks} chunks evicted", freed.nbytes, need, amount=freed.nbytes)
-
-                now_ns = next_tick_ns(directory)
-                report.expired = _expire(evictor, now_ns, limits, pulse)
-                need = _measure(root, limits, report)
-                if need > 0:
-                    report.evicted = evictor.evict(
-                        need, now_ns, pins_nbytes=report.pins_most, pulse=partial(pulse, need=need)
-                    )
-                    _measure(root, limits, report)  # other processes write meanwhile
-                return
-        if _measure(root, limits, report) <= 0 and limits.ttl_s is None:
-            return  # another process has done it
-        if time.monotonic() > deadline_s:
-            report.problems.append(f"{UPKEEP}/lease was held by another process for a minute")
-            return
-        time.sleep(0.05)
+        now_ns = next_tick_ns(directory)
+        report.expired = _expire(evictor, now_ns, limits, pulse)
+        need = _measure(root, limits, report)
+        if need > 0:
+            report.evicted = evictor.evict(
+                need, now_ns, pins_nbytes=report.pins_most, pulse=partial(pulse, need=need)
+            )
+            _measure(root, limits, report)  # other processes write meanwhile
 
 
 def _drop_empty(root: str | os.PathLike[str], now_ns: int, remover: Remover) -> int:

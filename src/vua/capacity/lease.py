@@ -1,26 +1,23 @@
 """What the processes that use a cache directory tell each other in ``<root>/.upkeep``.
 
-Who evicts: one at a time per cache directory, by agreement and not by lock.
+Each process evicts for what it writes. They may evict at the same time: of several that delete a
+chunk one succeeds, so all of them together free what they need. No process waits for another one to
+evict, which may hang.
 
-``<root>/.upkeep/lease`` is created exclusively, its time renewed by the holder, and taken over when
-it has not been renewed for `EXPIRY_S` *by the server's clock*. It only saves work. There may be two
-holders at once: a host that slept, an NFS client that created twice. They delete the same oldest
-chunks, and at worst a burst too many. No wrong byte and no lost prefix can result.
+One process at a time looks for victims, by agreement and not by lock: ``<root>/.upkeep/search`` is
+created exclusively, its time renewed by the holder, and taken over when it has not been renewed for
+`EXPIRY_S` *by the server's clock*. It only saves work. There may be two holders at once: a host
+that slept, an NFS client that created twice.
 
-Where a full file system has no room for that file, the directory itself is locked, which needs
-none: else a full one could never be emptied.
-
-Who looks for victims (``search``, a second lease) writes down what it found in ``victims``: so one
-pass over all mtimes is enough for any number of processes. Whoever may write there can change the
-order of eviction, and nothing else: a victim is looked at again before it goes, and what changed
-after that file was written stays.
+The holder writes down what it found in ``victims``: so one pass over all mtimes is enough for any
+number of processes. Whoever may write there can change the order of eviction, and nothing else: a
+victim is looked at again before it goes, and what changed after that file was written stays.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import math
 import os
 import random
@@ -42,11 +39,9 @@ from vua.native import ChunkNames
 from vua.storage.mark import UPKEEP
 
 EXPIRY_S: Final = 30.0
-"""After so long without a renewal a holder counts as dead. A burst takes about a second."""
+"""After so long without a renewal a holder counts as dead: it renews often while it searches."""
 
-_LEASE: Final = "lease"
-SEARCH: Final = "search"
-"""The lease of who looks for victims."""
+_LEASE: Final = "search"
 _VICTIMS: Final = "victims"
 _VICTIMS_MAGIC: Final = b"VUAvict1"
 _VICTIMS_HEAD: Final = struct.Struct("<8sqqqII")
@@ -101,99 +96,82 @@ class Lease:
         self._fd = fd
 
     def renew(self) -> None:
-        """Renew it; a lock needs no renewal."""
+        """Renew it, if there is a file."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
                 os.utime(self._fd)
 
 
 @contextlib.contextmanager
-def lease(directory: int, name: str = _LEASE) -> Iterator[Lease | None]:
-    """Hold a lease in ``directory`` (a descriptor); None while somebody else does.
+def lease(directory: int) -> Iterator[Lease | None]:
+    """Hold the lease in ``directory`` (a descriptor); None while another process does.
 
-    Raises OSError if nothing can be created there.
+    Several may hold it where a full file system has no room for it. Raises OSError if nothing can
+    be created there.
     """
     try:
-        fd = None if isinstance(directory, Bare) else _made(directory, name)
+        fd = None if isinstance(directory, Bare) else _made(directory)
+        is_free = fd is not None or isinstance(directory, Bare)
     except OSError as problem:
         if problem.errno not in FULL:
             raise
-        directory = Bare(directory)
-    if isinstance(directory, Bare) and name != _LEASE:
-        yield Lease(None)  # several may search: the lock is for who evicts
-        return
-    if isinstance(directory, Bare):
-        with _locked(directory) as locked:
-            yield Lease(None) if locked else None
-        return
-    if fd is None:
-        yield None
-        return
+        fd, is_free = None, True
     try:
-        yield Lease(fd)
+        yield Lease(fd) if is_free else None
     finally:
-        with contextlib.suppress(OSError):
-            ours, there = os.fstat(fd), os.stat(name, dir_fd=directory, follow_symlinks=False)
-            if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
-                os.unlink(name, dir_fd=directory)
-        close_quietly(fd)
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                ours = os.fstat(fd)
+                there = os.stat(_LEASE, dir_fd=directory, follow_symlinks=False)
+                if (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino):
+                    os.unlink(_LEASE, dir_fd=directory)
+            close_quietly(fd)
 
 
-@contextlib.contextmanager
-def _locked(directory: int) -> Iterator[bool]:
-    """Lock a directory through its descriptor; whether that went well."""
+def renewed_ns(directory: int) -> int:
+    """Return when the lease was renewed, ns since 1970 by the server's clock; 0: there is none."""
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        yield False
-        return
-    except OSError:  # a file system without locks: it only saves work
-        yield True
-        return
-    try:
-        yield True
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(directory, fcntl.LOCK_UN)
+        return os.stat(_LEASE, dir_fd=directory, follow_symlinks=False).st_mtime_ns
+    except OSError:
+        return 0
 
 
-def _made(directory: int, name: str) -> int | None:
+def _made(directory: int) -> int | None:
     """Make the lease, in the place of one that has expired; None while somebody holds it."""
-    fd = _create(directory, name)
-    if fd is not None or not _expired(directory, name):
+    fd = _create(directory)
+    if fd is not None or not _expired(directory):
         return fd
     try:
-        aside = f"{name}-{secrets.token_hex(4)}"
-        os.rename(name, aside, src_dir_fd=directory, dst_dir_fd=directory)
+        aside = f"{_LEASE}-{secrets.token_hex(4)}"
+        os.rename(_LEASE, aside, src_dir_fd=directory, dst_dir_fd=directory)
         os.unlink(aside, dir_fd=directory)
     except OSError as problem:  # another process was faster, or the file system is full
         if problem.errno in FULL:
             with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=directory)
-    return _create(directory, name)
+                os.unlink(_LEASE, dir_fd=directory)
+    return _create(directory)
 
 
-def _create(directory: int, name: str) -> int | None:
+def _create(directory: int) -> int | None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(name, flags, 0o600, dir_fd=directory)
+        return os.open(_LEASE, flags, 0o600, dir_fd=directory)
     except FileExistsError:
         return None
 
 
-def _expired(directory: int, name: str) -> bool:
+def _expired(directory: int) -> bool:
     """Whether the holder is dead.
 
     A time from the future is not a renewal: the clock was set back since, and a living holder
     renews again.
     """
     try:
-        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        found = os.stat(_LEASE, dir_fd=directory, follow_symlinks=False)
     except FileNotFoundError:
         return True
     if not stat.S_ISREG(found.st_mode) or found.st_size:
-        msg = f"{UPKEEP}/{name} was not created by VUA: remove it (until then, nothing is evicted)"
-        raise FileExistsError(errno.EEXIST, msg)
+        return False  # not created by VUA
     return abs(server_now_ns(directory) - found.st_mtime_ns) > EXPIRY_S * 1e9
 
 

@@ -18,18 +18,19 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from vua.capacity import marks
-from vua.capacity.evictor import AT_ONCE, PINNED_SHARE, Evictor
+from vua.capacity.evictor import AT_ONCE, PINNED_SHARE, SHARED, Evictor
 from vua.capacity.lease import (
-    SEARCH,
     Lease,
     Writers,
     done_ago_s,
     lease,
     note_done,
+    renewed_ns,
     upkeep_directory,
 )
 from vua.capacity.limits import Limits
@@ -49,9 +50,12 @@ _BURST_SHARE: Final = 1 / 200
 """Share of the limit that is freed at once. Freeing early costs hits: on traces of requests 1 %
 less space costs up to 1.4 % of the hits."""
 _BURST_FILES: Final = (8, 512)
-"""Files freed at once, at least and at most. Each burst takes the lease and asks for the time, so
-it is worth 8 files (but never a hundredth of the limit); ext4 creates files slowly after tens of
-thousands of deletes."""
+"""Files freed at once, at least and at most. Each burst asks for the time, so it is worth 8 files
+(but never a hundredth of the limit); ext4 creates files slowly after tens of thousands of
+deletes."""
+_PARTS: Final = 64
+"""A writer that finds far too much stored evicts a part of the limit and measures again: others may
+evict at the same time. All writers together take so many steps at least."""
 _SEARCH_SHARE: Final = 0.95
 """From this share of the limit on victims are looked for, so that they are known when needed."""
 _FEW_VICTIMS: Final = 4096
@@ -68,6 +72,9 @@ _EXPIRY_RATIO: Final = 20
 last one took."""
 _COSTLY_S: Final = 0.25
 """A search for space that took longer, in vain, is not repeated for ten times as long."""
+_SILENT_S: Final = 1.0
+"""How long to wait for victims of a process that does not renew its lease."""
+_POLL_S: Final = 0.05
 _WAIT_S: Final = 4.0
 """Longest wait of a writer: vLLM's connector gives a write up after `timeouts.io_s`, 10 s."""
 _CLOSE_WAIT_S: Final = 5.0
@@ -179,7 +186,6 @@ class Reclaimer:
         # mtime of the oldest parent of what was written since the last eviction; of the latest
         self._writing_ns = self._latest_ns = _NO_PARENT_NS
         self._ahead_from_s = self._search_from_s = self._expire_from_s = 0.0
-        self._someone_evicts = False
         self._requests: deque[_Request] = deque()
         self._has_work = False  # something must be done before a writer has to wait for it
         self._thread_running = False
@@ -374,13 +380,11 @@ class Reclaimer:
             return False
         if estimate.missing(nbytes) > 0:
             estimate.ask_disk()
-        need = estimate.missing(nbytes)
-        if need <= 0 or self._free(need, nbytes, below):
-            return True
-        if self._someone_evicts and estimate.is_tolerable(nbytes):
+        if self._free(nbytes, below):
             return True
         estimate.doubt()
-        if below.prompt_nbytes <= limits.max_bytes:  # else `refused` says more
+        said = self._warned & {"evict", "mark"}  # why nothing is evicted
+        if not said and below.prompt_nbytes <= limits.max_bytes:  # else `refused` says more
             cause = _NO_INODES if estimate.lacks_inodes else _NO_SPACE
             self.warn_once("refused", f"{self._root}: no room for a chunk: {cause}")
         cost_s = time.monotonic() - began_s
@@ -388,19 +392,32 @@ class Reclaimer:
             self._paused_until_s = began_s + 10 * cost_s
         return False
 
-    def _free(self, need: int, nbytes: int, below: Below) -> bool:
+    def _part_bytes(self) -> int:
+        """Bytes to free before the next measurement, where far too much is stored."""
+        limits, writers = self._estimate.limits, self._estimate.writers
+        return 0 if limits is None else limits.max_bytes // (_PARTS * writers)
+
+    def _free(self, nbytes: int, below: Below) -> bool:
         """Evict for a writer of ``nbytes`` that waits, and a burst more; whether it may write.
 
-        Where very many chunks exceed the limit by little, as a new process may estimate, it is
-        enough that more goes than it adds: the rest goes ahead of need.
+        Where much must go, as after the limit was lowered, the other writers evict, too: each takes
+        a part and measures. Where the limit is exceeded by little it is enough that more goes than
+        is added: the rest goes ahead of need.
         """
         estimate, burst_bytes = self._estimate, self._burst_bytes()
-        if estimate.chunks > AT_ONCE and need > burst_bytes and estimate.is_tolerable(nbytes):
-            freed = self._evict(max(2 * nbytes, burst_bytes // 8), below)
-            return freed.nbytes >= 2 * nbytes
-        # While no victims are known the writer waits for a search, too: a small burst does.
-        more_bytes = burst_bytes if self._knows_victims else burst_bytes // 8
-        return self._evict(need + more_bytes, below).nbytes >= need
+        while (need := estimate.missing(nbytes)) > 0:
+            is_little = estimate.is_tolerable(nbytes)
+            part = max(2 * nbytes, burst_bytes // 8 if is_little else self._part_bytes())
+            # While no victims are known the writer waits for a search, too: a small burst does.
+            more_bytes = burst_bytes if self._knows_victims else burst_bytes // 8
+            freed = self._evict(need + more_bytes if need <= part else part, below)
+            if freed.nbytes < min(need, 2 * nbytes):
+                return False
+            if need > part:
+                if is_little:
+                    break
+                self.measure()
+        return True
 
     def _refresh(self, nbytes: int) -> None:
         """Find out what is not known, or known for too long, to say whether ``nbytes`` fit."""
@@ -424,15 +441,20 @@ class Reclaimer:
             self._search()
         began_s, need = time.monotonic(), self._estimate.missing(self._burst_bytes() // 2)
         if need > 0 and began_s >= self._ahead_from_s:
-            if self._estimate.chunks > AT_ONCE:
-                need = min(need, self._burst_bytes())  # whoever waits is served in between
+            # Writers that wait are served in between.
+            need = min(need, max(self._burst_bytes(), self._part_bytes(), self._largest_bytes))
             wanted = need + self._burst_bytes() // 2
             if self._evict(wanted, ahead=True).nbytes < need:  # do not try all the time
                 cost_s = time.monotonic() - began_s
                 self._ahead_from_s = began_s + max(0.1, 11 * cost_s)
 
-    def _search(self) -> None:
-        began_s = time.monotonic()
+    def _search(self, *, waits: bool = False) -> None:
+        """Look for victims, unless another process does so: then take what it has found.
+
+        With ``waits`` wait for that, as long as that process renews its lease.
+        """
+        began_s = renewed_s = time.monotonic()
+        last_ns = 0
         if not self._may_delete():
             self._search_from_s = began_s + _TTL_INTERVAL_S
             return
@@ -440,10 +462,21 @@ class Reclaimer:
             directory = upkeep_directory(self._root)
             try:
                 now_ns = next_tick_ns(directory)
-                with lease(directory, SEARCH) as held:
-                    self._evictor.prepare(
-                        now_ns, lambda: self._between(held), looks=held is not None
-                    )
+                while True:
+                    with lease(directory) as held:
+                        self._evictor.prepare(
+                            now_ns, partial(self._between, held), looks=held is not None
+                        )
+                    if held is not None or self._knows_victims or not waits:
+                        break
+                    self._pulse(None)
+                    if (at_ns := renewed_ns(directory)) != last_ns:
+                        last_ns, renewed_s = at_ns, time.monotonic()
+                    elif time.monotonic() - renewed_s > _SILENT_S:
+                        text = f"the process that looks for victims has been silent for {_SILENT_S}"
+                        self.warn_once("search", f"{self._root}: {text} s; this one looks, too")
+                        break
+                    time.sleep(_POLL_S)
             finally:
                 close_quietly(directory)
         except OSError as problem:
@@ -490,21 +523,24 @@ class Reclaimer:
         pause_s = _TTL_INTERVAL_S if ttl_s is None else min(max(1.0, ttl_s / 8), _TTL_INTERVAL_S)
         self._expire_from_s = now_s + pause_s
 
-        def expire(directory: int, held: Lease, now_ns: int) -> DeletionTotals:
+        def expire(directory: int, now_ns: int) -> DeletionTotals:
             ago_s, took_s = done_ago_s(directory, _EXPIRY, now_ns)
             left_s = max(pause_s, _EXPIRY_RATIO * took_s) - ago_s
             if left_s > 0:
                 self._expire_from_s = now_s + left_s
                 return NOTHING
             before_ns = 0 if ttl_s is None else now_ns - int(ttl_s * 1e9)
-            freed = self._evictor.expire(now_ns, before_ns, lambda _: self._between(held))
+            with lease(directory) as held:
+                if held is None:
+                    return NOTHING
+                freed = self._evictor.expire(now_ns, before_ns, lambda _: self._between(held))
             took_s = time.monotonic() - now_s
             note_done(directory, _EXPIRY, took_s)
             self._expire_from_s = now_s + max(pause_s, _EXPIRY_RATIO * took_s)
             return freed
 
         if ttl_s is not None or self._has_own_ttls():
-            self._hold_lease(expire)
+            self._delete(expire)
 
     def _has_own_ttls(self) -> bool:
         try:
@@ -531,11 +567,13 @@ class Reclaimer:
     def _evict(
         self, nbytes: int, below: Below = ANYTHING, *, ahead: bool = False
     ) -> DeletionTotals:
-        """Evict unless another process does so now."""
+        """Evict. Of many chunks a process that knows no victims takes those of another one."""
         limits = self._estimate.limits
+        if not self._knows_victims and SHARED <= self._estimate.chunks <= AT_ONCE:
+            self._search(waits=True)
         pins_nbytes = None if limits is None else int(limits.max_bytes * PINNED_SHARE)
 
-        def evict(_: int, held: Lease, now_ns: int) -> DeletionTotals:
+        def evict(_: int, now_ns: int) -> DeletionTotals:
             what = Below(self._ahead_before_ns(now_ns)) if ahead else below
             return self._evictor.evict(
                 nbytes,
@@ -544,24 +582,22 @@ class Reclaimer:
                 most_rank=what.rank,
                 pins_nbytes=pins_nbytes,
                 hurries=True,
-                pulse=lambda _: self._pulse(held),
+                pulse=lambda _: self._pulse(None),
             )
 
-        return self._hold_lease(evict)
+        return self._delete(evict)
 
-    def _hold_lease(self, work: Callable[[int, Lease, int], DeletionTotals]) -> DeletionTotals:
-        """Do ``work`` with the lease and the server's time; what fails brings one warning."""
-        self._someone_evicts = False
+    def _delete(self, work: Callable[[int, int], DeletionTotals]) -> DeletionTotals:
+        """Call ``work`` with the upkeep directory and the server's time; a failure is one warning.
+
+        Returns what it has deleted.
+        """
         if not self._may_delete():
             return NOTHING
         try:
             directory = upkeep_directory(self._root)
             try:
-                with lease(directory) as held:
-                    if held is None:
-                        self._someone_evicts = True
-                        return NOTHING
-                    freed = work(directory, held, next_tick_ns(directory))
+                freed = work(directory, next_tick_ns(directory))
             finally:
                 close_quietly(directory)
         except OSError as problem:
@@ -574,10 +610,7 @@ class Reclaimer:
         return freed
 
     def _ahead_before_ns(self, now_ns: int) -> int:
-        """Return the mtime below which to evict ahead of need: nothing of a prompt being written.
-
-        Called while holding the lease: writes continue while this process waits for it.
-        """
+        """Return the mtime below which to evict ahead: nothing of a prompt being written."""
         with self._changed:
             before_ns = min(self._writing_ns, now_ns) - _AHEAD_AGE_NS
             self._writing_ns = self._latest_ns
@@ -586,8 +619,9 @@ class Reclaimer:
     def _cannot_evict(self, problem: OSError) -> None:
         self.warn_once("evict", f"nothing can be evicted from {self._root}: {problem}")
 
-    def _pulse(self, held: Lease) -> None:
-        held.renew()
+    def _pulse(self, held: Lease | None) -> None:
+        if held is not None:
+            held.renew()
         if self._closed:
             raise StoppedError
 
@@ -655,24 +689,25 @@ class Reclaimer:
             if not self._requests:
                 self._too_slow = False
                 return False
-            request = self._requests[0]
-        granted = not request.given_up and self.make_space(
-            request.nbytes, request.below, full=request.full
-        )
-        with self._changed:
-            self._requests.popleft()
-            request.granted, request.answered = granted and not request.given_up, True
-            if request.granted and not request.full:
-                self._estimate.reserve(request.nbytes, request.files)
-                if self._estimate.chunks > AT_ONCE:  # what waited for this request to be served
-                    self._has_work = self._has_work or self._is_due
-            self._changed.notify_all()
+            request = self._requests.popleft()
+        granted = False
+        try:
+            granted = not request.given_up and self.make_space(
+                request.nbytes, request.below, full=request.full
+            )
+        finally:
+            with self._changed:
+                request.granted, request.answered = granted and not request.given_up, True
+                if request.granted and not request.full:
+                    self._estimate.reserve(request.nbytes, request.files)
+                    if self._estimate.chunks > AT_ONCE:  # what waited for this request
+                        self._has_work = self._has_work or self._is_due
+                self._changed.notify_all()
         return True
 
     def _between(self, held: Lease | None) -> None:
         """Between two steps of a search: stop at the end, serve who can be served without one."""
-        if held is not None:
-            self._pulse(held)
+        self._pulse(held)
         estimate = self._estimate
         if self._requests and estimate.is_stale:
             self.measure()

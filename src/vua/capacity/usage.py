@@ -56,7 +56,7 @@ _SIZED_CHUNKS_LEAST: Final = 8
 """More than 32 namespaces share 8192 measurements; each gets at least this many."""
 
 TOLERANCE: Final = 0.02
-"""Share of the limit by which it may be exceeded while another process is evicting."""
+"""Share of the limit by which it may be exceeded while it is being evicted from."""
 
 _INTERVAL_SHARES: Final = (1 / 512, 1 / 32)
 """Shares of the limit that may be written between two measurements: the fewest, the most."""
@@ -199,7 +199,8 @@ class UsageEstimate:
         self._nbytes_per_inode = _INODE_NBYTES
         self._reserved_files = 0
         self._interval_bytes, self._share = 0.0, _INTERVAL_SHARES[0]
-        self._writers = 1
+        self.writers = 1
+        """How many processes write, this one too."""
         self._measured_at_s = self._cost_s = 0.0
 
     def forget(self) -> None:
@@ -270,7 +271,7 @@ class UsageEstimate:
         return self.limits is None or self._unmeasured_bytes >= self._interval_bytes / 2
 
     def is_tolerable(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` more may be written while another process is evicting."""
+        """Whether ``nbytes`` more may be written while what is too much is evicted."""
         most = 0 if self.limits is None else int(self.limits.max_bytes * (1 + TOLERANCE))
         has_inodes = self._free_inodes is None or self._free_inodes > INODES_PER_CHUNK
         return has_inodes and self._used_bytes + nbytes <= most and self._free_bytes > nbytes
@@ -320,8 +321,8 @@ class UsageEstimate:
             low, high = _INTERVAL_SHARES
             agreed = gap < _AGREED_SHARE
             self._share = min(2 * self._share, high) if agreed else max(self._share / 2, low)
-            self._share = low if writers > 2 * self._writers else self._share  # many have come
-            self._writers = writers
+            self._share = low if writers > 2 * self.writers else self._share  # many have come
+            self.writers = writers
             part = limits.max_bytes * self._share / writers
             self._interval_bytes = part * random.uniform(0.5, 1.0)  # noqa: S311
             self.limits, self.chunks = limits, usage.chunks

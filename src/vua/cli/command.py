@@ -70,7 +70,7 @@ def as_owner(directory: str) -> Iterator[None]:
 
 def _hand_over(directory: str, owner: os.stat_result) -> None:
     """Give root's files in `.upkeep` to the directory's owner; links stay."""
-    kept = (f"{UPKEEP}/{name}" for name in ("lease", "clock", USES))
+    kept = (f"{UPKEEP}/{name}" for name in ("search", "clock", USES))
     for name in (UPKEEP, *kept, LIMITS_FILE, MARK):
         with contextlib.suppress(OSError):
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

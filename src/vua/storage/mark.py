@@ -169,7 +169,7 @@ def _is_furniture(root: str | os.PathLike[str], name: str) -> bool:
     if name == UPKEEP:
         with contextlib.suppress(OSError):
             ours = re.compile(
-                f"lease|search|victims|done-|writers|clock|written-back|{USES}"
+                f"search|victims|done-|writers|clock|written-back|{USES}"
             )  # earlier versions wrote written-back
             return all(ours.match(one) for one in os.listdir(Path(root) / UPKEEP))
         return False

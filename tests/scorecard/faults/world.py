@@ -165,7 +165,7 @@ class World:
         """Paths of what no reader will ever look at: temporary and half-deleted things."""
         found = []
         for path in self.root.rglob("*"):
-            is_lease = path.parent.name == UPKEEP and path.name.startswith("lease-")
+            is_lease = path.parent.name == UPKEEP and path.name.startswith("search-")
             if is_lease or path.name.startswith((TEMPORARY, TRASH)):
                 found.append(path)
             elif len(path.name) == 64 and len(path.parent.name) == 2:

@@ -228,13 +228,13 @@ class TestLease(DirectoryTest):
             self.assertIsNone(second)
         with lease(self.fd) as third:
             self.assertIsNotNone(third)
-        self.assertFalse((self.root / ".upkeep" / "lease").exists())
+        self.assertFalse((self.root / ".upkeep" / "search").exists())
 
     def test_taken_over(self) -> None:
         """A lease that nobody renews is taken over, and its holder's end takes nothing away."""
         with lease(self.fd) as dead:
             past = server_now_ns(self.fd) - 31 * 10**9
-            os.utime("lease", ns=(past, past), dir_fd=self.fd)
+            os.utime("search", ns=(past, past), dir_fd=self.fd)
             with lease(self.fd) as heir:
                 self.assertIsNotNone(heir)
             with lease(self.fd) as again:
@@ -242,7 +242,7 @@ class TestLease(DirectoryTest):
                 self.assertIsNotNone(again)
                 if dead is not None:
                     dead.renew()
-                self.assertTrue((self.root / ".upkeep" / "lease").exists())
+                self.assertTrue((self.root / ".upkeep" / "search").exists())
 
 
 class TestCapacity(DirectoryTest):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 import unittest
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ import pytest
 import vua
 from helpers import SOON_S, TESTS, DirectoryTest, until
 from replay import LAYOUT, NBYTES, Cache
-from vua.capacity import evictor
+from vua.capacity import evictor, reclaim
+from vua.capacity.evictor import Evictor
+from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.lru import mtime_ns_of, server_now_ns, set_mtime
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.storage.base import WRITTEN
@@ -130,6 +134,76 @@ class TestReclaim(DirectoryTest):
     def tries(cache: Cache) -> int:
         """Refusals after the first two."""
         return max(0, cache.capacity.counts["chunks_refused"] - 2)
+
+    def test_another_hangs(self) -> None:
+        """While a process hangs within its eviction the others evict for themselves."""
+        caches = [Cache(self.root, 50), Cache(self.root, 50)]
+        for number in range(50):
+            self.save(caches[0], number)
+        answer, real, hung = threading.Event(), evictor.delete_chunks, threading.Event()
+
+        def delete(*args: Any, **options: Any) -> Any:
+            if not hung.is_set():
+                hung.set()
+                answer.wait(2 * SOON_S)
+            return real(*args, **options)
+
+        self.addCleanup(answer.set)
+        with mock.patch.object(evictor, "delete_chunks", delete), self.assertNoLogs("vua"):
+            threading.Thread(target=self.save, args=(caches[0], 100), daemon=True).start()
+            self.assertTrue(hung.wait(SOON_S))
+            written = [self.save(caches[1], 200 + number) for number in range(10)]
+            answer.set()
+            self.wait_for_end()
+        self.assertEqual([True] * 10, written)
+
+    def test_search_of_another_hangs(self) -> None:
+        """Nor do they wait for long for the victims of one that hangs, and they say why."""
+        cache = Cache(self.root, 50)
+        for number in range(50):
+            self.save(cache, number)
+        directory = upkeep_directory(self.root)
+        self.addCleanup(os.close, directory)
+        with (
+            lease(directory),
+            mock.patch.object(reclaim, "SHARED", 1),
+            mock.patch.object(reclaim, "_SILENT_S", 0.2),
+            self.assertLogs("vua.capacity.reclaim", "WARNING") as logs,
+        ):
+            self.assertTrue(self.save(Cache(self.root, 50), 100))
+        self.assertIn("has been silent", logs.output[0])
+        self.assertEqual(1, len(logs.output))
+
+    def test_few_chunks_and_many_writers(self) -> None:
+        """Four writers of a directory with room for 24 chunks store what one alone does."""
+        caches = [Cache(self.root, 24) for _ in range(4)]
+
+        def save(writer: int) -> int:
+            numbers = range(1000 * writer, 1000 * writer + 20)
+            return sum(self.save(caches[writer], number) for number in numbers)
+
+        with ThreadPoolExecutor(4) as pool:
+            written = list(pool.map(save, range(4)))
+        self.assertGreaterEqual(min(written), 18, written)
+        self.assertLessEqual(self.occupied(), 28 * NBYTES)
+
+    @pytest.mark.thorough
+    def test_lower_limit(self) -> None:
+        """Of what a lower limit leaves too much each writer evicts a part, not all of it."""
+        cache = Cache(self.root, 200)
+        for number in range(200):
+            self.save(cache, number)
+        caches, deleted = [Cache(self.root, 100) for _ in range(4)], threading.Barrier(4)
+        real = Evictor.evict
+
+        def evict(*args: Any, **options: Any) -> Any:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                deleted.wait(0.2)  # all at the same time
+            return real(*args, **options)
+
+        with mock.patch.object(Evictor, "evict", evict), ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda at: self.save(caches[at], 1000 + at), range(4)))
+        self.assertGreater(self.occupied(), 85 * NBYTES)
 
     def test_who_deletes(self) -> None:
         """Not a single chunk is deleted by the thread that writes."""
@@ -271,7 +345,7 @@ class TestReclaim(DirectoryTest):
         here = str(TESTS)
         command = [sys.executable, "-c", code, here, str(self.root)]
         subprocess.run(command, check=True, timeout=SOON_S)
-        self.assertFalse((self.root / ".upkeep" / "lease").exists())
+        self.assertFalse((self.root / ".upkeep" / "search").exists())
         self.assertEqual([], list(self.root.glob("*/trash-*")))
 
 

@@ -273,7 +273,7 @@ class TestShared(SweepTest):
     def test_told(self) -> None:
         """What one process finds others evict, in order, without looking for it."""
         one, other = self.sharing(), self.sharing()
-        with mock.patch.object(evictor, "_SHARED", 1), self.counted() as looks:
+        with mock.patch.object(evictor, "SHARED", 1), self.counted() as looks:
             one.evict(5 * NBYTES, self.tick())
             first = sum(looks.values())
             self.assertEqual(self.fans, first)
@@ -286,7 +286,7 @@ class TestShared(SweepTest):
     def test_used_since(self) -> None:
         """A victim that was used after somebody looked stays."""
         one, other = self.sharing(), self.sharing()
-        with mock.patch.object(evictor, "_SHARED", 1):
+        with mock.patch.object(evictor, "SHARED", 1):
             one.evict(NBYTES, self.tick())
             used = self.names[self.many - 2]
             os.utime(self.folder(used))
@@ -304,7 +304,7 @@ class TestShared(SweepTest):
             return real(directory, chunk)
 
         real = evictor.mtime_ns_of
-        with mock.patch.object(evictor, "_SHARED", 1):
+        with mock.patch.object(evictor, "SHARED", 1):
             one.evict(NBYTES, self.tick())
             other.prepare(self.tick(), lambda: None, looks=False)
             self.assertLess(self.many - 10, other.left)
@@ -318,7 +318,7 @@ class TestShared(SweepTest):
     def test_forged(self) -> None:
         """What is no such file is passed over; one that lies about times lets no used one go."""
         one = self.sharing()
-        with mock.patch.object(evictor, "_SHARED", 1):
+        with mock.patch.object(evictor, "SHARED", 1):
             one.prepare(self.tick(), lambda: None)
         path = self.root / ".upkeep" / "victims"
         sound = path.read_bytes()

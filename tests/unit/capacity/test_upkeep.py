@@ -271,7 +271,7 @@ class TestClocks(UpkeepTest):
         self.addCleanup(os.close, directory)
         now = server_now_ns(directory)
         for seconds, taken in ((-3600, True), (3600, True), (10, False), (-10, False)):
-            path = self.root / ".upkeep" / "lease"
+            path = self.root / ".upkeep" / "search"
             path.touch()
             stamp = now + seconds * 10**9
             os.utime(path, ns=(stamp, stamp))
@@ -304,21 +304,21 @@ class TestClocks(UpkeepTest):
                 self.assertEqual(0, code, out + err)
 
     def test_no_lease_of_ours(self) -> None:
-        """A file with something in it is no lease: it stays, and the reason is told."""
+        """A file with something in it is not a lease: it stays, and counts as held."""
         directory = upkeep_directory(self.root)
         self.addCleanup(os.close, directory)
-        path = self.root / ".upkeep" / "lease"
+        path = self.root / ".upkeep" / "search"
         path.write_text("mine")
         os.utime(path, ns=(0, 0))
-        with self.assertRaisesRegex(OSError, "not created by VUA"), lease(directory):
-            pass
+        with lease(directory) as held:
+            self.assertIsNone(held)
         self.assertEqual("mine", path.read_text())
 
     def test_somebody_elses_lease(self) -> None:
         """Who was taken over does not end the lease of who did that."""
         directory = upkeep_directory(self.root)
         self.addCleanup(os.close, directory)
-        path = self.root / ".upkeep" / "lease"
+        path = self.root / ".upkeep" / "search"
         with lease(directory):
             path.unlink()
             path.touch()
