@@ -20,7 +20,6 @@ import platform
 import secrets
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +39,7 @@ from vua.cli.output import progress, table
 from vua.errors import InputError, VUAError
 from vua.format.layout import KVLayout
 from vua.io import vectors
+from vua.io.files import make_folder
 from vua.io.posix import cached_pages, page_aligned
 from vua.io.vectors import IOV_MAX, Iovecs
 from vua.storage.bucket import Bucket
@@ -248,7 +248,8 @@ def probe(
 
     Raises OSError: the directory cannot be written.
     """
-    home = Path(tempfile.mkdtemp(prefix=".vua-bench-", dir=directory))
+    home = Path(directory, f".vua-bench-{secrets.token_hex(4)}")
+    make_folder(home)
     try:
         why_not = direct_works(home)
         sizes = _SIZES[:1] if tiny else _SIZES

@@ -33,7 +33,7 @@ import numpy as np
 
 from vua.capacity.lru import FULL, Bare, server_now_ns
 from vua.capacity.scan import Candidates
-from vua.io.files import see_to_mode
+from vua.io.files import make_directory, make_file, make_folder, see_to_mode
 from vua.io.posix import close_quietly
 from vua.native import ChunkNames
 from vua.storage.mark import UPKEEP
@@ -68,19 +68,16 @@ def upkeep_directory(root: str | os.PathLike[str]) -> int:
     it, or if something else has its name, ``root`` itself is returned, as a :class:`Bare` one.
     """
     path, above = Path(root) / UPKEEP, os.stat(root)
+    shared = above.st_mode & 0o2070 if above.st_mode & stat.S_IWGRP else 0
     try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        pass
+        if make_folder(path):
+            with contextlib.suppress(OSError):  # another's group
+                os.chown(path, -1, above.st_gid)
+            see_to_mode(path, 0o700 | shared)
     except OSError as problem:
         if problem.errno not in FULL:
             raise
         return Bare(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-    else:
-        with contextlib.suppress(OSError):  # another's group
-            os.chown(path, -1, above.st_gid)
-        shared = above.st_mode & 0o2070 if above.st_mode & stat.S_IWGRP else 0
-        see_to_mode(path, 0o700 | shared)
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as problem:
@@ -153,9 +150,8 @@ def _made(directory: int) -> int | None:
 
 
 def _create(directory: int) -> int | None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        return os.open(_LEASE, flags, 0o600, dir_fd=directory)
+        return make_file(_LEASE, os.O_EXCL, dir_fd=directory)
     except FileExistsError:
         return None
 
@@ -204,14 +200,9 @@ class Writers:
         return self._known
 
     def _count(self, directory: int) -> int:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(_WRITERS, 0o700, dir_fd=directory)
-            see_to_mode(_WRITERS, stat.S_IMODE(os.fstat(directory).st_mode), dir_fd=directory)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        folder = os.open(_WRITERS, flags, dir_fd=directory)
+        folder = make_directory(directory, _WRITERS, stat.S_IMODE(os.fstat(directory).st_mode))
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            fd = os.open(self._name, flags, 0o600, dir_fd=folder)
+            fd = make_file(self._name, dir_fd=folder)
             try:
                 os.utime(fd)
                 self._is_there, now_ns = True, os.fstat(fd).st_mtime_ns
@@ -266,10 +257,9 @@ def tell_victims(directory: int, victims: Victims) -> None:
         len(found),
     )
     aside = f"{_VICTIMS}-{secrets.token_hex(4)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with contextlib.suppress(OSError):
         shared = stat.S_IMODE(os.fstat(directory).st_mode) & 0o040
-        fd = os.open(aside, flags, 0o600 | shared, dir_fd=directory)
+        fd = make_file(aside, os.O_EXCL, 0o600 | shared, dir_fd=directory)
         try:
             data = head + "".join(names).encode() + table.tobytes()
             whole = os.write(fd, data) == len(data)
@@ -346,10 +336,9 @@ def note_done(directory: int, what: str, took_s: float) -> None:
     """Note that something was done just now; what fails is not noted."""
     if isinstance(directory, Bare):
         return
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     with contextlib.suppress(OSError):
         shared = stat.S_IMODE(os.fstat(directory).st_mode) & 0o060
-        fd = os.open(f"{_DONE}{what}", flags, 0o600 | shared, dir_fd=directory)
+        fd = make_file(f"{_DONE}{what}", 0, 0o600 | shared, dir_fd=directory)
         try:
             os.pwrite(fd, f"{min(took_s, 1e6):012.3f}".encode(), 0)
         finally:

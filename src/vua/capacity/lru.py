@@ -33,7 +33,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
-from vua.io.files import see_to_mode
+from vua.io.files import make_file
 from vua.io.forks import new_lock, watch
 from vua.io.pool import Job, Pool
 from vua.io.posix import close_quietly, is_local
@@ -161,18 +161,14 @@ def server_now_ns(directory: int) -> int:
 
 
 def _time_of_file(directory: int) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        fd = os.open(CLOCK, flags, 0o600, dir_fd=directory)
+        fd = make_file(CLOCK, dir_fd=directory)
     except OSError:
-        return _time_of_new_file(directory, flags)
+        return _time_of_new_file(directory)
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size or status.st_nlink != 1:
-            return _time_of_new_file(directory, flags)  # something else has that name
-        if status.st_mode & 0o600 != 0o600:
-            with contextlib.suppress(PermissionError):
-                see_to_mode(fd, 0o600)  # new, and an unusual umask
+            return _time_of_new_file(directory)  # something else has that name
         os.utime(fd)
         return os.fstat(fd).st_mtime_ns
     finally:
@@ -194,9 +190,9 @@ def next_tick_ns(directory: int) -> int:
     return now_ns if now_ns != began_ns else began_ns + 1
 
 
-def _time_of_new_file(directory: int, flags: int) -> int:
+def _time_of_new_file(directory: int) -> int:
     name = f"{CLOCK}-{secrets.token_hex(4)}"
-    fd = os.open(name, flags | os.O_EXCL, 0o600, dir_fd=directory)
+    fd = make_file(name, os.O_EXCL, dir_fd=directory)
     try:
         return os.fstat(fd).st_mtime_ns
     finally:

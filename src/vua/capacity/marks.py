@@ -24,6 +24,7 @@ from typing import Final
 from vua.capacity.lru import mtime_ns_of, set_mtime
 from vua.capacity.prefix_tree import ancestors, read_node
 from vua.capacity.scan import Candidate, Space, is_ours, listed
+from vua.io.files import make_file, make_folder
 from vua.io.posix import close_quietly, open_beneath
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.names import PIN, SENT, TTL_FOLDER
@@ -38,8 +39,7 @@ _FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 def mark(directory: int, chunk: str, name: str) -> bool:
     """Put an empty file into a chunk's directory; False if that is gone."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    return _inside(directory, chunk, lambda fd: os.close(os.open(name, flags, 0o600, dir_fd=fd)))
+    return _inside(directory, chunk, lambda fd: os.close(make_file(name, dir_fd=fd)))
 
 
 def unmark(directory: int, chunk: str, name: str) -> bool:
@@ -160,13 +160,12 @@ def _write(space: Space, chunk: str, ttl_s: float) -> None:
 
 
 def _open_mark(space: Space, chunk: str) -> int:
-    path, flags = f"{TTL_FOLDER}/{chunk}", os.O_WRONLY | os.O_CREAT | _FLAGS
+    path = f"{TTL_FOLDER}/{chunk}"
     for _ in range(_TRIES):
         with contextlib.suppress(FileNotFoundError):
-            return os.open(path, flags, 0o600, dir_fd=space.fd)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(TTL_FOLDER, 0o700, dir_fd=space.fd)
-    return os.open(path, flags, 0o600, dir_fd=space.fd)
+            return make_file(path, dir_fd=space.fd)
+        make_folder(TTL_FOLDER, dir_fd=space.fd)
+    return make_file(path, dir_fd=space.fd)
 
 
 def ttl_s_of(space: Space, chunk: str) -> int | None:

@@ -36,7 +36,7 @@ from vua.capacity.lease import (
 from vua.capacity.limits import Limits
 from vua.capacity.lru import Bare, next_tick_ns
 from vua.capacity.policy import LRU, Policy
-from vua.capacity.removal import NOTHING, DeletionTotals
+from vua.capacity.removal import NOTHING, DeletionTotals, drop_empty_fans
 from vua.capacity.scan import HIGHEST, Candidate, spaces
 from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
@@ -350,7 +350,8 @@ class Reclaimer:
         limits, (few, most) = self._estimate.limits, _BURST_FILES
         if limits is None:
             return most * self._largest_bytes
-        files = limits.max_bytes // max(1, self._largest_bytes)
+        stored_bytes = min(limits.max_bytes, self._estimate.used_bytes)  # the disk may be the limit
+        files = stored_bytes // max(1, self._largest_bytes)
         return min(max(int(files * _BURST_SHARE), few), files // 100, most) * self._largest_bytes
 
     # -- what reads and changes the directory ---------------------------------------------------
@@ -366,8 +367,8 @@ class Reclaimer:
         """
         began_s, estimate = time.monotonic(), self._estimate
         self._refresh(nbytes)
-        if full:
-            self._evict(nbytes + self._burst_bytes(), below)
+        if full:  # a new chunk may take a folder, too, which others leave
+            self._evict(2 * nbytes + self._burst_bytes(), below)
             return True
         limits = estimate.limits
         if limits is None:
@@ -604,9 +605,14 @@ class Reclaimer:
             self._cannot_evict(problem)
             return NOTHING
         with self._changed:
+            lacked_inodes = self._estimate.lacks_inodes
             self._estimate.freed(freed.nbytes, freed.chunks)
             self._counts["chunks_evicted"] += freed.chunks
             self._counts["bytes_evicted"] += freed.nbytes
+        if lacked_inodes:
+            with contextlib.suppress(OSError):
+                drop_empty_fans(self._root)
+            self._estimate.ask_disk()
         return freed
 
     def _ahead_before_ns(self, now_ns: int) -> int:

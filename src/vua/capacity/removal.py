@@ -24,6 +24,7 @@ from vua.capacity.scan import (
     TRASH,
     Space,
     chunk_nbytes,
+    fans_of,
     is_chunk,
     is_chunk_file,
     is_fan,
@@ -31,6 +32,7 @@ from vua.capacity.scan import (
     is_trash,
     listed,
     opened,
+    spaces,
 )
 from vua.io.posix import close_quietly
 from vua.native.entries import OrdinaryChunk
@@ -406,6 +408,17 @@ def drop_empty(parent: int, name: str, before_ns: int, now_ns: int) -> bool:
         return False
     finally:
         close_quietly(fd)
+
+
+def drop_empty_fans(root: str | os.PathLike[str]) -> None:
+    """Delete fan-out directories without chunks, each of which takes an inode.
+
+    Safe beside a process that writes there, as :func:`drop_empty`. Raises OSError.
+    """
+    with spaces(root) as found:
+        for space in found:
+            for fan in fans_of(space):
+                _remove(space.fd, fan)
 
 
 def _each_opened(parent: int, names: list[str]) -> Iterator[int]:

@@ -193,7 +193,7 @@ class UsageEstimate:
         """How many there are, at the last measurement."""
         self.is_unknown = False
         """Whether this process lacked the descriptors for the last measurement."""
-        self._used_bytes = self._free_bytes = self._unmeasured_bytes = self._reserved_bytes = 0
+        self.used_bytes = self._free_bytes = self._unmeasured_bytes = self._reserved_bytes = 0
         self._free_inodes: int | None = None
         """None where the file system does not count them."""
         self._nbytes_per_inode = _INODE_NBYTES
@@ -206,14 +206,14 @@ class UsageEstimate:
     def forget(self) -> None:
         """Forget everything except writes in progress: the directory is gone, or another one."""
         self.limits = None
-        self._used_bytes = self._unmeasured_bytes = self._reserved_bytes
+        self.used_bytes = self._unmeasured_bytes = self._reserved_bytes
         self._free_bytes = -self._reserved_bytes
 
     def missing(self, nbytes: int) -> int:
         """Return how many bytes must go before ``nbytes`` more fit; 0 or less: none."""
         if self.limits is None:
             return 0
-        over = self._used_bytes - self.limits.max_bytes
+        over = self.used_bytes - self.limits.max_bytes
         over = max(over, self.limits.min_free_bytes - self._free_bytes)
         if self._free_inodes is not None:
             missing = self.limits.min_free_inodes - self._free_inodes
@@ -234,7 +234,7 @@ class UsageEstimate:
 
     def reserve(self, nbytes: int, files: int = 1) -> None:
         """Note that files are about to be written, of ``nbytes`` in all."""
-        self._used_bytes += nbytes
+        self.used_bytes += nbytes
         self._free_bytes -= nbytes
         self._reserved_bytes += nbytes
         self._reserved_files += files
@@ -251,12 +251,12 @@ class UsageEstimate:
             left = reserved_bytes - written_bytes
             self._take_inodes(-(files * left // reserved_bytes))
         self._reserved_bytes -= reserved_bytes
-        self._used_bytes -= reserved_bytes - written_bytes
+        self.used_bytes -= reserved_bytes - written_bytes
         self._free_bytes += reserved_bytes - written_bytes
 
     def freed(self, nbytes: int, chunks: int = 0) -> None:
         """Note that so much was deleted."""
-        self._used_bytes -= nbytes
+        self.used_bytes -= nbytes
         self._free_bytes += nbytes
         self._take_inodes(-chunks)
 
@@ -274,7 +274,7 @@ class UsageEstimate:
         """Whether ``nbytes`` more may be written while what is too much is evicted."""
         most = 0 if self.limits is None else int(self.limits.max_bytes * (1 + TOLERANCE))
         has_inodes = self._free_inodes is None or self._free_inodes > INODES_PER_CHUNK
-        return has_inodes and self._used_bytes + nbytes <= most and self._free_bytes > nbytes
+        return has_inodes and self.used_bytes + nbytes <= most and self._free_bytes > nbytes
 
     def doubt(self) -> None:
         """Measure before the next write, unless that was done a moment ago."""
@@ -300,7 +300,7 @@ class UsageEstimate:
         """
         began_s = time.monotonic()
         with self._lock:
-            before, unseen = self._used_bytes, self._reserved_bytes
+            before, unseen = self.used_bytes, self._reserved_bytes
         try:
             limits = self._read_limits(warn)
             usage = measure(self._root)
@@ -316,7 +316,7 @@ class UsageEstimate:
             warn("measure", f"{self._root} cannot be measured: {problem}")
             return
         with self._lock:
-            unseen += max(0, self._used_bytes - before)  # written meanwhile, and perhaps not seen
+            unseen += max(0, self.used_bytes - before)  # written meanwhile, and perhaps not seen
             gap = abs(used_bytes - before) / max(1, limits.max_bytes)
             low, high = _INTERVAL_SHARES
             agreed = gap < _AGREED_SHARE
@@ -326,7 +326,7 @@ class UsageEstimate:
             part = limits.max_bytes * self._share / writers
             self._interval_bytes = part * random.uniform(0.5, 1.0)  # noqa: S311
             self.limits, self.chunks = limits, usage.chunks
-            self._used_bytes, self._unmeasured_bytes = used_bytes + unseen, unseen
+            self.used_bytes, self._unmeasured_bytes = used_bytes + unseen, unseen
             self._free_bytes = status.f_bavail * status.f_frsize - unseen
             self._nbytes_per_inode = nbytes_per_inode(usage)
             self._count_inodes(status)

@@ -11,12 +11,12 @@ import errno
 import glob
 import mmap
 import os
+import secrets
 import shutil
 import stat
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +34,7 @@ from vua.catalog.base import Demand, Finding, Level, size
 from vua.connector.proved import SampleCounts, Tally
 from vua.errors import ConfigError
 from vua.io import posix, vectors
+from vua.io.files import make_file, make_folder
 from vua.io.posix import cached_pages, close_quietly
 from vua.security.settings import Security, check_owner
 from vua.storage.mark import claimable
@@ -52,7 +53,6 @@ _CUFILE: Final = (
     "/usr/local/cuda*/targets/*/lib/libcufile.so*",
 )
 _PAGE: Final = 4096
-_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _STAMP_STEP_NS: Final = 1000  # see vua.capacity.lru: between a chunk's stamp and its parent's
 _VISIBLE_S: Final = 2.0
 _SKEW_S: Final = 5.0
@@ -86,7 +86,7 @@ class ProbeDirectory:
 
     def create(self, name: str, content: bytes = b"x") -> None:
         """Make a file as VUA does. Raises OSError."""
-        with open(os.open(name, _FLAGS, 0o600, dir_fd=self.fd), "wb") as stream:
+        with open(make_file(name, os.O_EXCL, dir_fd=self.fd), "wb") as stream:
             stream.write(content)
 
 
@@ -146,7 +146,7 @@ def publish(ground: ProbeDirectory) -> Finding:
 
 def symlinks(ground: ProbeDirectory) -> Finding:
     name = "symbolic links"
-    os.mkdir("real", 0o700, dir_fd=ground.fd)
+    make_folder("real", dir_fd=ground.fd)
     ground.create("real/file")
     try:
         os.symlink("real", "link", dir_fd=ground.fd)
@@ -223,17 +223,9 @@ def cold(ground: ProbeDirectory) -> Finding:
 
 def modes(ground: ProbeDirectory) -> Finding:
     name = "permissions"
-    os.mkdir("private", 0o700, dir_fd=ground.fd)
-    if stat.S_IMODE(os.stat("private", dir_fd=ground.fd).st_mode) & 0o700 != 0o700:
-        os.chmod("private", 0o700, dir_fd=ground.fd)  # as VUA does under an unusual umask
+    make_folder("private", dir_fd=ground.fd)
     ground.create("private/file")
-    fd = os.open("private/file", os.O_RDONLY, dir_fd=ground.fd)
-    try:
-        if stat.S_IMODE(os.fstat(fd).st_mode) != 0o600:
-            os.fchmod(fd, 0o600)  # likewise
-        file = os.fstat(fd)
-    finally:
-        close_quietly(fd)
+    file = os.stat("private/file", dir_fd=ground.fd)
     directory = os.stat("private", dir_fd=ground.fd)
     wide = [
         f"{what} {stat.S_IMODE(status.st_mode):04o} and not {mode:04o}"
@@ -253,7 +245,7 @@ def modes(ground: ProbeDirectory) -> Finding:
 
 def stamps(ground: ProbeDirectory) -> Finding:
     name = "time stamps"
-    os.mkdir("stamped", 0o700, dir_fd=ground.fd)
+    make_folder("stamped", dir_fd=ground.fd)
     wanted = os.stat("stamped", dir_fd=ground.fd).st_mtime_ns // 10**9 * 10**9 + 123_456_789
     for one in (wanted, wanted - _STAMP_STEP_NS):
         os.utime("stamped", ns=(one, one), dir_fd=ground.fd, follow_symlinks=False)
@@ -350,14 +342,14 @@ def _owner(root: Path, security: Security) -> Finding:
 
 def tried(root: Path, demand: Demand) -> Iterator[Finding]:
     """Run all probes in a directory below ``root``, which is removed again."""
+    path = f"{root}/{_PREFIX}{secrets.token_hex(4)}"
     try:
-        path = tempfile.mkdtemp(prefix=_PREFIX, dir=root)
+        make_folder(path)
     except OSError as problem:
         text = f"{problem.strerror}: nothing can be stored; check owner, mode, mount, free space"
         yield Finding("write", "bad", f"{text} (a process that only reads does not need this)")
         return
     try:
-        os.chmod(path, 0o700)  # an unusual umask
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             ground = ProbeDirectory(path, fd, mount_of(path))

@@ -17,6 +17,7 @@ from vua.cli.command import argument, command
 from vua.cli.output import Report
 from vua.errors import ConfigError, InputError
 from vua.format.keys import KeyChain, token_ids
+from vua.io.files import make_folder
 from vua.security.keyring import SUFFIX, NoKeyError, read_key, tenant_of, write_key
 from vua.store.namespace import Namespace
 
@@ -343,7 +344,7 @@ def key(path: str, *, salt: str | None = None) -> Key:
         if not salt:
             msg = "--salt is empty: requests without a salt use key_file"
             raise ConfigError(msg)
-        file.mkdir(mode=0o700, exist_ok=True)
+        make_folder(file)
         file /= tenant_of(salt.encode()) + SUFFIX
     try:
         write_key(file)

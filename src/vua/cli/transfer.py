@@ -51,6 +51,7 @@ from vua.format.entry import AUTHENTIC, ENCRYPTED, EntryCodec
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import Shard, payload_map
 from vua.format.parse import EntryInfo, parse_entry
+from vua.io.files import make_file
 from vua.security.settings import Security
 from vua.storage.base import Batch, entry_name, explained
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
@@ -286,7 +287,7 @@ def _created(file: str) -> Iterator[BinaryIO]:
         msg = f"{file}: it exists; remove it or name another file"
         raise ConfigError(msg)
     temporary = path.with_name(f".{path.name[:100]}-{secrets.token_hex(4)}")
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fd = make_file(temporary, os.O_EXCL)
     try:
         with open(fd, "wb") as stream:  # noqa: PTH123
             yield stream

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from vua.connector.log import logger
+from vua.io.files import atomic_write, make_file, make_folders
 from vua.io.pool import Pool
 
 log = logger("scheduler")
@@ -100,14 +101,6 @@ def trusted(path: Path) -> bool:
     return True
 
 
-def replaced_by(path: Path, data: bytes) -> None:
-    """Replace a file atomically. Raises OSError."""
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    fresh.write_bytes(data)
-    fresh.chmod(0o600)
-    fresh.replace(path)
-
-
 class ProvedWriters:
     """What engines of one setup know of writers in one namespace. Never raises for the file system.
 
@@ -182,8 +175,9 @@ class ProvedWriters:
     def _add(self, path: Path | None) -> None:
         try:
             if path is not None:
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                path.touch(mode=0o600)
+                make_folders(path.parent)
+                os.close(make_file(path))
+                os.utime(path)
                 if self._added % _TIDIED_EVERY == 0:
                     _forget_old(path.parent)
                 self._added += 1
@@ -268,14 +262,14 @@ class Tally:
         if path is None:
             return
         with suppress(OSError):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            make_folders(path.parent)
+            fd = make_file(path, os.O_APPEND)
             try:
                 os.write(fd, mark)
             finally:
                 os.close(fd)
             if path.stat().st_size > 2 * _MOST_TALLY:  # another process's byte may get lost now
-                replaced_by(path, path.read_bytes()[-_MOST_TALLY:])
+                atomic_write(path, path.read_bytes()[-_MOST_TALLY:])
 
     @property
     def counted(self) -> SampleCounts:

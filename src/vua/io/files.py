@@ -14,6 +14,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 from vua.errors import UntrustedError
@@ -40,9 +41,6 @@ def is_plain(status: FileStatus, uids: Uids | None) -> bool:
     whose = uids is None or status.uid in uids
     alone = status.links <= 1 or status.uid == os.geteuid()
     return stat.S_ISREG(status.mode) and alone and whose
-
-
-_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def atomic_write(
@@ -74,8 +72,8 @@ def atomic_write(
     folder = os.path.dirname(path)  # noqa: PTH120
     temporary = os.path.join(folder, f".tmp-{secrets.token_hex(8)}")  # noqa: PTH118
     try:
-        with open(os.open(temporary, _FLAGS, mode, dir_fd=dir_fd), "wb") as stream:  # noqa: PTH123
-            see_to_mode(stream.fileno(), mode)
+        fd = make_file(temporary, os.O_EXCL, mode, dir_fd=dir_fd)
+        with open(fd, "wb") as stream:  # noqa: PTH123
             stream.write(data)
             if durable:
                 stream.flush()
@@ -129,8 +127,9 @@ def see_to_mode(
 ) -> None:
     """Give a new file or directory its mode, whatever the umask, unless it has that mode.
 
-    Some mounts refuse every `chmod`, even to the current mode. The set-group-id bit, which a
-    directory inherits from its parent, stays. Raises OSError.
+    Some mounts refuse every `chmod`, even to the current mode: then it may have another mode that
+    gives its owner the same rights. The set-group-id bit, which a directory inherits from its
+    parent, stays. Raises OSError.
     """
     if isinstance(place, int):
         status = os.fstat(place)
@@ -138,10 +137,63 @@ def see_to_mode(
         status = os.stat(place, dir_fd=dir_fd, follow_symlinks=False)
     if stat.S_IMODE(status.st_mode) in (mode, mode | stat.S_ISGID):
         return
-    if isinstance(place, int):
-        os.fchmod(place, mode)
-    else:
-        os.chmod(place, mode, dir_fd=dir_fd)
+    try:
+        if isinstance(place, int):
+            os.fchmod(place, mode)
+        else:
+            os.chmod(place, mode, dir_fd=dir_fd)
+    except OSError:
+        if status.st_mode & mode & stat.S_IRWXU != mode & stat.S_IRWXU:
+            raise
+
+
+def make_file(
+    path: str | os.PathLike[str], flags: int = 0, mode: int = 0o600, *, dir_fd: int | None = None
+) -> int:
+    """Open a file to write, make it if it is missing, and return its descriptor.
+
+    Args:
+        path: of the file; a link is not followed.
+        flags: further ones of `os.open`, such as O_EXCL.
+        mode: of a new one, whatever the umask.
+        dir_fd: a descriptor of the directory that ``path`` is relative to.
+
+    Raises OSError.
+    """
+    more = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    fd = os.open(path, more | flags, mode, dir_fd=dir_fd)
+    try:
+        if flags & os.O_EXCL:
+            see_to_mode(fd, mode)
+        elif os.fstat(fd).st_mode & mode & stat.S_IRWXU != mode & stat.S_IRWXU:
+            with contextlib.suppress(OSError):  # it may be another user's
+                see_to_mode(fd, mode)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def make_folder(
+    path: str | os.PathLike[str], mode: int = 0o700, *, dir_fd: int | None = None
+) -> bool:
+    """Make a directory that has its mode whatever the umask; False if it is there already.
+
+    Raises OSError.
+    """
+    try:
+        os.mkdir(path, 0o700, dir_fd=dir_fd)
+    except FileExistsError:
+        return False
+    see_to_mode(path, mode, dir_fd=dir_fd)
+    return True
+
+
+def make_folders(path: Path) -> None:
+    """Make a directory for this user alone, and what is missing above it. Raises OSError."""
+    for one in (*reversed(path.parents), path):
+        if not one.is_dir():
+            make_folder(one)
 
 
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -201,10 +253,5 @@ def make_directory(parent: int, name: str, mode: int) -> int:
         return os.open(name, _DIRECTORY, dir_fd=parent)
     except FileNotFoundError:
         pass
-    try:
-        os.mkdir(name, 0o700, dir_fd=parent)
-    except FileExistsError:
-        pass
-    else:
-        see_to_mode(name, mode, dir_fd=parent)
+    make_folder(name, mode, dir_fd=parent)
     return os.open(name, _DIRECTORY, dir_fd=parent)

@@ -25,7 +25,15 @@ import xxhash
 
 from vua.errors import CorruptEntryError, EntryError, UntrustedError
 from vua.io import posix, vectors
-from vua.io.files import Directory, Uids, close_plain, is_plain, make_directory, open_plain
+from vua.io.files import (
+    Directory,
+    Uids,
+    close_plain,
+    is_plain,
+    make_directory,
+    make_file,
+    open_plain,
+)
 from vua.io.pool import Job, Pool
 from vua.io.posix import FileStatus, close_quietly
 from vua.native.bindings import library, sha256
@@ -126,7 +134,6 @@ def chain_in_python(parent: bytes, ids: memoryview, chunk_nbytes: int) -> bytes:
     return bytes(digests)
 
 
-_WRITE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _CHUNK: Final = re.compile(r"[0-9a-f]{64}")
 LATEST_NS: Final = (1 << 63) - 1
 """Latest mtime, in the year 2262; a later one counts as this."""
@@ -310,11 +317,9 @@ def _write_entry(
         stack.callback(close_quietly, directory)
         if _is_there(directory, name, transfer.file_nbytes, options.uids):
             return PRESENT
-        fd = os.open(temporary, _WRITE_FLAGS, 0o600, dir_fd=directory)
         try:
+            fd = make_file(temporary, os.O_EXCL, options.file_mode, dir_fd=directory)
             try:
-                if stat.S_IMODE(os.fstat(fd).st_mode) != options.file_mode:
-                    os.fchmod(fd, options.file_mode)  # an unusual umask
                 _write_bytes(transfer, fd, place, header, options)
                 if options.durable:
                     os.fsync(fd)

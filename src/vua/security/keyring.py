@@ -10,6 +10,7 @@ is a miss at once, here and in every other process.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from vua.errors import ConfigError
 from vua.format.keys import Naming
+from vua.io.files import make_file
 from vua.io.forks import new_lock
 from vua.security.settings import Security, check_owner
 
@@ -113,9 +115,11 @@ def tenant_of(salt: bytes) -> str:
 
 def write_key(path: Path) -> None:
     """Make a new random key file, mode 0600. Raises FileExistsError, OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o600), "w", encoding="ascii") as stream:  # noqa: PTH123
-        os.fchmod(stream.fileno(), 0o600)
+    with open(make_file(path, os.O_EXCL), "w", encoding="ascii") as stream:  # noqa: PTH123
+        if os.fstat(stream.fileno()).st_mode & _FORBIDDEN:
+            path.unlink()
+            text = "this file system lets others read each file: keep keys on another one"
+            raise PermissionError(errno.EPERM, text, str(path))
         stream.write(secrets.token_hex(_KEY_NBYTES) + "\n")
 
 

@@ -33,12 +33,12 @@ from vua.storage.bucket_client import (
     allows_http,
     bundle,
     explained,
+    is_bad_request,
     is_denied,
     is_panic,
     is_unsupported,
     library,
     make_client,
-    wants_checksum,
 )
 from vua.storage.bucket_cost import REQUESTS_AT_ONCE, requests
 from vua.storage.signed_reads import Meta, RefusedError, SignedReads, SignedRequests
@@ -218,6 +218,7 @@ class Bucket:
         With ``create`` only if there is none. Raises FileExistsError (some servers ignore the
         condition, and overwrite), StorageError.
         """
+        known = {*self._refused}
         with self._request("put", key):
             while True:
                 try:
@@ -225,7 +226,7 @@ class Bucket:
                     break
                 except (self._library.exceptions.BaseError, RefusedError) as problem:
                     if not self._goes_round(problem, create=create):
-                        self._refused.discard("condition")
+                        self._refused -= {"condition", *({"bare"} - known)}
                         raise
                     self._count("put")
         self._count("written_nbytes", len(data))
@@ -246,9 +247,8 @@ class Bucket:
 
     def _goes_round(self, problem: Exception, *, create: bool) -> bool:
         """Whether to retry a refused PUT in another way, which is used from now on."""
-        text = str(problem)
-        if self.scheme == "s3" and wants_checksum(text) and "bare" not in self._refused:
-            self._refused.add("bare")
+        if self.scheme == "s3" and is_bad_request(problem) and "bare" not in self._refused:
+            self._refused.add("bare")  # with a checksum, as object lock asks for
         elif create and is_unsupported(problem) and "condition" not in self._refused:
             self._refused.add("condition")
         else:

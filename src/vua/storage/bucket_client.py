@@ -198,13 +198,18 @@ def is_unsupported(problem: BaseException) -> bool:
 
 
 def is_denied(problem: BaseException) -> bool:
-    """Whether it refused a request for lack of rights, or because of an object lock."""
-    return _DENIED in summary_of(problem) or type(problem).__name__ == "PermissionDeniedError"
+    """Whether it refused a request for lack of rights, or because of an object lock.
+
+    By status, which servers choose differently for locked objects, or by kind.
+    """
+    words = {*summary_of(problem).split()}
+    denied = {_DENIED, "400", "403", "405", "409", "423"}
+    return bool(words & denied) or type(problem).__name__ == "PermissionDeniedError"
 
 
-def wants_checksum(text: str) -> bool:
-    """Whether a server asks for a checksum with a write, as with object lock."""
-    return "Content-MD5" in text or "ObjectLockHeaders" in text
+def is_bad_request(problem: BaseException) -> bool:
+    """Whether it refused a request as incomplete: status 400, whatever its words."""
+    return "400" in summary_of(problem).split()
 
 
 _RETRY: Final = {

@@ -28,7 +28,7 @@ from vua.errors import ConfigError, LayoutError, StorageError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain
 from vua.format.layout import KVLayout
-from vua.io.files import atomic_write, see_to_mode
+from vua.io.files import atomic_write, make_file, make_folder, see_to_mode
 from vua.io.posix import close_quietly
 from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner, open_directory
@@ -65,16 +65,13 @@ def make_namespace(
     With ``anew`` a sound description of other layouts is replaced, too. Raises OSError;
     StorageError if the parent holds something other than a cache.
     """
-    with contextlib.suppress(FileExistsError):
-        path.parent.mkdir(mode=0o700)  # its parent may be the mount point of an unmounted disk
-        see_to_mode(path.parent, security.directory_mode)
+    # Its parent may be the mount point of an unmounted disk.
+    make_folder(path.parent, security.directory_mode)
     try:
         claim(path.parent, mode=security.file_mode)
     except ConfigError as problem:
         raise StorageError(errno.EPERM, str(problem)) from problem
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-        see_to_mode(path, security.directory_mode)
+    make_folder(path, security.directory_mode)
     fd = open_directory(path, security)  # it may be a link, or belong to another user
     try:
         status, wanted = os.fstat(fd), security.directory_mode
@@ -390,9 +387,7 @@ def check_root(
         raise explained(problem, str(root)) from problem
     try:
         if create and not os.path.lexists(path):
-            with contextlib.suppress(FileExistsError):  # another process was faster
-                path.mkdir(mode=0o700)
-                see_to_mode(path, (security or Security()).directory_mode)
+            make_folder(path, (security or Security()).directory_mode)
         if not path.is_dir():
             found = "a file" if path.exists() else "nothing"
             msg = f"{path}: expected a directory, found {found}; name the directory of the cache"
@@ -580,7 +575,6 @@ class DirectoryKind:
 def _try_to_write(path: Path) -> None:
     """Make a file and delete it: modes alone do not tell what a file server allows."""
     probe = path / f"{TEMPORARY}{secrets.token_hex(8)}"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    os.close(os.open(probe, flags, 0o600))
+    os.close(make_file(probe, os.O_EXCL))
     with contextlib.suppress(FileNotFoundError):
         probe.unlink()

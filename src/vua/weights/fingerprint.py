@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vua.errors import ConfigError
-from vua.io.files import atomic_write
+from vua.io.files import atomic_write, make_file, make_folders
 from vua.io.posix import close_quietly
 from vua.weights.content import Content, State, Work, framed, read_content, read_digest
 
@@ -272,7 +272,7 @@ def _open_lock(key: str) -> int | None:
         return None
     name = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:2]}.lock"  # 256 at most: they stay
     try:
-        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        return make_file(name)
     except OSError:
         return None
 
@@ -289,8 +289,7 @@ def _folder(*, create: bool) -> Path | None:
         return None
     try:
         if create and not folder.exists() and _may_create(folder):
-            for parent in (folder.parent.parent, folder.parent, folder):
-                parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folders(folder)
         private = all(_is_ours(part.lstat()) for part in (folder.parent, folder))
         return folder if private and folder.is_dir() else None
     except OSError:

@@ -150,6 +150,17 @@ class FullTest(DirectoryTest):
                 self.assertLessEqual(len(self.files()), 13)
             self.assertEqual(64, vua.get_closest(of(7)).num_tokens)
 
+    def test_few_inodes(self) -> None:
+        """A file system with 200 inodes holds what it can, however many were stored."""
+        mount = ["mount", "-t", "tmpfs", "-o", "nr_inodes=200,size=64m", "tmpfs", str(self.root)]
+        if subprocess.run(mount, capture_output=True, check=False).returncode:
+            self.skipTest("this user may not mount a tmpfs")
+        self.addCleanup(subprocess.run, ["umount", "-l", str(self.root)], check=True)
+        vua = self.open()
+        self.assertEqual([4] * 40, [vua.put(of(prompt), CACHE) for prompt in range(40)])
+        self.assertGreater(len(self.files()), 32)
+        self.assertEqual(64, vua.get_closest(of(39)).num_tokens)
+
     def test_modes(self) -> None:
         """Where every `chmod` is refused nothing fails: all modes are right already."""
         refused = PermissionError(errno.EPERM, os.strerror(errno.EPERM))

@@ -140,6 +140,7 @@ class TestReclaim(DirectoryTest):
         caches = [Cache(self.root, 50), Cache(self.root, 50)]
         for number in range(50):
             self.save(caches[0], number)
+        self.wait_for_end()
         answer, real, hung = threading.Event(), evictor.delete_chunks, threading.Event()
 
         def delete(*args: Any, **options: Any) -> Any:
@@ -162,6 +163,7 @@ class TestReclaim(DirectoryTest):
         cache = Cache(self.root, 50)
         for number in range(50):
             self.save(cache, number)
+        self.wait_for_end()
         directory = upkeep_directory(self.root)
         self.addCleanup(os.close, directory)
         with (

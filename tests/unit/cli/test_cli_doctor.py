@@ -302,15 +302,16 @@ class TestProbes(DirectoryTest):
             self.assertEqual("note", self.probe("cold").level)
 
     def test_modes(self) -> None:
-        """Directories that come out wider are bad; files of another owner are noted."""
-        made = os.mkdir
+        """Directories that stay wider are bad; files of another owner are noted."""
+        made, change = os.mkdir, os.chmod
 
         def wide(path: str, mode: int, *, dir_fd: int | None = None) -> None:
             made(path, mode, dir_fd=dir_fd)
             if dir_fd is not None:
-                os.chmod(path, 0o755, dir_fd=dir_fd)
+                change(path, 0o755, dir_fd=dir_fd)
 
-        self.assertEqual(("ok", "bad"), self.broken("modes", "os.mkdir", wide))
+        with mock.patch("os.chmod", side_effect=PermissionError(errno.EPERM, "refused")):
+            self.assertEqual(("ok", "bad"), self.broken("modes", "os.mkdir", wide))
         other = os.geteuid() + 1
         self.assertEqual(("ok", "note"), self.broken("modes", "os.geteuid", lambda: other))
 
