@@ -23,8 +23,6 @@ MAKERS |= {"write_text", "write_bytes", "mknod", "mkfifo"}
 ALLOWED = {
     "io/files.py": "the functions that all others call",
     "capacity/use_log.py": "it sees to both modes itself",
-    "catalog/speed.py": "it measures these calls",
-    "cli/measure.py": "a file that the user names, with the mode that the umask gives",
 }
 PERHAPS = re.compile(rf"""\.({"|".join(MAKERS)})\(|O_CREAT|open\(.*['"][wax]b?\+?['"]""")
 CYCLE = """
