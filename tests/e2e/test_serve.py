@@ -71,6 +71,7 @@ class ServeTest(ServerTest):
             f"vua_loaded_tokens_total{{{labels}}}": 640,
             f'vua_load_stops_total{{{labels},reason="corrupt"}}': 0,
             f'vua_pending_loads{{{labels},rank="0"}}': 0,
+            f'vua_pending_saves{{{labels},rank="0"}}': 0,
             f'vua_chunks_saved_total{{{labels},outcome="written"}}': 0,
             f"vua_stored_bytes_total{{{labels}}}": 0,
         }

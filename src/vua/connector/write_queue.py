@@ -177,6 +177,7 @@ class WriteQueue:
         self._lock = threading.Lock()
         self._copied: list[_Save] = []
         self._pending = 0
+        self._count_pending(0)  # the metric is there from the first step on
         self._holes: dict[str, _Hole] = {}
         self._unsaved: dict[str, int] = {}
         self._open_orders: dict[int, int] = {}

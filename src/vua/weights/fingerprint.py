@@ -24,6 +24,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -338,7 +339,8 @@ class Weights:
     """The files that were asked about."""
     nbytes: int
     read_nbytes: int
-    """Bytes of the files that were read; the other files' digests were remembered."""
+    """Bytes of the files that were read, also by others since `since_s`; the other files' digests
+    were remembered."""
     seconds: float
     """Duration, including waiting for another process that read the same files."""
     changed_s: float
@@ -395,6 +397,7 @@ def identify_weights(
     cache: bool = True,
     progress: Callable[[int, int], None] | None = None,
     stop: threading.Event | None = None,
+    since_s: float = math.inf,
 ) -> Weights:
     """Digest weight files, or take their digests from a private memo.
 
@@ -412,6 +415,7 @@ def identify_weights(
         cache: use and keep remembered digests.
         progress: called with the bytes read so far and the bytes to read, from any thread.
         stop: once set, the call ends with CancelledError.
+        since_s: what other threads and processes have read since then counts as read by this call.
 
     Raises:
         ConfigError: a file changes while it is read.
@@ -434,12 +438,13 @@ def identify_weights(
                 work.progress = lambda nbytes: tell(nbytes, total)
             for one in unread:
                 found[one.path] = one.read(work, cache=cache)
+    ahead = {} if since_s == math.inf else {one: one.read_since(since_s) for one in known}
     return Weights(
         fingerprint=_combined(found),
         files=tuple(files),
         nbytes=sum(one.state.nbytes for one in known),
-        read_nbytes=work.done_nbytes,
-        seconds=time.monotonic() - began,
+        read_nbytes=max(work.done_nbytes, sum(one.state.nbytes for one in ahead if ahead[one])),
+        seconds=max(time.monotonic() - began, sum(ahead.values())),
         changed_s=max(one.changed_s for one in known),
     )
 
@@ -469,10 +474,17 @@ class KnownFile:
 
     def read(self, work: Work, *, cache: bool) -> Content:
         settled = time.time() - self.state.changed_s > _SETTLED_S
+        began = time.monotonic()
         content = read_content(self.path, self.state, work)
         if cache and settled:
-            remember(self._key, asdict(content))
+            took = {"read_s": time.time(), "seconds": time.monotonic() - began}
+            remember(self._key, asdict(content) | took)
         return content
+
+    def read_since(self, when_s: float) -> float:
+        """Return how long it took to read it, if that was since ``when_s``; else 0."""
+        noted = recall(self._key) or {}
+        return noted["seconds"] if noted.get("read_s", 0.0) >= when_s else 0.0
 
     def is_named_by_content(self, work: Work) -> bool:
         """Whether it is a blob of the hub's cache and its content matches its name; reads it."""

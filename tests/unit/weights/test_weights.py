@@ -381,6 +381,17 @@ class TestMemo(WeightsCase):
         self.assertLess(0, read := self.read())
         self.assertLessEqual(read, other.stat().st_size)
 
+    def test_read_ahead(self) -> None:
+        """What others have read since then counts as read; what is older does not."""
+        file = self.write(make_tensors())
+        began_s = time.time()
+        self.assertGreater(self.read(), 0)
+        again = identify_weights([file], since_s=began_s)
+        self.assertEqual((file.stat().st_size,) * 2, (again.read_nbytes, again.nbytes))
+        self.assertGreater(again.seconds, 0)
+        self.assertEqual(0, identify_weights([file], since_s=began_s + 3600).read_nbytes)
+        self.assertEqual(0, identify_weights([file]).read_nbytes)
+
     def test_files_just_written_are_not_remembered(self) -> None:
         """A clock that ticks coarsely could hide the next write."""
         weights_fingerprint(self.model)
