@@ -113,7 +113,7 @@ ROWS = (
         {"bytes after a restart": "tests/e2e/test_bytes.py::LatentBytesTest::test_latents"},
     ),
     Row(
-        *("gated delta net", "Qwen3-Next, Qwen 3.5 to 3.8", "vllm", "canonical and state", "CPU"),
+        *("gated delta net", "Qwen3-Next", "vllm", "canonical and state", "CPU"),
         {
             "cold, restart": f"{STATES}test_restart",
             "branch": f"{STATES}test_branches",
@@ -185,7 +185,9 @@ ROWS = (
         _pages("test_indexers"),
     ),
     Row(
-        *("hybrids on a GPU", "Qwen3-Next, Nemotron-H", "vllm", "canonical and state", "described"),
+        "hybrids on a GPU",
+        "Qwen3-Next, Qwen 3.5, Nemotron-H",
+        *("vllm", "canonical and state", "described"),
         _pages("test_hybrids"),
     ),
     Row(
@@ -193,8 +195,16 @@ ROWS = (
         _pages("test_quantised"),
     ),
     Row(
-        *("heads that differ", "Gemma 4", "vllm", "canonical and pages", "described"),
-        _pages("test_heads_that_differ"),
+        *("heads that differ", "Gemma 4", "vllm", "canonical and pages", "CPU"),
+        {
+            "cold, restart, noise": f"{MODELS}WindowedModelsTest::test_gemma4",
+            **_pages("test_heads_that_differ"),
+        },
+    ),
+    Row(
+        *("attention within chunks", "Llama 4, as its line in the log says", "vllm"),
+        *(CANONICAL, "CPU"),
+        {"cold, restart, noise": f"{MODELS}UncachedModelsTest::test_chunked_attention"},
     ),
     Row(
         *("compressed latents", "DeepSeek V4", "vllm", PAGES, "described"),

@@ -143,6 +143,22 @@ def gemma3n(*kinds: str) -> Path:
 
 
 @cache
+def gemma4(**sizes: int) -> Path:
+    """A Gemma 4: layers with a window, and some without one, whose heads may have other sizes."""
+    return make(
+        models() / f"gemma4-{len(sizes)}",
+        "Gemma4TextConfig",
+        **SIZES | {"num_hidden_layers": 4, "tie_word_embeddings": True, "initializer_range": 0.03},
+        **{"num_kv_shared_layers": 0} | sizes,
+        hidden_size_per_layer_input=16,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_key_value_heads=2,
+        sliding_window=128,
+        vocab_size_per_layer_input=512,
+    )
+
+
+@cache
 def gpt_oss() -> Path:
     """A gpt-oss: layers with a window of 128 and without one take turns, with attention sinks."""
     return make(
@@ -173,6 +189,43 @@ def lfm2() -> Path:
         conv_dim=128,
         layer_types=["conv", "full_attention"] * 2,
         num_key_value_heads=2,
+    )
+
+
+@cache
+def llama4() -> Path:
+    """A Llama 4: three of four layers attend within chunks of 512 tokens."""
+    return make(
+        models() / "llama4",
+        "Llama4TextConfig",
+        **SIZES | {"num_hidden_layers": 4},
+        attention_chunk_size=512,
+        head_dim=32,
+        interleave_moe_layer_step=2,
+        intermediate_size_mlp=256,
+        layer_types=["chunked_attention"] * 3 + ["full_attention"],
+        num_experts_per_tok=1,
+        num_key_value_heads=2,
+        num_local_experts=2,
+    )
+
+
+@cache
+def nemotron_h() -> Path:
+    """A Nemotron-H: layers with a state (Mamba 2), and attention."""
+    return make(
+        models() / "nemotron-h",
+        "NemotronHConfig",
+        **SIZES | {"num_hidden_layers": 4},
+        chunk_size=64,
+        conv_kernel=4,
+        head_dim=32,
+        layers_block_type=["mamba", "attention", "mamba", "mlp"],
+        mamba_head_dim=32,
+        mamba_num_heads=8,
+        n_groups=1,
+        num_key_value_heads=2,
+        ssm_state_size=16,
     )
 
 

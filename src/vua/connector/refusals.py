@@ -114,6 +114,11 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         "ends of blocks",
         "start it with --enable-prefix-caching",
     ),
+    "states_on_cpu": Refusal(
+        _ENGINE,
+        "vLLM's kernels for CPUs keep no {} states at the ends of blocks",
+        "start it without --kv-transfer-config, and with --no-enable-prefix-caching",
+    ),
     "no_prefix": Refusal(
         _ENGINE,
         "a {} KV cache of which vLLM itself caches no prefix",
@@ -122,7 +127,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "chunked": Refusal(
         _ENGINE,
         "layers that attend within chunks of {} tokens (Llama 4)",
-        "unset VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE",
+        "start it with VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE=0 in its environment",
     ),
     "unknown_rule": Refusal(
         _ENGINE,

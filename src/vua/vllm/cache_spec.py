@@ -32,6 +32,8 @@ from vua.vllm.support import DRAFTS, adapters_spill, check_engine, check_groups,
 
 DRAFT: Final = "d1"
 """The kind of a draft model's layers, see `KVLayout.group`."""
+_STATES_ON_CPU: Final = ("GDN_ATTN", "SHORT_CONV")
+"""Kinds of states with which vLLM's CPU backend runs; with the others it fails, without VUA too."""
 _PLAIN: Final = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 _NAMED: Final = tuple(name.removeprefix("torch.") for name in _PLAIN)
 _SCALES: Final = "vllm checkpoint"
@@ -270,6 +272,8 @@ def rule_of(spec: Any, table: Any) -> str | None:
         raise refused("on_host")
     if kind == "MambaSpec":
         check_groups("a state-space model")
+        if not _on_gpu() and (states := spec.mamba_type.name) not in _STATES_ON_CPU:
+            raise refused("states_on_cpu", states)
         if spec.mamba_cache_mode not in ("align", "all"):
             raise refused("states_unaligned", spec.mamba_cache_mode)
         return "s"

@@ -65,6 +65,7 @@ def engine_config(**more: Any) -> Any:
 def spec_of(kind: str, block: int, chance: random.Random) -> Any:
     """One of vLLM's descriptions of a cache, with sizes that are drawn."""
     from vllm.v1 import kv_cache_interface as found
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
     heads, size = chance.choice(((2, 32), (2, 32), (1, 64), (4, 16)))
     dtype = chance.choice((torch.bfloat16, torch.bfloat16, torch.uint8, torch.float32))
@@ -82,6 +83,7 @@ def spec_of(kind: str, block: int, chance: random.Random) -> Any:
             block_size=block,
             shapes=shapes,
             dtypes=(torch.float16, torch.float32),
+            mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
             mamba_cache_mode=chance.choice(("align", "all")),
         )
     same |= {"num_kv_heads": 1}
@@ -303,7 +305,10 @@ class GeneratedModelsTest(DirectoryTest):
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class ClassesTest(GeneratedModelsTest):
-    """Models of the classes that people serve: which groups they have, on a GPU."""
+    """Models of the classes that people serve: which groups they have, on a GPU.
+
+    Each with its own class of configuration, as vLLM resolves it, and with caches of small sizes.
+    """
 
     test_some = test_host = test_device = None  # type: ignore[assignment] # the other class's
 
@@ -313,11 +318,20 @@ class ClassesTest(GeneratedModelsTest):
         if not windows_are_cached():
             self.skipTest("models with several groups are cached with vLLM 0.32 and newer")
 
-    def groups(self, *tables: dict[str, Any], gpu: bool = True, **config: Any) -> list[str]:
-        """The groups' names of a model with such caches."""
+    def groups(
+        self, *tables: dict[str, Any], gpu: bool = True, like: str = "llama", **config: Any
+    ) -> list[str]:
+        """The groups' names of a model of the type ``like``, with such caches."""
+        from transformers import CONFIG_MAPPING
+
         from vua.vllm.cache_spec import describe
+        from vua.vllm.engine_identity import setup_of
 
         made = engine_config(**config)
+        if like != "llama":
+            made.model_config.hf_config = CONFIG_MAPPING[like]()
+            made.model_config.hf_text_config = made.model_config.hf_config.get_text_config()
+        self.assertRegex(setup_of(made), "^[0-9a-f]{64}$")
         named = []
         for specs in tables:
             (first, *others) = dict.fromkeys(specs.values())
@@ -341,7 +355,8 @@ class ClassesTest(GeneratedModelsTest):
             for layer in range(3)
             for name, sizes in (("attn", latent), ("indexer.k_cache", keys))
         }
-        self.assertEqual(["", "p132"], self.groups(specs))
+        for like in ("deepseek_v32", "glm_moe_dsa"):
+            self.assertEqual(["", "p132"], self.groups(specs, like=like))
         known, pages = self.model.groups
         self.assertEqual(((0, 1, 2), (0, 1, 2)), (known.layers, pages.layers))
         self.assertEqual((1, 3), (pages.layout.kv_heads, pages.layout.layers))
@@ -367,11 +382,11 @@ class ClassesTest(GeneratedModelsTest):
             full = FullAttentionSpec(
                 block_size=528, num_kv_heads=2, head_size=32, dtype=torch.bfloat16
             )
-            found = self.groups(
-                {"layers.0.gdn": state, "layers.1.gdn": state}, {"layers.2.attn": full}
-            )
-            self.assertEqual(["", "s1408"], found)
-            self.assertEqual((528, 528), (self.model.chunk_tokens, self.model.align))
+            for like in ("qwen3_next", "qwen3_5", "nemotron_h"):
+                states = {"layers.0.gdn": state, "layers.1.gdn": state}
+                found = self.groups(states, {"layers.2.attn": full}, like=like)
+                self.assertEqual(["", "s1408"], found)
+                self.assertEqual((528, 528), (self.model.chunk_tokens, self.model.align))
 
     def test_quantised(self) -> None:
         """Scales beside elements, several elements in a byte: pages; fp8 of one scale is known."""
@@ -396,9 +411,11 @@ class ClassesTest(GeneratedModelsTest):
         same = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
         window = SlidingWindowSpec(sliding_window=128, **same)
         full = FullAttentionSpec(**same | {"num_kv_heads": 1, "head_size": 64})
-        found = self.groups({f"layers.{n}.attn": window for n in range(2)}, {"layers.2.attn": full})
-        self.assertEqual(["p256", "w128"], found)
-        self.assertEqual("BF16", self.model.identity.kv_dtype)
+        windows = {f"layers.{n}.attn": window for n in range(2)}
+        for like in ("gemma4", "gemma4_text"):
+            found = self.groups(windows, {"layers.2.attn": full}, like=like)
+            self.assertEqual(["p256", "w128"], found)
+            self.assertEqual("BF16", self.model.identity.kv_dtype)
 
     def test_compressed(self) -> None:
         """DeepSeek V4: latents of 4 and of 128 tokens each, windows, a ring that no hit needs."""
@@ -417,7 +434,8 @@ class ClassesTest(GeneratedModelsTest):
             },
             {"layers.1.ring": found.CircularBufferSpec(**same | {"block_size": 7})},
         )
-        self.assertEqual(["p5", "p146", "p584w128"], self.groups(*tables, kv_cache_dtype="fp8"))
+        found = self.groups(*tables, like="deepseek_v4", kv_cache_dtype="fp8")
+        self.assertEqual(["p5", "p146", "p584w128"], found)
         self.assertEqual((256, 256, 64, 1), self.model.block_sizes)
         self.assertEqual(256, self.model.align)
 
