@@ -24,13 +24,17 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
 
     Args:
         described: "storm": {"at": directory, "seed": number, "one_of": number}; "slow": seconds
-            that a read and a lookup take longer, {"read_s": ..., "lookup_s": ...};
+            that a read and a lookup take longer, {"read_s": ..., "lookup_s": ...}; "raises": names
+            of functions and classes that raise an error of two lines whenever they are called;
             "preempt_every": steps after which all running requests are thrown out; "one_identity":
             whatever the model, the adapter and the image, all is stored under the same names.
         counts: gets the number of files "struck".
     """
     described = described or {}
     with ExitStack() as stack:
+        for name in described.get("raises", ()):
+            problem = RuntimeError(f"{name}\nraises this")
+            stack.enter_context(mock.patch(name, side_effect=problem))
         if "storm" in described:
             stack.enter_context(_storm(counts, **described["storm"]))
         if "slow" in described:

@@ -170,6 +170,8 @@ class WorkerOutput:
     """By prefix hash the writers of chunks that were not loaded since they are not trusted."""
     sure: dict[int, int] = field(default_factory=dict)
     """How many workers have found their weights unchanged, by the number of the doubt."""
+    unable: bool = False
+    """Whether a worker neither loads nor stores, so that nothing must be ordered."""
 
     def aggregate(self, other: object) -> WorkerOutput:
         if not isinstance(other, WorkerOutput):
@@ -192,6 +194,7 @@ class WorkerOutput:
             Counter(self.ended) + Counter(other.ended),
             self.refused | other.refused,
             Counter(self.sure) + Counter(other.sure),
+            self.unable or other.unable,
         )
 
 

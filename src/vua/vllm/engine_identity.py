@@ -70,15 +70,16 @@ def find_weights(vllm_config: Any, stop: threading.Event) -> Weights:
     if _load_format(load) == "dummy":  # random weights that depend on the seed alone
         return Weights(f"dummy:{model_config.seed}", (), 0, 0, 0.0, 0.0)
     try:
-        weights = identify_weights(_engine_files(model_config, load), stop=stop)
+        began_s = process_began_s()
+        weights = identify_weights(_engine_files(model_config, load), stop=stop, since_s=began_s)
         speculative = vllm_config.speculative_config
         if speculative is not None and speculative.method in DRAFTS:
             files = _engine_files(speculative.draft_model_config, load)
-            weights = weights.joined(identify_weights(files, stop=stop))
+            weights = weights.joined(identify_weights(files, stop=stop, since_s=began_s))
         # vLLM's process of that name was started for this engine, so before it loaded. A process
         # that makes engines in itself may have written the model, too: times tell nothing there.
         own = multiprocessing.current_process().name.startswith("EngineCore")
-        changed = own and weights.changed_since(process_began_s(), stop=stop)
+        changed = own and weights.changed_since(began_s, stop=stop)
     except (UncachedError, ConfigError, OSError) as problem:
         raise refused("weights", problem) from problem
     if changed:
@@ -554,12 +555,13 @@ def _fields_of(value: Any) -> Mapping[str, Any] | None:
         return None
     if isinstance(value, Mapping):
         return {str(name): each for name, each in value.items()}
+    # A configuration of transformers, first: it is a dataclass, some of whose fields raise errors.
+    if callable(getattr(value, "to_dict", None)):
+        return dict(value.to_dict())
     if dataclasses.is_dataclass(value):
         return {
             each.name: getattr(value, each.name, None)
             for each in dataclasses.fields(value)
             if each.name not in _OF_A_START and not _PORTS.search(each.name)
         }
-    if callable(getattr(value, "to_dict", None)):  # a configuration of transformers
-        return dict(value.to_dict())
     return None

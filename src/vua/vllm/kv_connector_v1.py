@@ -16,11 +16,13 @@ KV cache events for the directory's content (`vua.connector.events`) are publish
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
@@ -58,7 +60,7 @@ from vua.errors import ConfigError, VUAError
 from vua.io import forks
 from vua.security.keyring import check_keys
 from vua.store.place import locate, prepare
-from vua.vllm import page_layout
+from vua.vllm import BESIDE_OFFLOADING, page_layout
 from vua.vllm.cache_spec import describe, layer_number
 from vua.vllm.engine_identity import find_weights, setup_of
 from vua.vllm.engine_worker import memory_of
@@ -196,7 +198,15 @@ def step_of(output: Any) -> ScheduledStep:
     return ScheduledStep(requests, tables)
 
 
+def __getattr__(name: str) -> Any:
+    """Refuse a connector that vLLM looks for here after it has exchanged VUA's for its own."""
+    if name in ("OffloadingConnector", "SimpleCPUOffloadConnector", "LMCacheMPConnector"):
+        raise ConfigError(BESIDE_OFFLOADING)
+    raise AttributeError(name)
+
+
 log = logger()
+_UNCACHED: Final = "this engine is served without a stored KV cache"
 
 # What the two halves exchange must have the types that vLLM expects.
 KVConnectorMetadata.register(ConnectorMetadata)
@@ -224,7 +234,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
         Raises ConfigError for unusable settings, an unusable path, an unknown version of vLLM, or a
         model that vLLM does not start with a connector, so that a mistake appears at start-up. An
-        engine whose KV cache cannot be stored correctly is served uncached.
+        engine whose KV cache cannot be stored correctly is served uncached, and so is one for which
+        anything else fails: no other error ends a start.
         """
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -235,32 +246,55 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         check_keys(self._config.security)
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
+        self._unused: SchedulerSide | None = None
+        """The scheduler's half of an engine of which a worker is unable."""
+        self._unable = False
+        """Whether the scheduler's half is still to be told that this worker does nothing."""
         forks.watch(self)
         self._ahead: Identification | None = None
         """In the first worker: begins before the scheduler's half does, see `_make_worker`."""
         self._failures: set[str] = set()
+        self._lost: dict[str, set[int]] = {}
+        """Loads that this worker could not begin, with their blocks: the engine waits for them."""
         self._idle = False
         """Whether the current step computes nothing."""
         try:
             model = describe(vllm_config, kv_cache_config, self._config)
             if role == KVConnectorRole.SCHEDULER:
-                if enabled(vllm_config):
-                    self.events = BlockEvents(model, vllm_config, kv_cache_config)
-                self.scheduler = SchedulerSide(
-                    model,
-                    self._config,
-                    loads=transfer.is_kv_consumer,
-                    saves=transfer.is_kv_producer,
-                    events=self.events,
-                    setup=setup_of(vllm_config),
-                    identification=Identification(partial(find_weights, vllm_config)),
-                )
-                announce(transfer)
+                self.scheduler = self._make_scheduler(vllm_config, kv_cache_config, model)
             else:
                 watch = FileEventLog(model) if enabled(vllm_config) else None
                 self.worker = self._make_worker(vllm_config, model, watch)
-        except (UncachedError, VUAError) as problem:
-            log.warning("VUA: this engine is served without a stored KV cache: %s", problem)
+        except Exception as problem:  # noqa: BLE001 - whatever breaks, the engine starts
+            self.events, self._unable = None, True
+            self._go_without(_UNCACHED, problem)
+
+    def _go_without(self, what: str, problem: Exception) -> None:
+        """Say in one line what does not work, and why; raise ``problem`` again if it is strict."""
+        known = isinstance(problem, UncachedError | VUAError)
+        if self._config.strict and not known:
+            raise problem
+        text = [f"{problem}"] if known else traceback.format_exception_only(problem)
+        level = logging.WARNING if known else logging.ERROR
+        log.log(level, "VUA: %s: %s", what, " ".join("".join(text).split()))
+        log.debug("VUA: %s", what, exc_info=problem)
+
+    def _make_scheduler(
+        self, vllm_config: Any, kv_cache_config: KVCacheConfig | None, model: Model
+    ) -> SchedulerSide:
+        transfer = vllm_config.kv_transfer_config
+        announce(transfer)
+        if enabled(vllm_config):
+            self.events = BlockEvents(model, vllm_config, kv_cache_config)
+        return SchedulerSide(
+            model,
+            self._config,
+            loads=transfer.is_kv_consumer,
+            saves=transfer.is_kv_producer,
+            events=self.events,
+            setup=setup_of(vllm_config),
+            identification=Identification(partial(find_weights, vllm_config)),
+        )
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -342,10 +376,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def shutdown(self) -> None:
         """Finish running loads and waiting saves."""
-        if self.scheduler is not None:
-            self.scheduler.shutdown()
-        if self.worker is not None:
-            self.worker.shutdown()
+        for side in (self.scheduler, self.worker, self._unused):
+            if side is not None:
+                side.shutdown()
         if self._ahead is not None:
             self._ahead.close()
 
@@ -399,6 +432,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 side.learn(notes)
             with self._guarded():
                 side.judge(notes.verdicts)
+            if notes.unable:
+                log.warning("VUA: %s: a worker loads and stores nothing", _UNCACHED)
+                self.scheduler, self.events, self._unused = None, None, side
         if side is not None and (received or failed or blocks):  # not always in one step
             with self._guarded():
                 side.received(received, failed, blocks)
@@ -460,12 +496,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             self.worker.register(own, layer_of, tables, page_layout)
         except ConfigError:
             raise  # GPUDirect Storage is required and does not work
-        except (VUAError, AssertionError) as problem:
-            log.warning("VUA: this worker loads and stores nothing: %s", problem)
-        except Exception:  # whatever breaks, requests are served
-            if self._config.strict:
-                raise
-            log.exception("VUA: this worker loads and stores nothing")
+        except Exception as problem:  # noqa: BLE001 - whatever breaks, requests are served
+            self._go_without("this worker loads and stores nothing", problem)
+            self._unable = True
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take a step's orders before its forward pass: its loads need not wait for it."""
@@ -479,9 +512,15 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Begin the ordered loads; does not wait for them."""
         orders = self._get_connector_metadata()
         self._idle = isinstance(orders, ConnectorMetadata) and orders.idle
-        if self.worker is not None and isinstance(orders, ConnectorMetadata):
-            with self._guarded():
+        if not isinstance(orders, ConnectorMetadata):
+            return
+        begun = False
+        with self._guarded():
+            if self.worker is not None:
                 self.worker.start_loads(orders)
+                begun = True
+        if not begun:  # the scheduler's half has ordered them all the same
+            self._lost |= {one.request_id: set().union(*one.block_ids) for one in orders.loads}
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: no forward pass reads a block before its load is reported."""
@@ -510,17 +549,20 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return (None, requests whose loads have ended)."""
-        if self.worker is None:
-            return None, None
+        lost, side = set(self._lost), self.worker
+        if side is None:
+            return None, lost
         with self._guarded():
-            self.worker.finished(finished_req_ids)
+            side.finished(finished_req_ids)
         with self._guarded():
-            return None, self.worker.take_received(idle=self._idle)
-        return None, set()
+            return None, side.take_received(idle=self._idle) | lost
+        return None, lost
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """As :meth:`get_finished`, with the requests whose loads failed completely."""
         results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving.update(self._lost)
+        self._lost.clear()
         if self.worker is not None:
             with self._guarded():
                 results.failed_recving |= self.worker.take_failed()
@@ -529,11 +571,16 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def build_connector_worker_meta(self) -> WorkerOutput | None:
         """Return how long ended loads took, and what was learnt of files."""
         with self._guarded():
+            if self._unable:
+                self._unable = False  # told once
+                return WorkerOutput(unable=True)
             return None if self.worker is None else self.worker.take_notes()
         return None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load did not fill; vLLM recomputes them."""
+        lost = set().union(*self._lost.values())  # vLLM before 0.30 takes no failed requests
+        self._lost.clear()
         with self._guarded():
-            return set() if self.worker is None else self.worker.take_failed_blocks()
-        return set()
+            return lost if self.worker is None else self.worker.take_failed_blocks() | lost
+        return lost

@@ -23,7 +23,7 @@ from vua.errors import ConfigError, NotWritableError, StorageError
 from vua.io.files import atomic_write, make_folders
 from vua.security.keyring import check_keys
 from vua.store.place import prepare
-from vua.vllm import CONNECTOR
+from vua.vllm import BESIDE_OFFLOADING, CONNECTOR, vua_in
 
 _OPTION: Final = "--kv-transfer-config"
 _PATH_OPTION: Final = "--vua-path"
@@ -80,19 +80,15 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
     rest, text = _pop_option(rest, _OPTION)
     if set(_HELP) & set(rest):
         return rest
-    for argument in rest:
-        name = argument.partition("=")[0].replace("_", "-")
-        near = difflib.get_close_matches(name, [_PATH_OPTION], cutoff=0.8)
-        if near or name.startswith("--vua"):
-            msg = f"there is no option {argument.partition('=')[0]}; did you mean {_PATH_OPTION}?"
-            raise ConfigError(msg)
+    given = {"kv_connector": CONNECTOR} | _parsed(text)
+    connector = given["kv_connector"]
+    _check_options(rest, given)
     if any(argument.startswith(f"{_OPTION}.") for argument in rest):
         msg = f"give {_OPTION} as one JSON object, not as {_OPTION}.KEY options"
         raise ConfigError(msg)
-    given = _parsed(text)
-    if given.get("kv_connector", CONNECTOR) != CONNECTOR:  # e.g. a MultiConnector: the user knows
+    if connector != CONNECTOR:  # e.g. a MultiConnector: the user knows
         if path is not None:
-            msg = f"{_PATH_OPTION} has no effect on the connector {given['kv_connector']!r}"
+            msg = f"{_PATH_OPTION} has no effect on the connector {connector!r}"
             raise ConfigError(msg)
         return [*rest, _OPTION, json.dumps(given)]
     config: dict[str, Any] = {**VLLM_TRANSFER, **given}
@@ -106,6 +102,19 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
     extra["shared_storage_path"] = ConnectorConfig.from_extra_config(extra).shared_storage_path
     config["kv_connector_extra_config"] = extra
     return [*rest, _OPTION, json.dumps(config)]
+
+
+def _check_options(arguments: Sequence[str], transfer: dict[str, Any]) -> None:
+    """Raise ConfigError for what nearly is an option of VUA's, or what puts VUA aside."""
+    for argument in arguments:
+        given = argument.partition("=")[0]
+        name = given.replace("_", "-")
+        if name == "--kv-offloading-size" and vua_in(transfer):
+            raise ConfigError(BESIDE_OFFLOADING)
+        near = difflib.get_close_matches(name, [_PATH_OPTION], cutoff=0.8)
+        if near or name.startswith("--vua"):
+            msg = f"there is no option {given}; did you mean {_PATH_OPTION}?"
+            raise ConfigError(msg)
 
 
 def _pop_option(arguments: Sequence[str], option: str) -> tuple[list[str], str | None]:
@@ -177,17 +186,19 @@ def _prepare(arguments: Sequence[str]) -> None:
     Raises ConfigError, StorageError.
     """
     given = json.loads(arguments[arguments.index(_OPTION) + 1])
-    if given["kv_connector"] != CONNECTOR:
-        return
-    config = ConnectorConfig.from_extra_config(given["kv_connector_extra_config"])
-    check_keys(config.security)
-    reads_only = given["kv_role"] == "kv_consumer"
-    try:
-        place = prepare(config.shared_storage_path, config.security, writes=not reads_only)
-    except NotWritableError as problem:
-        text = f'{problem.strerror} ("kv_role": "kv_consumer" in {_OPTION} only loads)'
-        raise StorageError(problem.errno or 0, text) from problem
-    sys.stderr.write(f"vua-vllm: KV cache in {place}\n")
+    if not (ours := vua_in(given)):
+        text = f"{_OPTION} names the connector {given['kv_connector']!r}: VUA stores nothing"
+        sys.stderr.write(f"vua-vllm: {text}\n")
+    for one in ours:
+        config = ConnectorConfig.from_extra_config(one.get("kv_connector_extra_config") or {})
+        check_keys(config.security)
+        reads_only = one.get("kv_role") == "kv_consumer"
+        try:
+            place = prepare(config.shared_storage_path, config.security, writes=not reads_only)
+        except NotWritableError as problem:
+            text = f'{problem.strerror} ("kv_role": "kv_consumer" in {_OPTION} only loads)'
+            raise StorageError(problem.errno or 0, text) from problem
+        sys.stderr.write(f"vua-vllm: KV cache in {place}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -88,6 +88,26 @@ class TestServe(DirectoryTest):
                 self.assertEqual((2, "[]\n"), (done.returncode, done.stdout))
                 self.assertRegex(done.stderr, f"^vua-vllm: .*{words}.*\n$")
 
+    def test_other_connectors(self) -> None:
+        """Without VUA one line says so; VUA's part of a MultiConnector is checked like VUA."""
+
+        def serve(*parts: dict[str, object]) -> subprocess.CompletedProcess[str]:
+            below = {"connectors": [{"kv_connector": "ExampleConnector"}, *parts]}
+            multi = {"kv_connector": "MultiConnector", "kv_connector_extra_config": below}
+            return self.serve("serve", "m", "--kv-transfer-config", json.dumps(multi))
+
+        done = serve()
+        self.assertEqual((0, 1), (done.returncode, done.stderr.count("\n")))
+        self.assertIn("'MultiConnector': VUA stores nothing", done.stderr)
+        ours: dict[str, object] = {"kv_connector": "VUAStorageConnector_V1"}
+        done = serve(ours)
+        self.assertEqual((2, "[]\n"), (done.returncode, done.stdout))
+        self.assertIn("shared_storage_path", done.stderr)
+        path = {"kv_connector_extra_config": {"shared_storage_path": f"{self.root}/kv"}}
+        done = serve(ours | path)
+        self.assertEqual(0, done.returncode)
+        self.assertEqual(f"vua-vllm: KV cache in {self.root}/kv (made now, empty)\n", done.stderr)
+
     def test_keys(self) -> None:
         """A key file that is missing is told before the model is loaded."""
         extra = {"kv_connector_extra_config": {"security": {"key_file": f"{self.root}/none"}}}

@@ -32,6 +32,21 @@ class TestWithConnector(unittest.TestCase):
         self.assertEqual("recompute", config["kv_load_failure_policy"])
         self.assertEqual({"shared_storage_path": "/kv"}, config["kv_connector_extra_config"])
 
+    def test_offloading(self) -> None:
+        """The option with which vLLM exchanges VUA for its own connector is refused beside VUA."""
+        below = {"connectors": [{"kv_connector": "VUAStorageConnector_V1"}]}
+        multi = {"kv_connector": "MultiConnector", "kv_connector_extra_config": below}
+        other = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {}}
+        for option in (["--kv-offloading-size", "4"], ["--kv_offloading_size=4"]):
+            for given in (["--vua-path", "/kv"], ["--kv-transfer-config", json.dumps(multi)]):
+                with (
+                    self.subTest(option=option, given=given),
+                    self.assertRaisesRegex(ConfigError, "leave out --kv-offloading-size"),
+                ):
+                    with_connector(["serve", "m", *option, *given])
+            own = ["serve", "m", *option, "--kv-transfer-config", json.dumps(other)]
+            self.assertEqual(own, with_connector(own))
+
     def test_user_wins(self) -> None:
         """What the user sets in --kv-transfer-config stays, the rest is filled in."""
         given = {

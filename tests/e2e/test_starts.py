@@ -1,0 +1,95 @@
+"""An engine starts and serves with VUA whenever it does without."""
+
+from __future__ import annotations
+
+import unittest
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
+
+import pytest
+
+from e2e.damage import stored
+from e2e.harness import PROMPT, Batch, EngineTest, Phase, run, tokens
+from vua.vllm import BESIDE_OFFLOADING
+
+try:
+    distribution("vua")
+    INSTALLED = True
+except PackageNotFoundError:
+    INSTALLED = False
+
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
+
+CONNECTOR = "vua.vllm.kv_connector_v1."
+UNCACHED = "this engine is served without a stored KV cache: "
+ONE_WORKER = "this worker loads and stores nothing: "
+
+
+class StartsTest(EngineTest):
+    def test_whatever_raises(self) -> None:
+        """One line gives the reason, and all prompts are computed, also those that are stored."""
+        batches = Batch([PROMPT]), Batch([tokens(300, seed=2)])
+        self.fill(batches[0])
+        expected = self.baseline(*batches)
+        names = {
+            f"{CONNECTOR}describe": UNCACHED,
+            f"{CONNECTOR}announce": UNCACHED,
+            f"{CONNECTOR}setup_of": UNCACHED,
+            f"{CONNECTOR}SchedulerSide": UNCACHED,
+            f"{CONNECTOR}memory_of": UNCACHED,
+            f"{CONNECTOR}WorkerSide": UNCACHED,
+            f"{CONNECTOR}layer_number": ONE_WORKER,
+            "vua.connector.worker.WorkerSide.register": ONE_WORKER,
+            "vua.connector.worker.WorkerSide.start_loads": "",
+        }
+        for name, what in names.items():
+            with self.subTest(name):
+                trouble = {"raises": [name]}
+                served = self.serve(*batches, trouble=trouble, extra={"strict": None})
+
+                self.assertEqual(expected, served.tokens)
+                self.assertEqual(0, served.counts.get("tokens_loaded", 0))
+                if what:
+                    said = f"VUA: {what}RuntimeError: {name} raises this"
+                    self.assertIn(1, [served.log.count(said), served.log.count(said) - 1])
+                    self.assertNotRegex(served.log, 'File ".*kv_connector_v1.py"')
+                    self.assertEqual(10, len(stored(self.root)))
+
+    def child(self) -> dict[str, Any]:
+        """A VUA connector below a MultiConnector."""
+        extra = {"shared_storage_path": str(self.root), "witness_every": 0}
+        return {
+            "kv_connector": "VUAStorageConnector_V1",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+
+    def test_beside_offloading(self) -> None:
+        """The setting with which vLLM exchanges connectors is refused before the engine starts."""
+        for name, transfer in {
+            "by module": {},
+            "by name": {"kv_connector_module_path": None},
+            "by MultiConnector": {
+                "kv_connector": "MultiConnector",
+                "kv_connector_module_path": None,
+                "kv_connector_extra_config": {"connectors": [self.child()]},
+            },
+        }.items():
+            if INSTALLED or name == "by module":
+                with self.subTest(name):
+                    beside = self.phase(
+                        Batch([PROMPT]), transfer=transfer, engine={"kv_offloading_size": 1.0}
+                    )
+                    (served,) = run(beside)
+                    self.assertIn(BESIDE_OFFLOADING, str(served.problem))
+
+    @unittest.skipUnless(INSTALLED, "vua is not installed, only on the path: there is no plug-in")
+    def test_path_without_connector(self) -> None:
+        """VUA_PATH alone stores nothing, and one line says so; with a connector there is none."""
+        path = {"VUA_PATH": str(self.root)}
+        batch, words = Batch([PROMPT]), f"VUA: VUA_PATH is {self.root}"
+        (alone,) = run(Phase([batch], environment=path))
+        with_vua = self.serve(batch, environment=path)
+        self.assertEqual([None, with_vua.tokens], [alone.problem, alone.tokens])
+        self.assertEqual([1, 0], [one.log.count(words) for one in (alone, with_vua)])
+        self.assertIn(f"`vua args vllm {self.root}`", alone.log)

@@ -1,0 +1,105 @@
+"""Every class of configuration that transformers or vLLM has can be described."""
+
+from __future__ import annotations
+
+import logging
+import os
+import unittest
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from e2e.engine import ENVIRONMENT
+from helpers import DirectoryTest
+from small_models import make_model
+from vua.connector.config import ConnectorConfig
+
+pytestmark = pytest.mark.vllm
+
+NEEDS_PARTS = (
+    "encoder-decoder musicgen musicgen_melody nougat rag speech-encoder-decoder "
+    "vision-encoder-decoder vision-text-dual-encoder"
+)
+"""Types whose classes have no default: they are made of other configurations."""
+
+
+@unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+class EveryConfigTest(DirectoryTest):
+    """In the place of a small model's, in what vLLM makes of its arguments; no engine is needed."""
+
+    def setUp(self) -> None:
+        """Make an engine's configuration."""
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+        super().setUp()
+        self.enterContext(mock.patch.dict(os.environ, ENVIRONMENT))
+        logging.disable(logging.WARNING)  # of transformers, about its own defaults
+        self.addCleanup(logging.disable, logging.NOTSET)
+        model = make_model(self.root / "model", layers=2)
+        arguments = EngineArgs(
+            model=str(model), dtype="float32", max_model_len=2048, skip_tokenizer_init=True
+        )
+        self.made: Any = arguments.create_engine_config()
+        spec = FullAttentionSpec(32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        table = SimpleNamespace(layer_names=["model.layers.0.attn"], kv_cache_spec=spec)
+        self.caches = SimpleNamespace(kv_cache_groups=[table])
+        self.config = ConnectorConfig(shared_storage_path=str(self.root / "kv"))
+
+    def describe(self, config: Any) -> tuple[str, str]:
+        """The namespace's label and the setup of an engine with this model's configuration."""
+        from vllm.transformers_utils.config import get_hf_text_config
+
+        from vua.vllm.cache_spec import describe
+        from vua.vllm.engine_identity import setup_of
+
+        model = self.made.model_config
+        model.hf_config, model.hf_text_config = config, get_hf_text_config(config)
+        return describe(self.made, self.caches, self.config).identity.model, setup_of(self.made)
+
+    def test_layers_that_differ(self) -> None:
+        """Gemma 4, some of whose fields raise an error when they are read; each setting counts."""
+        from transformers import Gemma4Config, Gemma4TextConfig
+
+        found = [
+            self.describe(one)
+            for one in (
+                Gemma4Config(),
+                Gemma4TextConfig(),
+                Gemma4TextConfig(global_head_dim=256),
+                Gemma4TextConfig(),
+            )
+        ]
+        self.assertEqual(found[1], found[3])
+        self.assertEqual(3, len({label for label, _ in found}))
+        self.assertEqual(3, len({setup for _, setup in found}))
+
+    @pytest.mark.thorough
+    def test_every_class(self) -> None:
+        """All of them with their defaults, except those that have none."""
+        from transformers import CONFIG_MAPPING
+        from vllm.transformers_utils import config as of_vllm
+
+        classes: dict[str, Any] = {**CONFIG_MAPPING, **of_vllm._CONFIG_REGISTRY}
+        done = 0
+        for name in sorted(classes):
+            try:
+                made = classes[name]()
+            except Exception as problem:  # noqa: BLE001 - not ours
+                needs = isinstance(problem, ImportError | OSError)  # a package, a download
+                unknown = name in of_vllm._CONFIG_REGISTRY or name in NEEDS_PARTS.split()
+                self.assertTrue(needs or unknown, f"{name}: {problem}")
+                continue
+            with self.subTest(name):
+                label, setup = self.describe(made)
+                self.assertEqual([64, 64], [len(label), len(setup)])
+                done += 1
+        self.assertGreater(done, 500)
+
+
+if __name__ == "__main__":
+    unittest.main()
