@@ -31,43 +31,13 @@ _TAKEN: Final = frozenset(
 )  # fmt: skip
 """Fields of OpenAI requests that make a prompt's tokens, or name its chunks."""
 _OTHER: Final = frozenset(
-    [
-        "custom_id",
-        "echo",
-        "frequency_penalty",
-        "ignore_eos",
-        "kv_transfer_params",
-        "length_penalty",
-        "logit_bias",
-        "logprobs",
-        "max_completion_tokens",
-        "max_tokens",
-        "metadata",
-        "min_p",
-        "min_tokens",
-        "model",
-        "n",
-        "parallel_tool_calls",
-        "presence_penalty",
-        "priority",
-        "repetition_penalty",
-        "request_id",
-        "return_token_ids",
-        "seed",
-        "skip_special_tokens",
-        "stop",
-        "stop_token_ids",
-        "store",
-        "stream",
-        "stream_options",
-        "temperature",
-        "tool_choice",
-        "top_k",
-        "top_logprobs",
-        "top_p",
-        "user",
-    ]
-)
+    ["custom_id", "echo", "frequency_penalty", "ignore_eos", "kv_transfer_params",
+     "length_penalty", "logit_bias", "logprobs", "max_completion_tokens", "max_tokens",
+     "metadata", "min_p", "min_tokens", "model", "n", "parallel_tool_calls", "presence_penalty",
+     "priority", "repetition_penalty", "request_id", "return_token_ids", "seed",
+     "skip_special_tokens", "stop", "stop_token_ids", "store", "stream", "stream_options",
+     "temperature", "tool_choice", "top_k", "top_logprobs", "top_p", "user"]
+)  # fmt: skip
 """Fields that change neither."""
 
 
