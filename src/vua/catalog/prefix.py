@@ -27,6 +27,7 @@ from vua.format.layout import KVLayout, Shard, cover
 from vua.format.prefix import Kind, leading, longest_prefix
 from vua.storage.description import Description
 from vua.store.entry_reader import EntryReader
+from vua.store.nearest import differences
 from vua.store.store import Store
 from vua.weights import checkpoint_files, identify_weights
 
@@ -313,20 +314,12 @@ def _read_config(root: Path) -> Mapping[str, Any]:
 
 def compare(expected: ModelIdentity, stored: Identity) -> list[Difference]:
     """Return the fields in which ``stored`` differs; certain ones first."""
-    found = []
-    for name in FIELDS:
-        if name == "name" or name in expected.unknown:
-            continue
-        values = getattr(stored, name), getattr(expected.identity, name)
-        if values[0] != values[1]:
-            there, here = (one.counted if name == "model" else {} for one in
-                           (stored, expected.identity))  # fmt: skip
-            # A field that only one of both has may be one that engines complete.
-            paths = [path for path in here.keys() & there.keys() if here[path] != there[path]]
-            found += [
-                Difference(path, there[path], here[path], certain=False) for path in sorted(paths)
-            ] or [Difference(name, *values, certain=name != "model")]
-    return sorted(found, key=lambda difference: not difference.certain)
+    certain = {*FIELDS} - {"model"}
+    return [
+        Difference(field, theirs, ours, certain=field in certain)
+        for field, ours, theirs in differences(expected.identity, stored, complete=False)
+        if field not in expected.unknown
+    ]
 
 
 def nearest(
@@ -339,9 +332,8 @@ def nearest(
     pairs = [(one, compare(expected, one.identity)) for one in found if one.identity is not None]
 
     def distance(pair: tuple[Description, list[Difference]]) -> tuple[bool, int, int, str]:
-        differences = pair[1]
-        others = any(one.field in ("weights", "adapter") for one in differences)
-        certain = sum(one.certain for one in differences)
-        return others, certain, len(differences), pair[0].name
+        others = any(one.field in ("weights", "adapter") for one in pair[1])
+        certain = sum(one.certain for one in pair[1])
+        return others, certain, len(pair[1]), pair[0].name
 
     return sorted(pairs, key=distance)

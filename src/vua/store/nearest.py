@@ -43,17 +43,21 @@ class Near(NamedTuple):
     """At least one, those of the identity's own fields first."""
 
 
-def differences(ours: Identity, theirs: Identity) -> list[FieldDifference]:
+def differences(
+    ours: Identity, theirs: Identity, *, complete: bool = True
+) -> list[FieldDifference]:
     """Return the fields in which two identities differ, the weights first; none if they are equal.
 
     In place of the digest ``model`` the fields that it counted, by path, as far as both are known.
+    Engines complete a config: unless ours is ``complete``, fields that one side lacks are left out.
     """
     names = [name for name in FIELDS if name not in ("name", "model")]
     names.sort(key=lambda name: name != "weights")
     found = [FieldDifference(name, getattr(ours, name), getattr(theirs, name)) for name in names]
     if ours.model != theirs.model:
         here, there = ours.counted, theirs.counted
-        paths = sorted(here.keys() | there.keys()) if here and there else []
+        paths = sorted(here.keys() | there.keys() if complete else here.keys() & there.keys())
+        paths = paths if here and there else []
         counted = [FieldDifference(p, here.get(p, ABSENT), there.get(p, ABSENT)) for p in paths]
         counted = [one for one in counted if one.ours != one.theirs]
         found += counted or [FieldDifference("model", ours.model, theirs.model)]
