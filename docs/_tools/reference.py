@@ -23,7 +23,7 @@ from vua import cli
 from vua.capacity.limits import Limits
 from vua.config import VUAConfig
 from vua.connector import config as connector
-from vua.connector.config import OLD_NAMES, ConnectorConfig
+from vua.connector.config import ConnectorConfig
 from vua.connector.metrics import METRICS
 from vua.connector.refusals import REFUSALS
 from vua.format.identity import IGNORED_CONFIG_KEYS, INTERLEAVED, NEOX
@@ -134,12 +134,6 @@ def directory_limits() -> str:
     rows = [[f"`{n}`", unit(Limits, n), f"`vua gc DIR {options[n]} ... --set`", texts[n]]
             for n in texts]  # fmt: skip
     return table(["limit", "values", "set by", "what it does"], rows)
-
-
-def old_names() -> str:
-    """Names of earlier versions."""
-    rows = [[f"`{old}`", f"`{new}`" if new else "no effect"] for old, new in OLD_NAMES.items()]
-    return table(["earlier name", "name now"], rows)
 
 
 def metrics() -> str:
@@ -257,7 +251,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "connector-settings": connector_settings,
     "library-settings": library_settings,
     "directory-limits": directory_limits,
-    "old-names": old_names,
     "metrics": metrics,
     "refusals": refusals,
     "commands": commands,

@@ -38,16 +38,6 @@ class SettingsTest(EngineTest):
         self.assertIn("expected a directory, found a file", self.refused())
 
     @pytest.mark.thorough
-    def test_old_names_of_settings(self) -> None:
-        """The settings that VUA's first version had are still understood."""
-        self.fill(BATCH)
-        old = {"shared_storage_path": None, "chunk_tokens": None, "strict": None}
-
-        warm = self.serve(BATCH, extra=old | {"path": str(self.root), "split_factor": 64})
-
-        self.assertEqual([640], warm.cached)
-
-    @pytest.mark.thorough
     def test_by_name_alone(self) -> None:
         """An installed VUA is found by vLLM by the connector's name, without a module path."""
         try:

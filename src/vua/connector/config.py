@@ -8,7 +8,6 @@ descriptions.
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import os
 from collections.abc import Mapping
@@ -17,13 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from vua.capacity.limits import Limits
-from vua.connector.log import logger
 from vua.errors import ConfigError
 from vua.security.settings import Security
 from vua.storage.location import directory_of
 from vua.store.tier_rules import TierRules
-
-log = logger()
 
 _WHERE: Final = "kv_connector_extra_config"
 _MAY_BE_ZERO: Final = frozenset({"witness_every", "max_pending_save_mib"})
@@ -33,32 +29,6 @@ _ALLOWED: Final = (
     *("inexact_continuation", "other_encoders", "pins"),
     *("untested_rocm", "untested_vllm"),
 )
-
-OLD_NAMES: Final[Mapping[str, str | None]] = {
-    "path": "shared_storage_path",
-    "split_factor": "chunk_tokens",
-    "max_bytes": "limits.max_bytes",
-    "min_free_bytes": "limits.min_free_bytes",
-    "ttl_s": "limits.ttl_s",
-    "trusted_uids": "security.trusted_uids",
-    "group_read": "security.group_read",
-    "key_file": "security.key_file",
-    "tenant_keys": "security.tenant_keys",
-    "encrypt": "security.encrypt",
-    "lookup_timeout_s": "timeouts.lookup_s",
-    "io_timeout_s": "timeouts.io_s",
-    "load_threads": "worker.load_threads",
-    "max_pending_save_mib": "worker.max_pending_save_mib",
-    "load_margin": "load_policy",
-    "allow_inexact_continuation": "allow",
-    "allow_pins": "allow",
-    "allow_untested_vllm": "allow",
-    "save_threads": None,
-    "direct_reads": None,
-    "direct_writes": None,
-    "load_in_step_mib": None,
-}
-"""Names of earlier versions, which still work: where each setting is now; None: no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,12 +155,14 @@ class ConnectorConfig:
         *,
         how: str = "give `vua-vllm serve` --vua-path DIRECTORY",
     ) -> ConnectorConfig:
-        """Read vLLM's free-form mapping, with current names or those of earlier versions.
+        """Read vLLM's free-form mapping.
 
         Raises ConfigError, naming the nearest valid name for an unknown one, and for a missing
         directory ``how`` the engine's users give it.
         """
-        values = _with_new_names(extra)
+        for name in extra:
+            _check_name(name, [one.name for one in fields(cls)])
+        values: dict[str, Any] = dict(extra)
         for name, group in _GROUPS.items():
             if name in values:
                 values[name] = _group(name, group, values[name])
@@ -218,14 +190,16 @@ _GROUPS: Final[Mapping[str, type]] = {
 _OFTEN: Final = {
     "chunk_size": "chunk_tokens",
     "block_size": "chunk_tokens",
+    "split_factor": "chunk_tokens",
     "capacity_bytes": "limits.max_bytes",
     "max_size": "limits.max_bytes",
+    "path": "shared_storage_path",
     "dir": "shared_storage_path",
     "directory": "shared_storage_path",
     "storage_path": "shared_storage_path",
     "vua_path": "shared_storage_path",
 }
-"""Common names of settings in other programs."""
+"""Names of these settings in other programs and in :class:`vua.config.VUAConfig`."""
 _NOT_HERE: Final = frozenset({"max_bytes_per_salt", "min_free_inodes"})
 """Limits that only `vua gc` applies."""
 
@@ -243,54 +217,12 @@ def defaults() -> dict[str, object]:
     return found
 
 
-def _with_new_names(extra: Mapping[str, object]) -> dict[str, Any]:
-    """Return the settings under their current names; one warning lists the old ones."""
-    values: dict[str, Any] = {}
-    for name, value in extra.items():
-        if name not in OLD_NAMES:
-            _check_name(name, [one.name for one in fields(ConnectorConfig)])
-            values[name] = dict(value) if isinstance(value, Mapping) else value
-    old = sorted(set(extra) & set(OLD_NAMES))
-    for name in old:
-        _move(name, extra[name], values)
-    if old:
-        places = (f"{name} ({OLD_NAMES[name] or 'no effect any more'})" for name in old)
-        warn_once(f"{_WHERE}: old names of settings, each with its new place: {', '.join(places)}")
-    return values
-
-
-def _move(name: str, value: object, values: dict[str, Any]) -> None:
-    """Move the setting with the old ``name`` to its current place."""
-    new = OLD_NAMES[name]
-    if new is None:
-        return
-    if new == "allow":
-        if not isinstance(value, bool):
-            raise _refused(name, "bool", value)
-        if value:
-            values["allow"] = [*values.get("allow", ()), name.removeprefix("allow_")]
-    elif name == "load_margin":
-        if values.get("load_policy", "faster") == "faster":
-            values["load_policy"] = value
-    else:
-        group, _, inner = new.rpartition(".")
-        place = values.setdefault(group, {}) if group else values
-        if not isinstance(place, dict):
-            raise _refused(group, "a group of settings", place)
-        if inner in place:
-            msg = f"{_WHERE} sets {new!r} twice (as {name!r})"
-            raise ConfigError(msg)
-        place[inner] = value
-
-
 def _group(name: str, kind: type, given: object) -> object:
     if not isinstance(given, Mapping):
         raise _refused(name, "a group of settings", given)
     names = [one.name for one in fields(kind) if one.name not in _NOT_HERE]
     for inner in given:
         _check_name(str(inner), names, f"{name}.")
-    if kind is Security and given.get("trusted_uids", 0) is None:
-        given = {**given, "trusted_uids": ()}
     try:
         return kind(**given)
     except ConfigError as problem:
@@ -353,12 +285,6 @@ _KIND_NAMES: Final = {
     "str | float": "text or a number",
     "float | None": "a number",
 }
-
-
-@functools.cache
-def warn_once(text: str) -> None:
-    """Log a warning once: an engine reads its settings several times."""
-    log.warning(text)
 
 
 VLLM_TRANSFER: Final = {

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import unittest
 from dataclasses import fields
-from operator import attrgetter
-from typing import Any
 from unittest import mock
 
-from vua.capacity.limits import Limits
-from vua.connector import config as settings
-from vua.connector.config import OLD_NAMES, ConnectorConfig
+from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError
 from vua.sglang.settings import settings_of
 
@@ -54,62 +50,10 @@ class ConnectorConfigTest(unittest.TestCase):
         )  # fmt: skip
         self.assertIsNone(parse(security={"trusted_uids": "any"}).security.uids)
         for wrong in ({"trusted_uids": 7}, {"trusted_uids": "all"}, {"trusted_uids": ["7"]},
+                      {"trusted_uids": None},
                       {"encrypt": True}, {"key_file": 1}, {"group_read": 1}):  # fmt: skip
             with self.subTest(wrong):
                 self.refused({"shared_storage_path": "/kv", "security": wrong})
-
-    def test_old_names(self) -> None:
-        """Each name of an earlier version sets what it did, with one warning for all of them."""
-        old: dict[str, Any] = {
-            "path": "/old", "split_factor": 32, "max_bytes": "5G", "min_free_bytes": 7,
-            "ttl_s": 60.0, "trusted_uids": [7], "group_read": True, "key_file": "/k",
-            "tenant_keys": "/keys", "encrypt": True, "lookup_timeout_s": 3.0, "io_timeout_s": 4,
-            "load_threads": 5, "max_pending_save_mib": 6, "load_margin": 2.5,
-            "allow_inexact_continuation": True, "allow_pins": True, "allow_untested_vllm": True,
-            "save_threads": 9, "direct_reads": False, "direct_writes": True, "load_in_step_mib": 8,
-        }  # fmt: skip
-        self.assertEqual(set(OLD_NAMES), set(old))
-        kept = {name: value for name, value in old.items() if OLD_NAMES[name] is None}
-        for name, value in old.items():
-            extra = {name: value} | ({"key_file": "/k"} if name == "encrypt" else {})
-            if name != "path":
-                extra["shared_storage_path"] = "/kv"
-            with self.subTest(name), self.assertLogs("vllm.vua", "WARNING") as log:
-                settings.warn_once.cache_clear()
-                config = ConnectorConfig.from_extra_config(extra)
-                new = OLD_NAMES[name]
-                self.assertEqual(1, len(log.output))
-                if name in kept:
-                    self.assertIn(f"{name} (no effect any more)", log.output[0])
-                    self.assertEqual(parse(), config)
-                elif new == "allow":
-                    self.assertEqual((name.removeprefix("allow_"),), config.allow)
-                else:
-                    self.assertIn(f"{name} ({new})", log.output[0])
-                    self.assertEqual(value, attrgetter(str(new))(config))
-
-        with self.assertLogs("vllm.vua", "WARNING") as log:
-            settings.warn_once.cache_clear()
-            config = ConnectorConfig.from_extra_config(old)
-            ConnectorConfig.from_extra_config(old)
-        self.assertEqual(1, len(log.output))
-        self.assertEqual(("inexact_continuation", "pins", "untested_vllm"), config.allow)
-        self.assertEqual(2.5, config.load_margin)
-
-    def test_old_and_new_names(self) -> None:
-        """Old names go along with new ones, but not for the same setting."""
-        mixed = parse(limits={"ttl_s": 5}, max_bytes="1G", allow=["pins"], allow_untested_vllm=True)
-        self.assertEqual(Limits(ttl_s=5, max_bytes="1G"), mixed.limits)
-        self.assertEqual(("pins", "untested_vllm"), mixed.allow)
-        self.assertEqual((), parse(allow_pins=False).allow)
-        self.assertEqual("always", parse(load_policy="always", load_margin=3.0).load_policy)
-        text = self.refused(
-            {"shared_storage_path": "/kv", "limits": {"max_bytes": 1}, "max_bytes": 2}
-        )
-        self.assertIn("'limits.max_bytes' twice (as 'max_bytes')", text)
-        for wrong in ({"limits": 5}, {"limits": 5, "ttl_s": 6}, {"allow_pins": 1},
-                      {"limits": {"max_bytes_per_salt": 1}}):  # fmt: skip
-            self.refused({"shared_storage_path": "/kv", **wrong})
 
     def test_few(self) -> None:
         """There are fifteen settings, groups included."""
@@ -123,17 +67,15 @@ class ConnectorConfigTest(unittest.TestCase):
             ("fsync_durable", "durable"),
             ("Epoch", "epoch"),
             ("timeout", "timeouts"),
+            ("path", "shared_storage_path"),
+            ("split_factor", "chunk_tokens"),
+            ("max_bytes", "limits.max_bytes"),
+            ("key_file", "security.key_file"),
         ):
             with self.subTest(wrong):
                 text = self.refused({"shared_storage_path": "/kv", wrong: 1})
 
                 self.assertIn(f"no key {wrong!r}; the nearest is {near!r}", text)
-
-    def test_key_given_twice(self) -> None:
-        """A setting under its old and its new name at once is refused."""
-        text = self.refused({"shared_storage_path": "/kv", "path": "/other"})
-
-        self.assertIn("'shared_storage_path' twice", text)
 
     def test_wrong_types(self) -> None:
         """A value of another type is refused by name, a bool for a number too."""
@@ -144,8 +86,6 @@ class ConnectorConfigTest(unittest.TestCase):
             ("durable", 1),
             ("durable", "yes"),
             ("epoch", 3),
-            ("lookup_timeout_s", "1"),
-            ("lookup_timeout_s", True),
             ("load_policy", True),
             ("allow", "pins"),
             ("allow", ["pin"]),
@@ -155,7 +95,7 @@ class ConnectorConfigTest(unittest.TestCase):
             with self.subTest(name=name, value=value):
                 text = self.refused({"shared_storage_path": "/kv", name: value})
 
-                self.assertIn(f"{(OLD_NAMES.get(name) or name)} must be", text)
+                self.assertIn(f"{name} must be", text)
                 self.assertIn(repr(value[0] if isinstance(value, list) else value), text)
 
     def test_out_of_range(self) -> None:
@@ -163,14 +103,12 @@ class ConnectorConfigTest(unittest.TestCase):
         for name, value in (
             ("chunk_tokens", 0),
             ("chunk_tokens", -64),
-            ("load_threads", 0),
-            ("lookup_timeout_s", 0.0),
             ("load_policy", 0),
         ):
             with self.subTest(name=name, value=value):
                 text = self.refused({"shared_storage_path": "/kv", name: value})
 
-                self.assertIn(f"{OLD_NAMES.get(name) or name} must be positive", text)
+                self.assertIn(f"{name} must be positive", text)
 
     def test_groups(self) -> None:
         """A name that a group does not have is refused with the nearest, and so are bad values."""
@@ -182,6 +120,11 @@ class ConnectorConfigTest(unittest.TestCase):
             ),
             ("timeouts", {"io": 1}, "the nearest is 'timeouts.io_s'"),
             ("timeouts", {"io_s": 0}, "timeouts.io_s must be positive"),
+            ("timeouts", {"lookup_s": "1"}, "timeouts.lookup_s must be float, found '1'"),
+            ("timeouts", {"lookup_s": True}, "timeouts.lookup_s must be float, found True"),
+            ("worker", {"load_threads": 0}, "worker.load_threads must be positive"),
+            ("limits", 5, "limits must be a group of settings, found 5"),
+            ("limits", {"max_bytes_per_salt": 1}, "no key 'limits.max_bytes_per_salt'"),
             ("worker", {"load_threads": 1.5}, "worker.load_threads must be int"),
             ("limits", {"max_bytes": "much"}, "max_bytes: 'much' is not a size"),
         ):
