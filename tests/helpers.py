@@ -345,7 +345,7 @@ def write_log(
 ) -> None:
     """Have requests in a directory's log: when they came, and their chunks (64 hex).
 
-    Of ``.hints`` the first chunk is a number: milliseconds within which the others are used.
+    Of ``.hints`` the first chunk is a number: milliseconds for which the others are retained.
     """
     folder = root / UPKEEP / USES
     folder.mkdir(parents=True, exist_ok=True)

@@ -291,7 +291,7 @@ class Clairvoyant(Ranked):
 
 
 class Hinted(Dense):
-    """Hit density, told after each request when its blocks are used again (0: never)."""
+    """Hit density, told after each request for how long its blocks are retained (0: dropped)."""
 
     def __init__(self, capacity: int, past: Past, hints: Sequence[float | None]) -> None:
         """Tell ``past`` one of ``hints`` after each request; None: nothing."""
@@ -301,9 +301,9 @@ class Hinted(Dense):
     def use(self, blocks: Sequence[int], hits: int, now_ns: int) -> int:
         """Note a request, and then what is said about it."""
         keep = super().use(blocks, hits, now_ns)
-        within_s = next(self._hints)
-        if within_s is not None:
-            self._past.tell(blocks, now_ns, within_s)
+        retain_s = next(self._hints)
+        if retain_s is not None:
+            self._past.tell(blocks, now_ns, retain_s)
         return keep
 
 
@@ -334,7 +334,7 @@ def waits_s(requests: Sequence[TraceRequest]) -> list[float | None]:
 
 
 _UNSURE: Final = 2.0
-"""Who guesses a time promises so many times as much."""
+"""Who guesses a time retains for so many times as long."""
 
 
 def _whether(wait_s: float | None, chance: random.Random) -> float:  # noqa: ARG001
@@ -357,8 +357,8 @@ HINTS: Final[Mapping[str, Callable[[float | None, random.Random], float]]] = {
     "hints: about when": _about,
     "hints: when": _when,
 }
-"""What an agent says while its tool runs, by what it knows: within how many seconds it goes on; 0
-when it has ended. Directories heed them as :class:`Hinted` does."""
+"""For how long an agent has its prompt retained while its tool runs, by what it knows; 0 when it
+has ended. Directories heed that as :class:`Hinted` does, but for the budget."""
 
 
 def hinted(requests: Sequence[TraceRequest], name: str) -> Make:

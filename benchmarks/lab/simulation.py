@@ -178,9 +178,9 @@ class Past:
             self._unmet = []
         return self._density
 
-    def tell(self, blocks: Sequence[int], now_ns: int, within_s: float) -> None:
-        """Note that blocks are used again within so many seconds; 0: never."""
-        self.density.note((), [Hint(now_ns / 1e9, blocks, within_s)])
+    def tell(self, blocks: Sequence[int], now_ns: int, retain_s: float) -> None:
+        """Note that blocks are retained for so many seconds; 0: dropped."""
+        self.density.note_hints([Hint(now_ns / 1e9, blocks, retain_s)])
 
 
 class Dense(Policy):

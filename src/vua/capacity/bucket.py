@@ -79,9 +79,9 @@ class BucketCapacity:
     def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
         """Do nothing."""
 
-    def hinted(self, chunks: Sequence[str], within_s: float, chunk_nbytes: int) -> str:
+    def hinted(self, chunks: Sequence[str], retain_s: float, chunk_nbytes: int) -> str:
         """Heed nothing: nothing is evicted here."""
-        del chunks, within_s, chunk_nbytes
+        del chunks, retain_s, chunk_nbytes
         return "not_kept"
 
     def pin(self, chunk: str) -> bool:

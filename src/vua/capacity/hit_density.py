@@ -6,22 +6,21 @@ chunks, how long after a use the next one comes. Chunks are classified by two th
 were used before, and how many new chunks their last request had (a returning user often returns
 again; a long new document is read once). A class with few observations borrows from coarser ones.
 
-Hints about chunks (:class:`Hint`) count beside what is learned (:mod:`vua.capacity.promises`).
+Hints about chunks (:class:`Hint`) go before what is learned: what is retained is worth more than
+all else until its time, what is dropped nothing until its next use.
 
 This module knows numbers that stand for chunks and seconds of any clock; no storage.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from vua.capacity.hazards import hazards, hits_per_time
-from vua.capacity.promises import SLACK_S, Promises
 
 _REMEMBERED: Final = 1 << 20
 """Chunks that are remembered, held or not: the last used ones, some 45 bytes each. A sixteenth more
@@ -48,8 +47,12 @@ _OBSERVED_MOST: Final = 1 << 20
 """At so many counted uses all counts are halved: popularity changes."""
 _REQUESTS_PER_FIT: Final = 64
 _UNLEARNED: Final = 1e-4
-"""Hits per second of a chunk that was used a second ago, before anything is learned: few beside
-what a hint promises."""
+"""Hits per second of a chunk that was used a second ago, before anything is learned."""
+_RETAINED: Final = 16.0
+"""Added to the worth of a retained chunk; others are worth 8 hits per second at most."""
+_RETAINED_MOST_S: Final = 3600.0
+_SLACK_S: Final = 0.1
+"""A hint follows its request at once, and two clocks may tell their times."""
 _BATCH_CHUNKS: Final = 1 << 17
 """Chunks of requests counted at once: some 20 MB meanwhile."""
 
@@ -69,12 +72,8 @@ class Hint(NamedTuple):
     time_s: float
     """When it was said, of the clock of :class:`Request`."""
     chunks: Sequence[int] | npt.NDArray[np.uint64]
-    within_s: float
-    """They are used again within so many seconds; 0: never."""
-
-
-def _order(one: Any) -> float:
-    return one.time_s + SLACK_S if isinstance(one, Hint) else one.time_s
+    retain_s: float
+    """They are retained for so many seconds, an hour at most; 0: they are dropped."""
 
 
 class _Rows(NamedTuple):
@@ -113,7 +112,12 @@ class HitDensity:
         self._depth = np.zeros(0, dtype=np.int32)
         """Place in the prompt; -1 where the row is free."""
         self._chunk = np.zeros(0, dtype=np.uint64)
-        self._promises = Promises()
+        self._until_s = np.zeros(0)
+        """Until when a chunk is retained; less than 0: when it was dropped; 0: neither."""
+        self.is_told = False
+        """Whether hints came, and were in force when worths were last asked for."""
+        self._gap_s = np.zeros(0, dtype=np.float32)
+        """Time between the last use and the one before it; infinite: there was none."""
         shape = (_CLASSES, _BINS)
         self._returned, self._forgotten = np.zeros(shape), np.zeros(shape)
         """Uses by class and bin of the time until the next one; until the chunk was forgotten."""
@@ -124,25 +128,35 @@ class HitDensity:
         """Return how many chunks are remembered."""
         return self._many
 
-    def note(self, requests: Iterable[Request], hints: Iterable[Hint] = ()) -> None:
-        """Note requests, about in order of time, and what is said about them, in order of time.
-
-        A late request counts as coming just now. Each hint is noted after the requests of its time.
-        """
+    def note(self, requests: Iterable[Request]) -> None:
+        """Note requests, about in order of time. A late request counts as coming just now."""
         batch: list[Request] = []
         chunks = 0
-        both: Iterator[Request | Hint] = heapq.merge(requests, hints, key=_order)
-        for one in both:
-            if isinstance(one, Request):
-                batch.append(one)
-                chunks += len(one.chunks)
-            if chunks and (chunks >= _BATCH_CHUNKS or isinstance(one, Hint)):
+        for one in requests:
+            batch.append(one)
+            chunks += len(one.chunks)
+            if chunks >= _BATCH_CHUNKS:
                 self._note_requests(batch)
                 batch, chunks = [], 0
-            if isinstance(one, Hint):
-                self._note_hint(one)
         if chunks:
             self._note_requests(batch)
+
+    def note_hints(self, hints: Iterable[Hint]) -> None:
+        """Note what is said about prompts, in order of time. Unknown chunks are left out.
+
+        Of several times to retain a chunk the last one counts. A use makes void that a chunk is
+        dropped, also a use that was noted already.
+        """
+        for hint in hints:
+            rows = self.rows(np.asarray(hint.chunks, dtype=np.uint64))
+            rows = rows[rows >= 0]
+            if hint.retain_s > 0:
+                until_s = hint.time_s + min(hint.retain_s, _RETAINED_MOST_S)
+                self._until_s[rows] = np.maximum(self._until_s[rows], until_s)
+            else:
+                rows = rows[self._last_s[rows] <= hint.time_s + _SLACK_S]
+                self._until_s[rows] = -hint.time_s
+            self.is_told |= bool(len(rows))
 
     def _note_requests(self, batch: Sequence[Request]) -> None:
         """Note some requests at once: per chunk, all its uses one after the other."""
@@ -177,7 +191,11 @@ class HitDensity:
         self._returned += _counted(before, ages_s)
 
         last = np.append(start[1:], len(row)) - 1
-        self._promises.answer(row[last], times_s[when[last]])
+        dropped_s = -self._until_s[row[last]]
+        is_back = (dropped_s > 0) & (times_s[when[last]] > dropped_s + _SLACK_S)
+        self._until_s[row[last[is_back]]] = 0.0
+        gap_s = np.where(~begins | (self._uses[row] > 0), times_s[when] - last_s, np.inf)[last]
+        self._gap_s[row[last]] = np.maximum(0.0, gap_s)
         self._class[row[last]], self._uses[row[last]] = of_class[last], uses[last] + 1
         self._last_s[row[last]] = times_s[when[last]]
         self._forget(float(times_s[-1]))
@@ -207,11 +225,19 @@ class HitDensity:
             size = len(self._depth)
             more = max(missing, min(size, self._remembered // 4), 1024)
             self._free = np.append(self._free, np.arange(size, size + more, dtype=np.int32))
-            for name in ("_last_s", "_uses", "_class", "_parent", "_depth", "_chunk"):
+            for name in (
+                "_last_s",
+                "_uses",
+                "_class",
+                "_parent",
+                "_depth",
+                "_chunk",
+                "_until_s",
+                "_gap_s",
+            ):
                 old = getattr(self, name)
                 setattr(self, name, np.concatenate([old, np.zeros(more, dtype=old.dtype)]))
             self._depth[size:] = -1
-            self._promises.lengthen(len(self._depth))
         if missing:
             rows = row_of[is_new] = self._free[:missing]
             self._free = self._free[missing:]
@@ -223,7 +249,6 @@ class HitDensity:
             at = first[is_new]
             self._chunk[rows], self._uses[rows], self._depth[rows] = chunks[is_new], 0, place[at]
             self._parent[rows] = np.where(place[at] > 0, row_of[chunk[at - 1]], -1)
-            self._promises.void(rows)
         return row_of, is_new
 
     def _forget(self, now_s: float) -> None:
@@ -235,41 +260,39 @@ class HitDensity:
         order = np.lexsort((-self._depth[used], self._last_s[used]))  # children before parents
         rows = used[order[:many]]
         self._forgotten += _counted(self._class[rows], np.maximum(0.0, now_s - self._last_s[rows]))
-        self._depth[rows] = -1
+        self._depth[rows], self._until_s[rows] = -1, 0.0
         self._free = np.append(self._free, rows.astype(np.int32))
         self._many -= many
         self._sorted, self._recent = _Rows(*self.in_order()), _Rows()
-        self._promises.void(rows)
 
     # -- hints ---------------------------------------------------------------------------------
 
-    def _note_hint(self, hint: Hint) -> None:
-        """Note what is said about a prompt; later uses make it void, also those noted already."""
-        rows = self.rows(np.asarray(hint.chunks, dtype=np.uint64))
-        rows = rows[rows >= 0]
-        rows = rows[self._last_s[rows] <= hint.time_s + SLACK_S]
-        if len(rows):
-            self._promises.say(rows, hint.time_s, hint.within_s, len(self._depth))
-
-    @property
-    def is_told(self) -> bool:
-        """Whether any hint is in force; those that are over count until the next look."""
-        return self._promises.many > 0
-
-    def promised(self, now_s: float, besides: npt.NDArray[np.uint64]) -> int:
-        """Return of how many chunks a use is promised at a time, without those ``besides``."""
+    def retained(self, now_s: float, besides: npt.NDArray[np.uint64]) -> int:
+        """Return how many chunks are retained at a time, without those ``besides``."""
         rows = self.rows(besides)
-        return self._promises.promised(now_s, rows[rows >= 0])
+        holds = self._is_retained(now_s)
+        return int(holds.sum() - holds[rows[rows >= 0]].sum())
+
+    def _is_retained(self, now_s: float) -> npt.NDArray[np.bool_]:
+        """Return of which rows, also for hints that a wrong clock or a forger dates ahead."""
+        found: npt.NDArray[np.bool_] = self._until_s >= now_s
+        return found & (self._until_s <= now_s + _RETAINED_MOST_S + _SLACK_S)
 
     def _with_hints(
         self, now_s: float, rows: npt.NDArray[np.intp], worths: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
-        """Return the worths of rows with what was said of them."""
-        self._promises.expire(now_s)
+        """Return the worths of rows with what was said of them.
+
+        More may be retained than fits. Then those stay that are due soonest, if each comes back
+        after as long as the last time.
+        """
         if not self.is_told:
             return worths
-        worths += self._promises.worths(now_s, rows)
-        done = np.flatnonzero(self._promises.is_dropped(rows))
+        holds = self._is_retained(now_s)[rows]
+        kept = rows[holds]
+        left_s = np.abs(self._last_s[kept] + self._gap_s[kept] - now_s)
+        worths[holds] = _RETAINED + 1 / np.maximum(_SHORTEST_S, left_s)
+        done = np.flatnonzero(self._until_s[rows] < 0)
         if len(done):  # where prompts part, others may come: what they have in common stays
             parents = self._parent[self._depth >= 0]
             followed = np.bincount(parents[parents >= 0], minlength=len(self._depth))
@@ -322,6 +345,7 @@ class HitDensity:
         Other rows have the worth 0.
         """
         rows = np.flatnonzero(self._depth >= 0) if rows is None else rows
+        self.is_told &= bool(((self._until_s < 0) | (self._until_s >= now_s)).any())
         worths = np.zeros(len(self._depth))
         ages_s = np.maximum(0.0, now_s - self._last_s[rows])
         worths[rows] = _between(self._fitted(now_s), self._class[rows], ages_s)

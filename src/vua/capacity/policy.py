@@ -8,11 +8,11 @@ that knowledge, or another version of VUA, evicts by these.
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -47,8 +47,8 @@ _OWN_LEAST: Final = 128
 """Uses of chunks once more that a process has to be asked for itself before it refuses any."""
 _PART_CHUNKS: Final = 1 << 15
 """Chunks of requests that are learned at a time: some 20 ms, in which nothing else may be asked."""
-_CHUNKS_OF_HINT: Final = 1 << 10
-"""Requests with hints between them take as long as so many chunks."""
+_HINTS_AT_ONCE: Final = 1 << 8
+"""Hints that are learned at a time: some 5 ms."""
 _MINE_MOST: Final = 64
 """Requests of this process that are noted at once."""
 _REFUSED_MOST: Final = 1 << 16
@@ -94,11 +94,11 @@ class Policy(Protocol):
         """Note a request for a prompt, stored or not; never raises."""
         ...
 
-    def hinted(self, chunks: Sequence[str], within_s: float, most_chunks: int) -> bool:
-        """Note that a prompt's chunks are used again within so many seconds; 0: never.
+    def hinted(self, chunks: Sequence[str], retain_s: float, most_chunks: int) -> bool:
+        """Note that a prompt's chunks are retained for so many seconds, or (0) dropped.
 
-        Returns False, having noted nothing, if uses of more than ``most_chunks`` chunks would be
-        promised then, or if this policy heeds no hints. Never raises.
+        Returns False, having noted nothing, if more than ``most_chunks`` chunks would be retained
+        then, or if this policy heeds no hints. Never raises.
         """
         ...
 
@@ -150,9 +150,9 @@ class LRU:
     def asked(self, chunks: Sequence[str]) -> None:
         """Note nothing."""
 
-    def hinted(self, chunks: Sequence[str], within_s: float, most_chunks: int) -> bool:
+    def hinted(self, chunks: Sequence[str], retain_s: float, most_chunks: int) -> bool:
         """Heed no hint."""
-        del chunks, within_s, most_chunks
+        del chunks, retain_s, most_chunks
         return False
 
     def rank(self, now_ns: int) -> Ranks:
@@ -207,8 +207,9 @@ class LeastHitDensity(LRU):
         """What is left of the last look at the log."""
         self._is_up_to_date = False
         """Whether all was learned that had been logged when this process first looked."""
-        self._hints, self._said = HintLog(self._root), list[Hint]()
-        """The second: later than the requests that are learned."""
+        self._hints = HintLog(self._root)
+        self._said: Iterator[Hint] = iter(())
+        """Hints that came before the last look at the log, until its requests are learned."""
         self.own = HitDensity(_OWN_REMEMBERED)
         self._floor = _Floor(self.own)
         self._mine: list[Request] = []
@@ -236,17 +237,17 @@ class LeastHitDensity(LRU):
         if self._read_from_s <= now_s < self._asked_until_s:
             self._learn()
 
-    def hinted(self, chunks: Sequence[str], within_s: float, most_chunks: int) -> bool:
+    def hinted(self, chunks: Sequence[str], retain_s: float, most_chunks: int) -> bool:
         """Write a hint to the log of hints, from which all processes know it."""
-        if within_s > 0:
+        if retain_s > 0:
             self._learn()
             with self._lock:
                 now_s = max(self._log.now_s, self._hints.now_s)
-                others = self._density.promised(now_s, short_names(chunks))
+                others = self._density.retained(now_s, short_names(chunks))
             if others + len(chunks) > most_chunks:
                 return False
         with self._reading:
-            self._hints.tell(chunks, within_s)
+            self._hints.tell(chunks, retain_s)
             self._read_from_s = 0.0
         return True
 
@@ -259,7 +260,7 @@ class LeastHitDensity(LRU):
         its rank is of no use: such chunks are not evicted (:func:`vua.capacity.lru.is_unchanged`).
         While many chunks are known and rank by mtime, the log is read once a second.
         Where ranking takes long it is done anew after twenty times that; what was asked for since
-        ranks above all, also above what a hint promises.
+        ranks above all, also above what is retained.
         """
         if self._ranks or not self._is_up_to_date or time.monotonic() >= self._read_from_s:
             self._learn()
@@ -341,15 +342,14 @@ class LeastHitDensity(LRU):
         """Take in what was logged since the last time, or a part of it."""
         with self._reading:
             began_s, is_full, at_once = time.monotonic(), True, True
-            self._said += self._hints.read_hints()  # before the requests: theirs are known then
             while is_full and at_once:
                 part, is_full = self._next_part()
                 at_once = self._at_once
-                until_s = part[-1].time_s if is_full else math.inf
-                hints = [hint for hint in self._said if hint.time_s <= until_s]
-                self._said = [hint for hint in self._said if hint.time_s > until_s]
                 with self._lock:  # a writer may ask in between
-                    self._density.note(part, hints)
+                    self._density.note(part)
+            while not is_full and (hints := list(islice(self._said, _HINTS_AT_ONCE))):
+                with self._lock:
+                    self._density.note_hints(hints)
             with self._lock:
                 self._meet_mine()
             took_s = time.monotonic() - began_s
@@ -368,11 +368,11 @@ class LeastHitDensity(LRU):
         part, chunks = list[Request](), 0
         for looks in (False, True):
             if looks:
+                self._said = chain(self._said, self._hints.hints())  # what they are about is there
                 self._unlearned = self._log.requests()
             for request in self._unlearned or ():
                 part.append(request)
-                is_hinted = bool(self._said) and self._said[0].time_s <= request.time_s
-                chunks += max(len(request.chunks), _CHUNKS_OF_HINT if is_hinted else 0)
+                chunks += len(request.chunks)
                 if chunks >= _PART_CHUNKS:
                     return part, True
             self._is_up_to_date = self._unlearned is not None

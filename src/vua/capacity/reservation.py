@@ -264,15 +264,15 @@ class Capacity:
         if use.touched:
             self.policy.used(self.storage.fileno(), use.chunks[: use.touched])
 
-    def hinted(self, chunks: Sequence[str], within_s: float, chunk_nbytes: int) -> str:
-        """Heed that a prompt's chunks are used again within so many seconds; 0: never.
+    def hinted(self, chunks: Sequence[str], retain_s: float, chunk_nbytes: int) -> str:
+        """Retain a prompt's chunks for so many seconds, or (0) drop them.
 
-        All such promises together are of half of the limit at most. They are in the log of the
-        directory, which all processes and hosts read. Never raises for the state of the storage.
+        Half of the limit may be retained. Hints are in the log of the directory, which all
+        processes and hosts read. Never raises for the state of the storage.
 
         Args:
             chunks: the prompt's, from its first one on, stored or not.
-            within_s: seconds from now on.
+            retain_s: seconds from now on, an hour at most.
             chunk_nbytes: bytes of one chunk, of all ranks together.
 
         Returns what became of it, in a word of the metrics.
@@ -282,9 +282,9 @@ class Capacity:
         except (OSError, ConfigError):
             return "not_kept"
         budget = int(most * PINNED_SHARE) // max(1, chunk_nbytes)
-        if not self.policy.hinted(chunks, within_s, budget):
+        if not self.policy.hinted(chunks, retain_s, budget):
             return "over_budget"
-        return "retained" if within_s else "dropped"
+        return "retained" if retain_s else "dropped"
 
     def pin(self, chunk: str) -> bool:
         """Protect a chunk and its prefix from eviction; returns whether any is held.

@@ -9,7 +9,7 @@ All files together keep some 8 MiB, shared by the processes that write. With ver
 written to for ten minutes: what is told is there until all had the time to read it.
 
 Hints (:class:`HintLog`) have files of their own beside: records whose first number is the time, in
-milliseconds, within which a use is promised.
+milliseconds, for which chunks are retained.
 
 Only the order of eviction depends on it. Records that cannot be written or read are lost; foreign
 files are skipped.
@@ -99,14 +99,14 @@ class UseLog:
         """This process's file; None: it is to begin one."""
         self._written_nbytes = 0
         self._from_s = 0.0
-        self._ahead_s = 0.0
-        """How far the server's clock is ahead of this process's, once a file is begun."""
+        self._ahead_s = time.time() - time.monotonic()
+        """How far the server's clock is ahead of this process's; a guess before a file is begun."""
         self._read: dict[str, int] = {}
         """Files, and how far they were read."""
 
     @property
     def now_s(self) -> float:
-        """Seconds since 1970 by the server's clock; too early before a file is begun."""
+        """Seconds since 1970 by the server's clock; by this host's before a file is begun."""
         return time.monotonic() + self._ahead_s
 
     @property
@@ -280,18 +280,16 @@ class HintLog(UseLog):
         """Use the hints of ``root``; touches nothing yet."""
         super().__init__(root, _HINTS_NBYTES)
 
-    def tell(self, chunks: Sequence[str], within_s: float) -> None:
-        """Note that chunks (64 hex) are used again within so many seconds, or (0) never."""
+    def tell(self, chunks: Sequence[str], retain_s: float) -> None:
+        """Note that chunks (64 hex) are retained for so many seconds, or (0) dropped."""
         now_s = time.monotonic()
-        milliseconds = np.array([int(min(within_s, _MOST_S) * 1000)], dtype=np.uint64)
+        milliseconds = np.array([int(min(retain_s, _MOST_S) * 1000)], dtype=np.uint64)
         if now_s >= self._from_s:
             names = short_names(chunks[: _MOST_CHUNKS - 1])
             self._append(np.concatenate([milliseconds, names]), now_s)
 
-    def read_hints(self) -> list[Hint]:
-        """Return what was said since the last call, in order of time; as :meth:`UseLog.read`."""
-        return [
-            Hint(one.time_s, one.chunks[1:], float(one.chunks[0]) / 1000)
-            for one in self.read()
-            if len(one.chunks) > 1
-        ]
+    def hints(self) -> Iterator[Hint]:
+        """Yield what was said since the last call; as :meth:`UseLog.requests`."""
+        for one in self.requests():
+            if len(one.chunks) > 1:
+                yield Hint(one.time_s, one.chunks[1:], float(one.chunks[0]) / 1000)

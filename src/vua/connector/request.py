@@ -73,10 +73,10 @@ class RequestOptions:
     examples/disaggregated."""
     hints: SaveHints = field(default_factory=SaveHints)
     retain_s: float | None = None
-    """The prompt is said to be used again within so many seconds of this request's end; its chunks
-    stay where space is needed, as far as that is believed."""
+    """The prompt's chunks stay for so many seconds from this request's end, as far as the
+    operator's budget goes."""
     drop: bool = False
-    """It is said not to be used again: its chunks go first."""
+    """The prompt is not used again: its chunks go first."""
     prefetch: bool = False
     """Copy what is stored of it from slower tiers into the directory."""
     outcomes: tuple[str, ...] = ()

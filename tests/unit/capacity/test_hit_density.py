@@ -8,7 +8,6 @@ import unittest
 from unittest import mock
 
 import numpy as np
-import pytest
 
 from vua.capacity import hit_density
 from vua.capacity.hit_density import Hint, HitDensity, Request
@@ -171,96 +170,116 @@ class TestHints(unittest.TestCase):
         """What the last chunk of each document is worth."""
         return self.of([chunks[-1] for chunks in (self.one, self.two, self.three)], now_s)
 
-    def promised(self, now_s: float, besides: list[int] | None = None) -> int:
-        """Of how many chunks a use is promised."""
-        return self.density.promised(now_s, np.array(besides or [], dtype=np.uint64))
+    def retained(self, now_s: float, besides: list[int] | None = None) -> int:
+        """How many chunks are retained."""
+        return self.density.retained(now_s, np.array(besides or [], dtype=np.uint64))
 
     def of(self, chunks: list[int], now_s: float) -> list[float]:
         """What chunks are worth."""
         rows = self.density.rows(np.array(chunks, dtype=np.uint64))
         return [float(worth) for worth in self.density.worths(now_s)[rows]]
 
-    def test_promise(self) -> None:
-        """A use promised within 20 s is worth a hit in these, more the closer, and nothing after.
+    def test_retained(self) -> None:
+        """Until its time a retained chunk is worth more than all that is learned; then as before.
 
         Control: without the hint the documents are worth the same.
         """
         self.assertEqual(1, len({*self.worths(1201.0)}))
-        self.density.note((), [Hint(1200.0, self.one, 20.0)])
-        promised, plain, _ = self.worths(1201.0)
-        self.assertAlmostEqual(1 / 19, promised - plain, places=6)
-        self.assertLess(plain, promised / 3)
-        self.assertGreater(self.worths(1215.0)[0], promised)
+        self.density.note_hints([Hint(1200.0, self.one, 20.0)])
+        best = max(self.of([0, 100, 3900], 1219.0))
+        self.assertGreater(self.worths(1219.0)[0], best + 10)
+        self.assertEqual(1, len({*self.worths(1219.0)[1:]}))
         self.assertEqual(1, len({*self.worths(1221.0)}))
+        self.assertFalse(self.density.is_told)
 
-    def test_prefix_of_a_promise(self) -> None:
-        """What comes before a promised chunk is worth as much."""
-        self.density.note((), [Hint(1200.0, self.one[-1:], 20.0)])
+    def test_retained_through_a_use(self) -> None:
+        """A use does not end it, and of two times the last one counts."""
+        self.density.note_hints([Hint(1200.0, self.one, 20.0), Hint(1201.0, self.one, 5.0)])
+        self.density.note([Request(1210.0, self.one)])
+        self.assertGreater(self.worths(1219.0)[0], self.worths(1219.0)[1] + 10)
+
+    def test_an_hour_at_most(self) -> None:
+        """Whoever writes the log retains nothing for longer, whatever time it gives a hint."""
+        self.density.note_hints([
+            Hint(1200.0, self.one, 1e9), Hint(1e9, self.two, 60.0), Hint(1200.0, self.three, 60.0)
+        ])  # fmt: skip
+        self.assertEqual(8, self.retained(1201.0))
+        self.assertEqual(4, self.retained(4799.0))
+        self.assertEqual(0, self.retained(4801.0))
+
+    def test_more_retained_than_fits(self) -> None:
+        """Of retained chunks those stay that are due soonest, by what they took the last time."""
+        for now_s in (1209.0, 1219.0):
+            self.density.note([Request(now_s, self.one)])
+        self.density.note([Request(1220.0, self.two)])
+        every = (self.one, self.two, self.three)
+        self.density.note_hints([Hint(1221.0, each, 60.0) for each in every])
+        worths = self.worths(1222.0)
+        self.assertEqual(sorted(worths, reverse=True), worths)
+        self.assertEqual(3, len({*worths}))
+        self.density.note([Request(1222.0, self.one)])
+        after = self.worths(1237.0)
+        self.assertGreater(after[1], after[0])
+
+    def test_prefix_of_what_is_retained(self) -> None:
+        """What comes before a retained chunk is worth as much."""
+        self.density.note_hints([Hint(1200.0, self.one[-1:], 20.0)])
         self.assertEqual(1, len({*self.of(self.one, 1201.0)}))
 
     def test_dropped(self) -> None:
-        """What is said not to come again goes first; where prompts part, that stays as it was."""
+        """What is dropped goes first; where prompts part, that stays as it was."""
         self.density.note([Request(1200.5, [*self.one[:2], NEW + 50])])
         before = self.worths(1202.0)
-        self.density.note((), [Hint(1201.0, self.one, 0.0)])
+        self.density.note_hints([Hint(1201.0, self.one, 600.0), Hint(1201.0, self.one, 0.0)])
         after = self.worths(1202.0)
         self.assertEqual([0.0, *before[1:]], after)
         _, parts, own, last = self.of(self.one, 1202.0)  # [NEW, NEW + 1, NEW + 50] goes on
         self.assertGreater(parts, 0.0)
         self.assertEqual((0.0, 0.0), (own, last))
 
-    def test_a_use_makes_it_void(self) -> None:
-        """After a use nothing that was said before it holds, in whatever order both are read."""
-        self.density.note((), [Hint(1201.0, self.one, 0.0), Hint(1201.0, self.two, 500.0)])
+    def test_a_use_makes_a_drop_void(self) -> None:
+        """After a use no drop before it holds, in whatever order both are read."""
+        self.density.note_hints([Hint(1201.0, self.one, 0.0)])
         for chunks in (self.one, self.two, self.three):
             self.density.note([Request(1210.0, chunks)])
         self.assertEqual(1, len({*self.worths(1211.0)}))
-        self.density.note((), [Hint(1202.0, self.one, 0.0), Hint(1202.0, self.two, 500.0)])
+        self.density.note_hints([Hint(1202.0, self.one, 0.0)])
         self.assertEqual(1, len({*self.worths(1211.0)}))
-        self.density.note((), [Hint(1212.0, self.one, 0.0)])
+        self.density.note_hints([Hint(1212.0, self.one, 0.0)])
         self.assertEqual(0.0, self.worths(1213.0)[0])
 
     def test_unknown_chunks(self) -> None:
-        """A hint about chunks that nobody asked for changes nothing."""
-        self.density.note((), [Hint(1201.0, [1 << 60, (1 << 60) + 1], 5.0)])
+        """A hint about chunks that were not asked for changes nothing, nor one about forgotten."""
+        self.density.note_hints([Hint(1201.0, [1 << 60, (1 << 60) + 1], 5.0)])
         self.assertFalse(self.density.is_told)
-        self.assertEqual(0, self.promised(1202.0))
+        self.assertEqual(0, self.retained(1202.0))
+        small = HitDensity(remembered=4)
+        small.note([Request(0.0, [1, 2, 3, 4])])
+        small.note_hints([Hint(0.0, [1, 2, 3, 4], 60.0)])
+        small.note([Request(1.0, [5, 6, 7, 8])])
+        self.assertEqual(0, small.retained(2.0, np.zeros(0, dtype=np.uint64)))
 
-    @pytest.mark.thorough
-    def test_learned_at_once(self) -> None:
-        """What became of promises is learned of a log at once as it is one by one.
-
-        Control: without what was said before, the last hints are worth what they promise.
-        """
-        requests, hints = [], []
-        for turn in range(60):
-            for at, chunks in enumerate((self.one, self.two)):
-                now_s = 1300.0 + 20 * turn + at
-                requests.append(Request(now_s, chunks))
-                hints.append(Hint(now_s - 0.01, chunks, 500.0 if turn % 9 else 5.0))
-        one_by_one, at_once, control, plain = (taught() for _ in range(4))
-        for request, hint in zip(requests, hints, strict=True):
-            one_by_one.note([request])
-            one_by_one.note((), [hint])
-        at_once.note(requests, hints)
-        control.note(requests, hints[-2:])
-        plain.note(requests)
+    def test_at_once(self) -> None:
+        """A log that is learned at once ranks retained chunks as one that is learned in parts."""
         found = []
-        for self.density in (one_by_one, at_once, control, plain):
-            found.append(self.of([*self.one, *self.two], requests[-1].time_s + 1))
-        self.assertEqual(found[0], found[1])
-        learned, promised = (worths[0] - found[3][0] for worths in found[1:3])
-        self.assertAlmostEqual(1 / 500, promised, delta=0.0001)
-        self.assertAlmostEqual(1 / 20, learned, delta=0.01)
+        for parts in (1, 4):
+            self.density = density = taught()
+            turns = [Request(1300.0 + n * n, (self.one, self.two)[n % 3 > 0]) for n in range(8)]
+            for at in range(0, 8, 8 // parts):
+                density.note(turns[at : at + 8 // parts])
+            density.note_hints([Hint(1350.0, each, 60.0) for each in (self.one, self.two)])
+            found.append(self.of([*self.one, *self.two], 1351.0))
+        self.assertEqual(*found)
+        self.assertEqual(2, len({*found[0]}))
 
-    def test_promised(self) -> None:
-        """It is known of how many chunks a use is promised: each counts once, while it holds."""
-        self.density.note((), [Hint(1201.0, self.one, 20.0), Hint(1202.0, self.two, 50.0)])
-        self.density.note((), [Hint(1202.0, self.one, 20.0), Hint(1202.0, self.three, 0.0)])
-        self.assertEqual(8, self.promised(1203.0))
-        self.assertEqual(4, self.promised(1203.0, self.one))
-        self.assertEqual(4, self.promised(1230.0))
-        self.assertEqual(0, self.promised(1300.0))
+    def test_retained_chunks(self) -> None:
+        """It is known how many chunks are retained: each counts once, until its time."""
+        self.density.note_hints([Hint(1201.0, self.one, 20.0), Hint(1202.0, self.two, 50.0)])
+        self.density.note_hints([Hint(1202.0, self.one, 20.0), Hint(1202.0, self.three, 0.0)])
+        self.assertEqual(8, self.retained(1203.0))
+        self.assertEqual(4, self.retained(1203.0, self.one))
+        self.assertEqual(4, self.retained(1230.0))
+        self.assertEqual(0, self.retained(1300.0))
 
 
 if __name__ == "__main__":

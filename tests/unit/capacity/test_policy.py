@@ -14,7 +14,7 @@ from helpers import DirectoryTest, write_log
 from replay import LAYOUT, NBYTES
 from vua.capacity import evictor
 from vua.capacity.evictor import Evictor
-from vua.capacity.hit_density import Hint, HitDensity, Request
+from vua.capacity.hit_density import HitDensity, Request
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of, next_tick_ns, server_now_ns, set_mtime
 from vua.capacity.policy import LRU, LeastHitDensity
@@ -371,12 +371,10 @@ class TestLeastHitDensity(DirectoryTest):
         policy, read = LeastHitDensity(self.root), []
         real = HitDensity.note
 
-        def meet(
-            density: HitDensity, requests: Sequence[Request], hints: Sequence[Hint] = ()
-        ) -> None:
+        def meet(density: HitDensity, requests: Sequence[Request]) -> None:
             if density is not policy.own:
                 read.append(sum(len(one.chunks) for one in requests))
-            real(density, requests, hints)
+            real(density, requests)
 
         with (
             mock.patch("vua.capacity.policy._PART_CHUNKS", 3000),
@@ -435,7 +433,7 @@ class TestLeastHitDensity(DirectoryTest):
         self.assertLess(self.stored(once[1:10]), 5)
 
     def test_hints_where_ranking_is_slow(self) -> None:
-        """Few chunks are ranked each time: then no later prompt ranks above what is promised.
+        """Few chunks are ranked each time: then no later prompt ranks above what is retained.
 
         Control: old ranks are kept for long, and know only the prompt that was hinted.
         """
@@ -479,33 +477,46 @@ class TestLeastHitDensity(DirectoryTest):
             found.append((len(reads) > before, lasting[-1]))
         self.assertEqual([(False, True), (True, True), (True, False)], found)
 
-    def test_what_came_of_hints(self) -> None:
-        """A process that begins later knows from the log when promises came true.
+    def test_retained_until_its_time(self) -> None:
+        """A later process retains what one was told to, above what is due, until its time.
 
-        Who promised ten minutes came after two seconds: what was promised thirty seconds ago will
-        hardly come. Control: without the earlier promises that one has less time left, and stays.
+        Control: afterwards, and without the hint, what was read once ranks below what is due.
         """
-        now_s, agent = self.now_ns / 1e9, self.names(self.prompt(1 << 20, 1))
-        old, new = (self.names(self.prompt(1 << 21, number)) for number in range(2))
-        turns = [(now_s - 300 + 2 * turn, agent) for turn in range(100)]
-        said = [(now_s - 30, old), (now_s - 1, new)]
-        write_log(self.root, sorted([*self.requests, *turns, *said]))
-        times = np.full(2, self.now_ns - 40 * SECOND_NS)
+        due, once = self.names(self.loved[440]), self.names(self.once[0])
+        LeastHitDensity(self.root).hinted(once, 60.0, 1000)
+        policy = LeastHitDensity(self.root, at_once=True)
+        both, times = [due[-1], once[-1]], np.full(2, self.now_ns - SECOND_NS)
         found = []
-        for hints in ([*turns[:-1], *said], said):
-            ten_minutes = f"{600_000:016x}"
-            write_log(self.root, [(at, [ten_minutes, *names]) for at, names in hints], ".hints")
-            policy = LeastHitDensity(self.root, at_once=True)
-            ranks = policy.rank(self.now_ns).of([old[-1], new[-1]], times)
-            found.append(ranks[0] < ranks[1])
+        for later_s in (30, 70):
+            ranks = policy.rank(server_now_ns(self.fd) + later_s * SECOND_NS).of(both, times)
+            found.append(bool(ranks[1] > ranks[0]))
         self.assertEqual([True, False], found)
 
+    def test_hints_come_with_their_prompts(self) -> None:
+        """Hints count once the log is learned to its end, also where that takes many bursts."""
+        once = self.names(self.once[-1])
+        LeastHitDensity(self.root).hinted(once, 600.0, 1000)
+        policy = LeastHitDensity(self.root)
+        with mock.patch("vua.capacity.policy._PART_CHUNKS", 3000):
+            while (ranks := policy.rank(server_now_ns(self.fd))).is_lasting:
+                continue
+        due = self.names(self.loved[0])[-1]
+        found = ranks.of([due, once[-1]], np.full(2, self.now_ns - SECOND_NS))
+        self.assertGreater(found[1], found[0])
+
     def test_hints_within_the_budget(self) -> None:
-        """Uses of so many chunks are promised at most; the same prompt counts once."""
+        """So many chunks are retained at most; the same prompt counts once.
+
+        What is beyond the budget ranks as if nothing had been said.
+        """
         one, other = LeastHitDensity(self.root), LeastHitDensity(self.root)
         names = [self.names(keys) for keys in self.once[:3]]
         self.assertTrue(one.hinted(names[0], 600.0, 15))
         self.assertFalse(other.hinted(names[1], 600.0, 15))
+        both, times = [names[0][-1], names[1][-1]], np.full(2, self.now_ns - SECOND_NS)
+        ranked = LeastHitDensity(self.root, at_once=True).rank(self.now_ns + SECOND_NS)
+        ranks = ranked.of([*both, self.names(self.loved[0])[-1]], np.append(times, times[:1]))
+        self.assertEqual([1, 2, 0], np.argsort(ranks).tolist())
         self.assertTrue(other.hinted(names[0], 700.0, 15))
         self.assertTrue(other.hinted(names[1], 600.0, 20))
         self.assertFalse(one.hinted(names[2], 600.0, 20))
@@ -513,7 +524,7 @@ class TestLeastHitDensity(DirectoryTest):
         self.assertTrue(one.hinted(names[2], 600.0, 20))
 
     def test_words_for_hints(self) -> None:
-        """A cache says what became of a hint: half of its limit may be promised."""
+        """A cache says what became of a hint: half of its limit may be retained."""
         capacity = self.capacity([])
         names = [name for keys in self.once[:50] for name in self.names(keys)]
         self.assertEqual("dropped", capacity.hinted(names, 0.0, NBYTES))

@@ -63,20 +63,20 @@ class TestUseLog(DirectoryTest):
         hints.tell([chunk(1)], 0.0)
         hints.tell([chunk(1)], 1e30)
         self.assertEqual([[stands_for(chunk(1)), stands_for(chunk(2))]], self.numbers(self.other))
-        found = others.read_hints()
+        found = [*others.hints()]
         self.assertEqual(
             [([1, 2], 2.5), ([1], 0.0), ([1], 1e9)],
             [
                 (
                     [1 + [*map(stands_for, (chunk(1), chunk(2)))].index(n) for n in one.chunks],
-                    one.within_s,
+                    one.retain_s,
                 )
                 for one in found
             ],
         )
         for one in found:
             self.assertAlmostEqual(time.time(), one.time_s, delta=5)
-        self.assertEqual([], others.read_hints())
+        self.assertEqual([], [*others.hints()])
 
     def test_begins_anew(self) -> None:
         """A process that comes later knows what was asked for before."""

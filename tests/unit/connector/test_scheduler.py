@@ -143,7 +143,7 @@ class SchedulerTest(unittest.TestCase):
         side = self.side()
         store(side, 0, 3)
         log = HintLog(side.namespace.storage.directory.parent)
-        for name, options, words, within_s in (
+        for name, options, words, retain_s in (
             ("a", {"retain_s": 60}, {"retained": 1}, [60.0, 60.0]),  # at its beginning, too
             ("b", {"drop": True}, {"dropped": 1}, [0.0]),
             ("c", {"prefetch": True}, {"not_kept": 1}, []),
@@ -159,12 +159,12 @@ class SchedulerTest(unittest.TestCase):
                 self.until_counted(side, words)
                 noted = list[float]()
 
-                def all_noted(noted: list[float] = noted, many: int = len(within_s)) -> bool:
-                    noted.extend(one.within_s for one in log.read_hints())
+                def all_noted(noted: list[float] = noted, many: int = len(retain_s)) -> bool:
+                    noted.extend(one.retain_s for one in log.hints())
                     return len(noted) >= many
 
                 until(all_noted)  # the lookup's thread may note its own after the count
-                self.assertEqual(within_s, noted)
+                self.assertEqual(retain_s, noted)
 
     def test_an_orchestrators_hints(self) -> None:
         """Those of vLLM's envelope are heeded like a client's options; older vLLMs have none."""
