@@ -11,6 +11,9 @@ written to for ten minutes: what is told is there until all had the time to read
 Hints (:class:`HintLog`) have files of their own beside: records whose first number is the time, in
 milliseconds, for which chunks are retained.
 
+A process reads at most 16 MiB at a time, of the newest files first, whatever lies there: what is
+beyond is skipped for good. Of very many files it looks at the newest 4,096.
+
 Only the order of eviction depends on it. Records that cannot be written or read are lost; foreign
 files are skipped.
 """
@@ -26,7 +29,6 @@ import stat
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -54,12 +56,20 @@ _OWN_NBYTES: Final = 256 << 10
 """What a process keeps at least of its own, however many write."""
 _OWN_FILES: Final = 4
 """How many files of its own a process has; so many parts of that go at a time."""
+_READ_NBYTES: Final = 12 << 20
+"""What is read at a time; hints have their own budget."""
+_MOST_FILES: Final = 1 << 12
+_LOOKED_AT: Final = 1 << 14
+"""So many files of others a process looks at when it deletes old ones."""
+_BLOCK_NBYTES: Final = 4096
+"""What the smallest file takes."""
 _LIVE_NS: Final = 600 * 10**9
 """A file that was written to since is of a live process."""
 _PAUSE_S: Final = 60.0
 """After a failure nothing is written for so long."""
 _HINTS_NBYTES: Final = 2 << 20
 """All hints together. They are of no use after an hour at most."""
+_HINTS_READ_NBYTES: Final = 4 << 20
 _MOST_S: Final = 1e9
 _OPEN: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -72,11 +82,14 @@ def short_names(chunks: Sequence[str]) -> npt.NDArray[np.uint64]:
     return names.astype(np.uint64)
 
 
-def _records(data: bytes, ends: Sequence[int], latest_s: float) -> Iterator[Request]:
-    for at, end in pairwise(ends):
+def _records(data: bytes, end: int, latest_s: float) -> Iterator[Request]:
+    at = 0
+    while at < end:
         time_us, chunks = _HEAD.unpack_from(data, at)
-        numbers = np.frombuffer(data[at + _HEAD.size : end], "<u8", chunks)
-        yield Request(min(time_us / 1e6, latest_s), numbers)
+        if chunks:
+            numbers = np.frombuffer(data, "<u8", chunks, at + _HEAD.size)
+            yield Request(min(time_us / 1e6, latest_s), numbers.astype(np.uint64))
+        at += _HEAD.size + 8 * chunks
 
 
 class UseLog:
@@ -84,6 +97,7 @@ class UseLog:
 
     _suffix = ".uses"
     """Of the names of files; those of others are left alone."""
+    _read_nbytes = _READ_NBYTES
 
     def __init__(self, root: str | os.PathLike[str], all_nbytes: int = _ALL_NBYTES) -> None:
         """Use the log of ``root``; touches nothing yet.
@@ -136,19 +150,12 @@ class UseLog:
         if not whole:  # a torn record ends what can be read of this file
             self._path, self._from_s = None, now_s + _PAUSE_S
 
-    def read(self) -> list[Request]:
-        """Return the requests of all processes since the last call, in order of time.
+    def requests(self) -> Iterator[Request]:
+        """Yield the requests of all processes since the last call, about in order of time.
 
         Times are seconds since 1970 by the server's clock. This process's own requests are
-        included, unless they could not be written.
-        """
-        return sorted(self.requests(), key=lambda one: one.time_s)
-
-    def requests(self) -> Iterator[Request]:
-        """Yield what :meth:`read` returns, of each process in the order in which it wrote.
-
-        All bytes are read at once; records are taken apart as they are asked for. What is not asked
-        for is yielded by no later call.
+        included, unless they could not be written. All bytes are read at once; records are taken
+        apart as they are asked for. What is not asked for is yielded by no later call.
         """
         found: list[Iterator[Request]] = []
         try:
@@ -156,42 +163,62 @@ class UseLog:
         except OSError:
             return iter(())
         try:
-            there = [one for one in os.listdir(directory) if one.endswith(self._suffix)]
-            for name in sorted(there):
-                with contextlib.suppress(OSError):
-                    found.append(self._new_in(directory, name))
+            there, left = self._newest(directory), self._read_nbytes
             self._read = {name: at for name, at in self._read.items() if name in there}
+            for name, nbytes in there.items():
+                if nbytes > self._read.get(name, len(_MAGIC)):
+                    with contextlib.suppress(OSError):
+                        data, end, latest_s = self._new_in(directory, name, left)
+                        left -= len(data)
+                        found.append(_records(data, end, latest_s))
         except OSError:
             pass
         finally:
             close_quietly(directory)
         return heapq.merge(*found, key=lambda one: one.time_s)
 
-    def _new_in(self, directory: int, name: str) -> Iterator[Request]:
-        """Read what is new in a file, as far as its records are whole."""
-        fd = os.open(name, os.O_RDONLY | _OPEN, dir_fd=directory)
+    def _newest(self, directory: int) -> dict[str, int]:
+        """Return the sizes of the log's newest files by name, the newest first."""
+
+        def files() -> Iterator[tuple[int, str, int]]:
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    if entry.name.endswith(self._suffix):
+                        with contextlib.suppress(OSError):
+                            status = entry.stat(follow_symlinks=False)
+                            if stat.S_ISREG(status.st_mode) and status.st_size <= _MOST_NBYTES:
+                                yield status.st_mtime_ns, entry.name, status.st_size
+
+        return {name: nbytes for _, name, nbytes in heapq.nlargest(_MOST_FILES, files())}
+
+    def _new_in(self, directory: int, name: str, most_nbytes: int) -> tuple[bytes, int, float]:
+        """Read what is new in a file, if it is no more than so much.
+
+        Returns it, the end of its whole records, and the latest time that they may have.
+        """
+        first, fd = self._read.get(name, len(_MAGIC)), os.open(name, _OPEN, dir_fd=directory)
         try:
             status = os.fstat(fd)
-            first = self._read.get(name, len(_MAGIC))
-            if not stat.S_ISREG(status.st_mode) or not first < status.st_size <= _MOST_NBYTES:
-                return iter(())
-            if name not in self._read and os.pread(fd, len(_MAGIC), 0) != _MAGIC:
-                return iter(())
+            is_log = stat.S_ISREG(status.st_mode) and first <= status.st_size <= _MOST_NBYTES
+            if name not in self._read:
+                is_log = is_log and os.pread(fd, len(_MAGIC), 0) == _MAGIC
+            self._read[name] = status.st_size if is_log else _MOST_NBYTES
+            if not is_log or status.st_size - first > most_nbytes:
+                return b"", 0, 0.0
             data = os.pread(fd, status.st_size - first, first)
         finally:
             close_quietly(fd)
-        ends, at = [0], 0
-        while at + _HEAD.size <= len(data):
-            chunks = _HEAD.unpack_from(data, at)[1]
-            at += _HEAD.size + 8 * chunks
+        end = 0
+        while end + _HEAD.size <= len(data):
+            chunks = _HEAD.unpack_from(data, end)[1]
             if chunks > _MOST_CHUNKS:
                 first = _MOST_NBYTES  # no record: the rest cannot be told apart
                 break
-            if at > len(data):
+            if end + _HEAD.size + 8 * chunks > len(data):
                 break  # still being written
-            ends.append(at)
-        self._read[name] = first + ends[-1]
-        return _records(data, ends, status.st_mtime_ns / 1e9)
+            end += _HEAD.size + 8 * chunks
+        self._read[name] = first + end
+        return data, end, status.st_mtime_ns / 1e9
 
     def _open_directory(self) -> int:
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -236,20 +263,21 @@ class UseLog:
 
     def _forget_oldest(self, directory: int, now_ns: int) -> None:
         """Delete the oldest files of this process, and those of processes that have ended."""
-        own, others, live = [], [], set()
-        for name in os.listdir(directory):
-            if name.endswith(self._suffix):
+        own, others = list[tuple[int, str, int]](), list[tuple[int, str, int]]()
+        live = set[str]()
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if not entry.name.endswith(self._suffix):
+                    continue
                 with contextlib.suppress(OSError):
-                    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                    one = (status.st_mtime_ns, name, status.st_size)
-                    writer = name[:16]
-                    if writer == self._writer:
+                    status = entry.stat(follow_symlinks=False)
+                    one = status.st_mtime_ns, entry.name, max(_BLOCK_NBYTES, status.st_size)
+                    if entry.name[:16] == self._writer:
                         own.append(one)
-                    elif now_ns - status.st_mtime_ns < _LIVE_NS:
-                        live.add(writer)
+                    elif len(others) < _LOOKED_AT:
                         others.append(one)
-                    else:
-                        others.append(one)
+                        if now_ns - status.st_mtime_ns < _LIVE_NS:
+                            live.add(entry.name[:16])
         self._own_nbytes = min(
             self._all_nbytes, max(_OWN_NBYTES, self._all_nbytes // (1 + len(live)))
         )
@@ -275,6 +303,7 @@ class HintLog(UseLog):
     """What is said about prompts' chunks, for all processes; see :class:`Hint`."""
 
     _suffix = ".hints"
+    _read_nbytes = _HINTS_READ_NBYTES
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         """Use the hints of ``root``; touches nothing yet."""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import time
 import tracemalloc
 import unittest
+from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 from helpers import DirectoryTest
+from vua.capacity.hit_density import Request
 from vua.capacity.use_log import HintLog, UseLog, short_names
 from vua.storage.mark import UPKEEP, USES, make_mark
 
@@ -35,7 +39,7 @@ class TestUseLog(DirectoryTest):
 
     def numbers(self, log: UseLog) -> list[list[int]]:
         """What a process learns now."""
-        return [[*request.chunks] for request in log.read()]
+        return [[*request.chunks] for request in log.requests()]
 
     def files_of_log(self) -> list[Path]:
         """The files of all processes."""
@@ -47,7 +51,7 @@ class TestUseLog(DirectoryTest):
         self.other.append([chunk(3)])
         both = [[stands_for(chunk(1)), stands_for(chunk(2))], [stands_for(chunk(3))]]
         self.assertEqual(both, self.numbers(self.one))
-        found = self.other.read()
+        found = [*self.other.requests()]
         self.assertEqual(both, [[*request.chunks] for request in found])
         for request in found:
             self.assertAlmostEqual(time.time(), request.time_s, delta=5)
@@ -151,7 +155,7 @@ class TestUseLog(DirectoryTest):
         log = UseLog(bare)
         log.append([chunk(1)])
         self.assertEqual([], [*bare.iterdir()])
-        self.assertEqual([], log.read())
+        self.assertEqual([], [*log.requests()])
         (self.root / UPKEEP).mkdir()
         (self.root / UPKEEP / USES).write_bytes(b"in the way")
         self.one.append([chunk(1)])
@@ -166,6 +170,107 @@ class TestUseLog(DirectoryTest):
         self.one = UseLog(self.root)
         self.one.append([chunk(3)])
         self.assertEqual([[stands_for(chunk(3))]], self.numbers(self.other))
+
+
+class TestBudget(DirectoryTest):
+    """Whatever lies in the log's folder, and however much of it."""
+
+    def setUp(self) -> None:
+        """Make the directory ours, and have a log of one process."""
+        super().setUp()
+        make_mark(self.root)
+        self.one = UseLog(self.root)
+        self.one.append([chunk(1)])
+        self.folder = self.root / UPKEEP / USES
+
+    def plant(self, name: str, chunks: int, requests: int = 1, ago_s: float = 60.0) -> Path:
+        """A file of requests for so many chunks each, from some time ago."""
+        record = struct.pack("<QI", int(time.time() * 1e6), chunks) + bytes(8 * chunks)
+        path = self.folder / name
+        path.write_bytes(b"VUAuses1" + record * requests)
+        os.utime(path, (time.time() - ago_s,) * 2)
+        return path
+
+    def read(self, log: UseLog) -> tuple[int, int]:
+        """Bytes of chunks that a process is told, and the most that it held meanwhile."""
+        tracemalloc.start()
+        try:
+            nbytes = sum(8 * len(one.chunks) for one in log.requests())
+            return nbytes, tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    def test_many_files(self) -> None:
+        """Of 48 MiB at most 16 are read, the newest first, and the rest is not read later.
+
+        Then what is appended is read, and no more.
+        """
+        newest = self.plant("new.uses", 1000, 8, ago_s=-1.0)
+        for number in range(24):
+            self.plant(f"{number:016x}.uses", 1 << 10, 250)
+        for kind, suffix in ((UseLog, "uses"), (HintLog, "hints")):
+            for number in range(24):
+                (self.folder / f"{number:016x}.uses").rename(self.folder / f"{number}.{suffix}")
+            log = kind(self.root)
+            nbytes, held_nbytes = self.read(log)
+            self.assertLess(nbytes, 12 << 20)
+            self.assertGreater(nbytes, 3 << 20)
+            self.assertLess(held_nbytes, 14 << 20)
+            for number in range(24):
+                (self.folder / f"{number}.{suffix}").rename(self.folder / f"{number:016x}.uses")
+        log = UseLog(self.root)
+        self.assertEqual(8 * 8000, sum(8 * len(one.chunks) for one in islice(self.order(log), 8)))
+        self.assertEqual((0, 0), (self.read(log)[0], self.read(log)[0]))
+        with newest.open("ab") as stream:
+            stream.write(newest.read_bytes()[8 : 8 + 8012])
+        self.assertEqual(8000, self.read(log)[0])
+
+    def order(self, log: UseLog) -> list[Request]:
+        """What is read, that of the newest file first."""
+        return sorted(log.requests(), key=lambda one: len(one.chunks) != 1000)
+
+    def test_small_records(self) -> None:
+        """Records of one chunk, or none, take no more memory than their bytes."""
+        for number in range(12):
+            self.plant(f"{number:016x}.uses", number % 2, 100_000)
+        self.assertLess(self.read(UseLog(self.root))[1], 14 << 20)
+
+    def test_very_many_files(self) -> None:
+        """Of thousands of files the newest are read; a process that begins one deletes old ones."""
+        for number in range(6000):
+            self.plant(f"{number:016x}.uses", 1, ago_s=1000.0 + number)
+        log = UseLog(self.root)
+        requests = [*log.requests()]
+        self.assertEqual(4096, len(requests))
+        self.assertIn(stands_for(chunk(1)), [int(one.chunks[0]) for one in requests])
+        log.append([chunk(2)])
+        self.assertLess(len([*self.folder.iterdir()]), 2100)
+
+    def test_odd_files(self) -> None:
+        """A sparse giant, folders, pipes and links are passed over at once."""
+        with (self.folder / "giant.uses").open("wb") as stream:
+            stream.truncate(1 << 40)
+        for number in range(20):
+            (self.folder / f"folder{number}.uses").mkdir()
+            os.mkfifo(self.folder / f"pipe{number}.uses")
+            (self.folder / f"link{number}.uses").symlink_to("/dev/zero")
+        self.assertEqual(8, self.read(UseLog(self.root))[0])
+
+    def test_grows_while_read(self) -> None:
+        """Of a log that grows meanwhile is read what its size said; the rest comes next time."""
+        self.one.append([chunk(2)])
+        (mine,) = self.folder.iterdir()
+        pread, record = os.pread, mine.read_bytes()[8:]
+
+        def grows(fd: int, nbytes: int, at: int) -> bytes:
+            with mine.open("ab") as stream:
+                stream.write(record)
+            return pread(fd, nbytes, at)
+
+        log = UseLog(self.root)
+        with mock.patch("os.pread", grows):
+            self.assertEqual(16, self.read(log)[0])
+        self.assertEqual(32, self.read(log)[0])
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ class GenerationTest(unittest.TestCase):
             for _ in range(2):  # stored, then loaded
                 self.ask(input_ids=PROMPT)
             self.ask(input_ids=torch.cat([PROMPT, PROMPT[:, :50]], dim=1))
-        self.assertEqual([6, 6, 9], [len(one.chunks) for one in UseLog(self.store).read()])
+        self.assertEqual([6, 6, 9], [len(one.chunks) for one in UseLog(self.store).requests()])
 
     @pytest.mark.thorough
     def test_events(self) -> None:
