@@ -20,8 +20,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vua.capacity.hazards import hazards, hits_per_time
-
 _REMEMBERED: Final = 1 << 20
 """Chunks that are remembered, held or not: the last used ones, some 45 bytes each. A sixteenth more
 are kept before the oldest are forgotten."""
@@ -370,13 +368,13 @@ class HitDensity:
         used = self._depth >= 0
         waiting = _counted(self._class[used], np.maximum(0.0, now_s - self._last_s[used]))
         shape = (_USES_CLASSES, _NEW_CLASSES, _BINS)  # all; by their uses; by the new chunks, too
-        chances = hazards(
+        chances = _hazards(
             self._returned.reshape(shape),
             (self._forgotten + waiting).reshape(shape),
             np.full(_BINS, 1e-3),
             (1.0, _COARSER_WEIGHT, _COARSER_WEIGHT),
         )
-        self._density = hits_per_time(chances.reshape(-1, _BINS), _WIDTHS_S)
+        self._density = _hits_per_time(chances.reshape(-1, _BINS), _WIDTHS_S)
         return self._density
 
 
@@ -411,3 +409,59 @@ def _counted(
 def _uses_class(uses: npt.NDArray[np.int32]) -> npt.NDArray[np.intp]:
     doublings = 2 + np.log2(np.maximum(uses, 1)).astype(np.intp)
     return np.where(uses < 4, uses, np.minimum(doublings, _USES_CLASSES - 1)).astype(np.intp)
+
+
+def _hazards(
+    returned: npt.NDArray[np.float64],
+    censored: npt.NDArray[np.float64],
+    before: npt.NDArray[np.float64],
+    weights: Sequence[float],
+) -> npt.NDArray[np.float64]:
+    """Return the chance of a use within each bin, of those not used before it.
+
+    What was not used so far counts as long as it was watched (Kaplan and Meier).
+
+    A class with few observations borrows from the coarser ones: all together, then by the first
+    axis, then by the first two, and so on.
+
+    Args:
+        returned: uses by class (several axes) and bin of the next one.
+        censored: uses not followed by another so far, by the time watched.
+        before: the chances while nothing was observed.
+        weights: as how many observations these count among all, those of all in the first axis's
+            classes, and so on: one for each axis of classes, and one more.
+    """
+    axes = returned.ndim - 1
+    found = before
+    for depth, weight in enumerate(weights):
+        others = tuple(range(depth, axes))
+        events = returned.sum(axis=others, keepdims=True)
+        gone = censored.sum(axis=others, keepdims=True)
+        at_risk = np.cumsum((events + gone)[..., ::-1], axis=-1)[..., ::-1] - gone / 2
+        found = (events + weight * found) / (at_risk + weight)
+    return np.clip(found, 0.0, 1.0)
+
+
+def _hits_per_time(
+    chances: npt.NDArray[np.float64], widths: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Return, for each bin, the most hits per time of keeping a chunk from its start on.
+
+    Kept until the end of a later bin, a chunk is hit with some chance and occupies its space for
+    some mean time; the best such end counts.
+
+    Args:
+        chances: by class and bin, of :func:`_hazards`.
+        widths: of the bins.
+    """
+    survive = np.cumprod(1 - chances, axis=1)
+    before = np.concatenate([np.ones((len(survive), 1)), survive[:, :-1]], axis=1)
+    hit = 1 - survive
+    taken = np.cumsum((survive + before) / 2 * widths, axis=1)
+    found = np.empty_like(hit)
+    for bin_ in range(len(widths)):
+        hit_before = hit[:, bin_ - 1 : bin_] if bin_ else 0.0
+        taken_before = taken[:, bin_ - 1 : bin_] if bin_ else 0.0
+        rates = (hit[:, bin_:] - hit_before) / np.maximum(taken[:, bin_:] - taken_before, 1e-9)
+        found[:, bin_] = rates.max(axis=1)
+    return found
