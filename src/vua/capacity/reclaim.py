@@ -384,7 +384,7 @@ class Reclaimer:
         if self._free(nbytes, below):
             return True
         estimate.doubt()
-        said = self._warned & {"evict", "mark"}  # why nothing is evicted
+        said = self._warned.keys() & {"evict", "mark"}  # why nothing is evicted
         if not said and below.prompt_nbytes <= limits.max_bytes:  # else `refused` says more
             cause = _NO_INODES if estimate.lacks_inodes else _NO_SPACE
             self.warn_once("refused", f"{self._root}: no room for a chunk: {cause}")
