@@ -174,10 +174,9 @@ def golden_entries() -> list[Entry]:
     for model, layout, shards, extras in make_golden.CASES:
         for shard in shards:
             found += _golden(make_golden.GOLDEN, model, layout, shard, extras)
-    for root in (make_golden.SEALED, make_golden.SEALED_V1):
-        for model, layout, encrypt, extras in make_golden.SEALED_CASES:
-            kind = "aes-256-gcm" if encrypt else "gmac"
-            found += _golden(root, model, layout, layout.full, extras, kind)
+    for model, layout, encrypt, extras in make_golden.SEALED_CASES:
+        kind = "aes-256-gcm" if encrypt else "gmac"
+        found += _golden(make_golden.SEALED, model, layout, layout.full, extras, kind)
     return found
 
 

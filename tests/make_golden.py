@@ -1,4 +1,4 @@
-"""Writes `tests/golden` and `golden_pages`, `_sealed`, `_sealed_v2`, byte for byte as they are.
+"""Writes `tests/golden`, `golden_pages` and `golden_sealed_v2`, byte for byte as they are.
 
 Prints the worked examples of docs/format.md.
 
@@ -13,7 +13,6 @@ import json
 import shutil
 import sys
 import tempfile
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -21,8 +20,7 @@ from unittest import mock
 import numpy as np
 
 from helpers import save_chunk
-from vua.format import entry
-from vua.format.entry import EntryCodec, SealInfo
+from vua.format.entry import EntryCodec
 from vua.format.identity import Identity, config_digest
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard, pages_layout, payload_map
@@ -37,7 +35,6 @@ from vua.weights import weights_fingerprint
 GOLDEN = Path(__file__).parent / "golden"
 PAGES = Path(__file__).parent / "golden_pages"
 SEALED = Path(__file__).parent / "golden_sealed_v2"
-SEALED_V1 = Path(__file__).parent / "golden_sealed"
 KEY = bytes(range(32))  # of all files in there
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 CHUNK = 4
@@ -148,10 +145,9 @@ def security(key_file: Path, *, encrypt: bool) -> Security:
     return Security(key_file=str(key_file), encrypt=encrypt)
 
 
-def make_sealed(root: Path, key_file: Path, version: str = entry.SEALED) -> None:
+def make_sealed(root: Path, key_file: Path) -> None:
     """Write the golden directory of sealed files to ``root``, which must exist."""
     with (
-        mock.patch("vua.security.seal.SealInfo", partial(SealInfo, format=version)),
         mock.patch("vua.format.entry.time.time", return_value=CREATED),
         mock.patch("vua.store.writer.process_writer", return_value=WRITER),
         mock.patch("vua.security.seal.new_nonce", side_effect=(f"{n:032x}" for n in range(99))),
@@ -264,7 +260,7 @@ def example_identity(folder: Path) -> list[str]:
     ]
 
 
-def example_sealed(root: Path, root_v1: Path) -> list[str]:
+def example_sealed(root: Path) -> list[str]:
     """The lines of the worked example of sealed files, from the files in ``root``."""
     model, layout, _, extras = SEALED_CASES[1]
     namespace = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=CHUNK).namespace
@@ -274,13 +270,12 @@ def example_sealed(root: Path, root_v1: Path) -> list[str]:
         for one in (root / namespace).glob("*/*/*.safetensors")
         if parse_entry(one.read_bytes()).start == 0
     )
-    data, first = path.read_bytes(), (root_v1 / path.relative_to(root)).read_bytes()
+    data = path.read_bytes()
     info = parse_entry(data)
     codec = EntryCodec(namespace, layout, layout.full, info.kind)
-    bound = codec.expected(info.key, seal.key_id, info.seal_info.format)
-    files, old = (derived(KEY, f"vua.files.v{n}", info.kind, namespace) for n in (2, 1))
+    bound = codec.expected(info.key, seal.key_id)
+    files = derived(KEY, "vua.files.v2", info.kind, namespace)
     nonce, tags = codec.seal_of(memoryview(data[: info.header_nbytes]))
-    _, tags_v1 = codec.seal_of(memoryview(first[: info.header_nbytes]))
     text = bound[8:].decode()
     cuts = [0, *(text.index(word) for word in ('"layers"', '"parent"', '"tokens"')), len(text)]
     return [
@@ -306,10 +301,6 @@ def example_sealed(root: Path, root_v1: Path) -> list[str]:
         "in clear         " + element(layout, 0, layout.full)[0, 0].tobytes()[:16].hex(),
         f"its checksum     {info.checksums[0]:016x} (of the encrypted bytes)",
         "SHA-256 of it    " + hashlib.sha256(data).hexdigest(),
-        "v1: files        " + old.hex(),
-        "v1: own key      " + hmac.digest(old, bytes.fromhex(nonce), "sha256").hex(),
-        "v1: tag          " + tags_v1[0].tobytes().hex(),
-        "v1: 4096..4112   " + first[4096:4112].hex(),
     ]
 
 
@@ -319,7 +310,7 @@ def examples() -> dict[str, list[str]]:
         return {
             "plain": example(GOLDEN),
             "described": example_described(GOLDEN),
-            "sealed": [line.rstrip() for line in example_sealed(SEALED, SEALED_V1)],
+            "sealed": [line.rstrip() for line in example_sealed(SEALED)],
             "extras": example_extras(),
             "identity": example_identity(Path(aside)),
         }
@@ -332,11 +323,10 @@ if __name__ == "__main__":
     shutil.rmtree(PAGES, ignore_errors=True)
     PAGES.mkdir()
     make_pages(PAGES)
-    for place, version in ((SEALED_V1, entry.SEALED_V1), (SEALED, entry.SEALED)):
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
-        with tempfile.TemporaryDirectory() as aside:
-            make_sealed(place, Path(aside) / "key", version)
-    for place in (GOLDEN, PAGES, SEALED_V1, SEALED):
+    shutil.rmtree(SEALED, ignore_errors=True)
+    SEALED.mkdir()
+    with tempfile.TemporaryDirectory() as aside:
+        make_sealed(SEALED, Path(aside) / "key")
+    for place in (GOLDEN, PAGES, SEALED):
         without_the_house(place)
     sys.stdout.write("\n\n".join("\n".join(lines) for lines in examples().values()) + "\n")

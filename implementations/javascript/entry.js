@@ -87,14 +87,13 @@ export const writerText = (name) => name.replace(/[^A-Za-z0-9 ./_+:-]/g, "_").sl
  *
  * @param asked `{ namespace, layout, shard, key: { name, parent, first }, seal }`; `seal` of sealed files is what
  *   `sealOf` of seal.js returns
- * @param version of a sealed file
  */
-export function planOf({ namespace, layout, shard, key, seal }, version = 2) {
+export function planOf({ namespace, layout, shard, key, seal }) {
   checkLayout(layout);
   const sizes = sizesOf(layout, shard);
   const { itemsize, dims, layers, heads, perHead } = sizes;
   const blocks = dims.length * heads * perHead;
-  const format = seal ? `vua.sealed.v${version}","seal":"${seal.kind}","dtype":"${layout.dtype}` : "vua.entry.v1";
+  const format = seal ? `vua.sealed.v2","seal":"${seal.kind}","dtype":"${layout.dtype}` : "vua.entry.v1";
   const [first, last] = [key.first, key.first + layout.chunk_tokens];
   demand(whole(key.first, 0, 9999999999 - layout.chunk_tokens) && key.first % layout.chunk_tokens === 0, "a position out of range");
   const start =
@@ -189,8 +188,7 @@ function demandChecksums(data, plan) {
 
 /** K and V, `{ k, v, created, writer }`, of a file that is the entry asked for; throws a Miss otherwise. */
 export function read(data, asked) {
-  const version = asked.seal && data.toString("latin1", 8, 64).startsWith('{"__metadata__":{"format":"vua.sealed.v1"') ? 1 : 2;
-  const plan = planOf(asked, version);
+  const plan = planOf(asked);
   demand(data.length === plan.nbytes, `${data.length} bytes, expected ${plan.nbytes}`);
   const said = readHeader(data, plan, asked.seal);
   let payload = data.subarray(plan.headerNbytes);
@@ -198,7 +196,7 @@ export function read(data, asked) {
   if (asked.seal) {
     const tags = data.subarray(plan.tagsAt, plan.headerNbytes);
     const bound = data.subarray(0, 8 + plan.start.length);
-    payload = opened(asked.seal, version, said.nonce, bound, payload, plan.blocks, tags);
+    payload = opened(asked.seal, said.nonce, bound, payload, plan.blocks, tags);
     demand(payload, "a tag is wrong");
   }
   const { heads, layers, extents } = plan.sizes;
@@ -222,7 +220,7 @@ function readHeader(data, plan, seal) {
 
 // -- tools ----------------------------------------------------------------------------------------
 
-const FORMATS = ["vua.entry.v1", "vua.sealed.v1", "vua.sealed.v2"];
+const FORMATS = ["vua.entry.v1", "vua.sealed.v2"];
 
 /** The text of bytes in UTF-8; throws an Error where they are not. */
 export const textOf = (data) => new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(data);
@@ -248,7 +246,6 @@ export function inspect(data) {
   const header = jsonHeader(data);
   const said = header.__metadata__;
   demand(said !== null && typeof said === "object" && FORMATS.includes(said.format), "not an entry");
-  const version = said.format === "vua.sealed.v1" ? 1 : 2;
   const seal = said.format === "vua.entry.v1" ? null : { kind: said.seal, id: said.key };
   demand(!seal || (["gmac", "aes-256-gcm"].includes(seal.kind) && /^[0-9a-f]{16}$/.test(seal.id)), "an unknown seal");
   const shard = parseShard(said.shard);
@@ -273,8 +270,8 @@ export function inspect(data) {
   const key = { name: said.prefix_hash, parent: said.parent, first: Number(tokens[1]) };
   demand(key.first === 0 || key.parent !== NO_HASH, "a later chunk without a parent");
   const asked = { namespace: said.namespace, layout, shard, key, seal };
-  const plan = planOf(asked, version);
-  return { asked, plan, version, ...readHeader(data, plan, seal) };
+  const plan = planOf(asked);
+  return { asked, plan, ...readHeader(data, plan, seal) };
 }
 
 /** As `inspect`, and all checksums are right. Tags need a key: `read` judges them. */

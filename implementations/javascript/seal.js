@@ -11,17 +11,14 @@ export function sealOf(key, namespace, kind) {
     kind,
     id: derived(key, "vua.key-id.v1").toString("hex", 0, 8),
     names: derived(key, "vua.names.v1", kind, namespace),
-    files: { 1: derived(key, "vua.files.v1", kind, namespace), 2: derived(key, "vua.files.v2", kind, namespace) },
+    files: derived(key, "vua.files.v2", kind, namespace),
   };
 }
 
 /** The name of the key file of the tenant with this salt. */
 export const tenantFile = (salt) => sha256(Buffer.from("vua.tenant.v1"), Buffer.from(salt)).toString("hex", 0, 16) + ".key";
 
-function ownKey(seal, version, nonce, bound) {
-  const bytes = Buffer.from(nonce, "hex");
-  return version === 1 ? hmac(seal.files[1], bytes) : hmac(seal.files[2], bytes, bound);
-}
+const ownKey = (seal, nonce, bound) => hmac(seal.files, Buffer.from(nonce, "hex"), bound);
 
 function nonceOf(block) {
   const bytes = Buffer.alloc(12);
@@ -36,7 +33,7 @@ function* blocksOf(payload, sizes) {
 
 /** K and V as they are stored, and the tags. `bound` is h. */
 export function closed(seal, nonce, bound, payload, sizes) {
-  const key = ownKey(seal, 2, nonce, bound);
+  const key = ownKey(seal, nonce, bound);
   const [stored, tags] = [[], []];
   for (const block of blocksOf(payload, sizes)) {
     const cipher = createCipheriv("aes-256-gcm", key, nonceOf(tags.length));
@@ -50,8 +47,8 @@ export function closed(seal, nonce, bound, payload, sizes) {
 }
 
 /** K and V in clear; null where a tag is wrong. */
-export function opened(seal, version, nonce, bound, payload, sizes, tags) {
-  const key = ownKey(seal, version, nonce, bound);
+export function opened(seal, nonce, bound, payload, sizes, tags) {
+  const key = ownKey(seal, nonce, bound);
   const clear = [];
   for (const block of blocksOf(payload, sizes)) {
     const i = clear.length;

@@ -28,7 +28,7 @@ from vua.security.keyring import write_key
 
 GOLDEN = sorted(
     path
-    for folder in ("golden", "golden_sealed")
+    for folder in ("golden", "golden_sealed_v2")
     for path in (TESTS / folder).rglob("*.safetensors")
 )
 QUIET = {"database": None, "suppress_health_check": list(HealthCheck)}
@@ -116,7 +116,7 @@ class TestFuzz(unittest.TestCase):
                 )
             ),
         ),
-        some.sampled_from(["vua.entry.v1", "vua.sealed.v1"]),
+        some.sampled_from(["vua.entry.v1", "vua.sealed.v2"]),
     )
     def test_json(self, value: object, version: str) -> None:
         """Any JSON at all in a header's place is corrupt, whatever format it claims."""

@@ -47,7 +47,7 @@ from vua.capacity.scan import (
 )
 from vua.capacity.usage import TOLERANCE, Usage, measure, nbytes_per_inode
 from vua.errors import CorruptEntryError
-from vua.format.entry import MAX_HEADER_NBYTES, SEALED, SEALED_V1
+from vua.format.entry import MAX_HEADER_NBYTES, SEALED
 from vua.format.parse import EntryInfo, parse_entry
 from vua.io.posix import close_quietly, open_beneath
 from vua.io.spool import Rows, Spool
@@ -58,7 +58,7 @@ from vua.storage.names import is_temporary
 
 _HEAD_NBYTES: Final = 1024
 """Enough of a header to include the key's id."""
-_FORMATS: Final = tuple(f'"format":"{one}"'.encode() for one in (SEALED, SEALED_V1))
+_SEALED: Final = f'"format":"{SEALED}"'.encode()
 _KEY: Final = re.compile(rb'"key":"([0-9a-f]{16})"')
 
 _UNREADABLE: Final = np.dtype([("start", "<i8"), ("name", "V32")])
@@ -139,8 +139,7 @@ def _sealed(space: Space, path: str, ids: frozenset[str]) -> EntryInfo | None:
                 return None
             head = os.pread(fd, _HEAD_NBYTES, 0)
             key = _KEY.search(head)
-            sealed = any(one in head for one in _FORMATS)
-            if not sealed or key is None or key[1].decode() in ids:
+            if _SEALED not in head or key is None or key[1].decode() in ids:
                 return None  # most are; none of them is read to the end of its header
             info = parse_entry(os.pread(fd, MAX_HEADER_NBYTES, 0))
         finally:

@@ -45,7 +45,7 @@ from vua.cli.output import (
     when,
 )
 from vua.errors import ConfigError
-from vua.format.entry import FORMAT
+from vua.format.entry import FORMAT, SEALED
 from vua.format.parse import EntryInfo
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
@@ -393,7 +393,7 @@ def _statements(info: EntryInfo, namespace: Description | None) -> list[tuple[st
     seal = f"{info.kind} with key {info.seal_info.key_id}: only that key can prove its writer"
     parts = f"{size(info.file_nbytes)}: header {size(info.header_nbytes)}, K/V {size(payload)}"
     return [
-        ("format", info.seal_info.format if info.kind else FORMAT),
+        ("format", SEALED if info.kind else FORMAT),
         *([("sealed", seal)] if info.kind else []),
         ("namespace", info.namespace + model),
         ("chunk", info.prefix_hash),

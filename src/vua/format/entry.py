@@ -42,8 +42,6 @@ from vua.native import KINDS, HeaderForm
 
 FORMAT: Final = "vua.entry.v1"
 SEALED: Final = "vua.sealed.v2"
-SEALED_V1: Final = "vua.sealed.v1"
-"""Still read, no longer written: a file's key is derived from its nonce alone."""
 AUTHENTIC: Final = "gmac"
 """Seal without encryption: proves that a holder of the key wrote the file."""
 ENCRYPTED: Final = "aes-256-gcm"
@@ -62,8 +60,6 @@ class SealInfo(NamedTuple):
     """Names the key, 16 hex digits; reveals nothing about it."""
     nonce: str = ""
     """Unique per file, 32 hex digits."""
-    format: str = SEALED
-    """:data:`SEALED` or :data:`SEALED_V1`."""
 
 
 PLAIN: Final = SealInfo()
@@ -136,7 +132,6 @@ class EntryCodec:
         """Bytes of a whole file."""
         json_nbytes = text_nbytes + padding
         self._start = struct.pack("<Q", json_nbytes) + self._head.encode()
-        self._start_v1 = self._start.replace(SEALED.encode(), SEALED_V1.encode(), 1)
         self._end = self._tail.encode() + b" " * padding
         self.table_offset: int = 8 + json_nbytes
         """Offset of the checksums in the file; a sealed file's tags follow them."""
@@ -185,13 +180,9 @@ class EntryCodec:
             f'"tokens":"{key.start:010d}-{key.stop:010d}"{sealed}'
         )
 
-    def expected(self, key: ChunkKey, key_id: str = "", sealed: str = SEALED) -> bytes:
-        """Return the canonical beginning of a file of ``key``, up to the header's variable fields.
-
-        ``sealed`` is the version of a sealed file's format.
-        """
-        start = self._start_v1 if sealed == SEALED_V1 else self._start
-        return start + self._middle(key, key_id).encode()
+    def expected(self, key: ChunkKey, key_id: str = "") -> bytes:
+        """Return the canonical beginning of a file of ``key``, up to its variable fields."""
+        return self._start + self._middle(key, key_id).encode()
 
     def form(self, keys: Sequence[ChunkKey]) -> HeaderForm:
         """Return what the headers of plain files of ``keys``, at least one, must be.
@@ -237,7 +228,7 @@ class EntryCodec:
         if len(table) != self._table_nbytes:
             msg = f"expected {self.blocks} tags of 16 bytes, found {len(tags)} bytes"
             raise LayoutError(msg)
-        expected = self.expected(key, seal_info.key_id, seal_info.format)
+        expected = self.expected(key, seal_info.key_id)
         return b"".join((expected, variable, self._end, table))
 
     def table_of(
@@ -250,7 +241,7 @@ class EntryCodec:
             key: the chunk that was asked for.
             key_id: the key that a sealed file must be sealed with.
         """
-        expected = self.expected(key, key_id, self.format_of(header))
+        expected = self.expected(key, key_id)
         stop = self.table_offset
         if (  # bytes(): comparing memoryviews goes element by element
             len(header) == self.header_nbytes
@@ -261,16 +252,6 @@ class EntryCodec:
         ):
             return np.frombuffer(header[stop : stop + 8 * self.blocks], dtype="<u8")
         return None
-
-    def format_of(self, header: memoryview) -> str:
-        """Return which version of the sealed format a header claims; meaningless for a plain one.
-
-        >>> layout = KVLayout(1, 1, 8, 8, "BF16", 4)
-        >>> EntryCodec("ab" * 32, layout, layout.full).format_of(memoryview(b""))
-        'vua.sealed.v2'
-        """
-        is_first = self.kind and bytes(header[: len(self._start_v1)]) == self._start_v1
-        return SEALED_V1 if is_first else SEALED
 
     def writer_of(self, header: memoryview) -> bytes:
         """Return the writer's name, 48 bytes, from a header that :meth:`table_of` accepted."""

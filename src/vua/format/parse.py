@@ -29,7 +29,6 @@ from vua.format.entry import (
     NO_HASH,
     PLAIN,
     SEALED,
-    SEALED_V1,
     EntryCodec,
     SealInfo,
 )
@@ -37,7 +36,7 @@ from vua.format.keys import ChunkKey
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
 from vua.native import fill_check
 
-_FORMATS: Final = (FORMAT, SEALED, SEALED_V1)
+_FORMATS: Final = (FORMAT, SEALED)
 _FORMATS_SAID: Final = tuple(f'"format":"{one}"'.encode() for one in _FORMATS)
 _PARENT: Final = b'","parent":"'
 _TOKENS: Final = b'","tokens":"'
@@ -101,7 +100,7 @@ def parse_entry(data: bytes) -> EntryInfo:
         kind, seal_info = "", PLAIN
         if metadata["format"] != FORMAT:
             kind = metadata["seal"]
-            seal_info = SealInfo(metadata["key"], metadata["nonce"], metadata["format"])
+            seal_info = SealInfo(metadata["key"], metadata["nonce"])
         key, shard, layout = coordinates_of(metadata, header, seal_info)
         codec = _codec(str(metadata["namespace"]), layout, shard, kind)
         created, writer = int(metadata["created"]), str(metadata["writer"]).rstrip()

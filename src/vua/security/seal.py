@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 from vua.errors import CorruptEntryError
-from vua.format.entry import AUTHENTIC, ENCRYPTED, SEALED_V1, TAG_NBYTES, EntryCodec, SealInfo
+from vua.format.entry import AUTHENTIC, ENCRYPTED, TAG_NBYTES, EntryCodec, SealInfo
 from vua.format.keys import ChunkKey
 from vua.native import Digest
 
@@ -68,8 +68,6 @@ class Seal:
     naming: bytes
     """For :class:`vua.format.keys.Naming`."""
     _files: bytes
-    _files_v1: bytes
-    """For files of format version 1."""
 
     @classmethod
     def of(cls, key: bytes, namespace: str, *, encrypt: bool) -> Seal:
@@ -83,7 +81,6 @@ class Seal:
             derived(key, "vua.key-id.v1")[:8].hex(),
             derived(key, "vua.names.v1", kind, namespace),
             derived(key, "vua.files.v2", kind, namespace),
-            derived(key, "vua.files.v1", kind, namespace),
         )
 
     def __repr__(self) -> str:
@@ -148,7 +145,7 @@ class Seal:
         Raises CorruptEntryError if there is no nonce.
         """
         nonce, tags = codec.seal_of(header)
-        seal_info = SealInfo(self.key_id, nonce, codec.format_of(header))
+        seal_info = SealInfo(self.key_id, nonce)
         algorithm, bound = self._context(codec, key, seal_info)
 
         def opening(block: int) -> Digest:
@@ -160,12 +157,8 @@ class Seal:
 
     def _context(self, codec: EntryCodec, key: ChunkKey, seal_info: SealInfo) -> tuple[AES, bytes]:
         """The cipher of one file, and the data that each of its blocks is bound to."""
-        bound = codec.expected(key, self.key_id, seal_info.format)
-        nonce = bytes.fromhex(seal_info.nonce)
-        if seal_info.format == SEALED_V1:
-            file_key = hmac.digest(self._files_v1, nonce, "sha256")
-        else:
-            file_key = hmac.digest(self._files, nonce + bound, "sha256")
+        bound = codec.expected(key, self.key_id)
+        file_key = hmac.digest(self._files, bytes.fromhex(seal_info.nonce) + bound, "sha256")
         return AES(file_key), len(bound).to_bytes(8, "little") + bound
 
     def _closings(

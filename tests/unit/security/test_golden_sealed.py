@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import itertools
 import json
 import re
 import struct
@@ -27,7 +26,6 @@ PAGE = (ROOT / "docs" / "format.md").read_text("utf-8")
 SECTION = PAGE.split("\n## Sealed files\n", 1)[1].split("\n## ", 1)[0]
 (PROGRAM,) = re.findall(r"^```python\n(.*?)^```$", SECTION, re.DOTALL | re.MULTILINE)
 (EXAMPLE,) = re.findall(r"^```\n(key .*?)^```$", SECTION, re.DOTALL | re.MULTILINE)
-FORMS = {"v1": make_golden.SEALED_V1, "v2": make_golden.SEALED}
 
 
 def program() -> dict[str, Any]:
@@ -38,35 +36,34 @@ def program() -> dict[str, Any]:
 
 
 class TestGoldenSealed(DirectoryTest):
-    """The files in tests/golden_sealed and tests/golden_sealed_v2."""
+    """The files in tests/golden_sealed_v2."""
 
-    def paths(self, model: str, dtype: str, golden: Path = make_golden.SEALED) -> list[Path]:
+    def paths(self, model: str, dtype: str) -> list[Path]:
         """The files of a case."""
         identity = Identity(model=model, kv_dtype=dtype, chunk_tokens=4)
-        found = sorted((golden / identity.namespace).glob("*/*/*.safetensors"))
+        found = sorted((make_golden.SEALED / identity.namespace).glob("*/*/*.safetensors"))
         self.assertEqual(2, len(found))
         return found
 
     def test_regenerated(self) -> None:
-        """Writing them again gives the same bytes, of both versions."""
-        for form, golden in FORMS.items():
-            again = self.root / form
-            again.mkdir()
-            make_golden.make_sealed(again, self.root / "key", f"vua.sealed.{form}")
-            make_golden.without_the_house(again)
+        """Writing them again gives the same bytes."""
+        again = self.root / "again"
+        again.mkdir()
+        make_golden.make_sealed(again, self.root / "key")
+        make_golden.without_the_house(again)
 
-            self.assertEqual(contents(golden), contents(again))
+        self.assertEqual(contents(make_golden.SEALED), contents(again))
 
     def test_page(self) -> None:
         """The page's program opens every file; another key, or a changed byte, does not."""
         opened = program()["opened"]
-        for form, (model, layout, _, _) in itertools.product(FORMS, make_golden.SEALED_CASES):
-            for path in self.paths(model, layout.dtype, FORMS[form]):
-                with self.subTest(model, form=form, path=path.parent.name):
+        for model, layout, _, _ in make_golden.SEALED_CASES:
+            for path in self.paths(model, layout.dtype):
+                with self.subTest(model, path=path.parent.name):
                     data = path.read_bytes()
                     found = opened(data, make_golden.KEY)
                     with safe_open(path, framework="pt") as file:
-                        self.assertEqual(f"vua.sealed.{form}", file.metadata()["format"])
+                        self.assertEqual("vua.sealed.v2", file.metadata()["format"])
                         first = int(file.metadata()["tokens"][:10])
                     for number, name in enumerate(found):
                         array = make_golden.element(layout, number, layout.full)
@@ -120,9 +117,8 @@ class TestGoldenSealed(DirectoryTest):
             key = hmac.digest(secret, hmac.digest(secret, text, "sha256") + ids, "sha256")
             names.add(key.hex())
 
-        for golden in FORMS.values():
-            paths = self.paths(model, layout.dtype, golden)
-            self.assertEqual(names, {path.parent.name for path in paths})
+        paths = self.paths(model, layout.dtype)
+        self.assertEqual(names, {path.parent.name for path in paths})
 
     def test_safetensors(self) -> None:
         """The safetensors library opens them: K in clear, or opaque bytes."""
@@ -132,12 +128,11 @@ class TestGoldenSealed(DirectoryTest):
             self.assertEqual(torch.uint8 if encrypt else torch.bfloat16, dtype)
 
     def test_library_reads_them(self) -> None:
-        """This version of VUA loads what each version sealed."""
-        for golden, case in itertools.product(FORMS.values(), make_golden.SEALED_CASES):
-            model, layout, encrypt, extras = case
+        """VUA loads them."""
+        for model, layout, encrypt, extras in make_golden.SEALED_CASES:
             identity = Identity(model=model, kv_dtype=layout.dtype, chunk_tokens=4)
             settings = make_golden.security(self.root / "key", encrypt=encrypt)
-            path = golden / identity.namespace
+            path = make_golden.SEALED / identity.namespace
             (store,) = Namespace.open(path, security=settings).stores
             naming = store.keyring.naming()
             chain = KeyChain(token_ids(make_golden.TOKENS), 4, extras, naming)
