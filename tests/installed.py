@@ -39,7 +39,7 @@ class InstalledTest(unittest.TestCase):
         self.root = self.place / "kv"
         shutil.copytree(GOLDEN, self.root)
         self.root.chmod(0o700)
-        self.run_vua("adopt", self.root, "--yes")
+        (self.root / "vua.json").write_text('{"format": "vua.root.v1"}')
 
     def run_vua(self, *words: str | Path, code: int = 0) -> Any:
         """Run a command with `--json`; return its report."""

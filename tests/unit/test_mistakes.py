@@ -89,7 +89,7 @@ class MistakesTest(CliTest):
         self.shows(text, f"{missing}: no such directory", f"{missing.parent}", "mount")
         self.shows(self.serve("--vua-dir", "x"), "--vua-dir", "did you mean --vua-path")
         text = self.serve("--vua-path", self.foreign)
-        self.shows(text, "not empty (it holds 'notes.txt')", "vua-cache", "vua adopt")
+        self.shows(text, "not empty (it holds 'notes.txt')", "vua-cache", 'write {"format"')
         text = self.serve("--vua-path", self.open)
         self.shows(text, "mode 777", "every user", str(self.open / "vua"))
 

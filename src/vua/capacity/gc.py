@@ -220,7 +220,7 @@ def collect(
     cannot be listed or written to.
     """
     began_s, report = time.monotonic(), Report(limits=limits)
-    claim(root, tool=True)
+    claim(root)
     remover = Remover(rehearse=rehearse)
     standing = ResolvedLimits.of(root, Limits(), refused=lambda _: None)
     report.pins_most = int(PINNED_SHARE * max(limits.max_bytes, standing.max_bytes))

@@ -42,7 +42,7 @@ from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
 from vua.io.forks import watch
 from vua.io.posix import close_quietly
-from vua.storage.mark import MARK, is_marked
+from vua.storage.mark import MARK, how_to_mark, is_marked
 
 log = logging.getLogger(__name__)
 
@@ -558,9 +558,7 @@ class Reclaimer:
             if self._held is not None and not self._held.follow(doubt=True):
                 return False  # it is gone, which is said already
             text = f"{self._root} has no {MARK}, so nothing is deleted there: it fills up to its"
-            self.warn_once(
-                "mark", f"{text} bounds; `vua adopt {self._root}` looks at it and makes one"
-            )
+            self.warn_once("mark", f"{text} bounds; {how_to_mark(self._root)}")
         except (OSError, ConfigError) as problem:
             self.warn_once("mark", f"{self._root}: nothing is deleted there: {problem}")
         return False

@@ -215,21 +215,6 @@ class Removal:
 
 
 @dataclass(frozen=True, slots=True)
-class Adoption:
-    """The content of a directory or prefix that becomes, or is, a cache."""
-
-    was_marked: bool
-    namespaces: Sequence[str]
-    """Names of VUA's namespaces."""
-    others: Sequence[str]
-    """Names of everything else, which stays unchanged."""
-    chunks: int | None
-    """None for a bucket: counting costs requests."""
-    nbytes: int | None
-    exact: bool = True
-
-
-@dataclass(frozen=True, slots=True)
 class Finding:
     """The result of one probe."""
 
@@ -514,10 +499,6 @@ class Catalog(ABC):
 
         Raises ConfigError if it holds something else, StorageError.
         """
-
-    @abstractmethod
-    def adopt(self, ask: Callable[[Adoption], None]) -> Adoption:
-        """Mark it as a cache, unless it is marked; ``ask`` learns the content before that."""
 
     @abstractmethod
     def bounds(self) -> Limits:

@@ -35,7 +35,6 @@ from vua.capacity.scan import Show, is_fan
 from vua.catalog.base import (
     MAX_FILE_NBYTES,
     SHORT,
-    Adoption,
     Content,
     Demand,
     Finding,
@@ -55,16 +54,14 @@ from vua.storage.base import entry_name, parse_name
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import DOLLARS_PER_GB_MONTH
 from vua.storage.bucket_mark import (
-    adopted_bucket,
     bucket_contents,
     bucket_descriptions,
     claim_bucket,
-    is_marked_bucket,
+    claimable_bucket,
 )
 from vua.storage.description import DESCRIPTION, Description
 from vua.storage.local import QUARANTINE
 from vua.storage.location import BucketPath
-from vua.storage.mark import MARK
 from vua.storage.names import (
     AFTER,
     PARENTS,
@@ -311,12 +308,6 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def claim(self) -> None:
         claim_bucket(self.root, tool=True)
 
-    def adopt(self, ask: Callable[[Adoption], None]) -> Adoption:
-        """Make the mark without a question: listing the content costs money."""
-        del ask
-        there, mine, others = adopted_bucket(self.root)
-        return Adoption(there, mine, others, None, None)
-
     def bounds(self) -> Limits:
         return read_bucket_bounds(self.root)
 
@@ -456,14 +447,16 @@ _DAY_S: Final = 86400
 def tried(bucket_path: BucketPath, demand: Demand) -> Iterator[Finding]:
     """Run all probes with an object of their own, which is deleted again."""
     try:
-        marked = is_marked_bucket(bucket_path)
-        folders, objects = bucket_path.bucket.folders(bucket_path.key)
-    except (OSError, ConfigError) as problem:
+        claimable_bucket(bucket_path, tool=True)
+        refused = None
+    except OSError as problem:
         yield Finding("reach", "bad", str(problem))
         return
+    except ConfigError as problem:
+        refused = Finding("mark", "bad", f"engines do not start here: {problem}")
     yield Finding("reach", "ok", "it answers, and these credentials may list it")
-    if not marked and (folders or objects):
-        yield Finding("mark", "note", f"no {MARK}: what is there is not VUA's to delete")
+    if refused is not None:
+        yield refused
     key = (bucket_path / f".doctor-{secrets.token_hex(6)}").key
     try:
         speed = partial(_speed, demand=demand)

@@ -51,7 +51,6 @@ from vua.catalog.base import (
     DELETED,
     NO_LIMITS,
     SHORT,
-    Adoption,
     Ask,
     Catalog,
     Collection,
@@ -97,7 +96,7 @@ from vua.storage.description import (
     read_description,
 )
 from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, LocalStorage, chunk_path
-from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, claim, is_marked, make_mark, strangers
+from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, claim, is_marked
 from vua.storage.names import AFTER, PARENTS, PIN, SENT
 from vua.store.evidence import layouts_by, settled
 
@@ -343,22 +342,7 @@ class DirectoryCatalog(Catalog):
 
     def claim(self) -> None:
         with explaining(self.where):
-            claim(self.root, tool=True)
-
-    def adopt(self, ask: Callable[[Adoption], None]) -> Adoption:
-        """Weigh the namespaces, ask, and make the mark."""
-        with explaining(self.where):
-            there = is_marked(self.root)
-            others, _ = strangers(self.root)
-            with spaces(self.root) as found:
-                mine = [space.name for space in found if is_ours(space)]
-            others = [name for name in others if name not in mine]
-            usage = measure(self.root) if mine else Usage(0, 0, exact=True)
-            found_ = Adoption(there, mine, others, usage.chunks, usage.nbytes, usage.exact)
-            if not there:
-                ask(found_)
-                make_mark(self.root)
-        return found_
+            claim(self.root)
 
     def bounds(self) -> Limits:
         return read_bounds(self.root)

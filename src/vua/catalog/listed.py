@@ -36,7 +36,6 @@ from vua.capacity.prefix_tree import ChunkNode, Indices, PrefixTree, tree_of
 from vua.capacity.removal import NOTHING, DeletionTotals
 from vua.capacity.scan import Show
 from vua.catalog.base import (
-    Adoption,
     Ask,
     Catalog,
     Collection,
@@ -644,12 +643,6 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
 
     def claim(self) -> None:
         """Do nothing: a storage holds nothing else."""
-
-    def adopt(self, ask: Callable[[Adoption], None]) -> Adoption:
-        """Mark nothing: a storage holds nothing else."""
-        del ask
-        return Adoption(was_marked=True, namespaces=sorted(self._storages), others=(), chunks=None,
-                        nbytes=None)  # fmt: skip
 
     def bounds(self) -> Limits:
         return Limits() if self._limit_store is None else self._limit_store.read()

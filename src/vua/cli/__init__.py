@@ -1,7 +1,7 @@
 """The command `vua`: shows a cache, and maintains it. Only `warm` needs a server.
 
 Every command may run while other processes read and write the cache. Only `gc`, `rm`, `pin`, `ttl`,
-`import`, `adopt` and `verify --repair` change it (`doctor` makes a temporary directory);
+`import` and `verify --repair` change it (`doctor` makes a temporary directory);
 `key` makes key files. `docs/cli.md` documents exit codes and `--json`. With VUA_PATH in the
 environment the directory may be left out.
 """

@@ -120,7 +120,6 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "ttl": ("vua ttl /mnt/kv 30d",),
     "rm": ("vua rm /mnt/kv 1cbbd9 --dry-run", "vua rm /mnt/kv --all"),
     "pin": ("vua pin /mnt/kv 4f90a1", "vua pin /mnt/kv"),
-    "adopt": ("vua adopt /mnt/old-kv",),
     "export": ("vua export /mnt/kv docs.tar --prompt manual.txt --model MODELDIR",),
     "import": ("vua import /mnt/kv docs.tar",),
     "warm": ("vua warm chats.jsonl --server http://127.0.0.1:8000",),

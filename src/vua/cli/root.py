@@ -33,7 +33,6 @@ _MODULES: Final = {
     "ttl": "upkeep",
     "rm": "upkeep",
     "pin": "upkeep",
-    "adopt": "upkeep",
     "export": "transfer",
     "import": "transfer",
     "warm": "warm",
@@ -88,7 +87,7 @@ vua: Final = with_help(
         ],
         help="Look into a VUA cache, and keep it in order.",
         epilog="Look: ls, du, top, ui, inspect, explain, events. Check: verify, doctor. "
-        "Keep in order: gc, ttl, pin, rm, adopt. Carry: export, import. "
+        "Keep in order: gc, ttl, pin, rm. Carry: export, import. "
         "Fill: warm. Set up: args, key, completion. "
         f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 success, "
         "1 damage found or work incomplete, 2 usage error or missing directory.",

@@ -1,4 +1,4 @@
-"""`vua du`, `gc`, `ttl`, `rm`, `pin`, `adopt`: the size of a cache, its limits, and deletion."""
+"""`vua du`, `gc`, `ttl`, `rm`, `pin`: the size of a cache, its limits, and deletion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import click
 
@@ -14,7 +14,6 @@ from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits
 from vua.catalog.base import (
     SHORT,
-    Adoption,
     Collection,
     Removal,
     Use,
@@ -29,7 +28,6 @@ from vua.cli.command import argument, asking, command, duration, lifetime_s
 from vua.cli.output import (
     DAMAGED,
     SOUND,
-    Output,
     Report,
     cost,
     plain,
@@ -41,9 +39,7 @@ from vua.cli.output import (
 )
 from vua.errors import ConfigError
 from vua.security.settings import Security
-from vua.storage.mark import MARK
 
-_SHOWN: Final = 20
 _dry_run = click.option("--dry-run", is_flag=True, help="only show what would be deleted")
 _yes = click.option("--yes", is_flag=True, help="do not ask (it asks on a terminal only)")
 
@@ -449,57 +445,3 @@ def rm(
     if done.left:
         print(f"{directory}: {done.left}", file=sys.stderr)
     return RmReport(directory, dry_run, done)
-
-
-# -- adopt ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AdoptReport(Report):
-    """The content of a directory or prefix that is a cache now."""
-
-    directory: str
-    found: Adoption
-
-    def describe(self) -> object:
-        found = self.found
-        return {
-            "directory": self.directory,
-            "was_marked": found.was_marked,
-            "namespaces": found.namespaces,
-            "chunks": found.chunks,
-            "nbytes": found.nbytes,
-            "others": found.others,
-        }
-
-    def show(self) -> None:
-        """Print whether it got its mark now."""
-        print(plain(f"{self.directory}: {'has' if self.found.was_marked else 'got'} its {MARK}"))
-
-
-@command(
-    "adopt", "let VUA delete its own files in a directory that it did not make", as_owner_of=True
-)
-@click.option("--yes", is_flag=True, help="do not ask")
-def adopt(directory: str, *, yes: bool, output: Output) -> AdoptReport:
-    """Report the content, ask, and mark it. Raises ConfigError if the answer is no.
-
-    Everything but namespaces of VUA stays unchanged, now and later.
-    """
-
-    def ask(found: Adoption) -> None:
-        if output.is_for_people:
-            _show_contents(directory, found)
-        asking(yes=yes)(f"Let VUA delete in {directory} what it has written itself?")
-
-    return AdoptReport(directory, open_catalog(directory).adopt(ask))
-
-
-def _show_contents(directory: str, found: Adoption) -> None:
-    about = "" if found.exact else "about "
-    weight = f"{about}{counted(found.chunks or 0, 'chunk')}, {size(found.nbytes or 0)}"
-    print(f"{directory}: {counted(len(found.namespaces), 'namespace')} of VUA, {weight}")
-    for name in found.others[:_SHOWN]:
-        print(plain(f"not VUA's, stays unchanged: {name}"))
-    if len(found.others) > _SHOWN:
-        print(f"and {len(found.others) - _SHOWN} more")

@@ -1,15 +1,13 @@
 """The mark of a cache in a bucket: the object ``vua.json``, as in a directory.
 
-Without it, nothing is deleted. An empty prefix gets it automatically, and so does one where this
-process has seen it before: everything may have been deleted meanwhile. A prefix into which a tool
-copied caches without the mark is read and written, and `vua adopt` marks it. See
+Without it, nothing is written or deleted. An empty prefix gets it automatically, and so does one
+where this process has seen it before: everything may have been deleted meanwhile. See
 :mod:`vua.storage.mark`.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -31,16 +29,12 @@ from vua.storage.mark import (
     UPKEEP,
     judge_mark,
     mark_text,
+    not_a_cache,
 )
-from vua.storage.names import kind_at
 from vua.storage.signed_reads import Meta
 
 _PASSING: Final = re.compile(r"\.tmp-[0-9a-f]{16}|\.(?:doctor|bench)-[0-9a-f]{12}")
 """Temporary objects of VUA's own probes."""
-_ASKED: Final = 64
-"""Most folders that are checked for a namespace in a prefix without the mark."""
-_LOOKED: Final = 1000
-"""Most objects looked at in a folder without a description: one request."""
 
 
 def is_marked_bucket(bucket_path: BucketPath) -> bool:
@@ -61,14 +55,21 @@ def is_marked_bucket(bucket_path: BucketPath) -> bool:
     return False
 
 
-def claim_bucket(bucket_path: BucketPath, *, tool: bool = False) -> bool:
+def claim_bucket(bucket_path: BucketPath, *, tool: bool = False) -> None:
     """Check a prefix's mark before the first write there; an empty prefix gets it.
 
     As :func:`vua.storage.mark.claim` for a directory. A prefix where this process has seen the mark
-    gets it again: its own entries may already be there. A missing bucket counts as empty: some
-    servers create it at the first write. Sends one or two requests. Raises StorageError;
-    ConfigError for a prefix that holds something else, and with ``tool`` for any without the mark.
+    gets it again: its own entries may already be there. A missing bucket counts as empty, but not
+    for a ``tool``: some servers create it at the first write. Sends one or two requests. Raises
+    StorageError; ConfigError for a prefix without the mark that holds something.
     """
+    if not claimable_bucket(bucket_path, tool=tool):
+        _make_mark(bucket_path)
+        bucket_path.bucket.marked.add(bucket_path.key)
+
+
+def claimable_bucket(bucket_path: BucketPath, *, tool: bool = False) -> bool:
+    """Return whether a prefix has the mark; False: it gets it. Raises as :func:`claim_bucket`."""
     if is_marked_bucket(bucket_path):
         return True
     folders: Sequence[str] = ()
@@ -81,37 +82,10 @@ def claim_bucket(bucket_path: BucketPath, *, tool: bool = False) -> bool:
     names, others = _sorted(folders, objects)
     was_marked = bucket_path.key in bucket_path.bucket.marked and not tool
     if not others and (was_marked or not names):
-        _make_mark(bucket_path)
-        bucket_path.bucket.marked.add(bucket_path.key)
-        return True
-    if not others:  # other programs use such names, too (Docker)
-        others = [name for name in names[:_ASKED] if not _is_namespace(bucket_path / name)]
-    if others:
-        shown = ", ".join(repr(name)[:60] for name in sorted(others)[:3])
-        msg = (
-            f"{bucket_path} is not a cache of VUA and not empty (it holds {shown}): nothing in "
-            f"it is changed. Name a place of its own, for example {bucket_path / 'vua-cache'}"
-        )
-        raise ConfigError(msg)
-    if tool:
-        msg = (
-            f"{bucket_path} holds namespaces of VUA and no {MARK}: nothing in it is changed; "
-            f"`vua adopt {bucket_path}` makes it a cache"
-        )
-        raise ConfigError(msg)
-    return False
-
-
-def _is_namespace(bucket_path: BucketPath) -> bool:
-    """Whether a folder is a namespace of VUA: by its description, or by chunks in it.
-
-    Raises StorageError.
-    """
-    description = read_bucket_description(bucket_path)
-    if description.identity is not None or description.is_unknown:
-        return True
-    some = itertools.islice(bucket_path.bucket.walk(bucket_path.key), _LOOKED)
-    return any(kind_at(one.key.removeprefix(f"{bucket_path.key}/")) == "entry" for one in some)
+        return False
+    if (bucket_path / MARK).key in others and is_marked_bucket(bucket_path):
+        return True  # made just now, by another process, before what was listed
+    raise not_a_cache(bucket_path, others or names)
 
 
 def _make_mark(bucket_path: BucketPath) -> None:
@@ -140,29 +114,6 @@ def _is_known(name: str) -> bool:
     """Whether VUA uses this name beside or for namespaces; "" is the folder's own marker."""
     furniture = name in ("", LIMITS_FILE, UPKEEP) or _PASSING.fullmatch(name) is not None
     return furniture or is_namespace_name(name)
-
-
-def adopted_bucket(root: BucketPath) -> tuple[bool, list[str], list[str]]:
-    """Give a prefix with namespaces of VUA the mark.
-
-    Returns whether it had it, the names of the namespaces, and what else is there. Raises
-    StorageError; ConfigError without namespaces, and if another object has the mark's name.
-    """
-    names, others = _sorted(*root.bucket.folders(root.key))
-    mine = [name for name in names if _is_namespace(root / name)]
-    if not mine:
-        msg = f"{root} holds no namespace of VUA"
-        raise ConfigError(msg)
-    there = is_marked_bucket(root)
-    if not there and (root / MARK).key in others:
-        msg = (
-            f"{root / MARK} exists and is not VUA's mark: it stays; move it, or use another prefix"
-        )
-        raise ConfigError(msg)
-    if not there:
-        _make_mark(root)
-    mark = (root / MARK).key
-    return there, mine, [one for one in others if one != mark]
 
 
 def bucket_contents(root: BucketPath) -> tuple[list[Description], list[str]]:

@@ -1,9 +1,9 @@
 """The mark of a cache directory: ``vua.json``, made when VUA makes the directory.
 
-Without it, nothing in a directory is deleted (by eviction, `vua gc`, `vua rm` or repairs), so a
-mistyped path costs no file. A directory gets the mark automatically only while it is empty. One
-with caches of a version without marks is still read and written, and gets it by `vua adopt`. See
-docs/decisions/0019-ours-or-not-touched.md.
+Without it, nothing is written to a directory, and nothing in it deleted (by eviction, `vua gc`,
+`vua rm` or repairs), so a mistyped path costs no file. A directory gets the mark automatically only
+while it is empty. A cache that was copied without the mark has it again when its owner writes it.
+See docs/decisions/0019-ours-or-not-touched.md.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import json
 import os
 import re
 import stat
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from vua.errors import ConfigError
 from vua.io.files import atomic_write
 from vua.io.posix import close_quietly
-from vua.storage.description import is_described, is_namespace_name
 
 MARK: Final = "vua.json"
 LIMITS_FILE: Final = "bounds.json"
@@ -42,7 +42,7 @@ _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 def is_marked(root: str | os.PathLike[str]) -> bool:
     """Whether ``root`` has the mark, or a file of its name that this user may not read.
 
-    Raises OSError; ConfigError if a newer VUA made it.
+    Raises OSError; ConfigError for the mark of another version of VUA.
     """
     try:
         fd = os.open(Path(root) / MARK, _FLAGS)
@@ -62,14 +62,17 @@ def is_marked(root: str | os.PathLike[str]) -> bool:
 
 
 def judge_mark(data: bytes, where: str) -> bool:
-    """Whether these bytes are the mark. Raises ConfigError if a newer VUA made them."""
+    """Whether these bytes are the mark. Raises ConfigError for that of another version of VUA."""
     try:
         content = json.loads(data)
     except (ValueError, RecursionError):
         return False
     found = content.get("format") if isinstance(content, dict) else None
     if isinstance(found, str) and found.startswith(_FORMATS) and found != _FORMAT:
-        msg = f"{where} was made by a newer VUA ({MARK}: {found!r:.40}); use that one"
+        msg = (
+            f"{where} is a cache of another version of VUA ({MARK} says {found!r:.40}, expected "
+            f"{_FORMAT!r}): nothing in it is changed. Use that version, or another directory"
+        )
         raise ConfigError(msg)
     return found == _FORMAT
 
@@ -82,53 +85,48 @@ _NO_CONTENT: Final = re.compile(
     r"lost\+found|\.snapshots?|\.zfs|\.nfs[0-9a-f]+"  # made by file systems
     r"|\.tmp-[0-9a-f]{16}|\.doctor-\w+"  # other VUA processes' temporary files and probes
 )
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def claim(root: str | os.PathLike[str], *, tool: bool = False, mode: int = 0o600) -> bool:
+def claim(root: str | os.PathLike[str], *, mode: int = 0o600) -> None:
     """Check ``root``'s mark before the first write there; an empty directory gets it.
 
     Args:
         root: an existing directory.
-        tool: require the mark, for tools that delete.
         mode: of the mark, if it is made.
 
-    Returns whether it has the mark; False if it holds sound namespaces of a version without marks.
     Safe for any number of concurrent processes. Raises OSError, also if it is empty and this
-    process may not write to it; ConfigError for a directory that holds something else, and with
-    ``tool`` for any without the mark.
+    process may not write to it; ConfigError for a directory without the mark that holds something.
     """
-    state = claimable(root, tool=tool)
-    if state == "empty":
+    if not claimable(root):
         make_mark(root, mode)
-    return state != "unmarked"
 
 
-def claimable(
-    root: str | os.PathLike[str], *, tool: bool = False
-) -> Literal["marked", "empty", "unmarked"]:
-    """Return what :func:`claim` would find, without writing; raises the same."""
+def claimable(root: str | os.PathLike[str]) -> bool:
+    """Return whether ``root`` has the mark; False: it is empty. Raises as :func:`claim`."""
     if is_marked(root):
-        return "marked"
-    others, described = strangers(root)
-    if not others and not described:
-        return "empty"
-    if described and not tool:
-        return "unmarked"
-    if described:
-        msg = (
-            f"{root} holds namespaces of VUA and no {MARK}: nothing in it is changed; "
-            f"`vua adopt {root}` shows what is there and makes it a cache directory"
-        )
-        raise ConfigError(msg)
-    shown = ", ".join(repr(name)[:60] for name in others[:3])
-    more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-    msg = (
-        f"{Path(root).absolute()} is not a cache directory of VUA and not empty (it holds "
-        f"{shown}{more}): nothing in it is changed. Use a directory of its own, for example "
-        f"{Path(root).absolute() / 'vua-cache'}; `vua adopt {root}` makes this one a cache anyway"
+        return True
+    with os.scandir(root) as entries:
+        others = [entry.name for entry in entries if not _is_furniture(root, entry.name)]
+    if not others:
+        return False
+    if is_marked(root):  # made just now, by another process, before what was listed
+        return True
+    raise not_a_cache(Path(root).absolute(), others)
+
+
+def not_a_cache(where: object, names: Sequence[str]) -> ConfigError:
+    """Return the error for a directory or prefix without the mark that holds ``names``."""
+    shown = ", ".join(repr(name[:60]) for name in sorted(names)[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ConfigError(
+        f"{where} is not a cache directory of VUA (no {MARK}) and not empty (it holds "
+        f"{shown}{more}): nothing in it is changed. Use a place of its own, for example "
+        f"{where}/vua-cache; if it is a cache that lost this file, {how_to_mark(where)}"
     )
-    raise ConfigError(msg)
+
+
+def how_to_mark(where: object) -> str:
+    return f'write {{"format": "{_FORMAT}"}} to {where}/{MARK}'
 
 
 def make_mark(root: str | os.PathLike[str], mode: int = 0o600) -> None:
@@ -137,40 +135,11 @@ def make_mark(root: str | os.PathLike[str], mode: int = 0o600) -> None:
     atomic_write(path, text, mode=mode, keep=lambda: is_marked(root), durable=True)
 
 
-def strangers(root: str | os.PathLike[str]) -> tuple[list[str], bool]:
-    """Return what in ``root`` is not a namespace, and whether a sound namespace is there.
-
-    Files that VUA keeps beside the namespaces, and those that file systems put into every
-    directory, are left out. Raises OSError.
-    """
-    found, described = [], False
-    with os.scandir(root) as entries:
-        names = sorted(entry.name for entry in entries)
-    for name in names:
-        if is_namespace_name(name) and _describes_itself(root, name):
-            described = True
-        elif not _is_furniture(root, name):
-            found.append(name)
-    return found, described
-
-
-def _describes_itself(root: str | os.PathLike[str], name: str) -> bool:
-    try:
-        fd = os.open(f"{os.fspath(root)}/{name}", _DIRECTORY)
-    except OSError:
-        return False
-    try:
-        return is_described(fd, name)
-    finally:
-        close_quietly(fd)
-
-
 def _is_furniture(root: str | os.PathLike[str], name: str) -> bool:
+    """Whether VUA or the file system has ``name`` in a directory without any cache."""
     if name == UPKEEP:
         with contextlib.suppress(OSError):
-            ours = re.compile(
-                f"search|victims|done-|writers|clock|written-back|{USES}"
-            )  # earlier versions wrote written-back
+            ours = re.compile(f"lease|search|victims|done-|writers|clock|{USES}")
             return all(ours.match(one) for one in os.listdir(Path(root) / UPKEEP))
         return False
     return name in (MARK, LIMITS_FILE) or _NO_CONTENT.fullmatch(name) is not None

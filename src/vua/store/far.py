@@ -30,7 +30,6 @@ from vua.storage.bucket_mark import (
 from vua.storage.description import Description
 from vua.storage.local import TEMPORARY, LocalStorage
 from vua.storage.location import BucketPath, Tiers, is_directory_name, is_url, names_of
-from vua.storage.mark import MARK
 from vua.storage.object import ObjectStorage
 from vua.storage.tiered import TieredStorage
 from vua.store.evidence import settled
@@ -117,9 +116,10 @@ def locate_bucket(root: str | os.PathLike[str], *, create: bool) -> BucketPath:
     Raises ConfigError, StorageError.
     """
     place = at(root)
-    marked = claim_bucket(place) if create else is_marked_bucket(place)
-    if create and not marked:
-        log.warning("%s has no %s: it is used, and nothing in it is ever deleted", place, MARK)
+    if create:
+        claim_bucket(place)
+    else:
+        is_marked_bucket(place)  # raises for another version's
     return place
 
 

@@ -35,7 +35,7 @@ from vua.security.settings import Security, check_owner, open_directory
 from vua.storage.base import Storage, explained
 from vua.storage.description import DESCRIPTION, FORMAT, Description, read_description
 from vua.storage.local import TEMPORARY, LocalStorage
-from vua.storage.mark import MARK, claim, claimable
+from vua.storage.mark import claim, claimable
 from vua.store.evidence import (
     Stated,
     fits,
@@ -395,7 +395,7 @@ def check_root(
         if security is not None:
             check_owner(path, security)
         if create:
-            _see_to_mark(path, (security or Security()).file_mode)
+            _claim(path, (security or Security()).file_mode)
     except FileExistsError as problem:
         msg = f"{path}: expected a directory, found a file; name the directory of the cache"
         raise ConfigError(msg) from problem
@@ -440,21 +440,13 @@ def _missing_above(path: Path) -> str:
     )
 
 
-def _see_to_mark(root: Path, mode: int) -> None:
-    """Mark a new directory; an unmarked one that cannot be written to is used without a mark."""
-    can_write = os.access(root, os.W_OK, effective_ids=True)
+def _claim(root: Path, mode: int) -> None:
+    """Mark a new directory; an empty one that cannot be written to is used without the mark."""
     try:
-        marked = claim(root, mode=mode)
+        claim(root, mode=mode)
     except OSError:
-        if can_write:
+        if os.access(root, os.W_OK, effective_ids=True):
             raise
-        return
-    if not marked and can_write:
-        log.warning(
-            "%s was made by a version of VUA that left no %s: it is used, and nothing in it is "
-            "ever deleted; `vua adopt %s` looks at it and makes one",
-            *(root, MARK, root),
-        )
 
 
 @dataclass(frozen=True, slots=True)

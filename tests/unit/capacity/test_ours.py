@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
 import threading
 import unittest
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,7 +27,7 @@ from vua.capacity.scan import is_all_ours, spaces
 from vua.capacity.usage import measure
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
-from vua.storage.mark import LIMITS_FILE, MARK, claim, is_marked, make_mark
+from vua.storage.mark import LIMITS_FILE, MARK, claim, claimable, is_marked, make_mark
 
 CONFIG = VUAConfig(split_factor=4, max_bytes="1G", min_free_bytes=0)
 COMMANDS = (
@@ -155,11 +157,11 @@ class TestForeign(DirectoryTest):
                 self.assertEqual("mine", (place / "notes.txt").read_text())
 
     def test_mark_lost(self) -> None:
-        """Namespaces without the cache's mark around them are not bounded: they may be a copy."""
+        """Namespaces without the cache's mark around them stay: they may be a backup."""
         fill(self.root)
         (self.root / MARK).unlink()
         before = foreign.digest(self.root)
-        with self.assertRaisesRegex(ConfigError, "vua adopt"):
+        with self.assertRaisesRegex(ConfigError, "vua.json"):
             collect(self.root, ResolvedLimits(0, 0, 1e-6, 0))
         self.assertEqual(before, foreign.digest(self.root))
 
@@ -226,35 +228,66 @@ class TestMark(DirectoryTest):
         ):
             write_bounds(self.root, Limits(max_bytes=1))
 
-    def test_older_cache(self) -> None:
-        """One without the mark is read and written, within its bounds; nothing in it is deleted."""
+    def test_copied_without_the_mark(self) -> None:
+        """Neither engines nor tools touch such a copy; what they print makes it a cache."""
         fill(self.root)
         (self.root / MARK).unlink()
-        nbytes = measure(self.root).nbytes
         before = self.snapshot()
-        tight = VUAConfig(split_factor=4, max_bytes=nbytes, min_free_bytes=0)
-        with self.assertLogs("vua") as log:
-            fill(self.root, 100, tight)
-            with VUA(CONFIG, self.root) as vua:
-                self.assertEqual(12, vua.get_closest(torch.arange(12)).num_tokens)
-        self.assertIn("vua adopt", "".join(log.output))
+        with self.assertRaises(ConfigError) as refused:
+            VUA(CONFIG, self.root)
+        for words in (["gc", self.root, "--max-bytes", "0"], ["rm", self.root, "--all"]):
+            code, _, err = run(*words)
+            self.assertEqual(2, code)
+            self.assertIn(str(refused.exception), err)
         self.assertEqual(before, self.snapshot())
-        fill(self.root, 100)
-        self.assertEqual(6, len(self.files()))
-        self.assertEqual(2, run("gc", self.root, "--max-bytes", "0")[0])
-        (self.root / "mine").write_text("mine")
-        code, report = run_json("adopt", self.root, "--yes")
-        self.assertEqual((0, 1, ["mine"]), (code, len(report["namespaces"]), report["others"]))
-        self.assertEqual(1, len(self.files(MARK)))
+        self.assertEqual(3, run_json("ls", self.root)[1]["namespaces"][0]["chunks"])
+        told = re.search(r"write (.*) to (.*)$", str(refused.exception))
+        assert told is not None
+        Path(told[2]).write_text(told[1])
+        with VUA(CONFIG, self.root) as vua:
+            self.assertEqual(12, vua.get_closest(torch.arange(12)).num_tokens)
         self.assertEqual(0, run("gc", self.root, "--max-bytes", "0", "--min-free", "0")[0])
         self.assertEqual([], self.files())
-        self.assertTrue((self.root / "mine").exists())
 
-    def test_newer(self) -> None:
-        """The mark of a version to come is left alone, with a word."""
+    def test_mark_lost_by_a_writer(self) -> None:
+        """A process that runs goes on within its bounds, deletes nothing, and says so once."""
+        fill(self.root)
+        bounds = VUAConfig(split_factor=4, max_bytes=measure(self.root).nbytes, min_free_bytes=0)
+        with self.assertLogs("vua") as log, VUA(bounds, self.root) as vua:
+            (self.root / MARK).unlink()
+            before = self.snapshot()
+            kv = caches_of(layers=1, heads=1, tokens=12, dim=8)
+            for first in (100, 200):
+                vua.put(torch.arange(12) + first, kv)
+            self.assertEqual(12, vua.get_closest(torch.arange(12)).num_tokens)
+        self.assertEqual(before, self.snapshot())
+        self.assertEqual(1, "".join(log.output).count("so nothing is deleted there"))
+
+    def test_made_meanwhile(self) -> None:
+        """Another process makes the mark and a namespace between two looks of this one."""
+        listed = os.scandir
+
+        def scandir(*args: Any) -> Any:
+            with mock.patch("os.scandir", listed):
+                fill(self.root)
+            return listed(*args)
+
+        with mock.patch("os.scandir", scandir):
+            self.assertTrue(claimable(self.root))
+
+    def test_another_version(self) -> None:
+        """A cache of another version stays as it is: what was found, expected, and what to do."""
+        fill(self.root)
         (self.root / MARK).write_text('{"format": "vua.root.v9"}')
-        with self.assertRaisesRegex(ConfigError, "newer"):
+        before = self.snapshot()
+        with self.assertRaises(ConfigError) as refused:
             VUA(CONFIG, self.root)
+        for text in (str(self.root), "'vua.root.v9'", "'vua.root.v1'", "Use that version"):
+            self.assertIn(text, str(refused.exception))
+        code, _, err = run("gc", self.root, "--max-bytes", "0")
+        self.assertEqual(2, code)
+        self.assertIn(str(refused.exception), err)
+        self.assertEqual(before, self.snapshot())
 
     def test_many_at_once(self) -> None:
         """Any number of threads and processes may open a new directory at the same time."""

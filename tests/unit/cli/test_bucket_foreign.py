@@ -33,7 +33,6 @@ COMMANDS = (
     ("gc", "--max-bytes", "0", "--yes"),
     ("pin", foreign.HEX64),
     ("rm", foreign.HEX64, "--yes"),
-    ("adopt",),
     ("doctor",),
     ("rm", "--all", "--pinned", "--yes"),
 )
@@ -222,7 +221,7 @@ class OddKeysTest(DirectoryTest):
         self.assertGreaterEqual(report["strays"], len(odd) // 2)  # some share a folder beside
         for words in (["ls"], ["verify"], ["gc", "--max-bytes", "1G"], ["ttl"], ["pin"],
                       ["doctor"], ["top", "--once", "--interval", "0.01"],
-                      ["export", str(self.root / "all.tar"), "--all"], ["adopt"]):  # fmt: skip
+                      ["export", str(self.root / "all.tar"), "--all"]):  # fmt: skip
             code, _, err = run(words[0], self.url, *words[1:])
             self.assertEqual((0, ""), (code, err), words)
         with VUA(CONFIG, self.url) as vua:

@@ -53,7 +53,7 @@ class TestBorder(CliTest):
             ["import", root, file], ["import", root, self.EVIL], ["ls", root, self.EVIL],
             ["key", f"{root}/{self.EVIL}.key"],
             ["gc", root, "--ttl", self.EVIL], ["doctor", root], [self.EVIL],
-            ["adopt", root, "--yes"], ["adopt", self.EVIL], ["bench", self.EVIL],
+            ["bench", self.EVIL],
             ["completion", self.EVIL], ["ui", self.EVIL], ["events", root], ["events", self.EVIL],
             ["args", "vllm", self.EVIL],
             ["warm", self.EVIL, "--server", self.EVIL],

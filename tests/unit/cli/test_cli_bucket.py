@@ -147,16 +147,14 @@ class BucketCliTest(DirectoryTest):
         self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
 
     def test_not_marked(self) -> None:
-        """Without the mark nothing is deleted; `vua adopt` makes one."""
+        """Without the mark nothing is deleted; what to write is said."""
         self.bucket.delete(["vua.json"])
         for words in (["gc", self.url, "--ttl", "0.001s"], ["rm", self.url, "--all"]):
             code, _, err = run(*words)
             self.assertEqual(2, code)
-            self.assertIn("vua adopt", err)
+            self.assertIn('write {"format": "vua.root.v1"} to ' + self.url, err)
         self.assertEqual(4, len(self.entries()))
-        for was_marked in (False, True):
-            code, report = run_json("adopt", self.url)
-            self.assertEqual((0, was_marked), (code, report["was_marked"]))
+        self.bucket.put("vua.json", b'{"format": "vua.root.v1"}')
         self.assertEqual(0, run("rm", self.url, "--all")[0])
 
     def chunks(self, model: str) -> list[str]:

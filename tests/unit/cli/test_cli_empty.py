@@ -31,7 +31,7 @@ COMMANDS: list[list[object]] = [
     ["explain", "--tokens", "TOKENS", "--quick"], ["events"], ["export", "TAR", "--all"],
     ["export", "TAR", "--tokens", "TOKENS"], ["gc"], ["gc", "--dry-run"], ["gc", "--quick"],
     ["gc", "--max-bytes", "1G"], ["gc", "--ttl", "1h"], ["ttl"], ["ttl", "1d"], ["pin"],
-    ["adopt", "--yes"], ["rm", "--all", "--dry-run"], ["rm", "abcdef"], ["rm", "--all", "--yes"],
+    ["rm", "--all", "--dry-run"], ["rm", "abcdef"], ["rm", "--all", "--yes"],
 ]  # fmt: skip
 OTHERS = {"args", "completion", "import", "inspect", "key", "ui", "warm"}
 """Commands that look at no cache, or at files that have to be there; `ui` has a test of its own."""

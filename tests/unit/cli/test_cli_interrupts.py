@@ -127,7 +127,7 @@ class InterruptTest(CliTest):
             Case("top", root, "--once", "--interval", "0.01"), Case("events", root),
             Case("du", root), Case("gc", root, "--max-bytes", "1G"), Case("ttl", root),
             Case("pin", root, chunk), Case("pin", root),
-            Case("adopt", root, "--yes"), Case("import", root, self.files_ / "missing.tar"),
+            Case("import", root, self.files_ / "missing.tar"),
             Case("export", root, archive, "--all"), Case("rm", root, "ffffffff"),
             Case("ui", self.files_ / "missing"),
             Case("warm", self.ids, "--server", "http://127.0.0.1:9"),

@@ -91,7 +91,7 @@ class JsonTest(CliTest):
             "gc": [["gc", root]],
             "completion": [["completion", "bash"]],
             "args": [["args", "vllm", "/kv"]],
-            "rm": [["pin", root, chunk], ["ttl", root], ["adopt", root], ["key", beside / "key"],
+            "rm": [["pin", root, chunk], ["ttl", root], ["key", beside / "key"],
                    ["rm", root, chunk, "--pinned"]],
         }  # fmt: skip
         return found
@@ -152,7 +152,7 @@ class CommonTest(JsonTest):
             ["top", "--once", "--interval", "0.01"], ["doctor"], ["inspect"],
             ["explain", "--tokens", self.beside / "tokens"], ["pin", chunk], ["pin"],
             ["gc", "--max-bytes", "1G", "--yes"], ["gc", "--dry-run"], ["pin", chunk, "--remove"],
-            ["rm", chunk, "--dry-run"], ["adopt", "--yes"], ["export", "FILE", "--all"],
+            ["rm", chunk, "--dry-run"], ["export", "FILE", "--all"],
             ["import", "FILE"], ["rm", "--all", "--yes"],
         ):  # fmt: skip
             reports = []

@@ -180,7 +180,6 @@ class SnapshotTest(CliTest):
         yield ["pin", where, self.chunk, "--remove"]
         yield ["gc", where, "--max-bytes", "1G", "--yes"]
         yield ["gc", where, "--ttl", "1e9s", "--set", "--yes"]
-        yield ["adopt", where, "--yes"]
         self.damage(where)
         yield ["inspect", self.entry(where)]
         yield ["verify", where]
@@ -259,12 +258,12 @@ class TextTest(DirectoryTest):
             ["advise", empty],
             *([verb, root, *more] for verb, more in (
                 ("ls", []), ("du", []), ("gc", []), ("ttl", []), ("pin", []), ("rm", ["--all"]),
-                ("adopt", []), ("verify", []), ("doctor", []), ("top", ["--once"]), ("events", []),
+                ("verify", []), ("doctor", []), ("top", ["--once"]), ("events", []),
                 ("explain", ["--tokens", "none"]), ("export", ["x", "--all"]),
                 ("ui", []),
             )),
             *([verb, url, *more] for verb, more in (
-                ("gc", ["--min-free", "1G"]), ("gc", ["--max-per-salt", "1G"]), ("adopt", []),
+                ("gc", ["--min-free", "1G"]), ("gc", ["--max-per-salt", "1G"]),
                 ("rm", []), ("rm", ["abcdef"]), ("pin", ["--remove"]), ("pin", ["abcdef"]),
                 ("export", [self.root / "x", "--all"]),
             )),
@@ -274,7 +273,7 @@ class TextTest(DirectoryTest):
             ["gc", empty, "--lost-keys"],
             ["gc", empty, "--key-file", self.root / "none"], ["verify", empty, "--sample", "2"],
             ["top", empty, "--interval", "0", "--once"], ["top", empty, "--interval", "x"],
-            ["ls", other], ["rm", other, "--all"], ["gc", other], ["adopt", other],
+            ["ls", other], ["rm", other, "--all"], ["gc", other],
             ["doctor", empty, "--trusted-uids", "me"], ["events", empty, "--topic", "x"],
             ["events", empty, "--locality", "far"], ["explain", empty],
             ["explain", empty, "--tokens", other / "file", "--prompt", other / "file"],

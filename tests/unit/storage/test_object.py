@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
 import unittest
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +21,7 @@ from vua.errors import ConfigError, LayoutError, StorageError
 from vua.security.settings import Security
 from vua.storage.base import FAILED
 from vua.storage.bucket import Bucket
-from vua.storage.bucket_mark import claim_bucket
+from vua.storage.bucket_mark import claim_bucket, claimable_bucket
 from vua.storage.location import BucketPath
 from vua.storage.mark import MARK, mark_text
 from vua.storage.object import ObjectStorage
@@ -68,7 +70,7 @@ class BucketTest(DirectoryTest):
         for harmed in (b"{", newer):
             answers = [harmed, mark_text()]
             with mock.patch.object(BucketPath, "read", side_effect=answers):
-                self.assertTrue(claim_bucket(place))
+                claim_bucket(place)
             with (
                 mock.patch.object(BucketPath, "read", return_value=harmed),
                 self.assertRaisesRegex(ConfigError, MARK),
@@ -169,11 +171,11 @@ class BucketTest(DirectoryTest):
             vua.put(TOKENS, KV)
             place.bucket.delete([one.key for one in place.bucket.walk()])
             vua.put(TOKENS, KV)
-            with self.assertRaisesRegex(ConfigError, "adopt"):
+            with self.assertRaisesRegex(ConfigError, MARK):
                 claim_bucket(place, tool=True)
             with mock.patch("vua.storage.object._RENEW_S", 0.0):
                 vua.put(TOKENS + 100, KV)
-        self.assertTrue(claim_bucket(place, tool=True))
+        claim_bucket(place, tool=True)
         self.assertEqual((64, kv_bits(KV)), get(self.url))
 
     def test_copied_without_the_mark(self) -> None:
@@ -184,8 +186,34 @@ class BucketTest(DirectoryTest):
         for one in list(place.bucket.walk()):
             if one.key != MARK:
                 copy.put(one.key, place.bucket.get(one.key)[1])
-        for _ in range(2):
-            self.assertFalse(claim_bucket(BucketPath(copy)))
+        before = {one.key: copy.get(one.key)[1] for one in list(copy.walk())}
+        with self.assertRaises(ConfigError) as refused, VUA(CONFIG, f"{self.url}/copy"):
+            pass
+        self.assertEqual(before, {one.key: copy.get(one.key)[1] for one in list(copy.walk())})
+        told = re.search(r"write (.*) to (.*)$", str(refused.exception))
+        assert told is not None
+        self.assertEqual(f"{BucketPath(copy)}/{MARK}", told[2])
+        copy.put(MARK, told[1].encode())
+        self.assertEqual((64, kv_bits(KV)), get(f"{self.url}/copy"))
+
+    def test_made_meanwhile(self) -> None:
+        """Another process makes the mark and a namespace between two requests of this one."""
+        place, folders = BucketPath(Bucket.at(self.url)), Bucket.folders
+
+        def listed(bucket: Bucket, *args: str) -> Any:
+            with mock.patch.object(Bucket, "folders", folders):
+                self.put(self.url)
+            return folders(bucket, *args)
+
+        with mock.patch.object(Bucket, "folders", listed):
+            self.assertTrue(claimable_bucket(place))
+
+    def test_another_version(self) -> None:
+        """A cache of another version is refused: what was found, expected, and what to do."""
+        self.put(self.url)
+        Bucket.at(self.url).put(MARK, mark_text().replace(b".v1", b".v9"))
+        with self.assertRaisesRegex(ConfigError, "'vua.root.v9', expected 'vua.root.v1'.*Use that"):
+            VUA(CONFIG, self.url)
 
     @pytest.mark.thorough
     def test_forked_after_a_trial(self) -> None:
