@@ -9,11 +9,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Final, Protocol
 
 from vua.catalog.base import Catalog
-from vua.storage.location import directory_of, scheme_of
+from vua.storage.location import scheme_of
 
 
 class Opener(Protocol):
@@ -52,9 +51,3 @@ def open_catalog(where: str, *, create: bool = False) -> Catalog:
     exists, and an empty one gets the mark. Raises ConfigError, StorageError.
     """
     return openers.get(scheme_of(where), _open_bucket)(where, create=create)
-
-
-def is_missing(where: str) -> bool:
-    """Whether a directory does not exist; False for a URL, which is not checked."""
-    directory = directory_of(where)
-    return directory is not None and not os.path.exists(directory)
