@@ -184,7 +184,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "what is written during a measurement is forgotten",
         "vua/capacity/usage.py",
-        "unseen += max(0, self._used_bytes - before)",
+        "unseen += max(0, self.used_bytes - before)",
         "pass",
     ),
     Named(

@@ -571,10 +571,10 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def build_connector_worker_meta(self) -> WorkerOutput | None:
         """Return how long ended loads took, and what was learnt of files."""
         with self._guarded():
-            if self._unable:
-                self._unable = False  # told once
-                return WorkerOutput(unable=True)
-            return None if self.worker is None else self.worker.take_notes()
+            if self.worker is not None:
+                return self.worker.take_notes()
+            unable, self._unable = self._unable, False  # told once
+            return WorkerOutput(unable=True) if unable else None
         return None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

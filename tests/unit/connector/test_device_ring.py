@@ -45,13 +45,13 @@ class RingTest(DirectoryTest):
         two = 2 * LAYOUT.full.payload_nbytes(LAYOUT)
         self.enterContext(mock.patch.object(device_transfer, "_LOAD_NBYTES", two))
         self.keys = keys_of(range(16 * CHUNKS), 16)
-        self.memory = noise(3, 2, BLOCKS, 16, 2, 8, dtype=torch.bfloat16, seed=1)
+        self.memory = noise(3, BLOCKS, 2, 16, 16, dtype=torch.bfloat16, seed=1)
         first = self.side(self.memory)
         order = SaveOrder([list(range(CHUNKS))], [(0, self.keys)])
         save_step(first, ConnectorMetadata(saves=[order]))
         until(lambda: first.saves.pending == 0)
         first.shutdown()
-        self.other = torch.zeros(3, 2, BLOCKS, 16, 2, 8, dtype=torch.bfloat16)
+        self.other = torch.zeros(3, BLOCKS, 2, 16, 16, dtype=torch.bfloat16)
         self.reader = self.side(self.other)
         self.group = self.reader.groups[0]
         self.blocks = [BLOCKS - 1 - at for at in range(CHUNKS)]
@@ -84,7 +84,7 @@ class RingTest(DirectoryTest):
         """So many leading chunks are told as loaded, and are in their blocks."""
         self.assertEqual({*self.blocks[chunks:]}, self.reader.take_failed_blocks())
         for at in range(chunks):
-            wanted, found = self.memory[:, :, at], self.other[:, :, self.blocks[at]]
+            wanted, found = self.memory[:, at], self.other[:, self.blocks[at]]
             self.assertEqual(bits(wanted), bits(found), at)
 
     def rings(self) -> SimpleNamespace:

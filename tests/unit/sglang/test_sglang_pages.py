@@ -232,26 +232,6 @@ class TransfersTest(DirectoryTest):
             moves = self.transfers(pool("page_first", each), shard)
             moves.save(self.keys, range(PAGES), always)
 
-    def test_entries_of_a_later_version(self) -> None:
-        """They are missed, and stay, whatever their length."""
-        self.save(1)
-        (path,) = self.files_of(1)
-        sound = path.read_bytes()
-        later = sound.replace(b"vua.entry.v1", b"vua.entry.v2")
-        self.assertNotEqual(sound, later)
-        for data in (later, later + bytes(4096), later[:-16]):
-            with self.subTest(len(data)):
-                path.write_bytes(data)
-                for _ in range(2):
-                    moves = self.transfers(pool("page_first"))
-                    self.assertEqual(1, moves.load(self.keys, range(PAGES), always))
-                    self.save(1)
-                    self.assertEqual(data, path.read_bytes())
-        path.write_bytes(sound)
-        self.assertEqual(
-            PAGES, self.transfers(pool("page_first")).load(self.keys, range(PAGES), always)
-        )
-
     def test_damage(self) -> None:
         """A damaged chunk ends the load before it, and it and what else is damaged goes away."""
         self.transfers(pool("page_first")).save(self.keys, range(PAGES), always)
