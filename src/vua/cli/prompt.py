@@ -250,8 +250,8 @@ def model_directory(model: str) -> Path:
     """
     if Path(model).is_dir():
         return Path(model)
-    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    home = os.path.expanduser(os.environ.get("HF_HOME") or "~/.cache/huggingface")  # noqa: PTH111
+    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub")
     place = cache / f"models--{model.replace('/', '--')}"
     revisions = sorted(place.glob("snapshots/*"))
     with suppress(OSError):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from vua.connector.log import logger
-from vua.io.files import atomic_write, make_file, make_folders
+from vua.io.files import atomic_write, make_file, make_folders, user_cache
 from vua.io.pool import Pool
 
 log = logger("scheduler")
@@ -71,12 +71,6 @@ def files_below(root: Path) -> Iterator[list[object]]:
                 status = path.stat()
                 times = [status.st_mtime_ns, status.st_ctime_ns]
                 yield [str(path.relative_to(root)), status.st_size, status.st_ino, *times]
-
-
-def folder_of(what: str) -> Path:
-    """Return the directory of one sort of notes in the user's cache."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return home / "vua" / what
 
 
 def name_of(namespace: Path, parts: object) -> str | None:
@@ -198,7 +192,7 @@ class ProvedWriters:
         if not self._setup or self._namespace is None:
             return None
         name = name_of(self._namespace, parts)
-        return None if name is None else folder_of(what) / name
+        return None if name is None else user_cache(what, name)
 
 
 def _forget_old(folder: Path) -> None:
@@ -283,4 +277,4 @@ class Tally:
 
     def _path(self) -> Path | None:
         name = None if self._namespace is None else name_of(self._namespace, ())
-        return None if name is None else folder_of("compared") / name
+        return None if name is None else user_cache("compared", name)

@@ -196,6 +196,12 @@ def make_folders(path: Path) -> None:
             make_folder(one)
 
 
+def user_cache(*names: str) -> Path | None:
+    """Return what has this name in the user's ``~/.cache/vua``; None for a user without a home."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    return Path(home, "vua", *names) if os.path.isabs(home) else None  # noqa: PTH117
+
+
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

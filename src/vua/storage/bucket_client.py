@@ -448,7 +448,7 @@ def _session(url: str) -> Any | None:
     None if obstore finds everything itself. Raises ConfigError for a profile without botocore.
     """
     profile = _named(_PROFILES)
-    files = [Path(os.environ.get(name, path)).expanduser() for name, path in _FILES]
+    files = [Path(os.path.expanduser(os.environ.get(name, path))) for name, path in _FILES]
     if profile is None and not any(file.is_file() for file in files):
         return None
     try:

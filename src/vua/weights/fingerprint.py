@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vua.errors import ConfigError
-from vua.io.files import atomic_write, make_file, make_folders
+from vua.io.files import atomic_write, make_file, make_folders, user_cache
 from vua.io.posix import close_quietly
 from vua.weights.content import Content, State, Work, framed, read_content, read_digest
 
@@ -284,9 +284,7 @@ def _entry_path(folder: Path, key: str) -> Path:
 
 def _folder(*, create: bool) -> Path | None:
     """Return the private directory; None if there is none that only this user may write to."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
-    folder = Path(home, "vua", "weights")
-    if not folder.is_absolute():
+    if (folder := user_cache("weights")) is None:
         return None
     try:
         if create and not folder.exists() and _may_create(folder):

