@@ -261,7 +261,17 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         try:
             model = describe(vllm_config, kv_cache_config, self._config)
             if role == KVConnectorRole.SCHEDULER:
-                self.scheduler = self._make_scheduler(vllm_config, kv_cache_config, model)
+                announce(transfer)
+                if enabled(vllm_config):
+                    self.events = BlockEvents(model, vllm_config, kv_cache_config)
+                self.scheduler = SchedulerSide(
+                    *(model, self._config),
+                    loads=transfer.is_kv_consumer,
+                    saves=transfer.is_kv_producer,
+                    events=self.events,
+                    setup=setup_of(vllm_config),
+                    identification=Identification(partial(find_weights, vllm_config)),
+                )
             else:
                 watch = FileEventLog(model) if enabled(vllm_config) else None
                 self.worker = self._make_worker(vllm_config, model, watch)
@@ -278,23 +288,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         level = logging.WARNING if known else logging.ERROR
         log.log(level, "VUA: %s: %s", what, " ".join("".join(text).split()))
         log.debug("VUA: %s", what, exc_info=problem)
-
-    def _make_scheduler(
-        self, vllm_config: Any, kv_cache_config: KVCacheConfig | None, model: Model
-    ) -> SchedulerSide:
-        transfer = vllm_config.kv_transfer_config
-        announce(transfer)
-        if enabled(vllm_config):
-            self.events = BlockEvents(model, vllm_config, kv_cache_config)
-        return SchedulerSide(
-            model,
-            self._config,
-            loads=transfer.is_kv_consumer,
-            saves=transfer.is_kv_producer,
-            events=self.events,
-            setup=setup_of(vllm_config),
-            identification=Identification(partial(find_weights, vllm_config)),
-        )
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
