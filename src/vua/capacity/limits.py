@@ -217,9 +217,7 @@ def parse_bounds(data: bytes, path: object, refused: Callable[[str], None] | Non
 
 
 def _unusable(path: object, problem: Exception) -> ConfigError:
-    return ConfigError(
-        f"{path} is unusable: {problem}; mend or delete it, `vua gc --set` writes a new one"
-    )
+    return ConfigError(f"{path} is unusable: {problem}; mend or delete it")
 
 
 def bounds_text(bounds: Limits) -> bytes:

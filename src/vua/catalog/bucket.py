@@ -691,7 +691,10 @@ def judged(rules: Sequence[Mapping[str, Any]], prefix: str, ttl_s: float | None)
         )
         return Finding("lifecycle", "note", text)
     if days < wanted:
-        text = f"a rule deletes objects after {days} days, and `vua ttl` says {wanted}: too early"
+        text = (
+            f"a rule deletes objects after {days} days, too early for the {wanted} of `vua ttl`: "
+            f"change the rule, or `vua ttl URL {days}d`"
+        )
         return Finding("lifecycle", "bad", text)
     text = f"a rule deletes objects after {days} days, and uses renew them ({wanted} days)"
     return Finding("lifecycle", "ok", text)

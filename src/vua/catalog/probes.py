@@ -37,6 +37,7 @@ from vua.io import posix, vectors
 from vua.io.files import make_file, make_folder
 from vua.io.posix import cached_pages, close_quietly
 from vua.security.settings import Security, check_owner
+from vua.storage.base import explained
 from vua.storage.mark import claimable
 
 _PREFIX: Final = ".doctor-"
@@ -158,7 +159,9 @@ def symlinks(ground: ProbeDirectory) -> Finding:
         if problem.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise
         return Finding(name, "ok", "none is followed below the cache's directory")
-    return Finding(name, "bad", "they are followed: a user who may write here can redirect VUA")
+    return Finding(
+        name, "bad", "they are followed, which lets writers redirect VUA; use another disk"
+    )
 
 
 def cached_open(ground: ProbeDirectory) -> Finding:
@@ -233,9 +236,7 @@ def modes(ground: ProbeDirectory) -> Finding:
         if stat.S_IMODE(status.st_mode) & 0o777 != mode
     ]
     if wide:
-        text = (
-            f"{', '.join(wide)}: other users may read what is stored; check ACLs and mount options"
-        )
+        text = f"{', '.join(wide)}: other users may read what is stored; use another file system"
         return Finding(name, "bad", text)
     if file.st_uid != os.geteuid():
         text = f"files belong to uid {file.st_uid}, not {os.geteuid()}: the server maps users"
@@ -346,8 +347,8 @@ def tried(root: Path, demand: Demand) -> Iterator[Finding]:
     try:
         make_folder(path)
     except OSError as problem:
-        text = f"{problem.strerror}: nothing can be stored; check owner, mode, mount, free space"
-        yield Finding("write", "bad", f"{text} (a process that only reads does not need this)")
+        text = f"{explained(problem, str(root)).strerror}; until then nothing can be stored here"
+        yield Finding("write", "bad", text)
         return
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

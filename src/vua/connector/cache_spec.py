@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from vua.errors import VUAError
+from vua.errors import ConfigError, VUAError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.format.prefix import Kind, alignment, first_needed, first_token, leading
@@ -194,7 +194,7 @@ def local_directory(model: str, revision: str | None, download_dir: str | None) 
         download_dir: where the engine downloads to; None: where Hugging Face does.
 
     Raises:
-        UncachedError: there are none.
+        ConfigError: there are none.
     """
     if Path(model).exists():
         return Path(model)
@@ -214,5 +214,5 @@ def local_directory(model: str, revision: str | None, download_dir: str | None) 
         )
     except (LocalEntryNotFoundError, HfHubHTTPError, ValueError) as problem:
         msg = f"no local files of {model!r} to fingerprint: {problem}"
-        raise UncachedError(msg) from problem
+        raise ConfigError(msg) from problem
     return Path(found)

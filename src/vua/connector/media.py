@@ -118,7 +118,7 @@ class Media:
         except UncachedError:
             self._remember(feature.identifier, _UNKNOWN)
             raise
-        if content is None:
+        if not content:
             self._remember(feature.identifier, _UNKNOWN)
             raise refused("no_content")
         self._remember(feature.identifier, content if before in (None, content) else _UNKNOWN)

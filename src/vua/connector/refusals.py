@@ -13,6 +13,8 @@ from vua.connector.cache_spec import UncachedError
 
 _ENGINE: Final = "engine"
 _REQUEST: Final = "request"
+_WITHOUT: Final = "start it without --kv-transfer-config"
+_TENSORS: Final = "leave out --pipeline-parallel-size; --tensor-parallel-size divides it, too"
 
 
 class Refusal(NamedTuple):
@@ -26,15 +28,15 @@ class Refusal(NamedTuple):
 
 
 REFUSALS: Final[Mapping[str, Refusal]] = {
-    "device": Refusal(
-        _ENGINE, "KV caches on {} are not supported", "use NVIDIA GPUs or vLLM's CPU build"
+    "device": Refusal(_ENGINE, "KV caches on {} are not supported", _WITHOUT),
+    "rocm": Refusal(
+        _ENGINE, 'ROCm was never tested ("allow": ["untested_rocm"] stores all the same)', _WITHOUT
     ),
-    "rocm": Refusal(_ENGINE, "ROCm was never tested", '"allow": ["untested_rocm"] tries it'),
     "old_vllm": Refusal(_ENGINE, "{} needs more of vLLM's load interface", "install vLLM 0.32"),
     "context_parallel": Refusal(
         _ENGINE,
         "context parallelism is not supported: a rank has every other token",
-        "use tensor parallelism",
+        "leave out --decode-context-parallel-size and --prefill-context-parallel-size",
     ),
     "sleep": Refusal(
         _ENGINE,
@@ -49,21 +51,19 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "encoder_decoder": Refusal(
         _ENGINE,
         "vLLM starts no encoder-decoder model with a KV connector",
-        "start it without --kv-transfer-config",
+        _WITHOUT,
     ),
     "pooling": Refusal(
         _ENGINE,
         "a {} model that vLLM itself caches no prefix for: each token sees later ones, or all of "
         "them make its vector",
-        "start it without --kv-transfer-config",
+        _WITHOUT,
     ),
-    "no_cache": Refusal(
-        _ENGINE, "the engine has no KV cache", "start it without --kv-transfer-config"
-    ),
+    "no_cache": Refusal(_ENGINE, "the engine has no KV cache", _WITHOUT),
     "no_attention": Refusal(
         _ENGINE,
         "a model without attention has no KV cache of single tokens to store",
-        "start it without --kv-transfer-config",
+        _WITHOUT,
     ),
     "unidentified": Refusal(
         _ENGINE, "the model cannot be identified: {}", "give vLLM a readable directory"
@@ -72,6 +72,9 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         _ENGINE,
         "the weights cannot be identified: {}",
         "give --model a directory of safetensors, and leave out --load-format",
+    ),
+    "more_weights": Refusal(
+        _ENGINE, "{} loads weights from a second place, which vLLM does not name", _WITHOUT
     ),
     "weights_changed": Refusal(
         _ENGINE,
@@ -86,16 +89,16 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "draft_method": Refusal(
         _ENGINE,
         "{}: it is unknown how its draft's K and V depend on the prompt",
-        "use eagle, mtp or ngram",
+        "use ngram, or a draft by eagle or mtp",
     ),
     "draft_layers": Refusal(
         _ENGINE, "the layers of a draft by {} cannot be found", "use ngram, or report it"
     ),
-    "draft_pipeline": Refusal(
-        _ENGINE, "{} together with pipeline parallelism", "use tensor parallelism alone"
-    ),
+    "draft_pipeline": Refusal(_ENGINE, "{} together with pipeline parallelism", _TENSORS),
     "draft_ranks": Refusal(
-        _ENGINE, "{} with a draft on fewer ranks than the model", "divide it alike"
+        _ENGINE,
+        "{} with a draft on fewer ranks than the model",
+        "leave out draft_tensor_parallel_size",
     ),
     "draft_some_steps": Refusal(
         _ENGINE, "{} for some steps only", "leave out num_speculative_tokens_per_batch_size"
@@ -106,7 +109,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         '"allow": ["inexact_continuation"] loads correct bytes anyway',
     ),
     "on_host": Refusal(
-        _ENGINE, "a KV cache that vLLM moves to the host's memory", "start it without HiSparse"
+        _ENGINE, "a KV cache that vLLM moves to the host's memory (HiSparse)", _WITHOUT
     ),
     "states_unaligned": Refusal(
         _ENGINE,
@@ -117,12 +120,12 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "states_on_cpu": Refusal(
         _ENGINE,
         "vLLM's kernels for CPUs keep no {} states at the ends of blocks",
-        "start it without --kv-transfer-config, and with --no-enable-prefix-caching",
+        f"{_WITHOUT}, and with --no-enable-prefix-caching",
     ),
     "no_prefix": Refusal(
         _ENGINE,
         "a {} KV cache of which vLLM itself caches no prefix",
-        "start it without --kv-transfer-config",
+        _WITHOUT,
     ),
     "chunked": Refusal(
         _ENGINE,
@@ -132,18 +135,18 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "unknown_rule": Refusal(
         _ENGINE,
         "a {} KV cache: it is unknown which of its tokens a hit needs",
-        "report the model; until then start it without --kv-transfer-config",
+        f"report the model; until then {_WITHOUT}",
     ),
     "pipeline_groups": Refusal(
         _ENGINE,
         "several kinds of KV cache, or pages of an unknown form, together with pipeline "
         "parallelism",
-        "use tensor parallelism alone",
+        _TENSORS,
     ),
     "pipeline_shared": Refusal(
         _ENGINE,
         "layers that share KV caches, together with pipeline parallelism",
-        "use tensor parallelism alone",
+        _TENSORS,
     ),
     "no_images": Refusal(_REQUEST, "the model takes no images", "send text alone"),
     "other_encoder": Refusal(
@@ -156,7 +159,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         _REQUEST,
         'prompts with images are not cached: with mm_processor_cache_type="shm" their content '
         "does not reach the scheduler",
-        'use "lru"',
+        'leave out --mm-processor-cache-type, or give "lru"',
     ),
     "processor": Refusal(
         _REQUEST,
@@ -166,20 +169,23 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "no_content": Refusal(
         _REQUEST,
         "vLLM's scheduler was not given the content of an image",
-        "send the image, not an identifier alone",
+        "send the image, with an identifier that had none before, or without one",
     ),
     "content": Refusal(
-        _REQUEST, "an image's content cannot be digested: {}", "use the model's own processor"
+        _REQUEST,
+        "an image's content cannot be digested: {}",
+        "report the model, or send text alone",
     ),
     "identifiers": Refusal(
         _REQUEST,
         "one identifier was given to different images",
-        "leave out multi_modal_uuids, or make them unique",
+        "leave out multi_modal_uuids, or give each image one that was not used before",
     ),
     "adapter": Refusal(
         _REQUEST,
-        "requests with an unknown LoRA adapter are not cached",
-        "leave out expert parallelism, or report the adapter",
+        "requests with an adapter are not cached that the workers do not have, or not all alike "
+        "(expert parallelism gives each a part of it)",
+        "report the adapter; requests without it are cached",
     ),
 }
 

@@ -105,11 +105,11 @@ def check_owner(directory: Path, security: Security, what: str = "") -> None:
     if security.uids is None:
         return
     status = directory.stat()
-    remedy = 'chown and chmod it, or set trusted_uids ("any" trusts all users)'
     if not security.trusts(status.st_uid):
         msg = (
             f"{directory} belongs to user {status.st_uid}, this process runs as user "
-            f"{os.geteuid()}: who owns the directory can replace what lies in it; {remedy}"
+            f"{os.geteuid()}: who owns the directory can replace what lies in it; chown it, or "
+            "name that user in trusted_uids"
         )
         raise ConfigError(msg)
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
@@ -123,7 +123,7 @@ def check_owner(directory: Path, security: Security, what: str = "") -> None:
         msg = (
             f"{directory} has mode {mode:o}: every user of this machine "
             f"can replace what lies in it; use a new directory inside it, which VUA makes private "
-            f"(such as {directory / 'vua'}); or {remedy}"
+            f'(such as {directory / "vua"}); or chmod it to 700, or set trusted_uids to "any"'
         )
         raise ConfigError(msg)
 

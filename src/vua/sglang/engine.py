@@ -278,7 +278,7 @@ def _tensor_names(
     try:
         files = checkpoint_files(local_directory(model, revision, download_dir))
         return frozenset(_all_names(files))
-    except (UncachedError, ConfigError, OSError, SafetensorError):
+    except (ConfigError, OSError, SafetensorError):
         return None
 
 

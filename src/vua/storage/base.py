@@ -288,9 +288,10 @@ def explained(problem: OSError, where: str) -> StorageError:
             there = os.path.dirname(there)  # what is to be made in it is not there yet
         readable = os.access(there, os.R_OK | os.X_OK * os.path.isdir(there), effective_ids=True)
         verb, remedy = ("write", ", or use it for reading only") if readable else ("read", "")
+        mounted = problem.errno == errno.EROFS
+        cause = "how it is mounted" if mounted else "the directory's owner and mode"
         text = (
-            f"{where}: this process may not {verb} here ({problem.strerror}); check the owner and "
-            f"mode of the directory{remedy}"
+            f"{where}: this process may not {verb} here ({problem.strerror}); check {cause}{remedy}"
         )
         return NotWritableError(problem.errno, text)
     return StorageError(problem.errno or errno.EIO, f"{where}: {problem.strerror}")

@@ -40,7 +40,7 @@ from typing import Any, Final
 import torch
 
 import vua
-from vua.connector.cache_spec import EngineIdentity, Group, UncachedError, local_directory
+from vua.connector.cache_spec import EngineIdentity, Group, local_directory
 from vua.connector.proved import files_below
 from vua.connector.refusals import refused
 from vua.errors import ConfigError
@@ -80,7 +80,7 @@ def find_weights(vllm_config: Any, stop: threading.Event) -> Weights:
         # that makes engines in itself may have written the model, too: times tell nothing there.
         own = multiprocessing.current_process().name.startswith("EngineCore")
         changed = own and weights.changed_since(began_s, stop=stop)
-    except (UncachedError, ConfigError, OSError) as problem:
+    except (ConfigError, OSError) as problem:
         raise refused("weights", problem) from problem
     if changed:
         raise refused("weights_changed")
@@ -92,10 +92,7 @@ def _load_format(load: Any) -> str:
 
 
 def _engine_files(model_config: Any, load: Any) -> list[Path]:
-    """Return the files that hold what the engine loads. Raises UncachedError, ConfigError, OSError.
-
-    ConfigError where there are none.
-    """
+    """Return the files that the engine loads. Raises UncachedError, ConfigError, OSError."""
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -108,34 +105,34 @@ def _engine_files(model_config: Any, load: Any) -> list[Path]:
         copies = _load_format(load) == "npcache"  # loads a copy that it keeps beside the files
         if type(loader) is not DefaultModelLoader or copies:
             msg = f"load_format {_load_format(load)!r}: it is unknown what its loader loads"
-            raise UncachedError(msg)
+            raise ConfigError(msg)
         files = _chosen_by(loader, model_config, root)
     return files + _quantisation_files(model_config, root)
 
 
 def _root(model_config: Any, load: Any) -> Path:
-    """Return the directory of the model's files. Raises UncachedError."""
+    """Return the directory of the model's files. Raises ConfigError."""
     from vllm import envs
 
     model = model_config.model
     if getattr(model_config, "model_weights", ""):
         msg = "they lie in an object storage"
-        raise UncachedError(msg)
+        raise ConfigError(msg)
     if Path(model).exists():
         return Path(model)
     if envs.VLLM_USE_MODELSCOPE:
         msg = "they come from ModelScope"
-        raise UncachedError(msg)
+        raise ConfigError(msg)
     root = local_directory(model, model_config.revision, load.download_dir)
     commit = getattr(model_config.hf_config, "_commit_hash", None)
     if commit is not None and root.name != commit:
         msg = f"the engine runs {model!r} at commit {commit}, and {root.name} is here now"
-        raise UncachedError(msg)
+        raise ConfigError(msg)
     return root
 
 
 def _chosen_by(loader: Any, model_config: Any, root: Path) -> list[Path]:
-    """Return the files that vLLM's default loader chooses in a directory. Raises UncachedError."""
+    """Return the files that vLLM's default loader chooses in a directory. Raises ConfigError."""
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
     try:
@@ -153,10 +150,9 @@ def _chosen_by(loader: Any, model_config: Any, root: Path) -> list[Path]:
         files = [Path(file) for file in found[1]]
     except Exception as problem:  # whatever another release raises: then it is unknown
         msg = f"vLLM's loader does not say what it loads from {root}: {problem}"
-        raise UncachedError(msg) from problem
+        raise ConfigError(msg) from problem
     if has_secondary(model_class):
-        msg = f"{model_class.__name__} loads weights from a second place"
-        raise UncachedError(msg)
+        raise refused("more_weights", model_class.__name__)
     return files
 
 
@@ -288,7 +284,7 @@ _TOWERS: Final = ("audio_config", "vision_config")
 """Parts of a model's config that do not matter for prompts without images and sounds."""
 
 Folder = Callable[[str, str | None], Path]
-"""Returns the directory of a model's files at a revision. Raises UncachedError, OSError."""
+"""Returns the directory of a model's files at a revision. Raises ConfigError, OSError."""
 
 
 def engine_identity(
@@ -470,7 +466,7 @@ def _media(
                 "scales": Path(scales).read_text() if scales else None,
             }
         ), ""
-    except (UncachedError, ConfigError, OSError, ValueError) as problem:
+    except (ConfigError, OSError, ValueError) as problem:
         return "", str(refused("processor", problem))
 
 
@@ -506,7 +502,7 @@ def setup_of(vllm_config: Any) -> str:
     model, load = vllm_config.model_config, vllm_config.load_config
     try:
         files = [*files_below(local_directory(model.model, model.revision, load.download_dir))]
-    except (UncachedError, OSError):  # random weights
+    except (ConfigError, OSError):  # random weights
         files = []
     seen: dict[str, object] = {
         "vua": vua.__version__,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
+import inspect
 import io
 import os
 import shutil
@@ -11,9 +13,10 @@ import subprocess
 import sys
 import time
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -24,6 +27,7 @@ from helpers import DirectoryTest, caches_of, native_code, read_only
 from vua.capacity.limits import Limits, write_bounds
 from vua.catalog import probes
 from vua.catalog.base import Demand, Finding
+from vua.catalog.bucket import judged
 from vua.catalog.probes import PROBES, Mount, ProbeDirectory, mount_of
 from vua.cli.verify import Diagnosis
 from vua.core import VUA, VUAConfig
@@ -216,6 +220,154 @@ class TestDoctor(DirectoryTest):
         )  # fmt: skip
 
         self.assertEqual("[]", done.stdout.splitlines()[-1])
+
+
+class TestAdvice(DirectoryTest):
+    """What a bad finding advises removes it; a new one without a row here fails the test."""
+
+    ROWS: ClassVar = {
+        "publish": "TestProbes.test_publish",  # another disk is one where the probe passes
+        "symlinks": "TestProbes.test_symlinks",
+        "modes": "TestProbes.test_modes",
+        "stamps": "TestProbes.test_stamps",
+        "visible": "TestProbes.test_visible",
+        "_owner": "TestAdvice.test_owner",
+        "tried": "TestAdvice.test_write",
+        "_guarded": "TestDoctor.test_removed_after_failure",
+        "_space": "TestAdvice.test_space",
+        "_native": "TestDoctor.test_host",
+    }
+
+    def test_rows(self) -> None:
+        """Every function that returns a bad finding has a test."""
+        found = {
+            one.name
+            for one in ast.parse(inspect.getsource(probes)).body
+            if isinstance(one, ast.FunctionDef)
+            and any(isinstance(at, ast.Constant) and at.value == "bad" for at in ast.walk(one))
+        }
+        self.assertEqual(found, set(self.ROWS))
+        for kind, name in (row.split(".") for row in self.ROWS.values()):
+            self.assertTrue(callable(getattr(globals()[kind], name, None)), name)
+
+    def finding(self, name: str, *words: str, root: Path | None = None) -> tuple[str, str]:
+        """Level and text of one finding."""
+        report = run_json("doctor", root or self.root, *words)[1]
+        found = {one["name"]: (one["level"], one["text"]) for one in report["findings"]}
+        return found.get(name, ("ok", ""))
+
+    def bad(self, name: str, advice: str, *words: str) -> None:
+        """It is bad, and this is advised."""
+        level, text = self.finding(name, *words)
+        self.assertEqual("bad", level)
+        self.assertIn(advice, text)
+
+    def sound(self, name: str, *words: str, root: Path | None = None) -> None:
+        """It is not bad (any more), and an engine of this user starts."""
+        self.assertNotEqual("bad", self.finding(name, *words, root=root)[0])
+
+    def test_owner(self) -> None:
+        """Modes, other users' directories, and directories that hold something else."""
+        for remedy in ("inside it", "chmod it to 700", 'set trusted_uids to "any"'):
+            self.root.chmod(0o777)
+            self.bad("owner", remedy)
+        self.bad("owner", "chmod it to 700", "--trusted-uids", "1000")  # names no help here
+        self.sound("owner", "--trusted-uids", "any")
+        self.root.chmod(0o700)
+        self.sound("owner")
+        (self.root / "notes.txt").write_text("x")
+        self.bad("owner", f"for example {self.root / 'vua-cache'};")
+        check_root(self.root / "vua-cache", security=Security())
+        self.sound("owner", root=self.root / "vua-cache")
+        advised = '{"format": "vua.root.v1"}'
+        self.bad("owner", f"write {advised} to {self.root / MARK}")
+        (self.root / MARK).write_text(advised)
+        self.sound("owner")
+
+    @unittest.skipIf(os.geteuid(), "only root gives directories away")
+    def test_other_user(self) -> None:
+        os.chown(self.root, 12345, -1)
+        self.bad("owner", "chown it, or name that user in trusted_uids")
+        self.sound("owner", "--trusted-uids", "12345")
+        os.chown(self.root, 0, -1)
+        self.sound("owner")
+
+    def test_write(self) -> None:
+        """A directory that this user may not write to, a full disk, a probe that stays."""
+        self.root.chmod(0o755)
+        with read_only(self.root):
+            self.bad("write", "check the directory's owner and mode, or use it for reading")
+        with as_nobody(self.root):  # the owner and mode as they should be
+            self.sound("write")
+        full = mock.patch("os.mkdir", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        with full:
+            self.bad("write", "free some")
+        self.sound("write")
+        with mock.patch("shutil.rmtree"):
+            level, text = self.finding("removal")
+        self.assertEqual("bad", level)
+        path = text.partition(" could not be removed; remove it by hand")[0]
+        shutil.rmtree(path)
+        self.sound("removal")
+        self.assertEqual([], list(self.root.iterdir()))
+
+    def test_read_only_mount(self) -> None:
+        """Owner and mode do not matter there: it is to be mounted for writing."""
+        mount, where = ["mount", "-t", "tmpfs", "none", "-o"], str(self.root)
+        if (
+            os.geteuid()
+            or subprocess.run([*mount, "ro", where], capture_output=True, check=False).returncode
+        ):
+            self.skipTest("this process may not mount anything")
+        try:
+            self.bad("write", "(Read-only file system); check how it is mounted")
+            subprocess.run([*mount, "remount,rw", where], check=True)
+            self.sound("write")
+        finally:
+            subprocess.run(["umount", where], check=True)
+
+    def test_space(self) -> None:
+        """Bounds that leave no room, that cannot be read, and few inodes."""
+        make_mark(self.root)
+        bounds = self.root / "bounds.json"
+        for remedy in (bounds.unlink, lambda: run("gc", self.root, "--min-free", "0", "--set")):
+            write_bounds(self.root, Limits(min_free_bytes="100%"))
+            self.bad("space", "free space or set other bounds")
+            remedy()
+            self.sound("space")
+        for remedy in (bounds.unlink, lambda: write_bounds(self.root, Limits(max_bytes="1GiB"))):
+            bounds.write_text("{")
+            self.bad("space", "mend or delete it")
+            remedy()
+            self.sound("space")
+        if os.statvfs(self.root).f_files:
+            with mock.patch.object(probes, "_FEW_INODES", 1 << 62):
+                self.bad("space", "delete small files")
+
+    def test_lifecycle(self) -> None:
+        """A rule that deletes too early: another rule, or the time to live that is advised."""
+        rule = {"Status": "Enabled", "Expiration": {"Days": 2}}
+        found = judged([rule], "kv/", 10 * 86400)
+        self.assertEqual("bad", found.level)
+        self.assertIn("change the rule, or `vua ttl URL 2d`", found.text)
+        self.assertEqual("ok", judged([rule], "kv/", 2 * 86400).level)
+        rule["Expiration"] = {"Days": 10}
+        self.assertEqual("ok", judged([rule], "kv/", 10 * 86400).level)
+
+
+@contextlib.contextmanager
+def as_nobody(root: Path) -> Iterator[None]:
+    """Be another user than root, who owns a directory."""
+    if os.geteuid():
+        yield
+        return
+    os.chown(root, 65534, -1)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.chown(root, 0, -1)
 
 
 class TestProbes(DirectoryTest):

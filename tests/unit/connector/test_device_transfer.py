@@ -198,8 +198,8 @@ class FormsTest(DirectoryTest):
                 config, ConnectorConfig(shared_storage_path="/kv", allow=("untested_rocm",))
             )
         for place, name, word in (
-            ("parallel_config", "decode_context_parallel_size", "use tensor parallelism"),
-            ("parallel_config", "prefill_context_parallel_size", "use tensor parallelism"),
+            ("parallel_config", "decode_context_parallel_size", "leave out --decode-context"),
+            ("parallel_config", "prefill_context_parallel_size", "leave out --decode-context"),
             ("model_config", "enable_sleep_mode", "leave out --enable-sleep-mode"),
             ("model_config", "runner_type", "start it without --kv-transfer-config"),
         ):

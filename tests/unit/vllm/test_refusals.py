@@ -1,16 +1,20 @@
-"""Refusals that other tests do not bring about: each holds, and says what to do.
+"""Each refusal of `vua.connector.refusals` holds, and what it advises helps.
 
-Mirrors `vua.connector.refusals`.
+A refusal without a row here fails the test, so no advice comes untested. Advice that whole engines
+show: Llama 4, Nemotron-H and latents in `e2e.test_models` and `e2e.test_bytes`.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import re
-import shutil
+import tempfile
+import threading
 import unittest
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,33 +22,65 @@ from unittest import mock
 import pytest
 import torch
 
+from e2e.architectures import eagle
 from e2e.engine import ENVIRONMENT
-from helpers import DirectoryTest
+from scheduling import request_of
 from small_models import make_model
 from vua.connector.config import ConnectorConfig
 from vua.connector.refusals import REFUSALS
 
 pytestmark = pytest.mark.vllm
 
+WITHOUT = "start it without --kv-transfer-config"
+Given = AbstractContextManager[Any]
+
+
+def pixels(value: float, identifier: str, **more: Any) -> Any:
+    """An image of one colour, as the connector gets it."""
+    content = {"pixels": torch.full((2, 2), value), **more}
+    return feature(Item({k: SimpleNamespace(data=v) for k, v in content.items()}), identifier)
+
+
+def feature(data: Any, identifier: str) -> Any:
+    """What vLLM's scheduler knows of an image."""
+    place = SimpleNamespace(offset=3, length=4)
+    return SimpleNamespace(data=data, modality="image", identifier=identifier, mm_position=place)
+
+
+class Item(dict[str, Any]):
+    """As vLLM's `MultiModalKwargsItem`: a mapping that can be referred to weakly."""
+
+
+def on(kind: str) -> Given:
+    """Let vLLM say that it runs on this platform."""
+    asked = {f"is_{one}": lambda one=one: one == kind for one in ("cpu", "cuda", "rocm", "xpu")}
+    return mock.patch("vllm.platforms.current_platform", SimpleNamespace(**asked, device_type=kind))
+
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class RefusalsTest(DirectoryTest):
+class RefusalsTest(unittest.TestCase):
     """With the configuration that vLLM makes of a small model, changed in one place."""
 
-    def setUp(self) -> None:
+    made: Any
+    root: Path
+
+    @classmethod
+    def setUpClass(cls) -> None:
         """Make the model, and an engine's configuration."""
         from vllm.engine.arg_utils import EngineArgs
 
-        super().setUp()
-        self.enterContext(mock.patch.dict(os.environ, ENVIRONMENT))
-        self.model = make_model(self.root / "model", layers=2)
-        arguments = EngineArgs(
-            model=str(self.model), dtype="float32", max_model_len=2048, skip_tokenizer_init=True
-        )
-        self.made: Any = arguments.create_engine_config()
-        self.config = ConnectorConfig(shared_storage_path=str(self.root / "kv"))
+        super().setUpClass()
+        folder = tempfile.TemporaryDirectory(prefix="vua-test-", ignore_cleanup_errors=True)
+        cls.root = Path(cls.enterClassContext(folder))
+        environment = ENVIRONMENT | {"XDG_CACHE_HOME": str(cls.root / "cache")}
+        cls.enterClassContext(mock.patch.dict(os.environ, environment))
+        cls.arguments: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048}
+        cls.arguments |= {"model": str(make_model(cls.root / "model", layers=2))}
+        cls.arguments |= {"skip_tokenizer_init": True}
+        cls.made = EngineArgs(**cls.arguments).create_engine_config()
+        cls.config = ConnectorConfig(shared_storage_path=str(cls.root / "kv"))
 
-    def described(self, *specs: Any) -> Any:
+    def described(self, *specs: Any, made: Any = None, config: Any = None) -> Any:
         """How the connector describes an engine whose layers have such caches."""
         from vua.vllm.cache_spec import describe
 
@@ -52,7 +88,9 @@ class RefusalsTest(DirectoryTest):
             SimpleNamespace(layer_names=[f"model.layers.{at}.attn"], kv_cache_spec=spec)
             for at, spec in enumerate(specs)
         ]
-        return describe(self.made, SimpleNamespace(kv_cache_groups=tables), self.config)
+        return describe(
+            made or self.made, SimpleNamespace(kv_cache_groups=tables), config or self.config
+        )
 
     def spec(self, kind: str = "FullAttentionSpec", **more: Any) -> Any:
         """One of vLLM's descriptions of a cache."""
@@ -61,80 +99,462 @@ class RefusalsTest(DirectoryTest):
         sizes = {"block_size": 32, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
         return getattr(kv_cache_interface, kind)(**sizes | more)
 
-    def check(self, name: str, ask: Callable[[], object], why: str = "") -> None:
-        """It is refused by this name, and says what to do."""
-        from vua.connector.cache_spec import UncachedError
+    def state(self, kind: str = "GDN_ATTN", mode: str = "align") -> Any:
+        """VLLM's description of a state."""
+        from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+        from vllm.v1.kv_cache_interface import MambaSpec
 
-        words = f"{why}.*{re.escape(REFUSALS[name].do)}"
-        with self.subTest(name), self.assertRaisesRegex(UncachedError, words):
-            ask()
+        return MambaSpec(
+            block_size=32,
+            shapes=((2, 2),),
+            dtypes=(torch.float32,),
+            mamba_type=MambaAttentionBackendEnum[kind],
+            mamba_cache_mode=mode,
+        )
 
-    def test_control(self) -> None:
-        """The engine itself is cached, only prompts with images are not: the model takes none."""
-        found = self.described(self.spec())
-        self.assertEqual([""], [group.layout.group for group in found.groups])
-        self.assertIn(REFUSALS["no_images"].do, found.engine.media_refused)
+    @staticmethod
+    def allowing(name: str) -> Any:
+        """The connector's settings, with this in `allow`."""
+        return ConnectorConfig(shared_storage_path="/kv", allow=(name,))
 
-    def test_caches(self) -> None:
-        """Caches that are missing, or of which a hit would need what is not there."""
-        from vua.vllm import support
-        from vua.vllm.cache_spec import rule_of
+    def window(self) -> Any:
+        return self.spec("SlidingWindowSpec", sliding_window=64)
 
-        self.check("no_cache", self.described)
-        alone = SimpleNamespace(prefix_cacheable=False)
-        self.check("no_prefix", lambda: rule_of(alone, SimpleNamespace()), "SimpleNamespace")
-        self.made.scheduler_config.enable_chunked_prefill = False
-        latent = self.spec("MLAAttentionSpec", num_kv_heads=1)
-        self.check("latent", lambda: self.described(latent))
-        window = self.spec("SlidingWindowSpec", sliding_window=64)
-        with mock.patch.object(support, "can_fail_requests", return_value=False):
-            self.check("old_vllm", lambda: self.described(window), "a sliding window")
-
-    def test_pipelines(self) -> None:
-        """Ranks of a pipeline do not know each other's layers."""
-        from vua.vllm.support import check_drafts
-
-        self.made.parallel_config.pipeline_parallel_size = 2
+    def engine(self) -> None:
+        """Check an engine as it is."""
         self.described(self.spec())
-        window = self.spec("SlidingWindowSpec", sliding_window=64)
-        self.check("pipeline_groups", lambda: self.described(self.spec(), window))
-        odd = self.spec(num_kv_heads=1)
-        self.check("pipeline_groups", lambda: self.described(odd))
-        self.made.model_config.hf_text_config.num_kv_shared_layers = 1
-        self.check("pipeline_shared", lambda: self.described(self.spec()))
-        alike = SimpleNamespace(tensor_parallel_size=1)
-        self.made.speculative_config = SimpleNamespace(method="mtp", draft_parallel_config=alike)
-        self.check("draft_pipeline", lambda: check_drafts(self.made), "'mtp'")
 
-    def test_unidentified(self) -> None:
-        """A model that comes with code of its own, which cannot be read."""
+    def given(self, part: str, **values: Any) -> Given:
+        """A part of the configuration ("" for the whole), with other values."""
+        owner = getattr(self.made, part) if part else self.made
+        return mock.patch.multiple(owner, **values)
+
+    @staticmethod
+    def why_not(ask: Callable[[], object]) -> str:
+        """Why it is refused; "" if it is not."""
+        from vua.connector.cache_spec import UncachedError
         from vua.errors import ConfigError
 
-        unread = mock.patch("vua.vllm.engine_identity.code_digest", side_effect=ConfigError("gone"))
-        self.made.model_config.trust_remote_code = True
-        self.made.model_config.hf_config.auto_map = {"AutoModel": "modeling.Model"}
-        with unread:
-            self.check("unidentified", lambda: self.described(self.spec()), "gone")
+        try:
+            found = ask()
+        except (UncachedError, ConfigError) as problem:
+            return str(problem)
+        return str(found) if isinstance(found, UncachedError | str) else ""
 
-    def test_images(self) -> None:
-        """If something about images is unknown, prompts with images are not cached; text is."""
-        from vllm.config import ECTransferConfig, MultiModalConfig
+    def row(
+        self,
+        name: str,
+        ask: Callable[[], object],
+        *refused: Given,
+        advised: tuple[Given, ...] = (),
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        """It is refused by this name, and once the advice is heeded it is not.
 
-        seeing = MultiModalConfig()
-        self.made.model_config.multimodal_config = seeing
+        ``refused`` holds for the refusal alone. ``then``: what is asked afterwards, if not the
+        same; where the advice is to start without a connector, vLLM has to make none.
+        """
+        one = REFUSALS[name]
+        start, _, end = one.why.partition("{}")
+        with ExitStack() as stack:
+            for each in refused:
+                stack.enter_context(each)
+            text = self.why_not(ask)
+            self.assertIn(start, text)
+            self.assertIn(f"{end}: {one.do}", text)
+            if WITHOUT in one.do:
+                self.assert_no_connector()
+                return
+        with ExitStack() as stack:
+            for each in advised:
+                stack.enter_context(each)
+            self.assertEqual("", self.why_not(then or ask))
 
-        def refused() -> str:
-            return str(self.described(self.spec()).engine.media_refused)
+    def assert_no_connector(self) -> None:
+        """An engine that is started without the option has none."""
+        from vllm.distributed.kv_transfer import kv_transfer_state as state
 
-        self.assertEqual("", refused())
-        seeing.mm_processor_cache_type = "shm"
-        self.assertIn(REFUSALS["shared_memory"].do, refused())
+        self.assertIsNone(self.made.kv_transfer_config)
+        state.ensure_kv_transfer_initialized(self.made, SimpleNamespace())  # type: ignore[arg-type]
+        self.assertFalse(state.has_kv_transfer_group())
+
+    def test_rows(self) -> None:
+        """Every refusal that there is."""
+        for name in REFUSALS:
+            with self.subTest(name):
+                ask = getattr(self, f"row_{name}", None)
+                self.assertIsNotNone(ask, f"{REFUSALS[name].do!r} is advised and not tried")
+                ask()  # type: ignore[misc]
+
+    # -- engines ----------------------------------------------------------------------------------
+
+    def row_device(self) -> None:
+        from vua.vllm.support import check_engine
+
+        self.row("device", lambda: check_engine(self.made, self.config), on("xpu"))
+
+    def row_rocm(self) -> None:
+        from vua.vllm.support import check_engine
+
+        self.row("rocm", lambda: check_engine(self.made, self.config), on("rocm"))
+        with on("rocm"):
+            check_engine(self.made, self.allowing("untested_rocm"))
+
+    def row_old_vllm(self) -> None:
+        from vua.vllm import support
+
+        older = mock.patch.object(support, "can_fail_requests", return_value=False)
+        self.row("old_vllm", lambda: self.described(self.window()), older)
+
+    def row_context_parallel(self) -> None:
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+            self.assertIn(f"--{name.replace('_', '-')}", REFUSALS["context_parallel"].do)
+            self.row("context_parallel", self.engine, self.given("parallel_config", **{name: 2}))
+
+    def row_sleep(self) -> None:
+        self.row("sleep", self.engine, self.given("model_config", enable_sleep_mode=True))
+
+    def row_mixed_blocks(self) -> None:
+        kept = self.given("cache_config", cache_dtype="bfloat16")
+        self.row("mixed_blocks", self.engine, kept)
+
+    def row_encoder_decoder(self) -> None:
+        from vua.vllm.support import check_starts
+
+        kind = self.given("model_config", is_encoder_decoder=True)
+        self.row("encoder_decoder", lambda: check_starts(self.made), kind)
+
+    def row_pooling(self) -> None:
+        name = "is_prefix_caching_supported"
+        kind = mock.patch.object(type(self.made.model_config), name, new=False)
+        self.row("pooling", self.engine, self.given("model_config", runner_type="pooling"), kind)
+
+    def row_no_cache(self) -> None:
+        self.row("no_cache", self.described)
+
+    def row_no_attention(self) -> None:
+        self.row("no_attention", lambda: self.described(self.state()))
+
+    def row_unidentified(self) -> None:
+        """A model whose code is a name on a hub that is not here, then in its own directory."""
+        (self.root / "model" / "modeling.py").write_text("")
+        trusted = self.given("model_config", trust_remote_code=True)
+
+        def code(name: str) -> Given:
+            own = self.made.model_config.hf_config
+            return mock.patch.object(own, "auto_map", {"AutoModel": name}, create=True)
+
+        elsewhere = code("nobody/none--modeling.Model")
+        here = (trusted, code("modeling.Model"))
+        self.row("unidentified", self.engine, trusted, elsewhere, advised=here)
+
+    def find(self) -> None:
+        """Identify the engine's weights."""
+        from vua.vllm.engine_identity import find_weights
+
+        find_weights(self.made, threading.Event())
+
+    def row_weights(self) -> None:
+        for part, values in (
+            ("load_config", {"load_format": "npcache"}),
+            ("model_config", {"model": "nobody/none"}),
+            ("model_config", {"model": str(self.root)}),
+            ("model_config", {"model_weights": "s3://bucket/model"}),
+        ):
+            self.row("weights", self.find, self.given(part, **values))
+
+    def row_more_weights(self) -> None:
+        from vllm.model_executor.models.llama import LlamaForCausalLM
+
+        more = mock.patch.object(LlamaForCausalLM, "secondary_weights", (), create=True)
+        self.row("more_weights", self.find, more)
+
+    def row_weights_changed(self) -> None:
+        """In processes of their own, as engines are: the second one is a restart."""
+        file = self.root / "model" / "model.safetensors"
+        self.find()  # what is known of the content, processes share by a file
+
+        def started(touched: int) -> str:
+            here, there = multiprocessing.Pipe(duplex=False)
+
+            def run() -> None:
+                while touched and file.stat().st_ctime_ns <= touched:
+                    file.touch()
+                there.send(self.why_not(self.find))
+
+            fork = multiprocessing.get_context("fork")
+            process = fork.Process(target=run, name="EngineCore_DP0")
+            process.start()
+            try:
+                return str(here.recv())
+            finally:
+                process.join()
+
+        changed = file.stat().st_ctime_ns + 2 * 10**9  # clocks of processes step by 0.01 s
+        self.row("weights_changed", lambda: started(changed), then=lambda: started(0))
+
+    def row_setting(self) -> None:
+        odd = self.given("compilation_config", inductor_passes={"mine": object()})
+        self.row("setting", self.engine, odd)
+
+    # -- guesses ----------------------------------------------------------------------------------
+
+    def row_draft_method(self) -> None:
+        for method in ("draft_model", "dflash"):
+            for better in ("ngram", "eagle", "mtp"):
+                self.assertIn(better, REFUSALS["draft_method"].do)
+                self.guesses("draft_method", {"method": method}, {"method": better})
+
+    def row_draft_layers(self) -> None:
+        """A draft whose layers vLLM does not list."""
+        from vllm.engine.arg_utils import EngineArgs
+
+        def made(**speculative: Any) -> Any:
+            given = {"num_speculative_tokens": 2, **speculative}
+            arguments = self.arguments | {"speculative_config": given}
+            return EngineArgs(**arguments).create_engine_config()
+
+        drafts = made(method="eagle", model=str(eagle()))
+        ngrams = made(method="ngram", prompt_lookup_max=3)
+        self.row(
+            "draft_layers",
+            lambda: self.described(self.spec(), made=drafts),
+            then=lambda: self.described(self.spec(), made=ngrams),
+        )
+
+    def row_draft_pipeline(self) -> None:
+        parallel = self.made.parallel_config
+        both = mock.patch.multiple(parallel, pipeline_parallel_size=2, tensor_parallel_size=2)
+        tensors = (mock.patch.multiple(parallel, tensor_parallel_size=2),)
+        self.guesses("draft_pipeline", {}, {}, both, advised=tensors)
+
+    def row_draft_ranks(self) -> None:
+        """What vLLM makes of it where the setting is left out, its own code says."""
+        from vllm.config.speculative import SpeculativeConfig
+
+        parallel = self.made.parallel_config
+        with mock.patch.multiple(parallel, tensor_parallel_size=2):
+            one, without = (
+                SpeculativeConfig._verify_and_get_draft_tp(
+                    parallel, given, SimpleNamespace(model_type="llama")
+                )
+                for given in (1, None)
+            )
+            self.guesses("draft_ranks", self.divided(one), self.divided(without))
+
+    @staticmethod
+    def divided(ranks: int) -> dict[str, Any]:
+        return {"draft_parallel_config": SimpleNamespace(tensor_parallel_size=ranks)}
+
+    def row_draft_some_steps(self) -> None:
+        name = "num_speculative_tokens_per_batch_size"
+        self.assertIn(name, REFUSALS["draft_some_steps"].do)
+        self.guesses("draft_some_steps", {name: [(1, 2, 3)]}, {})
+
+    def guesses(
+        self,
+        name: str,
+        refused: dict[str, Any],
+        better: dict[str, Any],
+        *given: Given,
+        advised: tuple[Given, ...] = (),
+    ) -> None:
+        """Check an engine that guesses tokens, by a draft on as many ranks as the model."""
+        from vua.vllm.support import check_drafts
+
+        def guess(settings: dict[str, Any]) -> Given:
+            ranks = self.divided(self.made.parallel_config.tensor_parallel_size)
+            if advised:
+                ranks = self.divided(2)
+            given = {"method": "eagle", "num_speculative_tokens_per_batch_size": None}
+            return self.given("", speculative_config=SimpleNamespace(**given | ranks | settings))
+
+        self.row(
+            name,
+            lambda: check_drafts(self.made),
+            *(guess(refused), *given),
+            advised=(guess(better), *advised),
+        )
+
+    # -- caches -----------------------------------------------------------------------------------
+
+    def row_latent(self) -> None:
+        spec = self.spec("MLAAttentionSpec", num_kv_heads=1)
+        allowed = self.allowing("inexact_continuation")
+        with self.given("scheduler_config", enable_chunked_prefill=False):
+            self.row(
+                "latent",
+                lambda: self.described(spec),
+                then=lambda: self.described(spec, config=allowed),
+            )
+
+    def row_on_host(self) -> None:
+        from vua.vllm.cache_spec import rule_of
+
+        for table in ({"host_resident": True}, {"enable_kv_transfer": False}):
+            placed = SimpleNamespace(**table)
+            self.row("on_host", lambda placed=placed: rule_of(self.spec(), placed))
+
+    def row_states_unaligned(self) -> None:
+        """VLLM's own code makes of the advice a mode in which states are stored."""
+        from vllm.model_executor.models.config import MambaModelConfig
+
+        def described(*, caching: bool) -> Any:
+            cache = self.made.cache_config
+            with mock.patch.multiple(cache, enable_prefix_caching=caching, mamba_block_size=None):
+                before = cache.mamba_cache_mode
+                try:
+                    MambaModelConfig.verify_and_update_config(self.made)
+                    mode = cache.mamba_cache_mode
+                finally:
+                    cache.mamba_cache_mode = before
+            return self.described(self.spec(), self.state(mode=mode))
+
+        self.row(
+            "states_unaligned",
+            lambda: described(caching=False),
+            then=lambda: described(caching=True),
+        )
+
+    def row_states_on_cpu(self) -> None:
+        self.row("states_on_cpu", lambda: self.described(self.spec(), self.state("MAMBA2")))
+
+    def row_no_prefix(self) -> None:
+        from vua.vllm.cache_spec import rule_of
+
+        alone = SimpleNamespace(prefix_cacheable=False)
+        self.row("no_prefix", lambda: rule_of(alone, SimpleNamespace()))
+
+    def row_chunked(self) -> None:
+        """With the variable at 0 vLLM makes full attention of both kinds, by this function."""
+        from vllm.v1.core.kv_cache_utils import unify_hybrid_kv_cache_specs
+
+        chunked = self.spec("ChunkedLocalAttentionSpec", attention_chunk_size=128)
+        specs = {"a": self.spec(), "b": chunked}
+        unified = dict(specs)
+        unify_hybrid_kv_cache_specs(unified)
+        self.row(
+            "chunked",
+            lambda: self.described(*specs.values()),
+            then=lambda: self.described(*unified.values()),
+        )
+
+    def row_unknown_rule(self) -> None:
+        self.row(
+            "unknown_rule", lambda: self.described(self.spec("SinkFullAttentionSpec", sink_len=4))
+        )
+
+    def row_pipeline_groups(self) -> None:
+        self.pipeline("pipeline_groups", lambda one: self.described(one, self.window()))
+        self.pipeline("pipeline_groups", lambda _: self.described(self.spec(num_kv_heads=3)))
+
+    def row_pipeline_shared(self) -> None:
+        text = self.made.model_config.hf_text_config
+        with mock.patch.object(text, "num_kv_shared_layers", 1, create=True):
+            self.pipeline("pipeline_shared", self.described)
+
+    def pipeline(self, name: str, ask: Callable[[Any], object]) -> None:
+        """Two ranks of a pipeline are refused, two that divide the heads are not."""
+        ranks = [
+            self.given("parallel_config", pipeline_parallel_size=pp, tensor_parallel_size=tp)
+            for pp, tp in ((2, 1), (1, 2))
+        ]
+        self.assertIn("leave out --pipeline-parallel-size", REFUSALS[name].do)
+        self.row(
+            name,
+            *(lambda: ask(self.spec()), ranks[0]),
+            advised=(ranks[1],),
+            then=lambda: ask(self.spec(num_kv_heads=1)),
+        )
+
+    # -- images and adapters ----------------------------------------------------------------------
+
+    def images(self) -> str:
+        """Why prompts with images are not cached."""
+        return str(self.described(self.spec()).engine.media_refused)
+
+    def sees(self, **values: Any) -> Given:
+        """The model takes images, with such settings."""
+        from vllm.config import MultiModalConfig
+
+        return self.given("model_config", multimodal_config=MultiModalConfig(**values))
+
+    def look(self, *features: Any, media: Any = None, refused: str = "") -> Callable[[], object]:
+        """Ask whether a request with these images is cached."""
+        from vua.connector.media import Media
+
+        found = media or Media("s", refused, 8)
+        return lambda: found.look_at(features)
+
+    def row_no_images(self) -> None:
+        why = self.images()
+        image = self.look(pixels(1, "a"), refused=why)
+        self.row("no_images", image, then=self.look(refused=why))
+
+    def row_other_encoder(self) -> None:
+        from vllm.config import ECTransferConfig
+
         other = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_consumer")
-        self.made.ec_transfer_config = other
-        self.assertIn(REFUSALS["other_encoder"].do, refused())
-        self.made.ec_transfer_config, seeing.mm_processor_cache_type = None, "lru"
-        shutil.rmtree(self.model)
-        self.assertIn(REFUSALS["processor"].do, refused())
+        apart = self.given("", ec_transfer_config=other)
+        self.row("other_encoder", self.images, self.sees(), apart, advised=(self.sees(),))
+        allowed = self.allowing("other_encoders")
+        with self.sees(), apart:
+            found = self.described(self.spec(), config=allowed)
+        self.assertEqual("", found.engine.media_refused)
+
+    def row_shared_memory(self) -> None:
+        shared = self.sees(mm_processor_cache_type="shm")
+        for better in ({}, {"mm_processor_cache_type": "lru"}):
+            self.row("shared_memory", self.images, shared, advised=(self.sees(**better),))
+
+    def row_processor(self) -> None:
+        gone = self.given("model_config", model="nobody/none")
+        self.row("processor", self.images, self.sees(), gone, advised=(self.sees(),))
+
+    def row_no_content(self) -> None:
+        from vua.connector.media import Media
+
+        media = Media("s", "", 8)
+        nothing = self.look(feature(None, "a"), media=media)
+        for better in (pixels(1, "b"), pixels(1, "its hash")):
+            self.row("no_content", nothing, then=self.look(better, media=media))
+        self.assertIn("identifier", self.why_not(self.look(pixels(1, "a"), media=media)))
+
+    def row_content(self) -> None:
+        device = pixels(1, "b", more=torch.zeros(2, device="meta"))
+        for odd in (pixels(1, "a", more=object()), device):
+            self.row("content", self.look(odd), then=self.look())
+
+    def row_identifiers(self) -> None:
+        from vua.connector.media import Media
+
+        media = Media("s", "", 8)
+        self.assertEqual("", self.why_not(self.look(pixels(1, "a"), media=media)))
+        other = self.look(pixels(2, "a"), media=media)
+        self.row("identifiers", other, then=self.look(pixels(2, "b"), media=media))
+
+    def row_adapter(self) -> None:
+        """The workers have answered that they do not hold it; a request without it is looked up."""
+        from vua.connector.lookup import Lookups
+        from vua.connector.media import Media
+        from vua.connector.request import RequestOptions
+        from vua.store.place import create_namespace, locate
+
+        model = self.described(self.spec())
+        place = locate(self.root / "kv")
+        namespace = create_namespace(place, model.identity, [one.layout for one in model.groups])
+        self.addCleanup(namespace.close)
+        lookups = Lookups(model, namespace, self.config, Media("s", "", 8))
+        self.addCleanup(lookups.close)
+
+        def asked(adapter: Any) -> str:
+            request = request_of("a", lora_request=adapter, num_output_tokens=0)
+            found = lookups.ask(request, RequestOptions())
+            return "" if found.answer.result(60) else "".join(told.output)
+
+        with self.assertLogs("vllm.vua", "WARNING") as told:
+            held = SimpleNamespace(lora_path="/adapter")
+            self.row("adapter", lambda: asked(held), then=lambda: asked(None))
 
 
 if __name__ == "__main__":

@@ -459,7 +459,7 @@ class ClassesTest(GeneratedModelsTest):
         from vua.vllm.cache_spec import rule_of
 
         for name, value in {"host_resident": True, "enable_kv_transfer": False}.items():
-            with self.assertRaisesRegex(UncachedError, "without HiSparse"):
+            with self.assertRaisesRegex(UncachedError, "HiSparse"):
                 rule_of(full, SimpleNamespace(**{name: value}))
 
     @staticmethod
