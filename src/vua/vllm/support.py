@@ -112,7 +112,7 @@ def session_of(request: Any) -> dict[str, Any]:
 
 DRAFTS: Final = ("eagle", "eagle3", "mtp")
 """Methods of speculative decoding whose layers continue from the model's own hidden states."""
-_WITHOUT_LAYERS: Final = ("medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix")
+WITHOUT_LAYERS: Final = ("medusa", "mlp_speculator", "ngram", "ngram_gpu", "suffix")
 """Those that keep no K and V."""
 
 
@@ -162,7 +162,7 @@ def adapters_spill(vllm_config: Any) -> bool:
 def check_drafts(vllm_config: Any) -> None:
     """Refuse speculative decoding whose own layers are not known well enough to be stored."""
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method in _WITHOUT_LAYERS:
+    if speculative is None or speculative.method in WITHOUT_LAYERS:
         return
     named, parallel = f"speculative decoding by {speculative.method!r}", vllm_config.parallel_config
     if speculative.method not in DRAFTS:

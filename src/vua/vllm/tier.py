@@ -1,0 +1,612 @@
+"""A secondary tier of vLLM's offloading: pages of any model, verified, bounded and shared.
+
+vLLM's OffloadingConnector copies blocks of any kind of cache between a device and the host's
+memory. A tier below it gets rows of that memory (some blocks of one cache group each), with names,
+and keeps them: here in a directory or bucket of VUA's. Nothing here knows a kind of model. What a
+name stands for beside vLLM's hash is told by :mod:`vua.vllm.offloading`.
+
+vLLM calls the methods of :class:`VUATier` on its scheduler's thread; none waits for the storage.
+Rows go through memory of the tier's own: a thread that hangs in the storage must not touch a row
+that vLLM has given to another request meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, ClassVar, Final, TypeAlias
+from weakref import WeakValueDictionary
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingMetricMetadata,
+    OffloadKey,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from vua import native
+from vua.connector.cache_spec import Group, Model
+from vua.connector.config import ConnectorConfig
+from vua.connector.group_transfer import outcomes_of
+from vua.connector.log import WarnOnce, logger
+from vua.connector.metrics import METRICS, Recorder
+from vua.connector.opening import Opening, close_within
+from vua.connector.request import OptionReader, RequestOptions
+from vua.device.buffers import StagingBuffer
+from vua.errors import ConfigError, VUAError
+from vua.format.identity import Identity
+from vua.format.keys import ChunkKey, extras_parent
+from vua.format.layout import KVLayout
+from vua.io.pool import Breaker, Job, Pool
+from vua.security.keyring import check_keys
+from vua.storage.base import entry_name
+from vua.store.place import locate
+from vua.store.store import UNJUDGED, Store
+from vua.store.writer import EntryWriter, process_writer
+from vua.weights import Identification, Weights
+
+log = logger("tier")
+
+_BUFFER_NBYTES: Final = 8 << 20
+"""Memory of each thread: so much is read or written by one call, and stays in its cache."""
+_SAVE_THREADS: Final = 4
+_START_S: Final = 1.0
+"""How long the first requests wait for the cache, which is opened beside the engine's start."""
+_COUNTERS: Final = (
+    *("vua_loads_total", "vua_loaded_bytes_total", "vua_load_stops_total"),
+    *("vua_chunks_saved_total", "vua_stored_bytes_total", "vua_hints_total"),
+)
+"""VUA's metrics that a tier has; vLLM itself measures times, for each tier."""
+
+
+@dataclass
+class Engine:
+    """Whose pages a tier keeps, and whether it may."""
+
+    counted: Mapping[str, object]
+    """What the pages depend on beside weights and tokens."""
+    name: str
+    """The model's, for people."""
+    find_weights: Callable[[threading.Event], Weights]
+    loads: bool = True
+    saves: bool = True
+    whole: frozenset[int] = frozenset()
+    """Cache groups of which a hit needs all rows. Of others (windows, states) some are stored."""
+    left: str = ""
+    """Why nothing is loaded or stored any more; empty while that is not so."""
+
+
+ENGINES: Final[WeakValueDictionary[str, Engine]] = WeakValueDictionary()
+"""By vLLM's engine id: the connector adds its own before it makes its tiers."""
+
+
+@dataclass(slots=True)
+class Terms:
+    """What the rows of a request depend on beside vLLM's hash. The connector sets it."""
+
+    out: bool = False
+    """Whether none of its rows may be loaded or stored."""
+    salt: bytes = b""
+    """Chooses the key that seals them."""
+    extras: tuple[tuple[int, str, bytes], ...] = ()
+    """(The first token that depends on it, a tag, a value) each."""
+
+
+_OUT: Final = Terms(out=True)
+
+
+@dataclass(slots=True)
+class _Request:
+    """What one tier knows of a request."""
+
+    context: Any
+    """vLLM's ``ReqContext``."""
+    options: RequestOptions = field(default_factory=RequestOptions)
+    found: dict[OffloadKey, bool] = field(default_factory=dict)
+    """Answers of lookups; a row whose load failed counts as missing."""
+    asked: set[OffloadKey] = field(default_factory=set)
+    pending: list[OffloadKey] = field(default_factory=list)
+    """What this step has asked for."""
+    late_s: float = 0.0
+    """When it stops waiting for answers."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    ends: dict[tuple[bytes, int], OffloadKey] = field(default_factory=dict)
+    """By cache group and last token: all rows that vLLM has named so far."""
+
+    @property
+    def terms(self) -> Terms:
+        """A request that the connector does not know of is left out."""
+        return self.context.get_state(Terms) or _OUT
+
+
+class Names:
+    """Names rows as chunks: eviction takes ends first.
+
+    The parent of a row is the one before it; of a group that is not whole, the row of a whole one
+    where it ends.
+    """
+
+    def __init__(self, spec: Any, engine: Engine, chunk_tokens: int) -> None:
+        """``spec``: vLLM's ``OffloadingSpec``; ``chunk_tokens``: of the layout."""
+        self._chunk_tokens, self._engine = chunk_tokens, engine
+        self._tokens = {
+            one.group_id.to_bytes(4, "big"): one.tokens_per_block * spec.blocks_per_chunk
+            for one in spec.config.groups
+        }
+        """Tokens of a row, by the end of vLLM's keys, which names the cache group."""
+
+    def of(self, request: _Request, keys: Iterable[OffloadKey], store: Store) -> list[ChunkKey]:
+        """Return the chunks' keys.
+
+        Raises KeyError for a row without a place in the prompt, NoKeyError for a salt without key.
+        """
+        naming, terms = store.keyring.naming(request.terms.salt), request.terms
+        tokens, tenant = self._chunk_tokens, naming.tenant if naming else ""
+
+        def digest(key: OffloadKey, end: int) -> bytes:
+            extras = [(tag, value) for first, tag, value in terms.extras if first < end]
+            return extras_parent(bytes(key), [("vllm", b"tier.v1"), *extras], naming)
+
+        made, ends = list[ChunkKey](), self._ends(request)
+        for key in keys:
+            group, end = key[-4:], request.context.get_offload_key_position(key)
+            if end is None:
+                raise KeyError(f"vLLM named no place of row {key.hex()}")
+            place, parent, whole = (end - 1) // self._tokens[group], b"", self._whole(group)
+            if whole != group:  # a chunk that begins at 0 has no parent
+                place += 1
+            if whole and (before := (end - (whole == group)) // self._tokens[whole]):
+                before *= self._tokens[whole]
+                parent = digest(ends[whole, before], before)
+            where = (place * tokens, (place + 1) * tokens)
+            made.append(ChunkKey(digest(key, end), parent, *where, b"", tenant))
+        return made
+
+    def _whole(self, group: bytes) -> bytes | None:
+        """Return the group that a group's parents are in."""
+        whole = [one for one in self._tokens if int.from_bytes(one, "big") in self._engine.whole]
+        return group if group in whole else next(iter(whole), None)
+
+    def chains(self, request: _Request) -> list[list[OffloadKey]]:
+        """Return all rows that vLLM has named, by cache group, from the first on."""
+        ends = sorted(self._ends(request).items())
+        return [
+            [key for (other, end), key in ends if other == group and end % tokens == 0]
+            for group, tokens in self._tokens.items()
+        ]
+
+    @staticmethod
+    def _ends(request: _Request) -> dict[tuple[bytes, int], OffloadKey]:
+        with request.lock:
+            positions = request.context._offload_key_positions.copy()  # noqa: SLF001 - no public one
+            for key, end in islice(positions.items(), len(request.ends), None):
+                request.ends[key[-4:], end] = key
+            return request.ends
+
+
+class _Move:
+    """A transfer of vLLM's, in pieces that threads take. Thread-safe."""
+
+    def __init__(self, job: TransferJob, request: _Request, pieces: int) -> None:
+        places = [
+            (key[-4:], request.context.get_offload_key_position(key) or 0) for key in job.keys
+        ]
+        moved = sorted(zip(places, job.keys, job.chunk_ids.tolist(), strict=True))
+        self.job, self.request = job, request
+        self.keys, self.rows = [one[1] for one in moved], [one[2] for one in moved]
+        self.began_s, size = time.monotonic(), -(-len(self.keys) // max(1, pieces)) or 1
+        self.parts = [slice(at, at + size) for at in range(0, len(self.keys), size)]
+        self.jobs: list[Job[_Piece]] = []
+        self.left, self.lock = len(self.parts), threading.Lock()
+        self.done: list[OffloadKey] = []
+
+    def result(self, row_nbytes: int) -> JobResult:
+        """Return it in vLLM's form, with the rows that were moved."""
+        done, took_s = self.done, time.monotonic() - self.began_s
+        came = tuple(done) if self.job.is_promotion else None
+        well, nbytes = len(done) == len(self.keys), len(done) * row_nbytes
+        return JobResult(self.job.job_id, well, came, took_s, nbytes)
+
+
+_Piece: TypeAlias = "tuple[_Move, slice]"
+_Question: TypeAlias = "tuple[_Request, list[OffloadKey]]"
+
+
+class _Buffer(threading.local):
+    """Memory of one thread for some rows."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        nbytes = layout.full.payload_nbytes(layout)
+        self.rows = StagingBuffer(layout, layout.full, max(1, _BUFFER_NBYTES // nbytes))
+
+
+class VUATier(SecondaryTierManager):
+    """Keeps rows of vLLM's host memory in a cache of VUA's."""
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        path: str | Sequence[str] = "",
+        backpressure_detector: Any = None,
+        locality: str | None = None,
+        **settings: Any,
+    ) -> None:
+        """Begin to open the cache; waits a second for that at most.
+
+        Args:
+            offloading_spec: vLLM's.
+            primary_kv_view: the host's memory, uint8 [rows, bytes].
+            tier_type: the name in the configuration.
+            path: the directory, a bucket's URL, or a list of both; else ``VUA_PATH``.
+            backpressure_detector: vLLM's, as is ``locality``, which has no effect.
+            settings: limits, security, timeouts, worker, durable, epoch, as the connector's.
+
+        Raises ConfigError for a wrong setting or path, or below another connector; StorageError.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        engine = ENGINES.get(offloading_spec.config.engine_id)
+        if engine is None:
+            raise ConfigError(
+                'VUATier needs "kv_connector": "VUAOffloadingConnector" with '
+                '"kv_connector_module_path": "vua.vllm.offloading": below another connector it is '
+                "not told which model the pages are of"
+            )
+        if path:
+            settings["shared_storage_path"] = path if isinstance(path, str) else list(path)
+        how = 'give "path" to the VUATier in secondary_tiers'
+        self._config = config = ConnectorConfig.from_extra_config(settings, how=how)
+        locate(config.shared_storage_path, security=config.security)
+        check_keys(config.security)
+        self._engine, self._row_nbytes = engine, self.block_size_bytes
+        # the address alone: vLLM releases its view at the end
+        self._address = np.asarray(primary_kv_view).ctypes.data
+        self._layout = _layout(offloading_spec, self._row_nbytes)
+        self._names = Names(offloading_spec, engine, self._layout.chunk_tokens)
+        self._stats, self._warn_once = Recorder(), WarnOnce(log)
+        self._options = OptionReader()
+        self._requests: dict[str, _Request] = {}
+        self._asking: list[_Request] = []
+        self._moves: dict[_Move, None] = {}
+        self._finished: deque[_Move] = deque()
+        self._buffer = _Buffer(self._layout)
+        storage, timeouts = logger("storage"), config.timeouts
+        self._load_threads = max(config.worker.load_threads, native.THREADS)
+        self._lookups = Pool[_Question](
+            *(2, "vua-lookup"),
+            timeout_s=timeouts.lookup_s,
+            breaker=Breaker("lookups", storage),
+            late=lambda job: self._answer(job.what),
+        )
+        self._loads, self._saves = (
+            Pool[_Piece](
+                *(threads, f"vua-{what}"),
+                timeout_s=timeouts.io_s,
+                breaker=Breaker(f"{what}s", storage),
+                late=self._is_late,
+            )
+            for threads, what in ((self._load_threads, "load"), (_SAVE_THREADS, "save"))
+        )
+        self._waits_until_s = time.monotonic() + _START_S
+        self._opening: Opening | None = None
+        with self._tolerant():
+            if not engine.left:
+                model = _model(engine, self._layout, config.epoch)
+                self._opening = Opening(model, config, Identification(engine.find_weights))
+        log.info(
+            "VUA: below vLLM's offloading, which holds %.2f GiB of the host's memory: rows of %.0f "
+            "KiB (%d cache groups) are kept in %s; %s",
+            *(primary_kv_view.nbytes / 2**30, self._row_nbytes / 1024),
+            *(len(offloading_spec.config.groups), config.shared_storage_path, native.status().text),
+        )
+
+    # -- requests and lookups -----------------------------------------------------------------
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Read what the client and an orchestrator ask for."""
+        hints = getattr(req_context, "kv_hints", None)
+        options = self._options.read(req_context.kv_transfer_params, hints)
+        for outcome in options.outcomes:
+            self._stats.add("vua_hints_total", label=outcome)
+        self._requests[req_context.req_id] = _Request(req_context, options)
+        return RequestOffloadingContext()
+
+    def lookup(self, key: OffloadKey, req_context: Any) -> LookupResult:
+        """Return whether a row is stored, or RETRY while that is being asked: for ``lookup_s``."""
+        request = self._requests.get(req_context.req_id)
+        usable = request is not None and self._usable(request) and self._engine.loads
+        if request is None or not (usable and request.options.load):
+            return LookupResult.MISS
+        if (found := request.found.get(key)) is not None:
+            return LookupResult.HIT if found else LookupResult.MISS
+        now_s = time.monotonic()
+        request.late_s = request.late_s or now_s + self._config.timeouts.lookup_s
+        if self._store() is None:
+            soon = self._opening is not None and self._opening.soon
+            wait = soon or now_s < self._waits_until_s
+            return LookupResult.RETRY if wait and now_s < request.late_s else LookupResult.MISS
+        if key not in request.asked:
+            if not request.pending:
+                self._asking.append(request)
+            request.asked.add(key)
+            request.pending.append(key)
+            request.late_s = now_s + self._config.timeouts.lookup_s
+        return LookupResult.RETRY if now_s < request.late_s else LookupResult.MISS
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Ask the storage for what this step has looked up."""
+        self._give_up()
+        asking, self._asking = self._asking, []
+        for request in asking:
+            question, request.pending = (request, request.pending), []
+            allowed = self._lookups.breaker.allows()
+            if not (allowed and self._submit(self._lookups, self._look, question)):
+                self._answer(question)
+
+    def _look(self, job: Job[_Question]) -> None:
+        (request, keys), store, found = job.what, self._store(), None
+        with self._tolerant() as work:
+            if store is not None:
+                chunks, full = self._names.of(request, keys, store), store.layout.full
+                if store.search is None:
+                    found = store.storage.exists([entry_name(key.name, full) for key in chunks])
+                else:
+                    found = store.search.holds(chunks, [full])
+        if job.settle(well=work.well):
+            self._answer(job.what, found)
+
+    @staticmethod
+    def _answer(question: _Question, found: Sequence[bool] | None = None) -> None:
+        """Take the storage's answer; without one all rows are missing."""
+        request, keys = question
+        request.found.update(zip(keys, found or [False] * len(keys), strict=True))
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Note the use of a prompt, and heed hints about it, on a thread."""
+        request = self._requests.pop(req_context.req_id, None)
+        if request is not None and self._usable(request) and self._store() is not None:
+            self._submit(self._lookups, self._note_use, (request, []))
+
+    def _note_use(self, job: Job[_Question]) -> None:
+        request, store = job.what[0], self._store()
+        within_s = 0.0 if request.options.drop else request.options.retain_s
+        if store is None or store.capacity is None:
+            return
+        with self._tolerant():
+            for rows in self._names.chains(request):
+                chain = self._names.of(request, rows, store)
+                store.used(chain, len(chain), storing=True)
+                if within_s is not None and chain:
+                    names = [key.name for key in chain]
+                    outcome = store.capacity.hinted(names, within_s, self._row_nbytes)
+                    self._stats.add("vua_hints_total", label=outcome)
+
+    # -- transfers ----------------------------------------------------------------------------
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Read rows into vLLM's memory, in as many pieces as there are threads for."""
+        pieces = len(job_metadata.keys) * self._row_nbytes // _BUFFER_NBYTES
+        self._begin(self._loads, self._read, job_metadata, min(pieces, self._load_threads))
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Write rows, in order: those before a row are there when it is."""
+        self._begin(self._saves, self._write, job_metadata, 1)
+
+    def _begin(
+        self, pool: Pool[_Piece], work: Callable[[Job[_Piece]], None], job: TransferJob, pieces: int
+    ) -> None:
+        request = self._requests.get(job.req_context.req_id) or _Request(job.req_context)
+        move = _Move(job, request, pieces)
+        self._moves[move] = None
+        stores = self._engine.saves and request.options.store
+        allowed = self._usable(request) and self._store() is not None and pool.breaker.allows()
+        allowed = allowed and (job.is_promotion or stores)
+        for part in move.parts:
+            if not (allowed and self._submit(pool, work, (move, part))):
+                self._piece_ended(move, [])
+
+    def _submit(self, pool: Pool[Any], work: Callable[[Job[Any]], None], what: Any) -> bool:
+        """Run work on a thread; False if not a single one can be started."""
+        try:
+            job = pool.submit(work, what)
+        except RuntimeError as problem:
+            self._warn_once("threads", str(problem))
+            return False
+        if isinstance(what[0], _Move):
+            what[0].jobs.append(job)
+        return True
+
+    def _piece_ended(self, move: _Move, done: Sequence[OffloadKey]) -> None:
+        """Note what became of a piece, once for each."""
+        with move.lock:
+            move.done += done
+            move.left -= 1
+        if move.left == 0:
+            self._finished.append(move)
+
+    def _is_late(self, job: Job[_Piece]) -> None:
+        move, part = job.what
+        if move.job.is_promotion:
+            self._stats.add("vua_load_stops_total", label="timeout")
+        else:
+            self._stats.add("vua_chunks_saved_total", len(move.keys[part]), "timeout")
+        self._piece_ended(move, [])
+
+    def _read(self, job: Job[_Piece]) -> None:
+        """Load rows, those after a missing one, too; copy them while they are wanted."""
+        (move, part), done, reason, at = job.what, list[OffloadKey](), "", 0
+        keys, rows, size = move.keys[part], move.rows[part], self._buffer.rows.chunks
+        memory = self._buffer.rows.memory
+        with self._tolerant() as work:
+            store = self._store()
+            while store and at < len(keys) and job.wanted and reason not in UNJUDGED:
+                run = keys[at : at + size]
+                found = store.load(self._names.of(move.request, run, store), memory)
+                job.progress()
+                with job.use() as wanted:
+                    if wanted and self._usable(move.request):
+                        self._copy(rows[at : at + found.chunks], out=True)
+                        done += run[: found.chunks]
+                at += found.chunks + (found.chunks < len(run))
+                if reason := found.reason or "":
+                    self._stats.add("vua_load_stops_total", label=reason)
+        self._stats.add("vua_loaded_bytes_total", len(done) * self._row_nbytes, "slab")
+        if job.settle(well=work.well and reason != "error"):
+            self._piece_ended(move, done)
+
+    def _write(self, job: Job[_Piece]) -> None:
+        """Store rows, copied out while vLLM keeps them."""
+        (move, part), outcomes, rest = job.what, list[str](), "error"
+        keys, rows, size = move.keys[part], move.rows[part], self._buffer.rows.chunks
+        with self._tolerant() as work:
+            store = self._store()
+            while store and len(outcomes) < len(keys):
+                at, run = len(outcomes), keys[len(outcomes) : len(outcomes) + size]
+                with job.use() as wanted:
+                    if wanted := wanted and self._usable(move.request):
+                        self._copy(rows[at : at + len(run)], out=False)
+                writer = EntryWriter(store, self._buffer.rows.memory, writer=process_writer("vllm"))
+                writer.ttl_s = move.request.options.hints.ttl_s
+                chunks = self._names.of(move.request, run, store) if wanted else []
+                for statuses in writer.save_each(chunks):
+                    outcomes += outcomes_of(statuses)
+                job.progress()
+                if len(outcomes) < at + len(run):
+                    rest = "refused" if wanted else "reset"
+                    break
+        good = len(outcomes)
+        outcomes += [rest] * (len(keys) - good)
+        for outcome in {*outcomes}:
+            self._stats.add("vua_chunks_saved_total", outcomes.count(outcome), outcome)
+        self._stats.add("vua_stored_bytes_total", outcomes.count("written") * self._row_nbytes)
+        if job.settle(well=work.well):
+            self._piece_ended(move, keys[:good])
+
+    def _copy(self, rows: Sequence[int], *, out: bool) -> None:
+        """Copy between this thread's memory and rows of vLLM's: ``out`` of the first."""
+        here, nbytes = self._buffer.rows.bytes.ctypes.data, self._row_nbytes
+        for at, row in enumerate(rows):
+            own, other = here + at * nbytes, self._address + row * nbytes
+            ctypes.memmove(*((other, own) if out else (own, other)), nbytes)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the jobs that have ended, or were given up, since the last call."""
+        self._give_up()
+        results = []
+        while self._finished:
+            move = self._finished.popleft()
+            self._moves.pop(move, None)
+            results.append(move.result(self._row_nbytes))
+            if move.job.is_promotion:
+                failed = {*move.keys} - {*move.done}
+                move.request.found.update(dict.fromkeys(failed, False))
+                outcome = ("partial" if move.done else "failed") if failed else "complete"
+                self._stats.add("vua_loads_total", label=outcome)
+        return results
+
+    def _give_up(self) -> None:
+        for pool in (self._lookups, self._loads, self._saves):
+            pool.give_up()
+
+    def drain_jobs(self) -> None:
+        """Wait until no thread touches vLLM's memory: ``io_s`` at most where the storage hangs."""
+        for job in [job for move in list(self._moves) for job in move.jobs]:
+            while not job.wait(0.01):
+                self._give_up()
+
+    def shutdown(self) -> None:
+        """Finish what is under way, unless the storage hangs; touch vLLM's memory no more."""
+        drain_s = self._config.timeouts.drain_s
+        self._loads.close(finish=False)
+        self._saves.close(timeout_s=drain_s)
+        self._lookups.close(timeout_s=self._config.timeouts.lookup_s)
+        for job in [job for move in self._moves for job in move.jobs]:
+            job.settle()  # waits for a copy under way
+        if self._opening is not None:
+            opened = self._opening.take()
+            self._opening.close()
+            if opened is not None:
+                close_within(opened.namespace.close, drain_s)
+
+    # -- common -------------------------------------------------------------------------------
+
+    @classmethod
+    def build_metric_definitions(
+        cls,
+        extra_config: dict[str, Any],  # noqa: ARG003 - vLLM's
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """Return those of VUA's metrics that a tier has."""
+        return {
+            name: OffloadingCounterMetadata(
+                METRICS[name].documentation, (METRICS[name].label,) * bool(METRICS[name].label)
+            )
+            for name in _COUNTERS
+        }
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Return what was counted since the last call."""
+        series = self._stats.take()
+        stats = OffloadingConnectorStats()
+        for name, values in (series or {}).items():
+            for label, value in values.items():
+                stats.increase_counter(name, value, (label,) * bool(METRICS[name].label))
+        return stats if series else None
+
+    def _store(self) -> Store | None:
+        opened = None if self._opening is None else self._opening.take()
+        return None if opened is None else opened.namespace.stores[0]
+
+    def _usable(self, request: _Request) -> bool:
+        return not (self._engine.left or request.terms.out)
+
+    @contextmanager
+    def _tolerant(self) -> Iterator[Any]:
+        """End work that raises: it counts as a miss, or as not stored."""
+        work = SimpleNamespace(well=True)  # False after a failure of the storage
+        try:
+            yield work
+        except Exception as problem:
+            work.well, name = not isinstance(problem, OSError), type(problem).__name__
+            own = (
+                "" if isinstance(problem, VUAError | OSError) else f"an error in the tier, {name}: "
+            )
+            self._warn_once(name, f"rows are not loaded or stored: {own}{problem}")
+            log.debug("VUA: an error in the tier", exc_info=problem)
+
+
+def _layout(spec: Any, row_nbytes: int) -> KVLayout:
+    """Return a layout whose chunks are rows: by tokens, where these divide its bytes."""
+    tokens = spec.config.groups[0].tokens_per_block * spec.blocks_per_chunk
+    tokens = tokens if row_nbytes % tokens == 0 else 1
+    size = row_nbytes // tokens
+    return KVLayout(layers=1, kv_heads=1, k_dim=size, v_dim=0, dtype="U8", chunk_tokens=tokens)
+
+
+def _model(engine: Engine, layout: KVLayout, epoch: str) -> Model:
+    """Describe an engine's rows, except for the weights. Raises ConfigError."""
+    row_nbytes, tokens = layout.k_dim * layout.chunk_tokens, layout.chunk_tokens
+    own = {"vua_stored_by": "vllm offloading", "vua.row_nbytes": row_nbytes}
+    identity = Identity.of_config(
+        {**engine.counted, **own},
+        kv_dtype="U8",
+        epoch=epoch,
+        chunk_tokens=tokens,
+        name=engine.name,
+    )
+    group = Group(layout, (0,), ((layout.full,),), (0,))
+    return Model(identity, (group,), (tokens,), identified=False)

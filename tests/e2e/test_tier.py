@@ -1,0 +1,186 @@
+"""VUA as a tier below vLLM's offloading, by whole engines on CPUs.
+
+vLLM's offloading runs on GPUs alone; the copies between the engine's cache and the host's memory
+are lent here (`benchmarks/olympics/offloading_on_cpu.py`). All else is vLLM's own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import unittest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e import architectures
+from e2e.damage import flip, stored
+from e2e.harness import PROMPT, Batch, EngineTest, Phase, Served, llama, models, needs_windows, run
+from e2e.harness import tokens as random_tokens
+from small_models import make_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
+
+BATCH = Batch([PROMPT], max_tokens=12)
+TIMES = {"lookup_s": 60.0, "io_s": 60.0}
+LEAST = 600
+"""Tokens of the prompt of 700 that each kind of model loads at least: whole blocks of any size."""
+
+
+@needs_windows
+class TierTest(EngineTest):
+    def tier(
+        self, *batches: Batch, engine: dict[str, Any] | None = None, **settings: Any
+    ) -> Served:
+        """Run one engine with the tier on this test's directory."""
+        trouble = settings.pop("trouble", {})
+        transfer = {
+            "kv_connector": "VUAOffloadingConnector",
+            "kv_connector_module_path": "e2e.tier_on_cpu",
+            "kv_load_failure_policy": None,
+            "kv_connector_extra_config": {
+                "spec_name": "TieringOffloadingSpec",
+                "cpu_bytes_to_use": 64 << 20,
+                "secondary_tiers": [
+                    {
+                        "type": "VUATier",
+                        "module_path": "vua.vllm.tier",
+                        "path": str(self.root),
+                        "timeouts": TIMES,
+                        **settings,
+                    }
+                ],
+            },
+        }
+        cached = {"enable_prefix_caching": True, **(engine or {})}
+        (served,) = run(Phase(batches, cached, self.root, transfer=transfer, trouble=trouble))
+        self.assertIsNone(served.problem, served.log[-3000:])
+        return served
+
+    def check(self, **engine: Any) -> None:
+        """Another process loads what the first one stored, and generates the same tokens."""
+        cold = self.tier(BATCH, engine=engine)
+        warm = self.tier(BATCH, engine=engine)
+
+        self.assertEqual([0], cold.cached)
+        self.assertEqual(cold.tokens, warm.tokens)
+        self.assertGreaterEqual(warm.cached[0], LEAST)
+
+    def test_llama(self) -> None:
+        """Full attention."""
+        self.check()
+
+    def test_qwen3_next(self) -> None:
+        """Gated delta nets beside attention."""
+        model = str(architectures.qwen3_next())
+        self.check(model=model, dtype="bfloat16", mamba_ssm_cache_dtype="float32")
+
+    def test_ernie_with_mtp(self) -> None:
+        """A layer of the model's own proposes tokens."""
+        speculative = {"method": "mtp", "num_speculative_tokens": 1}
+        self.check(model=str(architectures.ernie()), speculative_config=speculative)
+
+    def test_eagle(self) -> None:
+        """A draft with a checkpoint of its own."""
+        draft = {"method": "eagle", "model": str(architectures.eagle())}
+        self.check(speculative_config={**draft, "num_speculative_tokens": 2})
+
+    def test_gpt_oss(self) -> None:
+        """Windows beside full attention."""
+        self.check(model=str(architectures.gpt_oss()))
+
+    def test_lfm2(self) -> None:
+        """Short convolutions beside attention."""
+        self.check(model=str(architectures.lfm2()))
+
+    def test_gemma3n(self) -> None:
+        """Layers that share caches, and windows."""
+        kinds = ["sliding_attention", "full_attention"] * 2
+        self.check(model=str(architectures.gemma3n(*kinds)))
+
+    @unittest.skipUnless("avx512f" in Path("/proc/cpuinfo").read_text(), "vLLM needs AVX-512")
+    def test_fp8(self) -> None:
+        """A cache of eight bits."""
+        self.check(kv_cache_dtype="fp8")
+
+    def test_flipped_bits(self) -> None:
+        """A bit flipped in each file: nothing is loaded, the answer stays, all is stored anew."""
+        cold = self.tier(BATCH)
+        for path in stored(self.root):
+            flip(path)
+
+        damaged, again = self.tier(BATCH), self.tier(BATCH)
+
+        self.assertEqual(([0], cold.tokens), (damaged.cached, damaged.tokens))
+        self.assertEqual(cold.tokens, again.tokens)
+        self.assertGreaterEqual(again.cached[0], LEAST)
+
+    def test_other_weights_at_the_same_path(self) -> None:
+        """They load nothing. Control: under one identity they do, and other tokens come out."""
+        place = models() / "replaced"
+        shutil.copytree(llama(), place)
+        cold = self.tier(BATCH, engine={"model": str(place)})
+        shutil.rmtree(place)
+        shutil.copytree(make_model(models() / "other", family="llama", seed=2), place)
+
+        other = self.tier(BATCH, engine={"model": str(place)})
+        self.assertEqual([0], other.cached)
+        self.assertNotEqual(cold.tokens, other.tokens)
+
+        self.root = self.root.parent / "one"
+        one_identity = {"one_identity": True}
+        self.tier(BATCH, engine={"model": str(llama())}, trouble=one_identity)
+        wrong = self.tier(BATCH, engine={"model": str(place)}, trouble=one_identity)
+        self.assertGreaterEqual(wrong.cached[0], LEAST)
+        self.assertNotEqual(other.tokens, wrong.tokens)
+
+    def test_other_settings(self) -> None:
+        """Rows of other sizes are other rows: nothing is loaded across."""
+        self.tier(BATCH)
+
+        self.assertEqual([0], self.tier(BATCH, engine={"block_size": 64}).cached)
+        self.assertEqual([0], self.tier(BATCH, engine={"dtype": "bfloat16"}).cached)
+
+    def test_salts(self) -> None:
+        """A request finds what was stored with its own salt."""
+        mine = Batch([PROMPT], salt="mine", max_tokens=12)
+        cold = self.tier(mine)
+
+        self.assertEqual([0], self.tier(Batch([PROMPT], salt="yours", max_tokens=12)).cached)
+        warm = self.tier(mine)
+        self.assertGreaterEqual(warm.cached[0], LEAST)
+        self.assertEqual(cold.tokens, warm.tokens)
+
+    def test_a_storage_that_hangs(self) -> None:
+        """Lookups or reads that do not return cost a miss, and the answer stays."""
+        cold = self.tier(BATCH)
+        short = {"lookup_s": 0.5, "io_s": 0.5}
+
+        for slow in ({"lookup_s": 8.0}, {"read_s": 8.0}):
+            served = self.tier(BATCH, timeouts={**TIMES, **short}, trouble={"slow": slow})
+            self.assertEqual(([0], cold.tokens), (served.cached, served.tokens), slow)
+
+    def test_preempted_requests(self) -> None:
+        """Two requests that do not fit together are thrown out and continue, with equal tokens."""
+        prompts = [PROMPT, random_tokens(700, seed=3)]
+        batch = Batch(prompts, max_tokens=100)
+        small = {"kv_cache_memory_bytes": 50 * (32 << 10), "max_model_len": 1024}
+        cold = self.tier(batch)
+
+        served = self.tier(batch, engine=small)
+
+        self.assertGreater(served.counts.get("preemptions", 0), 0)
+        self.assertEqual(cold.tokens, served.tokens)
+
+    def test_a_bound(self) -> None:
+        """The directory stays below its limit, and prefixes outlive what follows them."""
+        prompts = [random_tokens(600, seed=seed) for seed in range(8)]
+        self.tier(Batch(prompts, max_tokens=2), limits={"max_bytes": 2 << 20})
+
+        size = sum(path.stat().st_size for path in stored(self.root))
+        self.assertGreater(size, 1 << 20)
+        self.assertLessEqual(size, 2 << 20)
+
+
+if __name__ == "__main__":
+    unittest.main()

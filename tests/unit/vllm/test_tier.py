@@ -1,0 +1,493 @@
+"""The tier below vLLM's offloading, against a real directory and without an engine."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+import threading
+import time
+import unittest
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+tiering = pytest.importorskip("vllm.v1.kv_offload.tiering.base")
+base = pytest.importorskip("vllm.v1.kv_offload.base")
+if not hasattr(base.ReqContext, "get_offload_key_position"):
+    pytest.skip("this vLLM tells a tier no positions", allow_module_level=True)
+
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key  # noqa: E402
+from vllm.v1.kv_offload.config import (  # noqa: E402
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402, F401 - imports in order
+from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob  # noqa: E402
+
+from e2e.damage import flip, stored, truncate  # noqa: E402
+from helpers import SOON_S  # noqa: E402
+from vua.errors import ConfigError  # noqa: E402
+from vua.security.keyring import tenant_of, write_key  # noqa: E402
+from vua.storage.local import LocalStorage  # noqa: E402
+from vua.testing.faulty import FaultyStorage  # noqa: E402
+from vua.vllm.tier import ENGINES, Engine, Terms, VUATier  # noqa: E402
+from vua.weights import Weights  # noqa: E402
+
+pytestmark = pytest.mark.vllm
+
+ROWS, NBYTES, TOKENS = 32, 8192, 16
+
+
+def config(engine_id: str) -> OffloadingConfig:
+    """What vLLM tells a tier of an engine with two cache groups."""
+    groups = [OffloadingGroupConfig(TOKENS, (f"layer.{at}",), at) for at in range(2)]
+    parallel = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, is_parallelism_agnostic=False)
+    return OffloadingConfig(
+        tuple(groups),
+        worker_kv_bytes_per_block=NBYTES,
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id=engine_id,
+        model=OffloadingModelConfig("m", "float32"),
+        cache=OffloadingCacheConfig(TOKENS, 1),
+        parallel=parallel,
+    )
+
+
+def weights(name: str) -> Weights:
+    """Weights with that digest."""
+    return Weights(name, (), 0, 0, 0.0, 0.0)
+
+
+class Host:
+    """vLLM's side: rows of host memory, requests, and a tier below."""
+
+    def __init__(self, root: Path, *, digest: str = "w", size: int = 1, **settings: Any) -> None:
+        """Start a tier on a directory, for a model whose weights have this digest."""
+        self.memory = np.zeros((ROWS, NBYTES), dtype=np.uint8)
+        name = f"engine {id(self)}"
+        self.engine = ENGINES[name] = Engine(
+            {"model_type": "llama", "world": size},
+            "m",
+            lambda _: weights(digest),
+            whole=frozenset((0,)),
+        )
+        spec = SimpleNamespace(config=config(name), blocks_per_chunk=1)
+        times = {"lookup_s": SOON_S, "io_s": SOON_S}
+        settings = {"path": str(root), "timeouts": times, **settings}
+        self.tier = VUATier(spec, memoryview(self.memory), "VUATier", **settings)
+        self._jobs = 0
+
+    def request(
+        self, name: str, rows: int = 8, terms: Terms | None = None, group: int = 0
+    ) -> tuple[ReqContext, list[Any]]:
+        """Begin a request, whose rows have names that depend on the prompt alone."""
+        context = ReqContext(f"{name} {time.monotonic_ns()}")
+        self.tier.on_new_request(context)
+        context.set_state(terms or Terms())
+        keys: list[list[Any]] = [[], []]
+        for at in range(2 * rows):  # of both groups, in turn
+            hashed = f"{name} {at // 2}".ljust(32).encode()
+            keys[at % 2].append(make_offload_key(hashed, at % 2))
+            context.set_offload_key_position(keys[at % 2][-1], (at // 2 + 1) * TOKENS)
+        return context, keys[group]
+
+    def fill(self, keys: Sequence[bytes], at: int = 0) -> None:
+        """Put into the rows from ``at`` on what belongs to these keys."""
+        for row, key in enumerate(keys, at):
+            self.memory[row] = content(key)
+
+    def move(self, context: ReqContext, keys: Sequence[Any], *, load: bool, at: int = 0) -> int:
+        """Order a transfer of rows from ``at`` on; return its number."""
+        self._jobs += 1
+        rows = np.arange(at, at + len(keys), dtype=np.int32)
+        job = TransferJob(self._jobs, list(keys), rows, load, context)
+        (self.tier.submit_load if load else self.tier.submit_store)(job)
+        return self._jobs
+
+    def finish(self) -> JobResult:
+        """Wait for a transfer's end."""
+        until = time.monotonic() + SOON_S
+        while time.monotonic() < until:
+            for result in self.tier.get_finished_jobs():
+                return result
+            time.sleep(0.002)
+        raise TimeoutError
+
+    def store(self, context: ReqContext, keys: Sequence[Any]) -> JobResult:
+        """Store rows."""
+        self.fill(keys)
+        self.move(context, keys, load=False)
+        return self.finish()
+
+    def load(self, context: ReqContext, keys: Sequence[Any]) -> list[Any]:
+        """Load rows; return which came, after a look at their bytes."""
+        self.memory[:] = 0xA5
+        self.move(context, keys, load=True)
+        result = self.finish()
+        came = list(keys) if result.success else list(result.successful_keys or ())
+        for row, key in enumerate(keys):
+            expected = content(key) if key in came else np.full(NBYTES, 0xA5, np.uint8)
+            np.testing.assert_array_equal(self.memory[row], expected)
+        return came
+
+    def find(self, context: ReqContext, keys: Sequence[Any]) -> list[bool]:
+        """Look rows up, as a scheduler does step by step."""
+        until = time.monotonic() + SOON_S
+        while time.monotonic() < until:
+            found = [self.tier.lookup(key, context) for key in keys]
+            if LookupResult.RETRY not in found:
+                return [one is LookupResult.HIT for one in found]
+            self.tier.on_schedule_end(None)
+            time.sleep(0.002)
+        raise TimeoutError
+
+
+def content(key: bytes) -> Any:
+    """The bytes of a row: of this name alone."""
+    seed = int.from_bytes(key[-12:], "big")
+    return np.random.default_rng(seed).integers(0, 256, NBYTES, dtype=np.uint8)
+
+
+class TierTest(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory(prefix="vua-tier-")
+        self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name) / "kv"
+
+    def host(self, **settings: Any) -> Host:
+        """A host with a tier, which ends with the test."""
+        host = Host(self.root, **settings)
+        self.addCleanup(host.tier.shutdown)
+        return host
+
+    def filled(self, **settings: Any) -> list[Any]:
+        """Store a prompt of 8 rows by one engine; return its keys."""
+        host = self.host(**settings)
+        context, keys = host.request("prompt")
+        self.assertTrue(host.store(context, keys).success)
+        return keys
+
+    def found(self, host: Host, terms: Terms | None = None) -> list[bool]:
+        """Which rows of the prompt another request finds."""
+        context, keys = host.request("prompt", terms=terms)
+        return host.find(context, keys)
+
+    def test_another_engine_loads_what_was_stored(self) -> None:
+        """Bytes and names; a row of another prompt is missing."""
+        keys = self.filled()
+        host = self.host()
+        context, _ = host.request("prompt")
+
+        self.assertEqual([True] * 8, host.find(context, keys))
+        self.assertEqual(keys, host.load(context, keys))
+        self.assertEqual([False] * 8, host.find(*host.request("other")))
+
+    def test_groups_and_places_are_apart(self) -> None:
+        """The same hash in another cache group is another row."""
+        self.filled()
+        host = self.host()
+
+        self.assertEqual([False] * 8, host.find(*host.request("prompt", group=1)))
+
+    def test_parents(self) -> None:
+        """Each chunk's parent is the row before it: what is evicted first is an end."""
+        self.filled()
+
+        times = [path.parent.stat().st_mtime_ns for path in stored(self.root)]
+        self.assertEqual(8, len({*times}))
+        host = self.host()
+        context, keys = host.request("prompt")
+        request, store = host.tier._requests[context.req_id], host.tier._store()
+        assert store is not None
+        chain = host.tier._names.of(request, keys, store)
+        self.assertEqual([b"", *(key.prefix_hash for key in chain[:-1])], [k.before for k in chain])
+        self.assertEqual(chain[3:], host.tier._names.of(request, keys[3:], store))
+        by_age = sorted(stored(self.root), key=lambda path: -path.parent.stat().st_mtime_ns)
+        self.assertEqual([key.name for key in chain], [path.parent.name for path in by_age])
+
+    def test_states(self) -> None:
+        """Of a group that is not whole some rows are stored, before the others or after them."""
+        host = self.host()
+        context, states = host.request("prompt", group=1)
+        self.assertTrue(host.store(context, states[6:]).success)
+        self.assertTrue(host.store(*host.request("prompt")).success)
+
+        reader = self.host()
+        context, _ = reader.request("prompt")
+        self.assertEqual([False] * 6 + [True] * 2, reader.find(context, states))
+        self.assertEqual(states[6:], reader.load(context, states[6:]))
+        self.assertEqual([True] * 8, self.found(reader))
+
+    def test_rows_in_any_order(self) -> None:
+        """VLLM may pass rows unordered: they are stored front to back."""
+        host = self.host()
+        context, keys = host.request("prompt")
+        self.assertTrue(host.store(context, keys[::-1]).success)
+
+        self.assertEqual([True] * 8, self.found(self.host()))
+        self.assertEqual(keys[::-1], host.load(context, keys[::-1]))
+
+    def test_damage(self) -> None:
+        """Flipped and cut files are misses, other rows come; they are stored anew."""
+        keys = self.filled()
+        files = stored(self.root)
+        flip(files[0])
+        truncate(files[1])
+        host = self.host()
+        context, _ = host.request("prompt")
+
+        came = host.load(context, keys)
+
+        self.assertEqual(6, len(came))
+        missing = [key for key in keys if key not in came]
+        self.assertEqual([False, False], host.find(context, missing))
+        self.assertTrue(host.store(context, keys).success)
+        self.assertEqual([True] * 8, self.found(self.host()))
+
+    def test_identity(self) -> None:
+        """Other weights, another world, another epoch: nothing is found."""
+        self.filled()
+
+        for changed in ({"digest": "x"}, {"size": 2}, {"epoch": "2"}):
+            self.assertEqual([False] * 8, self.found(self.host(**changed)), changed)
+        self.assertEqual([True] * 8, self.found(self.host()))
+
+    def test_terms(self) -> None:
+        """An adapter's content counts for all rows, an image's from its first token on."""
+        self.filled()
+        host = self.host()
+
+        adapter = Terms(extras=((0, "lora", b"a"),))
+        self.assertEqual([False] * 8, self.found(host, adapter))
+        image = Terms(extras=((3 * TOKENS, "media", b"i"),))
+        self.assertEqual([True] * 3 + [False] * 5, self.found(host, image))
+        context, keys = host.request("prompt", terms=image)
+        self.assertTrue(host.store(context, keys).success)
+        self.assertEqual([True] * 8, self.found(host, image))
+        self.assertEqual([False] * 8, self.found(host, Terms(out=True)))
+
+    def test_a_request_left_out_stores_nothing(self) -> None:
+        """Nor does one of which nothing is known, or after the weights have changed."""
+        host = self.host()
+        left_out, keys = host.request("prompt", terms=Terms(out=True))
+        self.assertFalse(host.store(left_out, keys).success)
+        unknown = ReqContext("unknown")
+        self.assertFalse(host.store(unknown, keys).success)
+        context, keys = host.request("prompt")
+        host.engine.left = "other weights"
+        self.assertFalse(host.store(context, keys).success)
+
+        self.assertEqual([], stored(self.root))
+        self.assertEqual([False] * 8, self.found(host))
+
+    def test_salts_choose_keys(self) -> None:
+        """A salt's rows are encrypted with its key, under secret names; without key none."""
+        folder = self.root.parent / "keys"
+        folder.mkdir(mode=0o700)
+        write_key(folder / f"{tenant_of(b'mine')}.key")
+        security = {"security": {"tenant_keys": str(folder)}}
+        host = self.host(**security)
+        context, keys = host.request("prompt", terms=Terms(salt=b"mine"))
+        self.assertTrue(host.store(context, keys).success)
+
+        text = b"".join(path.read_bytes() for path in stored(self.root))
+        self.assertEqual(8, len(stored(self.root)))
+        self.assertNotIn(content(keys[0]).tobytes()[:64], text)
+        other = self.host(**security)
+        mine, _ = other.request("prompt", terms=Terms(salt=b"mine"))
+        self.assertEqual([True] * 8, other.find(mine, keys))
+        self.assertEqual(keys, other.load(mine, keys))
+        self.assertEqual([False] * 8, self.found(other, Terms(salt=b"yours")))
+        yours, _ = other.request("prompt", terms=Terms(salt=b"yours"))
+        self.assertFalse(other.store(yours, keys).success)
+
+    def test_options(self) -> None:
+        """A client may keep its prompt from being stored, or stored rows from being used."""
+        host = self.host()
+        context = ReqContext("one", {"vua": {"store": False}})
+        host.tier.on_new_request(context)
+        context.set_state(Terms())
+        _, keys = host.request("prompt")
+        for at, key in enumerate(keys):
+            context.set_offload_key_position(key, (at + 1) * TOKENS)
+        self.assertFalse(host.store(context, keys).success)
+        self.assertEqual([], stored(self.root))
+
+        self.filled()
+        context = ReqContext("two", {"vua": {"load": False}})
+        host.tier.on_new_request(context)
+        context.set_state(Terms())
+        self.assertEqual([False] * 8, host.find(context, keys))
+
+    def test_a_read_that_hangs(self) -> None:
+        """It is reported as failed, and its thread touches vLLM's memory no more."""
+        keys = self.filled()
+        host, goes_on, read = self.host(), threading.Event(), LocalStorage.read
+        context, _ = host.request("prompt")
+        self.assertEqual([True] * 8, host.find(context, keys))
+        ended = threading.Event()
+
+        def hangs(*arguments: Any) -> Any:
+            goes_on.wait(SOON_S)
+            try:
+                return read(*arguments)
+            finally:
+                ended.set()
+
+        with (
+            mock.patch.object(LocalStorage, "read", hangs),
+            mock.patch.object(host.tier._loads, "_timeout_s", 0.1),
+        ):
+            self.assertEqual([], host.load(context, keys))
+            self.assertEqual([False] * 8, host.find(context, keys))
+            host.tier.drain_jobs()
+            before = host.memory.copy()
+            goes_on.set()
+            self.assertTrue(ended.wait(SOON_S))
+            host.tier._loads.close()
+        np.testing.assert_array_equal(before, host.memory)
+
+    def test_a_write_that_hangs(self) -> None:
+        """VLLM gets its rows back, and what it puts there next is not what is stored."""
+        host, goes_on, write = self.host(), threading.Event(), LocalStorage.write
+        context, keys = host.request("prompt")
+
+        def hangs(*arguments: Any) -> Any:
+            goes_on.wait(SOON_S)
+            return write(*arguments)
+
+        with (
+            mock.patch.object(LocalStorage, "write", hangs),
+            mock.patch.object(host.tier._saves, "_timeout_s", 0.1),
+        ):
+            self.assertFalse(host.store(context, keys).success)
+            host.memory[:] = 0xA5
+            goes_on.set()
+            until = time.monotonic() + SOON_S
+            while len(stored(self.root)) < 8 and time.monotonic() < until:
+                time.sleep(0.01)
+        other = self.host()
+        context, _ = other.request("prompt")
+        self.assertEqual(keys, other.load(context, keys))
+
+    def test_a_lookup_that_hangs(self) -> None:
+        """It is a miss after its time, and no call of the scheduler waits meanwhile."""
+        keys = self.filled()
+        host = self.host(timeouts={"lookup_s": 0.2, "io_s": SOON_S})
+        context, _ = host.request("prompt")
+        goes_on = threading.Event()
+        self.addCleanup(goes_on.set)
+
+        def hangs(*_: Any) -> bool:
+            return goes_on.wait(SOON_S)
+
+        with mock.patch.object(LocalStorage, "exists", hangs):
+            self.assertEqual([False] * 8, host.find(context, keys))
+            goes_on.set()
+
+    def test_a_full_disk(self) -> None:
+        """Nothing is stored, nothing raises; what is evicted for space is a miss."""
+        keys = self.filled()
+        host = self.host()
+        store = host.tier._store()
+        assert store is not None
+        full = {"write": OSError(errno.ENOSPC, "no space")}
+        store.storage = FaultyStorage(store.storage, full)  # type: ignore[assignment]
+        context, others = host.request("other")
+
+        self.assertFalse(host.store(context, others).success)
+
+        self.assertEqual([False] * 8, host.find(context, others))
+        context, _ = host.request("prompt")
+        self.assertEqual(len(stored(self.root)), len(host.load(context, keys)))
+
+    def test_bounds(self) -> None:
+        """The directory stays below its limit; ends go before prefixes."""
+        host = self.host(limits={"max_bytes": 20 * (NBYTES + 4096)})
+        for name in ("one", "two", "three", "four"):
+            host.store(*host.request(name))
+
+        left = stored(self.root)
+        self.assertLessEqual(len(left), 20)
+        self.assertGreaterEqual(len(left), 8)
+        reader = self.host()
+        for name in ("one", "two", "three", "four"):
+            held = reader.find(*reader.request(name))
+            self.assertEqual(sorted(held, reverse=True), held, name)
+
+    def test_two_engines_at_once(self) -> None:
+        """They store the same prompt at the same time: each row once, and right."""
+        hosts = [self.host() for _ in range(2)]
+        asked = [host.request("prompt", rows=32) for host in hosts]
+        for host, (context, keys) in zip(hosts, asked, strict=True):
+            host.fill(keys)
+            host.move(context, keys, load=False)
+        for host in hosts:
+            self.assertTrue(host.finish().success)
+
+        self.assertEqual(32, len(stored(self.root)))
+        for host, (context, keys) in zip(hosts, asked, strict=True):
+            self.assertEqual(keys, host.load(context, keys))
+
+    def test_metrics(self) -> None:
+        """What is counted has vLLM's own form, and is defined."""
+        keys = self.filled()
+        host = self.host()
+        context, _ = host.request("prompt")
+        host.load(context, keys)
+
+        stats = host.tier.get_stats()
+        assert stats is not None
+        counted = stats.data["data"]
+        self.assertEqual({("slab",): 8 * NBYTES}, counted["vua_loaded_bytes_total"])
+        self.assertEqual({("complete",): 1}, counted["vua_loads_total"])
+        self.assertLessEqual({*counted}, {*VUATier.build_metric_definitions({})})
+        self.assertIsNone(host.tier.get_stats())
+
+    def test_the_end_waits_for_stores(self) -> None:
+        """What was handed over is stored; vLLM can release its memory afterwards."""
+        host = Host(self.root)
+        context, keys = host.request("prompt")
+        host.fill(keys)
+        host.move(context, keys, load=False)
+
+        host.tier.shutdown()
+
+        host.tier._primary_kv_view.release()
+        self.assertEqual([True] * 8, self.found(self.host()))
+
+    def test_mistakes_end_the_start(self) -> None:
+        """Another connector above, no path's parent, a wrong setting: one sentence."""
+        spec: Any = SimpleNamespace(config=config("unknown"), blocks_per_chunk=1)
+        view = memoryview(np.zeros((ROWS, NBYTES), dtype=np.uint8))
+        with self.assertRaisesRegex(ConfigError, "vua.vllm.offloading"):
+            VUATier(spec, view, "VUATier", path=str(self.root))
+        with self.assertRaisesRegex(ConfigError, "max_byte"):
+            Host(self.root, limits={"max_byte": 1})
+        with self.assertRaisesRegex(ConfigError, "missing"):
+            Host(self.root / "a" / "b")
+
+    def test_a_lost_directory(self) -> None:
+        """It costs hits, and no error."""
+        keys = self.filled()
+        host = self.host()
+        context, _ = host.request("prompt")
+        self.assertEqual([True] * 8, host.find(context, keys))
+        shutil.rmtree(self.root)
+
+        self.assertEqual([], host.load(context, keys))
+
+
+if __name__ == "__main__":
+    unittest.main()
