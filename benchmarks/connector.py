@@ -45,6 +45,8 @@ from typing import Any
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
 from engines import (
     CHUNK,
     EXAMPLE,
