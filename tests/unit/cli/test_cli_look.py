@@ -328,7 +328,7 @@ class TestWords(CliTest):
             "import sys; from vua.cli import main; code = main(sys.argv[1:]); "
             "print(code, *(name for name in sys.argv[2:] if name in sys.modules))"
         )
-        names = ["torch", "rich", "multiprocessing.pool", "vua.cli.measure", "vua.cli.explain"]
+        names = ["torch", "rich", "multiprocessing.pool", "vua.cli.explain"]
         done = subprocess.run(
             [sys.executable, "-c", code, "completion", "fish", *names[:0]],
             capture_output=True, text=True, check=True,
