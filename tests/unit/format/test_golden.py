@@ -23,6 +23,7 @@ from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.parse import parse_entry
 from vua.native import MemoryMap
+from vua.storage.mark import make_mark
 from vua.store.namespace import Namespace
 
 GOLDEN = make_golden.GOLDEN
@@ -242,6 +243,7 @@ class TestGolden(DirectoryTest):
     def test_core_reads_them(self) -> None:
         """The library's own front door finds them by their label."""
         identity = Identity(model="golden whole", kv_dtype="BF16", chunk_tokens=4)
+        make_mark(self.copy)
         with VUA(VUAConfig(split_factor=4), self.copy, identity=identity) as vua:
             found = vua.get_closest(make_golden.TOKENS)
         k = make_golden.element(make_golden.PLAIN, 0, make_golden.PLAIN.full)
