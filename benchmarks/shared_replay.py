@@ -49,7 +49,7 @@ from vua.capacity import evictor, reclaim, scan
 
 if sys.argv[4]:
     chunks = int(sys.argv[5])
-    evictor.AT_ONCE, reclaim.AT_ONCE, evictor._SHARED = 0, 0, 1
+    evictor.AT_ONCE, reclaim.AT_ONCE, evictor.SHARED = 0, 0, 1
     reclaim._FEW_VICTIMS = chunks // 128
     evictor._VICTIMS = room_of(chunks) if sys.argv[4] == "by fan" else chunks // 8
     scan._SAMPLED_CHUNKS = chunks // 16

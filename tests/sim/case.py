@@ -136,7 +136,8 @@ class _Play:
         self.chance = random.Random(f"play {case.seed}")
         self.documents = [self.noise(case.longest) for _ in range(3)]
         self.chains: list[Chain] = []
-        self.finished: list[Chain] = []
+        self.finished: list[tuple[Chain, int]] = []
+        """Prompts, and the block size of the engine that stored them."""
         self.counts: Counter[str] = Counter()
         self.idle = 0
         """Steps since something moved."""
@@ -225,7 +226,8 @@ class _Play:
             if chance.random() < case.resets:
                 engine.reset_prefix_cache(running=chance.random() < 0.5)
             self.advance(engine)
-        self.finished += [engine.chains[request_id] for request_id in engine.wanted]
+        block = case.block_sizes[life]
+        self.finished += [(engine.chains[request_id], block) for request_id in engine.wanted]
 
     def advance(self, engine: Engine) -> None:
         """Step, and while nothing moves but storage, go on stepping."""
@@ -266,12 +268,12 @@ class _Play:
     def hits(self, engine: Engine, inventory: Inventory, block: int) -> int:
         """An engine that stores nothing loads exactly what is stored; return how many tokens."""
         if self.case.saves_all:
-            for chain in self.finished:
+            for chain, size in self.finished:
                 # a window that vLLM had in its own prefix cache is not stored again
-                missing = inventory.missing(chain, windows=not self.case.prefix_caching)
+                missing = inventory.missing(chain, size, windows=not self.case.prefix_caching)
                 if missing:
                     raise Wrong(f"of a finished request's prompt are missing: {missing}")
-        distinct = list({id(chain): chain for chain in self.finished}.values())[:6]
+        distinct = list({id(chain): chain for chain, _ in self.finished}.values())[:6]
         for number, chain in enumerate(distinct):
             engine.add(f"end.{number}", chain, 1)
             while STATE in inventory.shape.windows and engine.busy:  # vLLM's own cache stays empty

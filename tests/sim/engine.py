@@ -124,6 +124,7 @@ def vllm_config(settings: Settings) -> Any:
 def kv_cache_config(settings: Settings, config: Any) -> Any:
     """The layers in groups, as vLLM forms them."""
     import torch
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
@@ -146,6 +147,7 @@ def kv_cache_config(settings: Settings, config: Any) -> Any:
                 block_size=settings.block_size,
                 shapes=((2 * shape.heads, shape.dim),),
                 dtypes=(torch.int16,),
+                mamba_type=MambaAttentionBackendEnum.GDN_ATTN,  # a kind that runs on CPUs
                 page_size_padded=spec.page_size_bytes,
                 mamba_cache_mode="align",
                 num_speculative_blocks=settings.drafts,

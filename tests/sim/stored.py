@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,19 +60,22 @@ class Inventory:
         whole = [window for window in self.shape.kinds if window <= 0]
         return whole or list(self.shape.kinds)
 
-    def missing(self, chain: Chain, *, windows: bool) -> list[tuple[int, int]]:
-        """What should be stored of a prompt and is not: (window, chunk).
+    def missing(self, chain: Chain, block_size: int, *, windows: bool) -> list[tuple[int, int]]:
+        """What an engine with such blocks should have stored of a prompt: (window, chunk).
 
-        With ``windows``, also what other layers than the leading ones need to go on at the end.
+        It stores up to the last token where a block, and a state's chunk, ends. With ``windows``,
+        also what other layers than the leading ones need to go on there.
         """
         size, missing = self.chunk_tokens, []
+        step = math.lcm(block_size, size) if STATE in self.shape.kinds else block_size
+        end = len(chain.prompt) // size * size // step * step
         for window in self.shape.kinds:
             stored = self.stored(chain, window)
             if 0 < window < size:
                 continue  # vLLM may free the start of a chunk before its end is computed
-            first = 0 if window in self.leading else first_read(len(stored) * size, window) // size
+            first = 0 if window in self.leading else first_read(end, window) // size
             if windows or window in self.leading:
-                chunks = range(first, len(stored))
+                chunks = range(first, -(-end // size))
                 missing += [(window, chunk) for chunk in chunks if not stored[chunk]]
         return missing
 

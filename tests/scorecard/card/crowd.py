@@ -192,7 +192,7 @@ def races(trial: Trial) -> None:
         _limited(trial, work, keys, seconds, most, "limited")
         if trial.own:  # victims told from process to process, and taken from parts of a sweep
             with ExitStack() as stack:
-                for name, value in {"AT_ONCE": 0, "_SHARED": 1, "_VICTIMS": keys // 32}.items():
+                for name, value in {"AT_ONCE": 0, "SHARED": 1, "_VICTIMS": keys // 32}.items():
                     stack.enter_context(mock.patch.object(evictor, name, value))
                 stack.enter_context(mock.patch.object(reclaim, "AT_ONCE", 0))
                 stack.enter_context(mock.patch.object(scan, "_SAMPLED_CHUNKS", keys // 64))

@@ -142,7 +142,7 @@ def clocks(trial: Trial) -> None:
     hours = (1, -1, 24 * 365, -24 * 365)
     for turn in range(max(trial.scale, 2)):
         shift_s = 3600 * hours[turn % len(hours)]
-        with mock.patch.object(evictor, "_SHARED", 1):  # victims are told, times and all
+        with mock.patch.object(evictor, "SHARED", 1):  # victims are told, times and all
             _shifted(trial, trial.directory / f"shifted-{turn}", shift_s)
 
 
