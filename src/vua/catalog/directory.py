@@ -368,15 +368,16 @@ class DirectoryCatalog(Catalog):
     ) -> Collection:  # fmt: skip
         """Run the full pass of :mod:`vua.capacity.gc`."""
         with explaining(self.where):
-            limits = ResolvedLimits.of(self.root, given)
+            lasting = {name: one for name, one in asdict(given).items() if one is not None}
+            own = replace(read_bounds(self.root, lambda _: None), **lasting) if keep else given
+            limits = ResolvedLimits.of(self.root, own, file=not keep)
             if given.max_bytes is not None and not dry_run:
                 usage = measure(self.where)
                 if usage.nbytes > limits.max_bytes:
                     change = f"from {size(usage.nbytes)} to {size(limits.max_bytes)}"
                     ask(f"Shrink {self.where} {change} by deleting the rest?")
             if keep and not dry_run:
-                self.keep({name: value for name, value in asdict(given).items()
-                           if value is not None})  # fmt: skip
+                self.keep(lasting)
             done = collect(
                 *(self.root, limits), quick=quick, rehearse=dry_run, known=lost, show=show,
                 spread=over_fans,

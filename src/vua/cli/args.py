@@ -139,7 +139,10 @@ def _docker(path: str) -> tuple[str, ...]:
             f"{path}: no such directory; make it first: mkdir -p -m 700 {quote(path)}"
         )
     owner = directory.stat()
-    state = Path("~/.cache/vua-docker").expanduser()
+    try:
+        state = Path("~/.cache/vua-docker").expanduser()
+    except RuntimeError:
+        raise ConfigError("no home directory for the container's state: set HOME") from None
     return (
         *("--gpus", "all", "--ipc=host", "-p", "8000:8000"),
         *("--user", f"{owner.st_uid}:{owner.st_gid}"),

@@ -7,6 +7,7 @@ import tempfile
 import unittest
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from commands import run
 from vua.connector.config import ConnectorConfig
@@ -88,6 +89,11 @@ class ArgsTest(unittest.TestCase):
                 code, _, problem = run("args", "docker", path)
                 self.assertEqual(2, code)
                 self.assertIn(said, problem)
+            with mock.patch.dict(os.environ), mock.patch("pwd.getpwuid", side_effect=KeyError):
+                os.environ.pop("HOME", None)
+                code, _, problem = run("args", "docker", name)
+            self.assertEqual(2, code)
+            self.assertIn("set HOME", problem)
 
     def test_warning(self) -> None:
         """A directory that an engine would refuse is told before the engine loads its model."""
