@@ -8,11 +8,9 @@ import unittest
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import mutation
-import scale
 from gpu import first_run
 from helpers import ROOT
 
@@ -48,19 +46,6 @@ class TestPrograms(unittest.TestCase):
             parts = {"overhead", "time to first token", "after a restart"}
             self.assertLessEqual(parts, json.loads(out.read_text()).keys())
 
-    @pytest.mark.thorough
-    def test_scaling_benchmark(self) -> None:
-        """A load by 1 to 8 threads over slow reads is right; its speed is for people to judge."""
-        with tempfile.TemporaryDirectory() as name:
-            out = Path(name) / "result.json"
-            sizes = ("--mib", "8", "--rounds", "1", "--mb-per-s", "100")
-            done = run("benchmarks/scaling.py", *sizes, "--dir", name, "--json", str(out))
-
-            self.assertEqual(0, done.returncode, done.stderr)
-            rows = json.loads(out.read_text())
-        self.assertEqual([1, 2, 4, 8], [row["threads"] for row in rows])
-        self.assertTrue(all(row["of streams"] > 0 for row in rows), rows)
-
     def test_errors_by_name(self) -> None:
         """Each error that `dev.py mutate` makes by name still has its place in the source."""
         for named in mutation.NAMED:
@@ -81,118 +66,6 @@ class TestPrograms(unittest.TestCase):
             self.assertEqual([64, 128, 256], found["sizes"])
             self.assertEqual({"64", "128", "256"}, {*found["costs"]["du"]})
             self.assertFalse(Path(name, "kv").exists())
-
-    def test_memory_is_the_commands_own(self) -> None:
-        """What the measuring process occupies does not count."""
-        kept = np.ones(64 << 20, dtype=np.uint8)
-        cost = scale.cost_of([sys.executable, "-I", "-S", "-c", "pass"], lambda: 0)
-        self.assertLess(cost.peak_mb, kept.nbytes >> 20)
-        with self.assertRaises(SystemExit):
-            scale.cost_of([sys.executable, "-c", "raise SystemExit(3)"], lambda: 0)
-
-    def test_lines_are_fitted(self) -> None:
-        """A line that is measured predicts what comes; neither part of it is negative."""
-        line = [(n, 3.0 + 0.5 * n) for n in (10, 30, 100)]
-        np.testing.assert_allclose((3.0, 0.5), scale.fitted(line), rtol=1e-6)
-        np.testing.assert_allclose(
-            (0.0, 2.0), scale.fitted([(n, 2.0 * n) for n in (1, 2, 4)]), atol=1e-9
-        )
-        base, slope = scale.fitted([(1, 5.0), (2, 4.0), (4, 1.0)])
-        self.assertTrue(base >= 0 and slope >= 0)
-        costs = {
-            n: {"cpu_s": 1 + n / 100, "peak_mb": 50, "requests": n * n} for n in (100, 200, 400)
-        }
-        by_size = {"x": {str(n): one for n, one in costs.items()}}
-        report = {"kind": "ext4", "sizes": [*costs], "costs": by_size}
-        rows = {one["measure"]: one for one in scale.predictions(report)}
-        self.assertAlmostEqual(1.0, rows["cpu_s"]["of_measured"], places=6)
-        self.assertAlmostEqual(1e7, rows["cpu_s"]["goals"][2], delta=10)
-        self.assertLess(rows["requests"]["of_measured"], 0.75)  # control: it is no line
-        self.assertIn("2 of 3", scale.summary(report | {"date": "today"}))
-        other = report | {"kind": "nfs4", "sizes": [100, 400]}  # without processor times
-        heads, _, kind, cells, guest, few = scale.table(report, other).splitlines()
-        self.assertTrue(heads.startswith("| | 100 | 400 | predicted / measured | 10^7 |"))
-        self.assertTrue(kind.startswith("| **ext4**: s, MB, requests | | |"))
-        self.assertIn("| x | 2; 50; 10,000 | 5; 50; 160,000 | 1.00; 1.00; 0.30 | ", cells)
-        self.assertIn("| 100,001; 50; - |", cells)
-        self.assertTrue(guest.startswith("| **nfs4**: MB, requests |"))
-        self.assertIn("| x | 50; 10,000 | 50; 160,000 |", few)
-
-    def test_samples_are_flat(self) -> None:
-        """What looks at 131,072 names costs no more from there on; control: a bucket is listed."""
-        sizes = (10_000, 30_000, 100_000, 1 << 20)
-        by_size = {str(n): {"cpu_s": 1 + min(n, 1 << 17) / 1e5, "peak_mb": 0, "requests": 0}
-                   for n in sizes}  # fmt: skip
-        report = {"sizes": [*sizes], "costs": {"du --quick": by_size}}
-        (flat,) = scale.predictions(report | {"kind": "ext4"})
-        (listed,) = scale.predictions(report | {"kind": "bucket, moto"})
-        self.assertAlmostEqual(1.0, flat["of_measured"], places=6)
-        self.assertAlmostEqual(flat["measured"][-1], flat["goals"][0], places=6)
-        self.assertGreater(listed["of_measured"], 2)
-
-    def test_memory_of_a_bucket(self) -> None:
-        """It grows by the pages that are held at a time; control: in a directory by chunks."""
-        parts = {10_000: 1, 100_000: 6, 1_000_000: 6}
-        by_size = {
-            str(n): {"cpu_s": 0, "peak_mb": 60 + 2 * held, "requests": 0}
-            for n, held in parts.items()
-        }
-        report = {"sizes": [*parts], "costs": {"du": by_size}}
-        (held,) = scale.predictions(report | {"kind": "bucket, seaweedfs"})
-        (grown,) = scale.predictions(report | {"kind": "ext4"})
-        self.assertAlmostEqual(1.0, held["of_measured"], places=6)
-        self.assertAlmostEqual(72, held["goals"][2], places=6)
-        self.assertGreater(grown["of_measured"], 2)
-
-    def test_what_is_held_of_each_chunk(self) -> None:
-        """It is known beside the pages; control: `du` holds nothing of a chunk."""
-        parts = {10_000: 1, 100_000: 6, 1_000_000: 6}
-        by_size = {
-            str(n): {"cpu_s": 0, "peak_mb": 60 + 2 * held + 16e-6 * n, "requests": 0}
-            for n, held in parts.items()
-        }
-        report = {"kind": "bucket, seaweedfs", "sizes": [*parts]}
-        (held,) = scale.predictions(report | {"costs": {"top --once": by_size}})
-        (pages,) = scale.predictions(report | {"costs": {"du": by_size}})
-        self.assertAlmostEqual(1.0, held["of_measured"], places=6)
-        self.assertAlmostEqual(72 + 16_000, held["goals"][2], places=6)
-        self.assertLess(pages["of_measured"], 0.9)
-
-    def test_noise_is_no_slope(self) -> None:
-        """Processor time that hardly differs is constant; control: with a bit more it grows."""
-        for second, grows in ((1.2, False), (1.3, True)):
-            costs = {10_000: 1.0, 100_000: second, 1_000_000: 1.1}
-            by_size = {
-                str(n): {"cpu_s": cost, "peak_mb": 0, "requests": 0} for n, cost in costs.items()
-            }
-            report = {"kind": "ext4", "sizes": [*costs], "costs": {"x": by_size}}
-            (row,) = scale.predictions(report)
-            self.assertEqual(grows, row["of_measured"] > 2)
-
-    def test_a_mount_asks_again(self) -> None:
-        """RPCs of whole folders, of an engine's start, and of a second look that comes late."""
-        sizes = (10_000, 100_000, 1_000_000)
-        folders = {10_000: 256, 100_000: 256, 1_000_000: 34}
-        quick = {n: 3 * 256 + 5 * many + many * n / 256 / 400 for n, many in folders.items()}
-        asked = {
-            "du": {n: 100 + 3 * n for n in sizes},
-            "du --quick": quick,
-            scale.USE: {n: 600 + many for n, many in quick.items()},
-            "top --once": {n: 2000 + n / 300 + n * (n == 1_000_000) for n in sizes},
-        }
-        costs = {
-            name: {
-                str(n): {"cpu_s": 1, "peak_mb": 0, "requests": many, "wall_s": 2 + n / 6000}
-                for n, many in by_size.items()
-            }
-            for name, by_size in asked.items()
-        }
-        report = {"kind": "nfs4", "sizes": [*sizes], "costs": costs}
-        for row in scale.predictions(report):
-            self.assertAlmostEqual(1.0, row["of_measured"], 2, row["what"])
-        del costs["du"]  # control: as a line
-        rows = {row["what"]: row["of_measured"] for row in scale.predictions(report)}
-        self.assertGreater(rows["du --quick"], 1.25)
 
     @pytest.mark.thorough
     def test_directory_benchmark(self) -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from lab import simulation
-from lab.policies import HINTS, POLICIES, Ranked, clairvoyant, compare, waits_s
+from lab.policies import HINTS, POLICIES, clairvoyant, compare, waits_s
 from lab.simulation import Dense, Past, simulate
 from mixtures import mixture
 from vua.capacity import hit_density
@@ -54,16 +54,6 @@ class TestPolicies(unittest.TestCase):
                 self.assertEqual(first, simulate(requests, [make(60, Past())]))
                 self.assertEqual(sum(len(one.whole) for one in requests), first[0].blocks)
 
-    def test_room_for_all(self) -> None:
-        """With room for all each finds what an unbounded store does, but for the second touch."""
-        requests = asked("tools", 150)
-        done = compare(requests, list(POLICIES), [10**6])
-        hits = {one.policy: one.hit_ratio for one in done}
-        low = hits.pop("second touch")
-
-        self.assertEqual(1, len(set(hits.values())), hits)
-        self.assertLess(low, hits["LRU"])
-
     def test_known_counts(self) -> None:
         """LRU and Belady's find what can be counted by hand."""
         requests = [TraceRequest((one,)) for one in (1, 2, 3, 1, 2, 3)]
@@ -105,32 +95,6 @@ class TestPolicies(unittest.TestCase):
         self.assertEqual(simulate(requests, [POLICIES["LRU"](200, Past())]), dense)
 
 
-class Given:
-    """Times as they are told."""
-
-    times: Sequence[int] = ()
-
-    def ranks(self, blocks: Sequence[int], now_ns: int) -> Sequence[int]:
-        """The times told."""
-        return self.times
-
-
-class TestRanked(unittest.TestCase):
-    """Times in the order of prefixes."""
-
-    def test_what_follows_goes_first(self) -> None:
-        """Whatever times are wanted, a prompt goes from its end; a use never brings forward."""
-        order = Given()
-        policy, went = Ranked(9, order), []
-        for blocks, order.times in (((1, 2, 3), (10**9, 2 * 10**9, 10**9)), ((1,), (5,))):
-            policy.use(blocks, 0, 3 * 10**9)
-        for _ in range(3):
-            went.append(policy.victim())
-            policy.drop(went[-1])
-
-        self.assertEqual([3, 2, 1], went)
-
-
 class TestDense(unittest.TestCase):
     """The policy of directories."""
 
@@ -141,21 +105,6 @@ class TestDense(unittest.TestCase):
 
         self.assertGreater(dense.hit_ratio, 1.5 * lru.hit_ratio)
         self.assertLess(dense.written_per_hit, lru.written_per_hit / 2)
-
-    @pytest.mark.thorough
-    def test_a_loop(self) -> None:
-        """Of documents that are read in turn it keeps some, where LRU finds none."""
-        lru, dense, best = compare(asked("loop", 900), ["hit density"], [600])
-
-        self.assertEqual(0.0, lru.hit_ratio)
-        self.assertGreater(dense.hit_ratio, 0.4 * best.hit_ratio)
-
-    @pytest.mark.thorough
-    def test_where_lru_is_best(self) -> None:
-        """Where all come back within the time that LRU holds them it is not worse by much."""
-        lru, dense, _ = compare(asked("chat", 1600), ["hit density"], [6000])
-
-        self.assertGreater(dense.hit_ratio, 0.98 * lru.hit_ratio)
 
 
 if __name__ == "__main__":
