@@ -62,11 +62,12 @@ class Fork:
             driver().do({"end": self.pid, "timeout_s": timeout_s})
 
 
-def begin(arguments: Sequence[str], log: IO[bytes]) -> Popen[bytes]:
-    """Start a server as a user does."""
+def begin(arguments: Sequence[str], log: IO[bytes], path: Path | None = None) -> Popen[bytes]:
+    """Start a server as a user does; with ``path`` it is `vllm serve`, and a variable names it."""
+    vllm, at = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"], str(path)
     return Popen(
-        [*command(), *arguments],
-        env=environment(),
+        [*command(), *arguments] if path is None else [*vllm, *arguments],
+        env=environment() if path is None else environment() | {"VUA_PATH": at},
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
@@ -76,19 +77,23 @@ def begin(arguments: Sequence[str], log: IO[bytes]) -> Popen[bytes]:
 
 @contextmanager
 def starting(
-    root: Path, *extra: Sequence[str], forked: bool = False
+    root: Path, *extra: Sequence[str], forked: bool = False, plain: bool = False
 ) -> Iterator[Callable[[], list[str]]]:
     """Starting servers, each with further arguments, on one directory.
 
     Yields what waits until all of them are there and returns their addresses. ``forked``: not as a
-    user starts them, but sooner: see `Fork`.
+    user starts them, but sooner: see `Fork`. ``plain``: by `vllm serve` and `VUA_PATH` alone.
     """
     with ExitStack() as stack:
         started: list[tuple[Popen[bytes] | Fork, str, IO[bytes]]] = []
         for more in extra:
             port, log = free_port(), stack.enter_context(tempfile.NamedTemporaryFile())
             arguments = [*settings(root, port), *more]
-            process = Fork(arguments, log.name) if forked else begin(arguments, log)
+            if plain:
+                at = arguments.index("--vua-path")
+                process = begin([*arguments[:at], *arguments[at + 2 :]], log, root)
+            else:
+                process = Fork(arguments, log.name) if forked else begin(arguments, log)
             stack.callback(kill, process)
             started.append((process, f"http://127.0.0.1:{port}", log))
 

@@ -93,6 +93,16 @@ class ServeTest(ServerTest):
         self.assertEqual(queried, found[f"vua_prompt_tokens_total{{{labels}}}"])
         self.assertEqual(found[f"vllm:external_prefix_cache_queries_total{{{labels}}}"], queried)
 
+    @pytest.mark.thorough
+    def test_one_variable(self) -> None:
+        """`vllm serve` with VUA_PATH and no option of VUA's loads what another engine stored."""
+        with starting(self.root, [], plain=True) as ready:
+            (expected,) = self.fill(Batch([PROMPT]))
+            (address,) = ready()
+            answers = [complete(address), complete(address)]  # the first is compared
+            self.assertEqual([expected, expected], answers)
+            self.assertGreaterEqual(metric(address, HITS), 640)
+
     @soak
     def test_restarted_server(self) -> None:
         """A server loads what the one before it stored, and answers the same."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import unittest
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
@@ -84,12 +85,50 @@ class StartsTest(EngineTest):
                     self.assertIn(BESIDE_OFFLOADING, str(served.problem))
 
     @unittest.skipUnless(INSTALLED, "vua is not installed, only on the path: there is no plug-in")
-    def test_path_without_connector(self) -> None:
-        """VUA_PATH alone stores nothing, and one line says so; with a connector there is none."""
-        path = {"VUA_PATH": str(self.root)}
-        batch, words = Batch([PROMPT]), f"VUA: VUA_PATH is {self.root}"
-        (alone,) = run(Phase([batch], environment=path))
-        with_vua = self.serve(batch, environment=path)
-        self.assertEqual([None, with_vua.tokens], [alone.problem, alone.tokens])
-        self.assertEqual([1, 0], [one.log.count(words) for one in (alone, with_vua)])
-        self.assertIn(f"`vua args vllm {self.root}`", alone.log)
+    def test_path_alone(self) -> None:
+        """VUA_PATH alone stores, and loads after a restart; empty, or without plug-in, nothing."""
+        batch = Batch([PROMPT])
+        expected = self.baseline(batch)
+        for at, (more, loaded) in enumerate(
+            (({}, 0), ({}, 640), ({"VUA_PATH": ""}, 0), ({"VLLM_PLUGINS": "none"}, 0))
+        ):
+            with self.subTest(at):
+                variables = {"VUA_PATH": str(self.root), **more}
+                (served,) = run(Phase([batch], environment=variables))
+                self.assertEqual([None, expected], [served.problem, served.tokens])
+                self.assertEqual([loaded], served.cached)
+                self.assertEqual(not more, "namespace" in served.log)
+                self.assertEqual(10, len(stored(self.root)))
+
+    @unittest.skipUnless(INSTALLED, "vua is not installed, only on the path: there is no plug-in")
+    def test_path_that_cannot_be_used(self) -> None:
+        """It costs one line, not the start."""
+        self.root.write_text("a file")
+        batch = Batch([PROMPT])
+        (served,) = run(Phase([batch], environment={"VUA_PATH": str(self.root)}))
+        self.assertEqual([None, self.baseline(batch)], [served.problem, served.tokens])
+        self.assertEqual(1, served.log.count("this engine is served without VUA: "), served.log)
+        self.assertIn("found a file", served.log)
+
+    @unittest.skipUnless(INSTALLED, "vua is not installed, only on the path: there is no plug-in")
+    def test_path_beside_a_connector(self) -> None:
+        """The user's own stays alone, and one line says so; or both store."""
+        batch, other = Batch([PROMPT]), self.root.parent / "other"
+        expected = self.baseline(batch)
+        own = self.child() | {
+            "kv_connector": "ExampleConnector",
+            "kv_connector_module_path": None,
+            "kv_load_failure_policy": None,
+            "kv_connector_extra_config": {"shared_storage_path": str(other)},
+        }
+        for more, lines, chunks in (({}, 1, 0), ({"VUA_DOOR": "beside"}, 0, 10)):
+            with self.subTest(more):
+                variables = {"VUA_PATH": str(self.root), **more}
+                served = self.serve(batch, transfer=own, environment=variables)
+                self.assertEqual(expected, served.tokens)
+                words = "--kv-transfer-config names ExampleConnector: VUA_DOOR=beside joins both"
+                self.assertEqual([lines, chunks], [served.log.count(words), len(stored(self.root))])
+        self.assertTrue([*other.iterdir()])
+        shutil.rmtree(other)
+        served = self.serve(batch, transfer=own, environment=variables)
+        self.assertEqual([expected, [640]], [served.tokens, served.cached])

@@ -84,7 +84,8 @@ class ManifestTest(unittest.TestCase):
             for one in objects(path):
                 if one["kind"] == "Deployment":
                     (container,) = one["spec"]["template"]["spec"]["containers"]
-                    started.append(container["command"][1:])
+                    arguments = container.get("command") or ["vllm", "serve", *container["args"]]
+                    started.append(arguments[1:])
         for path in COMPOSE:
             services = objects(path)[0]["services"]
             found = [one["command"] for name, one in services.items() if name.startswith("vllm")]
@@ -94,7 +95,7 @@ class ManifestTest(unittest.TestCase):
             if "--kv-transfer-config" not in arguments:  # the environment names the directory
                 arguments += ["--vua-path", "/kv/vua"]
             config = json.loads(with_connector(arguments)[-1])
-            self.assertEqual("VUAStorageConnector_V1", config["kv_connector"])
+            self.assertEqual("VUA", config["kv_connector"])
             names = named(config["kv_connector_extra_config"]) - {"shared_storage_path"}
             self.assertLessEqual(names, defaults().keys())
 

@@ -288,7 +288,7 @@ _KIND_NAMES: Final = {
 
 
 VLLM_TRANSFER: Final = {
-    "kv_connector": "VUAStorageConnector_V1",
+    "kv_connector": "VUA",
     "kv_connector_module_path": "vua.vllm.kv_connector_v1",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",

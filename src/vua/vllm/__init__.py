@@ -3,14 +3,17 @@
 Light on purpose: vLLM imports this package in each of its processes, even those without a KV cache.
 """
 
-import os
 from collections.abc import Mapping
-from functools import cache
+from functools import wraps
+from importlib import import_module
 from typing import Any
 
 __all__ = ["register"]
 
+VUA = "VUA"
+"""What a `--kv-transfer-config` names where VUA chooses by itself, see `vua.vllm.support`."""
 CONNECTOR = "VUAStorageConnector_V1"
+TIER = "VUAOffloadingConnector"
 BESIDE_OFFLOADING = (
     "--kv-offloading-size puts vLLM's own connector in the place of VUA's, so nothing would be "
     "stored: leave out --kv-offloading-size, or VUA"
@@ -18,10 +21,11 @@ BESIDE_OFFLOADING = (
 
 
 def register() -> None:
-    """Make ``{"kv_connector": "VUAStorageConnector_V1"}`` work without a module path.
+    """Make `VUA_PATH` alone, and ``{"kv_connector": "VUA"}``, start an engine with VUA.
 
     Called by vLLM through the ``vllm.general_plugins`` entry point, possibly several times in one
-    process. From then on vLLM's configurations are checked before an engine is made of them.
+    process. From then on vLLM's configurations are completed and checked before an engine is made
+    of them.
     """
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -29,42 +33,36 @@ def register() -> None:
     if CONNECTOR in KVConnectorFactory._registry:
         return
     KVConnectorFactory.register_connector(CONNECTOR, "vua.vllm.kv_connector_v1", CONNECTOR)
-    name = "_post_init_kv_transfer_config"  # it exchanges connectors; there is no public way
-    resolve = getattr(VllmConfig, name, None)
-    if resolve is not None:
+    complete = VllmConfig.__post_init__  # there is no public way
 
-        def checked(config: Any) -> None:
-            _check(config)
-            resolve(config)
+    @wraps(complete)
+    def with_vua(config: Any, *given: Any) -> None:
+        _arrange(config)
+        complete(config, *given)
 
-        setattr(VllmConfig, name, checked)
+    VllmConfig.__post_init__ = with_vua
+
+
+def _arrange(config: Any) -> None:
+    """Refuse an engine that would replace a VUA that it names; complete the others."""
+    transfer = config.kv_transfer_config
+    offloads = getattr(config.cache_config, "kv_offloading_size", None) is not None
+    if transfer is not None and offloads and vua_in(vars(transfer)):
+        from vua.errors import ConfigError
+
+        raise ConfigError(BESIDE_OFFLOADING)
+    if config.model_config is None:
+        return
+    try:
+        import_module("vua.vllm.support").arrange(config)
+    except Exception as problem:  # noqa: BLE001 - whatever breaks, the engine starts
+        from vua.connector.log import logger
+
+        logger().warning("VUA: this engine is served without VUA: %r", problem)
 
 
 def vua_in(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return what concerns VUA in a ``--kv-transfer-config``: all of it, or a MultiConnector's."""
     extra = transfer.get("kv_connector_extra_config") or {}
     below = extra.get("connectors", ()) if transfer["kv_connector"] == "MultiConnector" else ()
-    return [one for one in (transfer, *below) if one.get("kv_connector") == CONNECTOR]
-
-
-def _check(config: Any) -> None:
-    """Refuse an engine that would replace VUA; warn of a ``VUA_PATH`` that no connector uses."""
-    transfer, path = config.kv_transfer_config, os.environ.get("VUA_PATH")
-    named = transfer and vua_in(vars(transfer))
-    if named and getattr(config.cache_config, "kv_offloading_size", None) is not None:
-        from vua.errors import ConfigError
-
-        raise ConfigError(BESIDE_OFFLOADING)
-    if path and not named and config.model_config is not None:
-        _warn_of(path)
-
-
-@cache
-def _warn_of(path: str) -> None:
-    from vua.connector.log import logger
-
-    logger().warning(
-        "VUA: VUA_PATH is %s, but this engine's --kv-transfer-config does not name VUA: nothing is "
-        "stored. Start it with `vua-vllm serve`, or give it what `vua args vllm %s` prints",
-        *(path, path),
-    )
+    return [one for one in (transfer, *below) if one.get("kv_connector") in (VUA, CONNECTOR, TIER)]

@@ -577,3 +577,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         with self._guarded():
             return lost if self.worker is None else self.worker.take_failed_blocks() | lost
         return lost
+
+
+VUA: Final = VUAStorageConnector_V1
+"""Where vLLM has no plug-in of VUA's, which chooses, this is it."""

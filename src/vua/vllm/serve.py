@@ -27,7 +27,7 @@ from vua.errors import ConfigError, NotWritableError, StorageError
 from vua.io.files import atomic_write, make_folders
 from vua.security.keyring import check_keys
 from vua.store.place import prepare
-from vua.vllm import BESIDE_OFFLOADING, CONNECTOR, vua_in
+from vua.vllm import BESIDE_OFFLOADING, CONNECTOR, TIER, VUA, vua_in
 
 _OPTION: Final = "--kv-transfer-config"
 _PATH_OPTION: Final = "--vua-path"
@@ -84,15 +84,15 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
     rest, text = _pop_option(rest, _OPTION)
     if set(_HELP) & set(rest):
         return rest
-    given = {"kv_connector": CONNECTOR} | _parsed(text)
-    connector = given["kv_connector"]
-    _check_options(rest, given)
-    if connector != CONNECTOR:  # e.g. a MultiConnector: the user knows
+    given = _parsed(text)
+    config: dict[str, Any] = {**VLLM_TRANSFER, **given}
+    connector = config["kv_connector"]
+    _check_options(rest, config)
+    if connector not in (VUA, CONNECTOR):  # e.g. a MultiConnector: the user knows
         if path is not None:
             msg = f"{_PATH_OPTION} has no effect on the connector {connector!r}"
             raise ConfigError(msg)
         return [*rest, _OPTION, json.dumps(given)]
-    config: dict[str, Any] = {**VLLM_TRANSFER, **given}
     extra = dict(given.get("kv_connector_extra_config") or {})
     stated = extra.get("shared_storage_path", path)
     if path is not None and stated != path:
@@ -193,6 +193,8 @@ def _prepare(arguments: Sequence[str]) -> None:
         text = f"{_OPTION} names the connector {given['kv_connector']!r}: VUA stores nothing"
         sys.stderr.write(f"vua-vllm: {text}\n")
     for one in ours:
+        if one["kv_connector"] == TIER:  # it has settings of its own
+            continue
         config = ConnectorConfig.from_extra_config(one.get("kv_connector_extra_config") or {})
         check_keys(config.security)
         reads_only = one.get("kv_role") == "kv_consumer"

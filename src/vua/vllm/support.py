@@ -8,20 +8,27 @@ as they are.
 
 from __future__ import annotations
 
+import os
+from copy import copy
 from typing import Any, Final
 
 import vllm
 from packaging.version import InvalidVersion, Version
+from vllm.config import KVTransferConfig
 from vllm.distributed import kv_events
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from vua import native
-from vua.connector.config import ConnectorConfig
-from vua.connector.log import logger
+from vua.connector.config import VLLM_TRANSFER, ConnectorConfig
+from vua.connector.log import WarnOnce, logger
 from vua.connector.refusals import refused
-from vua.errors import ConfigError
+from vua.errors import ConfigError, VUAError
+from vua.security.keyring import check_keys
+from vua.store.place import prepare
+from vua.vllm import BESIDE_OFFLOADING, CONNECTOR, VUA, vua_in
 
 log = logger()
 
@@ -59,6 +66,77 @@ def check_version(*, allow_untested: bool) -> None:
         if release > NEWEST:
             text += '; "allow": ["untested_vllm"] in kv_connector_extra_config tries this one'
         raise ConfigError(text)
+
+
+_BESIDE: Final = "beside"
+"""The value of ``VUA_DOOR`` with which VUA joins a connector of the user's own."""
+_warn_once: Final = WarnOnce(log)
+
+
+def arrange(vllm_config: Any) -> None:
+    """Give an engine VUA's connector where ``VUA_PATH`` or its ``kv_transfer_config`` asks for it.
+
+    Called before vLLM looks at a configuration. No error ends an engine's start: one line says why
+    it is served without VUA.
+    """
+    given, path = vllm_config.kv_transfer_config, os.environ.get("VUA_PATH")
+    name = None if given is None else given.kv_connector
+    alone = name in (None, VUA)
+    if not (name == VUA or (path and (alone or not vua_in(vars(given))))):
+        return
+    try:
+        vllm_config.kv_transfer_config = _arranged(vllm_config, given, alone=alone)
+        KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
+        vllm_config._verify_kv_transfer_compat()  # noqa: SLF001 - refuses all connectors
+    except Exception as problem:  # noqa: BLE001 - whatever breaks, the engine starts
+        vllm_config.kv_transfer_config = None if alone else given
+        known = isinstance(problem, VUAError | OSError | ValueError)
+        text = " ".join((str(problem) if known else repr(problem)).split())
+        _warn_once(text, f"this engine is served without VUA: {text}")
+
+
+def _arranged(vllm_config: Any, given: Any, *, alone: bool) -> Any:
+    """Return an engine's ``kv_transfer_config`` with VUA; raise what speaks against it.
+
+    ``alone``: there is no connector beside VUA.
+    """
+    if not alone and os.environ.get("VUA_DOOR") != _BESIDE:
+        text = "VUA_PATH is set, but --kv-transfer-config names {}: VUA_DOOR={} joins both"
+        raise ConfigError(text.format(given.kv_connector, _BESIDE))
+    if getattr(vllm_config.cache_config, "kv_offloading_size", None) is not None:
+        raise ConfigError(BESIDE_OFFLOADING)
+    ours = _transfer(given if alone else None)
+    config = ConnectorConfig.from_extra_config(ours.kv_connector_extra_config)
+    ours.kv_connector_extra_config["shared_storage_path"] = config.shared_storage_path
+    check_version(allow_untested="untested_vllm" in config.allow)
+    check_starts(vllm_config)
+    check_keys(config.security)
+    prepare(config.shared_storage_path, config.security, writes=ours.is_kv_producer)
+    return ours if alone else _joined(given, ours)
+
+
+def _transfer(given: Any) -> Any:
+    """Return the ``kv_transfer_config`` of VUA's connector with a user's settings."""
+    ours = KVTransferConfig(**VLLM_TRANSFER) if given is None else copy(given)
+    if ours.kv_connector is None:
+        ours.kv_load_failure_policy = VLLM_TRANSFER["kv_load_failure_policy"]
+    ours.kv_connector, ours.kv_role = CONNECTOR, ours.kv_role or "kv_both"
+    ours.kv_connector_module_path = VLLM_TRANSFER["kv_connector_module_path"]
+    ours.kv_connector_extra_config = {**ours.kv_connector_extra_config}
+    return ours
+
+
+def _joined(given: Any, ours: Any) -> Any:
+    """Return a MultiConnector of the user's connectors and, after them, VUA's."""
+    names = ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config")
+    multi, own = copy(given), [{name: getattr(given, name) for name in names}]
+    if given.kv_connector == "MultiConnector":
+        own = given.kv_connector_extra_config.get("connectors", [])
+    multi.kv_connector, multi.kv_connector_module_path = "MultiConnector", None
+    multi.kv_load_failure_policy = "recompute"
+    child = {name: getattr(ours, name) for name in (*names, "kv_load_failure_policy")}
+    multi.kv_connector_extra_config = {"connectors": [*own, child]}
+    return multi
 
 
 def announce(transfer: Any) -> None:

@@ -27,7 +27,7 @@ class TestWithConnector(unittest.TestCase):
 
         self.assertEqual(["serve", "m", "--port", "1"], arguments[:4])
         config = config_of(["serve", "m", "--vua-path", "/kv"])
-        self.assertEqual("VUAStorageConnector_V1", config["kv_connector"])
+        self.assertEqual("VUA", config["kv_connector"])
         self.assertEqual("kv_both", config["kv_role"])
         self.assertEqual("recompute", config["kv_load_failure_policy"])
         self.assertEqual({"shared_storage_path": "/kv"}, config["kv_connector_extra_config"])
@@ -58,7 +58,7 @@ class TestWithConnector(unittest.TestCase):
             config = config_of(["serve", "m", option, json.dumps(given)])
 
             self.assertEqual(given, {key: config[key] for key in given})
-            self.assertEqual("VUAStorageConnector_V1", config["kv_connector"])
+            self.assertEqual("VUA", config["kv_connector"])
 
     def test_directory_from_environment(self) -> None:
         """VUA_PATH names the directory where nothing else does."""
