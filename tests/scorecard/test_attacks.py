@@ -191,7 +191,3 @@ class TestAudit(DirectoryTest):
         self.assertLessEqual({"compile", "exec", "import", "os.system", "open"}, seen)
         self.assertTrue(any(event.startswith("socket.") for event in seen))
         self.assertIn("pickle.", audited.FORBIDDEN)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-import unittest
 from pathlib import Path
 from unittest import mock
 
@@ -213,7 +212,3 @@ class TestCampaigns(DirectoryTest):
         path.unlink()
         self.assertIn("[Errno 5]", syscalls.run_tampered(write, "write:error=EIO:when=2").text)
         self.assertEqual(b"a", path.read_bytes())
-
-
-if __name__ == "__main__":
-    unittest.main()

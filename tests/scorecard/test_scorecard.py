@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import unittest
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -231,7 +230,3 @@ class TestRunner(DirectoryTest):
         self.assertLess(same_distribution(one, other + 0.3), 0.001)
         # As scipy.stats.ks_2samp(range(20), range(5, 25), method="asymp") within a tenth.
         self.assertAlmostEqual(0.5, same_distribution(range(20), range(5, 25)), delta=0.1)
-
-
-if __name__ == "__main__":
-    unittest.main()

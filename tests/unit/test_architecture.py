@@ -51,7 +51,3 @@ class ArchitectureTest(unittest.TestCase):
         self.assertEqual({*floor_of}, {room for row in rows for room in row})
         for above, below in pairwise(floors):
             self.assertGreater(min(above), max(below), rows)
-
-
-if __name__ == "__main__":
-    unittest.main()

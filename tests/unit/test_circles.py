@@ -112,7 +112,3 @@ class TestCircles(unittest.TestCase):
             ["b", "c", "d", "b"], circle({"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": {"b"}})
         )
         self.assertEqual([], circle({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}}))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -175,7 +175,3 @@ class DeployTest(unittest.TestCase):
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
         self.assertEqual(0, done.returncode, done.stdout + done.stderr)
-
-
-if __name__ == "__main__":
-    unittest.main()

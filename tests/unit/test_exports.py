@@ -131,7 +131,3 @@ class TestExports(unittest.TestCase):
         )
 
         self.assertEqual("[] 1", done.stdout.strip())
-
-
-if __name__ == "__main__":
-    unittest.main()

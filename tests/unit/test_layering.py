@@ -205,7 +205,3 @@ class TestProperties(unittest.TestCase):
 
         self.assertEqual([], others)
         self.assertIsNone(settings().deadline)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -98,7 +98,3 @@ class ManifestTest(unittest.TestCase):
             self.assertEqual("VUA", config["kv_connector"])
             names = named(config["kv_connector_extra_config"]) - {"shared_storage_path"}
             self.assertLessEqual(names, defaults().keys())
-
-
-if __name__ == "__main__":
-    unittest.main()

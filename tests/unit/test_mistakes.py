@@ -245,7 +245,3 @@ class MistakesTest(CliTest):
         )
         self.assertEqual(2, done.returncode, done.stderr)
         self.shows(done.stderr, "obstore", "pip install obstore")
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -40,7 +40,3 @@ class BackendTest(unittest.TestCase):
                 self.assertTrue(np.array_equal(turn.swapaxes(2, 3), found[:, :, 0, :, :tokens]))
                 self.tier.delete("turn")
                 self.assertEqual([], [*self.place.rglob("*.safetensors")])
-
-
-if __name__ == "__main__":
-    unittest.main()

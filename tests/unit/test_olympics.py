@@ -78,7 +78,3 @@ class TestPage(unittest.TestCase):
                         self.assertRegex(
                             source(facts, fact[1]), r"^(https://\S+|[\w./-]*(#[\w-]+)?)$"
                         )
-
-
-if __name__ == "__main__":
-    unittest.main()

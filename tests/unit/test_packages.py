@@ -84,7 +84,3 @@ class PackagesTest(unittest.TestCase):
         for needed in ("index.html", "ui.css", "ui.js"):
             self.assertIn(f"vua/cli/ui/page/{needed}", beside)
         self.assertLessEqual(beside, packed)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -112,7 +112,3 @@ class TestPrivate(unittest.TestCase):
         for line in ("self._lock = 1", "os._exit(0)", "made.lock", "patch('vua.made._WAIT_S', 1)"):
             with self.subTest(line):
                 self.assertEqual([], faults(line, {"_lock"}))
-
-
-if __name__ == "__main__":
-    unittest.main()

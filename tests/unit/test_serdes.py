@@ -391,7 +391,3 @@ class TestRefusals(unittest.TestCase):
         """A number is not taken for a length of bytes."""
         with self.assertRaises(TypeError):
             bytes_to_tensor(2**40)  # type: ignore[arg-type]
-
-
-if __name__ == "__main__":
-    unittest.main()

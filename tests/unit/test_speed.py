@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import unittest
 
 import pytest
 
@@ -42,7 +41,3 @@ class TestPath(DirectoryTest):
         self.assertEqual(64, report["worth_loading"]["worth_from_tokens"])
         self.assertEqual([], list(Bucket.at(url).walk()))
         self.assertIn("worth loading from 64 tokens on", out.getvalue())
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-import unittest
 from pathlib import Path
 
 import pytest
@@ -83,7 +82,3 @@ class TestSuite(DirectoryTest):
         self.assertIn("| C12 |", first)
         self.assertIn(first, again)
         self.assertEqual(["C12.svg"], [path.name for path in drawn.iterdir()])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import unittest
 from pathlib import Path
 
 import pytest
@@ -95,7 +94,3 @@ class TestVUA(DirectoryTest):
         tensor = torch.randn(3, 4)
 
         self.assertTrue(torch.equal(tensor, bytes_to_tensor(tensor_to_bytes(tensor))))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -10,7 +10,6 @@ import random
 import shutil
 import subprocess
 import time
-import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -456,7 +455,3 @@ class TestCapacity(DirectoryTest):
                 cache.request([number])
         self.assertEqual(1, len(logs.records))
         self.assertLessEqual(self.occupied(), 5 * NBYTES)
-
-
-if __name__ == "__main__":
-    unittest.main()

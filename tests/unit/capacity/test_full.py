@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 import subprocess
-import unittest
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -206,7 +205,3 @@ class FullTest(DirectoryTest):
         for path in (self.root, snapshot):
             with VUA(VUAConfig(split_factor=16), path) as vua:
                 self.assertEqual(64, vua.get_closest(of(0)).num_tokens)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import textwrap
 import time
-import unittest
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -479,7 +478,3 @@ class TestTogether(DirectoryTest):
         orphans = sum(int((one.parent == len(one)).sum()) for one in chains)
         self.assertEqual(0, orphans)
         self.assertEqual(0, run("verify", self.root)[0])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -280,7 +280,3 @@ class TestHints(unittest.TestCase):
         self.assertEqual(4, self.retained(1203.0, self.one))
         self.assertEqual(4, self.retained(1230.0))
         self.assertEqual(0, self.retained(1300.0))
-
-
-if __name__ == "__main__":
-    unittest.main()

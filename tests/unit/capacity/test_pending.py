@@ -86,7 +86,3 @@ class TestMtimes(DirectoryTest):
         mtimes = [mtime_ns_of(cache.store.storage.fileno(), name) or 0 for name in names]
         steps = [mtime_ns // MTIME_STEP_NS for mtime_ns in mtimes]
         self.assertEqual([steps[0] - n for n in range(6)], steps)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-import unittest
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -354,7 +353,3 @@ class TestReclaim(DirectoryTest):
         subprocess.run(command, check=True, timeout=SOON_S)
         self.assertFalse((self.root / ".upkeep" / "search").exists())
         self.assertEqual([], list(self.root.glob("*/trash-*")))
-
-
-if __name__ == "__main__":
-    unittest.main()

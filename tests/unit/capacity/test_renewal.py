@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import unittest
 from collections import Counter
 from pathlib import Path
 from unittest import mock
@@ -157,7 +156,3 @@ class SeaweedFSRenewalTest(RenewalTest):
         """Return the URL of an empty place of its bucket."""
         self.enterContext(speaking_to(seaweedfs().endpoint))
         return seaweedfs().place()
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -66,7 +66,3 @@ class TestReplay(DirectoryTest):
         for capacity in (1953, 5859, 19531):
             with self.subTest(capacity=capacity):
                 self.assertGreaterEqual(self.compare(trace, capacity), 0.98)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import unittest
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -217,7 +216,3 @@ class TestLost(KeysTest):
         before = self.entries()
         self.assertEqual(0, self.deleted())
         self.assertEqual(before, self.entries())
-
-
-if __name__ == "__main__":
-    unittest.main()

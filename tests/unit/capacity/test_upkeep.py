@@ -590,7 +590,3 @@ class TestHostileDescription(UpkeepTest):
             self.assertLess(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, 200_000)
             self.assertLess(time.monotonic() - began_s, SOON_S)
             self.assertIn("a hit: all 16 whole chunks", out)  # by the headers of the entries
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -7,7 +7,6 @@ import os
 import struct
 import time
 import tracemalloc
-import unittest
 from itertools import islice
 from pathlib import Path
 from unittest import mock
@@ -271,7 +270,3 @@ class TestBudget(DirectoryTest):
         with mock.patch("os.pread", grows):
             self.assertEqual(16, self.read(log)[0])
         self.assertEqual(32, self.read(log)[0])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -141,7 +141,3 @@ class ManyTest(unittest.TestCase):
         held_nbytes = tracemalloc.get_traced_memory()[0] - before  # of any thread
         self.assertLess(held_nbytes, 1_000_000)  # objects would take ten times that
         self.assertEqual(20_000, len(table))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -6,7 +6,6 @@ import contextlib
 import json
 import sqlite3
 import time
-import unittest
 from unittest import mock
 
 from commands import CliTest, run, run_json
@@ -185,7 +184,3 @@ class StoredTest(CliTest):
             space.pin(self.chunks()[0])
         with self.assertRaisesRegex(ConfigError, "keeps no limits"):
             catalog.keep({"ttl_s": 1.0})
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-import unittest
 from pathlib import Path
 from unittest import mock
 
@@ -271,7 +270,3 @@ class OddFilesTest(DirectoryTest):
         for words in (["ls"], ["du"], ["verify"], ["gc", "--max-bytes", "1G"]):
             self.assertEqual(0, run(words[0], url, *words[1:])[0], words)
         self.assertEqual(5, run_json("du", url)[1]["strays"])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import unittest
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -541,7 +540,3 @@ class TestCommand(CliTest):
     def test_doctests(self) -> None:
         """The examples in the docstrings are true."""
         self.assertEqual(0, doctest.testmod(text).failed)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -139,7 +139,3 @@ class ArgsTest(unittest.TestCase):
         given = values(self.words("vllm", "kv"), "--kv-transfer-config")
         path = given["kv_connector_extra_config"]["shared_storage_path"]
         self.assertEqual(str(Path("kv").absolute()), path)
-
-
-if __name__ == "__main__":
-    unittest.main()

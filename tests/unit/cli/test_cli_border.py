@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import unittest
 from unittest import mock
 
 import pytest
@@ -173,7 +172,3 @@ class TestDirectory(CliTest):
             code, _, err = run("ls")
             self.assertEqual(2, code)
             self.assertIn("required: DIR", err)
-
-
-if __name__ == "__main__":
-    unittest.main()

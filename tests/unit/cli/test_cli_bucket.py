@@ -383,7 +383,3 @@ class SeaweedFSCliTest(BucketCliTest):
         total = run_json("du", self.url)[1]["nbytes"]
         self.assertEqual(0, run("gc", self.url, "--max-bytes", f"{total // 2}B")[0])
         self.assertLessEqual(run_json("du", self.url)[1]["nbytes"], total // 2)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -491,7 +491,3 @@ class TestProbes(DirectoryTest):
         with mock.patch.object(probes, "_VISIBLE_S", 0.1):
             unseen = self.broken("visible", "subprocess.run", lambda *_, **__: None)
         self.assertEqual(("ok", "bad"), unseen)
-
-
-if __name__ == "__main__":
-    unittest.main()

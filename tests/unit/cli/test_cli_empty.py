@@ -152,7 +152,3 @@ class EmptyTest(DirectoryTest):
                 empty(place, whole=False)
                 seen = page.looked(gone=chunks)
                 self.assertEqual("", seen["problem"] or "")
-
-
-if __name__ == "__main__":
-    unittest.main()

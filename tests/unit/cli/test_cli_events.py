@@ -462,7 +462,3 @@ class TestSocket(SocketTest):
             code, _, err = run("events", self.root, "--zmq", self.out)
         self.assertEqual(2, code)
         self.assertIn("pip install pyzmq msgspec", err)
-
-
-if __name__ == "__main__":
-    unittest.main()

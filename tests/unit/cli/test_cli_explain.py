@@ -436,7 +436,3 @@ class TestQuestion(ExplainTest):
         self.assertEqual("[]", lines[-1])
         self.assertIn("verdict: a hit: all 3 whole chunks", lines[0])
         self.assertIn("llama", lines[1])
-
-
-if __name__ == "__main__":
-    unittest.main()

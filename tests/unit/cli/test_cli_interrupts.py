@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import unittest
 from pathlib import Path
 from unittest import mock
 
@@ -228,7 +227,3 @@ def group(number: int) -> list[int]:
         if int(of_group) == number and state != "Z":
             found.append(int(stat.parent.name))
     return found
-
-
-if __name__ == "__main__":
-    unittest.main()

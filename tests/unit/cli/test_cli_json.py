@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import unittest
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -205,7 +204,3 @@ class ExitStatusTest(CliTest):
             running.send_signal(signal.SIGINT)
             running.stdout.read()
             return running.wait(120)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import shutil
 import sys
-import unittest
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -325,7 +324,3 @@ class TestPackage(KeysTest):
             self.assertEqual(0, run("verify", self.cache)[0])
             code, (one,) = run_json("inspect", self.file(keys))
             self.assertEqual((0, "sound", AUTHENTIC), (code, one["outcome"], one["seal"]))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -343,7 +343,3 @@ class TestWords(CliTest):
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         self.assertTrue(done.stdout.endswith("\n\n"), done.stdout)
-
-
-if __name__ == "__main__":
-    unittest.main()

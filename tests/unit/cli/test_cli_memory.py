@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import tracemalloc
-import unittest
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -132,7 +131,3 @@ class MemoryTest(DirectoryTest):
     def test_all(self) -> None:
         """Every tool that looks at all chunks."""
         self.check(2048, 4096)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -145,7 +145,3 @@ class PromptTest(DirectoryTest):
                     self.assertEqual((2, "", 1), (code, out, len(err.splitlines())))
                     self.assertIn(expected, err)
         self.assertEqual((2, 0), self.found("{w1"))  # a text, if a strange one
-
-
-if __name__ == "__main__":
-    unittest.main()

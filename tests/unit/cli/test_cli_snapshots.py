@@ -294,7 +294,3 @@ class TextTest(DirectoryTest):
         names = {str(self.root): "ROOT", url: "URL"}
         texts = [told(words, names) for words in commands]
         self.check("errors", [re.sub(r"0x[0-9a-f]+", "0x...", text) for text in texts])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import unittest
 from unittest import mock
 
 import pytest
@@ -131,7 +130,3 @@ class TestSpread(CliTest):
     def steady(report: dict[str, object]) -> dict[str, object]:
         """What does not change from one look to the next."""
         return {name: report[name] for name in report if name not in ("seconds", "free_nbytes")}
-
-
-if __name__ == "__main__":
-    unittest.main()

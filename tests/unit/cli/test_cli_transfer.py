@@ -7,7 +7,6 @@ import json
 import os
 import tarfile
 import tracemalloc
-import unittest
 from pathlib import Path
 from typing import BinaryIO
 from unittest import mock
@@ -377,7 +376,3 @@ class TestHostile(TransferTest):
         code, report = run_json("import", self.there, self.file)
         self.assertEqual((1, 2, 2), (code, report["written"], report["refused"]))
         self.assertEqual(2, len(self.entries(self.there)))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -444,7 +444,3 @@ class RunsTest(DirectoryTest):
         for one in ("names", "mtimes_ns", "nbytes", "pinned", "parent"):
             self.assertEqual(getattr(anew, one).tolist(), getattr(new, one).tolist(), one)
         self.assertEqual(anew.salts()[0].tolist(), new.salts()[0].tolist())
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -142,7 +141,3 @@ class WarmTest(DirectoryTest):
             code, _, err = run("warm", file, *words)
             self.assertEqual(2, code, err)
             self.assertIn("vua warm", err)
-
-
-if __name__ == "__main__":
-    unittest.main()

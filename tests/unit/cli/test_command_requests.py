@@ -218,7 +218,3 @@ class SeaweedFSListingTest(ListingTest):
         """Return the URL of an empty place of its bucket."""
         self.enterContext(speaking_to(seaweedfs().endpoint))
         return seaweedfs().place()
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -47,7 +47,3 @@ class UnitTest(DirectoryTest):
             self.assertEqual(2, code)
             self.assertIn("'30' has no unit: give 30s, 30m, 30h or 30d", err)
             self.assertEqual(0, run("ttl", "30d")[0])
-
-
-if __name__ == "__main__":
-    unittest.main()

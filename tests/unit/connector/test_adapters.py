@@ -51,7 +51,3 @@ class AdapterBookTest(unittest.TestCase):
         self.assertEqual((None, True), book.find(request))
         self.assertEqual({5}, book.learn({5: AdapterNote(one._replace(generation=1), 2)}))
         self.assertEqual(set(), book.learn({5: AdapterNote(one._replace(generation=1), 2)}))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -200,7 +200,3 @@ class BadChunkTest(DirectoryTest):
         self.assertEqual(set(), self.side.take_failed_blocks())
         for layer in self.layers.values():
             self.assertEqual(bits(layer[1:6]), bits(layer[6:11]))
-
-
-if __name__ == "__main__":
-    unittest.main()

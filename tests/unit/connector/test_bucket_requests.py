@@ -33,7 +33,3 @@ class BucketRequestsTest(unittest.TestCase):
         self.assertEqual(requests, found["vua_bucket_requests_total"])
         self.assertEqual({"written": 110, "read": 100}, found["vua_bucket_bytes_total"])
         self.assertAlmostEqual(2 * 5e-6 + 2 * 4e-7, found["vua_bucket_dollars_total"][""])
-
-
-if __name__ == "__main__":
-    unittest.main()

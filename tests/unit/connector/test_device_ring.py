@@ -192,7 +192,3 @@ class DeviceCheckTest(RingTest):
         self.assertEqual([(0, True), (CHUNKS, False)],
                          [(one.chunks, one.doubted) for one in rings.found])  # fmt: skip
         self.assertEqual(CHUNKS, len(self.files()))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -333,7 +333,3 @@ def _gather_right(right: Any) -> Any:
             gather(self, *given)
 
     return call
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -219,7 +219,3 @@ class UntilKnownTest(unittest.TestCase):
             self.assertEqual(identity.namespace, found[-1])
         worker.shutdown()
         self.assertEqual(2, len(set(found)))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -29,7 +29,3 @@ class LoadChunksTest(unittest.TestCase):
             with self.subTest(path=path, nbytes=nbytes):
                 config = ConnectorConfig(shared_storage_path=path)
                 self.assertEqual(expected, load_chunks(config, nbytes))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -376,7 +376,3 @@ class DecisionTest(unittest.TestCase):
                 spent["best"] += min(load_s, tokens * TOKEN_S)
         self.assertLess(spent["decided"], 1.5 * spent["best"], spent)
         self.assertLess(spent["decided"], 0.9 * min(spent["load"], spent["compute"]), spent)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -205,7 +205,3 @@ class MemoryTest(unittest.TestCase):
             self.assertEqual(128, self.limit(step_tokens=131072, workers=8))
             self.assertEqual(512, self.limit(mib=4096))
             self.assertEqual(1, self.limit(mib=1))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -204,7 +204,3 @@ class MediaTest(unittest.TestCase):
             self.media.look_at([image])
         del several, image
         self.assertLess(tracemalloc.get_traced_memory()[0] - before, 300_000)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -115,7 +115,3 @@ class MetricsTest(unittest.TestCase):
         for metric in METRICS.values():
             for value in metric.values:
                 self.assertIn(f"`{value}`", text)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -24,7 +24,3 @@ class OriginsTest(unittest.TestCase):
         self.assertFalse(origins.begins([[10, 11]], 16, MIXED))
         self.assertTrue(origins.begins([[0, 12]], 16, now))  # freed behind a window
         self.assertFalse(origins.begins([[12]], 16, Origin(1, Adapter(1, "d", 0))))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -77,7 +77,3 @@ class PrefillSpeedTest(unittest.TestCase):
         others = [ScheduledRequest(f"{at}", 50, 4, [], begins=False) for at in range(200)]
         self.assertEqual((60, 40 * 120 + 20 * 1010), prompt_work(prompts + others))
         self.assertEqual((0, 0.0), prompt_work(others))
-
-
-if __name__ == "__main__":
-    unittest.main()

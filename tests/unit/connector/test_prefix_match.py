@@ -216,7 +216,3 @@ class PrefixTest(DirectoryTest):
 
         self.assertEqual((400, 0), (found.stored, found.tokens))
         self.assertLessEqual(len(asked), 400 // 2)
-
-
-if __name__ == "__main__":
-    unittest.main()

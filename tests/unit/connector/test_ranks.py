@@ -195,7 +195,3 @@ class StagedRanksTest(RanksTest):
         for layer, cache in zip(layers, caches.values(), strict=True):
             part = content[layer, shard.head_start : shard.head_stop].transpose(0, 1)
             cache[slots // BLOCK, :, slots % BLOCK] = part
-
-
-if __name__ == "__main__":
-    unittest.main()

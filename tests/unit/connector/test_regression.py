@@ -60,7 +60,3 @@ class LineTest(unittest.TestCase):
         for _ in range(3):
             line.add(1000, 0.2)
         self.assertEqual(0.2, line.at(1000))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -68,7 +68,3 @@ class RepliesTest(unittest.TestCase):
             replies.asked([reply(number)])
         with self.assertLogs(LOG, "WARNING"):
             self.assertLess(stored(replies, range(5000, 8000)), 3000 * 20 // 2)
-
-
-if __name__ == "__main__":
-    unittest.main()

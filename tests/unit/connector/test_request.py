@@ -245,7 +245,3 @@ class Unshowable:
 
     def __repr__(self) -> str:
         raise AssertionError("the whole value was turned into text")
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -198,7 +198,3 @@ def image(
         identifier=name or hashlib.sha256(content.encode()).hexdigest(),
         mm_position=PlaceholderRange(offset=offset, length=length),
     )
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -146,7 +146,3 @@ class RequestMetricsTest(unittest.TestCase):
         )
         with self.assertNoLogs("vllm.vua.requests", "DEBUG"):
             self.request_metrics.finished("a")
-
-
-if __name__ == "__main__":
-    unittest.main()

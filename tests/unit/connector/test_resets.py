@@ -154,7 +154,3 @@ class ResetTest(unittest.TestCase):
         self.side.reset()
         self.assertEqual(48, self.asked())
         self.assertEqual([], self.orders({"runs": 0}).saves)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -91,7 +91,3 @@ class CallsTest(unittest.TestCase):
         self.assertEqual((half, True), found)
         self.assertEqual([half // CHUNK], [len(k) for save in orders.saves for _, k in save.parts])
         return called
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -178,7 +178,3 @@ class RulesTest(DirectoryTest):
             request = SimpleNamespace(shared_prefix_boundary=own)
             stop_at_state(request, found, computed)
             self.assertEqual(expected, request.shared_prefix_boundary)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -122,7 +122,3 @@ class CachedLoadTest(DirectoryTest):
             gives_up.join()
             self.assertEqual(self.blocks(1, 2, 3), self.blocks(5, 6, 7))
             loads.join()
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -189,7 +189,3 @@ class ThrottledConnectorTest(DirectoryTest):
         with self.assertRaises(ConfigError) as caught:
             self.start(load_policy="sometimes")
         self.assertIn("or a number, found 'sometimes'", str(caught.exception))
-
-
-if __name__ == "__main__":
-    unittest.main()

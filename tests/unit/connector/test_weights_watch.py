@@ -140,7 +140,3 @@ class WeightsWatchTest(unittest.TestCase):
                 self.assertNotEqual(digest, device_digest(flat.flip(0), go))
         go.set()
         self.assertIsNone(device_digest(flat, go))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -654,7 +654,3 @@ class DirectPathsTest(DirectHangingTest):
         found = self.side.stats.take()
         self.assertEqual(["pinned"], list(found["vua_loaded_bytes_total"]))
         self.assertNotIn("vua_load_stops_total", found)
-
-
-if __name__ == "__main__":
-    unittest.main()

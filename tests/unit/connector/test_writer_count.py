@@ -54,7 +54,3 @@ class WriterCountTest(unittest.TestCase):
         """Where nothing waits nothing is measured, and one thread does."""
         storage = Storage(16)
         self.assertEqual({1}, set(storage.write(500, waiting=0)))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import unittest
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -249,7 +248,3 @@ class CachedLoadTest(DirectoryTest):
                 pages.aim(memory, ids, 0, 96, 0)
         _, pages = self.pages(SHORT, shuffled_form(16, 8))
         self.assertIsNone(pages.memory(SIZE, CHUNKS))
-
-
-if __name__ == "__main__":
-    unittest.main()

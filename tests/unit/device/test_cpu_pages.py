@@ -523,7 +523,3 @@ class VllmTest(PagedTestCase):
         """A variant this machine does not have is an unknown form."""
         with self.assertRaises(UnknownFormError):
             learn_cpu_form(torch.bfloat16, 32, 64, "no such isa")
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -633,7 +633,3 @@ def compile_for(capability: int, kernels: ModuleType, sizes: dict[str, object]) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about Triton's own defaults
         return str(triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"])
-
-
-if __name__ == "__main__":
-    unittest.main()

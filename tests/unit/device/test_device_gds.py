@@ -425,7 +425,3 @@ class CuFileReaderTest(DirectReaderTest):
     def mover(self) -> Mover:
         """Open cuFile."""
         return CuFileMover(self.device)
-
-
-if __name__ == "__main__":
-    unittest.main()

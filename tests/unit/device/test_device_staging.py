@@ -365,7 +365,3 @@ class GPUStagingTest(StagingTest):
         staging.give_back(staged)
         staging.close()
         self.assertFalse(torch.from_numpy(staged.host.bytes).is_pinned())
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -237,7 +237,3 @@ class PagesTest(unittest.TestCase):
         self.assertEqual(
             (3, 256), tuple(page_bytes(torch.zeros(6, 2, 8, 4, dtype=torch.int16), 256).shape)
         )
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -196,7 +196,3 @@ class BlockTest(unittest.TestCase):
         self.assertEqual(
             [("vua verify kv", 1, "bad\n")], session("$ vua verify kv  # exit status 1\nbad\n")
         )
-
-
-if __name__ == "__main__":
-    unittest.main()

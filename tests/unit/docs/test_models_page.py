@@ -56,7 +56,3 @@ class TestModelsPage(unittest.TestCase):
         self.assertEqual(len(keys), len({*keys}))
         for row in ROWS:
             self.assertIsNone(re.search(r"\|", "".join([*row[:5], *row.tests])))
-
-
-if __name__ == "__main__":
-    unittest.main()

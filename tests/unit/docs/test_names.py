@@ -32,7 +32,3 @@ class NamesTest(unittest.TestCase):
                     for word in re.split(r"[,\s]+", inside.strip()) if inside else []:
                         self.assertRegex(text, rf"\b{re.escape(word.split('.')[-1])}\b")
         self.assertLess(50, count)
-
-
-if __name__ == "__main__":
-    unittest.main()

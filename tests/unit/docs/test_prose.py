@@ -166,7 +166,3 @@ class ProseTest(unittest.TestCase):
         table = "| a | b |\n|---|---|\n| one two three | four five six. Seven eight nine |\n"
         self.assertEqual([3, 3, 3], [words(one) for one in sentences(table)])
         self.assertEqual([70], [words(one) for one in sentences("word " * 70)])
-
-
-if __name__ == "__main__":
-    unittest.main()

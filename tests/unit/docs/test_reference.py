@@ -61,7 +61,3 @@ class ReferenceTest(unittest.TestCase):
         with mock.patch.dict(METRICS, {"vua_new_total": Metric("counter", "What is new.")}):
             self.assertNotEqual(text, reference.filled(text))
             self.assertIn("`vua_new_total`", reference.filled(text))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -39,7 +39,3 @@ class SiteTest(unittest.TestCase):
                     one for one in OTHER_HOSTS.findall(page.read_text()) if CANONICAL not in one
                 ]
                 self.assertEqual([], found, page)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import unittest
 from pathlib import Path
 
 import make_conformance
@@ -81,7 +80,3 @@ class ConformanceTest(DirectoryTest):
                 except ConfigError:
                     said = "damaged"
                 self.assertEqual(row["expected"], said)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -275,7 +275,3 @@ class TestDamage(unittest.TestCase):
             "format namespace shard layers kv_heads prefix_hash parent tokens created writer check",
             " ".join(read["__metadata__"]),
         )
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import struct
-import unittest
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +269,3 @@ class TestGolden(DirectoryTest):
         for name, lines in make_golden.examples().items():
             with self.subTest(name):
                 self.assertIn("```\n" + "\n".join(lines) + "\n```\n", page)
-
-
-if __name__ == "__main__":
-    unittest.main()

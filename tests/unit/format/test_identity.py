@@ -390,7 +390,3 @@ class TestCounted(unittest.TestCase):
         for bad in ({"a": object()}, {1: 2, "1": 2}, [1], "x"):
             with self.subTest(bad), self.assertRaises(ConfigError):
                 Identity(model="m", counted=bad)  # type: ignore[arg-type]
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -325,7 +325,3 @@ class JavaScriptTest(DirectoryTest):
     def test_many_mutated(self) -> None:
         """And of 4,000 others."""
         self.mutate(4000, SEED + 2)
-
-
-if __name__ == "__main__":
-    unittest.main()

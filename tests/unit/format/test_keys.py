@@ -295,7 +295,3 @@ class TestKeyRun(unittest.TestCase):
         self.assertEqual(whole.first(12), longer.first(12))
         self.assertEqual((4, 12), (len(short), len(longer)))
         self.assertEqual(whole.first(4), short.first(4))
-
-
-if __name__ == "__main__":
-    unittest.main()

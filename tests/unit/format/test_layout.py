@@ -163,7 +163,3 @@ class TestCover(unittest.TestCase):
 
         self.assertEqual([(whole, half)], cover(half, [half, whole]))
         self.assertEqual([(half, half)], cover(half, [half, Shard(0, 4, 2, 4)]))
-
-
-if __name__ == "__main__":
-    unittest.main()

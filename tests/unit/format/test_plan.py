@@ -118,7 +118,3 @@ class TestPlan(unittest.TestCase):
         self.assertEqual(len(expected), len(found))
         parts = [list(map(len, views)) for views in blocks_of(transfer, 1, discard.ctypes.data)]
         self.assertEqual(plan.block_nbytes.tolist(), [sum(views) for views in parts])
-
-
-if __name__ == "__main__":
-    unittest.main()

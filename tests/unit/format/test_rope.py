@@ -45,7 +45,3 @@ class TestRope(unittest.TestCase):
         self.assertTrue(varies_with_length({"rope_parameters": varying}))
         for config in ({"rope_parameters": fixed}, {"rope_parameters": None}, {}):
             self.assertFalse(varies_with_length(config))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unittest
 from dataclasses import replace
 
 from helpers import DirectoryTest
@@ -43,7 +42,3 @@ class StateLayoutTest(DirectoryTest):
         Namespace.create(self.root, identity, [FULL, STATE])
         (found,) = descriptions(self.root)
         self.assertEqual((FULL, STATE), found.layouts)
-
-
-if __name__ == "__main__":
-    unittest.main()

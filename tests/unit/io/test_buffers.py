@@ -95,7 +95,3 @@ class TestBufferPool(unittest.TestCase):
 
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(hold, (0, 1)))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import unittest
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,7 +143,3 @@ def makers(tree: ast.Module) -> Iterator[ast.Call]:
             by_mode = re.search(r"""open\((?!fd|os\.open|make_file).*['"][wax]b?\+?['"]""", said)
             if "O_CREAT" in said or creating & names or by_mode:
                 yield node
-
-
-if __name__ == "__main__":
-    unittest.main()

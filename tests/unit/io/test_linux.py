@@ -325,7 +325,3 @@ class TestOpen(DirectoryTest):
 
             with mock.patch.dict(posix.calls, openat2_cached=answer):
                 self.assertIsNone(posix.open_cached(self.fd, "a/b/file"))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -407,7 +407,3 @@ class TestBreaker(unittest.TestCase):
             thread.join()
 
         self.assertEqual(1, sum(allowed))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -91,7 +91,3 @@ class SpoolTest(unittest.TestCase):
         self.assertEqual(before + 1, len([*open_files.iterdir()]))
         del spool
         self.assertEqual(before, len([*open_files.iterdir()]))
-
-
-if __name__ == "__main__":
-    unittest.main()

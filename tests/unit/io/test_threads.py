@@ -281,7 +281,3 @@ class TestForks(DirectoryTest):
         finally:
             free.set()
             workers.close()
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import unittest
 from html.parser import HTMLParser
 
 from helpers import ROOT, DirectoryTest
@@ -72,7 +71,3 @@ class ReportTest(DirectoryTest):
             self.assertEqual([], elements(text).open)
             shown = (ROOT / "docs" / "images" / one.name).read_text("utf-8")
             self.assertTrue(text == shown, f"docs/images/{one.name} {made}")
-
-
-if __name__ == "__main__":
-    unittest.main()

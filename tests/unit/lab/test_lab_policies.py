@@ -105,7 +105,3 @@ class TestDense(unittest.TestCase):
 
         self.assertGreater(dense.hit_ratio, 1.5 * lru.hit_ratio)
         self.assertLess(dense.written_per_hit, lru.written_per_hit / 2)
-
-
-if __name__ == "__main__":
-    unittest.main()

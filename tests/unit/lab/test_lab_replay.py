@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import unittest
 from pathlib import Path
 
 from helpers import DirectoryTest, flip
@@ -97,7 +96,3 @@ class TestReplay(DirectoryTest):
         self.assertEqual((0.5, 0.5), (report["hit_ratio"], hits["LRU", 100]))
         self.assertEqual(0.3, hits["Belady", 1])  # of 5 distinct blocks: the one all have
         self.assertEqual(8, len(hits))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -67,7 +67,3 @@ class TestShares(DirectoryTest):
             pairs = [pair for row in rows for key, pair in row.items() if key != "blocks"]
             self.assertGreaterEqual(len(pairs), 2)
             self.assertEqual([], [pair for pair in pairs if round(pair[0] - pair[1], 9)])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -21,7 +21,3 @@ class TestSweeps(unittest.TestCase):
         self.assertGreaterEqual(lowest(traces), 0.99)
         for trace in traces:
             self.assertTrue(all(room["blocks"] > 1 << 16 for room in trace["rooms"]))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -341,7 +341,3 @@ class TestLlamaCpp(DirectoryTest):
             self.assertEqual(expected, completed(llm, prompt, tokens=12))
             cache.close()
             prompt = [*expected, *PROMPT[len(expected) % 40 :][:18]]
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -96,7 +96,3 @@ class TestState(unittest.TestCase):
 
         with self.assertRaisesRegex(ConfigError, "layers of different shapes"):
             parse(data)
-
-
-if __name__ == "__main__":
-    unittest.main()

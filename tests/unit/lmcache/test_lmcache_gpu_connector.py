@@ -478,7 +478,3 @@ class GPUConformanceTest(ConformanceTest):
             self.assertEqual(bits(case.row(1, 2, 3).cpu()), bits(obj.tensor[1, 2, 3]))
             case.connector.to_gpu(obj, 0, end, **case.arguments())
             self.assertEqual(before, case.bytes)
-
-
-if __name__ == "__main__":
-    unittest.main()

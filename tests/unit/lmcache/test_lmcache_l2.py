@@ -376,7 +376,3 @@ class TestL2Adapter(DirectoryTest):
         adapter = self.adapter(max_bytes="1G", threads=1)
         self.assertEqual([], self.load(adapter, []))
         self.assertTrue(adapter.report_status()["is_healthy"])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -220,7 +220,3 @@ class TestDeletion(DirectoryTest):
                 stays = sorted([*NAMES, *([added] if added else [])])
                 self.assertEqual(stays, sorted(path.name for path in folder.iterdir()))
                 shutil.rmtree(folder.parents[1])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -215,7 +215,3 @@ class TestListChunks(DirectoryTest):
         self.assertEqual(expected, native.chunk_sizes(fd, names).tolist())
         self.assertEqual(expected, fallback.chunk_sizes(fd, names))
         self.assertEqual(before, descriptors(self.root))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -604,7 +604,3 @@ class TestBatch(unittest.TestCase):
         self.assertEqual(21 * 8, ctypes.sizeof(native.Transfer))
         self.assertEqual(7 * 8, ctypes.sizeof(native.Spread))
         self.assertEqual(13 * 8, ctypes.sizeof(native.StridedCopy))  # in `move.c`
-
-
-if __name__ == "__main__":
-    unittest.main()

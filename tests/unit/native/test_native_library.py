@@ -299,7 +299,3 @@ class TestBuild(DirectoryTest):
         release = [word for tag in RELEASES for word in hatch_build.release_compiler(tag)[0]]
         words = [*hatch_build.FLAGS, *release]
         self.assertEqual([], [word for word in words if word.startswith(("-march", "-mcpu"))])
-
-
-if __name__ == "__main__":
-    unittest.main()

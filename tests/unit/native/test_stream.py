@@ -237,7 +237,3 @@ class HeaderTest(DirectoryTest):
         flips = (1 << draw.integers(0, 8, len(offsets))).astype(np.uint8)
         self.compare(offsets, self.header[offsets] ^ flips)
         self.compare(offsets, draw.integers(0, 256, len(offsets), dtype=np.uint8))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -7,7 +7,6 @@ import hmac
 import json
 import re
 import struct
-import unittest
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +142,3 @@ class TestGoldenSealed(DirectoryTest):
             self.assertEqual(2, store.load(chain, memory).chunks)
             for n, array in enumerate(memory.owner):
                 np.testing.assert_array_equal(make_golden.element(layout, n, layout.full), array)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -587,7 +587,3 @@ class TestLarge(SealTest):
             for native in natives():
                 with self.subTest(native, encrypt=encrypt):
                     self.assertEqual(CHUNKS, self.load(store, keys, model, None, 16).chunks)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -443,7 +443,3 @@ def _as(uid: int, groups: list[int]) -> Iterator[None]:
         os.seteuid(0)
         os.setegid(0)
         os.setgroups(before)
-
-
-if __name__ == "__main__":
-    unittest.main()

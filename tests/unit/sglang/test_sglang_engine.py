@@ -599,7 +599,3 @@ class StorageTest(DirectoryTest):
     def loaded(self, one: Storing) -> list[bool]:
         """Which pages of the prompt a rank loads."""
         return one.storage.batch_get_v1(self.hashes, torch.arange(self.PAGES * PAGE))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -225,7 +225,3 @@ class VariablesTest(DirectoryTest):
     @pytest.fixture(autouse=True)
     def _monkeypatch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import types
-import unittest
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -169,7 +168,3 @@ class ForeignTest(DirectoryTest):
     @pytest.fixture(autouse=True)
     def _monkeypatch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -99,7 +99,3 @@ class SettingsTest(unittest.TestCase):
             for wrong, text in refused:
                 with self.subTest(text), self.assertRaisesRegex(ConfigError, text):
                     settings_of(extra | wrong)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -5,7 +5,6 @@ moto is the server, a proxy in front of it refuses; a bucket with object lock is
 
 from __future__ import annotations
 
-import unittest
 from collections import Counter
 
 import pytest
@@ -151,7 +150,3 @@ class RefusalTest(DirectoryTest):
         with self.assertRaisesRegex(StorageError, "delete refused"):
             self.bucket.delete([f"none/{number}" for number in range(500)])
         self.assertLessEqual((self.sent() - before)["delete"], 17)
-
-
-if __name__ == "__main__":
-    unittest.main()

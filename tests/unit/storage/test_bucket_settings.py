@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import socket
-import unittest
 from collections.abc import Iterator
 from unittest import mock
 
@@ -211,7 +210,3 @@ class SettingsTest(DirectoryTest):
                 Bucket.at(f"gs://bucket/{number}")
         with self.assertRaisesRegex(ConfigError, "AZURE_STORAGE_ACCOUNT_NAME"):
             Bucket.at("az://container/x")
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import unittest
 
 import numpy as np
 import pytest
@@ -103,7 +102,3 @@ class TestDirectReads(DirectoryTest):
         reads.remember(names)
         reads.remember([f"{number:064x}"[::-1] for number in range(1 << 17, (1 << 17) + 2)])
         self.assertEqual(0, reads.remember(names[:100]))
-
-
-if __name__ == "__main__":
-    unittest.main()

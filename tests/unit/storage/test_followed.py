@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import unittest
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -315,7 +314,3 @@ class FollowedTest(DirectoryTest):
         with mock.patch.object(os, "stat", side_effect=PermissionError(errno.EACCES, "no")):
             self.assertTrue(storage.follow(doubt=True))
         self.assertEqual(4, len(list(storage.list())))
-
-
-if __name__ == "__main__":
-    unittest.main()

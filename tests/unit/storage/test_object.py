@@ -333,7 +333,3 @@ class SeaweedFSTest(BucketTest):
         ):
             VUA(CONFIG, f"{self.url}/wrong-key")
         self.assertNotRegex(str(refused.exception), "geheim|vuatestkey")
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -38,7 +38,3 @@ class SituationsTest(DirectoryTest):
                 with self.subTest(name, face=face):
                     self.assertEqual(["library", "CLI"], list(faces))
                     self.assertGreater(cell["right"], 0)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import unittest
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,7 +70,3 @@ class TestClosing(DirectoryTest):
                     self.assertEqual((0, ""), (code, err))
         self.assertTrue(closed)
         self.assertEqual([], list(self.root.glob("*/*/*/*.safetensors")))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import unittest
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -353,7 +352,3 @@ class TestOtherVersion(DescriptionTest):
         run("gc", self.root, "--max-bytes", "0")
         left = sorted(path.name[:3] for path in self.root.glob("*/*/*/*.safetensors"))
         self.assertEqual(["x9.", "x9."], left)
-
-
-if __name__ == "__main__":
-    unittest.main()

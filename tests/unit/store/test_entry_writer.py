@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import stat
-import unittest
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -406,7 +405,3 @@ class TestCovered(WriterTest):
         """The file of a chunk's shard."""
         assert isinstance(store.storage, LocalStorage)
         return store.storage.directory / key.name[:2] / key.name / f"{shard.name}{SUFFIX}"
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import unittest
 
 import pytest
 import writers
@@ -107,7 +106,3 @@ class TestDiskFull(DirectoryTest):
         self.assertEqual("well", in_child(put_too_much))
         self.assertEqual(1, len(self.files()))
         self.assertEqual([], self.files(".tmp-*"))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -162,7 +162,3 @@ class TestModels(unittest.TestCase):
                     self.assertLess(compare(ours, found, name, [3]).ratio, 1)
                 for found in others:
                     self.assertGreater(compare(ours, found, name, [3]).ratio, 2)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -61,7 +61,3 @@ class NearestTest(unittest.TestCase):
 
         self.assertEqual([near, far, tuned], [one.found.identity for one in found])
         self.assertEqual(["epoch", "a"], [one.field for one in found[0].differences])
-
-
-if __name__ == "__main__":
-    unittest.main()

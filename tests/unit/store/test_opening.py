@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import unittest
 
 import pytest
 
@@ -34,7 +33,3 @@ class OpeningTest(DirectoryTest):
         names = done.stdout.split()
         self.assertIn("vua.storage.local", names)
         self.assertEqual([], [name for name in names if name.rpartition(".")[2] in FAR])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import unittest
 from pathlib import Path
 
 import torch
@@ -62,7 +61,3 @@ class TestPrepare(DirectoryTest):
             with self.assertRaisesRegex(NotWritableError, "may not write here"):
                 prepare(kept, Security(trusted_uids="any"))
             prepare(kept, Security(trusted_uids="any"), writes=False)
-
-
-if __name__ == "__main__":
-    unittest.main()

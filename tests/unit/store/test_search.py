@@ -134,7 +134,3 @@ class SearchTest(unittest.TestCase):
         self.assertEqual(400, search.longest(KEYS, [LAYOUT.full]))
         self.assertLessEqual(self.names.rounds, 3)
         self.assertEqual(0, self.names.lists)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -7,7 +7,6 @@ import itertools
 import os
 import threading
 import time
-import unittest
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -692,7 +691,3 @@ class TestWays(StoreTest):
             self.drop()
             self.check(store, model, target, keys)
             self.check(store, model, target, keys, 16)
-
-
-if __name__ == "__main__":
-    unittest.main()

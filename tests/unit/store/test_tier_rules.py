@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unittest
 from pathlib import Path
 
 from travellers import KV, prompt, until
@@ -55,7 +54,3 @@ class RulesTest(DirectoryTest):
             extra = {"shared_storage_path": "/x", "worker": {name: value}}
             with self.subTest(name), self.assertRaisesRegex(ConfigError, f"worker.{name}"):
                 ConnectorConfig.from_extra_config(extra)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -9,7 +9,6 @@ import shutil
 import signal
 import threading
 import time
-import unittest
 from collections import Counter
 from unittest import mock
 
@@ -402,7 +401,3 @@ class DirectoryBehindTest(TierTest):
     test_without_the_bucket = None
     test_damage_is_not_copied = None
     test_more_than_one_read_takes = None  # of the directory alone
-
-
-if __name__ == "__main__":
-    unittest.main()

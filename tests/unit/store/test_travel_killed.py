@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-import unittest
 from pathlib import Path
 
 import pytest
@@ -118,7 +117,3 @@ def forget_peak() -> int:
     """Measure the peak anew from now on; return what is used now."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak_nbytes()
-
-
-if __name__ == "__main__":
-    unittest.main()

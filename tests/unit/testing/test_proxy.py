@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import unittest
 from collections.abc import Callable
 
 import pytest
@@ -64,7 +63,3 @@ class ProxyTest(ProxiedTest):
         with self.assertRaisesRegex(StorageError, "is not asked again"):
             bucket.head("x")
         self.assertEqual(asked, sum(self.proxy.counts.values()))
-
-
-if __name__ == "__main__":
-    unittest.main()
