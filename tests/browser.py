@@ -35,7 +35,6 @@ class Page:
             self._call(f"{domain}.enable")
 
     def close(self) -> None:
-        """Close the pipes."""
         self._out.close()
         self._back.close()
 

@@ -58,7 +58,6 @@ class Entry:
 
     @property
     def asked(self) -> ChunkKey:
-        """The chunk's key."""
         namespace, naming = self.identity.namespace, None
         if self.kind:
             seal = Seal.of(self.key, namespace, encrypt=self.kind != "gmac")
@@ -69,14 +68,12 @@ class Entry:
 
     @property
     def payload_at(self) -> int:
-        """Where K begins."""
         start = json_nbytes(self.data)
         at = re.search(rb'"k":\{[^}]*"data_offsets":\[(\d+),', self.data[:start])
         assert at is not None
         return start + int(at[1])
 
     def described(self) -> dict[str, Any]:
-        """What another implementation is told."""
         key, layout = self.asked, self.layout.describe()
         return {
             "namespace": self.namespace or self.identity.namespace,
@@ -92,7 +89,6 @@ class Entry:
 
 
 def json_nbytes(data: bytes) -> int:
-    """Where a file's JSON ends."""
     return int(8 + struct.unpack("<Q", data[:8])[0])
 
 
@@ -169,7 +165,6 @@ def encoded(entry: Entry, payload: bytes, *, created: int, nonce: int = 7) -> by
 
 
 def golden_entries() -> list[Entry]:
-    """The golden files."""
     found = []
     for model, layout, shards, extras in make_golden.CASES:
         for shard in shards:
@@ -196,7 +191,6 @@ class Judge:
     """What VUA makes of bytes under the name of an entry: it loads them from a directory."""
 
     def __init__(self, root: Path) -> None:
-        """Use an empty directory."""
         self.root = root
         self._stores: dict[tuple[str, str, bytes, KVLayout], Store] = {}
 

@@ -31,7 +31,6 @@ class Parser:
     """One input after the other, judged."""
 
     def __init__(self) -> None:
-        """Take the golden files' headers."""
         self.runs, self.slowest_s = 0, 0.0
         self.headers = []
         for folder in ("golden", "golden_sealed_v2"):
@@ -108,7 +107,6 @@ def fuzz_at_random(parser: Parser, seconds: float, seed: int) -> None:
 
 
 def main() -> None:
-    """Run from the command line."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("seconds", type=float, nargs="?", default=60.0)
     arguments.add_argument("--seed", type=int, default=0)

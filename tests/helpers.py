@@ -111,7 +111,6 @@ class DirectoryTest(unittest.TestCase):
     """A test with a directory of its own."""
 
     def setUp(self) -> None:
-        """Make the directory."""
         self.root = Path(tempfile.mkdtemp(prefix="vua-test-"))
         self.addCleanup(shutil.rmtree, self.root, ignore_errors=True)
 
@@ -237,7 +236,6 @@ class Memory:
         return self
 
     def map(self) -> MemoryMap:
-        """Where the tokens lie."""
         offsets, strides, bases = [], [], []
         segment = self.block_tokens or self.layout.chunk_tokens
         for buffer in self.buffers:
@@ -265,7 +263,6 @@ def flip(path: Path, at: int, mask: int = 0x01) -> None:
 
 
 def swap(one: Path, other: Path) -> None:
-    """Let two files change places."""
     aside = one.with_name("aside")
     one.replace(aside)
     other.replace(one)
@@ -313,7 +310,6 @@ def remove_tree(path: Path) -> None:
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """Every file below a directory."""
     return {
         str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
     }

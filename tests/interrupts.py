@@ -42,12 +42,10 @@ LOOK_S = 5.0
 
 
 def tokens_of(rows: int) -> torch.Tensor:
-    """Other tokens in each row."""
     return torch.arange(rows * TOKENS).view(rows, TOKENS)
 
 
 def work(rows: int, cache: list[list[torch.Tensor]], root: Path) -> None:
-    """What is interrupted."""
     with VUA(CONFIG, root) as vua:
         vua.put(tokens_of(rows), cache)
 

@@ -89,7 +89,6 @@ class Mutant:
     """Of a named one: what it gets wrong."""
 
     def text(self, source: bytes) -> bytes:
-        """The file with the error."""
         return source[: self.start] + self.new.encode() + source[self.stop :]
 
     def draw(self, seed: int) -> bytes:
@@ -385,7 +384,6 @@ class Calls:
     """A pytest plugin that notes which functions each test calls, and how long it takes."""
 
     def __init__(self) -> None:
-        """Know of no test yet."""
         self.tests: dict[str, tuple[float, set[str]]] = {}
         self.failed: set[str] = set()
         self._now: set[str] = set()
@@ -486,11 +484,9 @@ class Failed:
     """A pytest plugin that notes the first test that fails."""
 
     def __init__(self) -> None:
-        """No test has failed yet."""
         self.first: str | None = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a failure."""
         if report.failed and self.first is None:
             self.first = report.nodeid
 

@@ -91,7 +91,6 @@ class FaultyProxy:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening."""
         self.closed.set()
         self._server.shutdown()
         self._server.server_close()
@@ -201,7 +200,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(piece)
 
     def _cut(self) -> None:
-        """End the connection at once."""
         self.close_connection = True
         self.wfile.flush()
         self.connection.shutdown(socket.SHUT_RDWR)

@@ -41,7 +41,6 @@ class Recipe(NamedTuple):
 
 
 def windowed() -> Path:
-    """A Mistral with windows alone."""
     return make_model(models() / "mistral-window", family="mistral")
 
 

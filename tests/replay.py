@@ -67,7 +67,6 @@ class Cache:
     """A cache of tiny chunks in a directory."""
 
     def __init__(self, root: Path, capacity: int | None = None, model: str = "replay") -> None:
-        """Open ``root`` for ``capacity`` chunks."""
         identity = Identity(model=model, kv_dtype=LAYOUT.dtype, chunk_tokens=1, name=model)
         most = None if capacity is None else capacity * NBYTES
         bounds = Limits(max_bytes=most, min_free_bytes=0)

@@ -53,13 +53,11 @@ class SealTest(DirectoryTest):
         write_key(self.keys / f"{tenant_of(b'bob')}.key")
 
     def security(self, *, encrypt: bool = False) -> Security:
-        """The settings with these keys."""
         return Security(key_file=str(self.key), tenant_keys=str(self.keys), encrypt=encrypt)
 
     def store(
         self, layout: KVLayout = SMALL, security: Security | None = None, limit: int | None = None
     ) -> Store:
-        """The store of one model."""
         identity = Identity(model=str(layout), chunk_tokens=layout.chunk_tokens)
         bounds = Limits(max_bytes=limit, min_free_bytes=0)
         cache = self.root / "cache"
@@ -122,7 +120,6 @@ class KeysTest(SealTest):
     """A cache with keys, and the arguments that tell the tools about them."""
 
     def setUp(self) -> None:
-        """Name the places."""
         super().setUp()
         self.cache = self.root / "cache"
         self.given = ("--key-file", self.key, "--tenant-keys", self.keys)
@@ -145,10 +142,8 @@ class KeysTest(SealTest):
         return path
 
     def chunk(self, keys: KeyChain, place: int) -> Path:
-        """The directory of a chunk."""
         [path] = self.cache.glob(f"*/??/{keys[place].name}")
         return path
 
     def entries(self) -> dict[Path, bytes]:
-        """Every file of a chunk."""
         return {path: path.read_bytes() for path in self.cache.glob("*/??/*/*.safetensors")}

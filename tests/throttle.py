@@ -15,7 +15,6 @@ class Link:
     """A bandwidth that all threads share, like a disk's or a network's. Thread-safe."""
 
     def __init__(self, bytes_per_s: float | None = None, latency_s: float = 0.0) -> None:
-        """Start idle; see :meth:`throttle`."""
         self._changed = threading.Condition()
         self._since = 0
         self._free_at = 0.0
@@ -62,7 +61,6 @@ class ThrottledStorage(FaultyStorage):
     def __init__(
         self, storage: Storage, *, bytes_per_s: float | None = None, latency_s: float = 0.0
     ) -> None:
-        """Slow ``storage`` down; see :meth:`throttle`."""
         super().__init__(storage, {})
         self._link = Link(bytes_per_s, latency_s)
 
@@ -82,7 +80,6 @@ class ThrottledStorage(FaultyStorage):
 
     @property
     def nbytes_read(self) -> int:
-        """Bytes read so far."""
         return self._link.nbytes
 
     def read(self, batch: Batch) -> ReadResult:

@@ -37,7 +37,6 @@ class Served:
             line.close()
 
     def json(self, path: str, body: object = None) -> Any:
-        """Return what the API answers."""
         status, _, content = self.ask("GET" if body is None else "POST", f"/api/{path}", body)
         if status != 200:
             raise AssertionError(content)

@@ -69,7 +69,6 @@ class Tracer:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Look no more."""
         self._hook = None
         sys.setprofile(self._before)
         threading.setprofile(None)  # type: ignore[arg-type]

@@ -48,7 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def numbers_of(text: str) -> list[int]:
-    """Read `12,13,20-22`."""
     found: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

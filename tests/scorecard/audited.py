@@ -48,7 +48,6 @@ class Watch:
         self._armed = True
 
     def disarm(self) -> None:
-        """Note nothing more."""
         self._armed = False
 
     def _see(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -116,7 +115,6 @@ def hostile_gets(root: Path, gets: int, seed: int, security: Security) -> dict[s
 
 
 def main() -> None:
-    """Run from the command line."""
     parser = argparse.ArgumentParser(prog="python -m scorecard.audited", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--gets", type=int, default=10_000)

@@ -179,7 +179,6 @@ class Table:
         return sum(POINTS[o.verdict] for o in counted), len(counted)
 
     def lines(self) -> Iterable[str]:
-        """Yield the table for people."""
         yield f"{self.subject}; " + ", ".join(f"{k} {v}" for k, v in self.environment.items())
         for outcome in self.outcomes:
             yield line_of(outcome)
@@ -189,7 +188,6 @@ class Table:
         yield f"total {points:g} of {tests} tests run; {passed} of {len(gates)} gates run passed"
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as plain values."""
         outcomes = [asdict(outcome) for outcome in self.outcomes]
         return {"subject": self.subject, **self.environment, "outcomes": outcomes}
 
@@ -248,5 +246,4 @@ def _name_of(plan: Plan, root: Path) -> str:
 
 
 def write_json(tables: Sequence[Table], path: Path) -> None:
-    """Write what was found."""
     path.write_text(json.dumps([table.as_json() for table in tables], indent=1), encoding="utf-8")

@@ -156,13 +156,11 @@ class StoreSubject(Subject):
         return store.lookup([chunk]) == 1
 
     def get(self, key: Key, into: memoryview) -> bool:
-        """Load."""
         self._cut(key)
         loaded = self.store(key.model).load([self.chunk(key)], memory_of(self.layout, into))
         return loaded.chunks == 1
 
     def holds(self, key: Key) -> bool:
-        """Look up."""
         return self.store(key.model).lookup([self.chunk(key)]) == 1
 
     def files(self, key: Key) -> list[Path]:
@@ -173,7 +171,6 @@ class StoreSubject(Subject):
         return sorted(path for path in found if not path.name.startswith((".", "after-", "pin-")))
 
     def close(self) -> None:
-        """Close the stores."""
         for store in self._stores.values():
             store.close()
         self._stores.clear()
@@ -193,7 +190,6 @@ class VuaSubject(StoreSubject):
         durable: bool = False,
         security: Security | None = None,
     ) -> None:
-        """Open the cache in ``root``."""
         super().__init__(f"VUA {vua.__version__}", self._no_storage, root, nbytes)
         self._bounds = (
             Limits() if max_bytes is None else Limits(max_bytes=max_bytes, min_free_bytes=0)

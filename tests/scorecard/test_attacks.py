@@ -158,7 +158,6 @@ class TestAudit(DirectoryTest):
     """Gets in a process with an audit hook."""
 
     def run_gets(self, *words: str) -> dict[str, object]:
-        """The report of the process."""
         command = [sys.executable, "-m", "scorecard.audited", str(self.root), *words]
         done = run(command)
         report: dict[str, object] = json.loads(done.stdout)

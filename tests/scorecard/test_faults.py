@@ -147,11 +147,9 @@ class InPlace(Subject):
         self.root, self.nbytes = root, nbytes
 
     def path(self, key: Key) -> Path:
-        """Name the file."""
         return self.root / f"{key.number}.bin"
 
     def put(self, key: Key, data: bytes) -> bool:
-        """Write where nothing is."""
         with self.path(key).open("wb", buffering=0) as stream:
             for start in range(0, len(data), len(data) // 4):
                 stream.write(data[start : start + len(data) // 4])
@@ -159,7 +157,6 @@ class InPlace(Subject):
         return True
 
     def get(self, key: Key, into: memoryview) -> bool:
-        """Read what is there."""
         try:
             with self.path(key).open("rb") as stream:
                 stream.readinto(into)
@@ -168,7 +165,6 @@ class InPlace(Subject):
         return True
 
     def files(self, key: Key) -> list[Path]:
-        """Look."""
         return [self.path(key)] if self.path(key).exists() else []
 
 

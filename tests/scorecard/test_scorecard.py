@@ -40,17 +40,14 @@ class Raw(Subject):
         self.root, self.nbytes = root, nbytes
 
     def path(self, key: Key) -> Path:
-        """Name the file."""
         return self.root / f"{self.cut(key.number.to_bytes(8, 'little')).hex()}.bin"
 
     def put(self, key: Key, data: bytes) -> bool:
-        """Write where nothing is."""
         if not self.path(key).exists():
             self.path(key).write_bytes(data)
         return True
 
     def get(self, key: Key, into: memoryview) -> bool:
-        """Read what is there."""
         try:
             with self.path(key).open("rb") as stream:
                 stream.readinto(into)
@@ -59,7 +56,6 @@ class Raw(Subject):
         return True
 
     def files(self, key: Key) -> list[Path]:
-        """Look."""
         return [self.path(key)] if self.path(key).exists() else []
 
 

@@ -67,7 +67,6 @@ class Trial:
     _made: list[Subject] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Seed."""
         self.random = random.Random(self.seed)
 
     # -- subjects -----------------------------------------------------------------------------

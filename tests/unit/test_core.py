@@ -44,7 +44,6 @@ class CoreTest(DirectoryTest):
     """A test with a VUA over a directory of its own."""
 
     def setUp(self) -> None:
-        """Open the directory."""
         super().setUp()
         self.vua = self.open()
 
@@ -379,7 +378,6 @@ class TestUnusableInput(CoreTest):
     """What cannot be stored is refused with words, and nothing stored is touched."""
 
     def setUp(self) -> None:
-        """Store something that must survive."""
         super().setUp()
         self.stored = caches_of(layers=2, heads=2, tokens=8, dim=4)
         self.vua.put(TOKENS[:8], self.stored)

@@ -66,7 +66,6 @@ class CacheMachine(RuleBasedStateMachine):
         """Names of chunks that were stored and not damaged since."""
 
     def teardown(self) -> None:
-        """Close and remove the directory."""
         self.vua.close()
         remove_tree(self.root)
 
@@ -119,7 +118,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(number=PICKS, at=PICKS, mask=st.integers(1, 255))
     def flip(self, number: int, at: int, mask: int) -> None:
-        """Flip bits of one byte."""
         path = self.pick(number)
         if path is not None and path.stat().st_size:
             flip(path, at % path.stat().st_size, mask)
@@ -133,28 +131,24 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(number=PICKS)
     def delete(self, number: int) -> None:
-        """Delete a file."""
         path = self.pick(number)
         if path is not None:
             path.unlink()
 
     @rule(number=PICKS)
     def delete_chunk(self, number: int) -> None:
-        """Delete a chunk's directory."""
         path = self.pick(number)
         if path is not None:
             shutil.rmtree(path.parent)
 
     @rule(one=PICKS, other=PICKS)
     def swap(self, one: int, other: int) -> None:
-        """Let two files change places."""
         first, second = self.pick(one), self.pick(other)
         if first is not None and second is not None and first != second:
             swap(first, second)
 
     @rule(one=PICKS, other=PICKS)
     def copy(self, one: int, other: int) -> None:
-        """Overwrite one file with another."""
         files, path = self.files(), self.pick(one)
         if path is not None:
             path.write_bytes(files[other % len(files)].read_bytes())

@@ -44,7 +44,6 @@ def problems(text: str) -> list[str]:
 
 
 def expressions() -> list[str]:
-    """What the dashboard asks Prometheus."""
     dashboard = json.loads(DASHBOARD.read_text("utf-8"))
     return [one["expr"] for panel in dashboard["panels"] for one in panel.get("targets", ())]
 

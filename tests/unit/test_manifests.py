@@ -28,7 +28,6 @@ COMPOSE = sorted((DEPLOY / "compose").glob("*.yaml"))
 
 
 def objects(path: Path) -> list[Any]:
-    """What stands in a file."""
     return list(yaml.safe_load_all(path.read_text("utf-8")))
 
 

@@ -20,7 +20,6 @@ RESULTS = PAGE.parent / "measurements" / "olympics.json"
 
 
 def life(*told: dict[str, Any], status: int | None = 0, log: str = "") -> dict[str, Any]:
-    """What a driver answers."""
     return {"told": [{"made": True}, *told], "status": status, "log": log}
 
 

@@ -61,7 +61,6 @@ class WaysTest(DirectoryTest):
     """Each way is as short as it was; a longer one has to say why."""
 
     def files(self) -> list[Path]:
-        """The entries that are stored."""
         return list(self.root.rglob("*.safetensors"))
 
     def check(self, name: str, native: str, way: Way) -> None:

@@ -207,7 +207,6 @@ def memory_hygiene(trial: Trial) -> None:
     bar="a damaged entry is a hit 0 times; the next put makes it a hit again",
 )  # fmt: skip
 def heals(trial: Trial) -> None:
-    """Damage, look twice, put, look."""
     subject = trial.make(nbytes=16384)
     (key,) = trial.stored(subject, 1)
     path = only_file(subject, key)

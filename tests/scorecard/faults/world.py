@@ -77,7 +77,6 @@ class World:
 
     @property
     def prompts(self) -> range:
-        """The numbers of the prompts."""
         return range(len(self.keys))
 
     def content(self, key: ChunkKey) -> list[list[torch.Tensor]]:

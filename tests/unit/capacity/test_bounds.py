@@ -77,7 +77,6 @@ class TestBounds(DirectoryTest):
 
     @staticmethod
     def rest(limits: ResolvedLimits) -> tuple[int, float | None]:
-        """The other two."""
         return limits.min_free_bytes, limits.ttl_s
 
     def test_file(self) -> None:
@@ -104,7 +103,6 @@ class TestRecency(DirectoryTest):
         self.cache.request(self.branch)
 
     def stamps(self, blocks: list[int]) -> list[int]:
-        """The stamps of a chain."""
         found = [mtime_ns_of(self.fd, name) for name in names_of(blocks)]
         return [stamp for stamp in found if stamp is not None]
 

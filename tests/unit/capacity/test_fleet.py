@@ -24,7 +24,6 @@ CHUNKS = 2048
 
 
 def names(number: int) -> list[str]:
-    """The chunks of some prompt."""
     return [f"{number:08x}{at:08x}" + 48 * "0" for at in range(CHUNKS)]
 
 
@@ -32,7 +31,6 @@ class TestLog(DirectoryTest):
     """A log that a fleet writes."""
 
     def setUp(self) -> None:
-        """Make the directory ours."""
         super().setUp()
         make_mark(self.root)
 

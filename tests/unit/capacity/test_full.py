@@ -25,7 +25,6 @@ NBYTES = 20 << 10
 
 
 def of(prompt: int) -> torch.Tensor:
-    """The tokens of a prompt."""
     return torch.arange(64) + 1000 * prompt
 
 
@@ -50,17 +49,14 @@ class FullTest(DirectoryTest):
     """A cache in a directory."""
 
     def open(self, **settings: object) -> VUA:
-        """Use it."""
         vua = VUA(VUAConfig(split_factor=16, **settings), self.root)
         self.addCleanup(vua.close)
         return vua
 
     def files(self) -> list[Path]:
-        """The chunks' files."""
         return sorted(self.root.rglob("*.safetensors"))
 
     def filled(self, prompts: int = 4) -> None:
-        """Store some prompts."""
         with self.open() as vua:
             for prompt in range(prompts):
                 self.assertEqual(4, vua.put(of(prompt), CACHE))

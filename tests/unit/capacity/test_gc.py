@@ -52,7 +52,6 @@ class GcTest(DirectoryTest):
     trunk, branch, other = list(range(12)), [*range(8), *range(20, 32)], list(range(50, 62))
 
     def setUp(self) -> None:
-        """Store them."""
         super().setUp()
         with VUA(CONFIG, self.root) as vua:
             for prompt in (self.trunk, self.branch, self.other):
@@ -64,11 +63,9 @@ class GcTest(DirectoryTest):
         self.opened = Space(self.space.name, self.fd)
 
     def limits(self, **said: str | float) -> ResolvedLimits:
-        """Bounds of so many bytes."""
         return ResolvedLimits.of(self.root, Limits(min_free_bytes=0, **said))  # type: ignore[arg-type]
 
     def path(self, name: str) -> Path:
-        """The directory of a chunk."""
         return self.space / name[:2] / name
 
     def stored(self, prompt: list[int]) -> int:

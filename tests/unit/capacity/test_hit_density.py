@@ -171,11 +171,9 @@ class TestHints(unittest.TestCase):
         return self.of([chunks[-1] for chunks in (self.one, self.two, self.three)], now_s)
 
     def retained(self, now_s: float, besides: list[int] | None = None) -> int:
-        """How many chunks are retained."""
         return self.density.retained(now_s, np.array(besides or [], dtype=np.uint64))
 
     def of(self, chunks: list[int], now_s: float) -> list[float]:
-        """What chunks are worth."""
         rows = self.density.rows(np.array(chunks, dtype=np.uint64))
         return [float(worth) for worth in self.density.worths(now_s)[rows]]
 

@@ -55,7 +55,6 @@ class TestForeign(DirectoryTest):
     """Directories of others, alone and within a cache."""
 
     def archive(self) -> Path:
-        """Something to import."""
         fill(self.root / "source")
         path = self.root / "prompt.tar"
         self.assertEqual(0, run("export", self.root / "source", path, "--all")[0])

@@ -116,7 +116,6 @@ class TestLeastHitDensity(DirectoryTest):
         return self.space.keys(token_ids(tokens))
 
     def names(self, keys: KeyChain) -> list[str]:
-        """Their names."""
         return [keys[at].name for at in range(len(keys))]
 
     def store(self, prompts: Sequence[KeyChain], ago_s: float) -> None:
@@ -138,7 +137,6 @@ class TestLeastHitDensity(DirectoryTest):
         return sum({*self.names(keys)} <= chunks for keys in prompts)
 
     def evict(self, chunks: int, policy: LRU) -> None:
-        """Make room for so many."""
         Evictor(self.root, policy=policy).evict(chunks * NBYTES, next_tick_ns(self.fd))
 
     @pytest.mark.thorough
@@ -354,7 +352,6 @@ class TestLeastHitDensity(DirectoryTest):
         self.assertFalse(refuses(names[:3]))
 
     def others(self) -> list[tuple[int, list[str]]]:
-        """Prompts of no other request."""
         found = [self.names(self.prompt(9000 + one, *range(9))) for one in range(500)]
         return [*enumerate(found)]
 

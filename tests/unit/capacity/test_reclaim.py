@@ -63,7 +63,6 @@ class TestReclaim(DirectoryTest):
         return self.root / cache.store.namespace / name[:2] / name / LAYOUT_FILE
 
     def save(self, cache: Cache, number: int) -> bool:
-        """Store a small chunk."""
         return cache.saver.save([self.key(number)]) == [WRITTEN]
 
     @contextmanager
@@ -131,7 +130,6 @@ class TestReclaim(DirectoryTest):
 
     @staticmethod
     def tries(cache: Cache) -> int:
-        """Refusals after the first two."""
         return max(0, cache.capacity.counts["chunks_refused"] - 2)
 
     def test_another_hangs(self) -> None:

@@ -30,7 +30,6 @@ class RenewalTest(DirectoryTest):
     """A bucket with a prompt of four chunks, whose objects live for two days unused."""
 
     def setUp(self) -> None:
-        """Store it."""
         super().setUp()
         self.url = self.place()
         self.bucket = Bucket.at(self.url)

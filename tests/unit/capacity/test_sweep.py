@@ -38,7 +38,6 @@ class SweepTest(DirectoryTest):
     many = 1000
 
     def setUp(self) -> None:
-        """Make the chunks."""
         super().setUp()
         claim(self.root)
         self.names = [hashlib.sha256(b"%d" % one).hexdigest() for one in range(self.many)]
@@ -57,7 +56,6 @@ class SweepTest(DirectoryTest):
             set_mtime(fd, name, self.now_ns - HOUR_NS - place * 10**6)
 
     def folder(self, name: str) -> Path:
-        """Where a chunk lies."""
         return self.root / SPACE / name[:2] / name
 
     def stored(self) -> list[int]:
@@ -84,7 +82,6 @@ class SweepTest(DirectoryTest):
         return found
 
     def tick(self) -> int:
-        """The server's time."""
         return next_tick_ns(self.upkeep)
 
 

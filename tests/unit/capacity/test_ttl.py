@@ -55,15 +55,12 @@ class HintsTest(DirectoryTest):
             set_mtime(self.space.fd, name, now - at * 1000)
 
     def marks(self, names: list[str]) -> list[int | None]:
-        """What is said about chunks."""
         return [marks.ttl_s_of(self.space, name) for name in names]
 
     def stored(self, prompt: list[int]) -> int:
-        """Leading chunks that are stored."""
         return self.store.lookup(KeyChain(token_ids(prompt), 1))
 
     def limits(self, **said: float) -> ResolvedLimits:
-        """Bounds of the directory."""
         return ResolvedLimits.of(self.root, Limits(min_free_bytes=0, **said))  # type: ignore[arg-type]
 
     def test_expiry(self) -> None:

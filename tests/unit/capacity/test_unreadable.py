@@ -39,7 +39,6 @@ class TestLost(KeysTest):
         self.key_of(ALICE).unlink()
 
     def gc(self, *arguments: str | Path) -> tuple[int, dict[str, Any]]:
-        """Exit code and report."""
         code, report = run_json("gc", self.cache, "--min-free", "0", *arguments)
         return code, report
 

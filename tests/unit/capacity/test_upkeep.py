@@ -61,7 +61,6 @@ class UpkeepTest(DirectoryTest):
         return vua.get_closest(torch.arange(first * 1000, first * 1000 + TOKENS)).num_tokens // 4
 
     def space(self) -> Space:
-        """The namespace."""
         (path,) = (path for path in self.root.iterdir() if len(path.name) == 64)
         fd = os.open(path, os.O_RDONLY)
         self.addCleanup(os.close, fd)
@@ -495,7 +494,6 @@ class TestOtherUser(UpkeepTest):
     """Tools run by root in a user's directory."""
 
     def setUp(self) -> None:
-        """A directory of that user's."""
         super().setUp()
         self.root.parent.chmod(0o755)
         subprocess.run(["rm", "-rf", self.root], check=True)

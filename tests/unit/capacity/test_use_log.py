@@ -18,7 +18,6 @@ from vua.storage.mark import UPKEEP, USES, make_mark
 
 
 def chunk(number: int) -> str:
-    """The name of some chunk."""
     return hashlib.sha256(str(number).encode()).hexdigest()
 
 
@@ -37,11 +36,9 @@ class TestUseLog(DirectoryTest):
         self.one, self.other = UseLog(self.root), UseLog(self.root)
 
     def numbers(self, log: UseLog) -> list[list[int]]:
-        """What a process learns now."""
         return [[*request.chunks] for request in log.requests()]
 
     def files_of_log(self) -> list[Path]:
-        """The files of all processes."""
         return sorted((self.root / UPKEEP / USES).glob("*"))
 
     def test_all_know_all(self) -> None:

@@ -27,15 +27,12 @@ class Kept:
     """Limits in memory."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self.limits = Limits()
 
     def read(self) -> Limits:
-        """Return them."""
         return self.limits
 
     def write(self, limits: Limits) -> None:
-        """Replace them."""
         self.limits = limits
 
 
@@ -81,7 +78,6 @@ class StoredTest(CliTest):
         return [found[start] for start in sorted(found)]
 
     def count(self) -> int:
-        """How many chunks are stored."""
         return sum(len(list(one.list())) for one in self.storages.values())
 
     def test_ls_and_du(self) -> None:

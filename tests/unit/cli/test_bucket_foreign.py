@@ -48,7 +48,6 @@ def objects(kind: str, root: Path) -> dict[str, bytes]:
 
 
 def put(url: str) -> None:
-    """Store three chunks."""
     with VUA(CONFIG, url) as vua:
         vua.put(TOKENS, KV)
 
@@ -176,7 +175,6 @@ class OddKeysTest(DirectoryTest):
     folders_of_pages = ("x/0500/", "x/1200/")  # of keys that are there, too
 
     def setUp(self) -> None:
-        """Store three chunks."""
         super().setUp()
         self.serve()
         put(self.url)
@@ -252,7 +250,6 @@ class SeaweedFSOddKeysTest(OddKeysTest):
     folders_of_pages = ("x/0500-/", "x/1200-/")  # x/0500/ replaces x/0500 there
 
     def serve(self) -> None:
-        """Take a place of it."""
         self.endpoint = seaweedfs().endpoint
         self.enterContext(speaking_to(self.endpoint))
         self.url = seaweedfs().place()

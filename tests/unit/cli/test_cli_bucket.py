@@ -45,12 +45,10 @@ class BucketCliTest(DirectoryTest):
             self.assertEqual(chunks, vua.put(first + TOKENS[: 4 * chunks], cache))
 
     def stored(self, model: str) -> int:
-        """How many tokens are found."""
         with VUA(VUAConfig(split_factor=4, model=model), self.url) as vua:
             return vua.get_closest(TOKENS).num_tokens
 
     def entries(self) -> list[str]:
-        """The keys of all entries."""
         return sorted(one.key for one in self.bucket.walk() if one.key.endswith(".safetensors"))
 
     def damage(self) -> str:
@@ -260,7 +258,6 @@ class BucketCliTest(DirectoryTest):
         self.assertLessEqual(report["nbytes"], 2 * total)
 
     def contents(self, bucket: Bucket) -> dict[str, bytes]:
-        """The bytes of all objects."""
         return {one.key: bytes(bucket.get(one.key)[1]) for one in bucket.walk()}
 
     def test_export_and_import(self) -> None:

@@ -97,7 +97,6 @@ class EmptyTest(DirectoryTest):
         return places
 
     def words(self, command: list[object], place: str) -> list[str]:
-        """A command on a place."""
         tokens, archive = self.root / "tokens", self.root / f"{next(self.numbers)}.tar"
         tokens.write_text(json.dumps(TOKENS.tolist()))
         given = {"TOKENS": str(tokens), "TAR": str(archive)}

@@ -46,17 +46,14 @@ PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
 
 def lines(text: str) -> list[dict[str, Any]]:
-    """The events that were printed."""
     return [json.loads(line) for line in text.splitlines()]
 
 
 def told(text: str) -> list[tuple[str, str]]:
-    """Their kinds and hashes."""
     return [(one["type"], *one["block_hashes"]) for one in lines(text)]
 
 
 def resident_nbytes() -> int:
-    """Memory of this process."""
     return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -32,7 +32,6 @@ class ExplainTest(DirectoryTest):
     """A directory, and files of tokens beside it."""
 
     def setUp(self) -> None:
-        """Make both."""
         super().setUp()
         self.cache = self.root / "cache"
         self.cache.mkdir()
@@ -47,7 +46,6 @@ class ExplainTest(DirectoryTest):
             )
 
     def tokens(self, tokens: list[int] | str) -> Path:
-        """A file of token ids."""
         path = self.root / "tokens"
         path.write_text(tokens if isinstance(tokens, str) else json.dumps(tokens))
         return path

@@ -60,7 +60,6 @@ class InterruptTest(CliTest):
     """A directory, a bucket, and all that commands work on."""
 
     def setUp(self) -> None:
-        """Have files for every command."""
         super().setUp()
         self.files_ = Path(tempfile.mkdtemp(prefix="vua-test-"))
         self.addCleanup(shutil.rmtree, self.files_, ignore_errors=True)

@@ -41,7 +41,6 @@ class Talk:
         """Show nothing."""
 
     def wait(self, seconds: float) -> None:
-        """End after the second look."""
         if self.looks == 2:
             raise EOFError(seconds)
 

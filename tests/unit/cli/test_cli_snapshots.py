@@ -190,7 +190,6 @@ class SnapshotTest(CliTest):
         yield ["du", where]
 
     def entry(self, where: str) -> str:
-        """One entry's file or object."""
         if where != self.url:
             return str(self.file)
         keys = sorted(one.key for one in Bucket.at(where).walk() if one.key.endswith("tensors"))
@@ -231,7 +230,6 @@ class TextTest(DirectoryTest):
     check = SnapshotTest.check
 
     def setUp(self) -> None:
-        """Fix the width."""
         super().setUp()
         self.enterContext(mock.patch.dict(os.environ, COLUMNS="100", LINES="50"))
         os.environ.pop("VUA_PATH", None)

@@ -40,7 +40,6 @@ class TransferTest(DirectoryTest):
     """A directory with a forked prompt of one model and a chunk of another one."""
 
     def setUp(self) -> None:
-        """Store them."""
         super().setUp()
         self.here, self.there = self.root / "here", self.root / "there"
         self.file = self.root / "archive.tar"
@@ -53,12 +52,10 @@ class TransferTest(DirectoryTest):
 
     @staticmethod
     def other() -> VUAConfig:
-        """Another model."""
         return VUAConfig(split_factor=4, model="two")
 
     @staticmethod
     def cache(tokens: int) -> list[list[torch.Tensor]]:
-        """A KV cache."""
         return caches_of(layers=2, heads=2, tokens=tokens, dim=8)
 
     @staticmethod
@@ -68,7 +65,6 @@ class TransferTest(DirectoryTest):
         return sorted(str(one.relative_to(path)) for one in found if "quarantine" not in one.parts)
 
     def members(self) -> Members:
-        """What the archive holds."""
         with tarfile.open(self.file) as archive:
             return [(one.name, archive.extractfile(one).read()) for one in archive]  # type: ignore[union-attr]
 
@@ -234,7 +230,6 @@ class TestHostile(TransferTest):
     """What is not taken in."""
 
     def setUp(self) -> None:
-        """Export one prompt."""
         super().setUp()
         self.assertEqual(0, run("export", self.here, self.file, names_of(TRUNK)[3])[0])
         self.sound = self.members()

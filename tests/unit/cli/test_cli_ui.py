@@ -306,7 +306,6 @@ class Looks(Talk):
     """A child's end that uses a chunk before each look but the first, and ends after five."""
 
     def __init__(self, use: Callable[[], None]) -> None:
-        """``use`` uses a chunk."""
         line, self._other = multiprocessing.Pipe()
         super().__init__(line, os.getppid())
         self.use, self.views, self.looks = use, list[View](), 0
@@ -316,7 +315,6 @@ class Looks(Talk):
         self.views += value[0].values() if what == "views" else ()
 
     def wait(self, seconds: float = 0.0) -> bool:
-        """Use it."""
         self.looks += 1
         if self.looks == 5:
             raise EOFError

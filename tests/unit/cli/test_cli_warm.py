@@ -25,7 +25,6 @@ class Server(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Its URL."""
         return f"http://127.0.0.1:{self.server_port}"
 
 
@@ -35,7 +34,6 @@ class Answer(BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
-        """Name the model."""
         self._send(200, {"data": [{"id": "served"}]})
 
     def do_POST(self) -> None:
@@ -58,7 +56,6 @@ class Answer(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(usage: dict[str, Any]) -> Iterator[Server]:
-    """Have a server answer."""
     with Server(usage) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

@@ -42,7 +42,6 @@ class RequestsTest(DirectoryTest):
     """A bucket with two prompts of 40 chunks, stored by one process."""
 
     def setUp(self) -> None:
-        """Store them."""
         super().setUp()
         self.url = memory_url()
         self.bucket = Bucket.at(self.url)
@@ -157,7 +156,6 @@ class ListingTest(unittest.TestCase):
     PAGE = 10
 
     def setUp(self) -> None:
-        """Write them."""
         self.bucket = Bucket.at(self.place())
         self.keys = ["space/namespace.json", "space/.stray", "space/parents/0123456789abcdef"]
         for number in range(300):

@@ -78,7 +78,6 @@ class BadChunkTest(DirectoryTest):
         return [(numbers[seen.chunk], seen.file < 0) for seen in self.watch.take()]
 
     def path(self, number: int) -> Any:
-        """The file of a chunk."""
         name, namespace = self.keys[number].name, self.namespace
         (path,) = (path for path in self.files() if name in str(path) and namespace in str(path))
         return path

@@ -39,7 +39,6 @@ class RingTest(DirectoryTest):
     """A prompt of 33 chunks by buffers of two."""
 
     def setUp(self) -> None:
-        """Store it."""
         super().setUp()
         on_cpu_too(self)
         two = 2 * LAYOUT.full.payload_nbytes(LAYOUT)
@@ -57,7 +56,6 @@ class RingTest(DirectoryTest):
         self.blocks = [BLOCKS - 1 - at for at in range(CHUNKS)]
 
     def side(self, memory: torch.Tensor) -> WorkerSide:
-        """A worker over a cache."""
         group = Group(LAYOUT, (0, 1, 2), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16)
@@ -100,7 +98,6 @@ class RingTest(DirectoryTest):
         return SimpleNamespace(found=found)
 
     def path(self, chunk: int) -> Path:
-        """A chunk's file."""
         return next(path for path in self.files() if path.parent.name == self.keys[chunk].name)
 
     def test_many_laps(self) -> None:
@@ -152,8 +149,6 @@ class DeviceCheckTest(RingTest):
     """Of the next comparisons, the block whose digest is told wrongly."""
 
     def setUp(self) -> None:
-        """Compare there."""
-
         def digests(
             data: torch.Tensor,
             starts: torch.Tensor,

@@ -52,7 +52,6 @@ class FormsTest(DirectoryTest):
         caches: dict[str, torch.Tensor],
         **settings: Any,
     ) -> Any:
-        """A worker over these tensors."""
         from vua.connector.cache_spec import Group, Model
         from vua.connector.config import ConnectorConfig
         from vua.connector.group_transfer import Rank
@@ -123,7 +122,6 @@ class FormsTest(DirectoryTest):
         self.check_all(product(forms, (torch.bfloat16, torch.uint8)))
 
     def check_all(self, cases: Iterable[tuple[str, torch.dtype]]) -> None:
-        """Check the bytes of each."""
         for form, dtype in cases:
             with self.subTest(form=form, dtype=dtype):
                 for path in self.files():

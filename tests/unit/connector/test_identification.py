@@ -61,7 +61,6 @@ class UntilKnownTest(unittest.TestCase):
         )
 
     def model(self, *, identified: bool = False, layout: KVLayout = LAYOUT) -> Any:
-        """A model of one layer."""
         group = Group(layout, (0,), ((layout.full,),), (0,))
         identity = Identity(model="m", chunk_tokens=16)
         return Model(identity, (group,), (16,), identified=identified)

@@ -157,7 +157,6 @@ class DecisionTest(unittest.TestCase):
 
     @staticmethod
     def shape(decision: LoadDecision) -> tuple[int, str]:
-        """What is loaded, and why."""
         return decision.tokens, decision.reason
 
     def test_unmeasured_prefill(self) -> None:

@@ -40,7 +40,6 @@ def pixels(value: float) -> dict[str, Any]:
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class MediaTest(unittest.TestCase):
     def setUp(self) -> None:
-        """Begin as an engine does."""
         self.media = self.begin()
 
     def begin(self, settings: str = "s", refused: str = "", blocks: int = 8) -> Any:

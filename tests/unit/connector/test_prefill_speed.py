@@ -10,7 +10,6 @@ from vua.connector.metadata import ScheduledRequest, prompt_work
 
 class PrefillSpeedTest(unittest.TestCase):
     def setUp(self) -> None:
-        """A clock that tests move."""
         self.now = 100.0
         self.speed = PrefillSpeed(64, clock=lambda: self.now)
 

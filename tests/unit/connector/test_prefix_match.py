@@ -43,7 +43,6 @@ class PrefixTest(DirectoryTest):
         return Model(identity, groups, (block,) * len(groups))
 
     def keys(self, tokens: int) -> KeyChain:
-        """The chunks of a prompt."""
         return KeyChain(token_ids(list(range(tokens))), SIZE)
 
     def store(self, store: Any, keys: KeyChain, chunks: Any) -> None:

@@ -32,7 +32,6 @@ class RanksTest(DirectoryTest):
     """`WorkerSide` of each rank, over paged caches as large as the rank's part of the model."""
 
     def setUp(self) -> None:
-        """Name three chunks."""
         super().setUp()
         keys = KeyChain(token_ids(list(range(CHUNKS * SIZE))), SIZE)
         self.keys = keys.first(CHUNKS)
@@ -171,7 +170,6 @@ class StagedRanksTest(RanksTest):
     """Every parallel size writes and reads through buffers, from pages as GPUs have them."""
 
     def setUp(self) -> None:
-        """Name three chunks."""
         on_cpu_too(self)
         super().setUp()
 

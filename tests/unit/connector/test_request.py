@@ -15,7 +15,6 @@ class OptionsTest(unittest.TestCase):
         self.reader = OptionReader(allow_pins=True)
 
     def read(self, **given: Any) -> RequestOptions:
-        """Read VUA's own section."""
         return self.reader.read({"vua": given})
 
     def test_nothing_said(self) -> None:
@@ -144,7 +143,6 @@ class HintsTest(unittest.TestCase):
     """What an orchestrator says beside, in vLLM's `kv_hints`."""
 
     def read(self, *actions: object, **settings: Any) -> RequestOptions:
-        """Read an envelope."""
         return OptionReader(**settings).read(None, Envelope(*actions))
 
     def test_known_actions(self) -> None:

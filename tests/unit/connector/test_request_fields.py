@@ -37,7 +37,6 @@ class RequestFieldsTest(DirectoryTest):
     """Through the scheduler's half, with a real directory."""
 
     def setUp(self) -> None:
-        """Make a scheduler's half."""
         super().setUp()
         group = Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
@@ -88,7 +87,6 @@ class RequestFieldsTest(DirectoryTest):
         return answer[0] or 0
 
     def store(self, keys: list[ChunkKey]) -> None:
-        """Store chunks of these names."""
         buffer = StagingBuffer(LAYOUT, LAYOUT.full, 1)
         for key in keys:
             save_chunk(self.side.namespace.stores[0], key, buffer.memory)

@@ -60,7 +60,6 @@ class ResetTest(unittest.TestCase):
         self.assertEqual(48, self.asked())
 
     def orders(self, computed: dict[str, int]) -> ConnectorMetadata:
-        """One step's orders."""
         side = self.side
         orders = ConnectorMetadata(
             loads=side.take_loads(), identity=side.identity, epoch=side.epoch, writer=side.writer

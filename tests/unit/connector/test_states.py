@@ -43,7 +43,6 @@ class RulesTest(DirectoryTest):
         return Model(Identity(model=f"{block}", chunk_tokens=SIZE), groups, (block, block))
 
     def keys(self, tokens: int) -> KeyChain:
-        """The chunks of a prompt."""
         return KeyChain(token_ids(list(range(tokens))), SIZE)
 
     def store(self, store: Any, keys: KeyChain, chunks: Any) -> None:

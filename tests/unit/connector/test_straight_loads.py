@@ -61,7 +61,6 @@ class CachedLoadTest(DirectoryTest):
         return self.side.stats.take() or {}
 
     def blocks(self, *ids: int) -> list[bytes]:
-        """What lies in blocks."""
         return [bits(layer[list(ids)]) for layer in self.layers.values()]
 
     def begin(self) -> tuple[int, str | None]:

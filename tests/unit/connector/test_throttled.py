@@ -32,7 +32,6 @@ class Clock:
     now_s = 100.0
 
     def __call__(self) -> float:
-        """What time it is."""
         return self.now_s
 
 
@@ -40,12 +39,10 @@ class SlowStorage(ThrottledStorage):
     """Storage whose reads take a while by a `Clock`, and no longer on a busy machine."""
 
     def __init__(self, storage: Any, clock: Clock) -> None:
-        """Be fast."""
         super().__init__(storage)
         self.clock, self.read_s = clock, FAST_S
 
     def read(self, batch: Batch) -> ReadResult:
-        """Read entries, in their time."""
         filled = super().read(batch)
         self.clock.now_s += self.read_s
         return filled

@@ -27,13 +27,11 @@ class Engine:
 
 class WeightsWatchTest(unittest.TestCase):
     def setUp(self) -> None:
-        """A model that is watched."""
         self.engine = Engine()
         self.model = self.engine.model
         self.watch = WeightsWatch(self.engine)
 
     def unchanged(self) -> bool:
-        """By a look of now."""
         return self.watch.expected.still_at(time.monotonic())
 
     def test_every_way(self) -> None:

@@ -66,7 +66,6 @@ class Hanging:
             raise self.problem
 
     def read(self, batch: Batch) -> Any:
-        """Read files, when it pleases."""
         self._wait()
         return self._storage.read(batch)
 
@@ -76,7 +75,6 @@ class Hanging:
         return self._storage.open_file(name)
 
     def write(self, batch: Batch) -> Any:
-        """Write files, when it pleases."""
         self._wait()
         return self._storage.write(batch)
 
@@ -103,7 +101,6 @@ class HangingTest(DirectoryTest):
         self.addCleanup(self.storage.go.set)
 
     def clock(self) -> float:
-        """What time it is."""
         self.now_s += self.tick_s
         return self.now_s
 
@@ -130,12 +127,10 @@ class HangingTest(DirectoryTest):
         self.side.start_loads(ConnectorMetadata(loads=[LoadOrder(name, [blocks], [part])]))
 
     def received(self) -> set[str]:
-        """The loads that end next."""
         ended: set[str] = until(lambda: self.side.take_received(idle=True))
         return ended
 
     def blocks(self, *ids: int) -> list[bytes]:
-        """What lies in blocks."""
         return [bits(layer[list(ids)]) for layer in self.layers.values()]
 
     def counted(self, name: str) -> dict[str, Any]:

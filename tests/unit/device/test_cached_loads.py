@@ -72,7 +72,6 @@ class CachedLoadTest(DirectoryTest):
         return caches, PagedKV(list(caches), form, 32)
 
     def file(self, store: Store, key: ChunkKey) -> Path:
-        """The file of a chunk."""
         assert store.files is not None
         [path] = store.files.directory.rglob(f"{key.name}/*.safetensors")
         return path

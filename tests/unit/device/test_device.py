@@ -306,7 +306,6 @@ class RunsTest(BlocksTest):
     """PyTorch's other way: neighbours copied by one call, here however short the runs are."""
 
     def setUp(self) -> None:
-        """Never fall back to indexing."""
         self.enterContext(mock.patch.object(moves, "_RUN_TOKENS", 1))
 
     def test_runs(self) -> None:
@@ -327,7 +326,6 @@ class HostTest(BlocksTest):
     move = staticmethod(cpu_pages.move)
 
     def setUp(self) -> None:
-        """Never fall back to PyTorch."""
         never = SimpleNamespace(runs=moves.runs, move=mock.Mock(side_effect=AssertionError))
         patch = mock.patch.object(cpu_pages, "moves", never)
         patch.start()
@@ -436,7 +434,6 @@ class GPUMovesTest(MovesTest):
     device = torch.device("cuda:0")
 
     def setUp(self) -> None:
-        """Take what is chosen."""
         self.move = choose(self.device).move
 
     def test_choice(self) -> None:

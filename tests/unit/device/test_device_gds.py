@@ -36,7 +36,6 @@ CPU = torch.device("cpu")
 
 
 def interpreted() -> ModuleType:
-    """`vua.device.xxh3_kernel` for Triton's interpreter."""
     name = "xxh3_kernel_interpreted"
     if name not in sys.modules:
         importlib.import_module("triton")
@@ -50,7 +49,6 @@ def interpreted() -> ModuleType:
 
 
 def content(nbytes: int, seed: int = 0) -> torch.Tensor:
-    """Random bytes."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
@@ -177,7 +175,6 @@ class MoverTest(DirectoryTest):
     device = CPU
 
     def mover(self) -> Mover:
-        """The mover under test."""
         return PosixMover()
 
     def test_reads(self) -> None:
@@ -230,7 +227,6 @@ class CuFileMoverTest(MoverTest):
     device = torch.device("cuda:0")
 
     def mover(self) -> Mover:
-        """Open cuFile."""
         return CuFileMover(self.device)
 
 
@@ -244,7 +240,6 @@ class Broken(PosixMover):
         self.fault = fault
 
     def read(self, handle: int, memory: torch.Tensor, at: int, nbytes: int, offset: int) -> int:
-        """Read, wrongly."""
         if self.fault == "raises":
             raise OSError("no such thing")
         got = super().read(handle, memory, at, nbytes, offset)
@@ -326,7 +321,6 @@ class DirectReaderTest(DirectoryTest):
     layout = KVLayout(layers=20, kv_heads=2, k_dim=32, v_dim=16, dtype="BF16", chunk_tokens=16)
 
     def mover(self) -> Mover:
-        """Open the mover."""
         return PosixMover()
 
     def setUp(self) -> None:
@@ -348,7 +342,6 @@ class DirectReaderTest(DirectoryTest):
         self.memory = torch.full((size,), 0x77, dtype=torch.uint8, device=self.device)
 
     def file(self, place: int) -> Path:
-        """The file of a chunk."""
         return next(path for path in self.files() if path.parent.name == self.keys[place].name)
 
     def test_all(self) -> None:
@@ -423,5 +416,4 @@ class CuFileReaderTest(DirectReaderTest):
     device = torch.device("cuda:0")
 
     def mover(self) -> Mover:
-        """Open cuFile."""
         return CuFileMover(self.device)

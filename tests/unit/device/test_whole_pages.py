@@ -29,12 +29,10 @@ class StatePagesTest(unittest.TestCase):
         self.caches = [self.memory[:, 0], self.memory[:, 1]]
 
     def pages(self, **settings: Any) -> Any:
-        """The subject."""
         given = {"caches": self.caches, "nbytes": NBYTES, "block_size": BLOCK, "last": True}
         return WholePages(**given | settings)
 
     def chunk(self, fill: int = 7) -> torch.Tensor:
-        """A chunk's array."""
         return torch.full((1, 2, SIZE, STATE.k_dim), fill, dtype=torch.uint8)
 
     def test_there_and_back(self) -> None:
@@ -113,7 +111,6 @@ class PagesTest(unittest.TestCase):
     TOKENS = 4
 
     def fill(self, memory: torch.Tensor, seed: int) -> torch.Tensor:
-        """Fill an allocation with noise."""
         noise = np.random.default_rng(seed).integers(0, 256, memory.nbytes, dtype=np.uint8)
         memory.view(torch.uint8).flatten().copy_(torch.from_numpy(noise))
         return memory

@@ -57,13 +57,11 @@ def blocks(page: Path) -> list[Block]:
 
 @functools.cache
 def commands_of_dev() -> list[str]:
-    """The commands of dev.py."""
     ran = subprocess.run(HELP, capture_output=True, text=True, check=True)
     return re.findall(r"^  ([\w-]+) ", ran.stdout, re.MULTILINE)
 
 
 def pages() -> list[Path]:
-    """All pages with blocks."""
     found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     return [page for page in found if blocks(page)]
 
@@ -180,7 +178,6 @@ class BlockTest(unittest.TestCase):
         self.assertLess(30, count)
 
     def parse(self, words: list[str]) -> None:
-        """Parse one command."""
         if words[0] == "vua":
             with cli.vua.make_context("vua", words[1:]) as context:
                 name, command, more = cli.vua.resolve_command(context, words[1:])

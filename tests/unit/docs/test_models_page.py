@@ -12,7 +12,6 @@ from model_classes import PAGE, REGION, ROOT, ROWS, load, text
 
 @cache
 def parsed(module: str) -> ast.Module:
-    """A module of the tests."""
     return ast.parse((ROOT / module).read_text("utf-8"))
 
 

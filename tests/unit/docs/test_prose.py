@@ -76,7 +76,6 @@ def words(sentence: str) -> int:
 
 
 def pages() -> list[Path]:
-    """The documentation: pages for people."""
     found = [ROOT / name for name in TOP if (ROOT / name).is_file()]
     return [*found, *sorted((ROOT / "docs").rglob("*.md"))]
 

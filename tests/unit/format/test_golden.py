@@ -62,7 +62,6 @@ class IndependentReader:
 
     @staticmethod
     def framed(part: bytes) -> bytes:
-        """The page's `framed()`."""
         return struct.pack("<Q", len(part)) + part
 
     def span(self, name: str) -> tuple[int, int]:
@@ -80,7 +79,6 @@ class IndependentReader:
         assert xxhash.xxh3_64_hexdigest(blank) == self.metadata["check"]
 
     def check_blocks(self) -> None:
-        """Every checksum."""
         arrays = [name for name in "kv" if name in self.header]
         shapes = [self.header[name]["shape"] for name in arrays]
         extents = [shape[2] * shape[3] * 2 for shape in shapes]  # 2 bytes per element in all
@@ -115,7 +113,6 @@ class IndependentReader:
         return parent.hex() or "-" * 64, key.hex()
 
     def array(self, name: str) -> np.ndarray:
-        """One array's 16-bit patterns."""
         start, stop = self.span(name)
         shape = self.header[name]["shape"]
         return np.frombuffer(self.data[start:stop], dtype="<u2").reshape(shape)

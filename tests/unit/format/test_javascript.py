@@ -186,7 +186,6 @@ class JavaScriptTest(DirectoryTest):
         self.assertEqual(self.payload_of(kv).hex(), "".join(said))
 
     def securities(self) -> dict[str, Security]:
-        """None, signed and encrypted."""
         file = self.root / "key"
         file.write_text(conformity.KEY.hex())
         file.chmod(0o600)

@@ -201,7 +201,6 @@ class TestExtras(unittest.TestCase):
     """What changes K/V without being a token."""
 
     def chain(self, extras: dict[int, Extras]) -> list[ChunkKey]:
-        """A prompt of three chunks."""
         return KeyChain(token_ids(range(12)), 4, extras).first(3)
 
     def test_from_its_chunk_on(self) -> None:

@@ -32,7 +32,6 @@ def iovecs_of(buffer: np.ndarray, lengths: list[int], gap: int = 0) -> Iovecs:
 
 
 def noise(nbytes: int) -> np.ndarray:
-    """Bytes of every value."""
     return np.random.default_rng(nbytes).integers(0, 256, nbytes).astype(np.uint8)
 
 

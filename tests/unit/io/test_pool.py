@@ -35,7 +35,6 @@ class TestPool(unittest.TestCase):
                 self.did.append(job.what)
 
     def do(self, job: Job[str]) -> None:
-        """Work that ends at once."""
         if job.settle():
             self.did.append(job.what)
 
@@ -314,7 +313,6 @@ class TestBreaker(unittest.TestCase):
         self.breaker = Breaker(failures=3, pause_s=1.0, max_pause_s=4.0, clock=lambda: self.now)
 
     def open(self) -> None:
-        """Let it open."""
         self.assertEqual([False, False, True], [self.breaker.went(well=False) for _ in range(3)])
 
     def test_closed(self) -> None:

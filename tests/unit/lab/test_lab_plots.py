@@ -14,29 +14,24 @@ class Elements(HTMLParser):
     """Counts a page's elements; all that are opened are closed."""
 
     def __init__(self) -> None:
-        """Begin."""
         super().__init__()
         self.counts: dict[str, int] = {}
         self.open: list[str] = []
         self.links: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note an element."""
         self.counts[tag] = self.counts.get(tag, 0) + 1
         self.links += [name for name, _ in attrs if name in ("src", "href")]
         self.open += [tag] if tag not in ("meta", "!doctype") else []
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note an empty element."""
         self.counts[tag] = self.counts.get(tag, 0) + 1
 
     def handle_endtag(self, tag: str) -> None:
-        """Close the latest."""
         assert self.open.pop() == tag, tag
 
 
 def elements(text: str) -> Elements:
-    """The elements of a page."""
     found = Elements()
     found.feed(text)
     found.close()

@@ -39,7 +39,6 @@ print(json.dumps([state.n_tokens, completed(llm, json.loads(sys.argv[3]))]))
 @unittest.skipUnless(has_llama_cpp(), WHERE)
 class TestLlamaCpp(DirectoryTest):
     def setUp(self) -> None:
-        """A model and a store."""
         super().setUp()
         self.model = make_gguf(self.root / "model.gguf")
         self.store = self.root / "kv"

@@ -56,7 +56,6 @@ class Case:
 
     @property
     def bytes(self) -> list[bytes]:
-        """All of the cache's memory."""
         return [bits(tensor.cpu()) for tensor in self.memory]
 
 
@@ -92,7 +91,6 @@ def paged(dtype: torch.dtype, device: str = "cpu") -> Case:
 
 
 def paged_v2(dtype: torch.dtype, device: str = "cpu") -> Case:
-    """The same for V2."""
     case = paged(dtype, device)
     case.connector = VLLMPagedMemGPUConnectorV2(HIDDEN, LAYERS)
     return case

@@ -45,7 +45,6 @@ class TestL2Adapter(DirectoryTest):
         return adapter
 
     def keys(self, count: int = COUNT, **fields: Any) -> list[Any]:
-        """Keys of one prompt."""
         from lmcache.v1.distributed.api import ObjectKey
 
         given = {"model_name": "org/model", "kv_rank": 1, **fields}
@@ -65,7 +64,6 @@ class TestL2Adapter(DirectoryTest):
         return made
 
     def values(self, count: int = COUNT, seed: int = 0) -> list[torch.Tensor]:
-        """Objects' contents."""
         return [noise(*SHAPE, dtype=torch.bfloat16, seed=seed + one) for one in range(count)]
 
     def done(self, fd: int, ask: Any) -> Any:
@@ -76,7 +74,6 @@ class TestL2Adapter(DirectoryTest):
         return found
 
     def store(self, adapter: Any, keys: list[Any], values: list[torch.Tensor]) -> Any:
-        """Store, and the result."""
         task = adapter.submit_store_task(keys, self.objects(values))
         return self.done(
             adapter.get_store_event_fd(), lambda: adapter.pop_completed_store_tasks().get(task)

@@ -29,7 +29,6 @@ MODELS = {layout: model_arrays(layout, FILES) for layout in (SMALL, DEEP)}
 
 
 def damage(path: Path, how: str, at: int) -> None:
-    """Do something to a file."""
     nbytes = path.stat().st_size
     if how == "missing":
         path.unlink()
@@ -112,7 +111,6 @@ class TestListChunks(DirectoryTest):
     """Both list the same directory."""
 
     def listed(self, fd: int) -> list[dict[str, int]]:
-        """What each finds."""
         both = []
         for listing in (native.list_chunks, fallback.list_chunks):
             names, mtimes_ns = listing(fd)

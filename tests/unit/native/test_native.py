@@ -138,7 +138,6 @@ class TestLoad(DirectoryTest):
     """What the loop says about files, against what the Python path says."""
 
     def setUp(self) -> None:
-        """Store some chunks."""
         super().setUp()
         path = self.root / NAMESPACE
         path.mkdir()
@@ -157,7 +156,6 @@ class TestLoad(DirectoryTest):
     def load(
         self, *, threads: int = 2, first: int = 0, stop: int = CHUNKS, uids: list[int] | None = None
     ) -> int:
-        """Call the loop itself."""
         whose = None if uids is None else (ctypes.c_uint32 * len(uids))(*uids)
         shard = LAYOUT.full.name
         paths = [f"{k.name[:2]}/{k.name}/{shard}.safetensors" for k in self.keys[first:stop]]
@@ -180,7 +178,6 @@ class TestLoad(DirectoryTest):
         """Make the files ready for a load."""
 
     def path(self, chunk: int) -> Path:
-        """The file of a chunk."""
         name = self.keys[chunk].name
         directory = self.storage.directory / name[:2] / name
         return directory / f"{LAYOUT.full.name}.safetensors"
@@ -212,7 +209,6 @@ class TestLoad(DirectoryTest):
                 np.testing.assert_array_equal(want, got)
 
     def setUpMemory(self) -> None:  # noqa: N802
-        """Poison the memory anew."""
         for buffer in self.memory.buffers:
             buffer[:] = 0xA5
 
@@ -592,7 +588,6 @@ class TestMoveInPython(TestMove):
     """The same without the library."""
 
     def setUp(self) -> None:
-        """Switch it off."""
         self.enterContext(native_code("off"))
 
 

@@ -171,7 +171,6 @@ class TestLibrary(DirectoryTest):
 
 
 def compiler() -> bool:
-    """Whether this machine can compile."""
     try:
         return bool(hatch_build.local_compiler())
     except hatch_build.BuildError:
@@ -191,7 +190,6 @@ class TestBuild(DirectoryTest):
     """How the library is made: `hatch_build.py`."""
 
     def setUp(self) -> None:
-        """Copy the C files."""
         super().setUp()
         self.folder = self.root / "native"
         shutil.copytree(bindings.FOLDER, self.folder, ignore=shutil.ignore_patterns("*.so"))

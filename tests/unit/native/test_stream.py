@@ -48,7 +48,6 @@ class StreamTest(DirectoryTest):
     """A ring of six places, of which each file takes the next one."""
 
     def setUp(self) -> None:
-        """Forty files of random bytes."""
         super().setUp()
         draw = np.random.default_rng(1)
         self.content = draw.integers(0, 256, (FILES, PAYLOAD), dtype=np.uint8)
@@ -69,7 +68,6 @@ class StreamTest(DirectoryTest):
         self.addCleanup(os.close, self.fd)
 
     def stream(self, **options: bool) -> EntryStream:
-        """Begin to read all files."""
         directory = Directory(self.fd)
         stream = EntryStream(
             *(self.transfer, directory, self.paths, CODEC.form(KEYS), self.places, self.into),
@@ -169,7 +167,6 @@ class HeaderTest(DirectoryTest):
     """Native code and Python say the same of each changed header."""
 
     def setUp(self) -> None:
-        """Write a small sound entry."""
         super().setUp()
         self.codec = EntryCodec("ab" * 32, SMALL, SMALL.full)
         nbytes = SMALL.full.payload_nbytes(SMALL)

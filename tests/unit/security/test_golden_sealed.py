@@ -38,7 +38,6 @@ class TestGoldenSealed(DirectoryTest):
     """The files in tests/golden_sealed_v2."""
 
     def paths(self, model: str, dtype: str) -> list[Path]:
-        """The files of a case."""
         identity = Identity(model=model, kv_dtype=dtype, chunk_tokens=4)
         found = sorted((make_golden.SEALED / identity.namespace).glob("*/*/*.safetensors"))
         self.assertEqual(2, len(found))

@@ -541,7 +541,6 @@ class TestTools(SealTest):
     """The command line without keys."""
 
     def run_cli(self, *words: str) -> tuple[int, str]:
-        """Exit code and output."""
         with contextlib.redirect_stdout(io.StringIO()) as out:
             code = main(words)
         return code, out.getvalue()

@@ -49,7 +49,6 @@ class SecurityTest(DirectoryTest):
     """A cache of three chunks."""
 
     def setUp(self) -> None:
-        """Name the directory."""
         super().setUp()
         self.cache = self.root / "cache"
 

@@ -68,7 +68,6 @@ def mha(layout: str, heads: int = HEADS, first_layer: int = 0, layers: int = LAY
 
 
 def mla(layout: str) -> Any:
-    """SGLang's host pool of latents."""
     from sglang.srt.mem_cache.device_pool_info import MLABufferInfo
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
@@ -333,7 +332,6 @@ class Scheduler:
         self.engine: Any = None
 
     def attach(self) -> Any:
-        """Make VUA."""
         from vua.sglang.engine import Engine
 
         return Engine.find()
@@ -502,7 +500,6 @@ class Storing(Scheduler):
     """A scheduler on one rank of several that makes VUA's backend at its start."""
 
     def __init__(self, folder: Path, root: Path, rank: int, ranks: int) -> None:
-        """Store in ``root``."""
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 
         from vua.sglang.identity import shard_of
@@ -554,7 +551,6 @@ class StorageTest(DirectoryTest):
         self.hashes = [chain[at].name for at in range(self.PAGES)]
 
     def ranks(self, count: int) -> list[Storing]:
-        """All ranks of a server."""
         servers = [Storing(self.folder, self.cache, rank, count) for rank in range(count)]
         for one in servers:
             self.addCleanup(one.storage.close)

@@ -86,7 +86,6 @@ def server(**changed: Any) -> Any:
 
 
 def counted(**changed: Any) -> dict[str, Any]:
-    """What counts of such arguments."""
     from vua.sglang.identity import settings_that_count
 
     return settings_that_count(server(**changed))
@@ -190,7 +189,6 @@ class ArgumentsTest(DirectoryTest):
 
 class VariablesTest(DirectoryTest):
     def counted(self, **environment: str) -> dict[str, Any]:
-        """What counts of an environment."""
         from vua.sglang.identity import variables_that_count
 
         return variables_that_count({"HOME": "/root", "PATH": "/bin", **environment})

@@ -46,11 +46,9 @@ class Hook:
     """A hook that is an object."""
 
     def __init__(self, factor: float) -> None:
-        """Hold a value."""
         self.factor = factor
 
     def __call__(self, module: Any, inputs: Any, output: Any) -> Any:
-        """Scale."""
         return output * self.factor
 
 
@@ -58,7 +56,6 @@ class Scaled(torch.nn.Linear):
     """A class of somebody's."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scale."""
         return super().forward(x) * 2
 
 

@@ -35,7 +35,6 @@ LAYOUT = KVLayout(
 
 
 def always() -> bool:
-    """The weights never change."""
     return True
 
 
@@ -140,13 +139,11 @@ class Hanging(FaultyStorage):
         self.hangs = False
 
     def write(self, batch: Batch) -> WriteResult:
-        """Write, sooner or later."""
         if self.hangs:
             self.go.wait()
         return super().write(batch)
 
     def read(self, batch: Batch) -> ReadResult:
-        """Read, sooner or later."""
         if self.hangs:
             self.go.wait()
         return super().read(batch)

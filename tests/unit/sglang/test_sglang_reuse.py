@@ -44,7 +44,6 @@ class ReuseTest(unittest.TestCase):
         self.reuse.computed(asked)
 
     def load(self, seed: int, chunks: int, seconds: float) -> None:
-        """A stored prompt is loaded."""
         asked = keys(seed, chunks)
         ended = self.reuse.loading(asked)
         self.now += seconds

@@ -31,7 +31,6 @@ CHUNK_NBYTES = 20 << 10
 
 
 def of(first: int) -> torch.Tensor:
-    """Tokens of another prompt."""
     return torch.arange(64) + 1000 * first
 
 
@@ -39,13 +38,11 @@ class FollowedTest(DirectoryTest):
     """A cache at ``kv`` in a directory, and a clock that it asks."""
 
     def setUp(self) -> None:
-        """Begin."""
         super().setUp()
         self.now_s = time.monotonic()
         self.path = self.root / "kv"
 
     def open(self, path: str | os.PathLike[str] = "", **settings: object) -> VUA:
-        """Use the cache."""
         vua = VUA(VUAConfig(split_factor=16, **settings), path or self.path)
         self.addCleanup(vua.close)
         return vua
@@ -59,7 +56,6 @@ class FollowedTest(DirectoryTest):
         return vua
 
     def storage_of(self, vua: VUA) -> LocalStorage:
-        """Its storage."""
         namespace = vua.namespace()
         assert namespace is not None
         assert isinstance(namespace.storage, LocalStorage)
@@ -70,7 +66,6 @@ class FollowedTest(DirectoryTest):
         self.now_s += LOOK_S
 
     def space(self) -> Path:
-        """The namespace."""
         (found,) = (one for one in self.path.iterdir() if len(one.name) == 64)
         return found
 
@@ -80,31 +75,25 @@ class FollowedTest(DirectoryTest):
         self.path.mkdir(mode=0o700)
 
     def deleted(self) -> None:
-        """Delete it."""
         remove_tree(self.path)
 
     def emptied(self) -> None:
-        """Delete what lies in it."""
         for one in self.path.iterdir():
             shutil.rmtree(one) if one.is_dir() else one.unlink()
 
     def without_namespace(self) -> None:
-        """Delete the namespace."""
         remove_tree(self.space())
 
     def without_chunks(self) -> None:
-        """Delete the chunks."""
         for one in self.space().iterdir():
             if one.is_dir():
                 shutil.rmtree(one)
 
     def removed_by_vua(self) -> None:
-        """Delete all by the command."""
         command = [sys.executable, "-m", "vua", "rm", str(self.path), "--all", "--yes"]
         subprocess.run(command, check=True, capture_output=True)
 
     def ways(self) -> dict[str, Callable[[], None]]:
-        """What may happen to it."""
         return {
             "moved": self.moved,
             "deleted": self.deleted,
@@ -239,7 +228,6 @@ class FollowedTest(DirectoryTest):
 
     @staticmethod
     def size(path: Path) -> int:
-        """Bytes of the files."""
         return sum(one.stat().st_size for one in path.rglob("*.safetensors"))
 
     @pytest.mark.thorough

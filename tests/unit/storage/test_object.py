@@ -46,12 +46,10 @@ class BucketTest(DirectoryTest):
     """The library on a bucket in memory."""
 
     def setUp(self) -> None:
-        """Take an empty bucket."""
         super().setUp()
         self.url = memory_url()
 
     def put(self, url: str, config: VUAConfig = CONFIG) -> int:
-        """Store the whole prompt."""
         with VUA(config, url) as vua:
             return vua.put(TOKENS, KV)
 

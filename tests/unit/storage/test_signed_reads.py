@@ -33,7 +33,6 @@ class ServerTest(unittest.TestCase):
     """A real server behind a proxy that does harm."""
 
     def setUp(self) -> None:
-        """Write one object."""
         self.harms: Iterator[str] = iter(())
         self.asked: list[str] = []
         self.proxy = FaultyProxy(seaweedfs().endpoint, self.plan)

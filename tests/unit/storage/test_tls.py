@@ -48,7 +48,6 @@ class TlsTest(DirectoryTest):
     """A real server behind a proxy that speaks https; nothing allows http."""
 
     def setUp(self) -> None:
-        """Start the proxy."""
         super().setUp()
         self.pem = certificate(self.root)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -30,7 +30,6 @@ class DescriptionTest(DirectoryTest):
     """A cache of one prompt of two chunks."""
 
     def setUp(self) -> None:
-        """Store the prompt."""
         super().setUp()
         with VUA(CONFIG, self.root) as vua:
             self.assertEqual(2, vua.put(TOKENS, CACHE))
@@ -68,7 +67,6 @@ class TestDamage(DescriptionTest):
         self.assertEqual(8, self.found())
 
     def flips(self, step: int) -> None:
-        """Turn every ``step``-th bit."""
         for bit in range(0, 8 * len(self.sound), step):
             damaged = bytearray(self.sound)
             damaged[bit // 8] ^= 1 << bit % 8
@@ -161,7 +159,6 @@ class TestCounted(DirectoryTest):
     FIELDS: ClassVar = {"layers[0].window": 8, "note": "\u00e9", "rope.theta": 10000}
 
     def vua(self, root: Any, **settings: Any) -> VUA:
-        """A cache of that model."""
         return VUA(VUAConfig(split_factor=4, **settings), root, identity=self.IDENTITY)
 
     def stored(self, root: Any, **settings: Any) -> Path:

@@ -44,7 +44,6 @@ class WriterTest(DirectoryTest):
     native = "auto"
 
     def setUp(self) -> None:
-        """Use the library, or Python."""
         super().setUp()
         self.enterContext(native_code(self.native))
 
@@ -58,12 +57,10 @@ class WriterTest(DirectoryTest):
 
     @staticmethod
     def keys(layout: KVLayout = LAYOUT, chunks: int = CHUNKS) -> Any:
-        """Names of a prompt's chunks."""
         return keys_of(range(chunks * layout.chunk_tokens), layout.chunk_tokens)
 
     @staticmethod
     def memory(layout: KVLayout = LAYOUT, chunks: int = CHUNKS, **kwargs: Any) -> Memory:
-        """What is saved."""
         return Memory(layout, layout.full, chunks, **kwargs).fill(model_arrays(layout, chunks))
 
     @staticmethod

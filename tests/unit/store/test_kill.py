@@ -25,7 +25,6 @@ class TestKill(DirectoryTest):
     """kill -9 while a process puts."""
 
     def setUp(self) -> None:
-        """Prepare what the writers write."""
         super().setUp()
         self.caches = [cache(number) for number in range(PROMPTS)]
 

@@ -26,13 +26,11 @@ TOKENS = torch.arange(100, 132)
 
 class TestLabels(DirectoryTest):
     def open(self, **settings: Any) -> VUA:
-        """Another user of the directory."""
         vua = VUA(VUAConfig(**{"split_factor": 16} | settings), self.root)
         self.addCleanup(vua.close)
         return vua
 
     def caches(self, seed: int = 0, **settings: Any) -> list[list[torch.Tensor]]:
-        """A cache of two chunks."""
         return caches_of(
             **{"layers": 3, "heads": 2, "tokens": 32, "dim": 16, **settings}, seed=seed
         )

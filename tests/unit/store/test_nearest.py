@@ -23,7 +23,6 @@ def of(edits: Mapping[str, object] | None = None, **others: Any) -> Identity:
 
 
 def described(identity: Identity | None) -> Description:
-    """A namespace's description."""
     name = identity.namespace if identity else "0" * 64
     return Description(Path("/kv") / name, identity)
 

@@ -27,16 +27,13 @@ class Names:
         self.rounds = self.asked = self.lists = 0
 
     def store(self, keys: Sequence[ChunkKey], shards: Sequence[Shard] = (LAYOUT.full,)) -> None:
-        """Put names there."""
         self.stored |= {entry_name(key.name, shard) for key in keys for shard in shards}
 
     def exists(self, names: Sequence[str], nbytes: int | None = None) -> list[bool]:
-        """Answer one round."""
         self.rounds, self.asked = self.rounds + 1, self.asked + len(names)
         return [name in self.stored for name in names]
 
     def list(self, prefix: str = "") -> list[Entry]:
-        """List a chunk."""
         self.lists += 1
         return [Entry(name, 1, 0.0) for name in self.stored if name.startswith(prefix)]
 
@@ -50,7 +47,6 @@ class SearchTest(unittest.TestCase):
         self.names = Names()
 
     def search(self) -> Search:
-        """Return what remembers nothing."""
         return Search(self.names, LAYOUT, lambda: self.now_s)
 
     def test_every_length(self) -> None:

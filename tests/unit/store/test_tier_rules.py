@@ -24,12 +24,10 @@ class RulesTest(DirectoryTest):
             self.assertEqual(4, vua.put(TOKENS, KV))
 
     def open(self, **rules: object) -> VUA:
-        """Open both places."""
         config = VUAConfig(split_factor=16, model="tiny", **rules)
         return VUA(config, [str(self.root / "near"), str(self.root / "behind")])
 
     def local(self) -> list[Path]:
-        """What the directory holds."""
         return sorted((self.root / "near").rglob("??/*/*.safetensors"))
 
     def get(self, vua: VUA, tokens: int = 64) -> None:

@@ -37,7 +37,6 @@ class NoSpace:
     """The bounds of a directory that nothing may be written to."""
 
     def reserve(self, *_: object) -> Reservation:
-        """Refuse."""
         raise StorageError(errno.ENOSPC, "no space")
 
 
@@ -61,7 +60,6 @@ class TierTest(DirectoryTest):
     """A directory and a bucket."""
 
     def setUp(self) -> None:
-        """Begin with nothing in either."""
         super().setUp()
         self.url = self.place()
 
@@ -390,11 +388,9 @@ class DirectoryBehindTest(TierTest):
     """The same with another directory behind the first one."""
 
     def place(self) -> str:
-        """Return a directory."""
         return str(self.root / "behind")
 
     def keys(self) -> set[str]:
-        """The entries in it."""
         return self.local("behind")
 
     test_deleted_behind = None  # times to live are the other directory's own matter

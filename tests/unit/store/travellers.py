@@ -50,7 +50,6 @@ class Steps:
         threading.setprofile(self.step)
 
     def step(self, frame: FrameType, event: str, arg: object) -> None:
-        """Count one."""
         del event, arg
         if Path(frame.f_code.co_filename).name in COUNTED:
             with self.lock:

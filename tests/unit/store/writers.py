@@ -43,7 +43,6 @@ def cache(number: int) -> list[list[torch.Tensor]]:
 
 
 def delete_chunks(vua: VUA) -> None:
-    """Delete all that was put."""
     for path in vua.path.glob("*/??"):
         shutil.rmtree(path, ignore_errors=True)
 
