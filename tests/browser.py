@@ -96,13 +96,11 @@ class Page:
             self._call("Input.dispatchKeyEvent", type=kind, key=name, code=name)
 
     def screenshot(self) -> bytes:
-        """Return what is shown, as PNG."""
         return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 
 
 @contextlib.contextmanager
 def browser() -> Iterator[Page]:
-    """Start a browser, and end it."""
     command_in, command_out = os.pipe()
     answer_in, answer_out = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:

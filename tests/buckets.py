@@ -117,14 +117,12 @@ class SeaweedFS:
         return True
 
     def stop(self) -> None:
-        """Kill it, as a crash does."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def close(self) -> None:
-        """Kill it and delete its data."""
         self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 

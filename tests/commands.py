@@ -36,7 +36,6 @@ def run_json(*arguments: str | Path) -> tuple[int, Any]:
 
 
 def verbs() -> set[str]:
-    """Every command that the help names."""
     listed = run("--help")[1].split("Commands:")[1]
     return set(re.findall(r"^  ([a-z]+)  ", listed, re.MULTILINE))
 
@@ -51,7 +50,6 @@ class CliTest(DirectoryTest):
         self.put("qwen", 1, dtype=torch.bfloat16)
 
     def put(self, model: str, chunks: int, dtype: torch.dtype = torch.float32) -> None:
-        """Store chunks of a model's cache."""
         with VUA(VUAConfig(split_factor=4, model=model), self.root) as vua:
             cache = caches_of(layers=3, heads=2, tokens=4 * chunks, dim=8, dtype=dtype)
             vua.put(TOKENS[: 4 * chunks], cache)

@@ -226,7 +226,6 @@ class Judge:
 
 
 def digest(payload: bytes | None) -> str:
-    """How an answer is written down."""
     return "miss" if payload is None else hashlib.sha256(payload).hexdigest()
 
 

@@ -20,7 +20,6 @@ _WIDTH, _HEADS, _KV_HEADS, _LAYERS, _INNER = 128, 4, 2, 3, 96
 
 
 def folder() -> Path:
-    """Where `dev.py llama-cpp` installs the engine."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "vua" / "engines" / f"llama-cpp-python-{VERSION}"
 

@@ -45,7 +45,6 @@ def windowed() -> Path:
 
 
 def guessing(method: str, tokens: int = 2, **more: Any) -> dict[str, Any]:
-    """Settings of an engine that guesses."""
     config = {"method": method, "num_speculative_tokens": tokens, **more}
     return {"speculative_config": config}
 

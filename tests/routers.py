@@ -56,7 +56,6 @@ class SocketTest(CliTest):
             self.assertFalse(thread.is_alive())
 
     def received(self, socket: Any, number: int, topic: bytes = b"") -> list[dict[str, Any]]:
-        """The events of the next message."""
         got = socket.recv_multipart()
         self.assertEqual([topic, number.to_bytes(8, "big")], got[:2])
         _, events, rank = self.msgpack.decode(got[2])

@@ -127,7 +127,6 @@ class KeysTest(SealTest):
         write_key(self.wrong)
 
     def key_of(self, salt: bytes) -> Path:
-        """The file with a salt's key."""
         return self.keys / f"{tenant_of(salt)}.key"
 
     def id_of(self, path: Path) -> str:

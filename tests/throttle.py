@@ -75,7 +75,6 @@ class ThrottledStorage(FaultyStorage):
 
     @property
     def storage(self) -> Storage:
-        """The storage that is slowed down."""
         return self.inner
 
     @property

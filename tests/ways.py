@@ -37,7 +37,6 @@ class Way:
 
     @property
     def after_hook(self) -> int:
-        """How many functions follow the hook."""
         return len(self.functions) - 1
 
     @property

@@ -44,7 +44,6 @@ class Watch:
         sys.addaudithook(self._see)
 
     def arm(self) -> None:
-        """Note what happens from now on."""
         self._armed = True
 
     def disarm(self) -> None:

@@ -124,7 +124,6 @@ class StoreSubject(Subject):
         return store
 
     def make_store(self, model: str) -> Store:
-        """Open the namespace of a model."""
         namespace = self.identity(model).namespace
         directory = self.root / namespace
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -228,5 +227,4 @@ class VuaSubject(StoreSubject):
 def make_vua(
     root: Path, nbytes: int, *, max_bytes: int | None = None, durable: bool = False
 ) -> Subject:
-    """Open VUA in ``root``; see :class:`scorecard.subject.MakeSubject`."""
     return VuaSubject(root, nbytes, max_bytes=max_bytes, durable=durable)

@@ -37,7 +37,6 @@ SLOW_S = 60.0
 
 
 def header_of(path: Path) -> bytes:
-    """A golden file's bytes before K."""
     data = path.read_bytes()
     return data[: parse_entry(data).header_nbytes]
 

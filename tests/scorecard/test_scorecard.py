@@ -14,15 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from helpers import DirectoryTest
-from scorecard.__main__ import numbers_of
-from scorecard.card.names import same_distribution
 from scorecard.runner import Outcome, Plan, Table, run_apart, run_test
 from scorecard.stores import StoreSubject, VuaSubject, make_vua
-from scorecard.subject import Key, Subject, load_subject
+from scorecard.subject import Key, Subject
 from scorecard.trial import TESTS, NotApplicableError, NotRunError, Test, Trial
 from vua.storage.local import LocalStorage
 
@@ -62,7 +59,6 @@ class Raw(Subject):
 def make_raw(
     root: Path, nbytes: int, *, max_bytes: int | None = None, durable: bool = False
 ) -> Subject:
-    """Open a subject that must fail."""
     if max_bytes is not None or durable:
         raise NotApplicableError("raw")
     return Raw(root, nbytes)
@@ -169,7 +165,6 @@ class TestRunner(DirectoryTest):
     def outcome(
         self, run: Callable[[Trial], None], *, apart: bool = False, timeout_s: float = 30.0
     ) -> Outcome:
-        """Run a function as a test."""
         test = Test(99, "made up", gate=True, quick=1, full=1, bar="", run=run)
         plan = Plan(make=make_raw, directory=self.root, timeout_s=timeout_s)
         return (run_apart if apart else run_test)(test, plan)
@@ -202,27 +197,3 @@ class TestRunner(DirectoryTest):
         self.assertEqual(("error", ["its process died with status -9"]), (died.verdict, died.found))
         fine = self.outcome(lambda trial: trial.must("a", holds=True), apart=True)
         self.assertEqual("pass", fine.verdict)
-
-    def test_seeds(self) -> None:
-        """The same seed gives the same chance, another one another."""
-        draws = [
-            Trial(make_raw, self.root, 1, quick=True, seed=seed).random.random()
-            for seed in (1, 1, 2)
-        ]
-        self.assertEqual(draws[0], draws[1])
-        self.assertNotEqual(draws[0], draws[2])
-
-    def test_words(self) -> None:
-        """Numbers and subjects are read from the command line."""
-        self.assertEqual([12, 13, 20, 21, 22], numbers_of("12,13,20-22"))
-        found = load_subject(f"{__file__}:make_raw")(self.root, 4096)
-        self.assertEqual("raw bytes", found.name)
-
-    def test_same_distribution(self) -> None:
-        """The Kolmogorov-Smirnov test tells a shift of a third of a deviation from none."""
-        random = np.random.default_rng(7)
-        one, other = random.normal(size=2000), random.normal(size=2000)
-        self.assertGreater(same_distribution(one, other), 0.01)
-        self.assertLess(same_distribution(one, other + 0.3), 0.001)
-        # As scipy.stats.ks_2samp(range(20), range(5, 25), method="asymp") within a tenth.
-        self.assertAlmostEqual(0.5, same_distribution(range(20), range(5, 25)), delta=0.1)

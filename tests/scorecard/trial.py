@@ -107,7 +107,6 @@ class Trial:
         return "hit" if into == key.payload(subject.nbytes) else "wrong"
 
     def close(self) -> None:
-        """Close the subjects that were made."""
         for subject in self._made:
             subject.close()
         self._made.clear()

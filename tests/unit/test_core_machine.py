@@ -30,7 +30,6 @@ PICKS = st.integers(0, 1 << 30)
 
 
 def names_of(tokens: list[int]) -> list[str]:
-    """The names of a prompt's chunks."""
     chain = KeyChain(token_ids(tokens), CHUNK)
     return [key.name for key in chain.first(len(chain))]
 
@@ -70,7 +69,6 @@ class CacheMachine(RuleBasedStateMachine):
         remove_tree(self.root)
 
     def files(self) -> list[Path]:
-        """The entries, in order of name."""
         return sorted(self.root.glob("*/??/*/*.safetensors"))
 
     def pick(self, number: int) -> Path | None:

@@ -32,7 +32,6 @@ def objects(path: Path) -> list[Any]:
 
 
 def compose_schema() -> Any:
-    """The schema of the Compose specification."""
     spec = importlib.util.find_spec("check_jsonschema")
     assert spec is not None
     assert spec.origin is not None

@@ -41,13 +41,11 @@ def said(work: Callable[[], object]) -> str:
 
 
 def kv(tokens: int = 128, dtype: torch.dtype = torch.float16) -> list[list[torch.Tensor]]:
-    """K and V of one layer."""
     return caches_of(layers=1, heads=2, tokens=tokens, dim=16, dtype=dtype)
 
 
 class MistakesTest(CliTest):
     def setUp(self) -> None:
-        """Some directories that are not right."""
         super().setUp()
         self.beside = self.root.parent / f"{self.root.name}-beside"
         self.beside.mkdir()

@@ -54,7 +54,6 @@ class _Board:
 
     @property
     def is_used(self) -> bool:
-        """Whether there are hits and puts."""
         return min(self.total("hit"), self.total("stored")) > 0
 
     def is_open(self, end_s: float) -> bool:

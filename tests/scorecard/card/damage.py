@@ -230,5 +230,4 @@ def heals(trial: Trial) -> None:
     bar="12 to 16 with verification on the GPU, at most 5 % of the load time",
 )  # fmt: skip
 def on_device(trial: Trial) -> None:
-    """VUA has no such path yet."""
     trial.needs("a GPU with GDS, and a path to it", there=False)

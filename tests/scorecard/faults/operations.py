@@ -72,7 +72,6 @@ def _nothing(world: World) -> None:
 
 
 def _fill(world: World) -> None:
-    """Two prompts, used a while ago."""
     world.put(0)
     world.put(1)
     world.age(600)

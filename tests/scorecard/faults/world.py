@@ -182,7 +182,6 @@ class World:
                 os.utime(path, ns=(stamp, stamp), follow_symlinks=False)
 
     def collect(self) -> Report:
-        """One full garbage collection. Raises OSError."""
         return collect(self.root, ResolvedLimits.of(self.root, self.bounds))
 
     def sweep(self) -> None:

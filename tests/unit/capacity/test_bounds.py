@@ -36,7 +36,6 @@ DAY_NS = 86_400 * 10**9
 
 
 def names_of(blocks: list[int]) -> list[str]:
-    """The names of a prompt's chunks."""
     keys = KeyChain(token_ids(blocks), 1)
     return [keys[place].name for place in range(len(keys))]
 
@@ -213,7 +212,6 @@ class TestLease(DirectoryTest):
     """One at a time, and never for ever."""
 
     def setUp(self) -> None:
-        """Open the place of the lease."""
         super().setUp()
         self.fd = upkeep_directory(self.root)
         self.addCleanup(os.close, self.fd)
@@ -246,7 +244,6 @@ class TestCapacity(DirectoryTest):
     """A cache with bounds."""
 
     def occupied(self) -> int:
-        """Bytes of all files of chunks."""
         return sum(path.stat().st_size for path in self.root.rglob("*.safetensors"))
 
     @pytest.mark.thorough

@@ -41,7 +41,6 @@ CONFIG = VUAConfig(split_factor=4, max_bytes="1G", min_free_bytes=0)
 
 
 def names_of(tokens: list[int]) -> list[str]:
-    """The names of a prompt's chunks."""
     chain = KeyChain(token_ids(tokens), 4)
     return [key.name for key in chain.first(len(chain))]
 
@@ -319,7 +318,6 @@ class TestCommands(GcTest):
         self.assertIn("time to live of their own: 1 chunk", run("ttl", self.root)[1])
 
     def ttl(self, *arguments: str) -> tuple[int, float | None]:
-        """Exit status and time to live."""
         code, report = run_json("ttl", self.root, *arguments)
         return code, report["ttl_s"]
 

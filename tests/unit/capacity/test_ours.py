@@ -45,7 +45,6 @@ COMMANDS = (
 
 
 def fill(root: Path, first: int = 0, config: VUAConfig = CONFIG) -> None:
-    """Store a prompt of three chunks."""
     with VUA(config, root) as vua:
         kv = caches_of(layers=1, heads=1, tokens=12, dim=8)
         vua.put(torch.tensor(range(first, first + 12)), kv)

@@ -3,56 +3,13 @@
 from __future__ import annotations
 
 import threading
-import unittest
 from concurrent.futures import ThreadPoolExecutor
 
 from helpers import SOON_S, DirectoryTest, until
 from replay import LAYOUT, NBYTES, Cache
 from vua.capacity.lru import MTIME_STEP_NS, mtime_ns_of
-from vua.capacity.reservation import Pending
 from vua.format.keys import KeyChain, token_ids
 from vua.native import WRITTEN
-
-
-class TestPending(unittest.TestCase):
-    """What is being written, and its mtime."""
-
-    def test_mtime(self) -> None:
-        """Asked for an mtime it waits until that is known, or nothing is pending any more."""
-        pending = Pending(30)
-        self.assertIsNone(pending.mtime_ns_of("a"))
-        with ThreadPoolExecutor(2) as pool:
-            first, second = pending.enter("a"), pending.enter("b")
-            asked = [pool.submit(pending.mtime_ns_of, name) for name in "ab"]
-            self.assertFalse(any(one.done() for one in asked))
-            pending.expect("a", 0)
-            self.assertEqual(0, asked[0].result(SOON_S))
-            self.assertFalse(asked[1].done())
-            pending.leave(second)
-            pending.leave(first)
-        self.assertIsNone(asked[1].result(SOON_S))
-        pending.expect("a", 5)  # late: nothing
-        self.assertIsNone(pending.mtime_ns_of("a"))
-
-    def test_first_one_counts(self) -> None:
-        """A second writer of the same chunk neither ends nor prolongs the first one's time."""
-        pending = Pending(30)
-        ended = threading.Event()
-        with ThreadPoolExecutor(1) as pool:
-            first, second = pending.enter("a"), pending.enter("ab")
-            self.assertEqual((["a"], ["b"]), (first, second))
-            pending.leave(second)
-            pool.submit(lambda: (pending.wait_for("a"), ended.set()))
-            self.assertFalse(ended.wait(0.05))
-            pending.leave(first)
-        self.assertTrue(ended.wait(SOON_S))
-
-    def test_patience(self) -> None:
-        """Nobody waits for ever."""
-        pending = Pending(0.01)
-        pending.enter("a")
-        pending.wait_for("a")
-        self.assertIsNone(pending.mtime_ns_of("a"))
 
 
 class TestMtimes(DirectoryTest):

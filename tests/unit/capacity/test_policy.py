@@ -238,7 +238,6 @@ class TestLeastHitDensity(DirectoryTest):
         saver = EntryWriter(store, StagingBuffer(LAYOUT, LAYOUT.full, 1).memory)
 
         def ask(keys: KeyChain) -> int:
-            """Return how many chunks were written."""
             found = store.lookup(keys)
             store.used(keys, found, wait=True)
             written = 0

@@ -37,7 +37,6 @@ class TestReclaim(DirectoryTest):
     """A cache of small new files beside large old ones, which have no bytes but a size."""
 
     def occupied(self) -> int:
-        """Bytes of all files of chunks."""
         return sum(path.stat().st_size for path in self.root.rglob("*.safetensors"))
 
     def fill(self, chunks: int, most: int) -> Cache:
@@ -323,7 +322,6 @@ class TestReclaim(DirectoryTest):
         self.wait_for_end()
 
     def wait_for_end(self) -> None:
-        """Fail unless the thread ends soon."""
         until(lambda: not any(one.name == THREAD for one in threading.enumerate()))
 
     def test_close_does_not_hang(self) -> None:

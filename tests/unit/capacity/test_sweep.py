@@ -351,7 +351,6 @@ class TestShared(SweepTest):
             """Ranks by something else, as a learned policy does."""
 
             def rank(self, now_ns: int) -> Ranks:
-                """Rank by age all the same."""
                 del now_ns
                 return Ranks(lambda _, mtimes_ns: mtimes_ns - 10**18, is_lasting=False)
 

@@ -15,7 +15,6 @@ USER = 12345
 
 
 def config(nbytes: int | str, model: str = "model", **settings: object) -> VUAConfig:
-    """A library with so much room."""
     return VUAConfig(split_factor=4, model=model, max_bytes=nbytes, min_free_bytes=0, **settings)
 
 

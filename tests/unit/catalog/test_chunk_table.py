@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import tracemalloc
 import unittest
 from unittest import mock
 
-from vua.catalog.chunk_table import ChunkTable, ListedChunk, TableTotals, parts
+from vua.catalog.chunk_table import ChunkTable, parts
 from vua.errors import ConfigError
 
 ONE, TWO, THREE = (digit * 64 for digit in "123")
-SECOND_NS = 10**9
 
 
 def many(count: int) -> ChunkTable:
@@ -37,38 +35,6 @@ class TableTest(unittest.TestCase):
         self.lost = "4" * 64
         self.table.mark(self.lost, "mark", pin=ONE)
         self.left = self.table.end()
-
-    def test_what_was_listed(self) -> None:
-        """Entries of a chunk are together; chunks are in the order of their names."""
-        two = ListedChunk(TWO, 11, 7 * SECOND_NS, [f"{TWO}/a", f"{TWO}/b"], None,
-                          [f"{TWO}/pin-{THREE}"], [THREE])  # fmt: skip
-        self.assertEqual(two, self.table.get(TWO))
-        self.assertEqual([ONE, TWO, THREE], [one.name for one in self.table.all()])
-        self.assertEqual([(TWO, 7 * SECOND_NS)], list(self.table.names("22")))
-        self.assertEqual(3, len(self.table))
-        self.assertIn(ONE, self.table)
-        self.assertNotIn(self.lost, self.table)
-        self.assertIsNone(self.table.get(self.lost))
-
-    def test_totals(self) -> None:
-        """Marks of what has no entry are told apart, and count nowhere."""
-        totals = TableTotals(3, 36, 1, 11, SECOND_NS, 7 * SECOND_NS)
-        self.assertEqual(totals, self.table.totals())
-        self.assertEqual({THREE: 1}, self.table.pins())
-        self.assertEqual(["mark"], self.left)
-        self.assertEqual([TWO], [one.name for one in self.table.pinned(8 * SECOND_NS)])
-        self.assertEqual([], list(self.table.pinned(7 * SECOND_NS)))
-        self.assertEqual(TableTotals(0, 0, 0, 0, None, None), ChunkTable().totals())
-
-    def test_what_precedes(self) -> None:
-        """A mark tells it before all others; what is known stays."""
-        self.assertEqual([ONE, TWO], [one.name for one in self.table.unread()])
-        self.table.tell_befores([(ONE, ""), (THREE, ONE), (self.lost, ONE)], told=True)
-        self.table.tell_befores([(ONE, TWO), (TWO, ONE)])
-        befores = {ONE: "", TWO: ONE, THREE: TWO}
-        self.assertEqual(befores, dict(self.table.befores(untold=False)))
-        self.assertEqual({TWO: ONE}, dict(self.table.befores(untold=True)))
-        self.assertEqual([], list(self.table.unread()))
 
     def test_without_a_temporary_file(self) -> None:
         """On a full disk it is in memory; control: else memory is not asked for."""
@@ -112,25 +78,6 @@ class ManyTest(unittest.TestCase):
                 table.remove(one.name)
         self.assertEqual([f"{number:064x}" for number in range(5000)], seen)
         self.assertEqual(0, len(table))
-
-    def test_told_by_threads(self) -> None:
-        """Objects that tell the order are read at once."""
-        table = many(4000)
-        names = [name for name, _ in table.names()]
-        threads = [
-            threading.Thread(
-                target=table.tell_befores,
-                args=([(name, "") for name in names[part::4]],),
-                kwargs={"told": True},
-            )
-            for part in range(4)
-        ]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
-        self.assertEqual([], list(table.unread()))
-        self.assertEqual([], list(table.befores(untold=True)))
 
     def test_memory(self) -> None:
         """No object stays for a chunk."""

@@ -58,7 +58,6 @@ class StoredTest(CliTest):
         opening.register("sqlite", self.open)
 
     def open(self, where: str, *, create: bool) -> Catalog:
-        """Open the databases as a catalog."""
         self.assertFalse(create)
         return StorageCatalog(where, self.storages, self.describe, self.kept)
 
@@ -67,7 +66,6 @@ class StoredTest(CliTest):
         return read_description(self.root / name)
 
     def copy(self, storage: SQLiteStorage, name: str, data: bytes) -> None:
-        """Write an entry as it is."""
         self.assertEqual([WRITTEN], list(storage.write(whole_batch(name, data)).statuses))
 
     def chunks(self) -> list[str]:

@@ -181,7 +181,6 @@ class OddKeysTest(DirectoryTest):
         self.prefix = self.url.removeprefix("s3://vua/")
 
     def serve(self) -> None:
-        """Take a place of a server."""
         self.endpoint = moto()
         self.enterContext(speaking_to(self.endpoint))
         self.url = f"s3://vua/{self.root.name}"

@@ -251,7 +251,6 @@ class TestAdvice(DirectoryTest):
             self.assertTrue(callable(getattr(globals()[kind], name, None)), name)
 
     def finding(self, name: str, *words: str, root: Path | None = None) -> tuple[str, str]:
-        """Level and text of one finding."""
         report = run_json("doctor", root or self.root, *words)[1]
         found = {one["name"]: (one["level"], one["text"]) for one in report["findings"]}
         return found.get(name, ("ok", ""))
@@ -375,7 +374,6 @@ class TestProbes(DirectoryTest):
     """Each probe notices a system that is not as VUA needs it."""
 
     def probe(self, name: str, mount: Mount | None = None) -> Finding:
-        """Run one probe on fresh ground."""
         path = self.root / "ground"
         path.mkdir()
         fd = os.open(path, os.O_RDONLY)

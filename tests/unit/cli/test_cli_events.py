@@ -371,7 +371,6 @@ class TestSocket(SocketTest):
         self.assertEqual([2], codes)
 
     def stored(self, subscriber: Any) -> list[bytes]:
-        """The chunks of the next message."""
         events = self.msgpack.decode(subscriber.recv_multipart()[2])[1]
         return [key for event in events for key in event.get("block_hashes", ())]
 

@@ -33,7 +33,6 @@ WHOLE_OF_BENCH: Final = {
 
 
 def documented(verb: str) -> set[str]:
-    """The fields in a verb's table."""
     for section in re.split(r"^### ", PAGE, flags=re.MULTILINE)[1:]:
         if verb in section.split("\n", 1)[0].split(", "):
             return set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
@@ -65,7 +64,6 @@ def below(inner: str, outer: str) -> bool:
 
 class JsonTest(CliTest):
     def setUp(self) -> None:
-        """Have a prompt beside the directory."""
         super().setUp()
         self.beside = self.root.with_name(f"{self.root.name}-beside")
         self.beside.mkdir()
@@ -130,7 +128,6 @@ class CommonTest(JsonTest):
     """A directory and a bucket are told of by the same fields."""
 
     def setUp(self) -> None:
-        """Store the same in a bucket."""
         pytest.importorskip("obstore")
         super().setUp()
         self.url = memory_url()

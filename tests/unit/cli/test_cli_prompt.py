@@ -52,7 +52,6 @@ class PromptTest(DirectoryTest):
         (self.model / "chat_template.jinja").write_text(TEMPLATE)
 
     def put(self, ids: list[int]) -> None:
-        """Store whole chunks of 4 tokens."""
         with VUA(VUAConfig(split_factor=4, model="m"), self.cache) as vua:
             whole = len(ids) // 4 * 4
             vua.put(torch.tensor(ids[:whole]), caches_of(layers=1, heads=1, tokens=whole, dim=8))

@@ -141,7 +141,6 @@ class SnapshotTest(CliTest):
         self.file = self.entries()[0]
 
     def remove_beside(self) -> None:
-        """Remove what lies beside the directory."""
         for path in self.beside.iterdir():
             path.unlink()
         self.beside.rmdir()
@@ -196,7 +195,6 @@ class SnapshotTest(CliTest):
         return f"{where}/{keys[0]}"
 
     def damage(self, where: str) -> None:
-        """Flip a bit of this entry."""
         if where != self.url:
             flip(self.file, 4200)
             return

@@ -32,7 +32,6 @@ Members = list[tuple[str, bytes]]
 
 
 def names_of(tokens: list[int]) -> list[str]:
-    """The names of a prompt's chunks."""
     return [key.name for key in KeyChain(token_ids(tokens), 4).first(len(tokens) // 4)]
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import itertools
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -14,12 +12,10 @@ import socket
 import tempfile
 import time
 import unittest
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,8 +29,6 @@ from vua.capacity.lru import touch
 from vua.capacity.prefix_tree import PrefixTree, read_node, read_prefix_tree, runs_of
 from vua.capacity.scan import spaces
 from vua.capacity.usage import sample_prefix_tree
-from vua.cli import looks
-from vua.cli.looks import Talk, View, watch
 from vua.core import VUA, VUAConfig
 
 
@@ -138,7 +132,6 @@ class AccessTest(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Serve a directory with one namespace."""
         stack = contextlib.ExitStack()
         cls.addClassCleanup(stack.close)
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -302,45 +295,6 @@ class EndTest(CliTest):
         self.assertEqual((2, True), (code, "leave out --port" in err))
 
 
-class Looks(Talk):
-    """A child's end that uses a chunk before each look but the first, and ends after five."""
-
-    def __init__(self, use: Callable[[], None]) -> None:
-        line, self._other = multiprocessing.Pipe()
-        super().__init__(line, os.getppid())
-        self.use, self.views, self.looks = use, list[View](), 0
-
-    def tell(self, what: str, value: Any) -> None:
-        """Keep what was seen of namespaces."""
-        self.views += value[0].values() if what == "views" else ()
-
-    def wait(self, seconds: float = 0.0) -> bool:
-        self.looks += 1
-        if self.looks == 5:
-            raise EOFError
-        self.use()
-        return True
-
-
-class UsesTest(CliTest):
-    """Uses that are counted while the page is open."""
-
-    def test_most(self) -> None:
-        """Counts end where their numbers do, and do not begin anew."""
-        chunk = self.entries()[0].parent
-        later_ns = itertools.count(chunk.stat().st_mtime_ns + 10**9, 10**9)
-
-        def use() -> None:
-            at_ns = next(later_ns)
-            os.utime(chunk, ns=(at_ns, at_ns))
-
-        talk = Looks(use)
-        with mock.patch.object(looks, "MOST_USES", 2), self.assertRaises(EOFError):
-            watch(str(self.root), talk)
-        runs = [one.runs for one in talk.views if one.summary["model"] == "llama" and one.runs]
-        self.assertEqual([0, 1, 2, 2, 2], [int(one.total_uses.max()) for one in runs])
-
-
 def is_running(pid: str) -> bool:
     """Whether a process is there, and no zombie."""
     try:
@@ -380,21 +334,6 @@ class RunsTest(DirectoryTest):
             self.assertTrue(all(one[1] <= other[0] + 1e-9 for one, other in pairwise(ends)))
         self.assertAlmostEqual(1, sum(float(str(box["width"])) for box in boxes if not box["row"]))
 
-    def test_broken(self) -> None:
-        """Chunks whose beginning is gone are counted, and not drawn."""
-        plant(self.root, 60, seed=1)
-        tree = self.tree()
-        first = tree.name(int((tree.parent == torch.arange(len(tree)).numpy()).nonzero()[0][0]))
-        lost = tree.descendants(first)
-        (path,) = self.root.glob(f"*/{first[:2]}/{first}")
-        for file in path.iterdir():
-            file.unlink()
-        path.rmdir()
-        now = self.tree()
-        runs = runs_of(now, torch.zeros(len(now), dtype=torch.int64).numpy())
-        self.assertEqual(len(lost) - 1, runs.unreachable)
-        self.assertEqual(len(now) - len(lost) + 1, int(runs.chunks.sum()))
-
     @pytest.mark.thorough
     def test_sample(self) -> None:
         """Each prefix counts in a sample, on average over all parts, with all that it has."""
@@ -427,18 +366,3 @@ class RunsTest(DirectoryTest):
             with mock.patch("vua.capacity.usage.read_node", return_value=node):
                 again, _ = sample_prefix_tree(found[0])
         self.assertGreaterEqual(len(again), 1)
-
-    def test_read_again(self) -> None:
-        """Only what has changed is read again, and the tree is the one that is read anew."""
-        plant(self.root, 80, seed=2)
-        with spaces(self.root) as found:
-            space = found[0]
-            old = read_prefix_tree(space)
-            touch(space.fd, [old.name(5)])
-            with mock.patch("vua.capacity.prefix_tree.read_node", side_effect=read_node) as read:
-                new = read_prefix_tree(space, known=old)
-            self.assertEqual([old.name(5)], [call.args[1] for call in read.call_args_list])
-            anew = read_prefix_tree(space)
-        for one in ("names", "mtimes_ns", "nbytes", "pinned", "parent"):
-            self.assertEqual(getattr(anew, one).tolist(), getattr(new, one).tolist(), one)
-        self.assertEqual(anew.salts()[0].tolist(), new.salts()[0].tolist())

@@ -37,7 +37,6 @@ class Answer(BaseHTTPRequestHandler):
         self._send(200, {"data": [{"id": "served"}]})
 
     def do_POST(self) -> None:
-        """Keep a request; refuse long ones."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append((self.path, body))
         is_long = len(str(body)) > 1000

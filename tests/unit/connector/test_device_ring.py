@@ -72,7 +72,6 @@ class RingTest(DirectoryTest):
         return side
 
     def load(self) -> None:
-        """Load all of it, and wait."""
         part = GroupLoad(0, 0, 16 * CHUNKS, self.keys)
         order = LoadOrder("r", [self.blocks], [part])
         self.reader.start_loads(ConnectorMetadata(loads=[order]))

@@ -41,7 +41,6 @@ class FormsTest(DirectoryTest):
     layout = KVLayout(3, 2, 8, 8, "BF16", 16)
 
     def setUp(self) -> None:
-        """Take tensors on the CPU too."""
         super().setUp()
         on_cpu_too(self)
 

@@ -82,7 +82,6 @@ class DecisionTest(unittest.TestCase):
         return decision
 
     def requests(self, count: int, *sizes: int) -> list[str]:
-        """What becomes of so many requests."""
         return [self.request(sizes[n % len(sizes)] if sizes else 640).reason for n in range(count)]
 
     def test_stops_and_resumes(self) -> None:

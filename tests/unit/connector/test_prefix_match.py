@@ -46,7 +46,6 @@ class PrefixTest(DirectoryTest):
         return KeyChain(token_ids(list(range(tokens))), SIZE)
 
     def store(self, store: Any, keys: KeyChain, chunks: Any) -> None:
-        """Store some chunks of a group."""
         buffer = StagingBuffer(store.layout, store.layout.full, 1)
         for chunk in chunks:
             save_chunk(store, keys[chunk], buffer.memory)

@@ -78,7 +78,6 @@ class RanksTest(DirectoryTest):
                 cache.view(-1, layout.k_dim)[slots] = k[:, 0]
 
     def workers(self, layout: KVLayout, sizes: tuple[int, int], *, fill: bool) -> Any:
-        """Yield each rank's (worker, shard, caches)."""
         from vua.connector.config import ConnectorConfig
         from vua.connector.group_transfer import Rank
         from vua.connector.worker import WorkerSide
@@ -97,7 +96,6 @@ class RanksTest(DirectoryTest):
             yield worker, shard, caches
 
     def save(self, layout: KVLayout, sizes: tuple[int, int]) -> None:
-        """Store the chunks from all ranks."""
         from vua.connector.metadata import ConnectorMetadata, SaveOrder
 
         for worker, _, _ in self.workers(layout, sizes, fill=True):

@@ -69,7 +69,6 @@ class ResetTest(unittest.TestCase):
         return orders
 
     def step(self, computed: dict[str, int]) -> ConnectorMetadata:
-        """Let both halves take a step."""
         orders = self.orders(computed)
         self.worker.start_loads(orders)
         self.worker.copy_out(orders)

@@ -37,7 +37,6 @@ def asking(name: str, **options: Any) -> Any:
 
 
 def store(side: Any, first: int, stop: int) -> None:
-    """Store these chunks of the request."""
     layout = side.namespace.stores[0].layout
     memory = StagingBuffer(layout, layout.full, 1).memory
     for key in keys_of(range(64), 16)[first:stop]:

@@ -64,7 +64,6 @@ class CachedLoadTest(DirectoryTest):
         return [bits(layer[list(ids)]) for layer in self.layers.values()]
 
     def begin(self) -> tuple[int, str | None]:
-        """Load as a worker's thread does."""
         return self.side.groups[0].load(self.order.parts[0], self.job, lambda: None)
 
     def test_without_a_buffer(self) -> None:

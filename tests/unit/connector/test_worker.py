@@ -122,7 +122,6 @@ class HangingTest(DirectoryTest):
         save_step(self.side, ConnectorMetadata(saves=[SaveOrder([[1, 2, 3]], [(0, keys)])]))
 
     def load(self, name: str, blocks: list[int]) -> None:
-        """Order the stored tokens into blocks."""
         part = GroupLoad(0, 0, 48, self.keys)
         self.side.start_loads(ConnectorMetadata(loads=[LoadOrder(name, [blocks], [part])]))
 
@@ -134,7 +133,6 @@ class HangingTest(DirectoryTest):
         return [bits(layer[list(ids)]) for layer in self.layers.values()]
 
     def counted(self, name: str) -> dict[str, Any]:
-        """One metric since the last call."""
         stats = self.side.stats.take()
         found: dict[str, Any] = {} if stats is None else stats.get(name, {})
         return found

@@ -40,17 +40,3 @@ class WriterCountTest(unittest.TestCase):
                 storage.write(600)
                 seen = storage.write(2000)
                 self.assertGreater(seen.count(expected), 0.8 * len(seen))
-
-    def test_follows(self) -> None:
-        """A storage that takes more, or fewer, than before is found out."""
-        storage = Storage(8)
-        storage.write(600)
-        storage.width = 1
-        self.assertEqual(1, min(storage.write(4000)))
-        storage.width = 8
-        self.assertEqual(8, storage.write(4000)[-1])
-
-    def test_idle(self) -> None:
-        """Where nothing waits nothing is measured, and one thread does."""
-        storage = Storage(16)
-        self.assertEqual({1}, set(storage.write(500, waiting=0)))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 import unittest
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -97,7 +96,6 @@ class PagedTestCase(unittest.TestCase):
             yield
 
     def assert_same(self, expected: torch.Tensor, actual: torch.Tensor) -> None:
-        """Both tensors hold the same bytes."""
         self.assertTrue(torch.equal(bits(expected), bits(actual)), "bytes differ")
 
     def assert_moves(
@@ -154,17 +152,6 @@ class MoveTest(PagedTestCase):
                     tokens = (chunk, chunk) if size != 48 else (chunk + 5, chunk)
                     self.assert_moves(list(memory), memory, form, block_size=size, tokens=tokens)
 
-    @pytest.mark.thorough
-    def test_ranges_that_cut_blocks(self) -> None:
-        """Ranges may start and end anywhere, hold one token, and span many blocks."""
-        ranges = ((0, 1), (15, 1), (15, 2), (3, 7), (16, 16), (1, 31), (7, 90), (0, 176))
-        forms: tuple[Make, ...] = (fused_form, column_form, shuffled_form)
-        for make, tokens in product(forms, ranges):
-            with self.subTest(form=make.__name__, tokens=tokens):
-                form = make(16, 8)
-                memory = caches("LBHNC", form, torch.bfloat16)
-                self.assert_moves(list(memory), memory, form, block_size=16, tokens=tokens)
-
     def test_chunks_that_follow_each_other(self) -> None:
         """Several chunks at once, the first from its middle on, the last not to its end."""
         form, size, dtype = column_form(16, 8), 24, torch.bfloat16
@@ -183,15 +170,6 @@ class MoveTest(PagedTestCase):
                     tokens = half.permute(1, 2, 0, 3, 4).reshape(HEADS, LAYERS, 3 * size, 8)
                     reference.scatter(ids, 13, tokens[:, :, skip : skip + count], index)
                 self.assert_same(memory, after)
-
-    def test_no_tokens(self) -> None:
-        """Moving no tokens needs no blocks and changes nothing."""
-        memory = caches("LBHNC", fused_form(16, 8), torch.bfloat16)
-        before, nothing = memory.clone(), torch.zeros(HEADS, LAYERS, 0, 8, dtype=torch.bfloat16)
-        pages = PagedKV(list(memory), fused_form(16, 8), 16)
-        pages.scatter([], 0, 0, nothing, nothing)
-        pages.gather([4], 16, 0, nothing, nothing)
-        self.assert_same(before, memory)
 
     def test_every_memory_order(self) -> None:
         """The strides of the tensors decide, whatever order the engine keeps its cache in."""
@@ -254,66 +232,6 @@ class MoveTest(PagedTestCase):
             form = make(16, 8)
             memory = caches("LBHNC", form, torch.bfloat16, blocks=12)
             self.assert_moves(list(memory), memory, form, block_size=64, tokens=(50, 100))
-
-    def test_different_k_and_v_rows(self) -> None:
-        """K and V rows may have different lengths."""
-        form = fused_form(16, 8, 3)
-        memory = caches("LBHNC", form, torch.bfloat16)
-        k = torch.zeros(HEADS, LAYERS, 4, 8, dtype=torch.bfloat16)
-        v = torch.zeros(HEADS, LAYERS, 4, 3, dtype=torch.bfloat16)
-        PagedKV(list(memory), form, 16).gather([6], 2, 4, k, v)
-        rows = memory[:, 6, :, 2:6].transpose(0, 1)
-        self.assert_same(rows, torch.cat((k, v), dim=-1))
-
-    def test_chunks_inside_a_bigger_buffer(self) -> None:
-        """A chunk may be a strided part of a buffer; the rest of the buffer keeps its bytes."""
-        for make in (column_form, shuffled_form):
-            form = make(16, 8)
-            memory = caches("LBHNC", form, torch.bfloat16)
-            pages = PagedKV(list(memory), form, 16)
-            plain = torch.zeros(2, HEADS, LAYERS, 20, 8, dtype=torch.bfloat16)
-            pages.gather([1, 8], 9, 20, *plain)
-            buffer = noise(
-                torch.Generator().manual_seed(1), 2, HEADS, LAYERS + 1, 64, 8, dtype=torch.bfloat16
-            )
-            wanted = buffer.clone()
-            wanted[:, :, 1:, 30:50] = plain
-            pages.gather([1, 8], 9, 20, *buffer[:, :, 1:, 30:50])
-            self.assert_same(wanted, buffer)
-            pages.scatter([5, 3], 2, 20, *buffer[:, :, 1:, 30:50])
-            back = torch.zeros_like(plain)
-            pages.gather([5, 3], 2, 20, *back)
-            self.assert_same(plain, back)
-
-    def test_inference_mode_caches_from_other_threads(self) -> None:
-        """Several threads move disjoint tokens of caches that were made in inference mode."""
-        torch.set_num_threads(2)  # chunks of this size are shared out
-        form = column_form(32, 128)
-        with torch.inference_mode():
-            memory = caches("LBHNC", form, torch.bfloat16, blocks=16)
-        pages = PagedKV(list(memory), form, 32)
-        generator = torch.Generator().manual_seed(SEED)
-        chunks = noise(generator, 8, 2, HEADS, LAYERS, 64, 128, dtype=torch.bfloat16)
-        back = torch.zeros_like(chunks)
-        failed: list[object] = []
-
-        def work(number: int) -> None:
-            try:
-                for _ in range(20):
-                    pages.scatter([number, number + 8], 0, 64, *chunks[number])
-                    back[number].zero_()
-                    pages.gather([number, number + 8], 0, 64, *back[number])
-                    if not torch.equal(bits(chunks[number]), bits(back[number])):
-                        failed.append(number)
-            except Exception as error:  # noqa: BLE001
-                failed.append(error)
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.assertEqual([], failed)
 
 
 class RefusalTest(PagedTestCase):

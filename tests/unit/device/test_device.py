@@ -49,7 +49,6 @@ class Engine:
 
     @property
     def paged(self) -> PagedCache:
-        """The cache as VUA sees it."""
         return PagedCache.of(self.layers, self.axes, k_dim=self.k_dim)
 
 

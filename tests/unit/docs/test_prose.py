@@ -71,7 +71,6 @@ def sentences(text: str) -> list[str]:
 
 
 def words(sentence: str) -> int:
-    """How many words a sentence has."""
     return len(WORD.findall(sentence))
 
 

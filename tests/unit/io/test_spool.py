@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import unittest
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -27,7 +26,6 @@ class SpoolTest(unittest.TestCase):
     """Rows come back as they were appended, from memory and from a file."""
 
     def check(self, spool: Spool, count: int) -> None:
-        """Read all rows in every way."""
         wanted = some(0, count)
         self.assertEqual(count, len(spool))
         self.assertEqual(wanted.tolist(), spool.rows().tolist())
@@ -53,14 +51,6 @@ class SpoolTest(unittest.TestCase):
             with self.subTest(count):
                 self.check(self.filled(count), count)
 
-    def test_empty(self) -> None:
-        """Without rows there is nothing."""
-        spool = Spool(KIND)
-        self.assertEqual((0, [], [], []), (
-            len(spool), spool.rows().tolist(), spool.column("number").tolist(),
-            [*spool.blocks()],
-        ))  # fmt: skip
-
     def test_no_file(self) -> None:
         """Where no file can be made, rows stay in memory."""
         refusal = OSError(errno.EROFS, "read-only")
@@ -82,12 +72,3 @@ class SpoolTest(unittest.TestCase):
 
             with self.subTest(whole), mock.patch("os.write", side_effect=cut):
                 self.check(self.filled(5000), 5000)
-
-    def test_files_end(self) -> None:
-        """A spool that is forgotten leaves no file open."""
-        open_files = Path("/proc/self/fd")
-        before = len([*open_files.iterdir()])
-        spool = self.filled(5000)
-        self.assertEqual(before + 1, len([*open_files.iterdir()]))
-        del spool
-        self.assertEqual(before, len([*open_files.iterdir()]))

@@ -141,7 +141,6 @@ class TestInterrupts(unittest.TestCase):
 
 class TestForks(DirectoryTest):
     def setUp(self) -> None:
-        """A VUA that has been used."""
         super().setUp()
         self.vua = VUA(VUAConfig(split_factor=16, model="m"), self.root)
         self.addCleanup(self.vua.close)

@@ -57,7 +57,6 @@ class TestReplay(DirectoryTest):
             read(bad)
 
     def write(self, name: str, *lines: tuple[list[int], int]) -> str:
-        """A trace of blocks and tokens."""
         trace = self.root / name
         text = (json.dumps({"hash_ids": ids, "input_length": tokens}) for ids, tokens in lines)
         trace.write_text("\n".join(text))

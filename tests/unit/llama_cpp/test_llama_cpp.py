@@ -44,7 +44,6 @@ class TestLlamaCpp(DirectoryTest):
         self.store = self.root / "kv"
 
     def llm(self, model: Path | None = None, **settings: Any) -> Any:
-        """A fresh engine without a cache."""
         llm = load_gguf(model or self.model, **settings)
         self.addCleanup(llm.close)
         return llm

@@ -129,7 +129,6 @@ def fused(dtype: torch.dtype, device: str = "cpu") -> Case:
 
 
 def latent(dtype: torch.dtype, device: str = "cpu") -> Case:
-    """MLA: one array [B, N, latent]."""
     memory = noise(LAYERS, BLOCKS, SLOTS, HIDDEN, dtype=dtype).to(device)
     case = _paged(
         VLLMPagedMemGPUConnectorV2, memory, list(memory), lambda a, lay, b, n: memory[lay, b, n]

@@ -155,7 +155,6 @@ class TestL2Adapter(DirectoryTest):
         self.grow_old(folder / "model.safetensors")
 
     def configure(self, folder: Path, theta: int) -> None:
-        """Give a model a configuration, likewise."""
         (folder / "config.json").write_text(f'{{"rope_theta": {theta}}}')
         self.grow_old(folder / "config.json")
 

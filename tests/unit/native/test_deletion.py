@@ -80,7 +80,6 @@ class TestDeletion(DirectoryTest):
         self.addCleanup(os.close, self.fd)
 
     def make(self, chunk: str) -> Path:
-        """Make a chunk; return its directory."""
         folder = self.root / chunk[:2] / chunk
         folder.mkdir(parents=True)
         for name in NAMES:

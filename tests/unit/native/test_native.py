@@ -391,7 +391,6 @@ class TestDirectLoad(TestLoad):
     direct = True
 
     def setUp(self) -> None:
-        """Look whether files become cold here."""
         super().setUp()
         if (why_not := direct_works(self.root)) is not None:
             self.skipTest(why_not)

@@ -178,8 +178,6 @@ def compiler() -> bool:
 
 
 def new_hook() -> Any:
-    """The hook as hatchling makes it."""
-
     class Hook(hatch_build.NativeBuildHook):
         app = mock.Mock()
 

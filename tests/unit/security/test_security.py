@@ -264,7 +264,6 @@ class TestPlanted(SecurityTest):
     """Things that are no entries, where entries, temporary files and directories belong."""
 
     def setUp(self) -> None:
-        """Store, and make a victim outside."""
         super().setUp()
         self.put()
         self.victim = self.root / "victim"

@@ -310,7 +310,6 @@ class Scheduler:
     """As much of SGLang's scheduler as VUA looks for, with a model of one layer."""
 
     def __init__(self, folder: Path = Path("/nowhere"), quantization: str | None = None) -> None:
-        """Serve what lies in a folder."""
         updater = SimpleNamespace(
             update_weights_from_disk=lambda *_, **__: (True, ""),
             load_weights_from_distributed=lambda *_: (True, ""),
@@ -349,7 +348,6 @@ class Starting(Scheduler):
     """A scheduler that makes VUA at its start."""
 
     def __init__(self, folder: Path, **given: Any) -> None:
-        """Serve what lies in a folder."""
         from vua.sglang.engine import Engine
 
         super().__init__(folder, **given)
@@ -557,7 +555,6 @@ class StorageTest(DirectoryTest):
         return servers
 
     def store(self, one: Storing) -> None:
-        """Have a rank store the prompt."""
         slots = torch.arange(self.PAGES * PAGE)
         self.assertEqual([True] * self.PAGES, one.storage.batch_set_v1(self.hashes, slots))
 

@@ -68,7 +68,6 @@ COUNTED: tuple[tuple[str, Any], ...] = (
 
 
 def excluded() -> list[str]:
-    """All arguments that count for nothing."""
     return " ".join(EXCLUDED.values()).split()
 
 

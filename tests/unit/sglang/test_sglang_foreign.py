@@ -20,7 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # SGLang's, abou
 
 
 def model() -> Any:
-    """A model of SGLang's own modules."""
     from sglang.srt.layers.layernorm import RMSNorm
 
     return torch.nn.Sequential(torch.nn.Linear(4, 4), RMSNorm(4))
@@ -34,8 +33,6 @@ def foreign(changed: Any) -> dict[str, Any]:
 
 
 def scaling(factor: float) -> Callable[..., Any]:
-    """A hook that holds a value."""
-
     def hook(module: Any, inputs: Any, output: Any) -> Any:
         return output * factor
 

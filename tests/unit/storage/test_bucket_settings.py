@@ -53,7 +53,6 @@ UNUSABLE = (
 
 @contextlib.contextmanager
 def failing(module: object, names: tuple[str, ...], problem: BaseException) -> Iterator[None]:
-    """Have functions of a module raise."""
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch.object(module, name, side_effect=problem))
@@ -64,7 +63,6 @@ class SettingsTest(DirectoryTest):
     """A bucket that has one wrong setting, alone and behind a directory."""
 
     def setUp(self) -> None:
-        """Begin without AWS's files and variables."""
         super().setUp()
         clean = {name: text for name, text in os.environ.items() if not name.startswith("AWS_")}
         self.enterContext(mock.patch.dict(os.environ, clean, clear=True))

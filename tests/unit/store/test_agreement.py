@@ -16,7 +16,6 @@ LAYER_NUMBERS = range(LAYERS)
 
 
 def chunk(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """K and V of one chunk."""
     noise = torch.Generator().manual_seed(seed)
     shape = (HEADS, LAYERS, TOKENS, DIM)
     return [torch.randn(shape, generator=noise).to(dtype) for _ in range(2)]

@@ -49,7 +49,6 @@ class DescriptionTest(DirectoryTest):
             return vua.put(TOKENS, CACHE)
 
     def kept(self) -> dict[str, bytes]:
-        """Everything but what tells of uses."""
         found = contents(self.root)
         return {name: data for name, data in found.items() if not name.startswith(".upkeep")}
 

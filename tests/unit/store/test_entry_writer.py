@@ -48,7 +48,6 @@ class WriterTest(DirectoryTest):
         self.enterContext(native_code(self.native))
 
     def open(self, name: str = "a", layout: KVLayout = LAYOUT, **settings: Any) -> Store:
-        """A store of its own directory."""
         identity = Identity(model="runs", chunk_tokens=layout.chunk_tokens)
         (self.root / name).mkdir(exist_ok=True)
         store = Namespace.create(self.root / name, identity, [layout], **settings).stores[0]
@@ -399,6 +398,5 @@ class TestCovered(WriterTest):
 
     @staticmethod
     def path(store: Store, key: Any, shard: Shard) -> Path:
-        """The file of a chunk's shard."""
         assert isinstance(store.storage, LocalStorage)
         return store.storage.directory / key.name[:2] / key.name / f"{shard.name}{SUFFIX}"

@@ -89,7 +89,6 @@ class StoreTest(DirectoryTest):
         return version_of(status)
 
     def open(self, layout: KVLayout | None = None, name: str = NAMESPACE) -> Store:
-        """Another store over the same directory."""
         path = self.root / name
         path.mkdir(exist_ok=True)
         storage = LocalStorage(path)

@@ -18,7 +18,6 @@ class RulesTest(DirectoryTest):
     """A host with an empty directory, and what another one stored behind it."""
 
     def setUp(self) -> None:
-        """Store a prompt of four chunks."""
         super().setUp()
         with VUA(VUAConfig(split_factor=16, model="tiny"), self.root / "behind") as vua:
             self.assertEqual(4, vua.put(TOKENS, KV))
@@ -31,7 +30,6 @@ class RulesTest(DirectoryTest):
         return sorted((self.root / "near").rglob("??/*/*.safetensors"))
 
     def get(self, vua: VUA, tokens: int = 64) -> None:
-        """Load the beginning of the prompt."""
         found = vua.get_closest(TOKENS[:tokens])
         self.assertEqual((tokens, kv_bits(KV, tokens)), (found.num_tokens, kv_bits(found.data)))
 

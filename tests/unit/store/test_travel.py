@@ -72,7 +72,6 @@ class TierTest(DirectoryTest):
         return [str(self.root / host), self.url]
 
     def open(self, host: str, config: VUAConfig = CONFIG) -> VUA:
-        """Open the cache on one host."""
         return VUA(config, self.tiers(host))
 
     def keys(self) -> set[str]:
