@@ -13,5 +13,4 @@ ENGINE: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 
 
 
 def strong_adapter(at: Path, seed: int) -> Path:
-    """Make one at ``at``; return it."""
     return make_adapter(at, llama(), seed=seed, strength=0.5)

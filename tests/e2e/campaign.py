@@ -69,7 +69,6 @@ class Setup:
         return self.set(hf_overrides={**self.engine.get("hf_overrides", {}), **settings})
 
     def at(self, model: Path) -> Setup:
-        """The same one with another model."""
         return replace(self, model=str(model))
 
     def phase(self, root: Path | None) -> Phase:
@@ -167,8 +166,6 @@ def _meaning_changes() -> dict[str, Change]:
 
 
 def _adapter_changes() -> dict[str, Change]:
-    """Adapters; for models of text."""
-
     def adapted(seed: int, **more: Any) -> Change:
         def change(setup: Setup, at: Path) -> Setup:
             engine = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, **more}
@@ -188,8 +185,6 @@ def _adapter_changes() -> dict[str, Change]:
 
 
 def _picture_changes() -> dict[str, Change]:
-    """What concerns pictures."""
-
     def processor(setup: Setup, at: Path) -> Setup:
         target = copied(Path(setup.model), at)
         edit(target / "processor_config.json", image_processor__image_mean=[0.1, 0.9, 0.5])
@@ -347,7 +342,6 @@ def compare(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def campaign(count: int, seed: int, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Run it; return what was found."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="vua-campaign-") as folder:
         place = Path(folder)

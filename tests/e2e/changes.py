@@ -27,7 +27,6 @@ def change_memory(llm: Any, how: str, source: str) -> None:
 
 
 def _apply(llm: Any, source: Path) -> None:
-    """A function for the model."""
     llm.apply_model(lambda model: write(model, source))
 
 

@@ -40,20 +40,17 @@ def blank(path: Path) -> None:
 
 
 def truncate(path: Path) -> None:
-    """Cut a file in half."""
     with path.open("r+b") as stream:
         stream.truncate(path.stat().st_size // 2)
 
 
 def swap(one: Path, other: Path) -> None:
-    """Exchange two files' contents."""
     data = one.read_bytes()
     one.write_bytes(other.read_bytes())
     other.write_bytes(data)
 
 
 def vanish(path: Path) -> None:
-    """Remove a file and its directory."""
     shutil.rmtree(path.parent, ignore_errors=True)
 
 

@@ -212,9 +212,6 @@ def act(llm: Any, step: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Do one step: a batch of prompts, or something that gives no outputs."""
     from vllm import SamplingParams
 
-    if "throttle" in step:
-        throttle(**step["throttle"])
-        return []
     if step.get("reset"):
         wait_for_saves()
         if not llm.reset_prefix_cache(reset_connector=step["reset"] == "all"):
@@ -355,20 +352,6 @@ def settle(llm: Any) -> None:
     some_steps = SamplingParams(max_tokens=4, ignore_eos=True)
     llm.generate([{"prompt_token_ids": [1, 2, 3]}], some_steps, use_tqdm=False)
     time.sleep(0.2)  # the publisher's own thread
-
-
-def throttle(bytes_per_s: float | None, pause_s: float) -> None:
-    """Let this process's worker read no faster than that from now on; then wait."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    from throttle import ThrottledStorage
-
-    for group in get_kv_transfer_group().worker.groups:
-        store = group.store
-        if not isinstance(store.storage, ThrottledStorage):
-            store.storage = ThrottledStorage(store.storage)
-        store.storage.throttle(bytes_per_s)
-    time.sleep(pause_s)
 
 
 @contextmanager

@@ -96,7 +96,6 @@ class Batch:
     """Actions of an orchestrator's `kv_hints` that each request carries."""
 
     def describe(self) -> dict[str, Any]:
-        """The driver's form of it."""
         count = len(self.prompts)
         return {
             "prompts": self.prompts,
@@ -121,7 +120,6 @@ class Exchange:
     target: Path
 
     def describe(self) -> dict[str, Any]:
-        """The driver's form of it."""
         return {"exchange": {"source": str(self.source), "target": str(self.target)}}
 
 
@@ -133,7 +131,6 @@ class Call:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
-        """The driver's form of it."""
         return {"call": self.method, "arguments": self.arguments}
 
 
@@ -146,19 +143,6 @@ SETTLE = Batch((), max_tokens=2)
 
 
 @dataclass(frozen=True)
-class Throttle:
-    """Instead of a batch: from now on the storage is so slow, and so long nobody asks for it."""
-
-    bytes_per_s: float | None
-    """None: as fast as it is."""
-    pause_s: float = 0.0
-
-    def describe(self) -> dict[str, Any]:
-        """The driver's form of it."""
-        return {"throttle": asdict(self)}
-
-
-@dataclass(frozen=True)
 class Change:
     """Instead of a batch: what the engine computes with is replaced in memory, see `changes`."""
 
@@ -166,7 +150,6 @@ class Change:
     source: str
 
     def describe(self) -> dict[str, Any]:
-        """The driver's form of it."""
         return {"change": asdict(self)}
 
 
@@ -177,7 +160,6 @@ class Copied:
     batch: Batch
 
     def describe(self) -> dict[str, Any]:
-        """The driver's form of it."""
         return {"fork": self.batch.describe()}
 
 
@@ -185,7 +167,7 @@ class Copied:
 class Phase:
     """One engine, from start to shutdown."""
 
-    batches: Sequence[Batch | Call | Change | Copied | Exchange | Throttle]
+    batches: Sequence[Batch | Call | Change | Copied | Exchange]
     engine: dict[str, Any] = field(default_factory=dict)
     root: Path | None = None
     """The connector's directory; None: no connector."""
@@ -202,7 +184,6 @@ class Phase:
     """Further variables of the engine's environment."""
 
     def describe(self) -> dict[str, Any]:
-        """The driver's form of it."""
         settings = {
             "model": str(llama()),
             "block_size": 32,
@@ -344,7 +325,6 @@ class Driver:
         self._answer(START_TIMEOUT_S)
 
     def ask(self, phases: list[dict[str, Any]]) -> dict[str, Any]:
-        """Run phases and return the answer."""
         return self.do({"phases": phases, "timeout_s": JOB_TIMEOUT_S * len(phases)})
 
     def do(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -413,20 +393,15 @@ class EngineTest(unittest.TestCase):
     """Base of the tests: a fresh directory for each, and what is asked of every run."""
 
     def setUp(self) -> None:
-        """Make an empty VUA directory."""
         folder = tempfile.TemporaryDirectory(prefix="vua-e2e-")
         self.addCleanup(folder.cleanup)
         self.root = Path(folder.name) / "kv"
 
-    def phase(
-        self, *batches: Batch | Call | Change | Copied | Exchange | Throttle, **settings: Any
-    ) -> Phase:
+    def phase(self, *batches: Batch | Call | Change | Copied | Exchange, **settings: Any) -> Phase:
         """An engine with the connector on this test's directory."""
         return Phase(batches, **{"root": self.root, **settings})
 
-    def serve(
-        self, *batches: Batch | Call | Change | Copied | Exchange | Throttle, **settings: Any
-    ) -> Served:
+    def serve(self, *batches: Batch | Call | Change | Copied | Exchange, **settings: Any) -> Served:
         """Run one engine with the connector in a process of its own."""
         (served,) = run(self.phase(*batches, **settings))
         self.assertIsNone(served.problem)

@@ -30,7 +30,6 @@ def stand_in_for_torchvision() -> None:
 
 
 def picture(seed: int) -> Any:
-    """Return noise as a PIL image."""
     from PIL import Image
 
     rng = np.random.default_rng(seed)

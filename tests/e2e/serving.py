@@ -53,7 +53,6 @@ class Fork:
         return 0
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal."""
         os.kill(self.pid, number)
 
     def wait(self, timeout_s: float = 10.0) -> None:
@@ -136,7 +135,6 @@ def tail(log: IO[bytes]) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -144,7 +142,6 @@ def free_port() -> int:
 
 
 def settings(root: Path, port: int) -> list[str]:
-    """The arguments of all servers."""
     return [
         *(str(llama()), "--vua-path", str(root)),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"),

@@ -52,11 +52,9 @@ class Setup:
     """Of the request's names, which are no other's then."""
 
     def with_arguments(self, **more: Any) -> Setup:
-        """The same one with further arguments."""
         return replace(self, arguments={**self.arguments, **more})
 
     def with_variables(self, **more: str) -> Setup:
-        """The same one with further variables."""
         return replace(self, variables={**self.variables, **more})
 
 
@@ -173,7 +171,6 @@ def observe(sglang: Schedulers, setup: Setup, own: Path) -> Result:
 def campaign(
     sglang: Schedulers, count: int, seed: int, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Run it; return what was found."""
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="vua-campaign-") as folder:
         place = Path(folder)

@@ -56,7 +56,6 @@ class Engine:
         self.scheduler._create_generation_req = made
 
     def step(self) -> None:
-        """One turn of SGLang's loop (`event_loop_normal`)."""
         scheduler = self.scheduler
         plan = scheduler.get_next_batch_to_run(
             running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
@@ -122,7 +121,6 @@ class Engine:
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
-    """Do a job, in this process."""
     os.environ.update(job.get("variables", {}))
     if package := job.get("variables", {}).get("SGLANG_EXTERNAL_MODEL_PACKAGE"):
         from sglang.srt.models import registry  # was imported before; it does this when it is
@@ -138,7 +136,6 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer jobs until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed
 

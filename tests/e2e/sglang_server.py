@@ -150,12 +150,10 @@ class Schedulers:
 
     @property
     def log(self) -> str:
-        """What they have written so far."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
     def close(self) -> None:
-        """End the process and its forks."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         for stream in (self._process.stdin, self._process.stdout, self._log):
@@ -232,12 +230,10 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it answers."""
         return f"http://127.0.0.1:{self._port}"
 
     @property
     def log(self) -> str:
-        """What it has written so far."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 

@@ -46,5 +46,4 @@ def snapshots(taken: list[dict[str, list[str]]] | None) -> Iterator[None]:
 
 
 def digest(block: torch.Tensor) -> str:
-    """A digest of a block's bytes."""
     return hashlib.sha256(block.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

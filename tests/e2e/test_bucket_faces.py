@@ -33,7 +33,6 @@ class FacesTest(DirectoryTest):
         self.url = seaweedfs().place()
 
     def stored(self, url: str) -> int:
-        """How many entries are there."""
         return sum(one.key.endswith(".safetensors") for one in Bucket.at(url).walk())
 
     def test_transformers(self) -> None:
@@ -125,7 +124,3 @@ class FacesTest(DirectoryTest):
         with self.assertRaises((ConfigError, StorageError)) as refused:
             VUA(VUAConfig(), seaweedfs().place())
         self.assertNotIn("vuatestsecret", str(refused.exception))
-
-
-if __name__ == "__main__":
-    unittest.main()

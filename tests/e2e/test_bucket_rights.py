@@ -59,7 +59,6 @@ def policies() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def without(policy: dict[str, Any], action: str) -> dict[str, Any]:
-    """A policy that lacks an action."""
     policy = copy.deepcopy(policy)
     for statement in policy["Statement"]:
         statement["Action"] = [one for one in statement["Action"] if one != action]
@@ -104,7 +103,6 @@ class User:
         return self
 
     def __exit__(self, *problem: object) -> None:
-        """Speak to nobody."""
         self._stack.close()
 
     def _note(self, number: int, method: str, path: str) -> str:
@@ -122,7 +120,6 @@ class User:
         self._iam.put_user_policy(UserName=self.name, PolicyName="vua", PolicyDocument=text)
 
     def entries(self) -> list[str]:
-        """The keys of all entries."""
         keys = (one.key for one in Bucket.at(self.url).walk())
         return sorted(key for key in keys if key.endswith(".safetensors"))
 
@@ -132,7 +129,6 @@ class User:
             assert vua.put(TOKENS + first, KV) == 3
 
     def load(self) -> None:
-        """Load the prompt. Raises VUAError, AssertionError."""
         with VUA(CONFIG, self.url) as vua:
             found = vua.get_closest(TOKENS)
         assert (found.num_tokens, kv_bits(found.data)) == (12, kv_bits(KV))
@@ -301,7 +297,3 @@ class ReadingEngineTest(harness.EngineTest):
                 )
         self.assertEqual(2, done.returncode)
         self.assertRegex(done.stderr, "s3:PutObject.*kv_consumer")
-
-
-if __name__ == "__main__":
-    unittest.main()

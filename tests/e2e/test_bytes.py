@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unittest
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,3 @@ class LatentBytesTest(EngineTest):
         key = KeyChain(token_ids(PROMPT), CHUNK)[chunk]
         store.storage.delete(entry_name(key.name, store.layout.full))
         save_chunk(store, key, buffer.memory)
-
-
-if __name__ == "__main__":
-    unittest.main()

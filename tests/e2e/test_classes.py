@@ -94,7 +94,6 @@ class StepsRow(Row):
 
 
 def drafted(method: str, **more: Any) -> dict[str, Any]:
-    """Settings of an engine that guesses."""
     return {"speculative_config": {"method": method, "num_speculative_tokens": 2} | more}
 
 
@@ -105,7 +104,6 @@ class NgramTest(StepsRow):
     __test__ = True
 
     def setUp(self) -> None:
-        """Guess from what was there already."""
         super().setUp()
         self.engine = drafted("ngram", prompt_lookup_max=3) | {"model": str(llama())}
 
@@ -118,7 +116,6 @@ class EagleTest(StepsRow):
     damaged = "d1"
 
     def setUp(self) -> None:
-        """Make the draft's checkpoint."""
         super().setUp()
         self.engine = drafted("eagle", model=str(eagle())) | {"model": str(llama())}
 
@@ -131,7 +128,6 @@ class MultiTokenTest(StepsRow):
     damaged = "d1"
 
     def setUp(self) -> None:
-        """Make the checkpoint."""
         super().setUp()
         self.engine = drafted("mtp", num_speculative_tokens=1) | {"model": str(ernie())}
 

@@ -39,7 +39,6 @@ ROLES = transfer(kv_role="kv_producer"), transfer(kv_role="kv_consumer")
 
 @contextmanager
 def proxy(prefill: str, decode: str) -> Iterator[str]:
-    """The running proxy; yields its address."""
     port = free_port()
     process = subprocess.Popen(
         [
@@ -124,7 +123,6 @@ class DisaggregatedTest(ServerTest):
 @unittest.skipUnless(PROXY.exists(), "not in a checkout")
 class ProxyTest(unittest.TestCase):
     def setUp(self) -> None:
-        """Load the example."""
         spec = spec_from_file_location("proxy", PROXY)
         assert spec is not None
         assert spec.loader is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import unittest
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,3 @@ class DraftTest(EngineTest):
 
         self.assertEqual(expected, warm.tokens)
         self.assertLess(warm.cached[0], LOADED)
-
-
-if __name__ == "__main__":
-    unittest.main()

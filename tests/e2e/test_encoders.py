@@ -52,7 +52,6 @@ class EncodersTest(EngineTest):
         return {**self.model, "ec_transfer_config": transfer}
 
     def files(self) -> list[Path]:
-        """The embeddings of each picture."""
         return sorted(self.encoded.glob("*/encoder_cache.safetensors"))
 
     def test_the_other_process_encodes(self) -> None:

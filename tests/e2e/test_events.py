@@ -45,7 +45,6 @@ class Router:
         """The same of those announced as stored in the directory."""
 
     def listen(self) -> None:
-        """Take what has come."""
         decoder = msgspec.msgpack.Decoder(KVEventBatch)
         while self._socket.poll(500):
             for event in decoder.decode(self._socket.recv_multipart()[2]).events:
@@ -81,7 +80,6 @@ class Router:
         return ids
 
     def close(self) -> None:
-        """Stop listening."""
         self._socket.close(linger=0)
 
 
@@ -99,7 +97,6 @@ class EventsTest(EngineTest):
                 router.close()
 
     def names(self) -> list[str]:
-        """The chunks that the directory holds."""
         return [path.parent.name for path in stored(self.root)]
 
     def test_cold_then_warm(self) -> None:

@@ -44,7 +44,6 @@ LOOK = [*tokens(BEFORE, seed=2), IMAGE_TOKEN, *tokens(200, seed=3)]
 
 @cache
 def llava() -> Path:
-    """The usual model that takes pictures."""
     return make_llava(models() / "llava")
 
 
@@ -68,7 +67,6 @@ class IdentityTest(EngineTest):
         self.assertEqual([each.tokens for each in alone], [each.tokens for each in served[2:]])
 
     def without(self, phase: Phase) -> Phase:
-        """The same engine without VUA."""
         return Phase(phase.batches, engine=phase.engine)
 
     def look(self, engine: dict[str, Any] | None = None, **batch: Any) -> Phase:

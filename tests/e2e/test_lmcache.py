@@ -74,11 +74,9 @@ class Server:
             raise
 
     def __enter__(self) -> Server:  # noqa: PYI034 - Python 3.10 has no Self
-        """Return the object itself."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """End the server."""
         self.close()
 
     def _answers(self) -> bool:
@@ -122,7 +120,6 @@ class LMCacheServerTest(EngineTest):
         return served
 
     def files(self) -> list[Path]:
-        """The files of all chunks."""
         return sorted(self.root.glob("*/*/*/*.safetensors"))
 
     def test_restart_and_damage(self) -> None:
@@ -162,7 +159,3 @@ class LMCacheServerTest(EngineTest):
             seen.append(served.cached)
 
         self.assertEqual([[0], [WHOLE], [0]], seen)
-
-
-if __name__ == "__main__":
-    unittest.main()

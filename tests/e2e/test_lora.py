@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
 class LoraTest(EngineTest):
     def setUp(self) -> None:
-        """Make two adapters."""
         super().setUp()
         self.paths = [str(strong_adapter(self.root.with_name(f"a{n}"), seed=n)) for n in (1, 2)]
 
@@ -24,7 +23,6 @@ class LoraTest(EngineTest):
         return Batch([PROMPT] * len(adapters), loras=adapters)
 
     def warm(self, *batches: Batch) -> Served:
-        """Serve with adapters enabled."""
         return self.serve(*batches, engine=ENGINE)
 
     def test_each_has_its_own(self) -> None:

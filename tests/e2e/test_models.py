@@ -34,37 +34,11 @@ from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
 
-AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
 AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
 BATCH = Batch([PROMPT])
 WINDOW_CHUNKS = 2  # of 64 tokens, for a window of 128
 UNCACHED = "served without a stored KV cache"
 CHUNKED = "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
-
-
-class CachedModelsTest(EngineTest):
-    @pytest.mark.thorough
-    def test_families(self) -> None:
-        """Models of other families load what they stored; none loads what another one did."""
-        for family in ("qwen3", "mistral"):
-            with self.subTest(family):
-                engine: dict[str, Any] = {
-                    "model": str(make_model(models() / family, family=family, seed=2)),
-                    "hf_overrides": {"sliding_window": None},
-                }
-                expected = self.fill(BATCH, engine=engine)
-
-                warm = self.serve(BATCH, engine=engine)
-
-                self.assertEqual(expected, warm.tokens)
-                self.assertEqual([640], warm.cached)
-
-    @pytest.mark.thorough
-    def test_other_weights(self) -> None:
-        """A model of the same shape with other weights loads nothing of the first one's."""
-        self.fill(BATCH)
-
-        self.fill(BATCH, engine={"model": str(make_model(models() / "llama-2", seed=2))})
 
 
 @needs_windows
@@ -132,26 +106,6 @@ class WindowedModelsTest(EngineTest):
 
         self.assertEqual(expected, served.tokens)
         self.assertEqual([0, 384], served.cached)
-
-    @pytest.mark.thorough
-    def test_chunked_prefill(self) -> None:
-        """With vLLM's prefix caching, small steps and several prompts at once, restarted."""
-        engine = {
-            "model": str(gpt_oss()),
-            "enable_chunked_prefill": True,
-            "enable_prefix_caching": True,
-            "max_num_batched_tokens": 96,
-            "max_num_seqs": 3,
-        }
-        prompts = Batch([PROMPT[:300] + tokens(250, seed=seed) for seed in range(4)])
-        batches = (prompts, RESET, prompts)
-        expected = self.baseline(*batches, engine=engine)
-
-        for _ in range(2):
-            served = self.serve(*batches, engine=engine)
-            self.assertEqual(expected, served.tokens)
-
-        self.assertEqual([512] * 8, served.cached)
 
     @pytest.mark.thorough
     def test_damage(self) -> None:

@@ -26,7 +26,3 @@ class MountsTest(unittest.TestCase):
             self.skipTest(done.stdout)
         self.assertEqual(0, done.returncode, done.stdout + done.stderr)
         self.assertIn('"b gets what a has put, right and whole", "holds": true', done.stdout)
-
-
-if __name__ == "__main__":
-    unittest.main()

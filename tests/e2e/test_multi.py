@@ -22,13 +22,11 @@ BATCH = Batch([PROMPT])
 
 class MultiTest(EngineTest):
     def setUp(self) -> None:
-        """Name two directories."""
         super().setUp()
         self.root.mkdir()
         self.roots = [self.root / "one", self.root / "two"]
 
     def child(self, root: Path) -> dict[str, Any]:
-        """A VUA connector below the MultiConnector."""
         extra = {"shared_storage_path": str(root), "chunk_tokens": CHUNK, "strict": True}
         extra |= {"witness_every": 0, "load_policy": "always"}
         return {
@@ -47,7 +45,6 @@ class MultiTest(EngineTest):
         }
 
     def multi(self, *connectors: dict[str, Any]) -> Served:
-        """Serve the prompt with these."""
         transfer = {
             "kv_connector": "MultiConnector",
             "kv_connector_module_path": None,

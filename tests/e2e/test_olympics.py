@@ -47,7 +47,3 @@ class OlympicsTest(unittest.TestCase):
             {"restart": "right", "flipped bit": "wrong"},
             self.outcomes("vLLM fs tier", "restart", "flipped bit"),
         )
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -38,11 +38,9 @@ class PagesTest(EngineTest):
     """Tokens that the whole prompt loads, and one that leaves it after 400."""
 
     def settings(self, **more: Any) -> dict[str, Any]:
-        """How to start vLLM."""
         return {"model": str(llama())} | self.engine | more
 
     def pages(self) -> list[Path]:
-        """The stored files with pages."""
         return [path for path in stored(self.root) if path.name.startswith("p")]
 
     @pytest.mark.thorough
@@ -138,7 +136,3 @@ class PagesTest(EngineTest):
         self.assertEqual([expected] * 2, [one.tokens for one in served])
         self.assertEqual([[0], [self.hits[0]]], [one.cached for one in served])
         self.assertEqual(30, len(self.pages()))
-
-
-if __name__ == "__main__":
-    unittest.main()

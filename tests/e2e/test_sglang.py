@@ -33,7 +33,6 @@ MODEL_ENGINE = {"dtype": "bfloat16", "max_model_len": 2048, "kv_cache_memory_byt
 
 @cache
 def tokenizer() -> Any:
-    """The real model's."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(real_model())
@@ -265,7 +264,3 @@ class SGLangTest(unittest.TestCase):
             text=True,
         )
         self.assertEqual(0, done.returncode, done.stdout + done.stderr)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -62,7 +62,3 @@ class AdaptersTest(unittest.TestCase):
                     same = seed == 1 or name is None
                     self.assertEqual(same, answer.tokens == expected.tokens)
             server.close()
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -154,7 +154,3 @@ class IdentityTest(unittest.TestCase):
         found = campaign(self.sglang, 4, seed=3, say=lambda _: None)
         self.assertEqual((4, []), (found["ran"], found["wrong"]))
         self.assertGreater(found["counts"]["chunks with other K and V"], 0)
-
-
-if __name__ == "__main__":
-    unittest.main()

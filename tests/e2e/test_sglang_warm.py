@@ -61,9 +61,4 @@ class WarmTest(unittest.TestCase):
         until(lambda: self.stored() == whole // CHUNK + new["tokens"] // CHUNK)
 
     def stored(self) -> int:
-        """Chunks in the bucket."""
         return int(run_json("du", self.url)[1]["chunks"])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -39,7 +39,6 @@ def mellum() -> Path:
 
 
 def prompt(seed: int) -> list[int]:
-    """Some chunks, and some tokens more."""
     return random.Random(seed).choices(range(5, 500), k=CHUNKS * CHUNK + REST)
 
 
@@ -66,7 +65,6 @@ class WindowsTest(unittest.TestCase):
         return self.server.ask(ids, new=NEW)
 
     def fill(self, ids: list[int]) -> Answer:
-        """Have a prompt computed and stored."""
         answer = self.ask(ids)
         self.assertEqual(0, answer.cached)
         wait_until("all chunks, and the window", lambda: self.whole(ids))
@@ -133,7 +131,3 @@ class WindowsTest(unittest.TestCase):
                 wait_until("healing", lambda: self.whole(ids))
                 healed = self.ask(ids)
                 self.assertEqual((CHUNKS * CHUNK, cold.tokens), (healed.stored, healed.tokens))
-
-
-if __name__ == "__main__":
-    unittest.main()

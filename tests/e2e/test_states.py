@@ -23,7 +23,7 @@ from e2e.harness import (
     EngineTest,
     tokens,
 )
-from helpers import save_chunk, soak
+from helpers import save_chunk
 from vua.device.buffers import StagingBuffer
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import Shard
@@ -55,7 +55,6 @@ class StatesTest(EngineTest):
     """A hit takes K and V of the whole prefix, and the one state behind it."""
 
     def states(self) -> list[Path]:
-        """The stored files with states."""
         return [path for path in stored(self.root) if path.name.startswith("s")]
 
     @pytest.mark.thorough
@@ -118,15 +117,6 @@ class StatesTest(EngineTest):
     def test_two_workers_running_ahead(self) -> None:
         """Two workers, each with a part of the state, and a step scheduled before the last ends."""
         self.check_restart(engine(**TP2, **ASYNC))
-
-    @soak
-    def test_modes(self) -> None:
-        """Either kind of state with two workers, with asynchronous scheduling, and with both."""
-        short = {"model": str(lfm2()), "enable_prefix_caching": True}
-        for name, settings in (("qwen3-next", engine()), ("lfm2", short)):
-            for mode in (TP2, ASYNC, TP2 | ASYNC):
-                with self.subTest(name, **mode):
-                    self.check_restart(settings | mode)
 
     @pytest.mark.thorough
     def test_branches(self) -> None:

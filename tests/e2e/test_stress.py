@@ -49,7 +49,6 @@ class StormTest(EngineTest):
     """One of every three files is damaged, cut or deleted as soon as it is there."""
 
     def weather(self, seed: int) -> dict[str, Any]:
-        """The storm over this test's directory."""
         return {"storm": {"at": str(self.root), "seed": seed, "one_of": 3}}
 
     def survive(self, count: int, each: int, seed: int, model: dict[str, Any]) -> Served:
@@ -94,35 +93,6 @@ class StormTest(EngineTest):
 
         self.assertNotEqual(expected, served.tokens)
         self.assertGreater(served.counts["tokens_loaded"], 0)
-
-
-class SpeculationTest(EngineTest):
-    """Draft tokens found in the prompt: steps compute more tokens than they keep."""
-
-    engine: dict[str, Any] = {  # noqa: RUF012
-        "speculative_config": {
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1,
-        },
-    }
-
-    def test_ngram(self) -> None:
-        """Cold and restarted, chunks that drafts run into are right; noise would be noticed."""
-        batch = Batch([PROMPT, PROMPT[:200] + tokens(100, seed=4)], max_tokens=100)
-        expected = self.baseline(batch, engine=self.engine)
-
-        cold = self.serve(batch, engine=self.engine)
-        warm = self.serve(batch, engine=self.engine)
-
-        self.assertEqual([expected, expected], [cold.tokens, warm.tokens])
-        self.assertEqual([640, 256], warm.cached)
-        self.assertEqual(640 + 256, warm.counts["tokens_loaded"])
-        self.assertGreater(warm.counts["tokens_drafted"], 0)
-        other = self.root.with_name("noise")
-        store_noise(self.root, other, batch.prompts)
-        self.assertNotEqual(expected, self.serve(batch, engine=self.engine, root=other).tokens)
 
 
 class SlowStorageTest(EngineTest):

@@ -141,7 +141,3 @@ class PageTest(CliTest):
             tab.open(page.url.partition("#")[0])
             tab.until("document.querySelector('#problem').textContent.includes('vua ui')")
             self.assertTrue(tab.run("document.querySelector('main').hidden"))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -183,7 +183,6 @@ class StallTest(unittest.TestCase):
         self.root = Path(folder) / "kv"
 
     def settings(self, model: str, **extra: Any) -> Settings:
-        """What an engine is started with."""
         extra = {"chunk_tokens": 64, "timeouts": {"lookup_s": 0.2, "io_s": 0.5}} | extra
         shape = make_shape(model, 80)
         caching = model == "states"
@@ -261,7 +260,3 @@ class StallTest(unittest.TestCase):
                 engine.close()
         self.assertEqual([], storage.faults[:3])
         return set(storage.called)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -53,7 +53,6 @@ class Installed(importlib.metadata.Distribution):
     """The record of an installed torchvision: transformers asks for its version."""
 
     def read_text(self, filename: str) -> str | None:
-        """Return a file of the record."""
         texts = {
             "METADATA": f"Metadata-Version: 2.1\nName: {TORCHVISION}\nVersion: {VERSION}\n",
             "top_level.txt": f"{TORCHVISION}\n",
@@ -61,7 +60,6 @@ class Installed(importlib.metadata.Distribution):
         return texts.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        """Return where a file would lie."""
         return path
 
 
@@ -75,14 +73,12 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
     def create_module(self, spec: Any) -> StandIn:
-        """Make it."""
         return StandIn(spec.name)
 
     def exec_module(self, module: Any) -> None:
         """Nothing is left to do."""
 
     def find_distributions(self, context: Any = None) -> Iterator[Installed]:
-        """Name torchvision among what is installed."""
         if getattr(context, "name", None) in (None, TORCHVISION):
             yield Installed()
 
@@ -130,7 +126,6 @@ def without_reserve(module: Any) -> None:
 
 
 def unpinned(module: Any) -> None:
-    """Allocate without CUDA."""
     import torch
 
     def allocate(dims: Sequence[int], dtype: Any, *args: object, **named: object) -> Any:
