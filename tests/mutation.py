@@ -165,7 +165,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "a writer that is put aside is loaded again after a restart",
         "vua/connector/witness.py",
-        "self.remembered.put_aside(writer)",
+        "self.known.put_aside(writer)",
         "pass",
     ),
     Named(

@@ -6,14 +6,11 @@ Each confusion gives two engines that compute different things one identity (`tr
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -45,6 +42,11 @@ EVERY = {
     "timeouts": {"lookup_s": 30.0},
 }  # whatever a busy machine makes of it
 ONE_IDENTITY = {"one_identity": True}
+REPLACED = (
+    "vllm.model_executor.models.llama.LlamaMLP.forward",
+    "vllm.model_executor.models.llama.LlamaAttention.forward",
+    "vllm.model_executor.layers.linear.UnquantizedLinearMethod.apply",
+)
 WEIGHTS = (
     "tuned 10 %",
     "tuned 3 %",
@@ -79,18 +81,12 @@ def poison(path: Path) -> None:
 
 class WitnessTest(EngineTest):
     driver: Driver
-    notes: Path
-    """Where engines note whom they have proved, and whom they have put aside."""
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Start a driver whose engines remember nothing that others did."""
+        """Start a driver."""
         super().setUpClass()
-        home = tempfile.TemporaryDirectory(prefix="vua-e2e-home-")
-        cls.addClassCleanup(home.cleanup)
-        cls.notes = Path(home.name, "vua")
-        with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": home.name}):
-            cls.driver = Driver()
+        cls.driver = Driver()
         cls.addClassCleanup(cls.driver.close)
 
     def setUp(self) -> None:
@@ -124,6 +120,54 @@ class WitnessTest(EngineTest):
         self.assertEqual([[0, 640], [640]], [first.cached, second.cached])
         self.assertIn("equals what this engine computes", first.log)
         self.assertNotIn("equals what this engine computes", again.log)
+
+    @pytest.mark.thorough
+    def test_replaced_functions(self) -> None:
+        """What an engine with replaced functions stored, an engine without them does not load."""
+        expected = self.baseline(Batch([PROMPT]), Batch([OTHER]))
+        for at, name in enumerate((*REPLACED, "")):
+            with self.subTest(name):
+                root = self.folder / f"{at}"
+                trouble = {"halves": [name]} if name else {}
+                self.engine(PROMPT, OTHER, root=root, trouble=trouble)
+                clean = self.engine(PROMPT, OTHER, root=root)
+                again = self.engine(PROMPT, OTHER, root=root, trouble=trouble)
+
+                self.assertEqual(expected, clean.tokens)
+                self.assertEqual([0, 0] if name else [640, 640], clean.cached)
+                self.assertEqual(name != "", "not what this engine computes" in clean.log)
+                self.assertEqual([640, 640], again.cached)  # it knows its own
+
+    @pytest.mark.thorough
+    def test_pods(self) -> None:
+        """A conversation goes on in another pod each turn: all but its last turn is loaded.
+
+        Each pod has an empty home, a copy of the model, and the cache under another path.
+        """
+        model, said, root = (
+            make_model(self.folder / "model", seed=1),
+            tokens(512, seed=7),
+            self.root,
+        )
+        for pod in range(4):
+            here, home = self.folder / f"pod{pod}", self.folder / f"home{pod}"
+            shutil.copytree(model, here / "model")
+            if pod:
+                root = root.rename(here / "kv")
+            (served,) = run(
+                self.phase(
+                    *(Batch([said]), SETTLE),
+                    root=root,
+                    engine={"model": str(here / "model")},
+                    extra={"timeouts": {"lookup_s": 30.0}, "witness_every": 350},
+                    environment={"XDG_CACHE_HOME": str(home), "HOSTNAME": f"pod{pod}"},
+                ),
+                by=self.driver,
+            )
+            self.assertIsNone(served.problem)
+            if pod:
+                self.assertGreaterEqual(served.cached[0], 0.9 * (512 + 128 * (pod - 1)))
+            said = [*said, *tokens(128, seed=20 + pod)]
 
     @pytest.mark.thorough
     def test_damaged_files(self) -> None:
@@ -264,9 +308,7 @@ class WitnessTest(EngineTest):
         return self.engine(PROMPT, OTHER, engine=engine, trouble=ONE_IDENTITY, **settings)
 
     def ask(self, found: dict[str, str], name: str, what: Callable[[], Served]) -> None:
-        """Note what an engine made of what it found, on a host that has seen none like it."""
-        for notes in ("proved", "aside"):
-            shutil.rmtree(self.notes / notes, ignore_errors=True)
+        """Note what an engine made of what it found."""
         served = what()
         said = re.search(
             r"is not what this engine computes: .*?([KV] of layer .*?explains)", served.log

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import pkgutil
 import random
+import secrets
 import threading
 import time
 from collections.abc import Iterator, MutableMapping
@@ -26,6 +28,7 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
         described: "storm": {"at": directory, "seed": number, "one_of": number}; "slow": seconds
             that a read and a lookup take longer, {"read_s": ..., "lookup_s": ...}; "raises": names
             of functions and classes that raise an error of two lines whenever they are called;
+            "halves": names of functions that are replaced by ones with half their results;
             "preempt_every": steps after which all running requests are thrown out; "one_identity":
             whatever the model, the adapter and the image, all is stored under the same names.
         counts: gets the number of files "struck".
@@ -35,6 +38,8 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
         for name in described.get("raises", ()):
             problem = RuntimeError(f"{name}\nraises this")
             stack.enter_context(mock.patch(name, side_effect=problem))
+        for name in described.get("halves", ()):
+            stack.enter_context(_halved(name))
         if "storm" in described:
             stack.enter_context(_storm(counts, **described["storm"]))
         if "slow" in described:
@@ -46,9 +51,23 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
         yield
 
 
+def _halved(name: str) -> Any:
+    """Replace a function by one that halves its result."""
+    place, _, last = name.rpartition(".")
+    original = getattr(pkgutil.resolve_name(place), last)
+
+    def halved(*given: Any, **named: Any) -> Any:
+        return original(*given, **named) * 0.5
+
+    return mock.patch(name, halved)
+
+
 @contextmanager
 def _one_identity() -> Iterator[None]:
-    """Give all engines one namespace (per epoch), and prompts names by their tokens alone."""
+    """Give all engines one namespace (per epoch), and prompts names by their tokens alone.
+
+    Each engine has a setup of its own.
+    """
     from vua.format.identity import Identity
     from vua.format.keys import KeyChain
     from vua.store import namespace as naming_module
@@ -61,6 +80,7 @@ def _one_identity() -> Iterator[None]:
 
     with (
         mock.patch.object(Identity, "namespace", property(namespace)),
+        mock.patch("vua.vllm.kv_connector_v1.code_of", return_value=secrets.token_hex(32)),
         mock.patch.object(naming_module, "KeyChain", plain_chain),
     ):
         yield

@@ -325,7 +325,7 @@ PROBES: Final[tuple[Callable[[ProbeDirectory], Finding], ...]] = (
 
 def at_rest(root: Path, security: Security) -> list[Finding]:
     """Return the findings that need no writing."""
-    return [_owner(root, security), _space(root), _witness(root), _native(), _gds()]
+    return [_owner(root, security), _space(root), _witness(root, security), _native(), _gds()]
 
 
 def _owner(root: Path, security: Security) -> Finding:
@@ -486,15 +486,18 @@ def _space(root: Path) -> Finding:
     return Finding(name, level, text)
 
 
-def _witness(root: Path) -> Finding:
-    """What this user's engines on this host have found by comparing random chunks."""
+def _witness(root: Path, security: Security) -> Finding:
+    """What engines have found here by comparing random chunks."""
     name, found = "witness", dict[str, SampleCounts]()
     with contextlib.suppress(OSError):
         for path in root.iterdir():
-            if len(path.name) == 64 and (counted := Tally(path).counted).compared:
+            if (
+                len(path.name) == 64
+                and (counted := Tally(root, path.name, security).counted).compared
+            ):
                 found[path.name] = counted
     if not found:
-        text = "no engine of this user on this host has compared chunks drawn at random yet"
+        text = "no engine has compared chunks drawn at random here yet"
         return Finding(name, "ok", text)
     level: Level = "note" if any(one.different for one in found.values()) else "ok"
     words = (

@@ -24,7 +24,7 @@ from vua.connector.events import KVEventPublisher
 from vua.connector.log import WarnOnce, logger
 from vua.connector.media import Media
 from vua.connector.prefix_match import PrefixMatch, find
-from vua.connector.proved import ProvedWriters, kind_of
+from vua.connector.proved import KnownWriters, kind_of
 from vua.connector.refusals import refused
 from vua.connector.replies import Replies
 from vua.connector.request import RequestOptions, SaveHints
@@ -169,20 +169,20 @@ class Lookups:
         media: Media,
         events: KVEventPublisher | None = None,
         *,
-        remembered: ProvedWriters | None = None,
+        known: KnownWriters | None = None,
         count: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Look up in ``namespace``, of one store per group; tell ``events`` what is found.
 
-        For ``remembered`` the writers of stored chunks are read, and what is known of them.
+        For ``known`` the writers of stored chunks are read, and what is known of them.
         ``count`` is told what became of each hint. ``clock`` returns seconds.
         """
         pairs = zip(namespace.stores, model.groups, strict=True)
-        self._remembered = remembered
+        self._known = known
         self.replies = Replies() if config.save_generated else None
         """Decides about generated chunks; None: none are stored."""
-        self._writers = [Writers(store, group.written) for store, group in pairs if remembered]
+        self._writers = [Writers(store, group.written) for store, group in pairs if known]
         self._model, self._namespace, self._config = model, namespace, config
         self._media, self._clock, self._count = media, clock, count
         self._events = events
@@ -285,7 +285,7 @@ class Lookups:
         except Exception:  # an error of one prompt must not affect other requests
             log.exception("request %s is not cached", request.request_id)
             return None
-        self._name_writers(request, found)
+        self._name_writers(lookup, found)
         if self.replies is not None and not request.num_output_tokens:
             self.replies.asked(keys.run(0, len(keys)).prefix_hashes)
         self._namespace.stores[0].used(keys, found.stored)  # as are all groups' files
@@ -301,9 +301,9 @@ class Lookups:
         )
         return found
 
-    def _name_writers(self, request: Any, found: PrefixMatch) -> None:
+    def _name_writers(self, lookup: Lookup, found: PrefixMatch) -> None:
         """Add the writers of what could be loaded."""
-        if self._remembered is None or not found.stored:
+        if self._known is None or not found.stored:
             return
         first, *others = self._writers
         found.writers = first.runs(found.keys, 0, found.stored)
@@ -313,8 +313,8 @@ class Lookups:
             for _, names in writers.runs(found.keys, *needed):
                 beside |= names
         found.beside = frozenset(beside)
-        kind = kind_of(request, found.stored * size)
-        self._remembered.learn(kind, beside.union(*(names for _, names in found.writers)))
+        found.kind = kind_of(lookup.request, found.stored * size, lookup.adapter)
+        self._known.learn(found.kind, beside.union(*(names for _, names in found.writers)))
 
     def note_stored(self, stored: Iterable[tuple[int, Sequence[bytes]]]) -> None:
         """Note what workers may have stored by now: the group, and the chunks' prefix hashes."""

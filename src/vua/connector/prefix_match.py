@@ -42,6 +42,8 @@ class PrefixMatch:
     """Who wrote the chunks of the first group; empty if writers are not read."""
     beside: frozenset[bytes] = frozenset()
     """Who wrote the required chunks of the other groups."""
+    kind: tuple[str, ...] = ("",)
+    """What is compared separately: the adapter's digest or "", then the inputs besides text."""
     states: frozenset[int] = frozenset()
     """For layers with a state: the numbers of tokens after which it is worth a file."""
     most: int = 0

@@ -1,141 +1,141 @@
-"""What engines of one setup know of writers on this host: a restart compares none again.
+"""What engines have found about writers: kept in the cache directory, for all engines of a setup.
 
-A note is an empty file in the user's own cache, ``~/.cache/vua/proved`` for writers whose chunks of
-a kind equalled an engine's own, ``~/.cache/vua/aside`` for those whose chunks differed, named by a
-digest of the namespace, the engine's setup, the kind and the writer. An engine that stores notes
-itself: after a restart it is another writer, of the same setup.
+A verdict is a file in ``.upkeep/verdicts`` of the cache: engines of this setup (`vua.vllm.setup`)
+have compared chunks of this kind and writer with their own, and they were the same; or one
+differed, of whatever kind. Its name is a digest of all that, and its content is its name. Where the
+directory has a key the digest is made with it. It is believed under the rules for the directory's
+other files: who may write there may forge chunks, too.
 
 Also how many of the chunks compared at random were wrong, and the resulting bound for all loaded
-ones. Each comparison is one byte, appended to a file per namespace in ``~/.cache/vua/compared``:
-engines of several processes count together, and `vua doctor` reads it.
+ones. Each comparison is one byte, appended to a file per namespace in ``.upkeep/compared``: engines
+of all hosts count together, and `vua doctor` reads it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import math
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from vua.capacity.lease import upkeep_directory
+from vua.capacity.lru import Bare
+from vua.connector.adapters import Adapter
 from vua.connector.log import logger
-from vua.io.files import atomic_write, make_file, make_folders, user_cache
+from vua.errors import VUAError
+from vua.io.files import atomic_write, make_directory, make_file
 from vua.io.pool import Pool
+from vua.io.posix import close_quietly
+from vua.security.keyring import Keyring
+from vua.security.settings import Security
+from vua.storage.mark import UPKEEP
+from vua.store.writer import same_setup
 
 log = logger("scheduler")
 
 NOTES: Final = Pool[None](1, "vua-notes")
-"""Writes to the user's cache, which may be on a storage that hangs: an engine's own thread does not
-wait for it."""
+"""Writes verdicts to the cache, which may be on a storage that hangs: an engine's own thread does
+not wait for it."""
 _KEPT_S: Final = 90 * 86400.0
-"""Notes unused for so long are deleted."""
+"""Verdicts unused for so long are deleted."""
 _MOST: Final = 1 << 14
-"""Notes of one sort that are kept; the oldest ones beyond that are deleted."""
+"""Verdicts that are kept; the oldest ones beyond that are deleted."""
 _MOST_KNOWN: Final = 1 << 13
 """Answers that are kept in memory, of each of two questions."""
 _TIDIED_EVERY: Final = 256
-"""A process cleans up at its first note and after every so many."""
+"""A process cleans up at its first verdict and after every so many."""
+_VERDICTS, _COMPARED = "verdicts", "compared"
 
 
 Kind = tuple[str, ...]
-"""Proved separately: the adapter's path or "", then the inputs besides text."""
+"""Proved separately: the adapter's digest or "", then the inputs besides text."""
 
 
-def kind_of(request: Any, tokens: int) -> Kind:
-    """Return the kind of the first ``tokens`` tokens of a request."""
-    adapter = request.lora_request
+def kind_of(request: Any, tokens: int, adapter: Adapter | None = None) -> Kind:
+    """Return the kind of the first ``tokens`` tokens of a request with an adapter, if any."""
     beside = {each.modality for each in request.mm_features if each.mm_position.offset < tokens}
-    return (str(adapter.lora_path) if adapter is not None else "", *sorted(beside))
+    return (adapter.digest if adapter is not None else "", *sorted(beside))
 
 
 def written() -> None:
-    """Return when everything queued for the user's cache is written."""
+    """Return when everything queued for the cache is written."""
     with suppress(RuntimeError):  # the process ends
         NOTES.submit(lambda _: None).wait()
 
 
-def files_below(root: Path) -> Iterator[list[object]]:
-    """Yield for each file below a directory its name and what changes when it is replaced."""
-    for folder, folders, names in os.walk(root, followlinks=False):
-        folders.sort()
-        for name in sorted(names):
-            path = Path(folder, name)
-            if name.startswith(".vua-"):
-                continue
-            with suppress(OSError):
-                status = path.stat()
-                times = [status.st_mtime_ns, status.st_ctime_ns]
-                yield [str(path.relative_to(root)), status.st_size, status.st_ino, *times]
-
-
-def name_of(namespace: Path, parts: object) -> str | None:
-    """Return a digest of a namespace's directory and of ``parts``; None if there is none."""
+def _believed(path: Path, security: Security) -> bool:
+    """Whether a file is one that only trusted users can have put there."""
     try:
-        status = (namespace / "namespace.json").stat()
-    except OSError:
-        return None
-    there = [str(namespace.absolute()), status.st_dev, status.st_ino, status.st_mtime_ns]
-    return hashlib.sha256(json.dumps([*there, parts]).encode()).hexdigest()
-
-
-def trusted(path: Path) -> bool:
-    """Whether a note exists that only this user can have written."""
-    try:
-        for part in (path, path.parent):
+        for part in (path.parent.parent, path.parent, path):
             status = part.stat(follow_symlinks=False)
-            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            others = status.st_mode & stat.S_IWOTH and security.uids is not None
+            if others or not security.trusts(status.st_uid):
                 return False
+        return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
     except OSError:
         return False
-    return True
 
 
-class ProvedWriters:
+def _folder(root: Path, name: str) -> int:
+    """Open a directory of ``.upkeep``. Raises OSError: it has no space, too."""
+    above = upkeep_directory(root)
+    try:
+        if isinstance(above, Bare):
+            raise OSError(f"{root} has no directory {UPKEEP}")
+        return make_directory(above, name, stat.S_IMODE(os.fstat(above).st_mode))
+    finally:
+        close_quietly(above)
+
+
+class KnownWriters:
     """What engines of one setup know of writers in one namespace. Never raises for the file system.
 
     A writer is the 48 bytes of its name, a kind what :func:`kind_of` returns. Files are read by
     :meth:`learn` and written by a thread; the rest is in memory. Thread-safe.
     """
 
-    def __init__(self, namespace: Path | None, setup: str) -> None:
-        """Remember for engines of ``setup`` what concerns a namespace's directory.
-
-        Nothing is remembered for an empty ``setup``, or without a directory (None).
-        """
-        self._namespace, self._setup = namespace, setup
+    def __init__(self, root: Path | None, namespace: str, security: Security | None = None) -> None:
+        """Know nothing yet; without a directory (None) nothing is kept for others."""
+        self._root, self._namespace = root, namespace
+        self._security = security or Security()
+        self._keyring = Keyring(namespace, self._security)
+        self._own, self._setup = b"", ""
         self._proved: dict[tuple[Kind, bytes], bool] = {}
         self._put_aside: dict[bytes, bool] = {}
-        self._proofs: dict[tuple[Kind, bytes], Path | None] = {}
-        """Paths of proofs, which depend on the adapters' files at the lookup."""
         self._added = 0
+
+    def be_of(self, setup: str, own: bytes) -> None:
+        """Take the setup ("": unknown, nothing is kept) and name of the engine that asks."""
+        self._setup, self._own = setup, own
 
     def learn(self, kind: Kind, writers: Iterable[bytes]) -> None:
         """Read what is known of writers, and of their chunks of a kind. Touches the file system."""
         for writer in writers:
             if self._put_aside.get(writer) is None:
-                self._keep(self._put_aside, writer, self._holds(self._aside(writer)))
-            if self._proved.get((kind, writer)) is None:
-                proof = self._proof(kind, writer)
-                self._keep(self._proofs, (kind, writer), proof)
-                self._keep(self._proved, (kind, writer), self._holds(proof))
+                self._keep(self._put_aside, writer, self._read(None, writer))
+            if self._proved.get((kind, writer)) is None and not self.is_alike(writer):
+                self._keep(self._proved, (kind, writer), self._read(kind, writer))
+
+    def is_alike(self, writer: bytes) -> bool:
+        """Whether a writer has this engine's setup: nothing of it need be proved."""
+        return same_setup(writer, self._own)
 
     def holds(self, kind: Kind, writer: bytes) -> bool:
         """Whether a writer's chunks of a kind were proved before, as far as was read."""
-        return self._proved.get((kind, writer), False)
+        return self.is_alike(writer) or self._proved.get((kind, writer), False)
 
     def add(self, kind: Kind, writer: bytes) -> None:
         """Remember that a writer's chunks of a kind are proved."""
         self._keep(self._proved, (kind, writer), there=True)
-        if (kind, writer) in self._proofs:
-            proof = self._proofs[kind, writer]
-            self._write(lambda: proof)
-        else:
-            self._write(lambda: self._proof(kind, writer))
+        if not self.is_alike(writer):
+            self._write(kind, writer)
 
     def is_aside(self, writer: bytes) -> bool:
         """Whether a writer's chunks differed before, as far as was read."""
@@ -144,7 +144,7 @@ class ProvedWriters:
     def put_aside(self, writer: bytes) -> None:
         """Remember that a writer's chunks differ."""
         self._keep(self._put_aside, writer, there=True)
-        self._write(lambda: self._aside(writer))
+        self._write(None, writer)
 
     @staticmethod
     def _keep(known: dict[Any, Any], what: object, there: object) -> None:
@@ -153,46 +153,53 @@ class ProvedWriters:
                 del known[next(iter(known))]
         known[what] = there
 
-    def _holds(self, path: Path | None) -> bool:
-        if path is None or not trusted(path):
+    def _name(self, kind: Kind | None, writer: bytes) -> str | None:
+        """Return a verdict's name; ``kind`` None: that a chunk differed. None: it is not kept."""
+        if not self._setup or self._root is None:
+            return None
+        parts = json.dumps([self._namespace, self._setup, kind, writer.hex()]).encode()
+        try:
+            seal = self._keyring.seal()
+        except VUAError:  # its key is not there now
+            return None
+        if seal is None:
+            return hashlib.sha256(parts).hexdigest()
+        return hmac.digest(seal.naming, b"vua.verdict" + parts, "sha256").hex()
+
+    def _read(self, kind: Kind | None, writer: bytes) -> bool:
+        if (name := self._name(kind, writer)) is None or self._root is None:
+            return False
+        path = self._root / UPKEEP / _VERDICTS / name
+        if not _believed(path, self._security):
             return False
         try:
-            os.utime(path)
+            same = path.read_bytes() == name.encode()  # it was not renamed
         except OSError:
             return False
-        return True
+        with suppress(OSError):  # another user's
+            os.utime(path)
+        return same
 
-    def _write(self, where: Callable[[], Path | None]) -> None:
+    def _write(self, kind: Kind | None, writer: bytes) -> None:
+        if not self._setup or self._root is None:
+            return
         with suppress(RuntimeError):  # the process ends, or has no thread
-            NOTES.submit(lambda _: self._add(where()))
+            NOTES.submit(lambda _: self._add(self._name(kind, writer)))
 
-    def _add(self, path: Path | None) -> None:
+    def _add(self, name: str | None) -> None:
+        if name is None or self._root is None:
+            return
         try:
-            if path is not None:
-                make_folders(path.parent)
-                os.close(make_file(path))
-                os.utime(path)
-                if self._added % _TIDIED_EVERY == 0:
-                    _forget_old(path.parent)
-                self._added += 1
+            folder = _folder(self._root, _VERDICTS)
+            try:
+                atomic_write(name, name.encode(), dir_fd=folder, mode=self._security.file_mode)
+            finally:
+                close_quietly(folder)
+            if self._added % _TIDIED_EVERY == 0:
+                _forget_old(self._root / UPKEEP / _VERDICTS)
+            self._added += 1
         except OSError as problem:
             log.debug("not remembered: %s", problem)
-
-    def _proof(self, kind: Kind, writer: bytes) -> Path | None:
-        """The path of that note; None if something cannot be read."""
-        adapter = list(files_below(Path(kind[0]))) if kind[0] else []
-        if kind[0] and not adapter:  # its files are not at the path of its name
-            return None
-        return self._path("proved", [self._setup, kind, adapter, writer.hex()])
-
-    def _aside(self, writer: bytes) -> Path | None:
-        return self._path("aside", [self._setup, writer.hex()])
-
-    def _path(self, what: str, parts: object) -> Path | None:
-        if not self._setup or self._namespace is None:
-            return None
-        name = name_of(self._namespace, parts)
-        return None if name is None else user_cache(what, name)
 
 
 def _forget_old(folder: Path) -> None:
@@ -244,37 +251,42 @@ def upper_bound(different: int, compared: int, confidence: float = 0.95) -> floa
 class Tally:
     """The comparisons in one namespace. Never raises for the file system, which it touches."""
 
-    def __init__(self, namespace: Path | None) -> None:
-        """Count for a namespace's directory; None: only for this process."""
-        self._namespace, self._own = namespace, bytearray()
+    def __init__(self, root: Path | None, namespace: str, security: Security | None = None) -> None:
+        """Count for a namespace of a cache's directory; None: only for this process."""
+        self._root, self._namespace, self._own = root, namespace, bytearray()
+        self._security = security or Security()
 
     def add(self, *, same: bool) -> None:
         mark = _SAME if same else _DIFFERENT
         self._own += mark
         del self._own[:-_MOST_TALLY]
-        path = self._path()
-        if path is None:
+        if self._root is None:
             return
         with suppress(OSError):
-            make_folders(path.parent)
-            fd = make_file(path, os.O_APPEND)
+            folder = _folder(self._root, _COMPARED)
             try:
-                os.write(fd, mark)
+                mode = self._security.file_mode
+                fd = make_file(self._namespace, os.O_APPEND, mode, dir_fd=folder)
+                try:
+                    os.write(fd, mark)
+                finally:
+                    close_quietly(fd)
+                path = self._path(self._root)
+                if path.stat().st_size > 2 * _MOST_TALLY:  # others' bytes may get lost now
+                    kept = path.read_bytes()[-_MOST_TALLY:]
+                    atomic_write(self._namespace, kept, dir_fd=folder, mode=mode)
             finally:
-                os.close(fd)
-            if path.stat().st_size > 2 * _MOST_TALLY:  # another process's byte may get lost now
-                atomic_write(path, path.read_bytes()[-_MOST_TALLY:])
+                close_quietly(folder)
 
     @property
     def counted(self) -> SampleCounts:
-        """The comparisons so far, of all engines of this user on this host if known."""
-        marks, path = bytes(self._own), self._path()
-        if path is not None and trusted(path):
+        """The comparisons so far, of all engines that use the directory if known."""
+        marks = bytes(self._own)
+        if self._root is not None and _believed(self._path(self._root), self._security):
             with suppress(OSError):
-                marks = path.read_bytes()[-_MOST_TALLY:]
+                marks = self._path(self._root).read_bytes()[-_MOST_TALLY:]
         different = marks.count(_DIFFERENT)
         return SampleCounts(different + marks.count(_SAME), different)
 
-    def _path(self) -> Path | None:
-        name = None if self._namespace is None else name_of(self._namespace, ())
-        return None if name is None else user_cache("compared", name)
+    def _path(self, root: Path) -> Path:
+        return root / UPKEEP / _COMPARED / self._namespace

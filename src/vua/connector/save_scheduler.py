@@ -637,7 +637,6 @@ class SaveScheduler:
         )
         orders.saves.append(order)
         self._copies.ordered(order, size)
-        self.witness.stored(request, range(first, stop))
         self._metrics.saves_ordered(request.request_id, sum(len(keys) for _, keys in parts))
         if self._events is not None:
             self._events.ordered(request, found.keys, range(first, stop))

@@ -42,6 +42,8 @@ from vua.store.namespace import Namespace
 from vua.store.writer import new_writer
 from vua.weights import Identification
 
+KIND: Final = ROOT.partition(".")[0]
+"""The kind of engine in the names of writers."""
 _LOOK_AGAIN_S: Final = 0.02
 """How often chunks are looked up that another engine is still writing."""
 
@@ -63,7 +65,6 @@ class SchedulerSide:
         saves: bool,
         events: KVEventPublisher | None = None,
         identification: Identification | None = None,
-        setup: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Open the namespace, now or when the model is identified.
@@ -75,14 +76,13 @@ class SchedulerSide:
             saves: whether it permits it to save.
             events: announces what is stored; None: no events.
             identification: the search for the weights of a model that is not `Model.identified`.
-            setup: the engine's, see `vua.connector.proved`; empty: nothing is remembered.
             clock: returns seconds.
         """
         self.model = model = replace(model, loads=loads)
         self._config, self._events = config, events
         self._clock = clock
-        self._setup, self.stats = setup, Recorder()
-        self.writer = new_writer(ROOT.partition(".")[0])
+        self._setup, self.stats = "", Recorder()
+        self.writer = new_writer(KIND)
         """This engine's name, under which its workers write."""
         self.witness = self._witness(model)
         self._may_load, self._may_save = loads, saves
@@ -146,7 +146,7 @@ class SchedulerSide:
         self.witness = self._witness(model)
         self.lookups = Lookups(
             *(model, namespace, self._config, self._media, self._events),
-            remembered=self.witness.remembered if self.witness.on else None,
+            known=self.witness.known if self.witness.on else None,
             count=self._count_hint,
             clock=self._clock,
         )
@@ -169,6 +169,14 @@ class SchedulerSide:
         return Witness(
             *(model, self._config, self.stats, self._setup, self.writer), clock=self._clock
         )
+
+    def be_of(self, setup: str) -> None:
+        """Take the engine's setup (64 hex digits), once the workers have said what they run.
+
+        Without one each writer is compared, and nothing is remembered.
+        """
+        self._setup, self.writer = setup, new_writer(KIND, setup)
+        self.witness.be_of(setup, self.writer)
 
     @property
     def _waits_for_weights(self) -> bool:

@@ -80,7 +80,7 @@ class WeightsWatch:
     """Watches one worker's model. For the worker's thread."""
 
     def __init__(self, engine: EngineMemory) -> None:
-        self._engine = engine
+        self._engine, self.model = engine, engine.model
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         """The latest reading thread."""
@@ -361,6 +361,11 @@ class EngineState:
         self._weights, self._adapters = weights, adapters
         self.unknown = unknown
         self._reported = unknown is None
+
+    @property
+    def model(self) -> Any:
+        """The model that runs; None if it is not watched."""
+        return None if self._weights is None else self._weights.model
 
     def rebase(self) -> None:
         """Expect the current weights."""

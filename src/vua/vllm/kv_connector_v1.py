@@ -28,6 +28,7 @@ import torch
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
@@ -62,8 +63,9 @@ from vua.security.keyring import check_keys
 from vua.store.place import locate, prepare
 from vua.vllm import BESIDE_OFFLOADING, page_layout
 from vua.vllm.cache_spec import describe, layer_number
-from vua.vllm.engine_identity import find_weights, setup_of
+from vua.vllm.engine_identity import find_weights
 from vua.vllm.engine_worker import memory_of
+from vua.vllm.setup import code_of, joined, setup_of
 from vua.vllm.support import (
     announce,
     check_starts,
@@ -213,6 +215,13 @@ KVConnectorMetadata.register(ConnectorMetadata)
 KVConnectorWorkerMetadata.register(WorkerOutput)
 
 
+@dataclass(frozen=True)
+class RunningCode(KVConnectorHandshakeMetadata):
+    """What the scheduler's half learns of each worker before the first request."""
+
+    digest: str
+
+
 class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     """Stores prompts' KV caches in a directory and loads those that any process stored there."""
 
@@ -256,6 +265,8 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         self._failures: set[str] = set()
         self._lost: dict[str, set[int]] = {}
         """Loads that this worker could not begin, with their blocks: the engine waits for them."""
+        self._model: Any = None
+        """What this worker runs."""
         self._idle = False
         """Whether the current step computes nothing."""
         try:
@@ -269,7 +280,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                     loads=transfer.is_kv_consumer,
                     saves=transfer.is_kv_producer,
                     events=self.events,
-                    setup=setup_of(vllm_config),
                     identification=Identification(partial(find_weights, vllm_config)),
                 )
             else:
@@ -321,7 +331,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             # The scheduler's half, which asks for the weights, is made only after the engine has
             # warmed up. What is read until then is remembered, and not read again.
             self._ahead = Identification(partial(find_weights, vllm_config))
-        return WorkerSide(model, self._config, rank, watch, memory_of(vllm_config))
+        memory = memory_of(vllm_config)
+        self._model = memory.model
+        return WorkerSide(model, self._config, rank, watch, memory)
 
     @contextmanager
     def _guarded(self) -> Generator[None]:
@@ -475,7 +487,25 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """As :meth:`request_finished`, for engines with several kinds of KV cache."""
         return self.request_finished(request, [])
 
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Learn which code each worker runs, and so the engine's setup."""
+        codes = [one.digest for one in metadata.values() if isinstance(one, RunningCode)]
+        if self.scheduler is not None and len(codes) == self.scheduler.model.workers:
+            with self._guarded():
+                self.scheduler.be_of(joined(setup_of(self._vllm_config), codes))
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
+        """As :meth:`set_xfer_handshake_metadata`, by ranks of pipeline and tensor parallelism."""
+        self.set_xfer_handshake_metadata(metadata)
+
     # -- worker processes ---------------------------------------------------------------------
+
+    def get_handshake_metadata(self) -> RunningCode | None:
+        """Return a digest of all code that this worker's model can reach; None: unknown."""
+        model = None if self.worker is None else self._model
+        with self._guarded():
+            return None if model is None else RunningCode(code_of(model))
+        return None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take over the worker's cache tensors."""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import random
+import shutil
 import tempfile
 import unittest
 from collections import Counter
@@ -24,7 +25,10 @@ from vua.format.entry import written_name
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.security.keyring import write_key
+from vua.security.settings import Security
 from vua.store.namespace import Namespace
+from vua.store.writer import new_writer
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +38,7 @@ if find_spec("vllm"):
     from vua.connector.metadata import ComparisonResult, Verdict
     from vua.connector.metrics import Recorder
     from vua.connector.prefix_match import PrefixMatch
-    from vua.connector.proved import ProvedWriters, Tally, kind_of, upper_bound, written
+    from vua.connector.proved import KnownWriters, Tally, kind_of, upper_bound, written
     from vua.connector.witness import Witness
 
     class TraceRequest(Witness):
@@ -43,9 +47,9 @@ if find_spec("vllm"):
         def limit(self, request: Any, found: PrefixMatch, local_tokens: int) -> int | None:
             """Answer."""
             written()
-            kind = kind_of(request, found.stored * SIZE)
+            found.kind = kind_of(request, found.stored * SIZE, request.lora_request)
             beside = frozenset[bytes]().union(*(writers for _, writers in found.writers))
-            self.remembered.learn(kind, beside | found.beside)
+            self.known.learn(found.kind, beside | found.beside)
             return super().limit(request, found, local_tokens)
 
 
@@ -61,7 +65,7 @@ def request_of(name: str, *, lora: str | None = None, images: Any = ()) -> Any:
         SimpleNamespace(modality="image", mm_position=SimpleNamespace(offset=at, length=length))
         for at, length in images
     ]
-    adapter = SimpleNamespace(lora_path=lora) if lora else None
+    adapter = SimpleNamespace(digest=lora) if lora else None
     return SimpleNamespace(request_id=name, lora_request=adapter, mm_features=features)
 
 
@@ -82,6 +86,11 @@ def found_of(stored: int, chunks: int = 0, seed: int = 0, **runs: int) -> Prefix
     return PrefixMatch(keys, stored * SIZE, stored, (frozenset(),), len(keys), writers)
 
 
+def found_by(writer: str) -> PrefixMatch:
+    """The answer to a lookup of a prompt of four chunks of one writer."""
+    return found_of(4, **{writer: 0})
+
+
 def writers_of(found: PrefixMatch, chunk: int) -> frozenset[bytes]:
     """Who wrote a chunk."""
     return max((start, writers) for start, writers in found.writers if start <= chunk)[1]
@@ -96,10 +105,6 @@ class EngineTest(unittest.TestCase):
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.addCleanup(folder.cleanup)
         self.root, self.now_s = Path(folder.name) / "kv", 0.0
-        home = {"XDG_CACHE_HOME": str(Path(folder.name) / "cache")}
-        patched = mock.patch.dict(os.environ, home)
-        patched.start()
-        self.addCleanup(patched.stop)
         self.addCleanup(written)
         self.store()
 
@@ -347,49 +352,114 @@ class WitnessTest(EngineTest):
         self.assertEqual(0, self.witness(setup="other").limit(request_of("b"), found, 0))
         self.assertEqual(0, self.witness(setup="").limit(request_of("b"), found, 0))
 
-    def test_restart_of_a_writer(self) -> None:
-        """After a restart an engine is another writer, and believes what it was before."""
-        found = found_of(4, before=0)
-        before = self.witness(writer="before")
-        self.assertEqual(0, self.witness().limit(request_of("b"), found, 0))  # it stored nothing
-        before.stored(request_of("a"), range(4))
-        self.assertEqual(64, self.witness().limit(request_of("b"), found, 0))
-        self.assertEqual(0, self.witness(setup="other").limit(request_of("b"), found, 0))
-        self.assertEqual(0, self.witness().limit(request_of("b"), found_of(4), 0))
+    def test_engines_of_one_setup(self) -> None:
+        """What an engine of the same setup stored loads at once, on any host, until it differs."""
+        same, other = "a" * 64, "b" * 64
+        one, another = new_writer("vllm", same), new_writer("vllm", same)
+        reader = self.witness(setup=same, writer=new_writer("vllm", same), witness_every=3)
+        for request in (
+            request_of("a"),
+            request_of("b", lora="x"),
+            request_of("c", images=[(0, 8)]),
+        ):
+            self.assertNotEqual(None, reader.limit(request, found_by(one), 0))
+        alike = self.witness(setup=same, writer=another)
+        self.assertEqual(64, alike.limit(request_of("a"), found_by(one), 0))
+        for setup, writer in ((other, new_writer("vllm", other)), ("", new_writer("vllm"))):
+            unlike = self.witness(setup=setup, writer=writer)
+            self.assertEqual(0, unlike.limit(request_of("a"), found_by(one), 0))
+            self.assertTrue(unlike.watching)
+        for kind in ("transformers", "sglang"):
+            of_another = found_by(new_writer(kind, same))
+            self.assertEqual(0, self.witness(setup=same, writer=another).limit(
+                request_of("a"), of_another, 0))  # fmt: skip
+        self.assertEqual(0, alike.limit(request_of("b"), found_by(new_writer("vllm")), 0))
 
-    def holds(self, kind: tuple[str, ...], writer: bytes) -> bool:
-        """Whether another process knows that a writer's chunks of a kind are proved."""
+        with self.assertLogs("vllm.vua.scheduler", "ERROR"):
+            loads = [self.ask(reader, f"d{at}", found_by(one), one) for at in range(60)]
+        self.assertEqual({0, 64}, {*loads})
+        fresh = self.witness(setup=same, writer=another)
+        self.assertEqual(0, fresh.limit(request_of("e"), found_by(one), 0))
+        self.assertEqual(64, fresh.limit(request_of("f"), found_by(another), 0))
+
+    def test_its_reason_is_told(self) -> None:
+        """A prompt that is computed although it is stored says so, why, and what comes next."""
+        witness = self.witness(witness_every=1)
+        with self.assertLogs("vllm.vua.scheduler", "INFO") as lines:
+            self.assertEqual(0, witness.limit(request_of("a"), found_of(4), 0))
+        self.assertRegex(
+            lines.output[0],
+            r"64 stored tokens of request a are computed .*\[other\] .* not compared",
+        )
+        self.compare(witness, "a", found_of(4))
+        with self.assertLogs("vllm.vua.scheduler", "INFO") as lines:
+            for at in range(20):
+                self.ask(witness, f"b{at}", found_of(4))
+        self.assertEqual(1, sum("drawn at random" in line for line in lines.output))
+
+    def known(self, security: Security | None = None, root: Path | None = None) -> KnownWriters:
+        """What another process of the setup "this" knows."""
         written()
-        remembered = ProvedWriters(self.root / IDENTITY.namespace, "this")
-        self.assertFalse(remembered.holds(kind, writer))
-        remembered.learn(kind, [writer])
-        return remembered.holds(kind, writer)
+        found = KnownWriters(root or self.root, IDENTITY.namespace, security)
+        found.be_of("this", b"")
+        return found
 
-    def test_another_directory(self) -> None:
-        """What was proved in a directory says nothing about one in its place."""
-        remembered = ProvedWriters(self.root / IDENTITY.namespace, "this")
-        remembered.add(PLAIN, name_of("other"))
+    def holds(self, kind: tuple[str, ...], writer: bytes, **place: Any) -> bool:
+        """Whether another process knows that a writer's chunks of a kind are proved."""
+        known = self.known(**place)
+        self.assertFalse(known.holds(kind, writer))
+        known.learn(kind, [writer])
+        return known.holds(kind, writer)
+
+    def test_where_the_directory_is(self) -> None:
+        """Verdicts go with the directory, wherever it is mounted, and not to one in its place."""
+        self.known().add(PLAIN, name_of("other"))
         self.assertTrue(self.holds(PLAIN, name_of("other")))
         self.assertFalse(self.holds(PLAIN, name_of("another")))
+        self.assertFalse(self.holds(("", "image"), name_of("other")))
+        copy = self.root.with_name("copy")
+        shutil.copytree(self.root, copy)
+        self.assertTrue(self.holds(PLAIN, name_of("other"), root=copy))
         self.root.rename(self.root.with_name("old"))
         self.store()
         self.assertFalse(self.holds(PLAIN, name_of("other")))
 
-    def test_who_may_remember(self) -> None:
-        """A note that others could have written is none; and it is forgotten in the end."""
-        remembered, writer = ProvedWriters(self.root / IDENTITY.namespace, "this"), name_of("other")
-        remembered.add(PLAIN, writer)
+    def test_who_is_believed(self) -> None:
+        """A verdict that others could have put there is none; and it is forgotten in the end."""
+        writer = name_of("other")
+        self.known().add(PLAIN, writer)
         written()
-        folder = Path(os.environ["XDG_CACHE_HOME"]) / "vua" / "proved"
+        folder = self.root / ".upkeep" / "verdicts"
         (note,) = folder.iterdir()
         folder.chmod(0o777)
         self.assertFalse(self.holds(PLAIN, writer))
+        self.assertTrue(self.holds(PLAIN, writer, security=Security(trusted_uids="any")))
         folder.chmod(0o700)
         self.assertTrue(self.holds(PLAIN, writer))
+        self.known().put_aside(writer)
+        written()
+        aside = next(path for path in folder.iterdir() if path != note)
+        aside.replace(note)  # another verdict's file under this one's name
+        self.assertFalse(self.holds(PLAIN, writer))
+        self.known().add(PLAIN, writer)
+        self.assertTrue(self.holds(PLAIN, writer))
         os.utime(note, (0, 0))
-        ProvedWriters(self.root / IDENTITY.namespace, "this").add(("", "image"), writer)
+        self.known().add(("", "image"), writer)
         written()
         self.assertFalse(self.holds(PLAIN, writer))
+
+    def test_with_a_key(self) -> None:
+        """Where the directory has a key, a verdict made without it, or with another, is none."""
+        writer = name_of("other")
+        keys = [str(self.root.with_name(name)) for name in ("one", "two")]
+        for key in keys:
+            write_key(Path(key))
+        one, two = (Security(key_file=key) for key in keys)
+        self.known().add(PLAIN, writer)
+        self.known(two).add(PLAIN, writer)
+        self.assertFalse(self.holds(PLAIN, writer, security=one))
+        self.known(one).add(PLAIN, writer)
+        self.assertTrue(self.holds(PLAIN, writer, security=one))
 
     def test_differs_later(self) -> None:
         """A writer that was proved and then differs is put aside, and stays so."""
@@ -400,27 +470,6 @@ class WitnessTest(EngineTest):
         drawn = loads.index(0)
         self.assertEqual([64] * drawn + [0] * (100 - drawn), loads)
         self.assertEqual(0, self.witness().limit(request_of("c"), found, 0))
-
-    def test_an_adapter_whose_files_changed(self) -> None:
-        """What was proved of an adapter says nothing about other files at its path."""
-        adapter = self.root.with_name("adapter")
-        adapter.mkdir()
-        file = adapter / "adapter_model.safetensors"
-        file.write_bytes(b"one")
-        remembered, kind = ProvedWriters(self.root / IDENTITY.namespace, "this"), (str(adapter),)
-        writer = name_of("other")
-        remembered.add(kind, writer)
-        self.assertTrue(self.holds(kind, writer))
-        os.utime(file, (1, 1))
-        self.assertFalse(self.holds(kind, writer))
-        remembered.add(kind, writer)
-        written()
-        (adapter.with_name("new")).write_bytes(b"two")
-        os.utime(adapter.with_name("new"), (1, 1))
-        adapter.with_name("new").replace(file)  # as large, and as old
-        self.assertFalse(self.holds(kind, writer))
-        remembered.add(("nowhere",), writer)
-        self.assertFalse(self.holds(("nowhere",), writer))
 
     def test_again_for_ever(self) -> None:
         """Chunks are drawn at random from all that could be loaded, also much later ones."""
@@ -491,38 +540,33 @@ class BoundTest(EngineTest):
 
     def test_what_is_counted(self) -> None:
         """Processes count together, in a file that stays small and that others cannot write."""
-        path = self.root / IDENTITY.namespace
-        one, other = Tally(path), Tally(path)
+        one, other = (Tally(self.root, IDENTITY.namespace) for _ in range(2))
         for same in (True, True, False):
             one.add(same=same)
         other.add(same=True)
         self.assertEqual((4, 1), one.counted)
-        (file,) = (Path(os.environ["XDG_CACHE_HOME"]) / "vua" / "compared").iterdir()
+        (file,) = (self.root / ".upkeep" / "compared").iterdir()
         file.write_bytes(b"=" * (1 << 18))
         one.add(same=False)
         self.assertEqual(1 << 17, file.stat().st_size)
         self.assertEqual((1 << 17, 1), other.counted)
         file.chmod(0o666)
         self.assertEqual((4, 2), one.counted)  # its own
-        self.assertEqual((0, 0), Tally(path).counted)
+        self.assertEqual((0, 0), Tally(self.root, IDENTITY.namespace).counted)
 
-    def test_without_a_home(self) -> None:
-        """For an account without a home nothing is kept, and nothing raises."""
-        path = self.root / IDENTITY.namespace
-        with (
-            mock.patch.dict(os.environ),
-            mock.patch("pwd.getpwuid", side_effect=KeyError("uid not found")),
-        ):
-            del os.environ["XDG_CACHE_HOME"]
-            os.environ.pop("HOME", None)
-            tally = Tally(path)
-            tally.add(same=False)
-            self.assertEqual(((1, 1), (0, 0)), (tally.counted, Tally(path).counted))
-            own, restarted = ProvedWriters(path, "this"), ProvedWriters(path, "this")
-            own.add(PLAIN, name_of("other"))
-            written()
-            restarted.learn(PLAIN, [name_of("other")])
-            found = [one.holds(PLAIN, name_of("other")) for one in (own, restarted)]
+    def test_without_a_directory(self) -> None:
+        """For a bucket nothing is kept for others, and nothing raises."""
+        tally = Tally(None, IDENTITY.namespace)
+        tally.add(same=False)
+        found = [tally.counted, Tally(None, IDENTITY.namespace).counted]
+        self.assertEqual([(1, 1), (0, 0)], found)
+        own, restarted = (KnownWriters(None, IDENTITY.namespace) for _ in range(2))
+        for known in (own, restarted):
+            known.be_of("this", b"")
+        own.add(PLAIN, name_of("other"))
+        written()
+        restarted.learn(PLAIN, [name_of("other")])
+        found = [one.holds(PLAIN, name_of("other")) for one in (own, restarted)]
         self.assertEqual([True, False], found)
 
     @pytest.mark.thorough

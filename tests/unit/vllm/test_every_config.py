@@ -55,7 +55,7 @@ class EveryConfigTest(DirectoryTest):
         from vllm.transformers_utils.config import get_hf_text_config
 
         from vua.vllm.cache_spec import describe
-        from vua.vllm.engine_identity import setup_of
+        from vua.vllm.setup import setup_of
 
         model = self.made.model_config
         model.hf_config, model.hf_text_config = config, get_hf_text_config(config)

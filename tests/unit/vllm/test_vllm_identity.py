@@ -126,7 +126,7 @@ class EngineFieldsTest(unittest.TestCase):
         self.assertNotEqual(usual, self.namespace())
         cases: tuple[Any, ...] = (
             mock.patch("torch.backends.cpu.get_cpu_capability", return_value="another"),
-            mock.patch("vua.vllm.engine_identity.version", return_value="9"),
+            mock.patch("vua.vllm.setup.version", return_value="9"),
             mock.patch.dict(os.environ, {"VLLM_KV_CACHE_LAYOUT": "HND"}),
             mock.patch.dict(os.environ, {"VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "1"}),
         )
@@ -146,7 +146,7 @@ class EngineFieldsTest(unittest.TestCase):
 
     def test_setup(self) -> None:
         """A restart has the setup of before, whatever memory was free and however long it took."""
-        from vua.vllm.engine_identity import setup_of
+        from vua.vllm.setup import setup_of
 
         def made(blocks: int, seconds: float, **engine: Any) -> str:
             made = self.configure(model=str(self.model), **engine)

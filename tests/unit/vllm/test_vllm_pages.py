@@ -325,7 +325,7 @@ class ClassesTest(GeneratedModelsTest):
         from transformers import CONFIG_MAPPING
 
         from vua.vllm.cache_spec import describe
-        from vua.vllm.engine_identity import setup_of
+        from vua.vllm.setup import setup_of
 
         made = engine_config(**config)
         if like != "llama":
