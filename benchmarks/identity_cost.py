@@ -317,19 +317,20 @@ def measure_looks(model: Any, root: Path, ids: Any) -> list[dict[str, float]]:
 
     import torch
 
-    from vua.transformers import reuse_prefixes
-    from vua.transformers.watch import ModelWatch
+    from vua.transformers import cache, reuse_prefixes
 
     found = []
     with reuse_prefixes(model, root) as prefixes:
         prefixes.ready()
         for new_tokens in (16, 16, 64, 64):
             watch = Stopwatch()
-            timed = {
-                name: watch.around(getattr(ModelWatch, name))
-                for name in ("change", "versions_now", "change_of_bytes", "change_of_modes")
-            }
-            with mock.patch.multiple(ModelWatch, **timed):
+            names = ("mark_of", "light_mark", "tensor_mark", "first_keys")
+            timed = {name: watch.around(getattr(cache, name)) for name in names}
+            looks = watch.around(cache._State.change)
+            with (
+                mock.patch.multiple(cache, **timed),
+                mock.patch.object(cache._State, "change", looks),
+            ):
                 began = time.monotonic()
                 model.generate(
                     ids, attention_mask=torch.ones_like(ids), pad_token_id=3, do_sample=False,

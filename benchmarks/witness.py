@@ -97,7 +97,7 @@ def in_transformers(settings: dict[str, Any], root: Path, prompts: Prompts) -> N
 
     dtype = getattr(torch, settings["dtype"])
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype).eval()
-    with PrefixCache(model, root) as prefixes, torch.inference_mode():
+    with PrefixCache(model, root, share=True) as prefixes, torch.inference_mode():
         for prompt in prompts:
             cache = DynamicCache(config=model.config)
             model(torch.tensor([prompt]), past_key_values=cache, use_cache=True)

@@ -4,11 +4,9 @@
 
 A model of each variant of each model type that `vua.format.identity` lists is made and computed by
 both engines (`e2e.meeting`); some 5 s each, an hour in all. Variants that change different keys are
-tried together, and by themselves where they differ together. Each is also computed by transformers
-with torch's attention and with its own, with sharp weights, and each type's smallest model with
-both beside vLLM. What was measured stays in ``tests/shared_configs.json``, which is added to; the
-table of what is the same goes to ``src/vua/format/shared_configs.json``, and what torch's attention
-leaves out to ``src/vua/transformers/attention.json``.
+tried together, and by themselves where they differ together. What was measured stays in
+``tests/shared_configs.json``, which is added to; the table of what is the same goes to
+``src/vua/format/shared_configs.json``.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,7 +23,6 @@ from helpers import ROOT
 
 MEASURED: Final = ROOT / "tests" / "shared_configs.json"
 TABLE: Final = ROOT / "src" / "vua" / "format" / "shared_configs.json"
-ATTENTION: Final = ROOT / "src" / "vua" / "transformers" / "attention.json"
 SAME: Final = 1e-3
 """The largest distance of equal K and V relative to their length: float32 gives 1e-6."""
 NAMES: Final = frozenset(
@@ -36,10 +32,7 @@ NAMES: Final = frozenset(
 
 Measured = dict[str, Any]
 """Of one variant: type, name, edits, places ([place, value] of the configs as both engines resolve
-them, of the base all and of other variants what the base has not), distance or problem. "sdpa" is
-the distance of torch's attention from transformers' own; "sharp" are those of both from vLLM, by
-name. Where one refuses, a text stands instead of the distance. Without distance and problem: both
-engines were compared for other variants that say the same."""
+them, of the base all and of other variants what the base has not), distance or problem."""
 
 
 def is_same(one: Measured) -> bool:
@@ -70,52 +63,6 @@ def table(measured: Iterable[Measured]) -> dict[str, dict[str, list[Any]]]:
         for place in everywhere:
             del places[place]
     return {"*": everywhere, **found}
-
-
-def attention_table(measured: Iterable[Measured]) -> dict[str, Any]:
-    """Which types' attention was compared with vLLM's: own, and torch's.
-
-    Of torch's by type and place the values that were shown, where these are not all that
-    `table` has.
-    """
-    known = list(measured)
-    eager, sdpa = (
-        {
-            one["type"]
-            for one in known
-            if one["name"] == "base" and _is_near(one.get("sharp", {}).get(name))
-        }
-        for name in ("eager", "sdpa")
-    )
-    by_type: dict[str, list[Measured]] = defaultdict(list)
-    for one in known:
-        by_type[one["type"]].append(one)
-    whole = {kind: _of_type(by_type[kind]) for kind in eager}
-    torchs = {
-        kind: _of_type([_as_torchs(one) for one in by_type[kind]]) for kind in sorted(sdpa & eager)
-    }
-    return {
-        "eager": sorted(eager),
-        "sdpa": {
-            kind: {
-                place: places.get(place, [])
-                for place, values in whole[kind].items()
-                if values != places.get(place)
-            }
-            for kind, places in torchs.items()
-        },
-    }
-
-
-def _as_torchs(one: Measured) -> Measured:
-    """A measurement of torch's attention as one of two engines; where it refused as no distance."""
-    rest = {key: value for key, value in one.items() if key not in {"distance", "problem"}}
-    found = one.get("sdpa", "not measured")
-    return rest | ({"problem": found} if isinstance(found, str) else {"distance": found})
-
-
-def _is_near(distance: object) -> bool:
-    return isinstance(distance, float) and distance <= SAME
 
 
 def _of_type(variants: list[Measured]) -> dict[str, list[Any]]:
@@ -221,65 +168,6 @@ def measure(kind: str, known: list[Measured]) -> None:
                 tried(name, edits)
 
 
-def attend(kind: str, known: list[Measured]) -> None:
-    """Measure what is not known of a type's attention, and add it."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    from e2e import meeting
-    from vua.format.identity import IGNORED_CONFIG_KEYS
-
-    of_kind = {one["name"]: one for one in known if one["type"] == kind}
-    of_base = of_kind["base"]["places"]
-
-    def tried(name: str, edits: Mapping[str, Any]) -> bool:
-        one = of_kind.get(name)
-        if one is None or "sdpa" not in one:
-            with tempfile.TemporaryDirectory() as folder:
-                try:
-                    found = meeting.attend(kind, dict(edits), folder)
-                except Exception as problem:  # noqa: BLE001 - whatever a model's class raises
-                    found = {"problem": f"{type(problem).__name__}: {problem}"[:120]}
-            if one is None:
-                one = condensed(kind, name, edits, {**found, "problem": ""}, of_base)
-                one = {key: one[key] for key in ("type", "name", "edits", "places")}
-                of_kind[name] = one
-                known.append(one)
-            near = found.get("distance")
-            one["sdpa"] = found["problem"] if near is None else float(f"{near:.1e}")
-        return _is_near(one["sdpa"])
-
-    if not tried("base", {}):
-        return
-    defaults = CONFIG_MAPPING[kind](**{**meeting.SIZES, **meeting.BASES[kind]}).to_dict()
-    counting = {name: each for name, each in defaults.items() if name not in IGNORED_CONFIG_KEYS}
-    parts = {
-        name: edits for name, edits, _ in meeting.variants(counting, meeting.OF_TYPES.get(kind, {}))
-    }
-    for name, one in [*of_kind.items()]:
-        if is_same(one) and not tried(name, one["edits"]) and " + " in name:
-            for part in name.split(" + "):
-                tried(part, parts[part])
-
-
-def beside(kind: str, known: list[Measured]) -> None:
-    """Measure a type's smallest model with both attentions beside vLLM, unless that is known."""
-    from e2e.harness import driver, models
-
-    base = next(one for one in known if one["type"] == kind and one["name"] == "base")
-    for attention in ("eager", "sdpa") if "sharp" not in base else ():
-        job = {
-            "model_type": kind, "edits": {}, "folder": str(models() / f"{kind}-{attention}"),
-            "attention": attention, "sharp": True,
-        }  # fmt: skip
-        answer = driver().ask([{"meet": job}])
-        found = answer["phases"][0] if "phases" in answer else {"problem": answer["problem"]}
-        near = found.get("distance")
-        base.setdefault("sharp", {})[attention] = (
-            str(found["problem"])[-120:] if near is None else float(f"{near:.1e}")
-        )
-        sys.stdout.write(f"{kind}, {attention}, beside vLLM: {base['sharp'][attention]}\n")
-
-
 def write(path: Path, found: Any) -> None:
     """Write JSON with a line for each inner entry."""
     if isinstance(found, list):
@@ -311,12 +199,7 @@ def main() -> int:
     if not chosen.table_only:
         for kind in kinds:
             measure(kind, known)
-            if any(one["type"] == kind and one["name"] == "base" and is_same(one) for one in known):
-                attend(kind, known)
-                beside(kind, known)
-                write(MEASURED, known)
     write(TABLE, table(known))
-    ATTENTION.write_text(json.dumps(attention_table(known), indent=1) + "\n")
     return 0
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
 Change = Callable[[Any, torch.Generator], Any]
 
@@ -201,3 +206,168 @@ CHANGES: dict[str, Change] = {
 """By name: each changes a model in place. Kinds of models with `model.model.layers`."""
 ONLY_BEFORE: dict[str, Change] = {"new embeddings": _resized, "quantised": _quantised}
 """Likewise, but may return another model."""
+
+
+# -- where functions live ---------------------------------------------------------------------
+
+Place = Callable[[Any], AbstractContextManager[Any]]
+
+
+def _louder(function: Callable[..., Any]) -> Callable[..., Any]:
+    def twice(*args: Any, **more: Any) -> Any:
+        found = function(*args, **more)
+        return (found[0] * 2, *found[1:]) if isinstance(found, tuple) else found * 2
+
+    return twice
+
+
+def _replaced(owner: Any, name: str) -> Place:
+    """An attribute that is a function, or an item: its result is doubled."""
+
+    def place(_: Any) -> AbstractContextManager[Any]:
+        if isinstance(owner, MutableMapping):
+            return mock.patch.dict(owner, {name: _louder(owner[name])})
+        return mock.patch.object(owner, name, _louder(getattr(owner, name)))
+
+    return place
+
+
+@contextmanager
+def _code(_: Any) -> Iterator[None]:
+    """The code of a method of a class, in place."""
+    forward: Any = modeling_llama.LlamaMLP.forward
+    before = forward.__code__
+
+    def other(self: Any, x: Any) -> Any:
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+    forward.__code__ = other.__code__
+    try:
+        yield
+    finally:
+        forward.__code__ = before
+
+
+@contextmanager
+def _closure(model: Any) -> Iterator[None]:
+    """The value in a closure's cell, changed once the function is in place."""
+    kind, factor = modeling_llama.LlamaRMSNorm, 1.0
+    before = kind.forward
+
+    def forward(self: Any, x: Any) -> Any:
+        return before(self, x) * factor
+
+    with mock.patch.object(kind, "forward", forward):
+        factor = 1.5
+        yield
+
+
+@contextmanager
+def _defaults(_: Any) -> Iterator[None]:
+    """The default of an argument."""
+    before = modeling_llama.rotate_half
+
+    def other(x: Any, factor: float = 1.0) -> Any:
+        return before(x) * factor
+
+    with mock.patch.object(modeling_llama, "rotate_half", other):
+        other.__defaults__ = (0.5,)
+        yield
+
+
+@contextmanager
+def _taken(model: Any) -> Iterator[None]:
+    """A bound method of another layer."""
+    first, second = (layer.mlp for layer in model.model.layers[:2])
+    first.forward = second.forward
+    try:
+        yield
+    finally:
+        del first.forward
+
+
+@contextmanager
+def _by_array(model: Any) -> Iterator[None]:
+    """One row of the embedding, by an array: it leaves no sign in the tensor."""
+    row = model.get_input_embeddings().weight.detach().numpy()[5]
+    before = row.copy()
+    row += 1
+    try:
+        yield
+    finally:
+        row[:] = before
+
+
+@contextmanager
+def _attention(model: Any) -> Iterator[None]:
+    """The table of attention functions: of all modules, by the name that the model uses."""
+    name, table = model.config._attn_implementation, ALL_ATTENTION_FUNCTIONS
+    before = table.get_interface(name, modeling_llama.eager_attention_forward)
+    with mock.patch.dict(table._global_mapping, {name: _louder(before)}):
+        yield
+
+
+@contextmanager
+def _own_attention(model: Any) -> Iterator[None]:
+    """The table of one module."""
+    name, table = model.config._attn_implementation, modeling_llama.ALL_ATTENTION_FUNCTIONS
+    before = table.get_interface(name, modeling_llama.eager_attention_forward)
+    with mock.patch.dict(table._local_mapping, {name: _louder(before)}):
+        yield
+
+
+@contextmanager
+def _default_dtype(_: Any) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _global_hook(_: Any) -> Iterator[None]:
+    """A hook of all modules."""
+
+    def hook(module: Any, _: Any, output: Any) -> Any:
+        return output * 2 if type(module) is modeling_llama.LlamaMLP else None
+
+    handle = torch.nn.modules.module.register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class _Mode(TorchFunctionMode):
+    """A mode of torch that changes what a function does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if func is torch.nn.functional.silu else found
+
+
+PLACES: dict[str, Place] = {
+    "a function of torch.nn.functional": _replaced(torch.nn.functional, "silu"),
+    "torch.nn.functional.linear": _replaced(torch.nn.functional, "linear"),
+    "a function of torch": _replaced(torch, "rsqrt"),
+    "a method of Tensor": _replaced(torch.Tensor, "pow"),
+    "a function of the model's module": _replaced(modeling_llama, "apply_rotary_pos_emb"),
+    "a helper of it": _replaced(modeling_llama, "rotate_half"),
+    "a class's method": _replaced(modeling_llama.LlamaMLP, "forward"),
+    "a class of torch": _replaced(torch.nn.SiLU, "forward"),
+    "the embedding's class": _replaced(torch.nn.Embedding, "forward"),
+    "Module.__call__": _replaced(modeling_llama.LlamaMLP, "__call__"),
+    "code in place": _code,
+    "a closure's value": _closure,
+    "an argument's default": _defaults,
+    "a bound method of another layer": _taken,
+    "a row by an array": _by_array,
+    "the table of attentions": _attention,
+    "a module's table of attentions": _own_attention,
+    "torch's default dtype": _default_dtype,
+    "a hook of all modules": _global_hook,
+    "a mode of torch": lambda _: _Mode(),
+}
+"""By name: each changes what a Llama computes, of all models in the process or of the given one."""

@@ -23,12 +23,14 @@ def model_of(path: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def generated(
-    model: Any, root: Path, prompts: Sequence[list[int]], *, new: int
+    model: Any, root: Path, prompts: Sequence[list[int]], *, new: int, share: bool = True
 ) -> Iterator[tuple[int, list[int]]]:
-    """For each prompt in turn: tokens loaded, and so many new ones."""
+    """For each prompt in turn: tokens loaded, and so many new ones; stored for other engines."""
     from vua.transformers import PrefixCache
 
-    with PrefixCache(model, root, chunk_tokens=CHUNK, load_policy="always") as prefixes:
+    with PrefixCache(
+        model, root, chunk_tokens=CHUNK, load_policy="always", share=share
+    ) as prefixes:
         prefixes.ready()
         for prompt in prompts:
             ids = torch.tensor([prompt])
@@ -45,8 +47,14 @@ def generated(
 
 
 def generate(
-    path: Path, root: Path, ids: list[int], *, new: int, dtype: torch.dtype = torch.float32
+    path: Path,
+    root: Path,
+    ids: list[int],
+    *,
+    new: int,
+    dtype: torch.dtype = torch.float32,
+    share: bool = True,
 ) -> tuple[int, list[int]]:
     """The same of one prompt, by a model from its directory."""
-    (found,) = generated(model_of(path, dtype), root, [ids], new=new)
+    (found,) = generated(model_of(path, dtype), root, [ids], new=new, share=share)
     return found

@@ -23,13 +23,6 @@ PROMPT_TOKENS: Final = 300
 SAME: Final = 1e-3
 """The largest distance of equal K and V relative to their length: float32 gives 1e-6."""
 
-SHARPER: Final = 6.0
-_OF_QUERIES: Final = (
-    *("q_proj", "k_proj", "qkv", "query_key_value"),
-    *("q_norm", "k_norm", "query_layernorm", "key_layernorm"),
-)
-"""Parts of the names of parameters that make queries and keys."""
-
 Edits = dict[str, Any]
 
 _KV: Final = {"num_key_value_heads": 2}
@@ -362,11 +355,8 @@ def _others(name: str, value: object) -> Iterator[object]:
         yield [0]
 
 
-def make(at: Path, model_type: str, edits: Edits, *, sharp: bool = False) -> Path:
-    """A checkpoint with random weights; biases and the weights of norms are random, too.
-
-    A sharp one attends to few tokens, so that caps and sinks matter.
-    """
+def make(at: Path, model_type: str, edits: Edits) -> Path:
+    """A checkpoint with random weights; biases and the weights of norms are random, too."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
@@ -382,8 +372,6 @@ def make(at: Path, model_type: str, edits: Edits, *, sharp: bool = False) -> Pat
             if parameter.ndim == 1:
                 noise = torch.randn(parameter.shape) * 0.2
                 parameter.copy_(noise + 1 if _is_norm(name) else noise)
-            if sharp and any(part in name for part in _OF_QUERIES):
-                parameter.mul_(SHARPER)
     model.save_pretrained(at)
     (at / "config.json").write_text(json.dumps(said))
     return at
@@ -393,29 +381,16 @@ def _is_norm(name: str) -> bool:
     return name.endswith(".weight")
 
 
-def meet(
-    model_type: str, edits: Edits, folder: str, attention: str = "eager", *, sharp: bool = False
-) -> dict[str, Any]:
+def meet(model_type: str, edits: Edits, folder: str) -> dict[str, Any]:
     """Compute K and V of a variant in both engines, in this process, which vLLM may fill.
 
     Returns what vLLM and transformers resolve the config to, and the largest distance of a layer's
     K or V, relative to their length; with "problem" where an engine refuses.
     """
-    path = make(Path(folder), model_type, edits, sharp=sharp)
-    said, theirs = _by_transformers(path, attention)
+    path = make(Path(folder), model_type, edits)
+    said, theirs = _by_transformers(path)
     resolved, ours = _by_vllm(path, _prompt()[0].tolist())
     return {"transformers": said, "vllm": _json(resolved), **_distance(ours, theirs)}
-
-
-def attend(model_type: str, edits: Edits, folder: str) -> dict[str, Any]:
-    """Compute K and V of a sharp variant in transformers, with eager attention and with torch's.
-
-    Returns what `meet` does, of both as transformers resolves the config to.
-    """
-    path = make(Path(folder), model_type, edits, sharp=True)
-    said, theirs = _by_transformers(path, "eager")
-    _, torchs = _by_transformers(path, "sdpa")
-    return {"transformers": said, **_distance(torchs, theirs)}
 
 
 def _prompt() -> torch.Tensor:
@@ -423,11 +398,11 @@ def _prompt() -> torch.Tensor:
     return torch.randint(5, 250, (1, PROMPT_TOKENS), generator=noise)
 
 
-def _by_transformers(path: Path, attention: str) -> tuple[dict[str, Any], list[list[torch.Tensor]]]:
+def _by_transformers(path: Path) -> tuple[dict[str, Any], list[list[torch.Tensor]]]:
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation=attention
+        path, dtype=torch.float32, attn_implementation="eager"
     )
     model.eval()
     with torch.no_grad():

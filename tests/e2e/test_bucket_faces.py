@@ -64,7 +64,7 @@ class FacesTest(DirectoryTest):
                 outputs.append(output.tolist())
         self.assertEqual([0, 144, 144], lengths)
         self.assertEqual([outputs[0]] * 3, outputs)
-        self.assertEqual(9, self.stored(self.url))
+        self.assertEqual(10, self.stored(self.url))  # 9 chunks, and the probe of the model
 
     @unittest.skipUnless(has_llama_cpp(), WHERE)
     def test_llama_cpp(self) -> None:

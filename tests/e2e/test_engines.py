@@ -106,14 +106,20 @@ class OtherEngineTest(EngineTest):
 
     @pytest.mark.thorough
     def test_vllm_then_transformers(self) -> None:
-        """Transformers loads every whole chunk that vLLM stored, and goes on as vLLM did."""
+        """Transformers loads every whole chunk that vLLM stored, and goes on as vLLM did.
+
+        Also where it stores for itself; what it stores then vLLM does not find.
+        """
         for name, path in self._checkpoints():
             with self.subTest(name):
                 expected = self.fill(BATCH, engine={"model": str(path)})[0]
 
-                loaded, found = self._generate(path, new_tokens=len(expected))
-
-                self.assertEqual((WHOLE, expected), (loaded, found))
+                for share in (False, True):
+                    loaded, found = self._generate(path, new_tokens=len(expected), share=share)
+                    self.assertEqual((WHOLE, expected), (loaded, found))
+                self.root = self.root.with_name(f"{name}-alone")
+                self._generate(path, new_tokens=1, share=False)
+                self.assertEqual([0], self.serve(BATCH, engine={"model": str(path)}).cached)
 
     @pytest.mark.thorough
     def test_further_kinds(self) -> None:
@@ -180,6 +186,8 @@ class OtherEngineTest(EngineTest):
             ("qwen3", make_model(models() / "qwen3-to-share", family="qwen3", seed=3)),
         ]
 
-    def _generate(self, path: Path, *, new_tokens: int) -> tuple[int, list[int]]:
+    def _generate(
+        self, path: Path, *, new_tokens: int, share: bool = True
+    ) -> tuple[int, list[int]]:
         """Let transformers generate with this test's directory; return tokens loaded and made."""
-        return generate(path, self.root, PROMPT, new=new_tokens)
+        return generate(path, self.root, PROMPT, new=new_tokens, share=share)

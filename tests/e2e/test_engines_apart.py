@@ -70,9 +70,9 @@ def gemma2() -> Path:
 
 
 class ApartTest(EngineTest):
-    def generate(self, model: Any) -> tuple[int, list[int]]:
+    def generate(self, model: Any, *, share: bool = True) -> tuple[int, list[int]]:
         """Tokens loaded and made by a model with this test's directory."""
-        (found,) = generated(model, self.root, [PROMPT], new=NEW)
+        (found,) = generated(model, self.root, [PROMPT], new=NEW, share=share)
         return found
 
     def elsewhere(self, name: str) -> None:
@@ -84,19 +84,19 @@ class ApartTest(EngineTest):
         expected = self.baseline(BATCH)
         differ = 0
         for name in CHANGED:
-            self.generate(changed(name))
+            self.generate(changed(name), share=False)
             differ += plain(changed(name)) != expected[0]
         self.assertGreater(differ, 4)  # changes matter
 
         cold = self.serve(BATCH)
 
         self.assertEqual([expected, [0]], [cold.tokens, cold.cached])
-        self.assertEqual((WHOLE, expected[0]), self.generate(model_of(llama())))
+        self.assertEqual((WHOLE, expected[0]), self.generate(model_of(llama()), share=False))
         self.elsewhere("of-vllm")
         self.serve(BATCH)
         for name in CHANGED:
             with self.subTest(name):
-                loaded, found = self.generate(changed(name))
+                loaded, found = self.generate(changed(name), share=False)
                 self.assertEqual((0, plain(changed(name))), (loaded, found))
         self.elsewhere("control")
         self.generate(model_of(llama()))
@@ -115,7 +115,7 @@ class ApartTest(EngineTest):
                 self.elsewhere(name.replace(" ", "-"))
                 model = model_of(llama())
                 with reuse_prefixes(
-                    model, self.root, chunk_tokens=CHUNK, load_policy="always"
+                    model, self.root, chunk_tokens=CHUNK, load_policy="always", share=True
                 ) as prefixes:
                     prefixes.ready()
                     plain(model)

@@ -22,13 +22,6 @@ CASES: list[tuple[str, dict[str, Any], bool]] = [
     ("gemma", {"hidden_act": "silu"}, False),
 ]
 """Model type, what its config says, whether both compute the same."""
-ATTENTIONS: list[tuple[str, str, bool]] = [
-    ("gemma2", "eager", True),
-    ("gemma2", "sdpa", False),
-    ("phi", "sdpa", True),
-    ("mixtral", "sdpa", True),
-]
-"""Model type, attention in transformers, whether vLLM computes the same where it is sharp."""
 
 
 @needs_vllm
@@ -43,13 +36,3 @@ class MeetingTest(unittest.TestCase):
                 self.assertEqual(same, found["distance"] <= SAME)
                 for engine in ("transformers", "vllm"):
                     self.assertEqual(same, unshared(found[engine]) == "")
-
-    def test_attention(self) -> None:
-        """Torch's attention is vLLM's, but for soft caps."""
-        for kind, attention, same in ATTENTIONS:
-            with self.subTest(f"{kind} {attention}"):
-                folder = str(models() / f"attention-{kind}-{attention}")
-                job = {"model_type": kind, "edits": {}, "folder": folder}
-                job |= {"attention": attention, "sharp": True}
-                (found,) = driver().ask([{"meet": job}])["phases"]
-                self.assertEqual(same, found["distance"] <= SAME)

@@ -28,11 +28,14 @@ class TransformersCampaignTest(unittest.TestCase):
     def test_without_looking(self) -> None:
         """Control: the campaign finds wrong tokens where no change is noticed."""
         from e2e.transformers_campaign import campaign
-        from vua.transformers.watch import ModelWatch
 
-        blind = dict.fromkeys(("change", "change_of_bytes", "change_of_modes"), lambda _: "")
-        blind["change_of_versions"] = lambda *_: ""
-        with mock.patch.multiple(ModelWatch, **blind):
+        place, blind = "vua.transformers.cache", mock.Mock(return_value=())
+        with (
+            mock.patch.multiple(place, mark_of=blind, light_mark=blind, tensor_mark=blind),
+            mock.patch(f"{place}._State.change", return_value=""),
+            mock.patch(f"{place}.PrefixCache._other_ids", return_value=""),
+            mock.patch("vua.transformers.probe.Probe.unlike", return_value=""),
+        ):
             found = campaign(4, 3, kinds=1, say_it=lambda _: None)
 
         self.assertNotEqual([], found.wrong)

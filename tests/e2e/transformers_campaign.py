@@ -3,11 +3,12 @@
     dev.py transformers-campaign [--changes 60] [--seed 0] [--kinds 6] [--vllm] [--json FILE]
 
 Each kind of tiny model has one directory for all of its changes. A change is one or two ways to
-alter a model (`model_changes`), made before the block, between two calls, within one, or made
-between two calls and undone. The tokens of each call are compared with those of the same model
-without VUA. Then an unchanged model of the files asks for the same prompts: its tokens must be
-those of the plain model, and a second one must find each whole chunk that the first one stored.
-With ``--vllm`` a real engine asks at the end for the prompts of the first kind.
+alter a model, or a place where a function or a value may live (`model_changes`), made before the
+block, between two calls, within one, or made between two calls and undone. The tokens of each call
+are compared with those of the same model without VUA. Then an unchanged model of the files asks for
+the same prompts: its tokens must be those of the plain model, and a second one must find each whole
+chunk that the first one stored. With ``--vllm`` a real engine asks at the end for the prompts of
+the first kind.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -30,7 +31,7 @@ import torch
 
 from e2e.checkpoints import SIZES
 from e2e.damage import CHUNK
-from model_changes import CHANGES, ONLY_BEFORE
+from model_changes import CHANGES, ONLY_BEFORE, PLACES
 from vua.transformers import reuse_prefixes
 
 NEW: Final = 6
@@ -169,7 +170,13 @@ class Trial:
     def __init__(self, rng: random.Random, kind: Kind, found: Found) -> None:
         self.kind, self.found = kind, found
         self.way = rng.choice(WAYS)
-        names = sorted({"undone": _WEIGHTS, "before": {*ALL, *ONLY_BEFORE}}.get(self.way, ALL))
+        names = sorted(
+            {"undone": _WEIGHTS, "before": {*ALL, *ONLY_BEFORE, *PLACES}}.get(
+                self.way, {*ALL, *PLACES}
+            )
+        )
+        self.stack = ExitStack()
+        """Leaves the places that are changed in the whole process."""
         if self.way == "before":
             names = [name for name in names if name not in _UNLIKE_EACH_TIME]
         self.names = [rng.choice(names)]
@@ -189,8 +196,16 @@ class Trial:
         """Change a model; the same each time."""
         noise = torch.Generator().manual_seed(self.seed)
         for name in self.names:
-            model = {**ALL, **ONLY_BEFORE}[name](model, noise) or model
+            if name in PLACES:
+                self.stack.enter_context(PLACES[name](model))
+            else:
+                model = {**ALL, **ONLY_BEFORE}[name](model, noise) or model
         return model
+
+    def answer(self, prompt: torch.Tensor) -> list[int]:
+        """What a changed model says."""
+        with self.stack:
+            return say(self.change(self.load()), prompt)
 
     def load(self) -> Any:
         """The model, unchanged."""
@@ -206,13 +221,14 @@ class Trial:
         """Let the changed model answer, and then unchanged ones."""
         reference = {id(p): say(self.load(), p) for p in (self.first, self.second)}
         try:
-            changed = [say(self.change(self.load()), p) for p in (self.first, self.second)]
+            changed = [self.answer(p) for p in (self.first, self.second)]
         except Exception:  # noqa: BLE001 - a model that computes nothing is no trial
             self.found.counts["changes that transformers refuses"] += 1
             return
         self.found.counts["changes"] += 1
         self.found.counts["changes that matter"] += changed != [*reference.values()]
-        getattr(self, f"_{self.way}")(changed, [*reference.values()])
+        with self.stack:
+            getattr(self, f"_{self.way}")(changed, [*reference.values()])
         for prompt in (self.first, self.second):
             self.kind.asked.append(prompt)
             for attempt in ("first", "second"):
@@ -267,7 +283,8 @@ class Trial:
                 self.expect("after it was undone", expected, say(model, prompt))
 
     def _within(self, changed: list[list[int]], plain: list[list[int]]) -> None:
-        expected = self._changing(self.load())
+        with self.stack:
+            expected = self._changing(self.load())
         if expected is None:
             self.found.counts["changes that end a call"] += 1
             return

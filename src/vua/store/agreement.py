@@ -140,12 +140,22 @@ def compare(
 
 def _distance(ours: Tensor, theirs: Tensor) -> float:
     """Median over the tokens of the relative distance; inputs are ``[heads, tokens, dim]``."""
+    return float(distances(ours, theirs).median())
+
+
+def distances(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return the relative distance of each token, infinite for what is not a number.
+
+    Args:
+        ours: ``[heads, tokens, dim]``.
+        theirs: the same.
+    """
     one, other = ours.double(), theirs.double()  # float32 overflows in a square
     apart = _norms(one - other)
     apart = torch.where(_norms(one).isfinite() | _norms(other).isfinite(), apart, 0.0)
     size = _norms(other)
     relative = torch.where(apart == 0, 0.0, apart / size)
-    return float(relative.nan_to_num(nan=torch.inf, posinf=torch.inf).median())
+    return relative.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _norms(rows: Tensor) -> Tensor:

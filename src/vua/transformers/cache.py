@@ -1,8 +1,9 @@
 """Prefixes of prompts for `generate`: load stored ones, save computed ones.
 
-A loaded cache holds exactly what was saved for the same tokens and the same model, or nothing; the
-model is checked before each load and each save. Several threads and processes may use it at once;
-each returned cache is for one call of `generate`, which changes it.
+A loaded cache holds exactly what was saved for the same tokens and the same model, or nothing. The
+model is looked at before each load and each save, and computes 16 known tokens again; K of the
+first layer is compared with the ids that it is loaded or saved for. Several threads and processes
+may use it at once; each returned cache is for one call of `generate`, which changes it.
 
 Batches are padded on the left, as `generate` requires.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -25,18 +28,16 @@ from vua.core import VUAConfig
 from vua.errors import ConfigError, InputError, VUAError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
+from vua.io.forks import new_lock
 from vua.serdes import DTYPE_NAMES, DTYPES
 from vua.store.identified import LazyStore
 from vua.store.place import locate
-from vua.transformers.layers import LayerCache, StoredLayers, groups_of
-from vua.transformers.model import (
-    LAYERS,
-    NoIdentityError,
-    described_model,
-    layout_of,
-    windows_of,
-)
-from vua.transformers.watch import ModelWatch
+from vua.transformers.layers import LayerCache, StoredLayers, first_filled
+from vua.transformers.mark import Mark, light_mark, mark_of, tensor_mark
+from vua.transformers.model import LAYERS, Description, NoIdentityError, unwrapped
+from vua.transformers.probe import first_keys, pairs_of, run
+from vua.transformers.stores import Stores
+from vua.transformers.tensors import device_of, sums
 
 
 class Row(NamedTuple):
@@ -88,10 +89,13 @@ def rows_of(
 
 
 log = logging.getLogger(__name__)
+clock = time.monotonic
 
 _START_WAIT_S: Final = 1.0
-_ROUNDING: Final = {"F64": 1e-3, "F32": 1e-3, "F16": 0.05, "BF16": 0.1}
+_ROUNDING: Final = {"F64": 1e-3, "F32": 1e-2, "F16": 0.05, "BF16": 0.1}
 """Relative difference of K in a dtype between two orders of sums; another token's is about 1."""
+_MOST_STATES: Final = 4
+"""States of a model, such as its adapters, whose namespaces stay open."""
 _TRIES: Final = 8
 """Attempts per load: missing or damaged chunks leave a shorter prefix for the next one."""
 
@@ -106,20 +110,68 @@ class Prefix:
     """Tokens that the cache holds; for a batch with padding: columns."""
 
 
+class _State:
+    """A model as it was at one moment, and where its caches are kept."""
+
+    def __init__(
+        self,
+        described: Description,
+        mark: Mark,
+        open_: Callable[[Identity, Description], Stores],
+    ) -> None:
+        self.described, self.mark = described, mark
+        weights = described.weights()
+        self.sums = b""
+        """Of all bytes, once they are identified."""
+
+        def check(found: Any, stop: threading.Event) -> Any:
+            before = sums(described.model)
+            found = None if weights.check is None else weights.check(found, stop)
+            if sums(described.model) != before or tensor_mark(described.model) != mark[1]:
+                raise NoIdentityError("its tensors changed while they were identified")
+            self.sums = before
+            return found
+
+        self.stored = LazyStore(
+            replace(weights, check=check), lambda identity: open_(identity, described), log
+        )
+
+    def is_of(self, described: Description, contents: bytes) -> bool:
+        """Whether a model with these bytes and that probe is in this state."""
+        mine = self.described
+        return (
+            contents == self.sums
+            and mine.fields == described.fields
+            and not mine.probe.unlike(described.probe.pairs, mine.probe.pairs, each=True)
+        )
+
+    def change(self, *, whole: bool) -> str:
+        """Return how the model differs from this state; "" if it does not.
+
+        Computes 16 tokens; reads all bytes if ``whole``: about as long as generating one token.
+        """
+        if difference := self.described.probe.change():
+            self.mark = Mark()  # the mark has not shown it: the next look computes the whole prompt
+            return f"the model computes something else than when it was identified: {difference}"
+        if whole and sums(self.described.model) != self.sums:
+            return "the model's tensors hold other values than were identified"
+        return ""
+
+
 class _Note:
     """State of a cache that `PrefixCache.load` returned; copies of the cache share it."""
 
     def __init__(
         self,
-        watch: ModelWatch,
+        model: Any,
+        state: _State | None,
         ids: torch.Tensor,
-        dtype: torch.dtype,
         computed: Callable[[int, int, int, float], None],
     ) -> None:
         """``computed`` is told of each prefill, see `StoredLayers.computed`."""
-        self.watch, self.ids, self._dtype = watch, ids, dtype
+        self._model, self.state, self.ids = model, state, ids
         self._computed = computed
-        self.versions = watch.versions_now()
+        self.light, self.tensors = light_mark(model), tensor_mark(model)
         self.paddings: list[int] = []
         """Of the rows of ``ids``."""
         self.loaded = 0
@@ -128,10 +180,6 @@ class _Note:
         """The rows, columns before, columns and beginning of the last one, while it may run."""
         self.problem = ""
         """What happened while the cache was filled that forbids storing it."""
-        self.reordered = False
-        """Whether beams have changed places in it."""
-        self.began_s = watch.clock()
-        """When the model began to compute with it, or since when that has not been counted."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> _Note:
         """Return itself: the model must not be copied with it."""
@@ -140,41 +188,32 @@ class _Note:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
 
-    def earn(self) -> None:
-        """Count the time since then as generating."""
-        self._prefill_ended()
-        began_s, self.began_s = self.began_s, self.watch.clock()
-        self.watch.earn(self.began_s - began_s)
-
-    def _prefill_ended(self) -> None:
+    def prefill_ended(self) -> None:
         if self._prefill is not None:
             rows, before, columns, began_s = self._prefill
             self._prefill = None
-            self._computed(rows, before, columns, self.watch.clock() - began_s)
+            self._computed(rows, before, columns, clock() - began_s)
 
     def check_model(self, k: torch.Tensor, before: int) -> None:
         """Check the model that computes ``k``, [rows, heads, columns, dim], after other columns.
 
-        Thoroughly if it computes several columns. Never raises: `generate` is running.
+        Never raises: `generate` is running.
         """
         try:
-            self._check(k, before)
-        except Exception as problem:  # noqa: BLE001 - as when it is described
+            self.prefill_ended()
+            rows, columns = k.shape[0], k.shape[2]
+            if columns > 1:
+                self._prefill = (rows, before, columns, clock())
+            if not self.problem and light_mark(self._model) != self.light:
+                self.problem = "a hook, a mode or a module changed while the model computed"
+        except Exception as problem:  # noqa: BLE001 - the model is in a state nobody foresaw
             self.problem = f"the model cannot be looked at ({reason_of(problem)})"
 
-    def _check(self, k: torch.Tensor, before: int) -> None:
-        self._prefill_ended()
-        rows, columns = k.shape[0], k.shape[2]
-        if columns > 1:
-            self._prefill = (rows, before, columns, self.watch.clock())
-        if self.problem:
-            return
-        if k.dtype != self._dtype:
-            self.problem = f"K was computed as {k.dtype}, expected {self._dtype}"
-        elif columns > 1:
-            self.problem = self.watch.change()
-        else:
-            self.problem = self.watch.change_of_modes()
+    def change(self) -> str:
+        """Return what changed since the cache was loaded that forbids storing it."""
+        if not self.problem and tensor_mark(self._model) != self.tensors:
+            self.problem = "a tensor was replaced or written to while the model computed"
+        return self.problem
 
 
 def reason_of(problem: Exception) -> str:
@@ -211,24 +250,6 @@ class _NotedCache(DynamicCache):
             self.vua_note.check_model(key_states, self.get_seq_length())
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        if self.vua_note is not None:
-            self.vua_note.reordered = True
-        super().reorder_cache(beam_idx)
-
-
-class _FirstLayer(DynamicCache):
-    """Captures K of the first layer and ends the forward pass."""
-
-    class Taken(Exception):  # noqa: N818 - no error
-        """K was captured."""
-
-    k: torch.Tensor
-
-    def update(self, key_states: torch.Tensor, *_: object, **__: object) -> Any:
-        self.k = key_states
-        raise self.Taken
-
 
 class PrefixCache:
     """Keeps prefixes of one model in a directory, and returns them for `generate`.
@@ -248,15 +269,15 @@ class PrefixCache:
         epoch: str = "",
         durable: bool = False,
         load_policy: str | float = "faster",
+        share: bool = False,
     ) -> None:
         """Use the directory ``path``, which is created (mode 0700) if missing.
 
-        Computes one token, to see what caches the model makes, and compares the model with what its
-        configuration makes. Background threads identify its weights: from every byte of its files,
-        which is remembered (`vua.weights`), and by comparing the model in memory with them. The
-        constructor waits for that up to a second; until then nothing is loaded or saved, see
-        `ready`. A model that differs from its files has its own caches. A model without a digest
-        (hooks, code that is not transformers') has none, and the log says why.
+        Computes some 250 tokens of a fixed prompt, and one layer of up to 4,096. They name the
+        model's caches, beside its weights: what computes otherwise finds nothing. Background
+        threads identify the weights, from every byte of the files, which is remembered
+        (`vua.weights`), and by comparing the model in memory with them. The constructor waits for
+        that up to a second; until then nothing is loaded or saved, see `ready`.
 
         Args:
             model: a causal language model of transformers, in evaluation mode.
@@ -270,6 +291,10 @@ class PrefixCache:
                 returned. Until there are three of each, all that is stored is loaded.
                 ``"always"``: load it in any case. A number: skip a load that is predicted to take
                 more than this many times the compute time.
+            share: store under the name that vLLM's and SGLang's engines have for this checkpoint,
+                so that they load it, where they are known to compute the same from its config. For
+                a model that is as it was loaded: they would load what a patched one computes. What
+                it computes after a change is stored for itself.
 
         Raises:
             NoIdentityError: the model's caches cannot be stored; whatever describing it raises.
@@ -283,29 +308,30 @@ class PrefixCache:
         except ConfigError as problem:
             text = str(problem).removeprefix("kv_connector_extra_config: ")  # vLLM's
             raise ConfigError(text) from problem
+        self._model, self._said = unwrapped(model), set[str]()
+        self._settings: dict[str, Any] = {"chunk_tokens": chunk_tokens, "epoch": epoch}
+        self._lock = new_lock()
         with _describing():
-            self.layout = _tried(model, layout_of(model, chunk_tokens=chunk_tokens))
-            self._groups = groups_of(self.layout, windows_of(model))
-            self._watch = ModelWatch(model)
-            described = described_model(model, self._watch, chunk_tokens=chunk_tokens, epoch=epoch)
-        self._model, self._said = model, set[str]()
-        place, groups = locate(path), self._groups
-        self._notes = weakref.WeakKeyDictionary[DynamicCache, _Note]()
-        self._stored = LazyStore(
-            described,
-            lambda identity: StoredLayers(
-                place,
-                identity,
-                groups,
+            mark = mark_of(self._model)
+            described = Description(self._model, **self._settings)
+        place, first = locate(path), described
+
+        def opened(identity: Identity, described: Description) -> Stores:
+            return Stores(
+                *(place, identity, described),
+                share=share and described is first,  # a model that changed is not the checkpoint's
                 durable=durable,
                 load_policy=policy,
-                clock=self._watch.clock,
-            ),
-            log,
-        )
+                clock=lambda: clock(),  # noqa: PLW0108 - tests replace it
+            )
+
+        self._open = opened
+        self._notes = weakref.WeakKeyDictionary[DynamicCache, _Note]()
         with _describing():
+            self._state = _State(described, mark, opened)
+            self._states, self._refused = [self._state], Mark()
             if self.ready(_START_WAIT_S):
-                self._stored.usable()  # says why nothing is loaded or saved, where that is known
+                self._state.stored.usable()  # says why nothing is loaded or saved
 
     def __enter__(self) -> PrefixCache:  # noqa: PYI034 - Python 3.10 has no Self
         return self
@@ -315,7 +341,13 @@ class PrefixCache:
 
     def close(self) -> None:
         """Wait for running work and release the threads."""
-        self._stored.close()
+        for state in self._states:
+            state.stored.close()
+
+    @property
+    def layout(self) -> KVLayout:
+        """The layout of these caches."""
+        return self._state.described.layout
 
     def ready(self, timeout_s: float | None = None) -> bool:
         """Wait until the model is identified; return whether it can be cached.
@@ -331,7 +363,7 @@ class PrefixCache:
                 unusable, so nothing is ever loaded or saved.
         """
         try:
-            return self._stored.ready(timeout_s)
+            return self._state.stored.ready(timeout_s)
         except NoIdentityError:
             return True
 
@@ -342,7 +374,10 @@ class PrefixCache:
         Raises:
             ConfigError, OSError: the model cannot be identified.
         """
-        return self._stored.identity
+        stored = self._state.stored
+        stored.ready()
+        opened = stored.usable()
+        return stored.identity if opened is None else opened.identity
 
     def load(
         self,
@@ -375,51 +410,155 @@ class PrefixCache:
             raise InputError(
                 f"{type(filled).__name__} given to fill; expected an empty DynamicCache"
             )
-        dtype = DTYPES[self.layout.dtype]
-        note = _Note(self._watch, torch.as_tensor(input_ids), dtype, self._computed)
-        columns = note.loaded = self._fill(filled, rows)
+        state = self._current()
+        note = _Note(self._model, state, torch.as_tensor(input_ids), self._computed)
+        columns = note.loaded = 0 if state is None else self._fill(filled, rows, state)
         note.paddings = [row.padding for row in rows]
-        note.began_s = self._watch.clock()
         if isinstance(filled, _NotedCache):
             filled.vua_note = note
         else:
             self._notes[filled] = note
         return Prefix(filled, columns)
 
-    def _fill(self, filled: DynamicCache, rows: Sequence[Row]) -> int:
+    def _current(self) -> _State | None:
+        """Return the state that the model is in; None, logged once, if it has no identity (yet).
+
+        Where its mark is another one, the model computes the probe again: it is in a known state,
+        or a new one is identified from here on.
+        """
+        model = self._model
+        with self._lock:
+            try:
+                mark = mark_of(model)
+                if mark == self._state.mark:
+                    return self._state
+                if mark == self._refused or any(not state.sums for state in self._states):
+                    return None
+                self._refused = mark
+                described, contents = Description(model, **self._settings), sums(model)
+                found = next((one for one in self._states if one.is_of(described, contents)), None)
+                if found is None:
+                    found = _State(described, mark, self._open)
+                    self._states.append(found)
+                    if len(self._states) > _MOST_STATES:
+                        self._states.pop(0).stored.close()
+                    found.stored.ready(_START_WAIT_S)
+                found.mark, self._state = mark, found
+                self._refused = Mark()
+            except Exception as problem:  # noqa: BLE001 - a model in a state that nobody foresaw
+                self._say(reason_of(problem))
+                return None
+            return self._state
+
+    def _fill(self, filled: DynamicCache, rows: Sequence[Row], state: _State) -> int:
         """Load what is stored, if it is this model's, and return the number of columns."""
-        if (stored := self._stored.usable()) is None or self._is_changed():
+        if (stores := state.stored.usable()) is None:
             return 0
-        began_s = self._watch.clock()
-        found, columns = self._read(stored, rows)
-        # Versions and modes do not show writes through `.data`; the bytes do: checked before use.
-        if not columns or self._is_changed(self._watch.change_of_bytes()):
+        began_s = clock()
+        found, columns = list[Sequence[LayerCache]](), 0
+        if stores.own is not stores.shared:
+            found, columns = self._read(stores, stores.own, rows)
+        if stores.shared is not None:
+            theirs, more = self._read(stores, stores.shared, rows, least=columns)
+            if more and not self._said_of(self._unlike(state, stores.shared, rows, theirs, more)):
+                found, columns = theirs, more
+        if not columns or self._said_of(state.change(whole=False)):
             return 0
+        for row, layers in zip(rows, found, strict=True):
+            held = columns - row.padding
+            if layers and self._said_of(self._other_ids(row.ids[:held], layers[0])):
+                return 0
         for number in range(self.layout.layers):
             mine = [layers[number] if layers else None for layers in found]
-            filled.update(*self._joined(rows, mine, columns), number)
+            filled.update(*self._joined(rows, mine, columns, number), number)
         tokens = columns - min(row.padding for row in rows)
-        stored.loaded(len(rows), tokens, self._watch.clock() - began_s)
+        stores.own.loaded(len(rows), tokens, clock() - began_s)
         return columns
+
+    def _unlike(
+        self,
+        state: _State,
+        stored: StoredLayers,
+        rows: Sequence[Row],
+        found: Sequence[Sequence[LayerCache]],
+        columns: int,
+    ) -> str:
+        """Return how the last chunk of each row differs from what the model computes for it."""
+        size, device = self.layout.chunk_tokens, device_of(self._model)
+        for row, layers in zip(rows, found, strict=True):
+            tokens = columns - row.padding
+            start = max(0, (tokens - 1) // size * size)
+            before, _ = stored.read(row.ids, start, device)  # windows end there
+            if start and not before:
+                return "what another engine has stored cannot be read"
+            if tokens > 0 and (problem := self._recomputed(state, row.ids, before, layers, start)):
+                return f"what another engine has stored is not what this model computes: {problem}"
+        return ""
+
+    def _recomputed(
+        self,
+        state: _State,
+        ids: torch.Tensor,
+        before: Sequence[LayerCache],
+        layers: Sequence[LayerCache],
+        start: int,
+    ) -> str:
+        """Compute tokens from ``start`` on after others; return how ``layers`` differ there."""
+        past, tokens = DynamicCache(), layers[0].start + layers[0].k.shape[1]
+        for number, layer in enumerate(before):
+            device = state.described.probe.devices[number]
+            past.update(layer.k[None].to(device), layer.v[None].to(device), number)
+        run(self._model, ids[start:tokens], past, start)
+        held = [
+            (layer.k[:, start - layer.start : tokens], layer.v[:, start - layer.start : tokens])
+            for layer in layers
+        ]
+        computed = [
+            (k.to(held[0][0].device), v.to(held[0][0].device))
+            for k, v in pairs_of(past, start, tokens)
+        ]
+        return state.described.probe.unlike(computed, held)
+
+    def _other_ids(self, ids: torch.Tensor, first: LayerCache, known: int = 0) -> str:
+        """Return that K of the first layer is not that of ``ids`` from ``known`` on; "" if it is.
+
+        K of the first layer depends on the token and its position alone.
+        """
+        start = max(known, first_filled(first))
+        if start >= len(ids):
+            return ""
+        expected = first_keys(self._model, ids, start).float()
+        found = first.k[:, start - first.start : len(ids) - first.start].float()
+        apart = (found.to(expected.device) - expected).square().sum(dim=(0, 2)).sqrt()
+        size = expected.square().sum(dim=(0, 2)).sqrt()
+        wrong = apart > _ROUNDING.get(self.layout.dtype, 0.1) * (size + 1e-6)
+        if not bool(wrong.any()):
+            return ""
+        at = start + int(wrong.int().argmax())
+        return f"the cache holds K of other tokens than input_ids, from token {at} on"
 
     def _computed(self, rows: int, before: int, columns: int, took_s: float) -> None:
         """Learn how long a prefill took; where it is still unknown what is stored, nothing."""
-        if (stored := self._stored.usable()) is not None:
-            stored.computed(rows, before, columns, took_s)
+        if (stores := self._state.stored.usable()) is not None:
+            stores.own.computed(rows, before, columns, took_s)
 
-    def _is_changed(self, change: str | None = None) -> bool:
-        """Whether the model differs from the identified one, now or as said; logged once."""
-        if change := self._watch.change() if change is None else change:
-            if change not in self._said:
-                self._said.add(change)
-                log.warning("%s; nothing is loaded or stored while that is so", change)
-            return True
-        return False
+    def _said_of(self, change: str) -> bool:
+        """Whether there is a change that forbids loading or storing; logged once."""
+        if change:
+            self._say(change)
+        return bool(change)
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            log.warning("%s; nothing is loaded or stored while that is so", reason)
 
     def _read(
-        self, stored: StoredLayers, rows: Sequence[Row]
+        self, stores: Stores, stored: StoredLayers, rows: Sequence[Row], least: int = 0
     ) -> tuple[list[Sequence[LayerCache]], int]:
         """Return the layers of each row, and how many columns all rows have; 0 if one has none.
+
+        Or if all together have ``least`` at most.
 
         A row that is padding up to there has no layers.
         """
@@ -429,14 +568,14 @@ class PrefixCache:
             ends = [stored.longest(row.ids[:end]) for row, end in zip(rows, most, strict=True)]
             columns = min(row.padding + end for row, end in zip(rows, ends, strict=True))
             if columns > padding and worth is None:
-                worth = padding + stored.worth_loading(len(rows), columns - padding)
+                worth = padding + stores.own.worth_loading(len(rows), columns - padding)
             columns = min(columns, columns if worth is None else worth)
-            if columns <= padding:
+            if columns <= max(padding, least):
                 break
             found: list[Sequence[LayerCache]] = []
             for number, row in enumerate(rows):
                 wanted = max(0, columns - row.padding)
-                layers, most[number] = stored.read(row.ids, wanted, self._model.device)
+                layers, most[number] = stored.read(row.ids, wanted, device_of(self._model))
                 found.append(layers)
                 if most[number] < wanted:
                     break
@@ -445,19 +584,21 @@ class PrefixCache:
         return [], 0
 
     def _joined(
-        self, rows: Sequence[Row], layers: Sequence[LayerCache | None], columns: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, rows: Sequence[Row], layers: Sequence[LayerCache | None], columns: int, number: int
+    ) -> list[torch.Tensor]:
         """Return K and V of one layer, [rows, heads, columns, dim]; zeros for padding."""
+        layout, device = self.layout, self._state.described.probe.devices[number]
         if len(rows) == 1 and layers[0] and not rows[0].padding:
-            return layers[0].k[None], layers[0].v[None]
-        layout = self.layout
-        shape = (len(rows), layout.kv_heads, columns, layout.k_dim)
-        dtype, device = DTYPES[layout.dtype], self._model.device
-        k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        for number, (row, layer) in enumerate(zip(rows, layers, strict=True)):
-            if layer:
-                k[number, :, row.padding :], v[number, :, row.padding :] = layer.k, layer.v
-        return k, v
+            return [layers[0].k[None].to(device), layers[0].v[None].to(device)]
+        joined = []
+        for dim, part in ((layout.k_dim, "k"), (layout.v_dim, "v")):
+            shape = (len(rows), layout.kv_heads, columns, dim)
+            whole = torch.zeros(shape, dtype=DTYPES[layout.dtype], device=device)
+            for at, (row, layer) in enumerate(zip(rows, layers, strict=True)):
+                if layer:
+                    whole[at, :, row.padding :] = getattr(layer, part)
+            joined.append(whole)
+        return joined
 
     def save(
         self,
@@ -465,6 +606,7 @@ class PrefixCache:
         cache: DynamicCache,
         *,
         attention_mask: torch.Tensor | None = None,
+        prompt_columns: int | None = None,
     ) -> int:
         """Store the whole chunks that ``cache`` holds, except those already stored.
 
@@ -477,6 +619,8 @@ class PrefixCache:
                 beams, not for what beams generated.
             attention_mask: 0 for padding, (B, T) or shorter, as passed to `generate`. By default no
                 padding.
+            prompt_columns: of ``input_ids``; what follows was generated, and is stored as long as
+                later prompts begin with what was. By default all is stored.
 
         Returns:
             How many chunks were written; none before the model is identified, since `generate` does
@@ -489,19 +633,16 @@ class PrefixCache:
             NotWritableError, StorageFullError, StorageError: the directory refuses.
         """
         rows = rows_of(input_ids, attention_mask)
-        layers = self._layers(cache, len(rows))
-        if not layers or (stored := self._stored.usable()) is None:
+        state, layers = self._current(), self._layers(cache, len(rows))
+        if not layers or state is None or (stores := state.stored.usable()) is None:
             return 0
         note = cache.vua_note if isinstance(cache, _NotedCache) else self._notes.get(cache)
-        if note is not None and note.reordered:
-            _check_reordered(rows, note.ids)
-        elif len(rows) > 1 and not isinstance(cache, _NotedCache):
-            self._check_rows(rows, layers[0])
         if note is not None:
             if layers[0].k.is_cuda:
                 torch.cuda.current_stream(layers[0].k.device).synchronize()
-            note.earn()
-        may = _Once(lambda: self._is_unchanged_since(note))
+            note.prefill_ended()
+        own = note is not None and note.state in self._states  # else another object has loaded it
+        unchanged = _Once(lambda: self._is_unchanged_since(note, state, own=own))
         written, held = 0, min(layer.start + layer.k.shape[2] for layer in layers)
         for number, row in enumerate(rows):
             length = min(len(row.ids), held - row.padding)
@@ -514,51 +655,54 @@ class PrefixCache:
                 k, v = (array[number, :, first - layer.start :] for array in (layer.k, layer.v))
                 mine.append(LayerCache(k, v, first - row.padding))
             known = 0 if note is None else _loaded_of(note, row, number, len(rows))
-            written += stored.save(row.ids[:length], mine, may, known)
+            ids = row.ids[:length]
+
+            def may(
+                ids: torch.Tensor = ids, mine: list[LayerCache] = mine, known: int = known
+            ) -> bool:
+                if not unchanged():
+                    return False
+                self._check_ids(state, ids, mine, known, computed_here=own)
+                return True
+
+            prompt = None if prompt_columns is None else prompt_columns - row.padding
+            written += stores.own.save(ids, mine, _Once(may), known, prompt)
         return written
 
-    def _is_unchanged_since(self, note: _Note | None) -> bool:
-        return not (
-            self._is_changed()
-            or self._is_changed(self._change_since(note))
-            or self._is_changed(self._watch.change_of_bytes())
-        )
+    def _is_unchanged_since(self, note: _Note | None, state: _State, *, own: bool) -> bool:
+        since = None if note is None else note.state
+        is_other = since not in {None, state}
+        if (
+            since is not None and is_other and not own
+        ):  # another object of the same model has loaded
+            is_other = not state.is_of(since.described, since.sums)
+        changed = "the model changed since the load" if is_other else ""
+        if note is not None and self._said_of(note.change() or changed):
+            return False
+        return not self._said_of(state.change(whole=True))
 
-    def _change_since(self, note: _Note | None) -> str:
-        """Return what happened to the model while a cache was filled; "" if nothing did."""
-        versions = self._watch.versions if note is None else note.versions
-        seen = "" if note is None else note.problem
-        return seen or self._watch.change_of_versions(versions)
-
-    def _check_rows(self, rows: Sequence[Row], first: LayerCache) -> None:
-        """Refuse a cache whose first layer has K of other tokens, as beams return it."""
-        width = max(row.padding + len(row.ids) for row in rows)
-        ids = torch.zeros((len(rows), width), dtype=torch.long, device=self._model.device)
-        mask = torch.zeros_like(ids)
-        for number, row in enumerate(rows):
-            ids[number, row.padding :] = row.ids.to(ids.device)
-            mask[number, row.padding :] = 1
-        cache = _FirstLayer()
-        with torch.no_grad(), suppress(_FirstLayer.Taken):
-            self._model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
-                past_key_values=cache,
-                use_cache=True,
+    def _check_ids(
+        self,
+        state: _State,
+        ids: torch.Tensor,
+        layers: Sequence[LayerCache],
+        known: int,
+        *,
+        computed_here: bool,
+    ) -> None:
+        """Refuse K and V of other ids, or of another model. Raises InputError."""
+        problem = self._other_ids(ids, layers[0], known)
+        if not problem and not computed_here and all(not layer.start for layer in layers):
+            # nothing is known of how it was computed: its last chunk is computed again
+            start = (len(ids) - 1) // self.layout.chunk_tokens * self.layout.chunk_tokens
+            before, whole = (
+                [LayerCache(layer.k[:, :stop], layer.v[:, :stop], 0) for layer in layers]
+                for stop in (start, len(ids))
             )
-        held = min(width, first.start + first.k.shape[2])
-        expected = cache.k[:, :, first.start : held].float()
-        found = first.k[:, :, : held - first.start].float()
-        apart = (found - expected).norm(dim=-1) > _ROUNDING[self.layout.dtype] * (
-            expected.norm(dim=-1) + 1e-6
-        )
-        apart &= mask[:, None, first.start : held].bool()
-        if bool(apart.any()):
-            number = int(apart.any(dim=2).any(dim=1).int().argmax())
+            problem = self._recomputed(state, ids, before if start else [], whole, start)
+        if problem:
             raise InputError(
-                f"row {number} of the cache holds K of other tokens than row {number} of "
-                "input_ids; what beams return is such: save the prompts, repeated for each beam"
+                f"{problem}; save the ids that the cache was computed for (of beams: the prompts)"
             )
 
     def _layers(self, cache: DynamicCache, rows: int) -> list[LayerCache]:
@@ -583,8 +727,9 @@ class PrefixCache:
                 )
             length = layer.get_seq_length()
             kept = min(length, layer.keys.shape[2]) if layer.is_initialized else 0
-            expected = ((rows, layout.kv_heads, kept, layout.k_dim), layout.dtype)
-            for array, tensor in (("K", layer.keys), ("V", layer.values)):
+            parts = (("K", layer.keys, layout.k_dim), ("V", layer.values, layout.v_dim))
+            for array, tensor, dim in parts:
+                expected = ((rows, layout.kv_heads, kept, dim), layout.dtype)
                 found = (tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
                 if found != expected:
                     raise InputError(f"{array} of layer {number} is {found}, expected {expected}")
@@ -596,10 +741,7 @@ class NoPrefixes(PrefixCache):
     """Stands for the cache of a model that has none: finds and stores nothing, never raises."""
 
     def __init__(self, problem: Exception) -> None:
-        self._problem = problem
-
-    def close(self) -> None:
-        pass
+        self._problem, self._states = problem, []
 
     def ready(self, timeout_s: float | None = None) -> bool:
         return True
@@ -608,22 +750,10 @@ class NoPrefixes(PrefixCache):
     def identity(self) -> Identity:
         raise self._problem
 
-    def load(
-        self,
-        input_ids: torch.Tensor | Sequence[int],
-        cache: DynamicCache | None = None,
-        *,
-        attention_mask: torch.Tensor | None = None,
-    ) -> Prefix:
+    def load(self, input_ids: Any, cache: DynamicCache | None = None, **_: Any) -> Prefix:
         return Prefix(DynamicCache() if cache is None else cache, 0)
 
-    def save(
-        self,
-        input_ids: torch.Tensor | Sequence[int],
-        cache: DynamicCache,
-        *,
-        attention_mask: torch.Tensor | None = None,
-    ) -> int:
+    def save(self, input_ids: Any, cache: DynamicCache, **_: Any) -> int:
         return 0
 
 
@@ -648,56 +778,3 @@ def _loaded_of(note: _Note, row: Row, number: int, rows: int) -> int:
     given = prompts[at][row.padding : note.loaded].to(row.ids)
     same = note.paddings[at] == row.padding and torch.equal(given, row.ids[:loaded])
     return loaded if same and loaded > 0 else 0
-
-
-def _check_reordered(rows: Sequence[Row], prompts: torch.Tensor) -> None:
-    """Refuse the output of beams: only the prompts are still in their rows."""
-    prompts = prompts[None] if prompts.ndim == 1 else prompts
-    repeats = max(1, len(rows) // len(prompts))
-    for number, row in enumerate(rows):
-        columns = row.padding + len(row.ids)
-        prompt = prompts[min(number // repeats, len(prompts) - 1)]
-        same = columns <= len(prompt) and torch.equal(
-            prompt[row.padding : columns].to(row.ids.device), row.ids
-        )
-        if not same:
-            raise InputError(
-                "beams have changed places in the cache, so its rows are not those of input_ids; "
-                "save the prompts, repeated for each beam"
-            )
-
-
-def _tried(model: Any, layout: KVLayout) -> KVLayout:
-    """Return the layout with the KV heads that the model has when it computes a token.
-
-    Raises ConfigError if the results are not K and V of each layer, all of one shape.
-    """
-    cache, ids = DynamicCache(), torch.zeros((1, 1), dtype=torch.long, device=model.device)
-    kind = f"caches of a {model.config.get_text_config().model_type} model cannot be stored"
-    try:
-        with torch.no_grad():
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
-    except Exception as problem:  # the model's own, of any kind
-        raise ConfigError(
-            f"{kind}: it computes nothing with an empty DynamicCache() "
-            f"({type(problem).__name__}: {problem})"
-        ) from problem
-    if (layers := len(cache.layers)) != layout.layers:
-        raise ConfigError(
-            f"{kind}: it keeps K and V for {layers} of its {layout.layers} layers, the others "
-            "keep none or share them"
-        )
-    if others := {type(layer).__name__ for layer in cache.layers if type(layer) not in LAYERS}:
-        raise ConfigError(f"{kind}: it has layers without K and V per token ({', '.join(others)})")
-    found = {
-        (tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
-        for layer in cache.layers
-        for tensor in (layer.keys, layer.values)
-    }
-    heads = next(iter(found))[0][1]
-    if found != {((1, heads, 1, layout.k_dim), layout.dtype)}:
-        raise ConfigError(
-            f"{kind}: K and V of a token are {sorted(found)}; expected one shape in all layers, "
-            f"(1, heads, 1, {layout.k_dim}), and {layout.dtype}"
-        )
-    return replace(layout, kv_heads=heads)

@@ -22,7 +22,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from vua.errors import ConfigError, InputError
 from vua.transformers.cache import NoPrefixes, PrefixCache, reason_of
-from vua.transformers.model import NoIdentityError
+from vua.transformers.model import NoIdentityError, unwrapped
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,9 @@ _NO_MODEL_INPUTS: Final = frozenset(
     }
 )
 """Arguments of `generate`, beside settings, that cannot change K and V, or are judged here."""
+
+_KINDS_OF_TOKENS: Final = frozenset({"token_type_ids", "mm_token_type_ids"})
+"""Zeros for text: what a processor of images gives for a prompt without one."""
 
 
 @contextmanager
@@ -85,6 +88,7 @@ def reuse_prefixes(
     if isinstance(prefixes, NoPrefixes):
         yield prefixes
         return
+    model = unwrapped(model)
     with prefixes:
         outer = model.__dict__.get("generate")
         ours = model.generate = _Generate(prefixes, model)
@@ -154,7 +158,7 @@ class _Generate:
             sequences = sequences[:, : _common_length(sequences, ids.shape[1], config.eos_token_id)]
         if mask is not None:
             mask = mask.repeat_interleave(len(sequences) // len(mask), dim=0)
-        self._prefixes.save(sequences, cache, attention_mask=mask)
+        self._prefixes.save(sequences, cache, attention_mask=mask, prompt_columns=ids.shape[1])
 
 
 class _Call(NamedTuple):
@@ -182,6 +186,9 @@ def _resolved(
     """
     if args:
         raise InputError("it is given more than two positional arguments")
+    prepares = model.prepare_inputs_for_generation
+    if getattr(prepares, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        raise InputError("its inputs are prepared by another class (PEFT's prompt tuning)")
     config, others = model._prepare_generation_config(generation_config, **kwargs)  # noqa: SLF001
     ids = others.get("input_ids") if inputs is None else inputs
     for obstacle in _obstacles(ids, config, others):
@@ -210,7 +217,11 @@ def _obstacles(ids: Any, config: Any, others: dict[str, Any]) -> Iterator[str]:
         config: the settings in effect.
         others: arguments that are not settings.
     """
-    given = {name for name, value in others.items() if value is not None} - _NO_MODEL_INPUTS
+    given = {
+        name
+        for name, value in others.items()
+        if value is not None and not (name in _KINDS_OF_TOKENS and not bool(value.any()))
+    } - _NO_MODEL_INPUTS
     if given:
         yield f"it is given {', '.join(sorted(given))}, which may matter as much as the ids"
     if not isinstance(ids, torch.Tensor) or ids.is_floating_point() or ids.ndim != 2:

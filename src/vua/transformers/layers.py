@@ -20,6 +20,7 @@ from vua.connector import prefix_match
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.load_policy import LoadPolicy
+from vua.connector.replies import Replies
 from vua.errors import InputError
 from vua.format.identity import Identity
 from vua.format.keys import token_ids
@@ -96,7 +97,7 @@ class StoredLayers:
         self._layers = sum(len(group.layers) for group in groups)
         self._buffers = BufferPool(VUAConfig.buffer_bytes)
         self._opened = LazyNamespace(root, identity, Access(durable=durable))
-        self._lock = new_lock()
+        self._lock, self._replies = new_lock(), Replies()
 
     def close(self) -> None:
         self._opened.close()
@@ -113,6 +114,7 @@ class StoredLayers:
             if (namespace := self._to_read()) is None:
                 return 0
             keys = namespace.keys(token_ids(ids))
+            self._replies.asked(keys.run(0, len(keys)).prefix_hashes)
             tokens = len(keys) * model.chunk_tokens
             return prefix_match.find(
                 *(model, namespace.stores, keys, tokens + 1), window_every_tokens=_NO_EXTRA_WINDOWS
@@ -186,6 +188,7 @@ class StoredLayers:
         layers: Sequence[LayerCache],
         may: Callable[[], bool],
         loaded: int = 0,
+        prompt: int | None = None,
     ) -> int:
         """Store whole chunks that are not stored yet; return for how many something was written.
 
@@ -197,6 +200,8 @@ class StoredLayers:
             may: asked before something is written; False: nothing is.
             loaded: tokens that :meth:`read` returned. They are stored if a lookup finds them, too;
                 what is computed after a hole is stored from the hole on.
+            prompt: tokens of the prompt; what follows was generated, and is stored as long as
+                later prompts begin with such tokens (`vua.connector.replies`). None: all of it.
 
         Raises:
             InputError: a layer begins so late that its content would be useless.
@@ -214,6 +219,11 @@ class StoredLayers:
             if group in self._model.leading
         ]
         stored = min(store.lookup(keys) for store in leading)
+        if prompt is not None and len(keys) > (reply := prompt // size):
+            new = len(keys) - max(reply, stored)
+            if new > 0 and not self._replies.wanted(keys[reply].prefix_hash, new):
+                ids, stored = ids[: reply * size], min(stored, reply)
+                keys = namespace.keys(token_ids(ids))
         # Before anything is evicted for the rest.
         namespace.stores[0].used(keys, stored, wait=stored < len(keys), storing=True)
         known = held = min(stored, loaded // size)
@@ -247,7 +257,7 @@ class StoredLayers:
         size = self._model.chunk_tokens
         is_whole = group.layout.window is None
         starts = (
-            layers[number].start if is_whole else _first_filled(layers[number])
+            layers[number].start if is_whole else first_filled(layers[number])
             for number in group.layers
         )
         first = -(-max(starts) // size)
@@ -261,7 +271,7 @@ class StoredLayers:
         return first
 
 
-def _first_filled(layer: LayerCache) -> int:
+def first_filled(layer: LayerCache) -> int:
     """Return the first token with K or V in a layer: a window leaves zeros before it."""
     if bool(layer.k[:, :1].any()) or bool(layer.v[:, :1].any()):
         return layer.start

@@ -1,48 +1,50 @@
-"""The identity and layout of a loaded model.
+"""What names the caches of a loaded model, besides what it computes (`vua.transformers.probe`).
 
-Two models get one identity only if their K and V mean the same; if that cannot be determined, the
-model is refused. A model that matches its files and its configuration is identified by every byte
-of the files, as in every engine; any other one by every byte of its tensors and all that computes
-with them, or not at all.
+A model that holds what its files hold is named by every byte of the files, as in every engine; any
+other one, such as one with an adapter, by every byte of its tensors. The comparison is element by
+element and names the first tensor that differs. A tensor of another dtype than its file's is
+compared with what `from_pretrained` makes of the file: the same values, cast.
 
-The comparison with the files is element by element and names the first tensor that differs. A
-tensor of another dtype than its file's is compared with what `from_pretrained` makes of the file:
-the same values, cast.
+Caches lie in namespaces of transformers' own. Where measurements have shown that vLLM computes the
+same from a config (`vua.format.shared_config`), a model that holds what its files hold may also
+load what vLLM has stored, see `vua.transformers.stores`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from huggingface_hub import constants, try_to_load_from_cache
-from huggingface_hub.file_download import repo_folder_name
+import transformers
+from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import load_state_dict
 
 from vua.connector.cache_spec import division
 from vua.errors import ConfigError
-from vua.format.identity import Identity, rope_order, varies_with_length
+from vua.format.identity import Identity, config_digest, rope_order, varies_with_length
 from vua.format.layout import KVLayout
 from vua.format.shared_config import unshared
-from vua.serdes import DTYPE_NAMES
 from vua.store.identified import ModelDescription
 from vua.transformers.layers import groups_of
-from vua.transformers.tensors import PIECE_NBYTES, Contents, same_bytes
-from vua.transformers.watch import ModelWatch, attention_of, is_compared
+from vua.transformers.probe import Probe
+from vua.transformers.tensors import PIECE_NBYTES, digest, named_tensors, same_bytes
 from vua.weights import Weights, checkpoint_files
 from vua.weights.content import State
-from vua.weights.fingerprint import code_digest
 
 _TORCH: Final = (".bin", ".pt", ".pth")
 
@@ -68,7 +70,7 @@ def difference_from_files(model: Any, files: Sequence[Path], stop: threading.Eve
         except (ValueError, RuntimeError, TypeError, LookupError, SafetensorError) as error:
             return f"the files cannot be read as tensors ({error})"
         names: dict[tuple[object, ...], list[str]] = {}
-        tensors = dict(_persistent(model))
+        tensors = dict(named_tensors(model))
         for name, tensor in tensors.items():  # tied ones are one tensor with several names
             place = (tensor.data_ptr(), tensor.shape, tensor.stride())
             names.setdefault(place if tensor.nbytes else (name,), []).append(name)
@@ -81,37 +83,6 @@ def difference_from_files(model: Any, files: Sequence[Path], stop: threading.Eve
             if problem := next(filter(None, found or [problem for problem, _ in problems]), ""):
                 return problem
     return ""
-
-
-def may_be_of_files(model: Any, files: Sequence[Path]) -> bool:
-    """Whether three rows of each tensor match the files' rows, if they name the tensor.
-
-    Reads little: it tells checkpoints of one model apart, and proves nothing.
-    """
-    with ExitStack() as stack:
-        try:
-            stored = _CheckpointTensors(files, stack)
-        except (OSError, ValueError, RuntimeError, TypeError, LookupError, SafetensorError):
-            return False
-        for name, tensor in _persistent(model):
-            for same in _names(model, name):
-                if same not in stored or stored.shape(same) != tuple(tensor.shape):
-                    continue
-                last = len(tensor) - 1 if tensor.ndim else 0
-                for at in sorted({0, last // 2, last}):
-                    row = tensor.detach()[at : at + 1] if tensor.ndim else tensor.detach()
-                    expected = stored.rows(same, at, at + 1).to(row.device, row.dtype)
-                    if not same_bytes(expected, row):
-                        return False
-    return True
-
-
-def _persistent(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    passing = {name for name, _ in model.named_non_persistent_buffers(remove_duplicate=False)}
-    yield from model.named_parameters(remove_duplicate=False)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name not in passing:
-            yield name, buffer
 
 
 class _CheckpointTensors:
@@ -219,8 +190,6 @@ log = logging.getLogger(__name__)
 
 LAYERS: Final = (DynamicLayer, DynamicSlidingWindowLayer)
 """Cache layers that hold K and V of single tokens, and nothing else."""
-
-_AS_EVER: Final = "it computes normally, and nothing is loaded or stored"
 _REMEDY: Final = "load the model with from_pretrained() from a local directory or the hub's cache"
 
 
@@ -228,17 +197,113 @@ class NoIdentityError(ConfigError):
     """The model has no lasting identity: nothing is loaded or stored for it."""
 
 
-def identity_of(
-    model: Any,
-    *,
-    chunk_tokens: int = 64,
-    epoch: str = "",
-) -> Identity:
-    """Return the identity of the caches that ``model`` computes; the same as vLLM's for that model.
+def unwrapped(model: Any) -> Any:
+    """Return the model whose `generate` runs: without torch.compile's wrapper, or PEFT's."""
+    if (inner := vars(model).get("_modules", {}).get("_orig_mod")) is not None:
+        return unwrapped(inner)
+    return unwrapped(model.get_base_model()) if hasattr(model, "get_base_model") else model
 
-    Reads the weights' files, unless their digests are remembered (`vua.weights`), and compares the
-    model in memory with them. A model that differs has its own identity, by everything that it is
-    in memory.
+
+class Description:
+    """A model in one state: what it computes, and what names its caches."""
+
+    def __init__(self, model: Any, *, chunk_tokens: int, epoch: str) -> None:
+        """Compute the probe; read no file.
+
+        Raises:
+            ConfigError: no prefix of this model can be reused.
+        """
+        self.model = model
+        text = model.config.get_text_config()
+        if reason := _unsupported(model, text):
+            raise ConfigError(f"caches of a {text.model_type} model cannot be stored: {reason}")
+        try:
+            self.probe = Probe(model)
+        except ConfigError as problem:
+            raise ConfigError(
+                f"caches of a {text.model_type} model cannot be stored: {problem}"
+            ) from problem
+        self.layout = layout_of_probe(self.probe, chunk_tokens)
+        self.groups = groups_of(self.layout, windows_of(model, self.layout.layers))
+        self.of_files = False
+        """Whether it was found to hold what its files hold."""
+        self._folder, self._files, self._apart = _checkpoint(model)
+        self._states = [State.of(file) for file in self._files]
+        config = _plain(text.to_dict())
+        common = Identity(
+            model="",
+            kv_dtype=self.layout.dtype,
+            rope=rope_order(text.model_type),
+            epoch=epoch,
+            chunk_tokens=chunk_tokens,
+            name=_name(model, self._folder),
+        )
+        split = division(self.groups)
+        attention = str(getattr(text, "_attn_implementation", None) or "eager")
+        self.fields = (
+            config
+            | split
+            | {
+                "vua_stored_by": f"transformers {transformers.__version__}",
+                "vua.class": f"{type(model).__module__}.{type(model).__qualname__}",
+                "vua.code": _code(model),
+                "vua.attention": attention,
+                "vua.experts": str(getattr(text, "_experts_implementation", None) or ""),
+            }
+        )
+        self.others = self.named(common, "")
+        capped = getattr(text, "attn_logit_softcapping", None) and attention != "eager"
+        self.shared: Identity | None = None
+        """What other engines name this checkpoint's caches by, without weights; None: nothing."""
+        if text is model.config and not (unshared(config) or _code(model) or capped):
+            self.shared = _of(common, config | split)
+
+    def named(self, identity: Identity, probe: str) -> Identity:
+        """Return the identity of what agrees with the probe of that name."""
+        return _of(identity, self.fields | {"vua.probe": probe})
+
+    def weights(self) -> ModelDescription:
+        """Return what is identified in the background: the files, and whether they hold it."""
+
+        def check(weights: Weights | None, stop: threading.Event) -> Weights:
+            if weights is None:
+                return self._own(self._apart, stop)
+            unlike = difference_from_files(self.model, self._files, stop)
+            if self._states != [State.of(file) for file in self._files]:
+                unlike = unlike or "a file of the model changed since it was loaded"
+            if unlike:
+                return self._own(unlike, stop)
+            self.of_files = True
+            return weights
+
+        return ModelDescription(self._files, self.others, check)
+
+    def _own(self, difference: str, stop: threading.Event) -> Weights:
+        """Return the fingerprint of a model that differs from its files."""
+        began = time.monotonic()
+        name = self.model.config.name_or_path or type(self.model).__name__
+        log.info("%s: named by its tensors in memory, because %s", name, difference)
+        try:
+            found = digest(self.model, stop)
+        except CancelledError:
+            raise
+        except Exception as problem:  # tensors of kinds that nobody foresaw
+            raise NoIdentityError(
+                f"its tensors have no bytes to digest ({type(problem).__name__}: {problem})"
+            ) from problem
+        nbytes = sum(tensor.nbytes for tensor in self.model.parameters())
+        return Weights(found, (), nbytes, nbytes, time.monotonic() - began, time.time())
+
+
+def _of(identity: Identity, fields: dict[str, Any]) -> Identity:
+    return replace(identity, model=config_digest(fields), counted=fields)
+
+
+def identity_of(model: Any, *, chunk_tokens: int = 64, epoch: str = "") -> Identity:
+    """Return the identity of a model's caches that engines share: for programs of your own.
+
+    The same as vLLM's for that checkpoint, if the model holds what the files hold. Reads the files,
+    unless their digests are remembered (`vua.weights`). `PrefixCache` names its own caches.
 
     Args:
         model: a causal language model of transformers, in evaluation mode.
@@ -246,166 +311,78 @@ def identity_of(
         epoch: change it to ignore everything stored so far.
 
     Raises:
-        ConfigError: the model has hooks, foreign code or something else without a digest, or
-            changes meanwhile.
+        ConfigError: the model's caches cannot be stored.
         OSError: a file cannot be read.
     """
-    described = described_model(model, ModelWatch(model), chunk_tokens=chunk_tokens, epoch=epoch)
-    return described.identity(described.identify(threading.Event()))
-
-
-def described_model(
-    model: Any,
-    watch: ModelWatch,
-    *,
-    chunk_tokens: int,
-    epoch: str,
-) -> ModelDescription:
-    """Return what `identity_of` returns, without the weights; raises ConfigError.
-
-    Whether the weights are the files' is found by comparing the model in memory with them.
-    """
-    _check_class(model)
-    text = model.config.get_text_config()
-    described = text.to_dict()
-    folder, files, apart = _checkpoint(model)
-    rope = rope_order(text.model_type)
-    obstacle = watch.obstacle
-    try:
-        if code := _code(model, folder):
-            described["vua.code"] = code
-    except ConfigError as problem:
-        obstacle = obstacle or str(problem)
-    if unshared(described):  # another engine may compute something else: keep apart
-        described["vua_stored_by"] = "transformers"
-    if not is_compared(model):
-        described["vua.attention"] = [*attention_of(model)]
-    layout = layout_of(model, chunk_tokens=chunk_tokens)
-    described |= division(groups_of(layout, windows_of(model)))
-    others = Identity.of_config(
-        described,
-        kv_dtype=_dtype_name(model),
-        rope=rope,
-        epoch=epoch,
-        chunk_tokens=chunk_tokens,
-        name=_name(model, folder),
-    )
-
-    difference = apart or watch.difference
-    if obstacle or difference:
-        files = []
-    states = [State.of(file) for file in files]
-
-    def check(weights: Weights | None, stop: threading.Event) -> Weights:
-        if obstacle:
-            raise NoIdentityError(f"{obstacle}; {_AS_EVER}")
-        contents = watch.read()
-        unlike = difference or difference_from_files(model, files, stop)
-        if states != [State.of(file) for file in files]:
-            raise NoIdentityError(f"a file of the model changed since it was loaded; {_AS_EVER}")
-        if unlike or weights is None:
-            weights = _own_weights(watch, unlike, stop)
-        return _still(watch, contents, weights)
-
-    return ModelDescription(files, others, check)
-
-
-def _own_weights(watch: ModelWatch, difference: str, stop: threading.Event) -> Weights:
-    """Return the fingerprint of a model that differs from its files. Raises CancelledError."""
-    began = time.monotonic()
-    log.info(
-        "%s: its caches are its own and no other engine's, because %s",
-        watch.model.config.name_or_path or type(watch.model).__name__,
-        difference,
-    )
-    nbytes = sum(tensor.nbytes for tensor in watch.model.parameters())
-    digest = watch.digest(stop)
-    return Weights(digest, (), nbytes, nbytes, time.monotonic() - began, time.time())
-
-
-def _still(watch: ModelWatch, contents: Contents, weights: Weights) -> Weights:
-    """Return the weights, if the model has not changed since it was first looked at.
-
-    Raises NoIdentityError.
-    """
-    change = watch.change() or watch.change_of_versions(watch.versions) or watch.keep(contents)
-    if change:
-        raise NoIdentityError(f"while the model was identified {change}; {_AS_EVER}")
-    return weights
+    found = Description(unwrapped(model), chunk_tokens=chunk_tokens, epoch=epoch)
+    weights = found.weights().identify(threading.Event())
+    shared = found.shared if found.of_files and found.shared is not None else found.others
+    return replace(shared, weights=weights.fingerprint)
 
 
 def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:
-    """Return the layout of the caches that ``model`` computes.
+    """Return the layout of the caches that ``model`` computes, by computing.
 
     Raises:
-        ConfigError: its caches are not K and V of one text's tokens, layer by layer, or it is
-            wrapped in a class that is not transformers'.
+        ConfigError: its caches are not K and V of one text's tokens, layer by layer.
     """
-    _check_class(model)
-    text = model.config.get_text_config()
-    reason = _unsupported(model, text)
-    if reason:
-        raise ConfigError(f"caches of a {text.model_type} model cannot be stored: {reason}")
-    heads = text.num_attention_heads
-    try:
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    except Exception as problem:  # transformers' own, of no public class: it differs by layer
-        raise ConfigError(
-            f"caches of a {text.model_type} model cannot be stored: its layers' K and V have "
-            f"different shapes ({type(problem).__name__}: head_dim)"
-        ) from problem
+    return Description(unwrapped(model), chunk_tokens=chunk_tokens, epoch="").layout
+
+
+def layout_of_probe(probe: Probe, chunk_tokens: int) -> KVLayout:
+    """Return the layout of caches as a probe has them."""
     return KVLayout(
-        layers=text.num_hidden_layers,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        k_dim=head_dim,
-        v_dim=head_dim,
-        dtype=_dtype_name(model),
+        layers=len(probe.pairs),
+        kv_heads=probe.kv_heads,
+        k_dim=probe.k_dim,
+        v_dim=probe.v_dim,
+        dtype=probe.dtype,
         chunk_tokens=chunk_tokens,
     )
 
 
-def windows_of(model: Any) -> list[int | None]:
+def windows_of(model: Any, layers: int) -> list[int | None]:
     """Return the tokens of each layer's sliding window; None: it attends to everything.
 
-    Args:
-        model: one with a `layout_of`.
+    Raises ConfigError if the config has not so many layers with K and V.
     """
-    layers = DynamicCache(config=model.config.get_text_config()).layers
-    return [getattr(layer, "sliding_window", None) for layer in layers]
-
-
-def _check_class(model: Any) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise ConfigError(
-            f"the model is a {type(model).__module__}.{type(model).__qualname__}, expected one of "
-            "transformers; store an adapter's merged model with save_pretrained() and load that"
-        )
+    made = DynamicCache(config=model.config.get_text_config()).layers
+    if len(made) != layers:
+        raise ConfigError(f"it keeps K and V for {layers} layers, its config says {len(made)}")
+    return [getattr(layer, "sliding_window", None) for layer in made]
 
 
 def _unsupported(model: Any, text: Any) -> str:
     """Return why a prefix of this model cannot be reused; "" if it can."""
-    if text is not model.config or text.is_encoder_decoder:
-        return "they depend on more than token ids (an image, a sound, an encoder's input)"
-    if getattr(text, "kv_lora_rank", None):
-        return "latent attention (MLA) has another form in each engine"
+    if text.is_encoder_decoder or model.config.is_encoder_decoder:
+        return "they depend on an encoder's input, not on token ids alone"
     if varies_with_length(text.to_dict()):
         return "its rotary embedding changes with the prompt's length, so no prefix is shared"
     others = {type(layer).__name__ for layer in DynamicCache(config=text).layers}
     others -= {layer.__name__ for layer in LAYERS}
     if others:
         return f"it has layers without K and V per token ({', '.join(sorted(others))})"
-    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-        return "it is spread over several devices; load it on one"
+    if model.training:
+        return "it is in training mode, expected model.eval()"
     return ""
 
 
-def _dtype_name(model: Any) -> str:
-    name = DTYPE_NAMES.get(model.dtype)
-    if name is None:
-        raise ConfigError(
-            f"a model of {model.dtype} is not supported; use one of {[*DTYPE_NAMES.values()]}"
-        )
-    return name
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config in JSON values; what is none by its text."""
+    found: dict[str, Any] = json.loads(json.dumps(config, default=str))
+    return found
+
+
+def _code(model: Any) -> list[str]:
+    """Return digests of the Python files of a model that came with its code."""
+    modules = [sys.modules[kind.__module__] for kind in (type(model), type(model.config))]
+    folders = {
+        Path(str(module.__file__)).parent
+        for module in modules
+        if module.__name__.startswith("transformers_modules.")
+    }
+    files = sorted(file for folder in folders for file in folder.glob("*.py"))
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
 def _checkpoint(model: Any) -> tuple[Path | None, list[Path], str]:
@@ -423,59 +400,20 @@ def _checkpoint(model: Any) -> tuple[Path | None, list[Path], str]:
 def _weights_folder(model: Any) -> Path:
     name = str(model.config.name_or_path or "")
     if not name:
-        raise ConfigError(f"the model names no files, so its caches have no identity; {_REMEDY}")
+        raise ConfigError(f"the model names no files, so no files name its caches; {_REMEDY}")
     if Path(name).is_dir():
         return Path(name)
-    if not (folders := _snapshots(model, name)):
+    try:  # transformers notes the commit that it has read
+        commit = getattr(model.config, "_commit_hash", None)
+        found = try_to_load_from_cache(name, "config.json", revision=commit)
+    except ValueError:  # no hub id
+        found = None
+    if not isinstance(found, str):
         raise ConfigError(
             f"{name!r}, which the model names, is neither a directory nor in the hub's cache, so "
-            f"its caches have no identity; {_REMEDY}"
+            f"no files name its caches; {_REMEDY}"
         )
-    if len(folders) == 1:
-        return folders[0]
-    return next((folder for folder in folders if _may_come_from(model, folder)), folders[0])
-
-
-def _snapshots(model: Any, name: str) -> list[Path]:
-    """Return the directories of the hub's cache that a model may come from, the likeliest first.
-
-    A model does not name its revision, but its code does, if it came with the files.
-    """
-    try:
-        place = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
-        main = try_to_load_from_cache(name, "config.json")
-        found = sorted(file.parent for file in place.glob("snapshots/*/config.json"))
-    except (ValueError, OSError):  # no hub id
-        return []
-    if isinstance(main, str):
-        found.sort(key=lambda folder: folder != Path(main).parent)
-    revision = getattr(model.config, "_commit_hash", None)
-    of_code = [folder for folder in found if folder.name in type(model).__module__.split(".")]
-    return of_code or [folder for folder in found if revision in {None, folder.name}]
-
-
-def _may_come_from(model: Any, folder: Path) -> bool:
-    try:
-        return may_be_of_files(model, _weight_files(folder))
-    except ConfigError:  # it has none
-        return False
-
-
-def _code(model: Any, folder: Path | None) -> list[str]:
-    """Return digests of running Python code that came with the model's files."""
-    classes = {type(model).__module__, type(model.config).__module__}
-    if not any(name.startswith("transformers_modules.") for name in classes):
-        return []
-    named = getattr(model.config, "auto_map", None) or {}
-    elsewhere = sorted({str(each) for each in named.values() if "--" in str(each)})
-    if elsewhere:
-        raise ConfigError(
-            f"the model runs code of another repository ({elsewhere[0]}), of which its files do "
-            "not tell the revision; copy the code beside the weights"
-        )
-    if folder is None:
-        raise ConfigError("the model runs code of its checkpoint, which is not found")
-    return [code_digest(folder)]
+    return Path(found).parent
 
 
 def _weight_files(folder: Path) -> list[Path]:

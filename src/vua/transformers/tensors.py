@@ -1,34 +1,74 @@
-"""The bytes of a model's tensors: compared, watched, and digested."""
+"""The modules and tensors of a model, wherever they lie, and the bytes of tensors."""
 
 from __future__ import annotations
 
 import hashlib
-import random
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import torch
 import xxhash
+from torch import nn
 
 PIECE_NBYTES: Final = 64 << 20
-SHARE: Final = 0.005
-"""Share of `generate`'s time that checks may take before they read the minimum."""
 _READ_NBYTES: Final = 4 << 20
 """Bytes of a CPU tensor read in one piece: half a millisecond."""
-_WHOLE_NBYTES: Final = 8 << 20
-"""Tensors of so few bytes in all are read whole by each check."""
-_SMALL: Final = 1024
-_SAMPLES: Final = 32
-_TOGETHER: Final = 4
-"""Elements read of a tensor with more than `_SMALL`: so many places, so many at each."""
 _MAX_THREADS: Final = 8
 _COLUMNS: Final = 4096
 
 _T = TypeVar("_T")
-_Piece = tuple[int, int, int]
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return a model's modules with repetitions, in a tenth of the time of `named_modules`."""
+    found = [model]
+    for module in found:  # grows meanwhile
+        found += [part for part in module._modules.values() if part is not None]  # noqa: SLF001 - its only dict
+    return found
+
+
+def all_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Return parameters and buffers, with repetitions, as the modules hold them."""
+    return [
+        tensor
+        for module in modules_of(model)
+        for tensor in (*module._parameters.values(), *module._buffers.values())  # noqa: SLF001
+        if tensor is not None
+    ]
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters and persistent buffers by name, tied ones under each of their names.
+
+    Those that accelerate has offloaded are where its hooks take them from.
+    """
+    for where, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):  # noqa: SLF001
+            if tensor is not None and name not in module._non_persistent_buffers_set:  # noqa: SLF001
+                found = _offloaded(module, name) if tensor.is_meta else tensor
+                yield f"{where}.{name}" if where else name, found
+
+
+def _offloaded(module: nn.Module, name: str) -> torch.Tensor:
+    for hook in _hooks(module):
+        if (found := getattr(hook, "weights_map", None)) is not None:
+            return torch.as_tensor(found[name])
+    raise ValueError(f"{name} of a {type(module).__name__} has no bytes (meta)")
+
+
+def _hooks(module: nn.Module) -> tuple[Any, ...]:
+    """Return accelerate's hooks of a module."""
+    hook = getattr(module, "_hf_hook", None)
+    return tuple(getattr(hook, "hooks", (hook,)))
+
+
+def device_of(model: Any) -> torch.device:
+    """Return the device that token ids belong on."""
+    embeddings = model.get_input_embeddings()
+    devices = [getattr(hook, "execution_device", None) for hook in _hooks(embeddings)]
+    return torch.device(next((one for one in devices if one is not None), embeddings.weight.device))
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -38,15 +78,10 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(_words(one), _words(other.to(one.device)))
 
 
-def small_digest(tensor: torch.Tensor) -> str:
-    """Return 64 hex digits of a tensor's bytes."""
-    return hashlib.sha256(_view(tensor)).hexdigest()
+def digest(model: nn.Module, stop: threading.Event) -> str:
+    """Return 64 hex digits of each tensor's name, dtype, shape and bytes.
 
-
-def digests(tensors: Mapping[str, torch.Tensor], stop: threading.Event) -> list[bytes]:
-    """Return the SHA-256 of each tensor's name, dtype, shape and bytes.
-
-    Raises CancelledError once ``stop`` is set.
+    Raises CancelledError once ``stop`` is set; ValueError if a tensor has no bytes.
     """
 
     def one(item: tuple[str, torch.Tensor]) -> bytes:
@@ -55,154 +90,50 @@ def digests(tensors: Mapping[str, torch.Tensor], stop: threading.Event) -> list[
         for piece in _pieces(tensor):
             if stop.is_set():
                 raise CancelledError
-            found.update(_view(piece))
+            found.update(memoryview(_array(_bytes(piece))))
         return found.digest()
 
-    return _in_threads(one, list(tensors.items()), sum(each.nbytes for each in tensors.values()))
+    tensors = list(named_tensors(model))
+    parts = _in_threads(one, tensors, sum(tensor.nbytes for _, tensor in tensors))
+    return hashlib.sha256(b"vua.transformers.memory.v2\n" + b"".join(parts)).hexdigest()
 
 
-class Contents:
-    """The content of tensors at the first read, and whether they still hold it.
+def sums(model: nn.Module) -> bytes:
+    """Return a checksum of all of a model's bytes, read at memory speed; shared memory once.
 
-    A write through `.data`, a pointer or an array leaves no sign: only reading finds it. So each
-    check reads a sample of every tensor, and in turns as many of the other bytes as `earn` has paid
-    for. A change of a whole tensor, or of a large part of one, is found at once, any other change
-    once all bytes have had their turn. Tensors of 8 MiB in all are read whole each time.
-    Thread-safe.
+    Not secure against forgery. On a CPU xxh3-128; elsewhere, on the device, sums over rows and
+    columns, each with its own factor. Raises ValueError if a tensor has no bytes.
     """
-
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Read all bytes of all tensors, at memory speed; shared memory once."""
-        self._clock, self._lock = clock, threading.Lock()
-        began = clock()
-        self._distinct = _distinct(tensors)
-        distinct = [tensors[number] for number in self._distinct]
-        self._nbytes = sum(tensor.nbytes for tensor in distinct)
-        self._pieces = _pieces_of(distinct)
-        self._sums = _sums(distinct, self._pieces)
-        self._samples = _samples(distinct)
-        self._whole_s, self._credit_s = clock() - began, 0.0
-        self._turns = [*range(len(self._pieces))]
-        random.shuffle(self._turns)  # so that no change is always the last to be found
-
-    def earn(self, spent_s: float) -> None:
-        """Add the cost that checks may have after so much generating: a two-hundredth."""
-        with self._lock:
-            self._credit_s = min(self._credit_s + SHARE * spent_s, self._whole_s)
-
-    def spend(self, spent_s: float) -> None:
-        """Subtract the cost of another check of the model."""
-        with self._lock:
-            self._credit_s = max(self._credit_s - spent_s, -self._whole_s)
-
-    def differ(self, tensors: Sequence[torch.Tensor], *, whole: bool) -> bool:
-        """Whether the tensors changed, as far as this check reads.
-
-        Args:
-            tensors: the same ones, in the same order.
-            whole: read every byte, at any cost. Otherwise they must be at the addresses where they
-                were last read whole.
-        """
-        began = self._clock()
-        if whole:
-            self._distinct = _distinct(tensors)
-        try:
-            distinct = [tensors[number] for number in self._distinct]
-            if whole and _pieces_of(distinct) != self._pieces:
-                return True
-            if self._nbytes > _WHOLE_NBYTES and _samples(distinct) != self._samples:
-                return True  # before much is read
-            turn = range(len(self._pieces)) if whole else self._turn()
-            found = _sums(distinct, [self._pieces[number] for number in turn])
-            same = found == [self._sums[number] for number in turn]
-            if len(turn) == len(self._pieces):
-                self._whole_s = self._clock() - began
-            return not same
-        finally:
-            self.spend(self._clock() - began)
-
-    def _turn(self) -> Sequence[int]:
-        total = self._nbytes
-        with self._lock:
-            paid = self._credit_s / self._whole_s * total if self._whole_s > 0 else total
-            left = total if total <= _WHOLE_NBYTES else max(1, min(total, paid))
-            taken = 0
-            while left > 0 and taken < len(self._turns):
-                _, start, stop = self._pieces[self._turns[taken]]
-                left -= stop - start
-                taken += 1
-            turn = self._turns[:taken]
-            self._turns = self._turns[taken:] + turn
-        return turn
-
-
-def _distinct(tensors: Sequence[torch.Tensor]) -> list[int]:
-    found: dict[tuple[object, ...], int] = {}
-    for number, tensor in enumerate(tensors):
-        place = (tensor.device, tensor.data_ptr(), tensor.nbytes, *tensor.stride())
-        found.setdefault(place, number)
-    return list(found.values())
-
-
-def _pieces_of(tensors: Sequence[torch.Tensor]) -> list[_Piece]:
-    """Return the parts in which tensors are read: tensor, first byte, end byte."""
-    return [
-        (number, at, min(at + size, tensor.nbytes))
-        for number, tensor in enumerate(tensors)
+    persistent = [tensor for _, tensor in named_tensors(model)]
+    buffers = [tensor for tensor in all_tensors(model) if not tensor.is_meta]
+    tensors = _distinct([*persistent, *buffers])
+    pieces = [
+        (tensor, at, min(at + size, tensor.nbytes))
+        for tensor in map(_bytes, tensors)
         for size in (_READ_NBYTES if tensor.device.type == "cpu" else PIECE_NBYTES,)
         for at in range(0, tensor.nbytes, size)
     ]
 
+    def one(piece: tuple[torch.Tensor, int, int]) -> bytes:
+        flat, start, stop = piece
+        return xxhash.xxh3_128_digest(memoryview(_array(flat[start:stop])))
 
-def _sums(tensors: Sequence[torch.Tensor], pieces: Sequence[_Piece]) -> list[bytes]:
-    """Return a checksum of each piece; not secure against forgery.
-
-    On a CPU xxh3-128; elsewhere, on the device, sums over rows and columns, each with its own
-    factor.
-    """
-    flat = {number: _bytes(tensors[number]) for number, _, _ in pieces}
-
-    def one(piece: _Piece) -> bytes:
-        number, start, stop = piece
-        return xxhash.xxh3_128_digest(memoryview(_array(flat[number][start:stop])))
-
-    here = [piece for piece in pieces if tensors[piece[0]].device.type == "cpu"]
-    nbytes = sum(stop - start for _, start, stop in here)
-    found = dict(zip(here, _in_threads(one, here, nbytes), strict=True))
-    reduced = {
-        (number, start, stop): _reduced(flat[number][start:stop])
-        for number, start, stop in pieces
-        if (number, start, stop) not in found
-    }
-    by_device: dict[torch.device, list[_Piece]] = {}
-    for piece, words in reduced.items():
-        by_device.setdefault(words.device, []).append(piece)
-    for group in by_device.values():  # one copy to the host for each device
-        table = torch.stack([reduced[piece] for piece in group]).cpu()
-        found |= {piece: bytes(_array(row)) for piece, row in zip(group, table, strict=True)}
-    return [found[piece] for piece in pieces]
+    here = [piece for piece in pieces if piece[0].device.type == "cpu"]
+    found = _in_threads(one, here, sum(stop - start for _, start, stop in here))
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for flat, start, stop in pieces:
+        if flat.device.type != "cpu":
+            by_device.setdefault(flat.device, []).append(_reduced(flat[start:stop]))
+    found += [bytes(_array(torch.stack(words))) for words in by_device.values()]
+    return xxhash.xxh3_128_digest(b"".join(found))
 
 
-@torch.no_grad()
-def _samples(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Return a digest of some elements of each tensor; of small ones of all."""
-    parts: dict[tuple[object, ...], list[torch.Tensor]] = {}
+def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    found: dict[tuple[object, ...], torch.Tensor] = {}
     for tensor in tensors:
-        if (count := tensor.numel()) <= _SMALL:
-            part = tensor.reshape(-1)
-        elif tensor.is_contiguous():
-            step = (count - _TOGETHER) // (_SAMPLES - 1)
-            part = tensor.as_strided((_SAMPLES, _TOGETHER), (step, 1))
-        else:
-            part = tensor[tuple(slice(None, None, max(1, size // 8)) for size in tensor.shape)]
-            part = part.reshape(-1)
-        parts.setdefault((tensor.device, tensor.dtype, part.ndim), []).append(part)
-    whole = xxhash.xxh3_128()
-    for group in parts.values():
-        whole.update(_view(torch.cat(group)))
-    return whole.digest()
+        place = (tensor.device, tensor.data_ptr(), tensor.nbytes, *tensor.stride())
+        found.setdefault(place, tensor)
+    return list(found.values())
 
 
 def _reduced(piece: torch.Tensor) -> torch.Tensor:
@@ -229,10 +160,6 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     rows = max(1, PIECE_NBYTES * len(tensor) // tensor.nbytes)
     for at in range(0, len(tensor), rows):
         yield tensor[at : at + rows]
-
-
-def _view(tensor: torch.Tensor) -> memoryview:
-    return memoryview(_array(_bytes(tensor)))
 
 
 def _array(tensor: torch.Tensor) -> Any:

@@ -254,7 +254,7 @@ class JavaScriptTest(DirectoryTest):
                 cache = transformers.DynamicCache()
                 with torch.no_grad():
                     model(ids, past_key_values=cache)
-                with PrefixCache(model, folder / "theirs", chunk_tokens=16) as prefixes:
+                with PrefixCache(model, folder / "theirs", chunk_tokens=16, share=True) as prefixes:
                     self.assertTrue(prefixes.ready(SOON_S))
                     self.assertEqual(6, prefixes.save(ids, cache))
                 for without, tokens in ((False, 96), (True, 0)):
@@ -271,7 +271,9 @@ class JavaScriptTest(DirectoryTest):
                     self.assertEqual(identity_of(model, chunk_tokens=16).namespace, said[0])
                     if not without:
                         self.assertEqual(needed, sorted(said[1:]))
-                    with PrefixCache(model, folder / f"ours {without}", chunk_tokens=16) as ours:
+                    with PrefixCache(
+                        model, folder / f"ours {without}", chunk_tokens=16, share=True
+                    ) as ours:
                         self.assertTrue(ours.ready(SOON_S))
                         found = ours.load(ids)
                     self.assertEqual(tokens, found.num_tokens)

@@ -8,10 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from make_shared_configs import (
-    ATTENTION,
     MEASURED,
     TABLE,
-    attention_table,
     is_equal,
     is_same,
     table,
@@ -106,46 +104,6 @@ class TestSharedConfig(unittest.TestCase):
                         not among(value, places.get(place, [])) for place, value in one["places"]
                     )
                 )
-
-    def test_attention(self) -> None:
-        """All types' own attention was measured beside vLLM, where it is sharp; so was torch's."""
-        measured = json.loads(MEASURED.read_text())
-        said = json.loads(ATTENTION.read_text())
-        self.assertEqual(attention_table(measured), said)
-        self.assertEqual((NEOX | INTERLEAVED) - ALONE, {*said["eager"]})
-        self.assertEqual({"gemma2", "gpt_oss", "gptj"}, {*said["eager"]} - said["sdpa"].keys())
-        gemma2 = next(one for one in measured if (one["type"], one["name"]) == ("gemma2", "base"))
-        self.assertGreater(gemma2["sharp"]["sdpa"], 0.1)  # its soft cap matters
-        shown = [one for one in measured if one["type"] in said["sdpa"] and is_same(one)]
-        self.assertTrue(all("sdpa" in one for one in shown))
-
-    @unittest.skipUnless(find_spec("transformers"), "transformers is not installed")
-    def test_attention_of_models(self) -> None:
-        """Values that torch's attention passes over keep a model of it apart, and no other one."""
-        from transformers import AutoModelForCausalLM
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-        from vua.transformers.watch import is_compared
-
-        sizes = {
-            "hidden_size": 32,
-            "num_attention_heads": 2,
-            "num_hidden_layers": 1,
-            "head_dim": 16,
-        }
-        sizes |= {"num_key_value_heads": 2, "intermediate_size": 32, "vocab_size": 64}
-        for kind, edits, eager, sdpa in (
-            ("phi3", {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}, True, True),
-            ("gemma", {}, True, True),
-            ("gemma", {"use_bidirectional_attention": True}, True, False),
-            ("gemma2", {}, True, False),
-            ("cohere2", {}, False, False),
-        ):
-            for name, compared in (("eager", eager), ("sdpa", sdpa)):
-                with self.subTest(f"{kind} {edits} {name}"):
-                    config = CONFIG_MAPPING[kind](**sizes, **edits)
-                    model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
-                    self.assertEqual(compared, is_compared(model))
 
     @unittest.skipUnless(find_spec("transformers"), "transformers is not installed")
     def test_ordinary_models_are_shared(self) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from helpers import SOON_S
-from model_changes import CHANGES, ONLY_BEFORE
+from model_changes import CHANGES, ONLY_BEFORE, PLACES
 from small_models import make_model
 from vua import InputError
 
@@ -100,7 +100,7 @@ class ChangedModelTest(unittest.TestCase):
             model.load_state_dict(self.load().state_dict())
             self.assertEqual(expected, self.plain(model))
         self.assertEqual(96, self.loaded(self.load()))
-        self.assertEqual(96, self.loaded(self.load(attn_implementation="sdpa")))
+        self.assertEqual(0, self.loaded(self.load(attn_implementation="sdpa")))  # its own
 
     @pytest.mark.thorough
     def test_before(self) -> None:
@@ -175,23 +175,18 @@ class ChangedModelTest(unittest.TestCase):
 
     @pytest.mark.thorough
     def test_said_once(self) -> None:
-        """One line names what differs, where, and what was expected."""
+        """One line says that a model cannot be stored now, and why; later it can be again."""
         model = self.load()
-        model.model.layers[1].mlp.register_forward_hook(lambda *args: args[2])
-        with self.assertLogs("vua.transformers", "WARNING") as logs, self.reusing(model):
+        with self.reusing(model) as prefixes:
             self.plain(model)
-            self.plain(model)
+            model.train()
+            with self.assertLogs("vua.transformers", "WARNING") as logs:
+                self.plain(model)
+                self.plain(model)
+            model.eval()
+            self.assertEqual(96, prefixes.load(PROMPT).num_tokens)
         self.assertEqual(1, len(logs.output))
-        self.assertIn(
-            "model.layers.1.mlp has hooks (_forward_hooks), expected none", logs.output[0]
-        )
-        model = self.load()
-        with self.reusing(model), self.assertLogs("vua.transformers", "WARNING") as logs:
-            model.model.norm.variance_epsilon = 0.5
-            self.plain(model)
-            self.plain(model)
-        self.assertEqual(1, len(logs.output))
-        self.assertIn("model.norm: variance_epsilon is 0.5, expected 1e-", logs.output[0])
+        self.assertIn("training mode, expected model.eval()", logs.output[0])
 
     @pytest.mark.thorough
     def test_autocast(self) -> None:
@@ -208,49 +203,181 @@ class ChangedModelTest(unittest.TestCase):
             self.assertEqual(0, prefixes.save(PROMPT, prefix.cache))
         self.assertEqual(0, self.loaded(self.load()))
 
+    def test_a_function_that_is_replaced(self) -> None:
+        """Of torch's, in the block and before it: own tokens, own caches, none for a clean one."""
+        self.check_places("a function of torch.nn.functional")
+
     @pytest.mark.thorough
-    def test_classes_and_functions(self) -> None:
-        """A method of a class or a function of a module that is replaced is seen, and put back."""
-        from transformers.modeling_utils import AttentionInterface
-        from transformers.models.llama import modeling_llama
+    def test_places(self) -> None:
+        """Wherever else a function, a value or a weight may live."""
+        self.check_places(*PLACES)
 
-        kind, rotate = modeling_llama.LlamaMLP, modeling_llama.apply_rotary_pos_emb
-        before = kind.forward
-        patches = (
-            mock.patch.object(kind, "forward", lambda self, x: before(self, x) * 2),
-            mock.patch.object(
-                modeling_llama,
-                "apply_rotary_pos_emb",
-                lambda q, k, *rest, **more: rotate(q, k * 2, *rest, **more),
-            ),
-        )
-        for patch in patches:
-            for inside in (False, True):
-                with self.subTest(inside=inside):
-                    model = self.load()
-                    with patch:
-                        expected = self.plain(model)
-                    if inside:
-                        with self.reusing(model):
-                            self.plain(model)
-                            with patch:
-                                self.assertEqual(expected, self.plain(model))
-                            self.plain(model)
-                    else:
-                        with patch, self.reusing(model):
-                            self.assertEqual(expected, self.plain(model))
-                    self.clean()
+    def check_places(self, *names: str) -> None:
+        """Change a place before a block and between two calls of one."""
+        rows = PROMPT.clone()
+        rows[0, 3::9] = 5  # the row of the embedding that one of them changes
+        prompts = (PROMPT, rows)
+        plain = [self.plain(self.load(), prompt) for prompt in prompts]
+        for name in names:
+            with self.subTest(name):
+                self.store, place = self.folder / f"before {name}", PLACES[name]
+                model = self.load()
+                with place(model):
+                    expected = [self.plain(model, prompt) for prompt in prompts]
+                    for _ in range(2):
+                        with self.reusing(model) as prefixes:
+                            prefixes.ready()
+                            found = [self.plain(model, prompt) for prompt in prompts]
+                        self.assertEqual(expected, found)
+                    self.assertEqual(96, self.loaded(model))
+                self.check_clean(plain, prompts, 0 if expected != plain else 96)
 
-        def own(module: Any, q: Any, k: Any, v: Any, mask: Any, **more: Any) -> Any:
-            return modeling_llama.eager_attention_forward(module, q, k, v * 2, mask, **more)
+                self.store, model = self.folder / f"between {name}", self.load()
+                with self.reusing(model) as prefixes:
+                    prefixes.ready()
+                    self.assertEqual(plain[0], self.plain(model))
+                    with place(model):
+                        found = [self.plain(model, prompt) for prompt in (*prompts, *prompts)]
+                    self.assertEqual(expected * 2, found)
+                    self.assertEqual(plain, [self.plain(model, prompt) for prompt in prompts])
+                self.check_clean(plain, prompts, 96)
 
-        AttentionInterface.register("own_of_a_test", own)
-        self.addCleanup(AttentionInterface._global_mapping.pop, "own_of_a_test")
-        self.store = self.folder / "attention"
-        model = self.load(attn_implementation="own_of_a_test")
-        with self.reusing(model):
-            self.plain(model)
-        self.assertFalse([*self.store.rglob("*.safetensors")])
+    def check_clean(
+        self, plain: list[list[int]], prompts: tuple[torch.Tensor, ...], loaded: int
+    ) -> None:
+        """A model as it was loaded says what it says, and finds so many tokens."""
+        reader = self.load()
+        self.assertEqual(loaded, self.loaded(reader))
+        with self.reusing(reader) as prefixes:
+            prefixes.ready()
+            self.assertEqual(plain, [self.plain(reader, prompt) for prompt in prompts])
+
+    @pytest.mark.thorough
+    def test_experts(self) -> None:
+        """The table of experts' functions: another name, another function of the same name."""
+        from transformers import MixtralConfig, MixtralForCausalLM
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as TABLE
+
+        sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+        torch.manual_seed(0)
+        path = self.folder / "mixtral"
+        MixtralForCausalLM(
+            MixtralConfig(vocab_size=512, initializer_range=0.25, eos_token_id=None, **sizes)
+        ).save_pretrained(path)
+        before = TABLE["batched_mm"]
+
+        def louder(*args: Any, **more: Any) -> Any:
+            return before(*args, **more) * 2
+
+        plain = self.plain(self.load(path))
+        for inside in (False, True):
+            with self.subTest(inside=inside):
+                self.store = self.folder / f"experts {inside}"
+                model = self.load(path)
+                with mock.patch.dict(TABLE._global_mapping, {"of_a_test": louder}):
+                    if not inside:
+                        model.set_experts_implementation("of_a_test")
+                    with self.reusing(model) as prefixes:
+                        prefixes.ready()
+                        model.set_experts_implementation("of_a_test")
+                        self.assertNotEqual(plain, self.plain(model))
+                reader = self.load(path)
+                self.assertEqual(0, self.loaded(reader))
+                with self.reusing(reader):
+                    self.assertEqual(plain, self.plain(reader))
+
+    def test_ids_that_were_edited(self) -> None:
+        """A cache is stored for the ids that it was computed for, and for no others."""
+        from transformers import DynamicCache, LogitsProcessor
+
+        class Editing(LogitsProcessor):
+            def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+                input_ids[:, 40] = 7
+                return scores
+
+        model, edited = self.load(), PROMPT.clone()
+        edited[0, 40] = 7
+        expected = self.plain(model, edited)
+        with self.reusing(model) as prefixes:
+            prefixes.ready()
+            with self.assertLogs("vua.transformers", "WARNING") as logs:
+                model.generate(PROMPT.clone(), logits_processor=[Editing()], **GREEDY)
+            self.assertIn("K of other tokens than input_ids, from token 40 on", logs.output[0])
+            own = DynamicCache()
+            with torch.no_grad():
+                model(PROMPT, past_key_values=own)
+            loaded = prefixes.load(PROMPT)
+            with torch.no_grad():
+                model(PROMPT, past_key_values=loaded.cache)
+            for cache in (own, loaded.cache):
+                with self.assertRaisesRegex(InputError, "K of other tokens"):
+                    prefixes.save(edited, cache)
+            self.assertEqual(expected, self.plain(model, edited))
+            self.assertEqual(4, prefixes.save(PROMPT, own))  # control: two are in both
+
+    def test_other_beginning(self) -> None:
+        """K and V of the same last tokens after another beginning are not stored for this one."""
+        from transformers import DynamicCache
+
+        model, cache = self.load(), DynamicCache()
+        other = torch.cat([PROMPT[:, :48].flip(1), PROMPT[:, 48:]], dim=1)
+        with torch.no_grad():
+            model(PROMPT, past_key_values=cache)
+        with self.reusing(model) as prefixes:
+            prefixes.ready()
+            self.plain(model, other[:, :49])
+            with self.assertRaisesRegex(InputError, "K of other tokens"):
+                prefixes.save(other, cache)
+
+    def test_another_object(self) -> None:
+        """What one object loaded another one stores, if the model still computes the same."""
+        from vua.transformers import PrefixCache
+
+        model, found = self.load(), []
+
+        def louder(_: Any, __: Any, values: torch.Tensor) -> torch.Tensor:
+            values[:, 3:4] *= 2  # in the last layer, for a token that is not in the last chunk
+            return values
+
+        projection = model.model.layers[-1].self_attn.v_proj
+        for hooked in (True, False):
+            store = self.folder / f"first {hooked}"
+            handle = projection.register_forward_hook(louder) if hooked else None
+            with PrefixCache(model, store, load_policy="always") as first, torch.no_grad():
+                cache = first.load(PROMPT).cache
+                model(PROMPT, past_key_values=cache)
+                if handle is not None:
+                    handle.remove()
+                with PrefixCache(model, self.store, chunk_tokens=CHUNK) as second:
+                    found.append(second.save(PROMPT, cache))
+        self.assertEqual([0, 6], found)
+        with projection.register_forward_hook(louder):
+            self.assertEqual(0, self.loaded(model))
+
+    @pytest.mark.thorough
+    def test_a_hook_within_a_call(self) -> None:
+        """Put on and off while tokens are generated: nothing of the call is stored."""
+        from transformers import LogitsProcessor
+
+        model = self.load()
+
+        class Hooking(LogitsProcessor):
+            handle: Any = None
+
+            def __call__(self, _: Any, scores: torch.Tensor) -> torch.Tensor:
+                if self.handle is not None:
+                    self.handle.remove()
+                mlp = model.model.layers[0].mlp
+                self.handle = mlp.register_forward_hook(lambda *args: args[2] * 3)
+                return scores
+
+        with self.reusing(model) as prefixes:
+            prefixes.ready()
+            hooking = Hooking()
+            model.generate(PROMPT, logits_processor=[hooking], **GREEDY)
+            hooking.handle.remove()
+        self.assertEqual(0, self.loaded(self.load()))
 
     @pytest.mark.thorough
     def test_copies(self) -> None:

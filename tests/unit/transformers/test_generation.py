@@ -39,6 +39,14 @@ def padded(*rows: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def of_probe(frame: FrameType) -> bool:
+    """Whether VUA itself computes."""
+    back: FrameType | None = frame
+    while back is not None and not back.f_code.co_filename.endswith("transformers/probe.py"):
+        back = back.f_back
+    return back is not None
+
+
 @unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
 class GenerationTest(unittest.TestCase):
     model: Any
@@ -67,7 +75,7 @@ class GenerationTest(unittest.TestCase):
         code = inspect.unwrap(type(self.model.model).forward).__code__
 
         def count(frame: FrameType, event: str, _: object) -> None:
-            if event == "call" and frame.f_code is code:
+            if event == "call" and frame.f_code is code and not of_probe(frame):
                 ids = frame.f_locals["input_ids"]
                 self.columns.append(0 if ids is None else ids.shape[1])
 
@@ -129,7 +137,8 @@ class GenerationTest(unittest.TestCase):
             for _ in range(2):  # stored, then loaded
                 self.ask(input_ids=PROMPT)
             self.ask(input_ids=torch.cat([PROMPT, PROMPT[:, :50]], dim=1))
-        self.assertEqual([6, 6, 9], [len(one.chunks) for one in UseLog(self.store).requests()])
+        used = [len(one.chunks) for one in UseLog(self.store).requests()]
+        self.assertEqual([6, 6, 9], [chunks for chunks in used if chunks > 1])  # 1: the probe
 
     @pytest.mark.thorough
     def test_events(self) -> None:
@@ -139,7 +148,9 @@ class GenerationTest(unittest.TestCase):
         code, out, _ = run("events", self.store)
         self.assertEqual(0, code)
         found = [json.loads(line)["block_hashes"][0] for line in out.splitlines()]
-        self.assertEqual([key.name for key in keys_of(PROMPT[0].tolist(), CHUNK)], found)
+        expected = [key.name for key in keys_of(PROMPT[0].tolist(), CHUNK)]
+        self.assertEqual(expected, [name for name in found if name in expected])
+        self.assertEqual(len(expected) + 1, len(found))  # and the probe
 
     @pytest.mark.thorough
     def test_left_padding(self) -> None:

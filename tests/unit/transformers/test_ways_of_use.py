@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import sys
 import tempfile
 import unittest
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -77,6 +80,55 @@ def of(name: str, **settings: Any) -> Callable[[], Any]:
     return make
 
 
+CODE = """
+import math
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding
+
+SCALE = 1.0
+
+
+class OwnMLP(LlamaMLP):
+    def __init__(self, config):
+        super().__init__(config)
+        self.parts = [torch.nn.Identity()]
+
+    def forward(self, x):
+        return self.parts[0](super().forward(x)) * SCALE * math.copysign(1, 1)
+
+
+class OwnRotaryEmbedding(LlamaRotaryEmbedding):
+    def forward(self, x, position_ids):
+        own, length = self.inv_freq, int(position_ids.max()) + 1
+        if self.config.how == "dynamic" and length > 300:
+            self.inv_freq = own * 300 / length
+        try:
+            return super().forward(x, position_ids)
+        finally:
+            self.inv_freq = own
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.rotary_emb = OwnRotaryEmbedding(config)
+        for layer in self.model.layers:
+            layer.mlp = OwnMLP(config)
+
+    def forward(self, input_ids=None, attention_mask=None, past_key_values=None, **kwargs):
+        count = input_ids.shape[1]
+        before = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if self.config.how == "prefix" and count > 1 and not before:
+            at = torch.arange(count)
+            seen = (at[None] <= at[:, None]) | (at[None] < 50)
+            attention_mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min)[None, None]
+        return super().forward(
+            input_ids=input_ids, attention_mask=attention_mask, past_key_values=past_key_values,
+            **kwargs,
+        )
+"""
+"""Code that comes with a model's files."""
 MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
 MLA |= {"v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
 MLA |= {"topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
@@ -152,10 +204,72 @@ class WaysOfUseTest(unittest.TestCase):
 
     @pytest.mark.thorough
     def test_kinds(self) -> None:
-        """Models that cannot be stored compute as they did."""
+        """What has K and V per token hits; what has not computes as it did, with a line."""
         for name, make in KINDS.items():
             with self.subTest(name):
-                self.ask(make().eval())
+                self.store = self.store.with_name(name)
+                loaded, warned = self.ask(make().eval())
+                hits = name in {"DeepSeek V2", "DeepSeek V3", "Gemma 3 for images"}
+                self.assertEqual((96, 0) if hits else (0, 2), (loaded, len(warned)), warned)
+
+    def test_what_no_prefix_can_be_reused_of(self) -> None:
+        """Attention to what follows, and rotation by the prompt's length: found by computing."""
+        for how, reason in (
+            ("is_causal", "K and V change with what follows it"),
+            ("prefix", "K and V change with what follows it"),
+            ("dynamic", "depends on more than the token and its position: in a prompt of 4"),
+        ):
+            with self.subTest(how):
+                model = self.load() if how == "is_causal" else self.coded(how)
+                model.config.is_causal = how != "is_causal"
+                self.assert_computed(model, reason)
+
+    def coded(self, how: str) -> Any:
+        """A model whose code came with its files."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        path = self.store.parent / how
+        self.load().save_pretrained(path)
+        (path / "own.py").write_text(CODE)
+        config = json.loads((path / "config.json").read_text())
+        config |= {"how": how, "auto_map": {"AutoModelForCausalLM": "own.OwnForCausalLM"}}
+        (path / "config.json").write_text(json.dumps(config))
+        self.assertEqual(how, AutoConfig.from_pretrained(path).how)
+        return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
+
+    @pytest.mark.thorough
+    def test_code_of_the_checkpoint(self) -> None:
+        """A constant, a module in a plain list and a helper library: seen before and inside."""
+        from vua.transformers import reuse_prefixes
+
+        say = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT), **GREEDY}
+        plain = self.coded("plain").generate(**say).tolist()
+        own = sys.modules[type(self.coded("plain")).__module__]
+        doubled = torch.nn.Linear(1, 1)
+        doubled.forward = lambda x: x * 2  # type: ignore[method-assign]
+        ways: dict[str, Callable[[Any], Any]] = {
+            "constant": lambda _: mock.patch.object(own, "SCALE", 2.0),
+            "helper": lambda _: mock.patch("math.copysign", return_value=2.0),
+            "list": lambda model: mock.patch.object(model.model.layers[1].mlp, "parts", [doubled]),
+        }
+        for name, way in ways.items():
+            for inside in (False, True):
+                with self.subTest(name, inside=inside):
+                    self.store = self.store.with_name(f"{name} {inside}")
+                    model = self.coded("plain")
+                    with ExitStack() as stack:
+                        if not inside:
+                            stack.enter_context(way(model))
+                        prefixes = stack.enter_context(reuse_prefixes(model, self.store))
+                        prefixes.ready()
+                        found = model.generate(**say).tolist()
+                        self.assertEqual(inside, found == plain)
+                        if inside:
+                            stack.enter_context(way(model))
+                        for _ in range(2):
+                            self.assertNotEqual(plain, model.generate(**say).tolist())
+                    loaded, warned = self.ask(self.coded("plain"))
+                    self.assertEqual((96, []), (loaded, warned))
 
     @unittest.skipUnless(util.find_spec("peft"), "peft is not installed")
     @pytest.mark.thorough
@@ -164,12 +278,12 @@ class WaysOfUseTest(unittest.TestCase):
         from peft import LoraConfig, get_peft_model
 
         adapter = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-        self.ask(get_peft_model(self.load(), adapter).eval())
+        self.assertEqual((96, []), self.ask(get_peft_model(self.load(), adapter).eval()))
 
     @pytest.mark.thorough
     def test_compiled(self) -> None:
         """A model in torch's wrapper, and the plain one afterwards."""
-        self.ask(torch.compile(self.load(), backend="eager"))
+        self.assertEqual((96, []), self.ask(torch.compile(self.load(), backend="eager")))
         self.assertEqual((96, []), self.ask(self.load()))
 
     @unittest.skipUnless(util.find_spec("accelerate"), "accelerate is not installed")
@@ -178,7 +292,8 @@ class WaysOfUseTest(unittest.TestCase):
         """A model whose weights come to the device layer by layer."""
         from accelerate import cpu_offload
 
-        self.ask(cpu_offload(self.load(), execution_device=torch.device("cpu")))
+        model = cpu_offload(self.load(), execution_device=torch.device("cpu"))
+        self.assertEqual((96, []), self.ask(model))
 
     def test_precisions(self) -> None:
         """A mode of torch that it refuses to name, before the block and inside of it."""
@@ -194,7 +309,7 @@ class WaysOfUseTest(unittest.TestCase):
             with self.assertRaises(RuntimeError):  # control: torch raises when it is asked
                 torch.get_float32_matmul_precision()
             self.assertEqual(expected, model.generate(PROMPT, **GREEDY).tolist())
-        self.ask(model)
+        self.assertEqual((96, []), self.ask(model))
 
     def test_what_the_caller_got_wrong(self) -> None:
         """A path in place of a model, a setting that is none: these raise."""
@@ -212,7 +327,7 @@ class WaysOfUseTest(unittest.TestCase):
 
     def test_anything_that_describing_raises(self) -> None:
         """Whatever it is: one line with the reason, and the traceback for those who debug."""
-        for place in ("layout_of", "ModelWatch", "described_model"):
+        for place in ("mark_of", "Description"):
             with (
                 self.subTest(place),
                 mock.patch(f"vua.transformers.cache.{place}", side_effect=RuntimeError("odd\none")),
