@@ -23,6 +23,18 @@ from vua import InputError
 
 CHUNK = 16
 PROMPT = torch.randint(4, 512, (1, 100), generator=torch.Generator().manual_seed(1))
+KINDS = (
+    "rows of the embedding",
+    ".data in place",
+    "a new Parameter",
+    "the rotary buffer",
+    "an epsilon",
+    "a forward hook",
+    "a patched forward",
+    "a layer less",
+)
+"""Of the changes: of weights, with and without a sign in the tensor, buffers, values, functions and
+layers. The campaign (`e2e.transformers_campaign`) takes all."""
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 
 
@@ -108,11 +120,9 @@ class ChangedModelTest(unittest.TestCase):
         with self.reusing(clean := self.load()):
             self.plain(clean)
         unchanged, differ = self.plain(self.load()), 0
-        for name, change in {**CHANGES, **ONLY_BEFORE}.items():
-            if name in {"bfloat16", "double", "training mode"}:
-                continue  # by the dtype's name; and random
+        for name in (*KINDS, *ONLY_BEFORE):
             with self.subTest(name):
-                other = self.load()
+                other, change = self.load(), {**CHANGES, **ONLY_BEFORE}[name]
                 other = change(other, noise()) or other
                 expected = self.plain(other)
                 differ += expected != unchanged
@@ -120,14 +130,14 @@ class ChangedModelTest(unittest.TestCase):
                     self.assertEqual(expected, self.plain(other))
                     self.assertEqual(expected, self.plain(other))
                 self.clean()
-        self.assertGreater(differ, 12)  # changes matter
+        self.assertGreater(differ, 5)  # changes matter
 
     @pytest.mark.thorough
     def test_inside(self) -> None:
         """A change between two calls leaves the identity at once; nothing raises."""
-        for name, change in CHANGES.items():
+        for name in (*KINDS, "bfloat16", "training mode"):
             with self.subTest(name):
-                self.store = self.folder / name.replace(" ", "-")
+                self.store, change = self.folder / name.replace(" ", "-"), CHANGES[name]
                 twin = self.load()
                 change(twin, noise())
                 expected = self.plain(twin)
@@ -216,41 +226,37 @@ class ChangedModelTest(unittest.TestCase):
         """Change a place before a block and between two calls of one."""
         rows = PROMPT.clone()
         rows[0, 3::9] = 5  # the row of the embedding that one of them changes
-        prompts = (PROMPT, rows)
-        plain = [self.plain(self.load(), prompt) for prompt in prompts]
+        plain = self.plain(self.load(), rows)
         for name in names:
             with self.subTest(name):
                 self.store, place = self.folder / f"before {name}", PLACES[name]
                 model = self.load()
                 with place(model):
-                    expected = [self.plain(model, prompt) for prompt in prompts]
-                    for _ in range(2):
-                        with self.reusing(model) as prefixes:
-                            prefixes.ready()
-                            found = [self.plain(model, prompt) for prompt in prompts]
-                        self.assertEqual(expected, found)
-                    self.assertEqual(96, self.loaded(model))
-                self.check_clean(plain, prompts, 0 if expected != plain else 96)
+                    expected = self.plain(model, rows)
+                    with self.reusing(model) as prefixes:
+                        prefixes.ready()
+                        self.assertEqual(expected, self.plain(model, rows))
+                        self.assertEqual(96, prefixes.load(rows).num_tokens)
+                        self.assertEqual(expected, self.plain(model, rows))
+                self.check_clean(plain, rows, 0 if expected != plain else 96)
 
                 self.store, model = self.folder / f"between {name}", self.load()
                 with self.reusing(model) as prefixes:
                     prefixes.ready()
-                    self.assertEqual(plain[0], self.plain(model))
+                    self.assertEqual(plain, self.plain(model, rows))
                     with place(model):
-                        found = [self.plain(model, prompt) for prompt in (*prompts, *prompts)]
-                    self.assertEqual(expected * 2, found)
-                    self.assertEqual(plain, [self.plain(model, prompt) for prompt in prompts])
-                self.check_clean(plain, prompts, 96)
+                        for _ in range(2):
+                            self.assertEqual(expected, self.plain(model, rows))
+                    self.assertEqual(plain, self.plain(model, rows))
+                self.check_clean(plain, rows, 96)
 
-    def check_clean(
-        self, plain: list[list[int]], prompts: tuple[torch.Tensor, ...], loaded: int
-    ) -> None:
+    def check_clean(self, plain: list[int], prompt: torch.Tensor, loaded: int) -> None:
         """A model as it was loaded says what it says, and finds so many tokens."""
         reader = self.load()
-        self.assertEqual(loaded, self.loaded(reader))
         with self.reusing(reader) as prefixes:
             prefixes.ready()
-            self.assertEqual(plain, [self.plain(reader, prompt) for prompt in prompts])
+            self.assertEqual(loaded, prefixes.load(prompt).num_tokens)
+            self.assertEqual(plain, self.plain(reader, prompt))
 
     @pytest.mark.thorough
     def test_experts(self) -> None:
