@@ -195,10 +195,7 @@ class Probe:
                     f"{difference}"
                 )
         known = (self.pairs[0][0][:, :_NEAR],) * 2
-        # a table of learned positions has an end, which a GPU does not survive
-        tables = {len(one.weight) for one in model.modules() if type(one) is torch.nn.Embedding}
-        learned = not tables.isdisjoint(range(most, most + _FIRST))
-        length = min(most - _FIRST if learned else most + _TAIL, _LONG + _TAIL)
+        length = min(most + _TAIL if _has_no_end(model, most) else most - _FIRST, _LONG + _TAIL)
         long = ids.repeat(-(-length // len(ids)))[:length] if length > TOKENS else ids[:TOKENS]
         long[:_NEAR] = ids[:_NEAR]
         for start, keys, what in (
@@ -231,6 +228,19 @@ def _is_tf32() -> bool:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:
         return True
+
+
+def _has_no_end(model: Any, most: int) -> bool:
+    """Whether positions from ``most`` on can be computed.
+
+    A table of positions has an end: an index after it is an error that a GPU does not survive.
+    """
+    modules = list(model.modules())
+    names = [*vars(model.config.get_text_config()), *(type(one).__name__ for one in modules)]
+    tables = {len(one.weight) for one in modules if isinstance(one, torch.nn.Embedding)}
+    tables |= {len(one) for one in model.buffers() if one.ndim > 1}
+    rotates = any("rope" in name.lower() or "rotary" in name.lower() for name in names)
+    return rotates and tables.isdisjoint(range(most, most + _FIRST))
 
 
 def digest_of(pairs: Sequence[Pair]) -> str:

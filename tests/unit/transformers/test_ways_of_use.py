@@ -138,6 +138,8 @@ KINDS: dict[str, Callable[[], Any]] = {
     "DeepSeek V2": of("DeepseekV2Config", **MLA),
     "DeepSeek V3": of("DeepseekV3Config", **MLA),
     "Gemma 3 for images": gemma3,
+    "learned positions": of("OPTConfig", ffn_dim=48, word_embed_proj_dim=32),
+    "a table of rotations": of("GPTJConfig", rotary_dim=8),
     "Mamba": of("MambaConfig"),
     "an encoder": of("BertGenerationConfig"),
 }
@@ -209,7 +211,7 @@ class WaysOfUseTest(unittest.TestCase):
             with self.subTest(name):
                 self.store = self.store.with_name(name)
                 loaded, warned = self.ask(make().eval())
-                hits = name in {"DeepSeek V2", "DeepSeek V3", "Gemma 3 for images"}
+                hits = name not in {"longrope", "LFM2", "Mamba", "an encoder"}
                 self.assertEqual((96, 0) if hits else (0, 2), (loaded, len(warned)), warned)
 
     def test_what_no_prefix_can_be_reused_of(self) -> None:
