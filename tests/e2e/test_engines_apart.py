@@ -25,7 +25,7 @@ CHANGED = (
     "rows of the embedding",
     "the rotary buffer",
     "an epsilon",
-    "a forward hook",
+    "a subclass",
     "a patched forward",
     "rounded",
 )
