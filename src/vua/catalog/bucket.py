@@ -51,7 +51,7 @@ from vua.format.parse import EntryInfo, parse_entry
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.base import entry_name, parse_name
-from vua.storage.bucket import Bucket
+from vua.storage.bucket import Bucket, Meta
 from vua.storage.bucket_cost import DOLLARS_PER_GB_MONTH
 from vua.storage.bucket_mark import (
     bucket_contents,
@@ -71,7 +71,6 @@ from vua.storage.names import (
     kind_at,
 )
 from vua.storage.object import FULL, ObjectStorage, parents_in, write_parents
-from vua.storage.signed_reads import Meta
 from vua.store.far import at
 from vua.store.place import locate
 
@@ -115,10 +114,10 @@ class BucketNamespace(ListedNamespace):
         self._is_told = False
         """Whether these were asked."""
 
-        def take(meta: Meta) -> None:
+        for meta in bucket_path.bucket.walk(bucket_path.key):
             item = _item(bucket_path, meta)
             if item.kind == "description":
-                return
+                continue
             if item.kind == "entry":
                 self.chunks.add(item.chunk, item.path, item.nbytes, item.modified_s)
                 self._shown += 1
@@ -132,8 +131,6 @@ class BucketNamespace(ListedNamespace):
                 self.chunks.mark(match[1], item.path, **told)
             else:
                 self._note(item)
-
-        bucket_path.bucket.walk_at_once(bucket_path.key, take)
         self.beside += self.chunks.end()
 
     def _note(self, item: Item) -> None:

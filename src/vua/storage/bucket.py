@@ -12,17 +12,16 @@ identity, instance metadata. Plain http is refused unless the environment allows
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import secrets
 import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from datetime import datetime, timedelta
-from typing import Any, Final, TypeVar, cast
+from datetime import datetime
+from typing import Any, Final, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
 from vua.errors import ConfigError, NotWritableError, StorageError
@@ -30,18 +29,26 @@ from vua.io.buffers import BufferPool
 from vua.io.forks import watch
 from vua.io.pool import Breaker, Pool
 from vua.storage.bucket_client import (
-    allows_http,
-    bundle,
     explained,
-    is_bad_request,
     is_denied,
     is_panic,
-    is_unsupported,
+    is_refusal,
     library,
     make_client,
 )
 from vua.storage.bucket_cost import REQUESTS_AT_ONCE, requests
-from vua.storage.signed_reads import Meta, RefusedError, SignedReads, SignedRequests
+
+
+class Meta(NamedTuple):
+    """An object as its server describes it."""
+
+    key: str
+    """Relative to the bucket's URL."""
+    nbytes: int
+    modified_s: float
+    """Seconds since 1970 of the last write; some servers return whole seconds."""
+    tag: bytes
+    """Distinguishes these bytes from any others that ever have this name (an ETag)."""
 
 
 class ByteGate:
@@ -90,10 +97,9 @@ _PIECE_NBYTES: Final = 256 << 10
 """Smallest piece of a body: it is copied while it is in the CPU cache."""
 _PAGE: Final = 1000
 """Objects per request of a listing, as many as S3 allows."""
-_END: Final = "\U0010ffff"
-"""Follows every key."""
-_PARTS: Final = 6
-"""Parts of a long listing that are asked for at a time: each holds some pages, 2 MB."""
+_WAYS: Final = ((False, True), (True, True), (False, False), (True, False))
+"""Ways of a PUT to S3: with a checksum in a header, as buckets with object lock ask for; with a
+condition, which some servers refuse. The first that a server accepts is used from then on."""
 _LISTED_AGAIN_S: Final = (1.0, 2.0, 4.0)
 """Pauses before a listing goes on after a failed request: a command may list for an hour."""
 _PASSING: Final = (errno.EIO, errno.EHOSTDOWN)
@@ -135,13 +141,10 @@ class Bucket:
         self._reads, self._writes = client.reads, client.writes
         self._last = ""
         """The last failed request's error."""
-        self._refused: set[str] = set()
-        """What this server refuses: "condition" (of a PUT), "bulk" (deletion), "bare" (see below).
-        "bare": PUTs without a checksum in a header."""
-        self._signed: SignedReads | None = None
-        if self.scheme == "s3":  # other stores ask their server for each signature
-            sign = functools.partial(self._library.sign, self._reads, "GET")
-            self._signed = SignedReads(sign, self.memory, bundle(), allow_http=allows_http())
+        self._way = 0
+        """Which of `_WAYS` this server accepts."""
+        self._checked: Any = None
+        """A client that sends checksums."""
 
     @classmethod
     def at(cls, url: str) -> Bucket:
@@ -187,9 +190,6 @@ class Bucket:
         part = None if nbytes is None else (offset, offset + nbytes)
         options: Any = {} if part is None else {"range": part}
         with self._request("get", key):
-            if self._signed and (found := self._signed.get(key, part)):
-                self._count("read_nbytes", len(found[1]))
-                return found
             answer = self._library.get(self._reads, key, options=options)
             start, stop = answer.range
             if stop - start <= _SMALL_NBYTES:
@@ -218,98 +218,51 @@ class Bucket:
         With ``create`` only if there is none. Raises FileExistsError (some servers ignore the
         condition, and overwrite), StorageError.
         """
-        known = {*self._refused}
+        ways = _WAYS if self.scheme == "s3" else _WAYS[:1]
         with self._request("put", key):
             while True:
+                way = self._way
                 try:
-                    self._put(key, data, create=create)
+                    self._put(key, data, create, *ways[way])
                     break
-                except (self._library.exceptions.BaseError, RefusedError) as problem:
-                    if not self._goes_round(problem, create=create):
-                        self._refused -= {"condition", *({"bare"} - known)}
+                except self._library.exceptions.BaseError as problem:
+                    if not is_refusal(problem):
                         raise
+                    if way + 1 == len(ways):
+                        self._way = 0
+                        raise
+                    self._way = max(self._way, way + 1)
                     self._count("put")
         self._count("written_nbytes", len(data))
 
-    def _put(self, key: str, data: bytes | memoryview, *, create: bool) -> None:
-        """Write an object in a way that this server accepts. Raises the client's exceptions."""
-        if create and "condition" in self._refused:
+    def _put(self, key: str, data: Any, create: bool, checked: bool, conditional: bool) -> None:  # noqa: FBT001
+        """Write an object in one of `_WAYS`. Raises the client's exceptions."""
+        if create and not conditional:
             with suppress(FileNotFoundError):
                 self._count("head")
                 self._library.head(self._reads, key)
                 raise FileExistsError(key)
-            create = False
-        if "bare" in self._refused:
-            self._requests().put(key, data, create=create)
-            return
-        mode: Any = "create" if create else "overwrite"
-        self._library.put(self._writes, key, data, mode=mode, use_multipart=False)
-
-    def _goes_round(self, problem: Exception, *, create: bool) -> bool:
-        """Whether to retry a refused PUT in another way, which is used from now on."""
-        if self.scheme == "s3" and is_bad_request(problem) and "bare" not in self._refused:
-            self._refused.add("bare")  # with a checksum, as object lock asks for
-        elif create and is_unsupported(problem) and "condition" not in self._refused:
-            self._refused.add("condition")
-        else:
-            return False
-        return True
+        if checked and self._checked is None:
+            self._checked = self._client.remade(checksum_algorithm="SHA256")
+        store = self._checked if checked else self._writes
+        mode: Any = "create" if create and conditional else "overwrite"
+        self._library.put(store, key, data, mode=mode, use_multipart=False)
 
     def walk(self, prefix: str = "") -> Iterator[Meta]:
-        """Yield all objects whose key begins with the folder ``prefix``. Raises StorageError.
+        """Yield all objects whose key begins with the folder ``prefix``, in order of their keys.
 
-        Other tools may have written keys that are not paths, such as ``a//b``. They are listed, but
-        cannot be requested.
+        A listing that has begun survives some failed requests. Raises StorageError, also for a key
+        that is not a path, such as ``a//b``, which another tool has written.
         """
         if self.scheme == "file":
             yield from self._walk_files(prefix)
             return
-        for page in self._pages(prefix, "", _PAGE):
-            yield from page
-
-    def walk_at_once(
-        self, prefix: str, take: Callable[[Meta], None], *, page: int = _PAGE, least: int = 64
-    ) -> None:
-        """Give all objects of a namespace's folder to ``take``, in any order. Raises StorageError.
-
-        Where there seem to be ``least`` pages of ``page`` objects or more, up to 6 parts are
-        listed at a time, which takes a request more for each part. ``take`` is called from one
-        thread at a time, and raises nothing.
-        """
-        if self.scheme not in ("s3", "gs", "memory"):  # others list from the start for each part
-            for one in self.walk(prefix):
-                take(one)
-            return
-        pages = self._pages(prefix, "", page)
-        first = next(pages, [])
-        ranges = _ranges(prefix, first, least) if len(first) == page else []
-        lock, problems = threading.Lock(), list[OSError]()
-
-        def walk(part: tuple[str, str]) -> None:
-            try:
-                _give(self._pages(prefix, part[0], page), part[1], take, lock)
-            except OSError as problem:
-                problems.append(problem)
-
-        _give([first] if first else [], _END, take, lock)
-        if not ranges:
-            _give(pages, _END, take, lock)
-            return
-        self.each(walk, ranges)
-        if problems:
-            raise problems[0]
-
-    def _pages(self, prefix: str, after: str, size: int) -> Generator[list[Meta], None, None]:
-        """Yield the objects whose keys follow ``after`` by pages. Raises StorageError.
-
-        A listing that has begun survives some failed requests.
-        """
-        last, pauses = after, iter(_LISTED_AGAIN_S)
+        last, pauses = "", iter(_LISTED_AGAIN_S)
         while True:
             try:
-                for page in self._pages_once(prefix, last, size):
+                for page in self._pages(prefix, last):
+                    yield from page
                     last, pauses = page[-1].key, iter(_LISTED_AGAIN_S)
-                    yield page
             except StorageError as problem:
                 pause_s = next(pauses, 0.0)
                 if problem.errno not in _PASSING or not (last and pause_s):
@@ -318,48 +271,19 @@ class Bucket:
             else:
                 return
 
-    def _pages_once(self, prefix: str, after: str, size: int) -> Iterator[list[Meta]]:
-        """Yield what :meth:`_pages` does, until a request fails."""
-        batches: Iterator[Any] | None = None
-        last = after
+    def _pages(self, prefix: str, after: str) -> Iterator[list[Meta]]:
+        """Yield the objects whose keys follow ``after`` by pages. Raises StorageError."""
         more: dict[str, Any] = {"offset": after} if after else {}
+        batches: Iterator[Any] | None = None
         while True:
-            odd = None
             with self._request("list", prefix):
-                try:
-                    if batches is None:
-                        batches = iter(
-                            self._library.list(self._reads, prefix or None, chunk_size=size, **more)
-                        )
-                    batch = next(batches, None)
-                except self._library.exceptions.InvalidPathError as problem:
-                    odd = self._odd(problem)
-            if odd:
-                yield from ([one] for one in self._walk_odd(prefix, last))
-                return
+                batches = batches or self._library.list(
+                    self._reads, prefix or None, chunk_size=_PAGE, **more
+                )
+                batch = next(batches, None)
             if not batch:
                 return
-            last = batch[-1]["path"]
-            found = [_meta(one) for one in batch]
-            del batch  # some MB in threads that wait until others have given theirs
-            yield found
-
-    def _odd(self, problem: Exception) -> bool:
-        """Whether to list in another way, after a listing met an odd key. Raises ``problem``."""
-        if self.scheme != "s3":  # only S3 can be asked in another way
-            raise problem
-        return True
-
-    def _walk_odd(self, prefix: str, after: str) -> Iterator[Meta]:
-        """Yield what follows the key ``after``, including odd keys. Raises StorageError."""
-        pages, counted = self._requests().pages(prefix, after), True
-        while True:
-            with self._request("list", prefix, counted=counted):  # pages count what they send
-                page = next(pages, None)
-            if page is None:
-                return
-            counted = False
-            yield from (one for one in page[1] if one.key.rstrip("/") != after or not after)
+            yield [_meta(one) for one in batch]
 
     def _walk_files(self, prefix: str) -> Iterator[Meta]:
         """Yield the files below a folder, with any name."""
@@ -374,25 +298,15 @@ class Bucket:
                         yield Meta(key, status.st_size, status.st_mtime, b"")
 
     def folders(self, prefix: str = "") -> tuple[Sequence[str], Sequence[Meta]]:
-        """Return the folders directly below a folder, and the objects. Raises StorageError.
+        """Return the folders directly below a folder, and the objects.
 
-        Odd keys are listed as by :meth:`walk`.
+        Raises StorageError, also for odd keys as :meth:`walk` does.
         """
         if self.scheme == "file":
             return self._folders_of_files(prefix)
         with self._request("list", prefix):
-            try:
-                found = self._library.list_with_delimiter(self._reads, prefix or None)
-                return list(found["common_prefixes"]), [_meta(one) for one in found["objects"]]
-            except self._library.exceptions.InvalidPathError as problem:
-                self._odd(problem)
-            folders: list[str] = []
-            metas: list[Meta] = []
-            self._count("list")
-            for some, others in self._requests().pages(prefix, delimiter="/"):
-                folders += [one[:-1] for one in some]
-                metas += others
-            return folders, metas
+            found = self._library.list_with_delimiter(self._reads, prefix or None)
+        return list(found["common_prefixes"]), [_meta(one) for one in found["objects"]]
 
     def _folders_of_files(self, prefix: str) -> tuple[Sequence[str], Sequence[Meta]]:
         root = urlsplit(self.url).path
@@ -407,18 +321,6 @@ class Bucket:
                     status = one.stat(follow_symlinks=False)
                     metas.append(Meta(key, status.st_size, status.st_mtime, b""))
         return sorted(folders), sorted(metas)
-
-    def _requests(self) -> SignedRequests:
-        """Return the client for requests that obstore cannot send."""
-
-        def sign_at(endpoint: str, method: str, valid: timedelta) -> str:
-            store = self._client.remade(at=endpoint)
-            signed: str = self._library.sign(store, method, "x", valid)
-            return signed
-
-        sign = functools.partial(self._library.sign, self._reads)
-        prefix = urlsplit(self.url).path.strip("/")
-        return SignedRequests(sign, sign_at, prefix, bundle(), lambda: self._count("list"))
 
     def renew(self, key: str) -> None:
         """Set an object's time to now: the server copies it aside and back.
@@ -463,22 +365,15 @@ class Bucket:
 
     def _delete(self, keys: list[str]) -> list[tuple[str, Exception]]:
         """Delete objects by one request if possible; return the remaining ones with reasons."""
-        if "bulk" not in self._refused:
-            try:
-                self._library.delete(self._writes, keys)
-            except FileNotFoundError:  # some stores stop there
-                if len(keys) == 1:
-                    return []
-            except self._library.exceptions.BaseError as problem:
-                if not (is_unsupported(problem) or is_denied(problem)):
-                    raise
-                left = self._delete_singly(keys)
-                if not left and is_unsupported(problem):
-                    self._refused.add("bulk")
-                return left
-            else:
-                return []
-        return self._delete_singly(keys)
+        try:
+            self._library.delete(self._writes, keys)
+        except FileNotFoundError:  # some stores stop there
+            return [] if len(keys) == 1 else self._delete_singly(keys)
+        except self._library.exceptions.BaseError as problem:
+            if not (is_refusal(problem) or is_denied(problem)):
+                raise
+            return self._delete_singly(keys)
+        return []
 
     def _delete_singly(self, keys: list[str]) -> list[tuple[str, Exception]]:
         """Delete objects by one request each; return the remaining ones with reasons.
@@ -525,7 +420,8 @@ class Bucket:
         except FileNotFoundError:
             self.breaker.went(well=True)
             if kind == "put":
-                raise self._error(RefusedError("NoSuchBucket"), kind, where) from None
+                msg = f"{where}: no such bucket; check the bucket and the endpoint"
+                raise StorageError(errno.ENOENT, msg) from None
             raise FileNotFoundError(errno.ENOENT, "no such object", where) from None
         except (FileExistsError, errors.AlreadyExistsError, errors.PreconditionError):
             self.breaker.went(well=True)
@@ -543,12 +439,9 @@ class Bucket:
         self._count("failed")
         error = self._error(problem, kind, where)
         self._last = str(error.strerror)
-        if isinstance(error, NotWritableError):
-            self.breaker.went(
-                well=True
-            )  # it answers: a process that may only read continues to read
-        else:
-            self.breaker.went(well=False)
+        # It answers a process that may only read, and one that lists another tool's odd keys.
+        odd = isinstance(problem, self._library.exceptions.InvalidPathError)
+        self.breaker.went(well=odd or isinstance(error, NotWritableError))
         return error
 
     def _error(self, problem: BaseException, kind: str, where: str) -> StorageError:
@@ -603,54 +496,6 @@ _runtime: Final = _Runtime()
 def _meta(found: Mapping[str, Any]) -> Meta:
     modified: datetime = found["last_modified"]
     return Meta(found["path"], found["size"], modified.timestamp(), (found["e_tag"] or "").encode())
-
-
-def _place_of(path: str) -> float | None:
-    """Return which share of a namespace's chunks sort before an object; None if it is in none.
-
-    Their names are uniform.
-    """
-    name = path[3:11]
-    is_chunk = path[2:3] == "/" and path[:2] == name[:2] and len(name) == 8
-    try:
-        return int(name, 16) / 16**8 if is_chunk else None
-    except ValueError:
-        return None
-
-
-def _give(
-    pages: Iterable[list[Meta]], end: str, take: Callable[[Meta], None], lock: threading.Lock
-) -> None:
-    """Give the objects before the key ``end`` to ``take``, a page at a time."""
-    for page in pages:
-        with lock:
-            for one in page:
-                if one.key < end:
-                    take(one)
-        if page[-1].key >= end:
-            return
-
-
-def _ranges(prefix: str, first: Sequence[Meta], least: int) -> list[tuple[str, str]]:
-    """Return what to list at a time after a first page: each time after one key and before another.
-
-    Nothing if ``least`` pages do not seem to follow.
-    """
-    place = _place_of(first[-1].key[len(prefix) + 1 :])
-    if place is None:
-        return []
-    pages = (1 - place) / max(place, 1e-9)
-    parts = min(_PARTS, int(pages) // 16)
-    if pages < least or parts < 2:
-        return []
-    edges = [_edge(prefix, place + (1 - place) * part / parts) for part in range(1, parts)]
-    return list(zip([first[-1].key, *edges], [*edges, _END], strict=True))
-
-
-def _edge(prefix: str, place: float) -> str:
-    """Return a key that such a share of a namespace's chunks sort before."""
-    name = f"{int(place * 16**8):08x}"
-    return f"{prefix}/{name[:2]}/{name}"
 
 
 def shown(path: str) -> str:

@@ -19,7 +19,7 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
@@ -37,12 +37,8 @@ _LENT_TEXT: Final = re.compile(
     r"External \w+ credential provider: \w+: (?:\[Errno \d+\] )?([^\n]{1,500})"
 )
 """The message of an exception that our own provider of credentials raised."""
-_METADATA: Final = re.compile(
-    r"169\.254\.\d+\.\d+|fd00:ec2::|metadata\.google|latest/api/token|/latest/meta-data"
-    r"|AssumeRoleWithWebIdentity|WebIdentity|TokenRequest|token request|container credential"
-)
-"""obstore's message if it asked an instance for credentials and got none."""
 _DENIED: Final = "AccessDenied"
+_REFUSED: Final = ("PermissionDeniedError", "UnauthenticatedError")
 _CHANGES: Final = ("put", "copy", "delete")
 """Kinds of requests that need the right to write."""
 _READ: Final = "s3:GetObject; where there is no such object, s3:ListBucket"
@@ -56,57 +52,45 @@ _RIGHTS: Final = {
 }
 """S3's policy names for the right to each kind of request."""
 _KEYS: Final = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role"
-_REFUSALS: Final = (
-    ("InvalidAccessKeyId", "the server does not know this access key: check AWS_ACCESS_KEY_ID"),
+_METADATA: Final = (
+    r"169\.254\.\d+\.\d+|fd00:ec2::|metadata\.google|latest/api/token|/latest/meta-data"
+    r"|AssumeRoleWithWebIdentity|WebIdentity|TokenRequest|token request|container credential"
+)
+"""obstore's message if it asked an instance for credentials and got none."""
+_REMEDIES: Final = (
+    (_METADATA, errno.EACCES, f"no credentials found; {_KEYS}"),
+    ("InvalidAccessKeyId", errno.EACCES, "check AWS_ACCESS_KEY_ID, which this server must know"),
     (
         "SignatureDoesNotMatch",
+        errno.EACCES,
         "the secret does not fit the access key: check AWS_SECRET_ACCESS_KEY, and AWS_REGION",
     ),
     (
-        "ExpiredToken|TokenRefreshRequired|InvalidToken|InvalidClientTokenId|Expired",
+        "TokenRefreshRequired|InvalidToken|InvalidClientTokenId|Expired",
+        errno.EACCES,
         "the session token has ended or is unknown: renew it, and set AWS_SESSION_TOKEN",
     ),
     (
         "AuthorizationHeaderMalformed|IllegalLocation|[Rr]edirect|InvalidRegion",
+        errno.EACCES,
         "the bucket is in another region{region}: check AWS_REGION, and AWS_ENDPOINT_URL",
     ),
-    ("Skewed", "the clock of this machine is wrong: set it"),
-    ("Unauthorized|Authorization|Authentication|InvalidSecurity", "check the credentials"),
-)
-"""Text in an answer, and what it means."""
-_CONNECTION: Final = (
-    ("ConnectionRefused", "connection refused: no server listens there"),
-    ("dns error", "the host's name is not known"),
-    ("InvalidContentType", "it does not speak TLS: is it http:// and not https://?"),
+    ("Skewed", errno.EACCES, "the clock of this machine is wrong: set it"),
+    ("NoSuchBucket", errno.ENOENT, "no such bucket: check the bucket and the endpoint"),
+    (r"\b507 |Quota|Insufficient ?Storage", errno.ENOSPC, "no room"),
+    (r"\b404 |error decoding", errno.EIO, "not an object store: check the endpoint"),
+    ("InvalidContentType", errno.EIO, "it does not speak TLS: is it http:// and not https://?"),
     (
         "[Cc]ertificate|UnknownIssuer|NotValidForName",
+        errno.EIO,
         "its certificate is not trusted: AWS_CA_BUNDLE names certificates to trust",
     ),
-    ("ConnectionReset|BrokenPipe", "the connection was cut"),
-    ("NetworkUnreachable|HostUnreachable", "no route to the host"),
+    ("ConnectionRefused", errno.EIO, "connection refused: no server listens there"),
+    ("error sending request", errno.EIO, "check AWS_ENDPOINT_URL and the network"),
 )
-"""Causes of a failed connection."""
-_OTHERS: Final = (
-    ("NoSuchBucket", errno.ENOENT, "no such bucket ({text}); check the bucket and the endpoint"),
-    ("507|Quota|Insufficient ?Storage", errno.ENOSPC, "no room ({text})"),
-    (
-        "^404|^error decoding",
-        errno.EIO,
-        "{text}; this is not an answer of an object store: check the endpoint",
-    ),
-)
-"""Further answers."""
-_PANICS: Final = (
-    ("InvalidHeaderValue", "a credential or the region holds a character that no header may have"),
-    ("InvalidPort|InvalidUri|RelativeUrl|Invalid.*Url", "AWS_ENDPOINT_URL is not http(s)://HOST"),
-)
-_UNSUPPORTED: Final = frozenset(
-    [
-        *("NotImplemented", "MethodNotAllowed", "InvalidArgument", "InvalidRequest"),
-        *("MalformedXML", "UnsupportedOperation", "UnsupportedArgument", "NotSupported"),
-    ]
-)
-"""Codes by which servers refuse what they do not know."""
+"""What obstore's message holds, and what to do; the first that fits."""
+_ASKED_AGAIN: Final = frozenset((400, 405, 411, 501))
+"""Statuses by which servers refuse what they do not know, or want with more headers."""
 
 
 def explained(
@@ -118,50 +102,31 @@ def explained(
     a NotWritableError only if these credentials lack the right to change something: reading
     continues then.
     """
-    text, at = summary_of(problem), f" at {endpoint}" if endpoint else ""
+    message, text = str(problem), summary_of(problem)
+    where = f"{where} at {endpoint}" if endpoint else where
+    who = f" to {identity}" if identity else ""
     if _DENIED in text:
         refusal = NotWritableError if kind in _CHANGES else StorageError
-        who = f" to {identity}" if identity else ""
         advice = f"these credentials lack the right to it (in a policy of S3: {_RIGHTS[kind]})"
-        return refusal(errno.EACCES, f"{where}{at}: {kind} refused{who} ({text}); {advice}")
-    code, meaning = _meaning(problem, text, identity)
-    kinds = {errno.ENOSPC: StorageFullError}
-    return kinds.get(code, StorageError)(code, f"{where}{at}: {meaning}")
-
-
-def _meaning(problem: BaseException, text: str, identity: str) -> tuple[int, str]:
-    """Return an errno, and the cause with the remedy."""
-    message, advice = str(problem), ""
+        return refusal(errno.EACCES, f"{where}: {kind} refused{who} ({text}); {advice}")
     if lent := _LENT_TEXT.search(message):
-        return errno.EACCES, f"no credentials: {lent[1]}"
-    if _METADATA.search(message):
-        return errno.EACCES, f"no credentials found ({text}, asking for {identity}); {_KEYS}"
-    if advice := _refusal(text, message, type(problem).__name__):
-        who = f" to {identity}" if identity else ""
-        return errno.EACCES, f"refused{who} ({text}); {advice}"
-    for pattern, code, meaning in _OTHERS:
-        if re.search(pattern, text):
-            return code, meaning.format(text=text)
-    if type(problem).__name__ == "PanicException":
-        text, advice = "the client panicked", _advice(_PANICS, message) or "check its settings"
-    elif text == "error sending request":
-        advice = _advice(_CONNECTION, message) or "check AWS_ENDPOINT_URL and the network"
-    return errno.EIO, f"{text}; {advice}" if advice else text
-
-
-def _advice(known: Sequence[tuple[str, str]], message: str) -> str:
-    return next((advice for what, advice in known if re.search(what, message)), "")
-
-
-def _refusal(text: str, message: str, name: str) -> str:
-    """Return the remedy if the credentials, or what they were sent with, are refused."""
-    for pattern, advice in _REFUSALS:
-        if re.search(pattern, text):
-            region = _REGION.search(message)
-            return advice.format(region=f" ({region[1]})" if region else "")
-    if name in ("PermissionDeniedError", "UnauthenticatedError") or "403" in text:
-        return f"it gives no reason: check these credentials and their rights, or {_KEYS}"
-    return ""
+        return StorageError(errno.EACCES, f"{where}: no credentials: {lent[1]}")
+    if is_panic(problem):
+        advice = (
+            "a credential, the region or the endpoint holds what it may not: check the settings"
+        )
+        return StorageError(errno.EIO, f"{where}: the client panicked; {advice}")
+    known = (row for row in _REMEDIES if re.search(row[0], message))
+    code, advice = next((row[1:] for row in known), (errno.EIO, ""))
+    if not advice and (type(problem).__name__ in _REFUSED or status_of(problem) == 403):
+        code = errno.EACCES
+        advice = f"no reason is given: check these credentials and their rights, or {_KEYS}"
+    if code == errno.EACCES:
+        text = f"refused{who} ({text})"
+    region = _REGION.search(message)
+    advice = advice.format(region=f" ({region[1]})" if region else "")
+    error = StorageFullError if code == errno.ENOSPC else StorageError
+    return error(code, f"{where}: {text}; {advice}" if advice else f"{where}: {text}")
 
 
 def summary_of(problem: BaseException) -> str:
@@ -190,26 +155,22 @@ def summary_of(problem: BaseException) -> str:
     return type(problem).__name__
 
 
-def is_unsupported(problem: BaseException) -> bool:
-    """Whether a server refused a request as unknown to it."""
-    words = summary_of(problem).split()
+def status_of(problem: BaseException) -> int | None:
+    """Return the HTTP status that a server has answered a request with; None if it is not told."""
+    found = _STATUS.search(str(problem))
+    return int(found[1][:3]) if found else None
+
+
+def is_refusal(problem: BaseException) -> bool:
+    """Whether a server refused a request that it may accept in another form."""
     named = type(problem).__name__ in ("NotSupportedError", "NotImplementedError")
-    return named or bool(_UNSUPPORTED.intersection(words)) or words in (["501"], ["405"], ["400"])
+    return named or status_of(problem) in _ASKED_AGAIN
 
 
 def is_denied(problem: BaseException) -> bool:
-    """Whether it refused a request for lack of rights, or because of an object lock.
-
-    By status, which servers choose differently for locked objects, or by kind.
-    """
-    words = {*summary_of(problem).split()}
-    denied = {_DENIED, "400", "403", "405", "409", "423"}
-    return bool(words & denied) or type(problem).__name__ == "PermissionDeniedError"
-
-
-def is_bad_request(problem: BaseException) -> bool:
-    """Whether it refused a request as incomplete: status 400, whatever its words."""
-    return "400" in summary_of(problem).split()
+    """Whether it refused a request for lack of rights, or because of an object lock."""
+    denied = type(problem).__name__ in _REFUSED or _DENIED in str(problem)
+    return denied or status_of(problem) in (403, 409, 423)
 
 
 _RETRY: Final = {
@@ -259,8 +220,7 @@ class Client:
     writes: Any
     """One for requests that send."""
     remade: Callable[..., Any]
-    """Makes another one like :attr:`writes`, with further settings of obstore's. For S3, ``at`` is
-    an address to use instead of the prefix."""
+    """Makes another one like :attr:`writes`, with further settings of obstore's."""
     endpoint: str
     """The server's address, for errors."""
     identity: str
@@ -300,16 +260,9 @@ def make_client(url: str) -> Client:
     found = {"s3": _s3, "gs": _gs, "az": _az}[parts.scheme](url)
     more = {"retry_config": _RETRY, **_signing(parts.scheme), **found.options}
 
-    def make(timeouts: Mapping[str, str], at: str = "", **options: Any) -> Any:
-        settings = {"client_options": _client(timeouts), **more, **options}
+    def make(timeouts: Mapping[str, str], **options: Any) -> Any:
         try:
-            if not at:
-                return from_url(url, **settings)
-            if (host := at.partition("?")[0]).endswith(f"/{parts.netloc}"):
-                # obstore appends a bucket to the endpoint that it has chosen
-                return library().store.S3Store(at[len(host) - len(parts.netloc) :], **settings)
-            settings |= {"endpoint": at, "virtual_hosted_style_request": True}
-            return library().store.S3Store(parts.netloc, **settings)
+            return from_url(url, client_options=_client(timeouts), **more, **options)
         except BaseException as problem:
             if not isinstance(problem, Exception) and not is_panic(problem):
                 raise

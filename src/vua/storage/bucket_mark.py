@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from vua.errors import ConfigError, StorageError
+from vua.storage.bucket import Meta
 from vua.storage.description import (
     DESCRIPTION,
     MAX_DESCRIPTION_NBYTES,
@@ -31,7 +32,6 @@ from vua.storage.mark import (
     mark_text,
     not_a_cache,
 )
-from vua.storage.signed_reads import Meta
 
 _PASSING: Final = re.compile(r"\.tmp-[0-9a-f]{16}|\.(?:doctor|bench)-[0-9a-f]{12}")
 """Temporary objects of VUA's own probes."""

@@ -41,10 +41,10 @@ from vua.storage.base import (
     ReadResult,
     WriteResult,
 )
+from vua.storage.bucket import Meta
 from vua.storage.local import chunk_path, entry_path
 from vua.storage.location import BucketPath
 from vua.storage.names import PARENTS, entry_at
-from vua.storage.signed_reads import Meta
 
 FULL: Final = 1 << 20
 """Most chunks per object: 64 MiB."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import unittest
 from collections import Counter
-from unittest import mock
 
 import pytest
 import torch
 
-from buckets import memory_url, seaweedfs, speaking_to
+from buckets import memory_url
 from commands import run, run_json
 from helpers import DirectoryTest, caches_of
 from vua.core import VUA, VUAConfig
-from vua.errors import StorageError
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import KINDS
 
@@ -148,71 +144,3 @@ class RequestsTest(DirectoryTest):
         self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
         self.assertEqual(["vua.json"], sorted(path.name for path in there.iterdir())[-1:])
         self.assertFalse([path for path in there.rglob("*") if "parents" in path.parts])
-
-
-class ListingTest(unittest.TestCase):
-    """A folder of 600 objects in 300 chunks, and a few others, listed by pages of 10."""
-
-    PAGE = 10
-
-    def setUp(self) -> None:
-        self.bucket = Bucket.at(self.place())
-        self.keys = ["space/namespace.json", "space/.stray", "space/parents/0123456789abcdef"]
-        for number in range(300):
-            name = hashlib.sha256(f"{number}".encode()).hexdigest()
-            self.keys += [f"space/{name[:2]}/{name}/{file}" for file in ("one", "two")]
-        for key in (*self.keys, "spaces/other", "space2"):
-            self.bucket.put(key, b"")
-
-    def place(self) -> str:
-        """Return the URL of an empty bucket."""
-        return memory_url()
-
-    def listed(self, least: int) -> tuple[list[str], int]:
-        """List the folder; return the keys in the order in which they come, and the requests."""
-        found, before = list[str](), self.bucket.counts["list"]
-        self.bucket.walk_at_once(
-            "space", lambda one: found.append(one.key), page=self.PAGE, least=least
-        )
-        return found, self.bucket.counts["list"] - before
-
-    def test_parts(self) -> None:
-        """Parts hold each object once, for a request more for each part."""
-        wanted = sorted(self.keys)
-        whole, requests = self.listed(least=1000)
-        self.assertEqual((wanted, wanted), (whole, sorted(whole)))
-        found, more = self.listed(least=16)
-        self.assertEqual(wanted, sorted(found))
-        self.assertTrue(requests < more <= requests + 4, (requests, more))
-
-    def test_few(self) -> None:
-        """Fewer objects than a page take one request, and the one that finds the end."""
-        self.bucket.delete([key for key in self.keys if "/0" not in key][:-1])
-        self.bucket.delete([key for key in self.keys if "/0" in key][8:])
-        self.assertLessEqual(self.listed(least=16)[1], 2)
-
-    def test_a_part_fails(self) -> None:
-        """An error of one part is that of all."""
-        listed, calls = obstore.list, []
-
-        def refuse(*args: object, **more: object) -> object:
-            calls.append(more)
-            if len(calls) > 3:
-                raise OSError("refused")
-            return listed(*args, **more)
-
-        with (
-            mock.patch("obstore.list", side_effect=refuse),
-            self.assertRaises(StorageError),
-        ):
-            self.listed(least=16)
-
-
-@pytest.mark.thorough
-class SeaweedFSListingTest(ListingTest):
-    """The same on a real server."""
-
-    def place(self) -> str:
-        """Return the URL of an empty place of its bucket."""
-        self.enterContext(speaking_to(seaweedfs().endpoint))
-        return seaweedfs().place()
