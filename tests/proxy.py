@@ -35,9 +35,11 @@ QUIRKS: Final = {
     "failing conditions": (412, "PreconditionFailed"),
     "no bulk": (405, "MethodNotAllowed"),
     "locked": (403, "AccessDenied"),
+    "no checksum": (400, "InvalidRequest"),
 }
 """Refusals of single kinds of requests by some servers, as status and code. They concern PUTs with
-a condition, deletions of many, or all deletions. Other requests are passed on."""
+a condition, deletions of many, all deletions, or PUTs without a checksum in a header, as AWS wants
+one in a bucket with object lock. Other requests are passed on."""
 
 FLIPPED_UPLOAD: Final = "flipped upload"
 """A harm to a request: the store receives its body with one bit flipped."""
@@ -158,6 +160,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Whether a server with a quirk refuses this request."""
         if harm.endswith("conditions"):
             return "If-None-Match" in self.headers
+        if harm == "no checksum":
+            names = {name.lower() for name in self.headers}
+            has = any(name.startswith(("x-amz-checksum-", "content-md5")) for name in names)
+            return self.command == "PUT" and not has
         bulk = self.command == "POST" and "?delete" in self.path
         return (harm == "no bulk" and bulk) or (
             harm == "locked" and (bulk or self.command == "DELETE")

@@ -231,14 +231,11 @@ class ObjectStorage:
         self, key: str, offset: int, nbytes: int, of_nbytes: int, note: Callable[[Meta], None]
     ) -> memoryview:
         """Get a part of an object of ``of_nbytes`` bytes. Raises OSError, CorruptEntryError."""
-        whole = nbytes == of_nbytes
         try:
-            meta, data = self._bucket.get(key, *(() if whole else (offset, nbytes)))
+            meta, data = self._bucket.get(key, offset, nbytes)
         except FileNotFoundError:
             raise
         except StorageError:
-            if whole:
-                raise
             meta, data = self._bucket.head(key), memoryview(b"")
             if meta.nbytes == of_nbytes:  # or the object ends before the range begins
                 raise

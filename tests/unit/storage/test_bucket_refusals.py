@@ -1,6 +1,7 @@
 """Mirrors `vua.storage.bucket`: what some servers refuse has a way round.
 
-moto is the server, a proxy in front of it refuses; a bucket with object lock is moto's own.
+moto is the server, a proxy in front of it refuses. Object lock is SeaweedFS's, and AWS's wish for a
+checksum the proxy's.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 
-from buckets import moto, speaking_to
+from buckets import moto, seaweedfs, speaking_to
 from commands import run, run_json
 from helpers import DirectoryTest, caches_of, kv_bits
 from proxy import FaultyProxy
@@ -111,24 +112,31 @@ class RefusalTest(DirectoryTest):
             self.assertEqual(12, vua.get_closest(TOKENS).num_tokens)
 
     @pytest.mark.thorough
+    def test_checksum(self) -> None:
+        """A server that wants a checksum with each write gets it, from then on at once."""
+        self.proxy.plan = lambda *_: "no checksum"
+        self.check()
+        before = self.sent()
+        self.bucket.put("other", b"1")
+        self.assertEqual(1, (self.sent() - before)["put"])
+
+    @pytest.mark.thorough
     def test_object_lock(self) -> None:
-        """A bucket with a retention wants a checksum with each write, and gets it."""
-        boto3 = pytest.importorskip("boto3")
-        s3, name = (
-            boto3.session.Session().client("s3", endpoint_url=moto()),
-            f"lock-{self.root.name}".lower(),
-        )
-        s3.create_bucket(Bucket=name.replace("_", "-"), ObjectLockEnabledForBucket=True)
-        retention = {"Mode": "COMPLIANCE", "Days": 1}
-        rule = {"ObjectLockEnabled": "Enabled", "Rule": {"DefaultRetention": retention}}
-        name = name.replace("_", "-")
-        s3.put_object_lock_configuration(Bucket=name, ObjectLockConfiguration=rule)
-        self.url = f"s3://{name}/kv"
-        self.bucket = Bucket.at(self.url)
-        self.check()
-        self.assertEqual(0, run("rm", self.url, "--all", "--yes")[0])  # versions stay
-        self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
-        self.check()
+        """A bucket with a retention, on a real server: a deletion leaves a version."""
+        boto3, server = pytest.importorskip("boto3"), seaweedfs()
+        name = f"lock-{self.root.name}".lower().replace("_", "-")
+        with speaking_to(server.endpoint):
+            s3 = boto3.session.Session().client("s3", endpoint_url=server.endpoint)
+            s3.create_bucket(Bucket=name, ObjectLockEnabledForBucket=True)
+            retention = {"Mode": "COMPLIANCE", "Days": 1}
+            rule = {"ObjectLockEnabled": "Enabled", "Rule": {"DefaultRetention": retention}}
+            s3.put_object_lock_configuration(Bucket=name, ObjectLockConfiguration=rule)
+            self.url = f"s3://{name}/kv"
+            self.bucket = Bucket.at(self.url)
+            self.check()
+            self.assertEqual(0, run("rm", self.url, "--all", "--yes")[0])
+            self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
+            self.check()
 
     @pytest.mark.thorough
     def test_requests(self) -> None:
