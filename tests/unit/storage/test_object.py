@@ -28,7 +28,7 @@ from vua.storage.object import ObjectStorage
 from vua.store.place import prepare
 from vua.store.travel import whole_batch
 
-pytest.importorskip("obstore")
+obstore = pytest.importorskip("obstore")
 
 CONFIG = VUAConfig(split_factor=16, model="tiny")
 TOKENS = torch.arange(64)
@@ -59,6 +59,27 @@ class BucketTest(DirectoryTest):
         self.assertEqual(4, self.put(self.url))
         self.assertEqual((64, kv_bits(KV)), get(self.url))
         self.assertEqual(0, self.put(self.url))
+
+    def test_parts(self) -> None:
+        """A large object comes in parts, of one version."""
+        bucket, data = Bucket.at(self.url), os.urandom(100)
+        bucket.put("x", data)
+        with mock.patch("vua.storage.bucket._PART_NBYTES", 30):
+            for offset, nbytes in ((0, 100), (7, 93), (5, 60), (40, 200), (0, 30), (0, 90)):
+                meta, found = bucket.get("x", offset, nbytes)
+                self.assertEqual(data[offset : offset + nbytes], bytes(found))
+                self.assertEqual(100, meta.nbytes)
+            self.assertEqual(4, self.put(f"{self.url}/kv"))
+            self.assertEqual((64, kv_bits(KV)), get(f"{self.url}/kv"))
+            got = obstore.get
+
+            def replaced(*args: Any, **more: Any) -> Any:
+                answer = got(*args, **more)
+                bucket.put("x", os.urandom(100))
+                return answer
+
+            with mock.patch("obstore.get", replaced), self.assertRaises(FileNotFoundError):
+                bucket.get("x", 0, 100)
 
     def test_mark_harmed(self) -> None:
         """One harmed answer about the mark is no reason to refuse a cache."""
