@@ -70,6 +70,19 @@ class TierTest(EngineTest):
         """Full attention."""
         self.check()
 
+    def test_by_the_rule(self) -> None:
+        """Where a user gives memory for offloading, the configuration names VUA alone."""
+        batch, given = Batch([PROMPT], max_tokens=12), {"enable_prefix_caching": True}
+        given["kv_offloading_size"] = 1 / 16
+        by_name = {"kv_connector": "VUA", "kv_connector_module_path": None}
+        cold, warm = (
+            self.serve(batch, engine=given, transfer=by_name, trouble={"offloads": True})
+            for _ in range(2)
+        )
+        self.assertEqual(([0], cold.tokens), (cold.cached, warm.tokens))
+        self.assertGreaterEqual(warm.cached[0], LEAST)
+        self.assertIn("below vLLM's offloading, which takes 0.1 GiB", warm.log)
+
     def test_qwen3_next(self) -> None:
         """Gated delta nets beside attention."""
         model = str(architectures.qwen3_next())

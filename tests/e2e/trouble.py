@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import pkgutil
 import random
 import secrets
@@ -13,6 +14,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from packaging.version import Version
 
 from e2e.damage import blank, flip, stored, truncate, vanish
 
@@ -30,7 +33,9 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
             of functions and classes that raise an error of two lines whenever they are called;
             "halves": names of functions that are replaced by ones with half their results;
             "preempt_every": steps after which all running requests are thrown out; "one_identity":
-            whatever the model, the adapter and the image, all is stored under the same names.
+            whatever the model, the adapter and the image, all is stored under the same names;
+            "newer": this vLLM came after those that were run; "offloads": vLLM's offloading runs
+            on this CPU, see `offloading_on_cpu`.
         counts: gets the number of files "struck".
     """
     described = described or {}
@@ -46,6 +51,11 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
             stack.enter_context(_slow_storage(**described["slow"]))
         if "preempt_every" in described:
             stack.enter_context(_preemptions(described["preempt_every"]))
+        if described.get("newer"):
+            stack.enter_context(mock.patch("vua.vllm.support.NEWEST", Version("0.27")))
+        if described.get("offloads"):
+            importlib.import_module("e2e.tier_on_cpu")
+            stack.enter_context(mock.patch("vua.vllm.support._no_tier", return_value=""))
         if described.get("one_identity"):
             stack.enter_context(_one_identity())
         yield

@@ -109,6 +109,8 @@ class Model:
     """Whether the identity is complete: the weights' fingerprint takes longer than the rest."""
     loads: bool = True
     """Whether the engine's role permits it to load."""
+    trusts_itself: bool = True
+    """False: what this engine has stored is compared before its first load, as others' chunks."""
 
     def with_weights(self, fingerprint: str) -> Model:
         """The same cache, now that the weights are known."""

@@ -25,10 +25,7 @@ _WHERE: Final = "kv_connector_extra_config"
 _MAY_BE_ZERO: Final = frozenset({"witness_every", "max_pending_save_mib"})
 _MOST: Final = 1e18
 _DEFAULT_LOAD_MARGIN: Final = 1.5
-_ALLOWED: Final = (
-    *("inexact_continuation", "other_encoders", "pins"),
-    *("untested_rocm", "untested_vllm"),
-)
+_ALLOWED: Final = ("inexact_continuation", "other_encoders", "pins")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +115,11 @@ class ConnectorConfig:
     """What each worker process may take from its host."""
     allow: tuple[str, ...] = ()
     """Things that are refused by default. `"pins"`: clients may pin the chunks of their requests;
-    all pins together hold half of `limits.max_bytes` at most. `"untested_vllm"`: start with a vLLM
-    that is newer than those this version was checked against. `"untested_rocm"`: cache on AMD GPUs,
-    where VUA was never run. `"inexact_continuation"`: cache also with an attention backend that
-    itself, without any cache, computes other values after a cached prefix than for a whole prompt
-    (MLA on CPUs). `"other_encoders"`: cache prompts with images whose embeddings another process
-    computes (`--ec-transfer-config`); that has to run the same model with the same settings."""
+    all pins together hold half of `limits.max_bytes` at most. `"inexact_continuation"`: cache also
+    with an attention backend that itself, without any cache, computes other values after a cached
+    prefix than for a whole prompt (MLA on CPUs). `"other_encoders"`: cache prompts with images
+    whose embeddings another process computes (`--ec-transfer-config`); that has to run the same
+    model with the same settings."""
     strict: bool = False
     """Let errors of the connector stop the engine instead of costing hits: for tests."""
 

@@ -13,8 +13,12 @@ from vua.connector.cache_spec import UncachedError
 
 _ENGINE: Final = "engine"
 _REQUEST: Final = "request"
-_WITHOUT: Final = "start it without --kv-transfer-config"
-_TENSORS: Final = "leave out --pipeline-parallel-size; --tensor-parallel-size divides it, too"
+_WITHOUT: Final = "start it without --kv-transfer-config or VUA_PATH"
+_TIER: Final = "set VUA_DOOR=tier"
+_OR_TIER: Final = f"; or {_TIER}, except on CPUs"
+_TENSORS: Final = (
+    f"leave out --pipeline-parallel-size; --tensor-parallel-size divides it, too{_OR_TIER}"
+)
 
 
 class Refusal(NamedTuple):
@@ -28,20 +32,17 @@ class Refusal(NamedTuple):
 
 
 REFUSALS: Final[Mapping[str, Refusal]] = {
-    "device": Refusal(_ENGINE, "KV caches on {} are not supported", _WITHOUT),
-    "rocm": Refusal(
-        _ENGINE, 'ROCm was never tested ("allow": ["untested_rocm"] stores all the same)', _WITHOUT
-    ),
+    "device": Refusal(_ENGINE, "KV caches on {} are not supported by VUA's own connector", _TIER),
     "old_vllm": Refusal(_ENGINE, "{} needs more of vLLM's load interface", "install vLLM 0.32"),
     "context_parallel": Refusal(
         _ENGINE,
         "context parallelism is not supported: a rank has every other token",
-        "leave out --decode-context-parallel-size and --prefill-context-parallel-size",
+        "leave out --decode-context-parallel-size and --prefill-context-parallel-size" + _OR_TIER,
     ),
     "sleep": Refusal(
         _ENGINE,
         "sleep mode frees GPU memory that transfers still use",
-        "leave out --enable-sleep-mode",
+        "leave out --enable-sleep-mode" + _OR_TIER,
     ),
     "mixed_blocks": Refusal(  # seen: it lets a block's bytes lie in others
         _ENGINE,
@@ -98,7 +99,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "draft_ranks": Refusal(
         _ENGINE,
         "{} with a draft on fewer ranks than the model",
-        "leave out draft_tensor_parallel_size",
+        "leave out draft_tensor_parallel_size" + _OR_TIER,
     ),
     "draft_some_steps": Refusal(
         _ENGINE, "{} for some steps only", "leave out num_speculative_tokens_per_batch_size"

@@ -28,7 +28,14 @@ from vua.errors import ConfigError
 from vua.format.identity import Identity, rope_order
 from vua.format.layout import KVLayout, Shard, pages_layout, state_layout
 from vua.vllm.engine_identity import engine_identity, pages_identity
-from vua.vllm.support import DRAFTS, adapters_spill, check_engine, check_groups, check_latent
+from vua.vllm.support import (
+    DRAFTS,
+    adapters_spill,
+    check_engine,
+    check_groups,
+    check_latent,
+    is_tested,
+)
 
 DRAFT: Final = "d1"
 """The kind of a draft model's layers, see `KVLayout.group`."""
@@ -49,7 +56,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     Raises:
         UncachedError: it cannot be stored correctly, with the reason.
     """
-    check_engine(vllm_config, config)
+    check_engine(vllm_config)
     tables = kv_cache_config.kv_cache_groups
     if not tables:
         raise refused("no_cache")
@@ -86,6 +93,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
         quantised=vllm_config.model_config.quantization is not None,
         identified=False,
         engine=engine,
+        trusts_itself=is_tested(),
         blocks=getattr(kv_cache_config, "num_blocks", 0),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         draft_tokens=_draft_tokens(vllm_config, groups),

@@ -249,7 +249,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._config = ConnectorConfig.from_extra_config(transfer.kv_connector_extra_config)
-        check_version(allow_untested="untested_vllm" in self._config.allow)
+        check_version()
         check_starts(vllm_config)
         locate(self._config.shared_storage_path, security=self._config.security)
         check_keys(self._config.security)

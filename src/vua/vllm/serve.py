@@ -27,7 +27,7 @@ from vua.errors import ConfigError, NotWritableError, StorageError
 from vua.io.files import atomic_write, make_folders
 from vua.security.keyring import check_keys
 from vua.store.place import prepare
-from vua.vllm import BESIDE_OFFLOADING, CONNECTOR, TIER, VUA, vua_in
+from vua.vllm import BESIDE_OFFLOADING, CONNECTOR, TIER, VUA, replaced, vua_in
 
 _OPTION: Final = "--kv-transfer-config"
 _PATH_OPTION: Final = "--vua-path"
@@ -109,7 +109,7 @@ def _check_options(arguments: Sequence[str], transfer: dict[str, Any]) -> None:
     """Raise ConfigError for what nearly is an option of VUA's, or what puts VUA aside."""
     for given in (argument.partition("=")[0] for argument in arguments):
         name = given.replace("_", "-")
-        if name == "--kv-offloading-size" and vua_in(transfer):
+        if name == "--kv-offloading-size" and replaced(transfer):
             raise ConfigError(BESIDE_OFFLOADING)
         if given.startswith(f"{_OPTION}."):
             msg = f"give {_OPTION} as one JSON object, not as {_OPTION}.KEY options"
@@ -189,7 +189,7 @@ def _prepare(arguments: Sequence[str]) -> None:
     Raises ConfigError, StorageError.
     """
     given = json.loads(arguments[arguments.index(_OPTION) + 1])
-    if not (ours := vua_in(given)):
+    if not (ours := vua_in(given)) and os.environ.get("VUA_DOOR") != "beside":
         text = f"{_OPTION} names the connector {given['kv_connector']!r}: VUA stores nothing"
         sys.stderr.write(f"vua-vllm: {text}\n")
     for one in ours:

@@ -1,5 +1,7 @@
-"""Which versions of vLLM this connector works with, and when an engine's KV cache is not stored.
+"""Which way into vLLM an engine takes, with which versions, and when its KV cache is not stored.
 
+`arrange` completes an engine's configuration: `VUA_PATH` alone is enough. `door_of` chooses between
+VUA's own connector and the tier below vLLM's offloading (`vua.vllm.tier`).
 The connector is written for the newest version; what an older one lacks is handled here.
 docs/vllm.md says which versions were run and which only read. Why something is not stored, and what
 to do: `vua.connector.refusals`. A cache whose form is not known is no reason: its pages are stored
@@ -9,7 +11,10 @@ as they are.
 from __future__ import annotations
 
 import os
+import shutil
 from copy import copy
+from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import vllm
@@ -19,6 +24,7 @@ from vllm.distributed import kv_events
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.outputs import KVConnectorOutput
 
 from vua import native
@@ -26,9 +32,10 @@ from vua.connector.config import VLLM_TRANSFER, ConnectorConfig
 from vua.connector.log import WarnOnce, logger
 from vua.connector.refusals import refused
 from vua.errors import ConfigError, VUAError
+from vua.io.posix import machine_memory_nbytes
 from vua.security.keyring import check_keys
 from vua.store.place import prepare
-from vua.vllm import BESIDE_OFFLOADING, CONNECTOR, VUA, vua_in
+from vua.vllm import BESIDE_OFFLOADING, CONNECTOR, TIER, VUA, vua_in
 
 log = logger()
 
@@ -46,35 +53,37 @@ def _release() -> Version | None:
     return Version(f"{found.major}.{found.minor}")
 
 
-def check_version(*, allow_untested: bool) -> None:
-    """Refuse a vLLM whose interface was never checked.
-
-    Args:
-        allow_untested: accept a newer one anyway.
-
-    Raises:
-        ConfigError: with the version found, the range, and what to do.
-    """
+def check_version() -> None:
+    """Refuse a vLLM that lacks what the connector needs. Raises ConfigError."""
     release = _release()
-    if release is None:
-        return
-    if release < OLDEST or (release > NEWEST and not allow_untested):
-        text = (
+    if release is not None and release < OLDEST:
+        raise ConfigError(
             f"vLLM {vllm.__version__} is not supported: this version of VUA works with {OLDEST} "
             f"to {NEWEST}. Install one of these, or look for another version of VUA"
         )
-        if release > NEWEST:
-            text += '; "allow": ["untested_vllm"] in kv_connector_extra_config tries this one'
-        raise ConfigError(text)
+
+
+def is_tested() -> bool:
+    """Whether this vLLM is none that came after those that were run."""
+    release = _release()
+    return release is None or release <= NEWEST
 
 
 _BESIDE: Final = "beside"
 """The value of ``VUA_DOOR`` with which VUA joins a connector of the user's own."""
+_DOORS: Final = ("connector", "tier", _BESIDE)
+_PLAIN: Final = ("auto", "bfloat16", "float16", "float32")
+"""KV caches whose elements are the model's."""
+_SHARED: Final = Path("/dev/shm")  # noqa: S108 - where vLLM maps it
+_LEAST_NBYTES: Final = 1 << 30
+_MOST_NBYTES: Final = 32 << 30
+"""Host memory of the tier: at least, and at most for each rank. vLLM takes all at its start."""
+_NEVER_RUN: Final = "never run with vLLM {} (run: {} to {})"
 _warn_once: Final = WarnOnce(log)
 
 
 def arrange(vllm_config: Any) -> None:
-    """Give an engine VUA's connector where ``VUA_PATH`` or its ``kv_transfer_config`` asks for it.
+    """Give an engine VUA where ``VUA_PATH`` or its ``kv_transfer_config`` asks for it.
 
     Called before vLLM looks at a configuration. No error ends an engine's start: one line says why
     it is served without VUA.
@@ -88,6 +97,8 @@ def arrange(vllm_config: Any) -> None:
         vllm_config.kv_transfer_config = _arranged(vllm_config, given, alone=alone)
         KVConnectorFactory.get_connector_class(vllm_config.kv_transfer_config)
         vllm_config._verify_kv_transfer_compat()  # noqa: SLF001 - refuses all connectors
+        if vllm_config.kv_transfer_config.kv_connector == TIER:
+            vllm_config.cache_config.kv_offloading_size = None  # else vLLM exchanges connectors
     except Exception as problem:  # noqa: BLE001 - whatever breaks, the engine starts
         vllm_config.kv_transfer_config = None if alone else given
         known = isinstance(problem, VUAError | OSError | ValueError)
@@ -103,16 +114,140 @@ def _arranged(vllm_config: Any, given: Any, *, alone: bool) -> Any:
     if not alone and os.environ.get("VUA_DOOR") != _BESIDE:
         text = "VUA_PATH is set, but --kv-transfer-config names {}: VUA_DOOR={} joins both"
         raise ConfigError(text.format(given.kv_connector, _BESIDE))
-    if getattr(vllm_config.cache_config, "kv_offloading_size", None) is not None:
-        raise ConfigError(BESIDE_OFFLOADING)
     ours = _transfer(given if alone else None)
     config = ConnectorConfig.from_extra_config(ours.kv_connector_extra_config)
     ours.kv_connector_extra_config["shared_storage_path"] = config.shared_storage_path
-    check_version(allow_untested="untested_vllm" in config.allow)
+    check_version()
     check_starts(vllm_config)
     check_keys(config.security)
     prepare(config.shared_storage_path, config.security, writes=ours.is_kv_producer)
-    return ours if alone else _joined(given, ours)
+    if not alone:
+        if _offloading_size(vllm_config) is not None:
+            raise ConfigError(BESIDE_OFFLOADING)
+        return _joined(given, ours)
+    door, why = door_of(vllm_config)
+    if door == "connector":
+        _say(f"through VUA's own connector: {why}")
+        return ours
+    if not is_tested():
+        _warn_once("new", _NEVER_RUN.format(vllm.__version__, OLDEST, NEWEST))
+    nbytes = _host_nbytes(vllm_config)
+    text = "as a tier below vLLM's offloading, which takes {:.1f} GiB of the host's memory: {}"
+    _say(text.format(nbytes / 2**30, why))
+    return _below_offloading(ours, nbytes)
+
+
+@cache
+def _say(text: str) -> None:
+    log.info("VUA: %s", text)
+
+
+def door_of(vllm_config: Any) -> tuple[str, str]:
+    """Return an engine's door, ``"connector"`` or ``"tier"``, and why.
+
+    The connector where K and V are canonical and were measured, the tier for all else; the user may
+    name it by ``VUA_DOOR``. Raises ConfigError for one that cannot be.
+    """
+    named, cannot = os.environ.get("VUA_DOOR", ""), _no_tier(vllm_config)
+    if named not in ("", *_DOORS):
+        raise ConfigError(f"VUA_DOOR must be one of {', '.join(_DOORS)}, found {named!r}")
+    offloads_too = _offloading_size(vllm_config) is not None
+    if offloads_too and (named == "connector" or cannot):
+        raise ConfigError(f"{BESIDE_OFFLOADING} ({cannot or 'VUA_DOOR is connector'})")
+    if named == "tier" and cannot:
+        raise ConfigError(f"VUA_DOOR is tier, but {cannot}")
+    if named in ("connector", "tier"):
+        return named, "VUA_DOOR names it"
+    why = "--kv-offloading-size" if offloads_too else _why_tier(vllm_config)
+    if why and not cannot:
+        return "tier", why
+    return "connector", f"{why}, but {cannot}" if why else "a layout that other engines share"
+
+
+def _why_tier(vllm_config: Any) -> str:
+    """Return what the connector would refuse, or was not measured with; empty if there is none."""
+    from vllm.platforms import current_platform
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    text = getattr(model, "hf_text_config", None)
+    kept = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
+    sizes = (getattr(parallel, f"{one}_context_parallel_size", 1) for one in ("decode", "prefill"))
+    speculative, kinds = (
+        vllm_config.speculative_config,
+        {*(getattr(text, "layer_types", None) or ())},
+    )
+    pipeline = parallel.pipeline_parallel_size > 1
+    for holds, why in (
+        (not is_tested(), f"vLLM {vllm.__version__} is new"),
+        (not (current_platform.is_cpu() or current_platform.is_cuda()), "the device"),
+        (max(sizes) > 1, "context parallelism"),
+        (getattr(model, "enable_sleep_mode", False), "sleep mode"),
+        (model.is_hybrid or model.has_inner_state, "layers with states"),
+        (speculative is not None and speculative.method in DRAFTS, "a draft's layers"),
+        (hasattr(text, "index_topk"), "an indexer"),
+        (getattr(text, "compress_ratios", None), "compressed latents"),
+        (getattr(text, "global_head_dim", None), "heads that differ"),
+        (getattr(model, "attention_chunk_size", None), "attention within chunks"),
+        (kept not in _PLAIN, f"a cache of {kept}"),
+        (pipeline and len(kinds) > 1, "pipeline parallelism with several kinds of layers"),
+    ):
+        if holds:
+            return why
+    return ""
+
+
+def _no_tier(vllm_config: Any) -> str:
+    """Return why vLLM's offloading cannot be used; empty if it can."""
+    from vllm.platforms import current_platform
+
+    nbytes = _host_nbytes(vllm_config)
+    little = (
+        f"{nbytes >> 20} MiB of /dev/shm are too little for a tier: free more (docker: --ipc=host)"
+    )
+    places, few = hasattr(ReqContext, "get_offload_key_position"), nbytes < _LEAST_NBYTES
+    for holds, why in (
+        (current_platform.is_cpu(), "vLLM's offloading does not run on CPUs"),
+        (not places, "a tier needs vLLM 0.32"),
+        (getattr(vllm_config.parallel_config, "nnodes", 1) > 1, "a tier has one node"),
+        (few and _offloading_size(vllm_config) is None, little),
+    ):
+        if holds:
+            return why
+    return ""
+
+
+def _offloading_size(vllm_config: Any) -> float | None:
+    """Return the GiB of ``--kv-offloading-size``, if it is given."""
+    size: float | None = getattr(vllm_config.cache_config, "kv_offloading_size", None)
+    return size
+
+
+def _host_nbytes(vllm_config: Any) -> int:
+    """Return the tier's memory on the host, for all of an engine's ranks.
+
+    By default all engines on a machine take an eighth of its memory together.
+    """
+    parallel, size = vllm_config.parallel_config, _offloading_size(vllm_config)
+    if size is not None:
+        return int(size * (1 << 30))
+    free = shutil.disk_usage(_SHARED).free if _SHARED.is_dir() else 0
+    most = min(machine_memory_nbytes() // 8, free * 9 // 10)
+    most //= max(getattr(parallel, "data_parallel_size_local", 1), 1)
+    return min(most, _MOST_NBYTES * parallel.world_size)
+
+
+def _below_offloading(ours: Any, nbytes: int) -> Any:
+    """Return the ``kv_transfer_config`` of vLLM's offloading with a tier for the connector's."""
+    tier: dict[str, Any] = {"type": "VUATier", "module_path": "vua.vllm.tier"}
+    tier |= ours.kv_connector_extra_config
+    tier["path"] = tier.pop("shared_storage_path")
+    ours.kv_connector, ours.kv_connector_module_path = TIER, "vua.vllm.offloading"
+    ours.kv_connector_extra_config = {
+        "spec_name": "TieringOffloadingSpec",
+        "cpu_bytes_to_use": nbytes,
+        "secondary_tiers": [tier],
+    }
+    return ours
 
 
 def _transfer(given: Any) -> Any:
@@ -142,8 +277,11 @@ def _joined(given: Any, ours: Any) -> Any:
 def announce(transfer: Any) -> None:
     """Log what is in use, and what users may want to change in ``transfer``."""
     log.info("VUA: %s", native.status().text)
-    if (release := _release()) is not None and release > NEWEST:
-        log.warning("VUA: never run with vLLM %s (run: %s to %s)", vllm.__version__, OLDEST, NEWEST)
+    if not is_tested():
+        text = _NEVER_RUN.format(vllm.__version__, OLDEST, NEWEST)
+        _warn_once(
+            "new", f"{text}: nothing is loaded until a stored prompt was computed and compared"
+        )
     if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
         log.warning(
             'VUA: kv_load_failure_policy is "%s": a damaged or vanished file will FAIL its '
@@ -194,15 +332,13 @@ WITHOUT_LAYERS: Final = ("medusa", "mlp_speculator", "ngram", "ngram_gpu", "suff
 """Those that keep no K and V."""
 
 
-def check_engine(vllm_config: Any, config: ConnectorConfig) -> None:
+def check_engine(vllm_config: Any) -> None:
     """Refuse engines whose K and V depend on more than the identity covers."""
     from vllm.platforms import current_platform
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    rocm, runner = current_platform.is_rocm(), getattr(model, "runner_type", "generate")
-    if rocm and "untested_rocm" not in config.allow:
-        raise refused("rocm")
-    if not (rocm or current_platform.is_cpu() or current_platform.is_cuda()):
+    runner = getattr(model, "runner_type", "generate")
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
         raise refused("device", current_platform.device_type)
     computed = str(getattr(model, "dtype", "")).removeprefix("torch.")
     kept = getattr(vllm_config.cache_config, "cache_dtype", "auto")

@@ -160,7 +160,6 @@ class FormsTest(DirectoryTest):
     def test_platforms(self) -> None:
         """CUDA is served, and fp8 there; other devices are not."""
         from vua.connector.cache_spec import UncachedError
-        from vua.connector.config import ConnectorConfig
         from vua.vllm.support import check_engine
 
         cache = SimpleNamespace(cache_dtype="fp8")
@@ -173,8 +172,6 @@ class FormsTest(DirectoryTest):
             cache_config=cache,
         )
 
-        settings = ConnectorConfig(shared_storage_path="/kv")
-
         def on(kind: str) -> Any:
             platform = SimpleNamespace(
                 is_cpu=lambda: kind == "cpu",
@@ -185,15 +182,11 @@ class FormsTest(DirectoryTest):
             return mock.patch("vllm.platforms.current_platform", platform)
 
         with on("cuda"):
-            check_engine(config, settings)
+            check_engine(config)
         with on("xpu"), self.assertRaisesRegex(UncachedError, "xpu"):
-            check_engine(config, settings)
-        with on("rocm"):
-            with self.assertRaisesRegex(UncachedError, "untested_rocm"):
-                check_engine(config, settings)
-            check_engine(
-                config, ConnectorConfig(shared_storage_path="/kv", allow=("untested_rocm",))
-            )
+            check_engine(config)
+        with on("rocm"), self.assertRaisesRegex(UncachedError, "VUA_DOOR=tier"):
+            check_engine(config)
         for place, name, word in (
             ("parallel_config", "decode_context_parallel_size", "leave out --decode-context"),
             ("parallel_config", "prefill_context_parallel_size", "leave out --decode-context"),
@@ -203,15 +196,15 @@ class FormsTest(DirectoryTest):
             part = attrgetter(place)(config)
             setattr(part, name, 2)
             with self.subTest(name), on("cuda"), self.assertRaisesRegex(UncachedError, word):
-                check_engine(config, settings)
+                check_engine(config)
             delattr(part, name)
         config.model_config.runner_type = "pooling"
         config.model_config.is_prefix_caching_supported = True  # each token sees earlier ones
         with on("cuda"):
-            check_engine(config, settings)
+            check_engine(config)
         config.model_config.hf_text_config.index_topk = 2048  # its indexer's keys are pages
         with on("cuda"):
-            check_engine(config, settings)
+            check_engine(config)
 
     def test_pages_that_a_backend_packs_by_itself(self) -> None:
         """Specs that say so have no canonical kind: their shapes look like other layouts."""

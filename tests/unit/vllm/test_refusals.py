@@ -32,6 +32,7 @@ from vua.connector.refusals import REFUSALS
 pytestmark = pytest.mark.vllm
 
 WITHOUT = "start it without --kv-transfer-config"
+TIER = "set VUA_DOOR=tier"
 Given = AbstractContextManager[Any]
 
 
@@ -165,6 +166,10 @@ class RefusalsTest(unittest.TestCase):
             if WITHOUT in one.do:
                 self.assert_no_connector()
                 return
+            if TIER in one.do:
+                self.assert_tier()
+        if one.do == TIER:
+            return
         with ExitStack() as stack:
             for each in advised:
                 stack.enter_context(each)
@@ -177,6 +182,17 @@ class RefusalsTest(unittest.TestCase):
         self.assertIsNone(self.made.kv_transfer_config)
         state.ensure_kv_transfer_initialized(self.made, SimpleNamespace())  # type: ignore[arg-type]
         self.assertFalse(state.has_kv_transfer_group())
+
+    def assert_tier(self) -> None:
+        """The user may name it for this engine, except on CPUs."""
+        from vua.vllm.support import door_of
+
+        offloads = self.given("cache_config", kv_offloading_size=1.0)
+        with offloads, mock.patch.dict(os.environ, VUA_DOOR="tier"):
+            with on("cuda"):
+                self.assertEqual("tier", door_of(self.made)[0])
+            with on("cpu"):
+                self.assertIn("does not run on CPUs", self.why_not(lambda: door_of(self.made)))
 
     def test_rows(self) -> None:
         """Every refusal that there is."""
@@ -191,14 +207,8 @@ class RefusalsTest(unittest.TestCase):
     def row_device(self) -> None:
         from vua.vllm.support import check_engine
 
-        self.row("device", lambda: check_engine(self.made, self.config), on("xpu"))
-
-    def row_rocm(self) -> None:
-        from vua.vllm.support import check_engine
-
-        self.row("rocm", lambda: check_engine(self.made, self.config), on("rocm"))
-        with on("rocm"):
-            check_engine(self.made, self.allowing("untested_rocm"))
+        for device in ("rocm", "xpu"):
+            self.row("device", lambda: check_engine(self.made), on(device))
 
     def row_old_vllm(self) -> None:
         from vua.vllm import support

@@ -38,12 +38,15 @@ class TestWithConnector(unittest.TestCase):
         multi = {"kv_connector": "MultiConnector", "kv_connector_extra_config": below}
         other = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {}}
         for option in (["--kv-offloading-size", "4"], ["--kv_offloading_size=4"]):
-            for given in (["--vua-path", "/kv"], ["--kv-transfer-config", json.dumps(multi)]):
+            own = {"kv_connector": "VUAStorageConnector_V1"}
+            for given in (["--kv-transfer-config", json.dumps(one)] for one in (own, multi)):
                 with (
                     self.subTest(option=option, given=given),
                     self.assertRaisesRegex(ConfigError, "leave out --kv-offloading-size"),
                 ):
                     with_connector(["serve", "m", *option, *given])
+            chosen = with_connector(["serve", "m", *option, "--vua-path", "/kv"])
+            self.assertEqual(option, chosen[2 : 2 + len(option)])  # of the tier's memory
             own = ["serve", "m", *option, "--kv-transfer-config", json.dumps(other)]
             self.assertEqual(own, with_connector(own))
 
