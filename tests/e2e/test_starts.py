@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from e2e.damage import stored
-from e2e.harness import PROMPT, Batch, EngineTest, Phase, run, tokens
+from e2e.harness import PROMPT, SETTLE, Batch, EngineTest, Phase, run, tokens
 from vua.vllm import BESIDE_OFFLOADING
 
 try:
@@ -133,3 +133,21 @@ class StartsTest(EngineTest):
         shutil.rmtree(other)
         served = self.serve(batch, transfer=own, environment=variables)
         self.assertEqual([expected, [640]], [served.tokens, served.cached])
+
+    def test_newer_vllm(self) -> None:
+        """It starts, compares what it has stored with what it computes, and then loads.
+
+        Control: one that was run loads what it has stored at once.
+        """
+        batch = Batch([PROMPT])
+        extra = {"witness_every": 1000}
+        for trouble, loaded, lines in (({"newer": True}, [0, 0, 640], 1), ({}, [0, 640, 640], 0)):
+            with self.subTest(trouble):
+                root = self.root.with_name(f"kv{lines}")
+                served = self.serve(
+                    *(batch, SETTLE, batch, SETTLE, batch), root=root, trouble=trouble, extra=extra
+                )
+                self.assertEqual(loaded, served.cached)
+                self.assertEqual(self.baseline(batch) * 3, served.tokens)
+                self.assertEqual(lines, served.log.count("never run with vLLM"))
+                self.assertEqual(lines, served.log.count("equals what this engine computes"))

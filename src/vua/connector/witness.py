@@ -158,7 +158,8 @@ class Witness:
 
     def be_of(self, setup: str, writer: str) -> None:
         """Take the engine's setup and name. Before the first lookup: what was known is kept."""
-        self._own = written_name(writer).encode() if writer else b""
+        trusted = writer and self._model.trusts_itself
+        self._own = written_name(writer).encode() if trusted else b""
         self.known.be_of(setup, self._own)
 
     @staticmethod

@@ -122,12 +122,14 @@ class EngineTest(unittest.TestCase):
         setup: str = "this",
         model_epoch: str = "",
         writer: str = "own",
+        trusts_itself: bool = True,
         seed: int = 0,
         **settings: Any,
     ) -> Witness:
         """A new engine's."""
         group = Group(LAYOUT, (0,), ((LAYOUT.full,) * workers,), (0,))
-        model = Model(IDENTITY, (group,), (SIZE,)).in_epoch(model_epoch)
+        model = Model(IDENTITY, (group,), (SIZE,), trusts_itself=trusts_itself)
+        model = model.in_epoch(model_epoch)
         config = ConnectorConfig(shared_storage_path=str(self.root), **settings)
         self.stats, chance = Recorder(), random.Random(seed)
         clock = lambda: self.now_s  # noqa: E731
@@ -342,6 +344,14 @@ class WitnessTest(EngineTest):
         witness, request = self.witness(), request_of("a")
         self.assertEqual(48, witness.limit(request, found_of(3, 4, own=0), 0))
         self.assertEqual(0, witness.limit(request_of("b"), found_of(4, own=0, other=3), 0))
+
+    def test_own_chunks_of_an_untested_engine(self) -> None:
+        """They are compared before the first load; if they differ nothing of it is loaded."""
+        found = found_of(4, own=0)
+        for bad, tokens in (((), 64), (("own",), 0)):
+            witness = self.witness(trusts_itself=False, setup=f"setup {tokens}")
+            self.ask(witness, "a", found, *bad)
+            self.assertEqual(tokens, witness.limit(request_of("b"), found, 0))
 
     def test_restart(self) -> None:
         """An engine of the same setup is not asked again; one of another setup is."""
