@@ -33,6 +33,8 @@ def register() -> None:
     if CONNECTOR in KVConnectorFactory._registry:
         return
     KVConnectorFactory.register_connector(CONNECTOR, "vua.vllm.kv_connector_v1", CONNECTOR)
+    KVConnectorFactory.register_connector(VUA, "vua.vllm.kv_connector_v1", CONNECTOR)
+    KVConnectorFactory.register_connector(TIER, "vua.vllm.offloading", TIER)
     complete = VllmConfig.__post_init__  # there is no public way
 
     @wraps(complete)

@@ -204,6 +204,19 @@ class DoorsTest(unittest.TestCase):
         path = {"shared_storage_path": str(self.root / "kv")}
         self.assertEqual(path, found.kv_connector_extra_config)
 
+    def test_names(self) -> None:
+        """A user's configuration, or a MultiConnector's, needs no module path."""
+        from vllm.config import KVTransferConfig
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+        from vua.vllm import register
+
+        register()
+        own, tier = "VUAStorageConnector_V1", "VUAOffloadingConnector"
+        for name, expected in (("VUA", own), (own, own), (tier, tier)):
+            given = KVTransferConfig(name, kv_role="kv_both")
+            self.assertEqual(expected, KVConnectorFactory.get_connector_class(given).__name__)
+
     def test_no_error_ends_a_start(self) -> None:
         """Whatever raises is one line; the user's own offloading stays."""
         names = ("prepare", "check_starts", "door_of", "KVConnectorFactory.get_connector_class")
