@@ -15,9 +15,13 @@ import errno
 import logging
 import os
 import re
+import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import llama_cpp
@@ -28,21 +32,22 @@ from llama_cpp import BaseLlamaCache, LlamaState
 from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, StorageError, VUAError
 from vua.format.identity import Identity
-from vua.llama_cpp.state import StateForm, parse
+from vua.llama_cpp.state import State, StateForm, parse
 from vua.serdes import DTYPES
 from vua.store.identified import LazyStore, ModelDescription
 from vua.store.place import locate, look_at
-from vua.weights import checkpoint_files, identify_weights
+from vua.weights import Weights, checkpoint_files
 
 _FREE_SETTINGS: Final = frozenset(
     # how much is computed at once, and by what; how it is stored while it is computed
-    "n_batch n_ubatch n_seq_max n_rs_seq n_outputs_max n_outputs_max_per_seq "  # noqa: SIM905
+    "n_batch n_ubatch n_rs_seq n_outputs_max n_outputs_max_per_seq "  # noqa: SIM905
     "n_threads n_threads_batch flash_attn_type offload_kqv op_offload no_perf defrag_thold "
-    "kv_unified "
     # a field of its own in the identity; what follows the last layer
     "type_k type_v pooling_type embeddings n_samplers".split()
 )
 """Fields of llama.cpp's context parameters that K and V do not depend on. All others count."""
+_CONTEXT: Final = ("n_ctx", "n_seq_max", "kv_unified")
+"""The size of a context; it counts where `_is_chosen_by_length`."""
 
 
 def identity_of(llm: Any, *, chunk_tokens: int = 64, epoch: str = "") -> Identity:
@@ -52,11 +57,11 @@ def identity_of(llm: Any, *, chunk_tokens: int = 64, epoch: str = "") -> Identit
     forgets what it had computed before.
 
     Raises:
-        ConfigError: its states cannot be stored, or the files change.
+        ConfigError: its states cannot be stored, or a file changed since it was loaded.
         OSError: a file cannot be read.
     """
     described = described_model(llm, try_form(llm), chunk_tokens=chunk_tokens, epoch=epoch)
-    return described.identity(identify_weights(described.files))
+    return described.identity(described.identify(threading.Event()))
 
 
 def described_model(
@@ -73,8 +78,9 @@ def described_model(
         if isinstance(value := getattr(llm.context_params, name), bool | int | float)
         and name not in _FREE_SETTINGS
     }
-    if not any(".rope.scaling." in name for name in llm.metadata):
-        del settings["n_ctx"]  # otherwise rotary frequencies may be chosen by it
+    if not _is_chosen_by_length(llm):
+        for name in _CONTEXT:
+            settings.pop(name, None)
     given = Path(llm.model_path)
     # images' weights beside the file are read by chat handlers, with which nothing is stored
     files = [
@@ -100,7 +106,39 @@ def described_model(
         chunk_tokens=chunk_tokens,
         name=Path(llm.model_path).stem,
     )
-    return ModelDescription(files, others)
+    began_s = _load_began_s(llm)
+
+    def check(found: Weights | None, stop: threading.Event) -> Weights:
+        if found is None or found.changed_since(began_s, stop=stop):
+            msg = f"a file of {given.name} changed since it was loaded; make the Llama anew"
+            raise ConfigError(msg)
+        return found
+
+    return ModelDescription(files, others, check)
+
+
+def _is_chosen_by_length(llm: Any) -> bool:
+    """Whether the context's size may choose between a model's factors for rotary frequencies.
+
+    llama.cpp takes those for long contexts above the length that the model was trained for, or
+    above the one that its file or an override names.
+    """
+    named = [*llm.metadata, *(llm.kv_overrides or {})]
+    scaled = bool(llm.context_params.rope_freq_scale or llm.context_params.yarn_orig_ctx)
+    return (
+        any(".rope.scaling." in name for name in named)
+        or llm.n_ctx() > llama_cpp.llama_model_n_ctx_train(llm.model)
+        or scaled  # then llama.cpp sets the trained length anew
+    )
+
+
+def _load_began_s(llm: Any) -> float:
+    """Return when llama.cpp began to load a model, in seconds since 1970.
+
+    `Llama` with ``verbose=True`` sets llama.cpp's clock anew at each completion.
+    """
+    timed = llama_cpp.llama_perf_context(llm.ctx)
+    return time.time() - (time.monotonic() - timed.t_start_ms / 1000)
 
 
 def refusal(llm: Any) -> str:
@@ -155,6 +193,8 @@ _NO_TOKEN = -1
 
 class VUALlamaCache(BaseLlamaCache):
     """Keeps what one `Llama` has computed in a directory, and returns the longest prefix.
+
+    It serves only the `Llama` that it was made for: another one that asks gets nothing.
 
     >>> llm = Llama("model.gguf", n_ctx=4096)  # doctest: +SKIP
     >>> llm.set_cache(VUALlamaCache(llm, "/mnt/kv"))  # doctest: +SKIP
@@ -299,6 +339,8 @@ class VUALlamaCache(BaseLlamaCache):
             length -= length % self._config.split_factor
             if list(key[:length]) != held[:length]:
                 raise ConfigError("the state is not of the tokens it is to be stored for")
+            if _asking() is None:
+                self._check_is_live(state, length)
             if length:
                 dtype = DTYPES[self._form.dtype]
                 pairs = zip(state.k, state.v, strict=True)
@@ -319,10 +361,23 @@ class VUALlamaCache(BaseLlamaCache):
         llm = self._llm()
         if llm is None or (stored := self._stored.usable()) is None:
             return None
-        if reason := refusal(llm):
+        reason = refusal(llm)
+        if _asking() not in {None, llm}:
+            reason = "this cache was made for another Llama; make one for each"
+        if reason:
             self._warn("nothing is loaded or saved: %s", reason)
             return None
         return stored
+
+    def _check_is_live(self, state: State, length: int) -> None:
+        """Raise ConfigError if a state that a program stores is not what the `Llama` holds now."""
+        llm = self._llm()
+        if llm is None:
+            raise ConfigError("its Llama is gone")
+        live = parse(bytearray(llm.save_state().llama_state))
+        for given, held in zip([*state.k, *state.v], [*live.k, *live.v], strict=True):
+            if not np.array_equal(given[:length], held[:length]):
+                raise ConfigError("the state is not what the cache's Llama holds now")
 
     def _save_abandoned(self, llm: Any) -> None:
         """Store what a `Llama` has computed for a stream that its caller did not read to the end.
@@ -354,6 +409,20 @@ class VUALlamaCache(BaseLlamaCache):
             return True
         self._warn("what is stored of %s does not fit it, a miss", self._described.others.name)
         return False
+
+
+def _asking() -> Any:
+    """Return the `Llama` that uses its cache; None if a program does so by itself.
+
+    `Llama` does not say who it is: its method is found on the stack.
+    """
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - inspect's own way
+    while frame is not None:
+        first = frame.f_code.co_varnames[:1]
+        if first == ("self",) and isinstance(found := frame.f_locals.get("self"), llama_cpp.Llama):
+            return found
+        frame = frame.f_back
+    return None
 
 
 def _words(rows: torch.Tensor) -> np.ndarray[Any, Any]:

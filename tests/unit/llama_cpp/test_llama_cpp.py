@@ -192,6 +192,13 @@ class TestLlamaCpp(DirectoryTest):
         scaled = make_gguf(self.root / "scaled.gguf", **{"llama.rope.scaling.attn_factor": 1.0})
         sizes = {identity_of(self.llm(scaled, n_ctx=one)).namespace for one in (128, 256)}
         self.assertEqual(2, len(sizes))
+        for given in (
+            {"kv_overrides": {"llama.rope.scaling.original_context_length": 64}},
+            {"rope_freq_scale": 0.5, "n_seq_max": 1},
+        ):
+            sizes = {identity_of(self.llm(n_ctx=one, **given)).namespace for one in (128, 256)}
+            self.assertEqual(2, len(sizes), given)
+        self.assertNotEqual(plain, identity_of(self.llm(n_ctx=2 * CONTEXT_TOKENS)).namespace)
 
     def test_damage(self) -> None:
         """One changed bit costs the chunks from there on, never a token."""
@@ -240,6 +247,50 @@ class TestLlamaCpp(DirectoryTest):
         self.assertIn("expected StateForm", logs.output[-1])
         self.assertEqual([], self.files())
 
+    def test_another_llama(self) -> None:
+        """A cache serves the one `Llama` that it was made for, and stores nothing of another."""
+        others: dict[str, dict[str, Any]] = {
+            "other weights": {"model": make_gguf(self.root / "other.gguf", seed=1)},
+            "another base": {"rope_freq_base": 5000.0},
+        }
+        for name, given in others.items():
+            with self.subTest(name):
+                self.store = self.root / name
+                expected = completed(self.llm(), PROMPT)
+                first, cache = self.cached()
+                other = self.llm(**given)
+                own = completed(self.llm(**given), PROMPT)
+                self.assertNotEqual(expected, own)
+                other.set_cache(cache)
+                with self.assertLogs("vua.llama_cpp", "WARNING") as logs:
+                    self.assertEqual(own, completed(other, PROMPT))
+                    self.assertEqual(expected, completed(first, PROMPT))
+                    other.reset()
+                    self.assertEqual(own, completed(other, PROMPT))
+                self.assertEqual(1, len(logs.output), logs.output)
+                self.assertIn("made for another Llama; make one for each", logs.output[0])
+                with self.assertLogs("vua.llama_cpp", "WARNING") as logs:
+                    cache[own] = other.save_state()  # a program's own doing
+                self.assertIn("not what the cache's Llama holds now", logs.output[0])
+                reader, cache = self.cached()
+                self.assertEqual(WHOLE, self.loaded(cache, own))
+                self.assertEqual(expected, completed(reader, PROMPT))
+
+    def test_files_that_were_replaced(self) -> None:
+        """A file that is another one than was loaded names nothing."""
+        from vua.llama_cpp import VUALlamaCache, identity_of
+
+        llm = self.llm()
+        make_gguf(self.root / "other.gguf", seed=1).replace(self.model)
+        cache = VUALlamaCache(llm, self.store, chunk_tokens=CHUNK)
+        self.addCleanup(cache.close)
+        for ask in (cache.ready, lambda: identity_of(llm)):
+            with self.assertRaisesRegex(ConfigError, "model.gguf changed since it was loaded"):
+                ask()
+        llm.set_cache(cache)
+        completed(llm, PROMPT)
+        self.assertEqual([], self.files())
+
     def test_refused(self) -> None:
         """What cannot be stored is refused with a sentence that says why."""
         from vua.llama_cpp import VUALlamaCache
@@ -271,13 +322,13 @@ class TestLlamaCpp(DirectoryTest):
         from vua.llama_cpp import VUALlamaCache
 
         llm = self.llm()
-        full = mock.patch("vua.store.namespace.Path.mkdir", side_effect=OSError(28, "it is full"))
+        full = mock.patch("vua.io.files.os.mkdir", side_effect=OSError(28, "it is full"))
         with full, self.assertLogs("vua.llama_cpp", "WARNING") as logs:
             cache = VUALlamaCache(llm, self.store, chunk_tokens=CHUNK)
             self.addCleanup(cache.close)
             llm.set_cache(cache)
             cold = completed(llm, PROMPT)
-        self.assertIn("it is full", logs.output[0])
+        self.assertIn("no space left", logs.output[0])
         self.assertTrue(cache.ready())
         with self.assertNoLogs("vua.llama_cpp", "WARNING"):
             llm.create_completion("", max_tokens=4)
@@ -294,8 +345,7 @@ class TestLlamaCpp(DirectoryTest):
             with self.subTest(how):
                 self.store = self.root / how
                 llm, cache = self.cached()
-                text = llm.detokenize(PROMPT[1:])
-                stream = llm.create_completion(text, max_tokens=20, stream=True)
+                stream = llm.create_completion(PROMPT, max_tokens=20, stream=True)
                 next(stream)
                 stream.close()
                 self.assertEqual([], [*self.store.rglob("*.safetensors")])
@@ -303,10 +353,7 @@ class TestLlamaCpp(DirectoryTest):
                     cache.close()
                 else:
                     completed(llm, PROMPT[::-1], tokens=1)
-                computed = llm.tokenize(text)
-                cache = self.cached()[1]
-                whole = (len(computed) - 1) // CHUNK * CHUNK
-                self.assertGreaterEqual(self.loaded(cache, computed), whole)
+                self.assertGreaterEqual(self.loaded(self.cached()[1], PROMPT), WHOLE)
 
     def test_images_weights_beside(self) -> None:
         """A file of an image encoder beside the model is none of what the model computes with."""
