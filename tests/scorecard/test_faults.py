@@ -33,22 +33,6 @@ class WorldTest(DirectoryTest):
         self.world = World(self.root, layout_of(NBYTES))
         self.world.heal()
 
-    def test_leftovers(self) -> None:
-        """What a crash leaves is seen, stays while it is young, and is swept when it is old.
-
-        A chunk's directory without anything in it goes at once.
-        """
-        chunk = self.files()[0].parent
-        (chunk / f"{TEMPORARY}x-01234567-1-2").touch()
-        (chunk.parents[1] / f"trash-{'0' * 16}").mkdir()
-        (chunk.parent / (chunk.parent.name * 32)).mkdir()
-
-        self.assertEqual(3, len(self.world.leftovers()))
-        self.world.collect()
-        self.assertEqual(2, len(self.world.leftovers()))
-        self.world.sweep()
-        self.assertEqual([], self.world.leftovers())
-
     def test_tidying_is_no_use(self) -> None:
         """A collection that sweeps a temporary file leaves the chunk as old as it was."""
         chunk = self.files()[0].parent

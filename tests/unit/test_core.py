@@ -117,25 +117,6 @@ class TestPutAndGet(CoreTest):
 
                 self.check(vua.get_closest(TOKENS), cache, 8)
 
-    def test_token_containers(self) -> None:
-        """The container and the dtype of tokens make no difference."""
-        cache = caches_of(layers=1, heads=1, tokens=12, dim=4)
-        self.vua.put(TOKENS, cache)
-        same = [
-            TOKENS[None],
-            TOKENS.tolist(),
-            tuple(TOKENS.tolist()),
-            range(100, 112),
-            *(
-                TOKENS.to(dtype)
-                for dtype in (torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32)
-            ),
-        ]
-        for tokens in same:
-            with self.subTest(tokens=type(tokens), dtype=getattr(tokens, "dtype", None)):
-                self.assertEqual(0, self.vua.put(tokens, cache))
-                self.check(self.vua.get_closest(tokens), cache, 12)
-
     def test_answer_has_the_shape_of_the_question(self) -> None:
         """The tokens of an answer have the dtype and the dimensions of those asked for."""
         self.vua.put(TOKENS[:4], caches_of(layers=1, heads=1, tokens=4, dim=4))
@@ -179,15 +160,6 @@ class TestPutAndGet(CoreTest):
             self.assertEqual((1, 2, 4, 4), tuple(found.data[1][1].shape))
             self.assertEqual(1, self.vua.put(TOKENS, cache))
             self.check(self.vua.get_closest(TOKENS), cache, 12)
-
-    def test_shared_prefix_is_stored_once(self) -> None:
-        """Two prompts share the chunks of the prefix that they share."""
-        cache = caches_of(layers=1, heads=1, tokens=12, dim=4)
-        other = torch.cat([TOKENS[:8], torch.arange(4)])
-        self.vua.put(TOKENS, cache)
-
-        self.assertEqual(1, self.vua.put(other, cache))
-        self.assertEqual(4, len(self.files()))
 
     def test_nothing_stored(self) -> None:
         """Where nothing is stored the answer is empty and false."""
@@ -255,13 +227,6 @@ class TestPutAndGet(CoreTest):
             modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in root.rglob("*")}
 
             self.assertEqual({(True, 0o700), (False, 0o600)}, modes)
-
-    def test_durable(self) -> None:
-        """With `durable` what is put comes back all the same."""
-        vua, cache = self.open(durable=True), caches_of(layers=1, heads=1, tokens=12, dim=4)
-        vua.put(TOKENS, cache)
-
-        self.check(vua.get_closest(TOKENS), cache, 12)
 
     def test_threads(self) -> None:
         """Threads that put and get at the same time disturb nobody."""
@@ -512,20 +477,6 @@ class TestDirectory(CoreTest):
             with self.assertRaisesRegex(ConfigError, "file"):
                 VUA(SMALL, path)
         self.assertEqual("mine", file.read_text())
-
-    def test_nothing_is_mounted(self) -> None:
-        """A path of which more than the last part is missing is refused, and not made."""
-        path = self.root / "mnt" / "kv"
-        with self.assertRaisesRegex(ConfigError, "mnt is missing too; correct the path, mount"):
-            VUA(SMALL, path)
-        self.assertFalse((self.root / "mnt").exists())
-
-    def test_path_is_created(self) -> None:
-        """A missing directory is created for its owner only."""
-        path = self.root / "kv"
-        VUA(SMALL, str(path)).close()
-
-        self.assertEqual(0o700, stat.S_IMODE(path.stat().st_mode))
 
     def test_read_only(self) -> None:
         """In a directory that cannot be written to, puts raise and gets go on."""

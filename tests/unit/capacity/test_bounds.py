@@ -257,13 +257,6 @@ class TestCapacity(DirectoryTest):
         self.assertEqual(3, cache.store.lookup(KeyChain(token_ids([59] * 3), 1)))
         self.assertEqual(0, cache.store.lookup(KeyChain(token_ids([0] * 3), 1)))
 
-    def test_unbounded(self) -> None:
-        """Control: without a limit everything stays."""
-        cache = Cache(self.root)
-        for number in range(60):
-            cache.request([number, number, number])
-        self.assertEqual(180 * NBYTES, self.occupied())
-
     def test_longer_than_the_limit(self) -> None:
         """Of a prompt that does not fit the front is kept."""
         cache = Cache(self.root, 10)

@@ -54,11 +54,6 @@ class TestLog(DirectoryTest):
             self.assertLess(0, self.lost(64, 16, every=16))
 
     @pytest.mark.thorough
-    def test_a_fleet(self) -> None:
-        """So is that of 128."""
-        self.assertEqual(0, self.lost(128, 80))
-
-    @pytest.mark.thorough
     def test_few_keep_more(self) -> None:
         """A process that is alone keeps the 8 MiB for itself."""
         log = UseLog(self.root)

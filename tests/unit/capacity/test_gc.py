@@ -21,7 +21,7 @@ from commands import run, run_json
 from helpers import SOON_S, DirectoryTest, Memory, caches_of, flip, model_arrays, save_chunk
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
-from vua.capacity.lru import server_now_ns, set_mtime
+from vua.capacity.lru import server_now_ns
 from vua.capacity.marks import pin, settle_ttl, unpin
 from vua.capacity.prefix_tree import ancestors, read_prefix_tree
 from vua.capacity.scan import Space, spaces
@@ -180,15 +180,6 @@ class TestCollect(GcTest):
         self.assertTrue(report.within)
         self.assertEqual(4, report.evicted.chunks)
         self.assertEqual([3, 2, 2], [*map(self.stored, (self.trunk, self.branch, self.other))])
-
-    def test_ttl(self) -> None:
-        """What was not used for the time to live goes."""
-        past = server_now_ns(self.fd) - 2 * HOUR_NS
-        for place, name in enumerate(names_of(self.other)):
-            set_mtime(self.fd, name, past - 1000 * place)
-        report = collect(self.root, self.limits(ttl_s=3600.0))
-        self.assertEqual(3, report.expired.chunks)
-        self.assertEqual((3, 0), (self.stored(self.trunk), self.stored(self.other)))
 
     def test_quota_per_salt(self) -> None:
         """Of a salt that has too much the oldest goes; others are not touched."""

@@ -52,16 +52,6 @@ class TestHitDensity(unittest.TestCase):
         self.assertGreater(self.worth(density, 0, 80.0), 2 * self.worth(density, 0, 1.0))
         self.assertLess(self.worth(density, 0, 500.0), self.worth(density, 0, 80.0) / 2)
 
-    def test_hits_per_second(self) -> None:
-        """What comes back after 100 s for certain promises a hundredth of a hit per second."""
-        self.assertAlmostEqual(0.01, self.worth(taught(), 0, 0.0), delta=0.003)
-
-    def test_alike(self) -> None:
-        """Of two chunks of one kind the one used a moment later is worth more, once due."""
-        density = taught()
-        worths = [self.worth(density, 0, 98.0 + 0.5 * n) for n in range(25)]
-        self.assertEqual(sorted({*worths}, reverse=True), worths)
-
     def test_prefix(self) -> None:
         """A chunk is worth as much as the best of those that follow it."""
         density = taught()
@@ -75,17 +65,6 @@ class TestHitDensity(unittest.TestCase):
         self.assertEqual(sorted(row, reverse=True), row)
         alone = self.worth(density, NEW, 10.0)
         self.assertGreaterEqual(row[0], max(alone, row[1], worths[rows[NEW + 9]]))
-
-    def test_nothing_learned(self) -> None:
-        """At first a chunk is worth less the longer ago it was used."""
-        density = HitDensity()
-        for number in range(20):
-            density.note([Request(float(number), [number])])
-        worths, rows = density.worths(20.0), rows_of(density)
-
-        self.assertFalse(density.is_learned)
-        found = [worths[rows[number]] for number in range(20)]
-        self.assertEqual(sorted(found), found)
 
     def test_forgets(self) -> None:
         """So many chunks are remembered, those used last, and a chunk before those behind it."""
@@ -256,25 +235,3 @@ class TestHints(unittest.TestCase):
         small.note_hints([Hint(0.0, [1, 2, 3, 4], 60.0)])
         small.note([Request(1.0, [5, 6, 7, 8])])
         self.assertEqual(0, small.retained(2.0, np.zeros(0, dtype=np.uint64)))
-
-    def test_at_once(self) -> None:
-        """A log that is learned at once ranks retained chunks as one that is learned in parts."""
-        found = []
-        for parts in (1, 4):
-            self.density = density = taught()
-            turns = [Request(1300.0 + n * n, (self.one, self.two)[n % 3 > 0]) for n in range(8)]
-            for at in range(0, 8, 8 // parts):
-                density.note(turns[at : at + 8 // parts])
-            density.note_hints([Hint(1350.0, each, 60.0) for each in (self.one, self.two)])
-            found.append(self.of([*self.one, *self.two], 1351.0))
-        self.assertEqual(*found)
-        self.assertEqual(2, len({*found[0]}))
-
-    def test_retained_chunks(self) -> None:
-        """It is known how many chunks are retained: each counts once, until its time."""
-        self.density.note_hints([Hint(1201.0, self.one, 20.0), Hint(1202.0, self.two, 50.0)])
-        self.density.note_hints([Hint(1202.0, self.one, 20.0), Hint(1202.0, self.three, 0.0)])
-        self.assertEqual(8, self.retained(1203.0))
-        self.assertEqual(4, self.retained(1203.0, self.one))
-        self.assertEqual(4, self.retained(1230.0))
-        self.assertEqual(0, self.retained(1300.0))

@@ -330,26 +330,6 @@ class TestLeastHitDensity(DirectoryTest):
             looked_at(some, np.full(len(some), self.now_ns))
             self.assertEqual(refuses, policy.rank_of_new(new[0], new[0], "") < HIGHEST)
 
-    def test_known_across_ranks(self) -> None:
-        """What two sweeps do not find is gone; not what is ranked anew, or left when others go."""
-        policy, new = self.capacity(self.requests).policy, self.names(self.prompt(7000, *range(9)))
-        policy.asked(new)
-        policy.refused(new[0])
-        names = [name for keys in self.loved for name in self.names(keys)]
-
-        def refuses(some: Sequence[str]) -> bool:
-            policy.rank(self.now_ns).of(some, np.full(len(some), self.now_ns))
-            return policy.rank_of_new(new[0], new[0], "") < HIGHEST
-
-        self.assertTrue(refuses(names))
-        policy.forget(names[10:])
-        self.assertTrue(refuses(names[:3]))
-        policy.look_anew()
-        policy.look_anew()
-        self.assertTrue(refuses(names[:3]))
-        policy.look_anew()
-        self.assertFalse(refuses(names[:3]))
-
     def others(self) -> list[tuple[int, list[str]]]:
         found = [self.names(self.prompt(9000 + one, *range(9))) for one in range(500)]
         return [*enumerate(found)]

@@ -116,16 +116,6 @@ class TestManyNamespaces(UpkeepTest):
             self.assertEqual(0, code)
         self.assertEqual([], self.files())
 
-    @pytest.mark.thorough
-    def test_thousands(self) -> None:
-        """The same with 6,000 namespaces and 200 descriptors."""
-        names = self.plant(6000)
-        with self.descriptors(200):
-            self.assertEqual(6016, measure(self.root).chunks)
-            self.assertEqual(0, run("gc", self.root, "--max-bytes", "1G", "--min-free", "0")[0])
-            self.assertEqual(0, run("rm", self.root, "--all")[0])
-        self.assertEqual([], [name for name in names if (self.root / name / "ab").exists()])
-
     def test_no_descriptor_at_all(self) -> None:
         """Where nothing can be looked at, that is no reason to think that nothing is there."""
         with VUA(config(self.one), self.root) as vua:

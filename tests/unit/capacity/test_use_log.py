@@ -78,12 +78,6 @@ class TestUseLog(DirectoryTest):
             self.assertAlmostEqual(time.time(), one.time_s, delta=5)
         self.assertEqual([], [*others.hints()])
 
-    def test_begins_anew(self) -> None:
-        """A process that comes later knows what was asked for before."""
-        for number in range(100):
-            self.one.append([chunk(number)])
-        self.assertEqual(100, len(self.numbers(UseLog(self.root))))
-
     def test_one_by_one(self) -> None:
         """Requests of all processes come in the order of time, each once, as they are asked for."""
         for number in range(6):
@@ -156,16 +150,6 @@ class TestUseLog(DirectoryTest):
         (self.root / UPKEEP / USES).write_bytes(b"in the way")
         self.one.append([chunk(1)])
         self.assertEqual(b"in the way", (self.root / UPKEEP / USES).read_bytes())
-
-    def test_file_vanishes(self) -> None:
-        """Somebody deletes the log: what comes later is written into a new one."""
-        self.one.append([chunk(1)])
-        for path in self.files_of_log():
-            path.unlink()
-        self.one.append([chunk(2)])  # is lost for others
-        self.one = UseLog(self.root)
-        self.one.append([chunk(3)])
-        self.assertEqual([[stands_for(chunk(3))]], self.numbers(self.other))
 
 
 class TestBudget(DirectoryTest):

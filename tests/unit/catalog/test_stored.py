@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-import time
 from unittest import mock
 
 from commands import CliTest, run, run_json
 from conformance.sqlite_storage import SQLiteStorage
-from helpers import flip
 from vua.capacity.limits import Limits
 from vua.capacity.scan import silent
 from vua.catalog import opening
@@ -78,27 +76,6 @@ class StoredTest(CliTest):
     def count(self) -> int:
         return sum(len(list(one.list())) for one in self.storages.values())
 
-    def test_ls_and_du(self) -> None:
-        """They tell what the directory tells, but for its marks."""
-        for words in (["ls"], ["ls", "-l"], ["top", "--once", "--interval", "0.01"]):
-            code, there = run_json(words[0], self.URL, *words[1:])
-            _, here = run_json(words[0], self.root, *words[1:])
-            self.assertEqual(0, code)
-            for one, other in zip(there["namespaces"], here["namespaces"], strict=True):
-                self.assertEqual(other["namespace"], one["namespace"])
-                self.assertEqual(other["chunks"], one["chunks"])
-        code, use = run_json("du", self.URL)
-        nbytes = sum(file.stat().st_size for file in self.files())
-        self.assertEqual((0, 4, nbytes), (code, use["chunks"], use["nbytes"]))
-
-    def test_rm(self) -> None:
-        """A chunk goes with what follows it, and a namespace as a whole."""
-        _, second, _ = self.chunks()
-        self.assertEqual(2, run_json("rm", self.URL, second, "--dry-run")[1]["chunks"])
-        self.assertEqual(4, self.count())
-        self.assertEqual((0, 2), (run("rm", self.URL, second)[0], self.count()))
-        self.assertEqual((0, 0), (run("rm", self.URL, "--all")[0], self.count()))
-
     def test_pins_and_gc(self) -> None:
         """A pin holds a chunk and its prefix against both, until it is lifted."""
         _, second, _ = self.chunks()
@@ -136,26 +113,6 @@ class StoredTest(CliTest):
         self.assertEqual(0, run("gc", self.URL, "--max-bytes", f"{total // 2}B")[0])
         kept = {entry.name[:64] for one in self.storages.values() for entry in one.list()}
         self.assertEqual(order[:1], [name for name in order if name in kept])
-
-    def test_ttl(self) -> None:
-        """It is kept with the cache, and `gc` keeps to it."""
-        self.assertEqual(0, run("ttl", self.URL, "1d")[0])
-        self.assertEqual(86400, run_json("ttl", self.URL)[1]["ttl_s"])
-        self.assertEqual(0, run_json("gc", self.URL)[1]["deleted"]["chunks"])
-        with mock.patch("vua.catalog.listed.time.time", return_value=time.time() + 2 * 86400):
-            self.assertEqual(4, run_json("gc", self.URL)[1]["deleted"]["expired"]["chunks"])
-
-    def test_verify(self) -> None:
-        """What is damaged is found, and goes with --repair."""
-        self.assertEqual(0, run("verify", self.URL)[0])
-        file = self.entries()[0]
-        flip(file, 4200)
-        name = f"{file.parent.name}/{file.stem}"
-        storage = self.storages[file.parents[2].name]
-        storage.delete(name)
-        self.copy(storage, name, file.read_bytes())
-        self.assertEqual(1, run("verify", self.URL)[0])
-        self.assertEqual((0, 3), (run("verify", self.URL, "--repair")[0], self.count()))
 
     def test_events(self) -> None:
         """Routers are told what is stored."""

@@ -83,13 +83,6 @@ class BucketCliTest(DirectoryTest):
         self.assertEqual(0, run("verify", self.url, "--repair")[0])
         self.assertNotIn(key, self.entries())
 
-    def test_inspect(self) -> None:
-        """An object says what it is."""
-        key = self.damage()
-        self.assertEqual(1, run("inspect", f"{self.url}/{key}")[0])
-        code, report = run_json("inspect", f"{self.url}/{self.entries()[1]}")
-        self.assertEqual((0, "sound"), (code, report[0]["outcome"]))
-
     def test_explain(self) -> None:
         """It tells how far a prompt is stored."""
         tokens = self.root / "tokens"
@@ -211,12 +204,6 @@ class BucketCliTest(DirectoryTest):
             store.capacity.raise_ttls("0" * 64, 60)
             self.assertFalse(store.capacity.pin("0" * 64))
         self.assertRegex(" ".join(said.output), "(?s)vua ttl.*vua pin")
-
-    def test_rm_pinned(self) -> None:
-        """With --pinned they go, too."""
-        self.assertEqual(0, run("pin", self.url, self.chunks("llama")[1])[0])
-        self.assertEqual(0, run("rm", self.url, "--all", "--pinned")[0])
-        self.assertEqual(["vua.json"], [one.key for one in self.bucket.walk()])
 
     def test_pin_refused(self) -> None:
         """Without the mark of a cache nothing is written; a namespace cannot be pinned."""

@@ -283,14 +283,6 @@ class TestModel(ExplainTest):
 
         self.assertEqual([("model", False)], [(one.field, one.certain) for one in found])
 
-    def test_there(self) -> None:
-        """A namespace of just this identity differs in nothing, and other models are left out."""
-        name = self.store()
-        self.store(weights="0" * 64)
-        _, found = self.ask(TOKENS, "--model", self.model, "--chunk-tokens", "4")
-
-        self.assertEqual([(name, [])], [(one["namespace"], one["differences"]) for one in found])
-
     def test_nearest(self) -> None:
         """Fields that differ are named, and a config's digest only as possibly another one."""
         for fields, words in (

@@ -334,28 +334,6 @@ class RunsTest(DirectoryTest):
             self.assertTrue(all(one[1] <= other[0] + 1e-9 for one, other in pairwise(ends)))
         self.assertAlmostEqual(1, sum(float(str(box["width"])) for box in boxes if not box["row"]))
 
-    @pytest.mark.thorough
-    def test_sample(self) -> None:
-        """Each prefix counts in a sample, on average over all parts, with all that it has."""
-        plant(self.root, 400, seed=4)
-        whole = self.tree()
-        wanted = runs_of(whole, torch.zeros(len(whole), dtype=torch.int64).numpy())
-        parts = sorted({name.hex()[:2] for name in map(bytes, whole.names)})
-        roots = dict.fromkeys((wanted.names[one] for one in wanted.beginnings), 0.0)
-        nbytes = 0.0
-        with spaces(self.root) as found:
-            for part in parts:
-                with mock.patch("random.choice", return_value=part):
-                    tree, stands_for = sample_prefix_tree(found[0])
-                runs = runs_of(tree, torch.zeros(len(tree)).numpy(), stands_for)
-                self.assertEqual(0, runs.unreachable)
-                nbytes += runs.total_nbytes[runs.beginnings].sum() / len(parts)
-                for one in runs.beginnings:
-                    roots[runs.names[one]] += runs.total_chunks[one] / len(parts)
-        for one in wanted.beginnings:
-            self.assertAlmostEqual(wanted.total_chunks[one], roots[wanted.names[one]])
-        self.assertAlmostEqual(int(whole.nbytes.sum()), nbytes)
-
     def test_sample_ends(self) -> None:
         """A sample ends in time with one chunk and what is before it, also in a circle."""
         plant(self.root, 40, seed=5)

@@ -31,13 +31,6 @@ class ConnectorConfigTest(unittest.TestCase):
         self.assertEqual(64, config.chunk_tokens)
         self.assertEqual([False, False, ""], [config.durable, config.strict, config.epoch])
 
-    def test_values_are_taken_over(self) -> None:
-        """Each setting arrives as it was given; an int will do where a float is meant."""
-        config = parse(chunk_tokens=256, epoch="b", durable=True, timeouts={"lookup_s": 2})
-
-        self.assertEqual((256, "b", True), (config.chunk_tokens, config.epoch, config.durable))
-        self.assertEqual(2, config.timeouts.lookup_s)
-
     def test_security(self) -> None:
         """Whose files are read, and the keys, arrive as they were given; nonsense is refused."""
         given = {"trusted_uids": [7], "group_read": True, "key_file": "/k", "encrypt": True}
@@ -58,24 +51,6 @@ class ConnectorConfigTest(unittest.TestCase):
     def test_few(self) -> None:
         """There are fifteen settings, groups included."""
         self.assertEqual(15, len(fields(ConnectorConfig)))
-
-    def test_unknown_key(self) -> None:
-        """A key that does not exist is refused with the nearest one that does."""
-        for wrong, near in (
-            ("chunk_token", "chunk_tokens"),
-            ("shared_path", "shared_storage_path"),
-            ("fsync_durable", "durable"),
-            ("Epoch", "epoch"),
-            ("timeout", "timeouts"),
-            ("path", "shared_storage_path"),
-            ("split_factor", "chunk_tokens"),
-            ("max_bytes", "limits.max_bytes"),
-            ("key_file", "security.key_file"),
-        ):
-            with self.subTest(wrong):
-                text = self.refused({"shared_storage_path": "/kv", wrong: 1})
-
-                self.assertIn(f"no key {wrong!r}; the nearest is {near!r}", text)
 
     def test_wrong_types(self) -> None:
         """A value of another type is refused by name, a bool for a number too."""

@@ -182,13 +182,6 @@ class UntilKnownTest(unittest.TestCase):
                 self.assertEqual(changed, bool(orders.identity.epoch))
                 self.assertEqual(NO_FILES.fingerprint, orders.identity.weights)
 
-    def test_what_is_known_soon_is_known_at_once(self) -> None:
-        """The start waits a little: remembered weights are there before the first request."""
-        self.go.set()
-        with mock.patch("vua.connector.opening._START_WAIT_S", 60.0):
-            side = self.side()
-        self.assertIsNotNone(self.orders(side, "first").identity)
-
     def test_a_shutdown_before(self) -> None:
         """Ends at once, and the search is told to stop."""
         side = self.side()

@@ -100,19 +100,6 @@ class DecisionTest(unittest.TestCase):
         self.assertLessEqual(again.index("faster"), 6, again)
         self.assertEqual({"faster"}, set(again[again.index("faster") :]))
 
-    def test_fast_probe(self) -> None:
-        """After a fast probe the next request is one, too, without a pause."""
-        self.storage.token_s = 0.1
-        self.requests(4)
-        self.now += 60.0
-        for _ in range(3):
-            decision = self.policy.decide(0, 640)
-            self.assertEqual("probe", decision.reason)
-            self.policy.ordered("r", 0, decision.tokens)
-            self.policy.measured({"r": 0.01})
-            self.policy.ended("r")
-        self.assertEqual("faster", self.policy.decide(0, 640).reason)
-
     def test_loads_under_way(self) -> None:
         """Loads that began before loads were left out are no probes, however slow they are."""
         self.requests(5)
@@ -132,16 +119,6 @@ class DecisionTest(unittest.TestCase):
         self.requests(2000)
         probed = [self.now for _ in range(300) if self.request().reason == "probe"]
         self.assertLess(max(b - a for a, b in pairwise(probed)), 70.0)
-
-    def test_slow_from_the_beginning(self) -> None:
-        """Three loads are tried before they are left out; a slow first one changes nothing."""
-        self.storage.token_s = 0.1
-        self.assertEqual(["unmeasured"] * 3 + ["compute"], self.requests(4))
-
-        self.policy = self.make()
-        self.requests(1)
-        self.storage.token_s = 1e-4
-        self.assertEqual(["unmeasured"] * 2 + ["faster"] * 10, self.requests(12))
 
     def test_always(self) -> None:
         """With load_policy "always" it goes on loading, and so it does for who asked for it."""
@@ -217,11 +194,6 @@ class DecisionTest(unittest.TestCase):
         self.storage.fixed_s = 0.01
         whys = self.requests(60, 128, 640, 2560)
         self.assertEqual({"faster"}, set(whys[-12:]))
-
-    def test_shorter_than_measured(self) -> None:
-        """Loads of one length alone tell that a shorter one takes less."""
-        self.requests(5, 6400)
-        self.assertEqual((128, "faster"), self.shape(self.policy.decide(0, 128)))
 
     def test_longer_than_measured(self) -> None:
         """Noise among short probes does not make long loads cheap: they take as much per token."""

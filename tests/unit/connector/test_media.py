@@ -138,13 +138,6 @@ class MediaTest(unittest.TestCase):
         self.refused(self.media.look_at(first), "identifier")
         self.assertIsInstance(self.media.look_at([feature(pixels(2), "v")]), list)
 
-    def test_one_of_several(self) -> None:
-        """A request is refused for one of its images; the others are remembered all the same."""
-        self.media.look_at([feature(pixels(1), "v")])
-        pair = [feature(pixels(2), "v"), feature(pixels(3), "w")]
-        self.refused(self.media.look_at(pair), "identifier")
-        self.refused(self.media.look_at([feature(pixels(4), "w")]), "identifier")
-
     def test_no_content(self) -> None:
         """Content that vLLM left out is that of the same identifier before, if that is known."""
         known = self.media.look_at([feature(pixels(1))])
@@ -178,13 +171,6 @@ class MediaTest(unittest.TestCase):
         known = [at for at in range(10) if not media.doubtful([feature(None, f"n{at}")])]
         self.assertEqual([7, 8, 9], known)
         self.assertFalse(media.doubtful(kept))
-
-    def test_the_same_object_is_digested_once(self) -> None:
-        """An image that comes with every turn of a conversation costs its digest once."""
-        image = feature(pixels(1))
-        name = self.media.look_at([image])
-        image.data["pixel_values"].data.fill_(2)  # which nobody does: it shows who looks again
-        self.assertEqual(name, self.media.look_at([image]))
 
     def test_nothing_is_kept_of_objects_that_are_gone(self) -> None:
         """Neither they nor their digests, which another object at their address would get."""

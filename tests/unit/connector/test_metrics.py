@@ -31,16 +31,6 @@ def taken(from_: Recorder) -> Series:
 
 
 class MetricsTest(unittest.TestCase):
-    def test_take(self) -> None:
-        """A recorder gives each event once, and None when nothing happened."""
-        events = recorder()
-        first = taken(events)
-
-        self.assertEqual({"slab": 100}, first["vua_loaded_bytes_total"])
-        self.assertIsNone(events.take())
-        events.add("vua_stored_tokens_total", 1)
-        self.assertEqual({"vua_stored_tokens_total": {"": 1}}, taken(events))
-
     def test_add_up(self) -> None:
         """Counters add up, observations are joined, gauges keep the latest of each rank."""
         other = Recorder()

@@ -50,19 +50,6 @@ class RequestMetricsTest(unittest.TestCase):
         self.request_metrics.load_ended("a")
         return self.counted()
 
-    def test_lookup_counts_once(self) -> None:
-        """However often vLLM asks again, the first answer counts."""
-        self.request_metrics.answered("a", "hit", 700, 0.25, local_tokens=96)
-        self.request_metrics.answered("a", "miss", 700, 9.0)
-
-        expected = {
-            "vua_lookups_total": {"hit": 1},
-            "vua_prompt_tokens_total": {"": 700},
-            "vua_queried_tokens_total": {"": 604},
-            "vua_lookup_seconds": {"": [0.25]},
-        }
-        self.assertEqual(expected, self.counted())
-
     def test_loads(self) -> None:
         """Only tokens that came to all ranks count as loaded."""
         self.request_metrics.answered("a", "hit", 700, 0.25)

@@ -16,8 +16,6 @@ import torch
 from devices import on_cpu_too
 
 from helpers import DirectoryTest, bits, keys_of, noise, save_step, until
-from vua.device import staging
-from vua.device.buffers import StagingBuffer
 from vua.device.staging import Fence, Staging
 from vua.errors import StorageError
 from vua.format.identity import Identity
@@ -447,18 +445,6 @@ class HangingTest(DirectoryTest):
         pins = sorted(path.parent.name for path in self.root.rglob("pin-*"))
         self.assertEqual(sorted(key.name for key in keys), pins)
 
-    def test_ttl(self) -> None:
-        """A client's hint marks the chunks of its request and no other."""
-        self.storage.go.set()
-        hinted, plain = keys_of(range(100, 148), 16), keys_of(range(200, 248), 16)
-        for keys, hints in ((hinted, SaveHints(ttl_s=60)), (plain, SaveHints())):
-            order = SaveOrder([[1, 2, 3]], [(0, keys)], hints)
-            save_step(self.side, ConnectorMetadata(saves=[order]))
-            until(lambda: self.side.saves.pending == 0)
-
-        marks = {path.name: path.read_text() for path in self.root.glob("*/ttl/*")}
-        self.assertEqual({key.name: "0000000060" for key in hinted}, marks)
-
     @pytest.mark.thorough
     def test_shutdown(self) -> None:
         """It ends although everything hangs."""
@@ -494,46 +480,6 @@ class StagedHangingTest(HangingTest):
             self.save(keys_of(range(100, 148), 16))
             until(lambda: self.side.saves.pending == 0)
         self.assertEqual({"vua-load", "vua-save"}, entered)
-
-    def test_one_gather_a_step(self) -> None:
-        """All chunks that a step has made, of all requests, are copied out by one call."""
-        one, other = keys_of(range(100, 148), 16)[::2], keys_of(range(200, 296), 16)[3:]
-        orders = [  # of windows not every chunk is stored; and one goes on where the other ends
-            SaveOrder([[1, 8, 2]], [(0, one)], request_id="one"),
-            SaveOrder([[8, 9, 8, 3, 4, 5]], [(0, other)], request_id="other", start=48),
-        ]
-        self.storage.go.set()
-        with mock.patch("vua.device.staging.gather", wraps=staging.gather) as gather:
-            save_step(self.side, ConnectorMetadata(saves=orders))
-        until(lambda: self.side.saves.pending == 0)
-
-        self.assertEqual(1, gather.call_count)
-        store, buffer = self.side.groups[0].store, StagingBuffer(LAYOUT, LAYOUT.full, 1)
-        for block, key in enumerate([*one, *other], 1):
-            self.assertEqual(1, store.load([key], buffer.memory).chunks)
-            k = torch.stack([layer[block, 0, :, : LAYOUT.k_dim] for layer in self.layers.values()])
-            self.assertEqual(bits(k), bits(buffer.arrays[0][0]))
-
-    def test_warm(self) -> None:
-        """All buffers are made, and both kernels were used, before the first request."""
-        group, before = self.side.groups[0], self.blocks(*range(BLOCKS))
-        with mock.patch.object(torch, "empty", side_effect=torch.OutOfMemoryError):
-            made = [group.save_buffers.take() for _ in range(group.save_limit)]
-        self.assertNotIn(None, made)
-        for buffer in made:
-            group.save_buffers.give_back(buffer)
-        with (
-            mock.patch("vua.device.staging.gather", wraps=staging.gather) as gather,
-            mock.patch("vua.device.staging.scatter", wraps=staging.scatter) as scatter,
-        ):
-            self.side.register(
-                self.layers,
-                {name: at for at, name in enumerate(self.layers)},
-                dict.fromkeys(self.layers, 0),
-                page_layout,
-            )
-        self.assertEqual((1, 1), (gather.call_count, scatter.call_count))
-        self.assertEqual(before, self.blocks(*range(BLOCKS)))
 
     @pytest.mark.thorough
     def test_marks_before_the_forward_pass(self) -> None:

@@ -205,17 +205,6 @@ class MoveTest(PagedTestCase):
         PagedKV(list(memory), form, 16).gather([3, 9, 1], 5, 40, *wanted)
         self.assert_same(wanted, torch.stack((k, v)))
 
-    def test_views_of_one_int8_allocation_with_padding(self) -> None:
-        """Layers cut out of one byte allocation, with padded pages, are moved as one run."""
-        form, page = fused_form(16, 8), HEADS * 16 * 16
-        padded = page + 64
-        generator = torch.Generator().manual_seed(SEED)
-        memory = noise(generator, LAYERS * BLOCKS * padded * 2 + 128, dtype=torch.uint8)
-        whole = memory.view(torch.int8)[128:].view(torch.bfloat16).view(LAYERS, BLOCKS, padded)
-        layers = list(whole[..., :page].view(LAYERS, BLOCKS, HEADS, 16, 16))
-        self.assertEqual(1, len(spans(layers)))
-        self.assert_moves(layers, memory.view(torch.bfloat16), form, block_size=16, tokens=(3, 77))
-
     def test_latent_pages_without_a_head_dimension(self) -> None:
         """MLA caches of three dimensions have one head and no V."""
         form = latent_form(16, 9)

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,8 +21,8 @@ import vua.device.paged
 from helpers import bits, has_native, noise
 from vua.device import cpu_pages, moves
 from vua.device.copy import choose, gather, proves, scatter
-from vua.device.moves import Job, Move, plan
-from vua.device.paged import PagedCache, PagedLayout, slots_of
+from vua.device.moves import Job, Move
+from vua.device.paged import PagedCache, slots_of
 from vua.errors import InputError, LayoutError
 from vua.serdes import DTYPES
 
@@ -238,12 +237,6 @@ class MovesTest(unittest.TestCase):
             with self.subTest(dtype=dtype):
                 self.assert_moves(cross_layer, dtype, draw_slots(1, 5, seed=dtype.itemsize))
 
-    def test_nothing_to_move(self) -> None:
-        """Chunks without tokens, and tokens without slots, change nothing."""
-        for slots in (torch.empty(1, 0, dtype=torch.int64), torch.full((2, 3), -1)):
-            with self.subTest(slots=slots):
-                self.assert_moves(fused, torch.float16, slots)
-
     def test_cache_of_inference_mode(self) -> None:
         """A cache that was made in inference mode, as vLLM's is, can be written outside of it."""
         with torch.inference_mode():
@@ -290,36 +283,8 @@ def chunks_of(engine: Engine, dtype: torch.dtype, count: int, tokens: int) -> li
     return [noise(*shape, dim, dtype=dtype, seed=dim)[..., 1:, :] for dim in engine.dims]
 
 
-class BlocksTest(MovesTest):
-    """Moves of neighbours at once."""
-
-    def test_blocks(self) -> None:
-        """Slots as a request's blocks give them, cut by chunks and by what is wanted."""
-        for make in ENGINES:
-            slots = slots_of([3, 1, 2, 4, 0], SLOTS, 0, 20, wanted=(1, 18)).view(2, 10)
-            with self.subTest(make=make.__name__):
-                self.assert_moves(make, torch.bfloat16, slots)
-
-
-class RunsTest(BlocksTest):
-    """PyTorch's other way: neighbours copied by one call, here however short the runs are."""
-
-    def setUp(self) -> None:
-        self.enterContext(mock.patch.object(moves, "_RUN_TOKENS", 1))
-
-    def test_runs(self) -> None:
-        """Runs end with blocks, chunks and wherever a slot is not the next one."""
-        slots = np.array([[2, 3, 4, 5, 9], [10, -1, 0, 2, 3]])
-
-        first, slot, counts = moves.runs(slots, SLOTS)
-
-        found = [*zip(*divmod(first, 5), slot, counts, strict=True)]
-        expected = [(0, 0, 2, 2), (0, 2, 4, 2), (0, 4, 9, 1), (1, 0, 10, 1), (1, 2, 0, 1)]
-        self.assertEqual([*expected, (1, 3, 2, 2)], found)
-
-
 @unittest.skipUnless(has_native(), "native code is not built: python3 dev.py build")
-class HostTest(BlocksTest):
+class HostTest(MovesTest):
     """What is chosen on a CPU: the loop in C."""
 
     move = staticmethod(cpu_pages.move)
@@ -541,28 +506,6 @@ class PagesTest(unittest.TestCase):
         self.assertEqual(before, bits(paged.arrays[0][0]))
         with self.assertRaisesRegex(LayoutError, "one latent"):
             gather(latent(torch.float16).paged, slots, k, k)
-
-    def test_widest_word(self) -> None:
-        """Rows move in words of eight bytes where everything allows, else in narrower ones."""
-        for dim, dtype, expected in (
-            (4, torch.bfloat16, torch.int64),
-            (2, torch.bfloat16, torch.int32),
-            (3, torch.bfloat16, torch.int16),
-            (8, torch.uint8, torch.int64),
-            (5, torch.uint8, torch.uint8),
-        ):
-            with self.subTest(dim=dim, dtype=dtype):
-                paged = PagedCache.of(torch.zeros(2, 3, 1, 4, 2 * dim, dtype=dtype), "LBHNC")
-                k, v = torch.zeros(2, 1, 2, 1, dim, dtype=dtype)
-
-                self.assertEqual(expected, plan(paged, torch.tensor([2]), k, v).word)
-
-    def test_layout(self) -> None:
-        """A layout says where the rows of a range of heads begin."""
-        layout = PagedLayout.of((9, 4, 16, 8), (512, 128, 8, 1), "BHNC").narrow(1, 3)
-
-        self.assertEqual((144, 2, (4, 4)), (layout.slots, layout.heads, layout.dims))
-        self.assertEqual([128, 132], [rows.offset for rows in layout.arrays])
 
     def test_choice_on_a_cpu(self) -> None:
         """On the CPU the loop in C moves the rows."""

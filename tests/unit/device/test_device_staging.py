@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from helpers import DirectoryTest, bits, keys_of, noise, save_chunk
-from vua.device import staging as module
 from vua.device.paged import PagedCache, slots_of
 from vua.device.staging import Staging, clear_error
 from vua.errors import InputError, LayoutError
@@ -114,21 +113,6 @@ class StagingTest(DirectoryTest):
             [bits(expected), bits(expected_other)], [bits(memory.cpu()), bits(other.cpu())]
         )
 
-    def test_first_chunks_only(self) -> None:
-        """Fewer chunks than a buffer has room for leave the rest of the buffer alone."""
-        memory, paged = engine(self.device, seed=1)
-        staging = self.staging(paged, chunks=3)
-        staged = staging.take()
-        staged.host.bytes[:] = 0xA5
-
-        staging.save([staged], [slots_of([5, 6], BLOCK, 0, 8).view(1, 8)]).wait()
-
-        k, v = (bits(array[0]) for array in staged.arrays)
-        blocks = memory[:, 5:7].permute(2, 0, 1, 3, 4).flatten(2, 3).cpu()  # [H, L, T, C]
-        self.assertEqual([bits(blocks[..., :8]), bits(blocks[..., 8:])], [k, v])
-        for array in staged.arrays:
-            self.assertEqual({0xA5}, set(bits(array[1:])))
-
     def test_bounded_and_reused(self) -> None:
         """No more buffers than the limit are lent; what comes back is lent again."""
         staging = self.staging(engine(self.device, seed=1)[1], limit=2)
@@ -152,51 +136,6 @@ class StagingTest(DirectoryTest):
             lent = {staging.take(), staging.take()}
         self.assertEqual(2, len(lent - {None}))
 
-    def test_neighbours(self) -> None:
-        """Buffers that lie one behind the other are filled by one call, others by one each."""
-        memory, paged = engine(self.device, seed=1)
-        staging = Staging([paged], LAYOUT, SHARD, chunks=1, limit=5, adjoining=True)
-        self.addCleanup(staging.close)
-        ids = [3, 1, 12, 0, 5, 7, 2, 9, 4, 6]
-        every = [staging.take() for _ in range(5)]
-        self.assertIsNone(staging.take())
-        for staged in (every[0], every[2], every[3]):
-            staging.give_back(staged)
-        again = [staging.take() for _ in range(3)]
-        self.assertEqual([every[0], every[2], every[3]], again)
-
-        for buffers, calls in ((every, 1), (again, 2), (every[::-1], 5)):
-            for staged in every:
-                staged.host.bytes[:] = 0xA5
-            slots = slots_of(ids, BLOCK, 0, 8 * len(buffers)).view(-1, 8)
-            with mock.patch.object(module, "gather", wraps=module.gather) as gather:
-                staging.save(buffers, [slots]).wait()
-            with self.subTest(buffers=len(buffers)):
-                self.assertEqual(calls, gather.call_count)
-                for at, staged in enumerate(buffers):
-                    two = memory[:, ids[2 * at : 2 * at + 2]]
-                    rows = two.permute(2, 0, 1, 3, 4).flatten(2, 3).cpu()  # [H, L, T, C]
-                    k, v = (bits(array[0]) for array in staged.arrays)
-                    self.assertEqual([bits(rows[..., :8]), bits(rows[..., 8:])], [k, v])
-        left = every[1].host.bytes
-        staging.save(again, [slots_of(ids, BLOCK, 0, 24).view(-1, 8)]).wait()
-        left[:] = 0xA5
-        staging.save(again, [slots_of(ids, BLOCK, 0, 24).view(-1, 8)]).wait()
-        self.assertEqual({0xA5}, set(left.tolist()))
-
-        other, other_paged = engine(self.device, seed=2)
-        staging = Staging([other_paged], LAYOUT, SHARD, chunks=1, limit=5, adjoining=True)
-        self.addCleanup(staging.close)
-        first, second = staging.take(), staging.take()
-        for staged, value in ((first, 1), (second, 2)):
-            staged.host.bytes[:] = value
-            staged.device_bytes[:] = value
-        for there in (False, True):
-            staging.load(second, [slots_of([0, 1], BLOCK, 0, 8).view(1, 8)], there=there).wait()
-            found = other.view(torch.uint8).cpu()
-            self.assertEqual({2}, set(found[:, :2].flatten().tolist()))
-            other.zero_()
-
     def test_little_room_on_the_device(self) -> None:
         """Where it has no room for all adjoining buffers there are fewer of them."""
         empty, asked = torch.empty, list[int]()
@@ -217,26 +156,6 @@ class StagingTest(DirectoryTest):
             self.assertEqual((wanted, left, left), (asked, staging.limit, staging.left))
             buffers = [staging.take() for _ in range(left)]
             self.assertEqual((left, None), (len(set(buffers)), staging.take()))
-
-    def test_long_tables(self) -> None:
-        """Of a block table only what a chunk lies in is looked at."""
-
-        class Table(list[int]):
-            looked = 0
-
-            def __getitem__(self, at: Any) -> Any:
-                found = super().__getitem__(at)
-                self.looked += len(found) if isinstance(found, list) else 1
-                return found
-
-            def __iter__(self) -> Any:
-                self.looked += len(self)
-                return super().__iter__()
-
-        table = Table(range(100_000))
-        slots = slots_of(table, BLOCK, 200_000, 200_008)
-        self.assertEqual(list(range(200_000, 200_008)), slots.tolist())
-        self.assertLessEqual(table.looked, 4)
 
     def test_refused_page_locks(self) -> None:
         """The error that a refused call leaves behind is taken by a kernel that nobody needs."""

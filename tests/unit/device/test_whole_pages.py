@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vua.device.copy import gather, scatter
-from vua.device.paged import PageRows, WholePages, page_bytes
+from vua.device.paged import PageRows, WholePages
 from vua.errors import InputError, LayoutError
 from vua.format.layout import pages_layout, state_layout
 
@@ -214,23 +214,3 @@ class PagesTest(unittest.TestCase):
         found = chunk.view(2, -1)
         np.testing.assert_array_equal(memory[5, :, :NBYTES].view(torch.uint8), found[:, :NBYTES])
         self.assertFalse(found[:, NBYTES:].any())
-
-    def test_long_pages(self) -> None:
-        """A page is cut into rows of whole words that a kernel can walk."""
-        for nbytes, row in (
-            (1 << 20, 4096),
-            (4096 * 3 + 16, 4112 // 257 * 16),
-            (146, 146),
-            (9001, 1),
-        ):
-            cache = torch.zeros(2, nbytes, dtype=torch.uint8)
-            form = PageRows.of([cache], nbytes, 4, chunk_tokens=4, last=True)
-            (dim,) = form.cache.layout.dims
-            self.assertEqual(0, nbytes % dim)
-            self.assertLessEqual(dim, 4096)
-            self.assertEqual(nbytes, dim * form.tokens)
-            if nbytes in (1 << 20, 146):
-                self.assertEqual(row, dim)
-        self.assertEqual(
-            (3, 256), tuple(page_bytes(torch.zeros(6, 2, 8, 4, dtype=torch.int16), 256).shape)
-        )

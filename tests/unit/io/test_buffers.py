@@ -14,20 +14,6 @@ MIB = 1 << 20
 class TestBufferPool(unittest.TestCase):
     """What is lent, and when it comes back."""
 
-    def test_used_again(self) -> None:
-        """A buffer that nobody holds is lent to the next one that it fits."""
-        pool = BufferPool(64 * MIB)
-        first = pool.take(5 * MIB)
-        place = first.ctypes.data
-        self.assertEqual((5 * MIB,), first.shape)
-        self.assertEqual(0, pool.idle_nbytes)
-        del first
-        self.assertEqual(5 * MIB, pool.idle_nbytes)
-        other = pool.take(4 * MIB - 7)
-        self.assertEqual(place, other.ctypes.data)
-        self.assertEqual(0, pool.idle_nbytes)
-        self.assertNotEqual(place, pool.take(4 * MIB).ctypes.data)
-
     def test_held(self) -> None:
         """Whatever is made of a tensor keeps its memory from being lent."""
         for name, make in {

@@ -13,13 +13,11 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from hypothesis import strategies as st
 
 from helpers import DirectoryTest, descriptors
-from properties import given
 from vua.io import posix, vectors
 from vua.io.posix import cached_pages
-from vua.io.vectors import IOV_MAX, Iovecs, rest
+from vua.io.vectors import IOV_MAX, Iovecs
 
 
 def iovecs_of(buffer: np.ndarray, lengths: list[int], gap: int = 0) -> Iovecs:
@@ -149,22 +147,6 @@ class TestTransfer(DirectoryTest):
         self.addCleanup(os.close, directory)
         with self.assertRaises(IsADirectoryError):
             vectors.preadv_all(directory, iovecs_of(buffer, [8]), 0)
-
-    @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.data())
-    def test_rest(self, lengths: list[int], data: st.DataObject) -> None:
-        """What is left after any progress are the bytes that were not moved, in order."""
-        total = sum(lengths)
-        if total == 0:
-            return
-        moved = data.draw(st.integers(0, total - 1))
-        pieces = iovecs_of(np.zeros(1, dtype=np.uint8), lengths, gap=2)
-        kept = pieces.copy()
-
-        def places(table: Iovecs) -> list[int]:
-            return [int(at) + n for at, nbytes in table for n in range(int(nbytes))]
-
-        self.assertEqual(places(pieces)[moved:], places(rest(pieces, moved)))
-        np.testing.assert_array_equal(kept, pieces)
 
     def test_cached_read(self) -> None:
         """A read of what is in the page cache is complete, one of what is not says so."""

@@ -38,16 +38,6 @@ class TestPool(unittest.TestCase):
         if job.settle():
             self.did.append(job.what)
 
-    def test_order(self) -> None:
-        """Work is done in order, and closing waits for it."""
-        pool = self.pool()
-        for number in range(100):
-            pool.submit(self.do, str(number))
-
-        self.assertTrue(pool.close())
-        self.assertEqual([str(number) for number in range(100)], self.did)
-        self.assertEqual([], pool.give_up())
-
     def test_threads_are_bounded(self) -> None:
         """No more threads run than asked for."""
         pool, threads, together = self.pool(threads=3), set(), threading.Barrier(3, timeout=SOON_S)
@@ -93,18 +83,6 @@ class TestPool(unittest.TestCase):
         self.release.set()
         until(pool.close)
         self.assertEqual([], self.did)
-
-    def test_in_time(self) -> None:
-        """The same work in time is used: the control of the test before."""
-        pool = self.pool()
-        job = pool.submit(self.hang, "in time")
-        until(lambda: job.started)
-        self.now += 9.9
-        self.assertEqual([], pool.give_up())
-        self.release.set()
-        pool.close()
-
-        self.assertEqual(["in time"], self.did)
 
     def test_progress(self) -> None:
         """Work that makes progress may take as long as it likes, and so may what waits behind."""
@@ -315,16 +293,6 @@ class TestBreaker(unittest.TestCase):
     def open(self) -> None:
         self.assertEqual([False, False, True], [self.breaker.went(well=False) for _ in range(3)])
 
-    def test_closed(self) -> None:
-        """Single failures between successes change nothing."""
-        for _ in range(10):
-            self.assertFalse(self.breaker.went(well=False))
-            self.assertFalse(self.breaker.went(well=False))
-            self.assertFalse(self.breaker.went(well=True))
-
-        self.assertTrue(self.breaker.closed)
-        self.assertTrue(self.breaker.allows())
-
     def test_open(self) -> None:
         """Three failures in a row stop all tries until the pause is over."""
         self.open()
@@ -387,21 +355,3 @@ class TestBreaker(unittest.TestCase):
 
         self.assertEqual(["WARNING", "INFO"], [record.levelname for record in logs.records])
         self.assertEqual("VUA: loads work again", logs.records[1].getMessage())
-
-    def test_threads(self) -> None:
-        """Of many threads that ask at once, exactly one is the probe."""
-        self.open()
-        self.now += 1.0
-        allowed, start = [], threading.Barrier(8)
-
-        def ask() -> None:
-            start.wait()
-            allowed.append(self.breaker.allows())
-
-        threads = [threading.Thread(target=ask) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-        self.assertEqual(1, sum(allowed))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -159,12 +158,6 @@ class TestForks(DirectoryTest):
         self.vua.pin(TOKENS)
         self.vua.close()
 
-    def test_used(self) -> None:
-        """A VUA that was used works in a forked child, and in a child of that."""
-        self.assertEqual("well", in_child(self.use))
-        self.assertEqual("well", in_child(lambda: self.assertEqual("well", in_child(self.use))))
-        self.assertEqual(4, self.vua.put(TOKENS + 5000, self.cache))
-
     @pytest.mark.thorough
     def test_amid_puts(self) -> None:
         """Also when other threads were putting and getting at that moment."""
@@ -222,17 +215,6 @@ class TestForks(DirectoryTest):
             holder.join()
         self.assertEqual("well", ended)
         self.assertEqual(4, self.vua.put(TOKENS + 5000, self.cache))
-
-    def test_multiprocessing(self) -> None:
-        """Processes that `multiprocessing` forks use what they inherit."""
-        fork = multiprocessing.get_context("fork")
-        processes = [fork.Process(target=self.use, args=(seed,)) for seed in (1, 2)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(SOON_S)
-            process.kill()
-        self.assertEqual([0, 0], [process.exitcode for process in processes])
 
     def test_lock(self) -> None:
         """A lock that another thread held at the fork is free in the child, and held here."""

@@ -11,9 +11,8 @@ import pytest
 
 from lab import simulation
 from lab.policies import HINTS, POLICIES, clairvoyant, compare, waits_s
-from lab.simulation import Dense, Past, simulate
+from lab.simulation import Past, simulate
 from mixtures import mixture
-from vua.capacity import hit_density
 from vua.errors import InputError
 
 
@@ -85,14 +84,6 @@ class TestPolicies(unittest.TestCase):
             self.assertGreaterEqual(found[name].covered, 0.5, name)
         with self.assertRaisesRegex(InputError, "no sessions"):
             compare(asked("tools", 5), ["hints: when"], [7])
-
-    def test_nothing_learned(self) -> None:
-        """Until enough was seen it is LRU that directories follow."""
-        requests = asked("chat", 300)
-        with mock.patch.object(hit_density, "_LEAST_OBSERVED", 10**9):
-            dense = simulate(requests, [Dense(200, Past())])
-
-        self.assertEqual(simulate(requests, [POLICIES["LRU"](200, Past())]), dense)
 
 
 class TestDense(unittest.TestCase):

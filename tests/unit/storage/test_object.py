@@ -53,13 +53,6 @@ class BucketTest(DirectoryTest):
         with VUA(config, url) as vua:
             return vua.put(TOKENS, KV)
 
-    def test_put_and_get(self) -> None:
-        """What one user puts, another one gets; what is there is not written again."""
-        self.assertEqual((0, []), get(self.url))
-        self.assertEqual(4, self.put(self.url))
-        self.assertEqual((64, kv_bits(KV)), get(self.url))
-        self.assertEqual(0, self.put(self.url))
-
     def test_parts(self) -> None:
         """A large object comes in parts, of one version."""
         bucket, data = Bucket.at(self.url), os.urandom(100)

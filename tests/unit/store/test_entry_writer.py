@@ -22,7 +22,6 @@ from vua.capacity.lru import mtime_ns_of
 from vua.errors import InputError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
-from vua.native import entries
 from vua.security.settings import Security
 from vua.storage.base import WRITTEN
 from vua.storage.local import SUFFIX, TEMPORARY, LocalStorage
@@ -309,15 +308,6 @@ class WriterTest(DirectoryTest):
                 for want, got in zip(memory.buffers, loaded.buffers, strict=True):
                     np.testing.assert_array_equal(want, got)
 
-    def test_unlimited(self) -> None:
-        """A storage that nothing bounds takes all of it."""
-        storage = LocalStorage(self.root)
-        self.addCleanup(storage.close)
-        store, writer_of = Store(storage, "ab" * 32, LAYOUT), self.memory().map()
-        self.assertEqual(0, EntryWriter(store, writer_of).save_all([]))
-        self.assertEqual(CHUNKS, EntryWriter(store, writer_of).save_all(self.keys()))
-        self.assertEqual(CHUNKS, store.lookup(self.keys()))
-
     def test_deleted_namespace(self) -> None:
         """A namespace that was deleted under the process is made anew."""
         store, keys, memory = self.open(), self.keys(), self.memory()
@@ -326,19 +316,6 @@ class WriterTest(DirectoryTest):
         shutil.rmtree(self.root / "a" / store.namespace)
         self.assertEqual(CHUNKS, saver.save_all(keys))
         self.assertEqual(CHUNKS, store.lookup(keys))
-
-    def test_one_thread(self) -> None:
-        """Small runs are written by the caller's thread, in the same way."""
-        store, memory = self.open(), self.memory()
-        with mock.patch.object(entries, "THREADS", 1):
-            self.assertEqual(CHUNKS, EntryWriter(store, memory.map()).save_all(self.keys()))
-        self.check_stamps(store, self.keys())
-
-
-class PythonWriterTest(WriterTest):
-    """The same without the library."""
-
-    native = "off"
 
 
 class TestCovered(WriterTest):
@@ -381,20 +358,6 @@ class TestCovered(WriterTest):
         self.assertEqual(0, self.save(store, LAYOUT.full, keys))
         shutil.rmtree(paths[0].parent)
         self.assertEqual(1, self.save(store, LAYOUT.full, keys))
-
-    def test_listings(self) -> None:
-        """A chunk that is there under its own name is not listed; of new ones the outermost are."""
-        store, keys, listed = self.open(), self.keys(), []
-        real = LocalStorage.list
-
-        def count(self: LocalStorage, prefix: str = "") -> Any:
-            listed.append(prefix)
-            return real(self, prefix)
-
-        self.save(store, LAYOUT.full, keys[:30])
-        with mock.patch.object(LocalStorage, "list", count):
-            self.assertEqual(10, self.save(store, LAYOUT.full, keys))
-        self.assertEqual([f"{key.name}/" for key in (keys[30], keys[-1])], listed)
 
     @staticmethod
     def path(store: Store, key: Any, shard: Shard) -> Path:

@@ -87,38 +87,6 @@ class SearchTest(unittest.TestCase):
         self.assertEqual(8, search.longest(KEYS[:8], HALVES))
         self.assertEqual(0, self.names.asked)  # what is there is remembered
 
-    def test_what_is_there_is_remembered(self) -> None:
-        """The same question costs nothing until its answer is old, or a load has missed it."""
-        self.names.store(KEYS)
-        search = self.search()
-        self.assertEqual(2048, search.longest(KEYS, [LAYOUT.full]))
-        self.names.rounds = 0
-        self.assertEqual(2048, search.longest(KEYS, [LAYOUT.full]))
-        self.assertEqual(0, self.names.rounds)
-        self.names.stored = set()
-        search.forget(entry_name(KEYS[2047].name, LAYOUT.full))
-        self.assertLess(search.longest(KEYS, [LAYOUT.full]), 2048)
-        self.now_s += 601
-        self.assertEqual(0, search.longest(KEYS, [LAYOUT.full]))
-
-    def test_what_is_missing_is_remembered_for_a_moment(self) -> None:
-        """Not for longer, and not after this process has stored it."""
-        search = self.search()
-        self.assertEqual(0, search.longest(KEYS[:1], [LAYOUT.full]))
-        self.names.store(KEYS[:1])
-        self.names.rounds = 0
-        self.assertEqual(0, search.longest(KEYS[:1], [LAYOUT.full]))
-        self.assertEqual(0, self.names.rounds)
-        search.wrote(entry_name(KEYS[0].name, LAYOUT.full))
-        self.assertEqual(1, search.longest(KEYS[:1], [LAYOUT.full]))
-        search = self.search()
-        self.names.store(KEYS[1:2])
-        self.assertEqual(2, search.longest(KEYS[:2], [LAYOUT.full]))
-        self.assertFalse(search.holds(KEYS[2:3], [LAYOUT.full])[0])
-        self.names.store(KEYS[2:3])
-        self.now_s += 2.1
-        self.assertTrue(search.holds(KEYS[2:3], [LAYOUT.full])[0])
-
     def test_shards_of_others(self) -> None:
         """What others store in other shards is found, also behind what is stored in one's own."""
         self.names.store(KEYS[:100])

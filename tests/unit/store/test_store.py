@@ -38,10 +38,9 @@ from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout, Shard
 from vua.io import posix, vectors
 from vua.io.files import open_plain
-from vua.storage.base import PRESENT, WRITTEN, entry_name
+from vua.storage.base import entry_name
 from vua.storage.local import MAX_QUARANTINED, LocalStorage, version_of
 from vua.store.store import Loader, LoadResult, Store
-from vua.store.writer import EntryWriter
 
 NAMESPACE = "ab" * 32
 SMALL = KVLayout(layers=4, kv_heads=8, k_dim=8, v_dim=8, dtype="BF16", chunk_tokens=4)
@@ -169,21 +168,6 @@ class TestShards(StoreTest):
                             self.check(store, model, target, keys, layout.chunk_tokens // 2)
                             self.check(store, model, target, keys, PACKED)
 
-    def test_paged_writers(self) -> None:
-        """A writer with blocks of any size makes the same files."""
-        snapshots = []
-        for block_tokens in (None, 1, 2, 4, PACKED):
-            store = self.open(name=f"{len(snapshots):064d}")
-            memory = Memory(SMALL, SMALL.full, CHUNKS, block_tokens=block_tokens)
-            memory.fill(self.model)
-            for place, key in enumerate(self.keys):
-                save_chunk(store, key, memory.map(), place=place)
-            paths = sorted((self.root / store.namespace).rglob("*.safetensors"))
-            snapshots.append([path.read_bytes()[4096:] for path in paths])
-
-        self.assertEqual(CHUNKS, len(snapshots[0]))
-        self.assertEqual(5 * snapshots[:1], snapshots)
-
     def test_overlapping_shards(self) -> None:
         """Chunks of one prompt may be stored in different and in overlapping shards."""
         for key, shards in zip(
@@ -235,32 +219,6 @@ class TestShards(StoreTest):
             expected.fill([array[:, :, : 4 * len(chain)] for array in model])
             for want, got in zip(expected.buffers, memory.buffers, strict=True):
                 np.testing.assert_array_equal(want, got)
-
-    def test_saver_again(self) -> None:
-        """A saver writes what lies in its memory at the time, prompt after prompt."""
-        other, keys = model_arrays(SMALL, CHUNKS, seed=5), keys_of(range(50, 62), 4)
-        shard = split(SMALL, 2)[1]
-        memory = Memory(SMALL, shard, CHUNKS, block_tokens=2)
-        saver = EntryWriter(self.store, memory.map(), shard=shard)
-        for chain, model in ((self.keys, self.model), (keys, other)):
-            memory.fill(rectangle(model, shard))
-            written = [saver.save([key], n) for n, key in enumerate(chain)]
-            self.assertEqual([[WRITTEN]] * CHUNKS, written)
-        self.assertEqual([PRESENT], saver.save([keys[0]], 1))
-
-        self.check(self.store, self.model, shard, self.keys)
-        self.check(self.store, other, shard, keys)
-
-    def test_many_chunks(self) -> None:
-        """More chunks than are prepared at a time are loaded all the same."""
-        count = 150
-        layout = KVLayout(layers=1, kv_heads=2, k_dim=1, v_dim=1, dtype="U8", chunk_tokens=2)
-        keys, model = keys_of(range(2 * count), 2), model_arrays(layout, count)
-        store = self.open(layout, "f" * 64)
-        self.save(store, model, [layout.full], keys)
-
-        self.check(store, model, layout.full, keys)
-        self.check(store, model, layout.full, keys, 1)
 
 
 class TestLookup(StoreTest):
@@ -337,16 +295,6 @@ class TestDamage(StoreTest):
         loaded = self.store.load(self.keys, memory.map())
 
         self.assertEqual(LoadResult(0, "corrupt"), loaded)
-
-    def test_zeros(self) -> None:
-        """A file of zeros of the right length is noticed: that is what a power cut leaves."""
-        self.save_whole()
-        size = self.file(1).stat().st_size
-        self.damaged(lambda path: path.write_bytes(bytes(size)), "corrupt")
-        for start in (0, 4096):
-            sound = self.file(1).read_bytes()
-            holed = sound[:start] + bytes(4096) + sound[start + 4096 :]
-            self.damaged(lambda path, holed=holed: path.write_bytes(holed[:size]), "corrupt")
 
     def test_deleted(self) -> None:
         """A file that is gone is missing."""
@@ -440,19 +388,6 @@ class TestDamage(StoreTest):
         self.save_whole()
         self.assertEqual(CHUNKS, self.load().chunks)
 
-    def test_links_above(self) -> None:
-        """A chunk's directory that is a symbolic link is not followed."""
-        self.save_whole()
-        parent = self.file(1).parent
-        parent.rename(self.root / "moved")
-        parent.symlink_to(self.root / "moved")
-        loaded = self.load()
-
-        self.assertEqual(1, loaded.chunks)
-        parent.unlink()
-        parent.write_text("a file")
-        self.assertEqual(1, self.load().chunks)
-
     def test_quarantine(self) -> None:
         """Damaged files are kept for a look, but not more than a few."""
         for _ in range(MAX_QUARANTINED + 4):
@@ -476,13 +411,6 @@ class TestDamage(StoreTest):
             self.assertEqual(0, self.load().chunks)
             self.save_whole()
             self.assertEqual(CHUNKS, self.load().chunks, turn)
-
-    def test_close_fails(self) -> None:
-        """What a server says to the end of a descriptor is no error of anybody's."""
-        storage = LocalStorage(self.root / NAMESPACE)
-        os.close(storage.fileno())
-
-        storage.close()
 
     def test_replaced_meanwhile(self) -> None:
         """A damaged file that somebody wrote anew meanwhile is left alone."""
