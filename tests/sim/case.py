@@ -67,13 +67,11 @@ class Case:
 
     @property
     def saves_all(self) -> bool:
-        """Whether nothing hinders a save."""
         drops = self.max_pending_save_mib > 0 or self.lookup_timeout_s < 60
         return not (drops or self.damage)
 
 
 def draw(seed: int) -> Case:
-    """Draw a scenario."""
     chance = random.Random(f"case {seed}")
     pick = chance.choice
     asynchronous = chance.random() < 0.3
@@ -143,7 +141,6 @@ class _Play:
         """Steps since something moved."""
 
     def noise(self, count: int) -> list[int]:
-        """Random tokens."""
         return self.chance.choices(range(5, VOCABULARY), k=count)
 
     def run(self) -> Counter[str]:
@@ -172,7 +169,6 @@ class _Play:
         return self.counts
 
     def settings(self, life: int) -> Settings:
-        """What an engine is started with."""
         case, block_size = self.case, self.case.block_sizes[life]
         extra = {
             "chunk_tokens": case.chunk_tokens,
@@ -341,7 +337,6 @@ class _Log(logging.Handler):
         self.events: Counter[str] = Counter()
 
     def check(self) -> None:
-        """Raise Wrong if there was an error."""
         if self.errors:
             raise Wrong(f"errors were logged: {self.errors[:3]}")
 

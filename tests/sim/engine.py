@@ -49,7 +49,6 @@ class Settings:
 
 @cache
 def scratch() -> Path:
-    """A directory for what all engines need."""
     place = Path(tempfile.mkdtemp(prefix="vua-sim-model-"))
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     return place
@@ -75,7 +74,6 @@ def join_world(config: Any) -> None:
 
 
 def leave_world() -> None:
-    """Undo `join_world`."""
     from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
 
     destroy_model_parallel()
@@ -178,7 +176,6 @@ class Engine:
     """Answers requests until it is closed."""
 
     def __init__(self, settings: Settings) -> None:
-        """Start it."""
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -217,7 +214,6 @@ class Engine:
         self.counts = self.worker.counts
 
     def add(self, request_id: str, chain: Chain, max_tokens: int) -> None:
-        """Take a request."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
@@ -235,7 +231,6 @@ class Engine:
         )
 
     def abort(self, request_id: str) -> None:
-        """End a request early."""
         from vllm.v1.request import RequestStatus
 
         self.counts["aborted loads"] += request_id in self.loading
@@ -244,16 +239,13 @@ class Engine:
 
     @property
     def unfinished(self) -> list[str]:
-        """The requests that wait for tokens."""
         return [i for i, wanted in self.wanted.items() if len(self.answers[i]) < wanted]
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to step for."""
         return bool(self._queue) or self.scheduler.has_requests()
 
     def step(self) -> None:
-        """Schedule, execute and update once."""
         self.counts["steps"] += 1
         if self.scheduler.has_requests():
             output = self.scheduler.schedule()
@@ -361,6 +353,5 @@ class Engine:
                 raise Wrong(f"{request_id}: expected the tokens {expected}, found {answer}")
 
     def close(self) -> None:
-        """Stop, with everything saved that was waiting."""
         self.scheduler.shutdown()
         self.worker.close()

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import threading
-import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 
 from sim.case import Case, draw
+from vua.connector import save_scheduler as saving
 from vua.connector.group_transfer import CachedLoads
 from vua.connector.metadata import ConnectorMetadata
 from vua.device.cpu_pages import PagedKV
+from vua.device.paged import WholePages
 from vua.format.keys import KeyChain
 from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1 as Connector
 
@@ -30,8 +30,6 @@ MUTATIONS: dict[str, tuple[Mutation, dict[str, Any]]] = {}
 
 
 def mutation(**likely: Any) -> Callable[[Mutation], Mutation]:
-    """Register a bug under its name."""
-
     def register(make: Mutation) -> Mutation:
         MUTATIONS[make.__name__] = (make, likely)
         return make
@@ -83,8 +81,6 @@ def change_orders(
 
 @mutation()
 def loads_go_one_block_too_far(patches: ExitStack) -> None:
-    """Scatter is off by one block."""
-
     def change(_self: Any, orders: ConnectorMetadata, _output: Any) -> None:
         for order in orders.loads:
             order.block_ids = [table[1:] + table[:1] for table in order.block_ids]
@@ -125,17 +121,6 @@ def load_errors_are_swallowed(patches: ExitStack) -> None:
     instead(patches, Connector, "get_block_ids_with_load_errors", lambda *_: set())
 
 
-@mutation(read_errors=0.5, requests=14)
-def the_first_bad_block_is_not_reported(patches: ExitStack) -> None:
-    """Of the blocks that were not filled one is forgotten."""
-
-    def failed(original: Any, self: Any) -> set[int]:
-        blocks = original(self)
-        return blocks - set(sorted(blocks)[:1])
-
-    instead(patches, Connector, "get_block_ids_with_load_errors", failed)
-
-
 @mutation(read_s=0.006)
 def loads_are_reported_when_they_begin(patches: ExitStack) -> None:
     """A request counts as received while its load is running."""
@@ -145,44 +130,6 @@ def loads_are_reported_when_they_begin(patches: ExitStack) -> None:
         return None, {order.request_id for order in self._get_connector_metadata().loads}
 
     instead(patches, Connector, "get_finished", finished)
-
-
-@mutation()
-def loads_are_reported_twice(patches: ExitStack) -> None:
-    """What was received last time is reported once more."""
-    last: set[str] = set()
-
-    def finished(original: Any, self: Any, ids: set[str]) -> tuple[Any, Any]:
-        sent, received = original(self, ids)
-        again = received | last
-        last.clear()
-        last.update(received)
-        return sent, again
-
-    instead(patches, Connector, "get_finished", finished)
-
-
-@mutation(aborts=0.3, read_s=0.006, requests=10)
-def loads_of_ended_requests_are_not_reported(patches: ExitStack) -> None:
-    """A request that was aborted while loading is forgotten."""
-    ended: set[str] = set()
-
-    def finished(original: Any, self: Any, ids: set[str]) -> tuple[Any, Any]:
-        ended.update(ids)
-        sent, received = original(self, ids)
-        return sent, received - ended
-
-    instead(patches, Connector, "get_finished", finished)
-
-
-@mutation()
-def loads_count_as_done_at_once(patches: ExitStack) -> None:
-    """The scheduler is told that a load needs no waiting."""
-
-    def matched(original: Any, self: Any, request: Any, computed: int) -> tuple[Any, bool]:
-        return original(self, request, computed)[0], False
-
-    instead(patches, Connector, "get_num_new_matched_tokens", matched)
 
 
 @mutation(read_errors=1.0)
@@ -195,40 +142,6 @@ def failures_are_forgotten(patches: ExitStack) -> None:
         original(self, forgetful)
 
     instead(patches, Connector, "update_connector_output", learn)
-
-
-@mutation(room=1.3, max_num_seqs=8, prefix_caching=False, aborts=0.1, damage=0.2)
-def saves_come_one_step_late(patches: ExitStack) -> None:
-    """Blocks are copied out in the next step, when others may own them."""
-    late: list[ConnectorMetadata] = []
-
-    def save(original: Any, self: Any) -> None:
-        now = self._get_connector_metadata()
-        self.bind_connector_metadata(late.pop() if late else ConnectorMetadata())
-        original(self)
-        self.bind_connector_metadata(now)
-        late.append(now)
-
-    instead(patches, Connector, "wait_for_save", save)
-
-
-@mutation(room=1.3, max_num_seqs=8, prefix_caching=False, aborts=0.1)
-def saves_read_the_cache_in_the_background(patches: ExitStack) -> None:
-    """Blocks are not copied out before the hook returns."""
-
-    def save(original: Any, self: Any) -> None:
-        worker, orders = self._worker, self._get_connector_metadata()
-
-        def later() -> None:
-            time.sleep(0.003)
-            with suppress(RuntimeError):  # the engine may have ended
-                worker.copy_out(orders)
-                worker.saves.hand_over()
-
-        if worker is not None and orders.saves:
-            threading.Thread(target=later).start()
-
-    instead(patches, Connector, "wait_for_save", save)
 
 
 @mutation(max_num_batched_tokens=48, resets=0.2, asynchronous=False, longest=420)
@@ -270,47 +183,6 @@ def chunks_come_from_the_wrong_place(patches: ExitStack) -> None:
 
 
 @mutation()
-def cached_chunks_go_to_the_wrong_place(patches: ExitStack) -> None:
-    """What the page cache has goes to the blocks in their reverse order."""
-
-    class Turned(PagedKV):
-        def aim(self, memory: Any, ids: Any, start: int, *rest: Any) -> bool:
-            return super().aim(memory, list(ids)[::-1], start, *rest)
-
-    patches.enter_context(mock.patch("vua.vllm.page_layout.PagedKV", Turned))
-
-
-@mutation(prefix_caching=True, block_sizes=(16, 16), chunk_tokens=96, requests=10, room=2.0)
-def chunks_are_not_cut_at_the_start(patches: ExitStack) -> None:
-    """A load that begins inside a chunk takes the chunk's first tokens."""
-
-    class Uncut(PagedKV):
-        def scatter_chunks(
-            self, ids: Any, start: int, count: int, skip: int, *kv: torch.Tensor
-        ) -> None:
-            del skip
-            super().scatter_chunks(ids, start, count, 0, *kv)
-
-        def aim(self, memory: Any, ids: Any, start: int, count: int, skip: int) -> bool:
-            del skip
-            return super().aim(memory, ids, start, count, 0)
-
-    patches.enter_context(mock.patch("vua.vllm.page_layout.PagedKV", Uncut))
-
-
-@mutation()
-def pieces_end_one_token_early(patches: ExitStack) -> None:
-    """The last token of each piece of a load is left out."""
-
-    class Short(PagedKV):
-        def scatter_chunks(self, ids: Any, start: int, count: int, *rest: Any) -> None:
-            super().scatter_chunks(ids, start, count - 1, *rest)
-
-    patches.enter_context(mock.patch("vua.vllm.page_layout.PagedKV", Short))
-    by_buffer(patches)
-
-
-@mutation()
 def heads_are_exchanged(patches: ExitStack) -> None:
     """Heads are stored in another order than the engine's."""
 
@@ -334,12 +206,67 @@ def salts_are_ignored(patches: ExitStack) -> None:
     patches.enter_context(mock.patch("vua.store.namespace.KeyChain", Bland))
 
 
-@mutation(requests=4)
-def empty_steps_start_nothing(patches: ExitStack) -> None:
-    """Loads are not begun in a step without a forward pass."""
+UNHINDERED: dict[str, Any] = {"window": 130, "prefix_caching": False, "damage": 0.0}
+UNHINDERED |= {"lookup_s": 0.0, "lookup_timeout_s": 60.0, "max_pending_save_mib": 0}
+"""All that should be stored is."""
 
-    def start(original: Any, self: Any, context: Any, **named: Any) -> None:
-        if context.attn_metadata is not None:
-            original(self, context, **named)
 
-    instead(patches, Connector, "start_load_kv", start)
+@mutation(model="hybrid")
+def the_first_chunk_of_a_window_is_not_loaded(patches: ExitStack) -> None:
+    """A window counts from the chunk behind its first token on."""
+
+    def change(_self: Any, orders: ConnectorMetadata, _output: Any) -> None:
+        for part in (part for order in orders.loads for part in order.parts):
+            if part.group and len(part.keys) > 1:
+                part.start, part.keys = part.keys[1].start, part.keys[1:]
+
+    change_orders(patches, change)
+
+
+@mutation(model="hybrid", **UNHINDERED | {"damage": 0.2, "requests": 10}, first_seed=4)
+def windows_are_not_looked_up(patches: ExitStack) -> None:
+    """What the layers that attend to everything have is promised."""
+    patches.enter_context(
+        mock.patch("vua.connector.prefix_match.WindowProbe.missing", return_value=None)
+    )
+
+
+STATES: dict[str, Any] = {"model": "states", "prefix_caching": True, "asynchronous": False}
+STATES |= {"drafts": 0, "block_sizes": (32, 32), "chunk_tokens": 64, "requests": 10}
+STATES |= {"longest": 300, "lookup_timeout_s": 60.0}
+
+
+@mutation(**STATES)
+def states_are_not_loaded(patches: ExitStack) -> None:
+    """K and V of a prefix are loaded, the state behind it is not."""
+
+    def change(_self: Any, orders: ConnectorMetadata, _output: Any) -> None:
+        for order in orders.loads:
+            order.parts = order.parts[:1]
+
+    change_orders(patches, change)
+
+
+@mutation(model="draft", asynchronous=False, drafts=2)
+def drafts_are_not_loaded(patches: ExitStack) -> None:
+    """K and V of a prefix are loaded, those of the draft that goes on from it are not."""
+    states_are_not_loaded(patches)
+
+
+@mutation(**STATES)
+def states_of_any_point_are_saved(patches: ExitStack) -> None:
+    """What a step leaves is stored as the state behind a chunk that ended before."""
+
+    def gather(original: Any, self: WholePages, ids: Any, start: int, *rest: Any) -> None:
+        latest = next(block for block in reversed(ids) if block)
+        original(self, [latest] * len(ids), start, *rest)
+
+    original = saving.state_to_save
+
+    def state(model: Any, group: Any, number: int, found: Any, step: Any, _every: int) -> Any:
+        last = step.complete // model.align * model.align
+        tables = [[1] * len(table) for table in step.tables]
+        return original(model, group, number, found, step._replace(complete=last, tables=tables), 1)
+
+    instead(patches, WholePages, "gather", gather)
+    patches.enter_context(mock.patch.object(saving, "state_to_save", state))

@@ -86,7 +86,6 @@ class Inventory:
 
 
 def keys_of(chain: Chain, chunk_tokens: int) -> list[ChunkKey]:
-    """The names of a prompt's chunks."""
     extras = {0: [("salt", chain.salt.encode())]} if chain.salt else {}
     keys = KeyChain(token_ids(chain.prompt), chunk_tokens, extras)
     return keys.first(len(keys))

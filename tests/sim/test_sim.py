@@ -15,6 +15,7 @@ from e2e.engine import ENVIRONMENT
 from helpers import soak
 from sim.case import Case, draw, play, with_draft, with_states
 from sim.engine import leave_world
+from sim.mutants import MUTATIONS, mutated, scenario
 from sim.truth import MODELS
 from sim.worker import Wrong
 
@@ -28,22 +29,6 @@ QUICK_DRAFTS = 3
 SOAK_SEEDS = int(os.environ.get("VUA_SIM_SEEDS", "400"))
 TRIES = 30
 """Scenarios in which a bug may show itself; most do in the first."""
-QUICK_BUGS = (
-    "loads_go_one_block_too_far",
-    "incomplete_chunks_are_saved",
-    "load_errors_are_swallowed",
-    "loads_are_reported_when_they_begin",
-    "failures_are_forgotten",
-    "chunks_come_from_the_wrong_place",
-    "heads_are_exchanged",
-    "salts_are_ignored",
-    "the_first_chunk_of_a_window_is_not_loaded",
-    "windows_are_not_looked_up",
-    "states_are_not_loaded",
-    "drafts_are_not_loaded",
-    "states_of_any_point_are_saved",
-)
-"""One of each kind, of those that show themselves at once."""
 MUST_HAPPEN = (
     *("checked tokens", "damaged files", "empty steps", "failed blocks", "hit at the end"),
     *(f"{model} loaded" for model in MODELS),
@@ -84,68 +69,34 @@ class SimulationTest(unittest.TestCase):
         """No slot that attention reads is ever wrong, nobody is stuck, nothing is left behind."""
         self.play_all([draw(FIRST_SEED + number) for number in range(QUICK_SEEDS)])
 
-    def play_states(self, seeds: range) -> None:
-        """Play scenarios with a model that keeps states."""
-        total: Counter[str] = Counter()
-        for seed in seeds:
-            total += play(with_states(draw(seed)))
-        for event in ("checked states", "loaded tokens", "hit at the end", "stored chunks"):
+    def play_kind(self, cases: list[Case], *events: str) -> None:
+        """Play scenarios with a model of one kind; together they must have had these events."""
+        total = sum((play(case) for case in cases), Counter[str]())
+        for event in (*events, "loaded tokens", "hit at the end", "stored chunks"):
             with self.subTest(event):
                 self.assertGreater(total[event], 0)
 
-    def test_states(self) -> None:
+    def play_states(self, seeds: range) -> None:
         """No step goes on from a state of other tokens, and none such is stored."""
-        self.play_states(range(FIRST_SEED, FIRST_SEED + QUICK_STATES))
+        self.play_kind([with_states(draw(seed)) for seed in seeds], "checked states")
 
     def play_drafts(self, seeds: range) -> None:
-        """Play scenarios with a draft that has layers of its own."""
-        total: Counter[str] = Counter()
-        for seed in seeds:
-            total += play(with_draft(draw(seed)))
-        for event in ("rejected drafts", "loaded tokens", "hit at the end", "stored chunks"):
-            with self.subTest(event):
-                self.assertGreater(total[event], 0)
-
-    def test_drafts(self) -> None:
         """No step attends to a wrong slot of the draft's, none such is stored."""
+        self.play_kind([with_draft(draw(seed)) for seed in seeds], "rejected drafts")
+
+    def test_states_and_drafts(self) -> None:
+        """A model that keeps states, and one with a draft that has layers of its own."""
+        self.play_states(range(FIRST_SEED, FIRST_SEED + QUICK_STATES))
         self.play_drafts(range(FIRST_SEED, FIRST_SEED + QUICK_DRAFTS))
-
-    @soak
-    def test_many_drafts(self) -> None:
-        """The same for VUA_SIM_SEEDS seeds, from VUA_TEST_SEED on."""
-        self.play_drafts(range(FIRST_SEED, FIRST_SEED + SOAK_SEEDS))
-
-    @soak
-    def test_many_states(self) -> None:
-        """The same for VUA_SIM_SEEDS seeds, from VUA_TEST_SEED on."""
-        self.play_states(range(FIRST_SEED, FIRST_SEED + SOAK_SEEDS))
 
     def test_bugs_are_caught(self) -> None:
         """A connector with a bug fails in a scenario in which the real one does not."""
-        self.assertLessEqual(set(QUICK_BUGS), set(self.mutations()))
-        for name in QUICK_BUGS:
+        for name in MUTATIONS:
             with self.subTest(name):
                 self.assert_caught(name)
-
-    @soak
-    def test_every_bug_is_caught(self) -> None:
-        """The same for all bugs there are."""
-        for name in self.mutations():
-            with self.subTest(name):
-                self.assert_caught(name)
-
-    @staticmethod
-    def mutations() -> list[str]:
-        """The names of all bugs."""
-        from sim import state_mutants, window_mutants  # noqa: F401 - they register themselves
-        from sim.mutants import MUTATIONS
-
-        return list(MUTATIONS)
 
     def assert_caught(self, name: str) -> None:
         """Find a scenario that shows the bug, and play it without the bug."""
-        from sim.mutants import mutated, scenario
-
         for seed in range(TRIES):
             case = scenario(name, seed)
             try:
@@ -159,8 +110,7 @@ class SimulationTest(unittest.TestCase):
     @soak
     def test_many_random_scenarios(self) -> None:
         """The same for VUA_SIM_SEEDS seeds, from VUA_TEST_SEED on."""
-        self.play_all([draw(FIRST_SEED + number) for number in range(SOAK_SEEDS)], *RARE)
-
-
-if __name__ == "__main__":
-    unittest.main()
+        seeds = range(FIRST_SEED, FIRST_SEED + SOAK_SEEDS)
+        self.play_all([draw(seed) for seed in seeds], *RARE)
+        self.play_states(seeds)
+        self.play_drafts(seeds)

@@ -39,7 +39,6 @@ def extend(digest: int, tokens: Sequence[int]) -> list[int]:
 
 
 def next_token(digest: int) -> int:
-    """What the model says after a prefix."""
     return 5 + (digest >> 24) % VOCABULARY
 
 
@@ -58,7 +57,6 @@ class Chain:
             self._digests += extend(self._digests[-1], self._tokens[-1:])
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """The tokens from ``start`` to ``stop``."""
         self._grow(stop)
         return self._tokens[start:stop]
 
@@ -190,7 +188,6 @@ class Cache:
 
     @property
     def layers(self) -> dict[str, torch.Tensor]:
-        """The tensors as vLLM registers them."""
         return {
             layer_name(number): self._registered(number, self.memory[at])
             for layers in self.groups
@@ -265,5 +262,4 @@ class Oracle:
 
 
 def layer_name(number: int) -> str:
-    """What vLLM calls a layer."""
     return f"model.layers.{number}.self_attn.attn"

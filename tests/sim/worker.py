@@ -218,7 +218,6 @@ class Worker:
             self.counts["checked states"] += 1
 
     def _propose(self, request_id: str, sampled: Sequence[int]) -> list[int]:
-        """Draft tokens, of which some are right."""
         if not sampled:
             return []
         row = self._rows[request_id]
