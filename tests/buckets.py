@@ -44,7 +44,6 @@ class SeaweedFS:
     """A server of the S3 protocol that checks signatures, with a folder for its data."""
 
     def __init__(self, program: str) -> None:
-        """Start it, and wait until it answers."""
         self._program = program
         self.folder = Path(tempfile.mkdtemp(prefix="vua-weed-"))
         self._ports = _free_ports(9)

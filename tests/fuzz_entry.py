@@ -39,7 +39,6 @@ class Parser:
                 self.headers.append(data[: parse_entry(data).header_nbytes])
 
     def __call__(self, data: bytes) -> None:
-        """Parse; raises for whatever must not happen."""
         began_s, accepted = time.perf_counter(), False
         try:
             parse_entry(data)

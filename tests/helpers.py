@@ -134,7 +134,6 @@ def save_chunk(
 
 
 def keys_of(tokens: Iterable[int], chunk_tokens: int) -> list[ChunkKey]:
-    """The keys of a prompt's whole chunks."""
     chain = KeyChain(token_ids(list(tokens)), chunk_tokens)
     return chain.first(len(chain))
 
@@ -190,7 +189,6 @@ def model_arrays(layout: KVLayout, chunks: int, seed: int = 0) -> Arrays:
 
 
 def rectangle(arrays: Arrays, shard: Shard) -> Arrays:
-    """A shard of a whole model's bytes."""
     layers = slice(shard.layer_start, shard.layer_stop)
     heads = slice(shard.head_start, shard.head_stop)
     return [array[layers, heads] for array in arrays]

@@ -80,7 +80,6 @@ def existing(name: str, modules: set[str]) -> str:
 
 
 def programs() -> list[Path]:
-    """Every module of the tests and benchmarks."""
     return [path for root in PROGRAMS for path in sorted(root.rglob("*.py"))]
 
 

@@ -68,7 +68,6 @@ def right(rows: int, cache: list[list[torch.Tensor]], root: Path) -> bool:
 
 
 def cpu_s(pid: int) -> float:
-    """Processor time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -26,7 +26,6 @@ def shards(layers: int, heads: int) -> st.SearchStrategy[Shard]:
 
 
 def cells(shard: Shard) -> set[tuple[int, int]]:
-    """The (layer, head) pairs of a shard."""
     return set(
         itertools.product(
             range(shard.layer_start, shard.layer_stop), range(shard.head_start, shard.head_stop)

@@ -402,7 +402,6 @@ class Calls:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Look at one test, its fixtures included."""
         self._now, began = set(), time.monotonic()
         threading.settrace(self._look)
         sys.settrace(self._look)

@@ -21,7 +21,6 @@ class ProxiedTest(DirectoryTest):
     """The prompt was stored without harm."""
 
     def setUp(self) -> None:
-        """Start the proxy, and store the prompt."""
         super().setUp()
         self.proxy = FaultyProxy(seaweedfs().endpoint)
         self.addCleanup(self.proxy.close)

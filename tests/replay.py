@@ -87,7 +87,6 @@ class Cache:
 
 
 def ratio(hits: Iterator[int], trace: Trace) -> float:
-    """Blocks found of all blocks asked for."""
     return sum(hits) / sum(map(len, trace))
 
 

@@ -63,7 +63,6 @@ OTHER_VLLM = next(
 
 
 def tokens(count: int, seed: int) -> list[int]:
-    """Random token ids, without the special ones."""
     return random.Random(seed).choices(range(5, 500), k=count)
 
 
@@ -328,7 +327,6 @@ class Driver:
         return self.do({"phases": phases, "timeout_s": JOB_TIMEOUT_S * len(phases)})
 
     def do(self, job: dict[str, Any]) -> dict[str, Any]:
-        """Give a job and return its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(job).encode() + b"\n")
         self._process.stdin.flush()
@@ -367,7 +365,6 @@ class Driver:
 
 @cache
 def driver() -> Driver:
-    """The one driver of this test run."""
     return Driver()
 
 

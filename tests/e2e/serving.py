@@ -116,7 +116,6 @@ def starting(
 
 @contextmanager
 def servers(root: Path, *extra: Sequence[str]) -> Iterator[list[str]]:
-    """Running servers, see `starting`; yields their addresses."""
     with starting(root, *extra) as ready:
         yield ready()
 
@@ -129,7 +128,6 @@ def kill(process: Popen[bytes] | Fork) -> None:
 
 
 def tail(log: IO[bytes]) -> str:
-    """The end of what a server said."""
     log.seek(0)
     return log.read().decode(errors="replace")[-6000:]
 

@@ -62,7 +62,6 @@ Change = Callable[[Setup, Path], Setup]
 
 
 def _harmless() -> dict[str, Change]:
-    """What changes nothing in K and V."""
     return {
         "chunked": lambda s, _: s.with_arguments(chunked_prefill_size=128),
         "one at a time": lambda s, _: s.with_arguments(max_running_requests=1),

@@ -25,7 +25,6 @@ class Engine:
     """One scheduler."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        """Start it as SGLang's own process does."""
         import zmq
         from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
         from sglang.srt.plugins import load_plugins

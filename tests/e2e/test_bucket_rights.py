@@ -134,7 +134,6 @@ class User:
         assert (found.num_tokens, kv_bits(found.data)) == (12, kv_bits(KV))
 
     def lookup(self) -> None:
-        """Ask for the prompt. Raises VUAError, AssertionError."""
         with VUA(CONFIG, self.url) as vua:
             assert vua.lookup(TOKENS) == [12]
 

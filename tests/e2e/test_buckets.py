@@ -70,7 +70,6 @@ class BucketTest(EngineTest):
         return served
 
     def arrived(self) -> int:
-        """How many entries are in the bucket."""
         return len(self.chunks())
 
     def chunks(self, url: str = "") -> dict[str, bytes]:

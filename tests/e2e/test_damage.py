@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.damage import STRIKES, chunk_files, flip, stored, swap, truncate
+from e2e.damage import STRIKES, chunk_files, flip, stored, swap
 from e2e.harness import PROMPT, RESET, Batch, EngineTest, Served, run, tokens
 
 pytestmark = pytest.mark.vllm
@@ -59,20 +59,6 @@ class DamagedTest(EngineTest):
         damaged = self.check(320, corrupt=1, chunks_saved=1)
 
         self.assertIn("out of sight", damaged.log)
-
-    @pytest.mark.thorough
-    def test_truncated_file(self) -> None:
-        """A chunk whose file ends early is computed and stored again."""
-        truncate(self.file(9))
-
-        self.check(576, corrupt=1, chunks_saved=1)
-
-    @pytest.mark.thorough
-    def test_empty_file(self) -> None:
-        """A file without content, as a power cut may leave it, is no different."""
-        self.file(3).write_bytes(b"")
-
-        self.check(192, corrupt=1, chunks_saved=1)
 
     @pytest.mark.thorough
     def test_deleted_file(self) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import unittest
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
@@ -24,12 +22,10 @@ from e2e.serving import (
     free_port,
     kill,
     metric,
-    servers,
     starting,
     transfer,
     wait_until_healthy,
 )
-from helpers import soak
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
@@ -77,47 +73,6 @@ class DisaggregatedTest(ServerTest):
         self.assertEqual(expected, found)
         self.assertEqual([0, 4 * 640, 0], [*loaded, saved])
         self.assertEqual(20, len(stored(self.root)))
-
-    @soak
-    def test_prefill_and_decode(self) -> None:
-        """One computes and stores the prompt, the other loads it; the tokens are those of one."""
-        expected = self.baseline(Batch([PROMPT]))[0]
-        with (
-            servers(self.root, *ROLES) as (prefill, decode),
-            proxy(prefill, decode) as address,
-        ):
-            self.assertEqual(expected, complete(address))
-
-            self.assertEqual(640, metric(decode, "vua_loaded_tokens_total"))
-            self.assertEqual(0, metric(decode, "vua_chunks_saved_total"))
-            self.assertEqual(0, metric(prefill, "vua_loaded_tokens_total"))
-            self.assertEqual(10, len(stored(self.root)))
-            self.assertEqual(expected, self.streamed(address))
-            with proxy(f"http://127.0.0.1:{free_port()}", decode) as without_prefill:
-                self.assertEqual(expected, complete(without_prefill))
-
-    def streamed(self, address: str) -> list[int]:
-        """The tokens of the same completion, asked for one by one."""
-        body = {
-            "model": "tiny",
-            "prompt": PROMPT,
-            "max_tokens": 16,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "stream": True,
-        }
-        request = urllib.request.Request(
-            f"{address}/v1/completions",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        tokens: list[int] = []
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    tokens += json.loads(line[6:])["choices"][0]["token_ids"]
-        return tokens
 
 
 @unittest.skipUnless(PROXY.exists(), "not in a checkout")

@@ -70,7 +70,6 @@ class IdentityTest(EngineTest):
         return Phase(phase.batches, engine=phase.engine)
 
     def look(self, engine: dict[str, Any] | None = None, **batch: Any) -> Phase:
-        """An engine that is shown a picture."""
         settings = {"model": str(llava()), **SEEING, **(engine or {})}
         return self.phase(Batch([LOOK], **{"images": [1], **batch}), engine=settings)
 

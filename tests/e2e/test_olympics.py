@@ -23,7 +23,6 @@ LIMIT_S = 240.0
 @needs_vllm
 class OlympicsTest(unittest.TestCase):
     def outcomes(self, name: str, *accidents: str) -> dict[str, str]:
-        """What becomes of one subject, by accident."""
         (subject,) = (one for one in SUBJECTS if one.name == name)
         place = Path(tempfile.mkdtemp(prefix="vua-olympics-"))
         self.addCleanup(shutil.rmtree, place, ignore_errors=True)

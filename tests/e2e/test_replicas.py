@@ -46,7 +46,6 @@ class ReplicasTest(ServerTest):
         self.assertEqual(20, len(stored(self.root)))
 
     def loaded(self, address: str) -> list[float]:
-        """How many tokens each replica has loaded."""
         series = scraped(address)
         labels = (f'engine="{one}",model_name="tiny"' for one in (0, 1))
         return [series[f"vua_loaded_tokens_total{{{each}}}"] for each in labels]

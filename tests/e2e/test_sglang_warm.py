@@ -34,7 +34,6 @@ class WarmTest(unittest.TestCase):
         self.prompts, self.near = folder / "prompts.jsonl", folder / "near"
 
     def warm(self, texts: list[str], *words: str, status: int = 0) -> list[dict[str, Any]]:
-        """What the command says of each prompt."""
         self.prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
         done = subprocess.run(
             [str(PYTHON), "-m", "vua", "warm", str(self.prompts), "--json", *words],

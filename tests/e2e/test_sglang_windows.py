@@ -60,7 +60,6 @@ class WindowsTest(unittest.TestCase):
         cls.addClassCleanup(cls.server.close)
 
     def ask(self, ids: list[int]) -> Answer:
-        """Ask with nothing in SGLang's own memory."""
         self.server.forget()
         return self.server.ask(ids, new=NEW)
 

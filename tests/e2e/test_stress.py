@@ -9,7 +9,7 @@ import pytest
 
 from e2e.architectures import gpt_oss
 from e2e.controls import store_noise
-from e2e.harness import PROMPT, RESET, Batch, EngineTest, Phase, Served, run, tokens
+from e2e.harness import PROMPT, RESET, Batch, EngineTest, Served, run, tokens
 from helpers import soak
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
@@ -119,18 +119,3 @@ class SlowStorageTest(EngineTest):
                 self.assertEqual([[], expected[1], [], *expected[3:]], served.tokens)
                 self.assertEqual([256] * 4, served.cached[4:])
                 self.assertGreaterEqual(served.counts["tokens_loaded"], 6 * 256)
-
-    def test_lookups_that_take_too_long(self) -> None:
-        """A lookup without an answer in time is a miss; nothing wrong is stored meanwhile."""
-        batch = Batch([PROMPT, PROMPT[:300]])
-        expected = self.fill(batch)
-        slow = {"slow": {"lookup_s": 0.5}}
-
-        late, warm = run(
-            self.phase(batch, extra={"timeouts": {"lookup_s": 0.1}}, trouble=slow),
-            Phase([batch], root=self.root),
-        )
-
-        self.assertEqual([None, None], [late.problem, warm.problem])
-        self.assertEqual([expected, expected], [late.tokens, warm.tokens])
-        self.assertEqual([[0, 0], [640, 256]], [late.cached, warm.cached])

@@ -22,7 +22,6 @@ UNLIKE = 40
 
 
 def thumbnail(png: bytes) -> np.ndarray:
-    """A picture's brightness, in few large pixels."""
     from PIL import Image
 
     return np.asarray(Image.open(io.BytesIO(png)).convert("L").resize((24, 24)), dtype=np.float64)

@@ -56,7 +56,6 @@ class VersionsTest(EngineTest):
         self.assertNotIn(f"engine (v{vllm_version().public})", other)
 
     def by(self, driver: Driver | None, phase: Phase) -> Served:
-        """Serve with one of the two releases."""
         (served,) = run(phase, by=driver)
         self.assertIsNone(served.problem)
         return served

@@ -93,7 +93,6 @@ class Dead:
         self.faults: list[str] = []
 
     def call(self, name: str, where: object) -> None:
-        """Note a call, and let it wait."""
         path = where if isinstance(where, str) else getattr(where, "__fspath__", str)()
         if threading.get_ident() == self.engine:
             if self.hook and not path.startswith(CODE):

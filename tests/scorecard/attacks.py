@@ -147,7 +147,6 @@ def _lengths(sound: bytes, rest: bytes, nbytes: int) -> dict[str, bytes]:
 
 
 def _texts(text: bytes) -> dict[str, bytes]:
-    """Other texts in place of the JSON."""
     deep = 200_000
     return {
         "no JSON": b"not json",

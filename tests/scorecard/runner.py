@@ -54,7 +54,6 @@ class Outcome:
 
     @property
     def counts(self) -> bool:
-        """Whether the line counts in the total."""
         return self.verdict in POINTS
 
 
@@ -169,7 +168,6 @@ class Table:
 
     @property
     def failed_gates(self) -> list[int]:
-        """Gates that were run and not passed."""
         return [o.number for o in self.outcomes if o.gate and o.counts and o.verdict != "pass"]
 
     @property

@@ -113,11 +113,9 @@ class StoreSubject(Subject):
         self._stores: dict[str, Store] = {}
 
     def identity(self, model: str) -> Identity:
-        """Return what a model's namespace stands for."""
         return Identity(model=model, kv_dtype="uint8", chunk_tokens=_TOKENS, name=model)
 
     def store(self, model: str = "model") -> Store:
-        """Return the store of a model's namespace."""
         store = self._stores.get(model)
         if store is None:
             store = self._stores[model] = self.make_store(model)

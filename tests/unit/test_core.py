@@ -555,7 +555,6 @@ class TestDirectory(CoreTest):
 
 
 def cache_of_first(cache: list[list[torch.Tensor]], tokens: int) -> list[list[torch.Tensor]]:
-    """The first tokens of a KV cache."""
     return [[tensor[:, :, :tokens] for tensor in pair] for pair in cache]
 
 

@@ -57,7 +57,6 @@ class CacheMachine(RuleBasedStateMachine):
     """A cache beside a set of the chunks that must be in it."""
 
     def __init__(self) -> None:
-        """Open a cache in an empty directory."""
         super().__init__()
         self.root = Path(tempfile.mkdtemp(prefix="vua-test-"))
         self.vua = VUA(CONFIG, self.root)

@@ -50,7 +50,6 @@ def built(at: Path, *, mtime: int) -> list[Path]:
 
 
 def digests(files: list[Path]) -> dict[str, str]:
-    """What is in these files, by name."""
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 

@@ -16,7 +16,6 @@ Damage = Callable[[bytes], bytes]
 
 
 def only_file(subject: Subject, key: Key) -> Path:
-    """Return the one file of an entry."""
     files = subject.files(key)
     if len(files) != 1:
         raise RuntimeError(f"entry {key.number} has {len(files)} files, the test wants one")
@@ -42,7 +41,6 @@ def restore(path: Path, content: bytes) -> None:
 
 
 def judge(trial: Trial, looks: Sequence[Look]) -> None:
-    """Demand that every look was a miss."""
     names: dict[Look, str] = {
         "wrong": "no wrong bytes", "raised": "no exception", "hit": "damage is noticed"
     }  # fmt: skip

@@ -338,7 +338,6 @@ def scarce(trial: Trial) -> None:
 
 
 def _resources() -> tuple[int, int, int]:
-    """Return open descriptors, threads and resident bytes."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return (

@@ -31,7 +31,6 @@ class _Cache:
     into: bytearray
 
     def look(self) -> dict[str, int]:
-        """Get every entry; count what comes back."""
         seen = {"hit": 0, "miss": 0, "wrong": 0, "raised": 0}
         for key, right in self.right.items():
             self.into[: len(CANARY)] = CANARY

@@ -33,7 +33,6 @@ class Operation(NamedTuple):
         return self.name == "collection" and "Error: [Errno" in text
 
     def prepare(self) -> None:
-        """Make the directory what it was before."""
         copied(self.template, self.world.root)
 
 

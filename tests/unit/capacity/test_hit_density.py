@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 import tracemalloc
 import unittest
-from unittest import mock
 
 import numpy as np
 
-from vua.capacity import hit_density
 from vua.capacity.hit_density import Hint, HitDensity, Request
 
 NEW = 1 << 50
@@ -41,16 +39,6 @@ class TestHitDensity(unittest.TestCase):
     def worth(self, density: HitDensity, chunk: int, age_s: float) -> float:
         """What a chunk is worth so long after its last use."""
         return density.worth_at(rows_of(density)[chunk], age_s)
-
-    def test_used_often(self) -> None:
-        """What came back is worth more than what is new, and what is due more than what is not."""
-        density = taught()
-        self.assertTrue(density.is_learned)
-        density.note([Request(1200.0, [NEW + n for n in range(9)])])
-
-        self.assertGreater(self.worth(density, 0, 1.0), 3 * self.worth(density, NEW, 1.0))
-        self.assertGreater(self.worth(density, 0, 80.0), 2 * self.worth(density, 0, 1.0))
-        self.assertLess(self.worth(density, 0, 500.0), self.worth(density, 0, 80.0) / 2)
 
     def test_prefix(self) -> None:
         """A chunk is worth as much as the best of those that follow it."""
@@ -97,21 +85,6 @@ class TestHitDensity(unittest.TestCase):
             self.assertLess(20, len({*worths}))
         self.assertEqual(*found)
 
-    def test_sorted_in_parts(self) -> None:
-        """New chunks are found wherever they are kept, and once they are forgotten not."""
-        density = HitDensity(remembered=50)
-        with mock.patch.object(hit_density, "_RECENT", 7):
-            for number in range(40):
-                chunks = [(17 * at) % 97 for at in range(number, number + 5)]
-                density.note([Request(float(number), chunks)])
-                known = rows_of(density)
-                self.assertLessEqual({*chunks}, {*known})
-                asked = np.arange(97, dtype=np.uint64)
-                found = [known.get(at, -1) for at in range(97)]
-                self.assertEqual(found, density.rows(asked).tolist())
-        self.assertEqual(len(known), len({*known.values()}))
-        self.assertLess(len(known), 54)
-
     def test_a_million(self) -> None:
         """As many chunks as a million take less than 64 bytes each."""
         density, many = HitDensity(), 1 << 20
@@ -155,19 +128,6 @@ class TestHints(unittest.TestCase):
     def of(self, chunks: list[int], now_s: float) -> list[float]:
         rows = self.density.rows(np.array(chunks, dtype=np.uint64))
         return [float(worth) for worth in self.density.worths(now_s)[rows]]
-
-    def test_retained(self) -> None:
-        """Until its time a retained chunk is worth more than all that is learned; then as before.
-
-        Control: without the hint the documents are worth the same.
-        """
-        self.assertEqual(1, len({*self.worths(1201.0)}))
-        self.density.note_hints([Hint(1200.0, self.one, 20.0)])
-        best = max(self.of([0, 100, 3900], 1219.0))
-        self.assertGreater(self.worths(1219.0)[0], best + 10)
-        self.assertEqual(1, len({*self.worths(1219.0)[1:]}))
-        self.assertEqual(1, len({*self.worths(1221.0)}))
-        self.assertFalse(self.density.is_told)
 
     def test_retained_through_a_use(self) -> None:
         """A use does not end it, and of two times the last one counts."""

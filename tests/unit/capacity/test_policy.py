@@ -319,17 +319,6 @@ class TestLeastHitDensity(DirectoryTest):
         policy.asked(low)
         self.assertLess(policy.rank_of_new(new[0], new[0], ""), HIGHEST)
 
-    def test_few_looked_at(self) -> None:
-        """The first chunks that a sweep looks at may be in use: they do not tell what goes next."""
-        policy, new = self.capacity(self.requests).policy, self.names(self.prompt(7000, *range(9)))
-        policy.asked(new)
-        policy.refused(new[0])
-        names = [name for keys in self.loved for name in self.names(keys)]
-        looked_at = policy.rank(self.now_ns).of
-        for some, refuses in ((names[:63], False), (names[63:], True)):
-            looked_at(some, np.full(len(some), self.now_ns))
-            self.assertEqual(refuses, policy.rank_of_new(new[0], new[0], "") < HIGHEST)
-
     def others(self) -> list[tuple[int, list[str]]]:
         found = [self.names(self.prompt(9000 + one, *range(9))) for one in range(500)]
         return [*enumerate(found)]

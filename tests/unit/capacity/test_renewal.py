@@ -37,7 +37,6 @@ class RenewalTest(DirectoryTest):
         self.assertEqual(0, run("ttl", self.url, "2d")[0])
 
     def place(self) -> str:
-        """Return the URL of an empty bucket."""
         return memory_url()
 
     def use(self, days: float, near: str | None = None) -> int:

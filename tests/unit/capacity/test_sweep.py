@@ -164,7 +164,6 @@ class TestParts(SweepTest):
             asked = 0
 
             def rank(self, now_ns: int) -> Ranks:
-                """The first one is for the search."""
                 self.asked += 1
                 if self.asked == 1:
                     return super().rank(now_ns)

@@ -43,7 +43,6 @@ class UpkeepTest(DirectoryTest):
     """A directory of one model's prompts."""
 
     def setUp(self) -> None:
-        """Find out how large a prompt is."""
         super().setUp()
         self.root /= "cache"
         with VUA(config("1G"), self.root) as vua:

@@ -30,7 +30,6 @@ class TestUseLog(DirectoryTest):
     """A directory that two processes use."""
 
     def setUp(self) -> None:
-        """Make it ours, and let two write."""
         super().setUp()
         make_mark(self.root)
         self.one, self.other = UseLog(self.root), UseLog(self.root)
@@ -54,45 +53,6 @@ class TestUseLog(DirectoryTest):
         self.assertEqual([[], []], [self.numbers(self.one), self.numbers(self.other)])
         self.one.append([chunk(1)])
         self.assertEqual([[stands_for(chunk(1))]], self.numbers(self.other))
-
-    def test_hints_are_apart(self) -> None:
-        """Requests are read without hints, hints without requests, by all and once."""
-        hints, others = HintLog(self.root), HintLog(self.root)
-        self.one.append([chunk(1), chunk(2)])
-        hints.tell([chunk(1), chunk(2)], 2.5)
-        hints.tell([chunk(1)], 0.0)
-        hints.tell([chunk(1)], 1e30)
-        self.assertEqual([[stands_for(chunk(1)), stands_for(chunk(2))]], self.numbers(self.other))
-        found = [*others.hints()]
-        self.assertEqual(
-            [([1, 2], 2.5), ([1], 0.0), ([1], 1e9)],
-            [
-                (
-                    [1 + [*map(stands_for, (chunk(1), chunk(2)))].index(n) for n in one.chunks],
-                    one.retain_s,
-                )
-                for one in found
-            ],
-        )
-        for one in found:
-            self.assertAlmostEqual(time.time(), one.time_s, delta=5)
-        self.assertEqual([], [*others.hints()])
-
-    def test_one_by_one(self) -> None:
-        """Requests of all processes come in the order of time, each once, as they are asked for."""
-        for number in range(6):
-            (self.one, self.other)[number % 2].append([chunk(number)])
-        requests = UseLog(self.root).requests()
-        found = [next(requests) for _ in range(3)]
-        self.other.append([chunk(6)])
-        found += requests
-        times_s = [one.time_s for one in found]
-        self.assertEqual(sorted(times_s), times_s)
-        names = [int(one.chunks[0]) for one in found]
-        for first in (0, 1):
-            of_one = [stands_for(chunk(number)) for number in range(first, 6, 2)]
-            self.assertEqual(of_one, [name for name in names if name in of_one])
-        self.assertEqual(6, len(names))
 
     def test_nothing_is_kept_in_memory(self) -> None:
         """Who only writes, as an engine's scheduler does, holds nothing of what was written."""

@@ -40,7 +40,6 @@ class StoredTest(CliTest):
     URL = "sqlite://here"
 
     def setUp(self) -> None:
-        """Copy them, and let commands open them."""
         super().setUp()
         self.spaces = [path for path in sorted(self.root.iterdir()) if len(path.name) == 64]
         self.storages: dict[str, SQLiteStorage] = {}
@@ -60,7 +59,6 @@ class StoredTest(CliTest):
         return StorageCatalog(where, self.storages, self.describe, self.kept)
 
     def describe(self, name: str) -> Description:
-        """What the directory says of a namespace."""
         return read_description(self.root / name)
 
     def copy(self, storage: SQLiteStorage, name: str, data: bytes) -> None:

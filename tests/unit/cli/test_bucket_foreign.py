@@ -61,7 +61,6 @@ class ForeignTest(DirectoryTest):
     """The quick tests take those whose names are nearest to ours."""
 
     def place(self) -> str:
-        """Return the URL of an empty place."""
         return memory_url()
 
     def check(self, url: str, keys: dict[str, bytes]) -> None:

@@ -36,15 +36,6 @@ class TestLs(CliTest):
         self.assertEqual(["F32", "4", "3", "3", "16.5", "KiB"], rows["llama"][2:8])
         self.assertEqual(["BF16", "4", "1", "1", "4.8", "KiB"], rows["qwen"][2:8])
 
-    def test_long(self) -> None:
-        """With --long every chunk has one."""
-        _, out, _ = run("ls", "-l", self.root)
-
-        for path in self.files():
-            self.assertIn(path.parent.name, out)
-            self.assertIn(str(path.parents[2]), out)
-        self.assertIn("l0-3.h0-2", out)
-
     def test_model(self) -> None:
         """Namespaces are chosen by a part of their model's name, or by their own."""
         name = self.entries()[0].parents[2].name

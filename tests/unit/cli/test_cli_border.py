@@ -156,7 +156,6 @@ class TestDirectory(CliTest):
                 self.assertEqual(*(re.sub(volatile, "", one[1]) for one in (expected, found)))
 
     def prefix(self) -> list[str]:
-        """The chunks that both namespaces may have."""
         return [key.name for key in keys_of(TOKENS.tolist(), 4)[:2]]
 
     def test_given(self) -> None:

@@ -35,7 +35,6 @@ class BucketCliTest(DirectoryTest):
         self.put("qwen", 1)
 
     def place(self) -> str:
-        """Return the URL of an empty bucket."""
         return memory_url()
 
     def put(self, model: str, chunks: int, first: int = 0) -> None:
@@ -58,19 +57,6 @@ class BucketCliTest(DirectoryTest):
         data[-1] ^= 1
         self.bucket.put(key, bytes(data))
         return key
-
-    def test_ls_and_du(self) -> None:
-        """They list namespaces, chunks and bytes, and say what that cost."""
-        code, report = run_json("ls", self.url, "--long")
-        chunks = sorted(one["chunks"] for one in report["namespaces"])
-        self.assertEqual((0, [1, 3]), (code, chunks))
-        nbytes = sum(one.nbytes for one in self.bucket.walk() if one.key in self.entries())
-        self.assertEqual(nbytes, sum(one["nbytes"] for one in report["namespaces"]))
-        code, report = run_json("du", self.url)
-        self.assertEqual((0, 4, nbytes), (code, report["chunks"], report["nbytes"]))
-        self.assertGreater(report["requests"]["list"], 0)
-        code, out, _ = run("ls", self.url, "--long")
-        self.assertIn(self.url, out)
 
     def test_verify(self) -> None:
         """What is damaged is found, and with --repair taken out of sight."""

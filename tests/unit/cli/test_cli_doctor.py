@@ -256,7 +256,6 @@ class TestAdvice(DirectoryTest):
         return found.get(name, ("ok", ""))
 
     def bad(self, name: str, advice: str, *words: str) -> None:
-        """It is bad, and this is advised."""
         level, text = self.finding(name, *words)
         self.assertEqual("bad", level)
         self.assertIn(advice, text)

@@ -57,7 +57,6 @@ class ExplainTest(DirectoryTest):
         return code, report["namespaces"]
 
     def chunk(self, index: int) -> Path:
-        """The file of one chunk of TOKENS."""
         name = keys_of(TOKENS, 4)[index].name
         return next(path for path in self.files() if path.parent.name == name)
 

@@ -161,7 +161,6 @@ class InterruptTest(CliTest):
         return running
 
     def end(self, running: subprocess.Popen[str]) -> None:
-        """Interrupt a command with all its processes."""
         os.killpg(running.pid, signal.SIGINT)
         _, err = running.communicate(timeout=120)
         self.assertEqual((INTERRUPTED, ""), (running.returncode, err))
@@ -216,7 +215,6 @@ class InterruptTest(CliTest):
 
 
 def group(number: int) -> list[int]:
-    """The processes of a group, without zombies."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

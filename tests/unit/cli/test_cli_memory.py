@@ -31,7 +31,6 @@ class Talk:
         self.looks = 0
 
     def tell(self, what: str, value: object) -> None:
-        """Count looks; a problem ends the test."""
         del value
         if what == "problem":
             raise AssertionError(what)
@@ -49,7 +48,6 @@ class MemoryTest(DirectoryTest):
     """Peaks of what Python and numpy allocate, with few chunks and with many."""
 
     def commands(self) -> dict[str, Callable[[], object]]:
-        """What runs each tool on the directory."""
         where = str(self.root)
         words = {
             "du": ["du"],
@@ -80,7 +78,6 @@ class MemoryTest(DirectoryTest):
             seen = now
 
     def page(self) -> None:
-        """Look twice, as the page's process does."""
         with self.assertRaises(EOFError):
             watch(str(self.root), Talk())  # type: ignore[arg-type]
 

@@ -33,7 +33,6 @@ class PromptTest(DirectoryTest):
     """A model whose tokenizer puts BOS before each text, as does its chat template."""
 
     def setUp(self) -> None:
-        """Make its files, and an empty cache."""
         from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
         super().setUp()

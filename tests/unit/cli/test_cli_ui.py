@@ -307,7 +307,6 @@ class RunsTest(DirectoryTest):
     """`vua.cli.looks` against the chunks one by one."""
 
     def tree(self) -> PrefixTree:
-        """Read the tree of the one namespace."""
         with spaces(self.root) as found:
             return read_prefix_tree(found[0])
 

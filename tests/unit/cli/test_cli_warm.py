@@ -67,7 +67,6 @@ def serving(usage: dict[str, Any]) -> Iterator[Server]:
 
 class WarmTest(DirectoryTest):
     def file(self, name: str, *lines: object) -> Path:
-        """A file of prompts, objects as JSON."""
         path = self.root / name
         texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
         path.write_text("\n".join(texts))

@@ -12,13 +12,11 @@ from vua.sglang.settings import settings_of
 
 
 def parse(**extra: object) -> ConnectorConfig:
-    """The settings with a directory and these."""
     return ConnectorConfig.from_extra_config({"shared_storage_path": "/kv", **extra})
 
 
 class ConnectorConfigTest(unittest.TestCase):
     def refused(self, extra: dict[str, object]) -> str:
-        """The message with which settings are refused."""
         with self.assertRaises(ConfigError) as caught:
             ConnectorConfig.from_extra_config(extra)
         return str(caught.exception)

@@ -85,7 +85,6 @@ class RingTest(DirectoryTest):
             self.assertEqual(bits(wanted), bits(found), at)
 
     def rings(self) -> SimpleNamespace:
-        """See what loads by the ring return."""
         found: list[device_transfer.RingResult] = []
         load = device_transfer.RingLoads.load
 

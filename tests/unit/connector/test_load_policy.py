@@ -100,19 +100,6 @@ class DecisionTest(unittest.TestCase):
         self.assertLessEqual(again.index("faster"), 6, again)
         self.assertEqual({"faster"}, set(again[again.index("faster") :]))
 
-    def test_loads_under_way(self) -> None:
-        """Loads that began before loads were left out are no probes, however slow they are."""
-        self.requests(5)
-        for at in range(8):
-            self.policy.ordered(str(at), 0, 640)
-        for at in range(8):
-            self.now += 10.0
-            self.policy.measured({str(at): 10.0})
-            self.policy.ended(str(at))
-            if at in range(2, 7):
-                self.assertEqual("compute", self.policy.decide(0, 640).reason)
-        self.assertEqual("probe", self.policy.decide(0, 640).reason)
-
     def test_longest_pause(self) -> None:
         """However long the storage was slow, it is tried again after a minute."""
         self.storage.token_s = 0.1
@@ -236,18 +223,6 @@ class DecisionTest(unittest.TestCase):
         # twice as fast and worth 1.5 times the wait: at most three of four
         self.assertGreaterEqual(whys.count("faster"), 6)
         self.assertLessEqual(whys.count("faster"), 9)
-
-    def test_busy_storage(self) -> None:
-        """A load waits for those before it, however long there have been any."""
-        self.storage.token_s = TOKEN_S / 2
-        self.requests(5)
-        self.policy.ordered("0", 0, 640)
-        for at in range(1, 100):
-            self.policy.ordered(str(at), 0, 640)
-            self.now += 0.33
-            self.policy.measured({str(at - 1): 0.33})
-            self.policy.ended(str(at - 1))
-            self.assertEqual("faster", self.policy.decide(0, 640).reason)
 
     def test_several_threads(self) -> None:
         """A load does not wait while there is a thread for it."""

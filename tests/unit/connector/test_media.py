@@ -43,13 +43,11 @@ class MediaTest(unittest.TestCase):
         self.media = self.begin()
 
     def begin(self, settings: str = "s", refused: str = "", blocks: int = 8) -> Any:
-        """What an engine with these settings has."""
         from vua.connector.media import Media
 
         return Media(settings, refused, blocks)
 
     def refused(self, found: Any, text: str) -> None:
-        """It is a refusal that says so."""
         from vua.connector.cache_spec import UncachedError
 
         self.assertIsInstance(found, UncachedError)

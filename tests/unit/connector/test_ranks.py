@@ -172,7 +172,6 @@ class StagedRanksTest(RanksTest):
         super().setUp()
 
     def exchange(self, layout: KVLayout, files: list[int]) -> None:
-        """Some sizes read what some sizes wrote."""
         for sizes, others in (((1, 1), ((2, 4),)), ((1, 8), ((1, 2),)), ((2, 4), ((1, 1),))):
             with self.subTest(written=sizes):
                 for path in self.files():

@@ -11,7 +11,6 @@ from vua.connector.request import MAX_RETAIN_S, MAX_WAIT_S, OptionReader, Reques
 
 class OptionsTest(unittest.TestCase):
     def setUp(self) -> None:
-        """A reader that has not complained yet."""
         self.reader = OptionReader(allow_pins=True)
 
     def read(self, **given: Any) -> RequestOptions:

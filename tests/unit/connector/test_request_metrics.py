@@ -24,7 +24,6 @@ if find_spec("vllm"):
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
 class RequestMetricsTest(unittest.TestCase):
     def setUp(self) -> None:
-        """Accounts with a clock that tests move."""
         self.now = 100.0
         self.stats = Recorder()
         layout = KVLayout(1, 1, 8, 8, "U8", 64)
@@ -35,7 +34,6 @@ class RequestMetricsTest(unittest.TestCase):
         self.request_metrics = RequestMetrics(self.stats, policy, clock=lambda: self.now)
 
     def counted(self) -> dict[str, dict[str, Any]]:
-        """What was recorded since the last call."""
         return self.stats.take() or {}
 
     def load(self, good: int | None, *seconds: float) -> dict[str, dict[str, Any]]:

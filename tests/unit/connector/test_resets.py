@@ -31,7 +31,6 @@ class ResetTest(unittest.TestCase):
     """Both halves of an engine that stores prompts of 64 tokens in four chunks."""
 
     def setUp(self) -> None:
-        """An engine that has stored one prompt."""
         from vua.vllm import page_layout
 
         root = self.enterContext(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))

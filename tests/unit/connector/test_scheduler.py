@@ -57,7 +57,6 @@ class SchedulerTest(unittest.TestCase):
         draft_tokens: int | None = None,
         **settings: Any,
     ) -> Any:
-        """The scheduler's half on an empty directory."""
         from vua.connector.cache_spec import Group, Model
         from vua.connector.scheduler import SchedulerSide
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import unittest
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -370,26 +369,6 @@ class HangingTest(DirectoryTest):
         save_step(side, order(room))
         until(lambda: side.saves.pending == 0)
         self.assertEqual(3 + len(keys), len(self.files()))
-
-    def test_written_after_the_copies(self) -> None:
-        """What the engine waits for, the copies, shares the machine with no write of its step."""
-        group, calls = self.side.groups[0], []
-        gather = group.gather
-
-        def watched(*args: Any) -> None:
-            gather(*args)
-            time.sleep(0.05)  # time enough for a thread that has something to write
-            calls.append(self.storage.calls)
-
-        self.storage.go.set()
-        with mock.patch.object(group, "gather", watched):
-            keys = keys_of(range(100, 148), 16)
-            orders = [SaveOrder([[1, 2, 3]], [(0, [key])]) for key in keys]
-            save_step(self.side, ConnectorMetadata(saves=orders))
-        until(lambda: self.side.saves.pending == 0)
-
-        self.assertEqual([0], calls)
-        self.assertEqual(3, self.storage.calls)
 
     def test_copies_that_fail(self) -> None:
         """Where chunks cannot be copied out, their buffers are there for the next ones."""

@@ -15,7 +15,6 @@ def column_form(block_size: int, dim: int) -> PageForm:
 
 
 def shuffled_form(block_size: int, dim: int) -> PageForm:
-    """A form that no stride can express."""
     generator = torch.Generator().manual_seed(block_size * dim)
     places = torch.randperm(2 * block_size * dim, generator=generator)
     k, v = places.view(2, block_size, dim)

@@ -36,7 +36,6 @@ def noise(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes as integers, for comparing."""
     return tensor.contiguous().view(INTEGERS[tensor.element_size()])
 
 
@@ -71,7 +70,6 @@ class Reference:
         return torch.stack([torch.stack(row, dim=1) for row in rows], dim=1)
 
     def scatter(self, ids: list[int], start: int, chunk: torch.Tensor, index: torch.Tensor) -> None:
-        """Put a chunk where its tokens belong."""
         for number, layer in enumerate(self.layers):
             for at in range(chunk.shape[2]):
                 spot = self._spot(ids, start + at, index)
@@ -373,7 +371,6 @@ class VllmTest(PagedTestCase):
     """vLLM's own operator is the truth."""
 
     def setUp(self) -> None:
-        """The operator, if this machine has it."""
         try:
             from vllm._custom_ops import cpu_attn_reshape_and_cache
         except ImportError as error:

@@ -94,7 +94,6 @@ def one_tensor(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
 
 
 def flash(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
-    """[2, B, N, H, D] per layer."""
     memory = noise(LAYERS, 2, BLOCKS, SLOTS, HEADS, DIM, dtype=dtype).to(device)
     return Engine([memory], list(memory), "2BNHD", lambda lay, a, b, n, h: memory[lay, a, b, n, h])
 
@@ -106,7 +105,6 @@ def flash_hnd(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
 
 
 def flashinfer(dtype: torch.dtype, device: torch.device = CPU) -> Engine:
-    """[B, 2, N, H, D] per layer."""
     memory = noise(LAYERS, BLOCKS, 2, SLOTS, HEADS, DIM, dtype=dtype).to(device)
     return Engine([memory], list(memory), "B2NHD", lambda lay, a, b, n, h: memory[lay, b, a, n, h])
 
@@ -338,7 +336,6 @@ class InterpretedKernelTest(MovesTest):
     sizes = ((2, 5, True),)  # the interpreter takes milliseconds per program
 
     def setUp(self) -> None:
-        """Take the kernel that the interpreter runs."""
         self.move = triton_kernels(interpreted=True).move
 
     @pytest.mark.thorough

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 import unittest
 from typing import Any
 from unittest import mock
@@ -178,36 +177,6 @@ class StagingTest(DirectoryTest):
             staging.load(staged, [torch.zeros(1, 8).long()] * 2)
         with self.assertRaisesRegex(InputError, "slot 52 is not"):
             staging.load(staged, [torch.full((1, 8), BLOCKS * BLOCK)])
-        self.assertEqual(before, bits(memory.cpu()))
-
-    def test_threads(self) -> None:
-        """Threads that share a staging load and save different blocks at the same time."""
-        memory, paged = engine(self.device, seed=1)
-        before = bits(memory.cpu())
-        staging = self.staging(paged, chunks=1, limit=6)
-        problems: list[object] = []
-
-        def work(block: int) -> None:
-            slots = slots_of([block, block + 1], BLOCK, 0, 8).view(1, 8)
-            for _ in range(20):
-                staged = staging.take()
-                staging.save([staged], [slots]).wait()
-                staging.load(staged, [slots]).wait()
-                staging.give_back(staged)
-
-        def guarded(block: int) -> None:
-            try:
-                work(block)
-            except Exception as error:  # noqa: BLE001 - reported below
-                problems.append(error)
-
-        threads = [threading.Thread(target=guarded, args=(2 * n,)) for n in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-        self.assertEqual([], problems)
         self.assertEqual(before, bits(memory.cpu()))
 
 

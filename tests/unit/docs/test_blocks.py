@@ -131,7 +131,6 @@ class BlockTest(unittest.TestCase):
                 os.chdir(before)
 
     def converse(self, page: Path, text: str) -> None:
-        """Run the commands of a console block."""
         for command, status, shown in session(text):
             words = shlex.split(command)
             self.assertEqual("vua", words[0], f"{page.name}: only `vua` is run in a console block")

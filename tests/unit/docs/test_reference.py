@@ -14,7 +14,6 @@ from vua.connector.metrics import METRICS, Metric
 
 
 def names(page: str) -> set[str]:
-    """The first column of a page's tables."""
     text = (reference.DOCS / page).read_text("utf-8")
     return set(re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE))
 

@@ -41,7 +41,6 @@ def check_header(codec: EntryCodec, header: memoryview, key: ChunkKey) -> np.nda
 def header_of(
     codec: EntryCodec | None = None, key: ChunkKey = SECOND, writer: str = "vua test"
 ) -> bytes:
-    """A header with checksums that count up."""
     codec = codec or EntryCodec(NAMESPACE, LAYOUT, LAYOUT.full)
     return encode_header(codec, key, np.arange(codec.blocks, dtype=np.uint64), writer=writer)
 

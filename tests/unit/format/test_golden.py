@@ -70,7 +70,6 @@ class IndependentReader:
         return self.begin + begin, self.begin + end
 
     def check_self(self) -> None:
-        """The `check` field, and where K begins."""
         start, _ = self.span("k")
         assert start % 4096 == 0
         before = self.data[:start]

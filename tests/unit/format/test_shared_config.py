@@ -119,6 +119,5 @@ class TestSharedConfig(unittest.TestCase):
 
 
 def among(value: object, shown: list[object]) -> bool:
-    """Whether a table's entry has a value."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     return "*" in shown or ("+" in shown and number) or any(is_equal(value, one) for one in shown)

@@ -39,7 +39,6 @@ class SpoolTest(unittest.TestCase):
         self.assertEqual(wanted.tolist(), parts)
 
     def filled(self, count: int) -> Spool:
-        """Append rows in parts of a hundred."""
         spool = Spool(KIND)
         for first in range(0, count, 100):
             spool.append(some(first, min(100, count - first)))

@@ -27,7 +27,6 @@ TOKENS = torch.arange(100, 164)
 
 class TestThreads(unittest.TestCase):
     def threads(self, most: int = 2) -> Pool[None]:
-        """Threads that are closed at the end."""
         threads = Pool[None](most, "test")
         self.addCleanup(threads.close)
         return threads

@@ -60,7 +60,6 @@ class TestLlamaCpp(DirectoryTest):
         return llm, cache
 
     def loaded(self, cache: Any, prompt: list[int]) -> int:
-        """How many tokens the cache gives back."""
         try:
             return int(cache[prompt].n_tokens)
         except KeyError:

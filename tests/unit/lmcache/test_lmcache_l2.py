@@ -51,7 +51,6 @@ class TestL2Adapter(DirectoryTest):
         return [ObjectKey(bytes([number] * 32), **given) for number in range(count)]
 
     def objects(self, values: list[torch.Tensor]) -> list[Any]:
-        """LMCache's objects in the memory of tensors."""
         from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
         made = []

@@ -54,13 +54,11 @@ class SecurityTest(DirectoryTest):
 
     @contextlib.contextmanager
     def open(self, **settings: object) -> Iterator[VUA]:
-        """The cache, with these settings of Security."""
         config = VUAConfig(split_factor=8, threads=1, security=Security(**settings))  # type: ignore[arg-type]
         with VUA(config, self.cache) as vua:
             yield vua
 
     def put(self, **settings: object) -> int:
-        """Store it; how many chunks were written."""
         with self.open(**settings) as vua:
             return vua.put(TOKENS, CACHE)
 

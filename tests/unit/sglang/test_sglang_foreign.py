@@ -26,7 +26,6 @@ def model() -> Any:
 
 
 def foreign(changed: Any) -> dict[str, Any]:
-    """What of a model is not SGLang's."""
     from vua.sglang.identity import foreign_code
 
     return foreign_code(SimpleNamespace(model=changed))

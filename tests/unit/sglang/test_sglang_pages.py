@@ -222,7 +222,6 @@ class TransfersTest(DirectoryTest):
         self.assertEqual(2, len(self.files_of(PAGES - 1)))
 
     def save(self, ranks: int) -> None:
-        """Store the prompt by so many ranks."""
         each = HEADS // ranks
         for rank in range(ranks):
             shard = Shard(0, LAYERS, rank * each, (rank + 1) * each)

@@ -48,7 +48,6 @@ class FollowedTest(DirectoryTest):
         return vua
 
     def writer(self, **settings: object) -> VUA:
-        """A cache that has stored a prompt."""
         vua = self.open(**settings)
         self.assertEqual(4, vua.put(TOKENS, CACHE))
         self.now_s = time.monotonic()  # where its own clock is
@@ -62,7 +61,6 @@ class FollowedTest(DirectoryTest):
         return namespace.storage
 
     def later(self) -> None:
-        """Let the time for a look come."""
         self.now_s += LOOK_S
 
     def space(self) -> Path:

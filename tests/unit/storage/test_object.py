@@ -111,22 +111,6 @@ class BucketTest(DirectoryTest):
         self.assertEqual(4, self.put(self.url))
         self.assertEqual(64, get(self.url)[0])
 
-    def test_sealed(self) -> None:
-        """With keys the names are secret and the bytes encrypted before they leave."""
-        key = self.root / "key"
-        key.write_text(os.urandom(32).hex())
-        key.chmod(0o600)
-        sealed = VUAConfig(
-            split_factor=16, model="tiny", security=Security(key_file=str(key), encrypt=True)
-        )
-        self.put(self.url, sealed)
-        self.assertEqual((64, kv_bits(KV)), get(self.url, sealed))
-        self.assertEqual(0, get(self.url)[0])
-        raw = torch.cat([one.flatten() for pair in KV for one in pair]).numpy().tobytes()
-        bucket = Bucket.at(self.url)
-        for one in bucket.walk():
-            self.assertNotIn(raw[:64], bytes(bucket.get(one.key)[1]))
-
     def test_copied_both_ways(self) -> None:
         """A directory copied as it is into a bucket is a cache, and the reverse."""
         source, target = self.root / "source", self.root / "target"
@@ -313,7 +297,6 @@ class SeaweedFSTest(BucketTest):
     """The same on a real server."""
 
     def setUp(self) -> None:
-        """Take an empty place in a bucket."""
         DirectoryTest.setUp(self)
         self.url = seaweedfs().place()
         self.enterContext(speaking_to(seaweedfs().endpoint))

@@ -57,7 +57,6 @@ class TlsTest(DirectoryTest):
         self.url = seaweedfs().place()
 
     def speak(self, **more: str) -> None:
-        """Speak to the proxy from now on."""
         self.enterContext(speaking_to(self.proxy.endpoint, AWS_ALLOW_HTTP="false", **more))
 
     def found(self) -> int:

@@ -26,7 +26,6 @@ class TestClosing(DirectoryTest):
 
     @contextmanager
     def failing(self) -> Iterator[list[str]]:
-        """Let them fail; yields what was closed."""
         real, closed = os.close, list[str]()
 
         def close(fd: int) -> None:

@@ -44,7 +44,6 @@ class DescriptionTest(DirectoryTest):
         return got.num_tokens
 
     def stored(self) -> int:
-        """How many chunks a new writer stores."""
         with VUA(CONFIG, self.root) as vua:
             return vua.put(TOKENS, CACHE)
 
@@ -228,7 +227,6 @@ class TestCounted(DirectoryTest):
 
     @staticmethod
     def salted(name: str) -> list[str]:
-        """The arguments for a directory of keys."""
         return ["--salt", "s"] if name == "tenants" else []
 
     def test_travels(self) -> None:

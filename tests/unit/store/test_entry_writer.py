@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from helpers import DirectoryTest, Memory, keys_of, model_arrays, native_code, rectangle
-from vua.capacity import marks
 from vua.capacity.limits import Limits
 from vua.capacity.lru import mtime_ns_of
 from vua.errors import InputError, StorageError
@@ -236,20 +235,6 @@ class WriterTest(DirectoryTest):
         with self.assertNoLogs("vua.capacity", "WARNING"):
             self.assertEqual(chunks, EntryWriter(store, memory.map()).save_all(keys))
 
-    def test_hints(self) -> None:
-        """Where chunks have hints of their own, each is settled as it is stored."""
-        store, keys, memory = self.open(), self.keys(), self.memory()
-        saver = EntryWriter(store, memory.map())
-        saver.ttl_s = 100.0
-        self.assertEqual(5, saver.save_all(keys[:5]))
-        assert store.capacity is not None
-        space = store.capacity.space
-        self.assertEqual(100, marks.ttl_s_of(space, keys[4].name))
-        saver.ttl_s = None
-        self.assertEqual(CHUNKS - 5, saver.save_all(keys))
-        self.assertIsNone(marks.ttl_s_of(space, keys[4].name))
-        self.assertIsNone(marks.ttl_s_of(space, keys[0].name))
-
     def test_durable(self) -> None:
         """Each file is synced before it has its name, and then the directories that lead to it."""
         store, keys, memory = self.open(durable=True), self.keys(), self.memory()
@@ -287,26 +272,6 @@ class WriterTest(DirectoryTest):
                 with mock.patch("os.fsync", fsync), self.assertRaises(StorageError):
                     writer.save_all(keys[:2])
                 self.assertEqual(what == "directory", bool(self.files(store)))
-
-    def test_sealed(self) -> None:
-        """Sealed entries, encrypted or not, are batches as any other; each has its own tags."""
-        key_file = self.root / "key"
-        key_file.write_text("ab" * 32)
-        key_file.chmod(0o600)
-        for encrypt in (False, True):
-            security = Security(key_file=str(key_file), encrypt=encrypt)
-            with self.subTest(encrypt=encrypt):
-                store, memory = self.open(f"sealed-{encrypt}", security=security), self.memory()
-                with mock.patch.object(store.storage, "write", wraps=store.storage.write) as write:
-                    self.assertEqual(CHUNKS, EntryWriter(store, memory.map()).save_all(self.keys()))
-                self.assertLess(write.call_count, CHUNKS)
-                payload = model_arrays(LAYOUT, CHUNKS)[0][0, 0, :4].tobytes()
-                found = any(payload in data for data in self.files(store).values())
-                self.assertEqual(not encrypt, found)
-                loaded = Memory(LAYOUT, LAYOUT.full, CHUNKS)
-                self.assertEqual(CHUNKS, store.load(self.keys(), loaded.map()).chunks)
-                for want, got in zip(memory.buffers, loaded.buffers, strict=True):
-                    np.testing.assert_array_equal(want, got)
 
     def test_deleted_namespace(self) -> None:
         """A namespace that was deleted under the process is made anew."""

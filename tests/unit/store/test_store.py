@@ -72,7 +72,6 @@ class StoreTest(DirectoryTest):
     """Whether to go through the load loop in C, where this machine has it."""
 
     def setUp(self) -> None:
-        """Make a store with nothing in it."""
         super().setUp()
         mode = "require" if self.native and has_native() else "off"
         self.enterContext(native_code(mode))
@@ -107,7 +106,6 @@ class StoreTest(DirectoryTest):
         return written
 
     def save_whole(self) -> None:
-        """Save all chunks as one shard each."""
         self.save(self.store, self.model, [self.layout.full], self.keys)
 
     def check(

@@ -64,7 +64,6 @@ class TierTest(DirectoryTest):
         self.url = self.place()
 
     def place(self) -> str:
-        """Return the URL of an empty bucket."""
         return memory_url()
 
     def tiers(self, host: str) -> list[str]:
@@ -146,23 +145,6 @@ class TierTest(DirectoryTest):
                 self.assertTrue(waits.wait(300))
                 self.assertEqual((0, set()), (travel.counts["brought"], self.local("b")))
             until(lambda: travel.counts["brought"] == 4)
-
-    def test_a_pause_comes_before_what_is_written_back(self) -> None:
-        """The next load often follows at once: it is not to meet a write."""
-        self.put("a")
-        pause_s = 0.3
-        with (
-            self.open("b") as vua,
-            mock.patch("vua.store.travel._PAUSE_S", pause_s),
-            mock.patch("vua.store.travel._LONGEST_WAIT_S", 300.0),
-        ):
-            vua.get_closest(TOKENS + 1)  # opens it
-            travel = namespace_of(vua).travel
-            with travel.reading():
-                self.assertEqual(64, vua.get_closest(TOKENS).num_tokens)
-                end_s = time.monotonic()
-            until(lambda: travel.counts["brought"] > 0)
-            self.assertGreaterEqual(time.monotonic() - end_s, pause_s)
 
     def test_what_was_not_sent_is_found_again(self) -> None:
         """Chunks stored without the bucket, or left by a crash, are sent by the next who opens."""
@@ -380,19 +362,4 @@ class SeaweedFSTierTest(TierTest):
         self.enterContext(speaking_to(seaweedfs().endpoint))
         return seaweedfs().place()
 
-    test_more_than_one_read_takes = None  # of the directory alone
-
-
-class DirectoryBehindTest(TierTest):
-    """The same with another directory behind the first one."""
-
-    def place(self) -> str:
-        return str(self.root / "behind")
-
-    def keys(self) -> set[str]:
-        return self.local("behind")
-
-    test_deleted_behind = None  # times to live are the other directory's own matter
-    test_without_the_bucket = None
-    test_damage_is_not_copied = None
     test_more_than_one_read_takes = None  # of the directory alone

@@ -42,7 +42,6 @@ class KilledTest(DirectoryTest):
         self.process = self.enterContext(process)
 
     def place(self) -> str:
-        """Return the URL of an empty bucket."""
         return f"file://{self.root}/bucket"
 
     def traveller(self, number: int, last: int) -> int:

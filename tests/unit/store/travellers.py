@@ -28,7 +28,6 @@ def prompt(number: int) -> torch.Tensor:
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Wait for something that a thread does."""
     stop_s = time.monotonic() + 300
     while not true():
         if time.monotonic() > stop_s:
