@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import unittest
-from typing import Any
 
-from olympics.cells import ACCIDENTS, CELLS, CONTROL_OF, CONTROLS, judged
+from olympics.cells import ACCIDENTS, CELLS, CONTROL_OF, CONTROLS
 from olympics.page import (
     FACTS,
     PAGE,
@@ -17,31 +16,6 @@ from olympics.page import (
 )
 
 RESULTS = PAGE.parent / "measurements" / "olympics.json"
-
-
-def life(*told: dict[str, Any], status: int | None = 0, log: str = "") -> dict[str, Any]:
-    return {"told": [{"made": True}, *told], "status": status, "log": log}
-
-
-class TestVerdicts(unittest.TestCase):
-    """What a cell says of what was seen."""
-
-    def test_each(self) -> None:
-        """Right, miss, wrong, crash and hang."""
-        good = {"tokens": [1, 2], "cached": 64, "seconds": 0.5}
-        closed = {"closed": True}
-        for expected, lived in (
-            ("right", life(good, closed)),
-            ("miss", life({**good, "cached": 0}, closed)),
-            ("wrong", life({**good, "tokens": [1, 3]}, closed)),
-            ("wrong", life({**good, "tokens": [1, 3]}, status=-9)),
-            ("crash", life({"problem": "OSError"}, status=0)),
-            ("crash", life(status=-6, log="aborted\n")),
-            ("hang", life(status=None)),
-        ):
-            with self.subTest(expected, lived=lived):
-                self.assertEqual(expected, judged(lived, [[1, 2]]).outcome)
-        self.assertIn("aborted", judged(life(status=-6, log="aborted\n"), [[1]]).detail)
 
 
 class TestPage(unittest.TestCase):

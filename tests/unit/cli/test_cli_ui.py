@@ -235,12 +235,6 @@ class AccessTest(unittest.TestCase):
         self.fuzz(200)
         self.assertEqual(200, self.page.ask("GET", "/api/overview")[0])
 
-    @pytest.mark.thorough
-    def test_many_bytes(self) -> None:
-        """So it is with 10,000."""
-        self.fuzz(10_000)
-        self.assertEqual(200, self.page.ask("GET", "/api/overview")[0])
-
     def test_half_open(self) -> None:
         """Connections that say nothing, or slowly, keep neither threads nor others' answers."""
         with contextlib.ExitStack() as stack:

@@ -170,18 +170,6 @@ class DecisionTest(unittest.TestCase):
                 changes = sum(a != b for a, b in pairwise(settled))
                 self.assertLessEqual(changes, 4, f"ratio {ratio}, seed {seed}: {whys}")
 
-    def test_only_long_ones_pay(self) -> None:
-        """Where a load has a high fixed cost, long prefixes are loaded and short ones computed."""
-        self.storage.fixed_s = 0.5
-        self.requests(12, 128, 640, 2560)
-        whys = self.requests(30, 128, 640, 2560)
-        self.assertEqual({"compute"}, set(whys[0::3]) - {"probe"})
-        self.assertEqual({"faster"}, set(whys[1::3]) | set(whys[2::3]))
-
-        self.storage.fixed_s = 0.01
-        whys = self.requests(60, 128, 640, 2560)
-        self.assertEqual({"faster"}, set(whys[-12:]))
-
     def test_longer_than_measured(self) -> None:
         """Noise among short probes does not make long loads cheap: they take as much per token."""
         for tokens, took_s in ((64, 1.5), (64, 2.4), (64, 1.9), (128, 2.6), (64, 2.3), (128, 2.9)):
@@ -280,19 +268,6 @@ class DecisionTest(unittest.TestCase):
         self.now += 10.0
         self.assertEqual((6400, "probe"), self.shape(self.policy.decide(0, 6400)))
         self.assertEqual(2 * CHUNK * TOKEN_NBYTES, windowed.loaded_nbytes(0, 6400))
-
-    def test_asking_again(self) -> None:
-        """VLLM may ask as often as it likes: a probe is only begun when it is ordered."""
-        self.storage.token_s = 0.1
-        self.requests(4)
-        self.now += 1.0
-        for _ in range(5):
-            decision = self.policy.decide(0, 640)
-            self.assertEqual("probe", decision.reason)
-        self.policy.ordered("probe", 0, decision.tokens)
-        self.assertEqual("compute", self.policy.decide(0, 640).reason)
-        self.policy.ended("probe")
-        self.assertEqual("probe", self.policy.decide(0, 640).reason)
 
     def test_slowest_worker(self) -> None:
         """Of several workers the slowest counts."""

@@ -151,28 +151,6 @@ class PrefixTest(DirectoryTest):
         self.assertEqual((frozenset(),), found.windows)
         self.assertEqual((WINDOWED.group,), tuple(g.layout.group for g in model.leading))
 
-    @pytest.mark.thorough
-    def test_long_blocks(self) -> None:
-        """Where a block is longer than a chunk, what is stored makes a hit at a block's end."""
-        from vua.connector.prefix_match import find
-
-        for block, ragged in ((16, 0), (24, 3), (40, 0), (48, 7)):
-            with self.subTest(block=block, ragged=ragged):
-                root = self.root / str(block)
-                root.mkdir()
-                model, tokens = self.model(FULL, WINDOWED, block=block), CHUNKS * SIZE + ragged
-                keys = self.keys(tokens)
-                full, windowed = stores = Namespace.create(
-                    root, model.identity, [FULL, WINDOWED]
-                ).stores
-                found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
-                self.store(full, keys, range(CHUNKS))
-                self.store(windowed, keys, found.windows[1])
-
-                found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
-
-                self.assertEqual((tokens - 1) // block * block, found.tokens)
-
     def test_what_no_longer_prompt_could_load(self) -> None:
         """Of all chunks of a prompt those are worth storing that a longer one loads."""
         from vua.connector.prefix_match import find

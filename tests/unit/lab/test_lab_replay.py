@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from pathlib import Path
 
 from helpers import DirectoryTest, flip
 from lab.__main__ import main
@@ -55,30 +54,6 @@ class TestReplay(DirectoryTest):
         self.assertEqual([(4,)] * 2, [request.whole for request in read(trace, 2)])
         with self.assertRaisesRegex(InputError, "bad, line 2"):
             read(bad)
-
-    def write(self, name: str, *lines: tuple[list[int], int]) -> str:
-        trace = self.root / name
-        text = (json.dumps({"hash_ids": ids, "input_length": tokens}) for ids, tokens in lines)
-        trace.write_text("\n".join(text))
-        return str(trace)
-
-    def test_blocks_of_another_size(self) -> None:
-        """A trace is read with the size of its blocks; with another one nothing is cut: refused."""
-        small = self.write("small", ([1, 2, 3], 130), ([1, 2, 4], 192), ([], 1))
-        found = read(Path(small), block_tokens=64)
-        self.assertEqual([(1, 2), (1, 2, 4), ()], [request.whole for request in found])
-        for size in (512, 128, 32):
-            with self.subTest(size), contextlib.redirect_stderr(io.StringIO()) as err:
-                words = () if size == 512 else ("--block-tokens", str(size))
-                self.assertEqual(2, command("replay", small, "--simulated", *words)[0])
-                self.assertRegex(err.getvalue(), rf"line 1: .*blocks of {size}.*--block-tokens")
-                self.assertIn("hold about 43 tokens", err.getvalue())
-
-    def test_blocks_that_are_no_prefixes(self) -> None:
-        """An id that follows two ids does not stand for a prefix: hits would be counted wrongly."""
-        trace = self.write("trace", ([1, 9], 1024), ([2, 9], 1024))
-        with self.assertRaisesRegex(InputError, "line 2: block 9 follows 2, and 1"):
-            read(Path(trace))
 
     def test_command(self) -> None:
         """The command replays a trace and says what policies would have reached."""

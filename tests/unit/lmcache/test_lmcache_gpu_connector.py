@@ -178,19 +178,6 @@ class ConformanceTest(unittest.TestCase):
                 self.assertTrue(case.bytes != make(dtype).bytes)
                 self.assertEqual(given, bits(obj.tensor))
 
-    def test_caches_of_inference_mode(self) -> None:
-        """Caches that were made in inference mode, as vLLM's are, can be written outside of it."""
-        for make in CASES:
-            with self.subTest(make=make.__name__):
-                with torch.inference_mode():
-                    case = make(torch.bfloat16, self.device)
-                before, obj = case.bytes, case.blob(TOKENS, torch.bfloat16)
-
-                case.connector.to_gpu(obj, 0, TOKENS, **case.arguments())
-                case.connector.from_gpu(obj, 0, TOKENS, **case.arguments())
-
-                self.assertTrue(before != case.bytes)
-
     def test_batched(self) -> None:
         """The batched pair does what the single calls do, range by range."""
         starts, ends = [0, 6, 12], [6, 12, 17]

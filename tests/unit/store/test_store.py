@@ -29,7 +29,6 @@ from helpers import (
     read_only,
     rectangle,
     save_chunk,
-    soak,
     swap,
 )
 from vua import native
@@ -604,15 +603,3 @@ class TestWays(StoreTest):
             mock.patch.object(posix, "_HAS_OPENAT2", new=False),
         ):
             self.use()
-
-    @soak
-    def test_large(self) -> None:
-        """Files of a hundred megabytes go through all ways too."""
-        layout = KVLayout(80, 8, 128, 128, "BF16", 256)
-        keys, model = keys_of(range(512), 256), model_arrays(layout, 2)
-        store = self.open(layout, "e" * 64)
-        self.save(store, model, split(layout, 2), keys)
-        for target in [layout.full, *split(layout, 4, (33,))]:
-            self.drop()
-            self.check(store, model, target, keys)
-            self.check(store, model, target, keys, 16)
