@@ -99,9 +99,11 @@ class ServeTest(ServerTest):
         with starting(self.root, [], plain=True) as ready:
             (expected,) = self.fill(Batch([PROMPT]))
             (address,) = ready()
-            answers = [complete(address), complete(address)]  # the first is compared
-            self.assertEqual([expected, expected], answers)
-            self.assertGreaterEqual(metric(address, HITS), 640)
+            for _ in range(6):  # some are computed: to be compared, and to measure the speed
+                self.assertEqual(expected, complete(address))
+                if metric(address, HITS):
+                    break
+            self.assertEqual(640, metric(address, HITS))
 
     @soak
     def test_restarted_server(self) -> None:
