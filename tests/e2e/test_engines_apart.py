@@ -25,7 +25,7 @@ CHANGED = (
     "rows of the embedding",
     "the rotary buffer",
     "an epsilon",
-    "a subclass",
+    "the scaling",
     "a patched forward",
     "rounded",
 )
