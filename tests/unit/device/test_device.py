@@ -322,6 +322,13 @@ class HostTest(MovesTest):
         self.assertEqual({2}, set(rows[2].tolist()))
         self.assertIn(set(rows[1].tolist()), ({1}, {3}))
 
+    def test_blocks(self) -> None:
+        """Slots as a request's blocks give them, cut by chunks and by what is wanted."""
+        for make in ENGINES:
+            slots = slots_of([3, 1, 2, 4, 0], SLOTS, 0, 20, wanted=(1, 18)).view(2, 10)
+            with self.subTest(make=make.__name__):
+                self.assert_moves(make, torch.bfloat16, slots)
+
     def test_without_native(self) -> None:
         """Without the loop in C Python copies the same."""
         with mock.patch("vua.native.entries.library", return_value=None):
