@@ -207,6 +207,19 @@ class OddKeysTest(DirectoryTest):
         self.assertEqual(0, run("rm", self.url, "--all", "--yes")[0])
 
 
+@pytest.mark.thorough
+class SeaweedFSOddKeysTest(OddKeysTest):
+    """The same on a real server, which takes fewer of them."""
+
+    folders_of_pages = ("x/0500-/", "x/1200-/")  # x/0500/ replaces x/0500 there
+
+    def serve(self) -> None:
+        """Take a place of it."""
+        self.endpoint = seaweedfs().endpoint
+        self.enterContext(speaking_to(self.endpoint))
+        self.url = seaweedfs().place()
+
+
 class OddFilesTest(DirectoryTest):
     """Files with odd names in a place that is a directory."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -273,6 +274,24 @@ class MovesTest(unittest.TestCase):
     def test_proof(self) -> None:
         """The trial that a kernel has to pass passes."""
         self.assertTrue(proves(self.move or choose(self.device).move, self.device))
+
+
+class RunsTest(MovesTest):
+    """PyTorch's other way: neighbours copied by one call, here however short the runs are."""
+
+    def setUp(self) -> None:
+        """Never fall back to indexing."""
+        self.enterContext(mock.patch.object(moves, "_RUN_TOKENS", 1))
+
+    def test_runs(self) -> None:
+        """Runs end with blocks, chunks and wherever a slot is not the next one."""
+        slots = np.array([[2, 3, 4, 5, 9], [10, -1, 0, 2, 3]])
+
+        first, slot, counts = moves.runs(slots, SLOTS)
+
+        found = [*zip(*divmod(first, 5), slot, counts, strict=True)]
+        expected = [(0, 0, 2, 2), (0, 2, 4, 2), (0, 4, 9, 1), (1, 0, 10, 1), (1, 2, 0, 1)]
+        self.assertEqual([*expected, (1, 3, 2, 2)], found)
 
 
 def chunks_of(engine: Engine, dtype: torch.dtype, count: int, tokens: int) -> list[torch.Tensor]:

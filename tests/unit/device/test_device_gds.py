@@ -205,6 +205,27 @@ class MoverTest(DirectoryTest):
         self.assertEqual([], list(self.root.iterdir()))
 
 
+@pytest.mark.gpu
+@NEEDS_CUDA
+class GPUPosixMoverTest(MoverTest):
+    """Through a page-locked buffer."""
+
+    device = torch.device("cuda:0")
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+@unittest.skipUnless(importlib.util.find_spec("cuda"), "needs cuda-bindings and nvidia-cufile")
+class CuFileMoverTest(MoverTest):
+    """cuFile itself."""
+
+    device = torch.device("cuda:0")
+
+    def mover(self) -> Mover:
+        """Open cuFile."""
+        return CuFileMover(self.device)
+
+
 class Broken(PosixMover):
     """A mover with one fault."""
 
@@ -379,3 +400,16 @@ class DirectReaderTest(DirectoryTest):
                 self.assertEqual((0, False), self.reader.read(self.keys, self.memory))
         self.assertIsNone(self.gds.mover)
         self.assertEqual((0, False), self.reader.read(self.keys, self.memory))
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+@unittest.skipUnless(importlib.util.find_spec("cuda"), "needs cuda-bindings and nvidia-cufile")
+class CuFileReaderTest(DirectReaderTest):
+    """The same by cuFile."""
+
+    device = torch.device("cuda:0")
+
+    def mover(self) -> Mover:
+        """Open cuFile."""
+        return CuFileMover(self.device)

@@ -283,6 +283,12 @@ class WriterTest(DirectoryTest):
         self.assertEqual(CHUNKS, store.lookup(keys))
 
 
+class PythonWriterTest(WriterTest):
+    """The same without the library."""
+
+    native = "off"
+
+
 class TestCovered(WriterTest):
     """What other shards hold already."""
 

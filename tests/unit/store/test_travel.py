@@ -346,6 +346,23 @@ class TierTest(DirectoryTest):
                 self.assertEqual(kv_bits(KV, tokens) if tokens else [], kv_bits(found.data))
 
 
+class DirectoryBehindTest(TierTest):
+    """The same with another directory behind the first one."""
+
+    def place(self) -> str:
+        """Return a directory."""
+        return str(self.root / "behind")
+
+    def keys(self) -> set[str]:
+        """The entries in it."""
+        return self.local("behind")
+
+    test_deleted_behind = None  # times to live are the other directory's own matter
+    test_without_the_bucket = None
+    test_damage_is_not_copied = None
+    test_more_than_one_read_takes = None  # of the directory alone
+
+
 @pytest.mark.thorough
 class SeaweedFSTierTest(TierTest):
     """The same with a real server."""
