@@ -23,11 +23,10 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vua.capacity.lease import upkeep_directory
 from vua.capacity.lru import Bare
-from vua.connector.adapters import Adapter
 from vua.connector.log import logger
 from vua.errors import VUAError
 from vua.io.files import atomic_write, make_directory, make_file
@@ -37,6 +36,9 @@ from vua.security.keyring import Keyring
 from vua.security.settings import Security
 from vua.storage.mark import UPKEEP
 from vua.store.writer import same_setup
+
+if TYPE_CHECKING:
+    from vua.connector.adapters import Adapter
 
 log = logger("scheduler")
 
