@@ -1,4 +1,4 @@
-"""`vua args` and `vua completion`: what makes an engine use a cache, and a shell complete `vua`.
+"""`vua args`, `identify` and `completion`: what engines and shells are prepared with.
 
 Each argument of an engine is one word of a shell, so that `engine $(vua args sglang /mnt/kv)`
 works: what a shell would split or expand is escaped in JSON.
@@ -27,6 +27,7 @@ from vua.errors import ConfigError, StorageError
 from vua.security.settings import Security
 from vua.storage.location import directory_of, is_url
 from vua.store.namespace import check_start
+from vua.weights import write_note
 
 SHELLS: Final = ("bash", "zsh", "fish")
 
@@ -53,6 +54,38 @@ def completion(shell: str) -> Script:
     if kind is None:
         raise ConfigError(f"{shell} is not known to the package click")
     return Script(shell, kind(vua, {}, "vua", "_VUA_COMPLETE").source())
+
+
+@dataclass(frozen=True, slots=True)
+class Note(Report):
+    """What identified a model's weights."""
+
+    file: str
+    weights: str
+    nbytes: int
+    seconds: float
+
+    def describe(self) -> object:
+        return {
+            "file": self.file,
+            "weights": self.weights,
+            "nbytes": self.nbytes,
+            "seconds": round(self.seconds, 1),
+        }
+
+    def show(self) -> None:
+        print(f"{self.file}: weights {self.weights[:12]}, {self.nbytes / 1e6:.1f} MB read")
+
+
+@command("identify", "digest a model's weights once for all that start it", takes_directory=False)
+@argument("model", "directory of the model", metavar="MODELDIR")
+def identify(model: str) -> Note:
+    """Write a note beside a model's files, so that an image or a volume brings their digests.
+
+    Raises ConfigError, OSError.
+    """
+    note, found = write_note(Path(model))
+    return Note(str(note), found.fingerprint, found.nbytes, found.seconds)
 
 
 ENGINES: Final = ("vllm", "sglang", "lmcache", "docker")

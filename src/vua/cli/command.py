@@ -124,6 +124,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     "import": ("vua import /mnt/kv docs.tar",),
     "warm": ("vua warm chats.jsonl --server http://127.0.0.1:8000",),
     "args": ("python -m sglang.launch_server --model-path M $(vua args sglang /mnt/kv)",),
+    "identify": ("vua identify /models/llama",),
     "key": ("vua key own.key", "vua key keys --salt tenant-a"),
     "completion": ('eval "$(vua completion bash)"',),
 }

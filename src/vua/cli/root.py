@@ -38,6 +38,7 @@ _MODULES: Final = {
     "warm": "warm",
     "args": "args",
     "key": "prompt",
+    "identify": "args",
     "completion": "args",
 }
 """The module of each command."""

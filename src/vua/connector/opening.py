@@ -223,7 +223,7 @@ class Opening:
         place = look_at(path, namespace=own)
         log.info(
             "VUA: KV cache in %s, namespace %s, chunks of %d tokens; weights identified in %.1f s "
-            "(%.1f of %.1f MB read since this process began, the rest remembered)",
+            "(%.1f of %.1f MB read since this process began, the rest remembered or noted)",
             *(place.path, f"{own[:12]} ({place.amount})" if place.amount else own[:12]),
             *(self._model.chunk_tokens, weights.seconds),
             *(weights.read_nbytes / 1e6, weights.nbytes / 1e6),

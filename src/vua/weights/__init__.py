@@ -11,6 +11,7 @@ from vua.weights.fingerprint import (
     identify_weights,
     process_began_s,
     weights_fingerprint,
+    write_note,
 )
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "identify_weights",
     "process_began_s",
     "weights_fingerprint",
+    "write_note",
 ]

@@ -8,6 +8,11 @@ Digests of files that were read before are kept in ``$XDG_CACHE_HOME/vua/weights
 that no other user may write, are trusted; damaged ones count as missing. This memo only saves time:
 without it, weights are read again.
 
+`write_note` leaves the digests of a directory's files beside them, in ``.vua-weights``, so that
+they travel with an image or a volume. A note of this user or root counts for files of the same size
+and mtime (in seconds: archives keep no more), if this user can write neither them nor the note, or
+if some tensors that are drawn at random have the digests that it says.
+
 Which files count is by the rule of vLLM's default loader and of transformers, for directories that
 hold a model in one format. Safetensors files come first: those that the index names, if there is
 one. Else torch's files count, without what trainers leave beside them, else GGUF. An engine that
@@ -44,7 +49,15 @@ from typing import Any, Final
 from vua.errors import ConfigError
 from vua.io.files import atomic_write, make_file, make_folders, user_cache
 from vua.io.posix import close_quietly
-from vua.weights.content import Content, State, Work, framed, read_content, read_digest
+from vua.weights.content import (
+    Content,
+    State,
+    Work,
+    framed,
+    read_content,
+    read_digest,
+    sample_agrees,
+)
 
 _INDEX: Final = "model.safetensors.index.json"
 _MAX_INDEX_NBYTES: Final = 1 << 28
@@ -404,7 +417,8 @@ def identify_weights(
     then the order of loading matters. Location, times and sharding do not count.
 
     A digest is remembered by device, inode, size, mtime and ctime; a new copy of a file is read
-    again. A file that changed within the last 2 s is not remembered. Safe for concurrent threads
+    again, unless a note beside it is believed (`write_note`). A file that changed within the last
+    2 s is not remembered. Safe for concurrent threads
     and processes: those of one user read the same files once, the rest wait. After a crash the memo
     is sound, and the files already read are remembered.
 
@@ -424,6 +438,9 @@ def identify_weights(
     known = [KnownFile.at(file) for file in sorted(files)]
     found = {one.path: content for one in known if cache and (content := one.recall()) is not None}
     work = Work(stop)
+    for one in known if cache else ():
+        if one.path not in found and (content := one.noted(work)) is not None:
+            found[one.path] = content
     if len(found) < len(known):
         key = json.dumps([asdict(one.state) for one in known])
         with locked(key, stop):
@@ -470,6 +487,31 @@ class KnownFile:
     def recall(self) -> Content | None:
         return _content(recall(self._key))
 
+    def noted(self, work: Work) -> Content | None:
+        """Return what a note beside the file says of it, if that is believed."""
+        note = self.path.parent / NOTE
+        try:
+            fd = os.open(note, _READ)
+            with open(fd, "rb") as stream:  # noqa: PTH123
+                status = os.fstat(fd)
+                others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+                trusted = status.st_uid in (0, os.geteuid()) and not others
+                if not (stat.S_ISREG(status.st_mode) and trusted):
+                    return None
+                read = json.loads(stream.read(_MAX_NBYTES))
+            said = read["files"][self.path.name] if read["format"] == _NOTE_FORMAT else {}
+            same = [self.state.nbytes, self.state.mtime_ns // 10**9]
+            if [said["nbytes"], said["mtime_s"]] != same:
+                return None
+            content = Content(dict(said["tensors"]), str(said["whole"]))
+            fixed = not any(os.access(each, os.W_OK) for each in (note, note.parent, self.path))
+            sound = fixed or sample_agrees(self.path, self.state, content, work)
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            return None
+        if sound and time.time() - self.state.changed_s > _SETTLED_S:
+            remember(self._key, asdict(content))
+        return content if sound else None
+
     def read(self, work: Work, *, cache: bool) -> Content:
         settled = time.time() - self.state.changed_s > _SETTLED_S
         began = time.monotonic()
@@ -488,6 +530,37 @@ class KnownFile:
         """Whether it is a blob of the hub's cache and its content matches its name; reads it."""
         blob = blob_of(self.path)
         return blob is not None and read_digest(self.path, self.state, work) == blob
+
+
+NOTE: Final = ".vua-weights"
+_NOTE_FORMAT: Final = "vua.weights-note.v1"
+
+
+def write_note(
+    folder: Path, *, progress: Callable[[int, int], None] | None = None
+) -> tuple[Path, Weights]:
+    """Digest the weights in a directory anew, and write the note that others believe beside them.
+
+    Raises ConfigError, OSError: as `weights_fingerprint`, or the note cannot be written.
+    """
+    known = [KnownFile.at(file) for file in checkpoint_files(folder)]
+    began, work = time.monotonic(), Work()
+    total = sum(one.state.nbytes for one in known)
+    if progress is not None:
+        tell = progress
+        work.progress = lambda nbytes: tell(nbytes, total)
+    found = {one.path: one.read(work, cache=False) for one in known}
+    files = {
+        one.path.name: asdict(found[one.path])
+        | {"nbytes": one.state.nbytes, "mtime_s": one.state.mtime_ns // 10**9}
+        for one in known
+    }
+    note = folder / NOTE
+    text = json.dumps({"format": _NOTE_FORMAT, "files": files})
+    atomic_write(note, text.encode(), mode=0o644)
+    took_s, changed_s = time.monotonic() - began, max(one.changed_s for one in known)
+    paths = tuple(found)
+    return note, Weights(_combined(found), paths, total, work.done_nbytes, took_s, changed_s)
 
 
 def _content(remembered: Mapping[str, Any] | None) -> Content | None:

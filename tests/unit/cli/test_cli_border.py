@@ -54,7 +54,7 @@ class TestBorder(CliTest):
             ["gc", root, "--ttl", self.EVIL], ["doctor", root], [self.EVIL],
             ["bench", self.EVIL],
             ["completion", self.EVIL], ["ui", self.EVIL], ["events", root], ["events", self.EVIL],
-            ["args", "vllm", self.EVIL],
+            ["args", "vllm", self.EVIL], ["identify", self.EVIL],
             ["warm", self.EVIL, "--server", self.EVIL],
         ]  # fmt: skip
 

@@ -33,7 +33,7 @@ COMMANDS: list[list[object]] = [
     ["gc", "--max-bytes", "1G"], ["gc", "--ttl", "1h"], ["ttl"], ["ttl", "1d"], ["pin"],
     ["rm", "--all", "--dry-run"], ["rm", "abcdef"], ["rm", "--all", "--yes"],
 ]  # fmt: skip
-OTHERS = {"args", "completion", "import", "inspect", "key", "ui", "warm"}
+OTHERS = {"args", "completion", "identify", "import", "inspect", "key", "ui", "warm"}
 """Commands that look at no cache, or at files that have to be there; `ui` has a test of its own."""
 
 

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from buckets import memory_url
 from commands import TOKENS, CliTest, run, run_json, verbs
@@ -69,6 +71,7 @@ class JsonTest(CliTest):
         self.beside.mkdir()
         self.addCleanup(lambda: [one.unlink() for one in self.beside.iterdir()]
                         and self.beside.rmdir())  # fmt: skip
+        save_file({"w": np.zeros(1)}, self.beside / "model.safetensors")
         (self.beside / "tokens").write_text(json.dumps(TOKENS.tolist() + [1] * 8))
 
     def commands(self) -> dict[str, list[list[object]]]:
@@ -87,6 +90,7 @@ class JsonTest(CliTest):
             "verify": [["verify", root]],
             "gc": [["gc", root]],
             "completion": [["completion", "bash"]],
+            "identify": [["identify", beside]],
             "args": [["args", "vllm", "/kv"]],
             "rm": [["pin", root, chunk], ["ttl", root], ["key", beside / "key"],
                    ["rm", root, chunk, "--pinned"]],
@@ -166,6 +170,7 @@ class CommonTest(JsonTest):
             "args",
             "completion",
             "events",
+            "identify",
             "key",
             "ui",
             "warm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -35,10 +36,11 @@ from vua.weights import (
     identify_weights,
     process_began_s,
     weights_fingerprint,
+    write_note,
 )
 from vua.weights import content as content_module
 from vua.weights import fingerprint as fingerprint_module
-from vua.weights.fingerprint import recall, remember
+from vua.weights.fingerprint import processor_digest, recall, remember
 
 Tensors = Mapping[str, np.ndarray]
 
@@ -397,6 +399,58 @@ class TestMemo(WeightsCase):
         self.assertGreater(again.seconds, 0)
         self.assertEqual(0, identify_weights([file], since_s=began_s + 3600).read_nbytes)
         self.assertEqual(0, identify_weights([file]).read_nbytes)
+
+    def noted(self, model: Path) -> int:
+        """Bytes that a start reads which remembers nothing, and finds the right weights."""
+        with (
+            tempfile.TemporaryDirectory() as home,
+            mock.patch.dict(os.environ, XDG_CACHE_HOME=home),
+        ):
+            found = identify_weights(checkpoint_files(model))
+        self.assertEqual(unread(model), found.fingerprint)
+        return found.read_nbytes
+
+    def test_a_note_travels(self) -> None:
+        """A copy of a model with a note is not read again, at most some tensors of it."""
+        many = {f"t{at}": np.full(1 << 18, at, np.uint8) for at in range(12)}
+        self.write(many)
+        nbytes = self.file.stat().st_size
+        self.assertGreaterEqual(self.noted(self.model), nbytes)
+        note, found = write_note(self.model)
+        self.assertEqual((unread(self.model), nbytes), (found.fingerprint, found.nbytes))
+        copy = self.folder / "copy"
+        shutil.copytree(self.model, copy)
+        second = int(self.file.stat().st_mtime)
+        os.utime(copy / self.file.name, (second, second))  # as archives keep it
+        with mock.patch("vua.weights.content._SAMPLE_NBYTES", 1 << 18):
+            for model in (self.model, copy):
+                self.assertLessEqual(self.noted(model), 2 << 18)
+            with mock.patch("os.access", return_value=False):
+                self.assertEqual(0, self.noted(copy))  # nothing can be written there
+            other = copy / self.file.name
+            content = bytearray(other.read_bytes())
+            for change in ("size", "mtime", "bytes"):
+                with self.subTest(change):
+                    other.write_bytes(content[:-1] if change == "size" else content)
+                    if change == "bytes":
+                        other.write_bytes(bytes(content[: -12 << 18]) + b"x" * (12 << 18))
+                    at = second - 1 if change == "mtime" else second
+                    os.utime(other, (at, at))
+                    self.assertGreaterEqual(self.noted(copy), len(content) - (1 << 19))
+        (copy / note.name).chmod(0o666)
+        other.write_bytes(content)
+        os.utime(other, (second, second))
+        self.assertGreaterEqual(self.noted(copy), nbytes)  # others could have written it
+
+    def test_a_note_changes_nothing(self) -> None:
+        """It is in no digest of the model's other files, and a damaged one is none."""
+        (self.model / "preprocessor_config.json").write_text("{}")
+        digest = processor_digest(self.model)
+        note, _ = write_note(self.model)
+        self.assertEqual(digest, processor_digest(self.model))
+        for damage in (b"", b"{}", b"[1", note.read_bytes().replace(b"tensors", b"tensorz")):
+            note.write_bytes(damage)
+            self.assertGreaterEqual(self.noted(self.model), self.nbytes)
 
     def test_files_just_written_are_not_remembered(self) -> None:
         """A clock that ticks coarsely could hide the next write."""
