@@ -11,6 +11,8 @@ import pytest
 # No test asks a model hub: where a network answers with errors, transformers and huggingface_hub
 # would try again for minutes. Set before they are imported.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+# Several processes share the cores: their threads would wait for each other at each operator.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell starts what runs in the background (`dev.py test &`) with Ctrl-C ignored, and what the
 # tests start would inherit that.
