@@ -35,8 +35,6 @@ class StartsTest(EngineTest):
         names = {
             f"{CONNECTOR}describe": UNCACHED,
             f"{CONNECTOR}announce": UNCACHED,
-            f"{CONNECTOR}setup_of": "",
-            f"{CONNECTOR}code_of": "",
             f"{CONNECTOR}SchedulerSide": UNCACHED,
             f"{CONNECTOR}memory_of": UNCACHED,
             f"{CONNECTOR}WorkerSide": UNCACHED,
