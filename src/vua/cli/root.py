@@ -89,7 +89,7 @@ vua: Final = with_help(
         help="Look into a VUA cache, and keep it in order.",
         epilog="Look: ls, du, top, ui, inspect, explain, events. Check: verify, doctor. "
         "Keep in order: gc, ttl, pin, rm. Carry: export, import. "
-        "Fill: warm. Set up: args, key, completion. "
+        "Fill: warm. Set up: args, key, identify, completion. "
         f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 success, "
         "1 damage found or work incomplete, 2 usage error or missing directory.",
     )
