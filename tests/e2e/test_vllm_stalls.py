@@ -57,17 +57,17 @@ CALLS = [
     "utime",
 ]
 """Functions of `os` that ask a file system."""
-CODE = (sys.prefix, sys.base_prefix, str(Path(vua.__file__).parents[1]), "/proc/", "/sys/", "/dev/")
-"""Modules are imported when they are needed."""
+CODE = (sys.prefix, sys.base_prefix, str(Path(vua.__file__).parents[2]), "/proc/", "/sys/", "/dev/")
+"""Modules are imported when they are needed, and packages' versions are read."""
 
 BASE = frozenset(
     "bind_gpu_block_pool bind_kv_cache_manager clear_connector_metadata finish_forward "  # noqa: SIM905
-    "get_external_cache_hit_sources get_finished_count get_handshake_metadata "
+    "get_external_cache_hit_sources get_finished_count "
     "get_kv_connector_kv_cache_events get_loaded_kv_cache_group_ids get_mem_pool_context "
     "handle_preemptions has_connector_metadata has_pending_block_frees has_pending_push_work "
     "on_new_request register_cross_layers_kv_cache register_finished_partial_tail "
-    "reset_capture_state role set_host_xfer_buffer_ops set_xfer_handshake_metadata "
-    "set_xfer_handshake_metadata_pp_aware supports_divergent_local_hybrid_hits".split()
+    "reset_capture_state role set_host_xfer_buffer_ops "
+    "supports_divergent_local_hybrid_hits".split()
 )
 """Hooks that are vLLM's own: the connector leaves them as they are. A new one is to be looked at,
 and added to the connector or here."""

@@ -193,6 +193,8 @@ class Engine:
             block_size=settings.block_size,
             hash_block_size=settings.block_size,
         )
+        found = self.worker.connector.get_handshake_metadata()
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): found})
         hash_function = get_hash_fn_by_name("sha256_cbor")
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(settings.block_size, hash_function)

@@ -119,6 +119,7 @@ class InterruptTest(CliTest):
         cases = [
             Case("--help"), Case("nonsense"), Case("completion", "bash"),
             Case("args", "vllm", root), Case("key", self.files_ / "own.key"),
+            Case("identify", self.files_),
             Case("inspect", self.entries()[0]),
             Case("ls", "-l", root, mode="large"), Case("verify", root, mode="large"),
             Case("explain", root, "--tokens", self.ids), Case("doctor", root),
