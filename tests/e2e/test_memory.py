@@ -46,7 +46,7 @@ class WeightsTest(EngineTest):
         """Two checkpoints of one shape, and what engines answer with them."""
         super().setUp()
         self.one = str(llama())
-        self.other = str(other_embedding(models() / "other"))
+        self.other = str(other_embedding(models() / "other-embedding"))
         self.old, self.new = (self.baseline(BATCH, engine=self.of(m)) for m in self.models)
         self.assertNotEqual(self.old, self.new)
 
