@@ -2,7 +2,7 @@
 
     python examples/engines.py [--path DIR] [--new-tokens N] [--sglang URL]
 
-transformers and vLLM run in processes of their own. SGLang has an environment of its own: start its
+vLLM and transformers run in processes of their own. SGLang has an environment of its own: start its
 server as docs/sglang.md says, with the same directory, `--dtype float32` and the model whose path
 this prints, and give its address. Nothing runs between the engines; they share the directory.
 """
@@ -98,7 +98,7 @@ def main() -> None:
     print(f"model: {real_model()}", flush=True)
     if not chosen.sglang:
         print("SGLang is left out: give the address of its server with --sglang", flush=True)
-    engines = ["transformers", "vLLM", *(["SGLang"] if chosen.sglang else [])]
+    engines = ["vLLM", "transformers", *(["SGLang"] if chosen.sglang else [])]
     for name in engines:
         subprocess.run(
             [sys.executable, __file__, *sys.argv[1:], "--engine", name],
