@@ -187,17 +187,19 @@ class Bucket:
         """
         if nbytes is None or nbytes <= _PART_NBYTES:
             return self._get(key, {} if nbytes is None else {"range": (offset, offset + nbytes)})
-        data, place, first = _runtime.buffers.take(nbytes).data, 0, Meta("", 0, 0.0, b"")
+        first, part = self._get(key, {"range": (offset, offset + _PART_NBYTES)})
+        nbytes = min(nbytes, first.nbytes - offset)
+        if nbytes <= len(part):
+            return first, part
+        data, place = _runtime.buffers.take(nbytes).data, len(part)
+        data[:place] = part
         while place < nbytes:
-            size = min(_PART_NBYTES, nbytes - place)
-            meta, part = self._get(key, {"range": (offset + place, offset + place + size)})
-            if place and meta.tag != first.tag:
+            stop = min(place + _PART_NBYTES, nbytes)
+            meta, part = self._get(key, {"range": (offset + place, offset + stop)})
+            if meta.tag != first.tag or len(part) != stop - place:
                 raise FileNotFoundError(errno.ENOENT, "replaced between two requests", key)
-            data[place : place + len(part)], first = part, meta
-            place += len(part)
-            if len(part) < size or offset + place == meta.nbytes:
-                break
-        return first, data[:place]
+            data[place:stop], place = part, stop
+        return first, data[:nbytes]
 
     def _get(self, key: str, options: Any) -> tuple[Meta, memoryview]:
         """Get what one request brings. Raises as :meth:`get`."""

@@ -52,13 +52,12 @@ _RIGHTS: Final = {
 }
 """S3's policy names for the right to each kind of request."""
 _KEYS: Final = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role"
-_METADATA: Final = (
+_METADATA: Final = re.compile(
     r"169\.254\.\d+\.\d+|fd00:ec2::|metadata\.google|latest/api/token|/latest/meta-data"
     r"|AssumeRoleWithWebIdentity|WebIdentity|TokenRequest|token request|container credential"
 )
 """obstore's message if it asked an instance for credentials and got none."""
 _REMEDIES: Final = (
-    (_METADATA, errno.EACCES, f"no credentials found; {_KEYS}"),
     ("InvalidAccessKeyId", errno.EACCES, "check AWS_ACCESS_KEY_ID, which this server must know"),
     (
         "SignatureDoesNotMatch",
@@ -77,8 +76,12 @@ _REMEDIES: Final = (
     ),
     ("Skewed", errno.EACCES, "the clock of this machine is wrong: set it"),
     ("NoSuchBucket", errno.ENOENT, "no such bucket: check the bucket and the endpoint"),
-    (r"\b507 |Quota|Insufficient ?Storage", errno.ENOSPC, "no room"),
-    (r"\b404 |error decoding", errno.EIO, "not an object store: check the endpoint"),
+    ("^507|Quota|Insufficient ?Storage", errno.ENOSPC, "no room"),
+    ("^404|^error decoding", errno.EIO, "not an object store: check the endpoint"),
+)
+"""What a summary says (the whole message names the object, too), and what to do; the first that
+fits."""
+_UNANSWERED: Final = (
     ("InvalidContentType", errno.EIO, "it does not speak TLS: is it http:// and not https://?"),
     (
         "[Cc]ertificate|UnknownIssuer|NotValidForName",
@@ -88,7 +91,7 @@ _REMEDIES: Final = (
     ("ConnectionRefused", errno.EIO, "connection refused: no server listens there"),
     ("error sending request", errno.EIO, "check AWS_ENDPOINT_URL and the network"),
 )
-"""What obstore's message holds, and what to do; the first that fits."""
+"""The same for obstore's message where no answer came."""
 _ASKED_AGAIN: Final = frozenset((400, 405, 411, 501))
 """Statuses by which servers refuse what they do not know, or want with more headers."""
 
@@ -111,13 +114,19 @@ def explained(
         return refusal(errno.EACCES, f"{where}: {kind} refused{who} ({text}); {advice}")
     if lent := _LENT_TEXT.search(message):
         return StorageError(errno.EACCES, f"{where}: no credentials: {lent[1]}")
+    if _METADATA.search(message):
+        advice = f"no credentials found ({text}, asking for {identity}); {_KEYS}"
+        return StorageError(errno.EACCES, f"{where}: {advice}")
     if is_panic(problem):
         advice = (
             "a credential, the region or the endpoint holds what it may not: check the settings"
         )
         return StorageError(errno.EIO, f"{where}: the client panicked; {advice}")
-    known = (row for row in _REMEDIES if re.search(row[0], message))
-    code, advice = next((row[1:] for row in known), (errno.EIO, ""))
+    rows = [(text, *row) for row in _REMEDIES]
+    if status_of(problem) is None and not _CODE.search(message):
+        rows = [(message, *row) for row in _UNANSWERED] + rows
+    fits = ((code, advice) for told, what, code, advice in rows if re.search(what, told))
+    code, advice = next(fits, (errno.EIO, ""))
     if not advice and (type(problem).__name__ in _REFUSED or status_of(problem) == 403):
         code = errno.EACCES
         advice = f"no reason is given: check these credentials and their rights, or {_KEYS}"

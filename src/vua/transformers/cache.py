@@ -206,7 +206,7 @@ class _Note:
                 self._prefill = (rows, before, columns, clock())
             if not self.problem and light_mark(self._model) != self.light:
                 self.problem = "a hook, a mode or a module changed while the model computed"
-        except Exception as problem:  # noqa: BLE001 - the model is in a state nobody foresaw
+        except Exception as problem:  # noqa: BLE001 - the model's own, of any kind
             self.problem = f"the model cannot be looked at ({reason_of(problem)})"
 
     def change(self) -> str:
@@ -445,7 +445,7 @@ class PrefixCache:
                     found.stored.ready(_START_WAIT_S)
                 found.mark, self._state = mark, found
                 self._refused = Mark()
-            except Exception as problem:  # noqa: BLE001 - a model in a state that nobody foresaw
+            except Exception as problem:  # noqa: BLE001 - the model's own, of any kind
                 self._say(reason_of(problem))
                 return None
             return self._state

@@ -287,7 +287,7 @@ class Description:
             found = digest(self.model, stop)
         except CancelledError:
             raise
-        except Exception as problem:  # tensors of kinds that nobody foresaw
+        except Exception as problem:  # a tensor's own, of any kind
             raise NoIdentityError(
                 f"its tensors have no bytes to digest ({type(problem).__name__}: {problem})"
             ) from problem

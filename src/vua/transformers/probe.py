@@ -46,7 +46,7 @@ def run(
 ) -> DynamicCache:
     """Return the cache with K and V of ``ids``, (T,), after ``past``, at positions from ``start``.
 
-    By default at those that follow ``past``. Raises whatever the model does.
+    By default at those that follow ``past``. Passes the model's exceptions on.
     """
     cache = DynamicCache() if past is None else past
     taken = inspect.signature(model.forward).parameters
@@ -76,7 +76,7 @@ def first_keys(model: Any, ids: torch.Tensor, start: int = 0, *, whole: bool = F
     """Return K of the first layer for ``ids[start:]``, [heads, tokens, dim]; ids: (T,).
 
     It depends on the tokens and their positions alone, so they are computed in blocks, unless
-    ``whole``. Costs one layer's projections. Raises whatever the model does.
+    ``whole``. Costs one layer's projections. Passes the model's exceptions on.
     """
     positions = "position_ids" in inspect.signature(model.forward).parameters
     size = _BLOCK if positions and not whole else max(1, len(ids))

@@ -536,9 +536,7 @@ NOTE: Final = ".vua-weights"
 _NOTE_FORMAT: Final = "vua.weights-note.v1"
 
 
-def write_note(
-    folder: Path, *, progress: Callable[[int, int], None] | None = None
-) -> tuple[Path, Weights]:
+def write_note(folder: Path) -> tuple[Path, Weights]:
     """Digest the weights in a directory anew, and write the note that others believe beside them.
 
     Raises ConfigError, OSError: as `weights_fingerprint`, or the note cannot be written.
@@ -546,9 +544,6 @@ def write_note(
     known = [KnownFile.at(file) for file in checkpoint_files(folder)]
     began, work = time.monotonic(), Work()
     total = sum(one.state.nbytes for one in known)
-    if progress is not None:
-        tell = progress
-        work.progress = lambda nbytes: tell(nbytes, total)
     found = {one.path: one.read(work, cache=False) for one in known}
     files = {
         one.path.name: asdict(found[one.path])

@@ -21,6 +21,7 @@ from vua.errors import ConfigError, LayoutError, StorageError
 from vua.security.settings import Security
 from vua.storage.base import FAILED
 from vua.storage.bucket import Bucket
+from vua.storage.bucket_client import explained
 from vua.storage.bucket_mark import claim_bucket, claimable_bucket
 from vua.storage.location import BucketPath
 from vua.storage.mark import MARK, mark_text
@@ -257,6 +258,12 @@ class URLTest(unittest.TestCase):
             with self.assertRaises(ConfigError) as refused:
                 VUA(CONFIG, url)
             self.assertNotIn("geheim", str(refused.exception))
+
+    def test_names_are_no_advice(self) -> None:
+        """An object's name, which the client repeats, does not choose the remedy."""
+        text = "Generic S3 error: 403 Forbidden: /Expired/NoSuchBucket/redirect/Quota"
+        found = explained(obstore.exceptions.GenericError(text), "get", "s3://b/k")
+        self.assertIn("no reason is given", str(found))
 
     def test_unknown(self) -> None:
         """Another scheme, and a URL without a bucket, are refused."""
