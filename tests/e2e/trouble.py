@@ -55,7 +55,7 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
             stack.enter_context(mock.patch("vua.vllm.support.NEWEST", Version("0.27")))
         if described.get("offloads"):
             importlib.import_module("e2e.tier_on_cpu")
-            stack.enter_context(mock.patch("vua.vllm.support._no_tier", return_value=""))
+            stack.enter_context(mock.patch("vua.vllm.support.no_tier", return_value=""))
         if described.get("one_identity"):
             stack.enter_context(_one_identity())
         yield

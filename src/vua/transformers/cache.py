@@ -110,7 +110,7 @@ class Prefix:
     """Tokens that the cache holds; for a batch with padding: columns."""
 
 
-class _State:
+class State:
     """A model as it was at one moment, and where its caches are kept."""
 
     def __init__(
@@ -164,7 +164,7 @@ class _Note:
     def __init__(
         self,
         model: Any,
-        state: _State | None,
+        state: State | None,
         ids: torch.Tensor,
         computed: Callable[[int, int, int, float], None],
     ) -> None:
@@ -328,7 +328,7 @@ class PrefixCache:
         self._open = opened
         self._notes = weakref.WeakKeyDictionary[DynamicCache, _Note]()
         with _describing():
-            self._state = _State(described, mark, opened)
+            self._state = State(described, mark, opened)
             self._states, self._refused = [self._state], Mark()
             if self.ready(_START_WAIT_S):
                 self._state.stored.usable()  # says why nothing is loaded or saved
@@ -420,7 +420,7 @@ class PrefixCache:
             self._notes[filled] = note
         return Prefix(filled, columns)
 
-    def _current(self) -> _State | None:
+    def _current(self) -> State | None:
         """Return the state that the model is in; None, logged once, if it has no identity (yet).
 
         Where its mark is another one, the model computes the probe again: it is in a known state,
@@ -438,7 +438,7 @@ class PrefixCache:
                 described, contents = Description(model, **self._settings), sums(model)
                 found = next((one for one in self._states if one.is_of(described, contents)), None)
                 if found is None:
-                    found = _State(described, mark, self._open)
+                    found = State(described, mark, self._open)
                     self._states.append(found)
                     if len(self._states) > _MOST_STATES:
                         self._states.pop(0).stored.close()
@@ -450,7 +450,7 @@ class PrefixCache:
                 return None
             return self._state
 
-    def _fill(self, filled: DynamicCache, rows: Sequence[Row], state: _State) -> int:
+    def _fill(self, filled: DynamicCache, rows: Sequence[Row], state: State) -> int:
         """Load what is stored, if it is this model's, and return the number of columns."""
         if (stores := state.stored.usable()) is None:
             return 0
@@ -477,7 +477,7 @@ class PrefixCache:
 
     def _unlike(
         self,
-        state: _State,
+        state: State,
         stored: StoredLayers,
         rows: Sequence[Row],
         found: Sequence[Sequence[LayerCache]],
@@ -497,7 +497,7 @@ class PrefixCache:
 
     def _recomputed(
         self,
-        state: _State,
+        state: State,
         ids: torch.Tensor,
         before: Sequence[LayerCache],
         layers: Sequence[LayerCache],
@@ -669,7 +669,7 @@ class PrefixCache:
             written += stores.own.save(ids, mine, _Once(may), known, prompt)
         return written
 
-    def _is_unchanged_since(self, note: _Note | None, state: _State, *, own: bool) -> bool:
+    def _is_unchanged_since(self, note: _Note | None, state: State, *, own: bool) -> bool:
         since = None if note is None else note.state
         is_other = since not in {None, state}
         if (
@@ -683,7 +683,7 @@ class PrefixCache:
 
     def _check_ids(
         self,
-        state: _State,
+        state: State,
         ids: torch.Tensor,
         layers: Sequence[LayerCache],
         known: int,

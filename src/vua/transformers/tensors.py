@@ -52,13 +52,13 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _offloaded(module: nn.Module, name: str) -> torch.Tensor:
-    for hook in _hooks(module):
+    for hook in _offload_hooks(module):
         if (found := getattr(hook, "weights_map", None)) is not None:
             return torch.as_tensor(found[name])
     raise ValueError(f"{name} of a {type(module).__name__} has no bytes (meta)")
 
 
-def _hooks(module: nn.Module) -> tuple[Any, ...]:
+def _offload_hooks(module: nn.Module) -> tuple[Any, ...]:
     """Return accelerate's hooks of a module."""
     hook = getattr(module, "_hf_hook", None)
     return tuple(getattr(hook, "hooks", (hook,)))
@@ -67,7 +67,7 @@ def _hooks(module: nn.Module) -> tuple[Any, ...]:
 def device_of(model: Any) -> torch.device:
     """Return the device that token ids belong on."""
     embeddings = model.get_input_embeddings()
-    devices = [getattr(hook, "execution_device", None) for hook in _hooks(embeddings)]
+    devices = [getattr(hook, "execution_device", None) for hook in _offload_hooks(embeddings)]
     return torch.device(next((one for one in devices if one is not None), embeddings.weight.device))
 
 
@@ -123,7 +123,7 @@ def sums(model: nn.Module) -> bytes:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for flat, start, stop in pieces:
         if flat.device.type != "cpu":
-            by_device.setdefault(flat.device, []).append(_reduced(flat[start:stop]))
+            by_device.setdefault(flat.device, []).append(reduced(flat[start:stop]))
     found += [bytes(_array(torch.stack(words))) for words in by_device.values()]
     return xxhash.xxh3_128_digest(b"".join(found))
 
@@ -136,7 +136,7 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _reduced(piece: torch.Tensor) -> torch.Tensor:
+def reduced(piece: torch.Tensor) -> torch.Tensor:
     """Return three words that represent a piece's bytes, on its device."""
     words = _words(piece)
     whole = len(words) // _COLUMNS * _COLUMNS

@@ -79,7 +79,7 @@ _LEAST_NBYTES: Final = 1 << 30
 _MOST_NBYTES: Final = 32 << 30
 """Host memory of the tier: at least, and at most for each rank. vLLM takes all at its start."""
 _NEVER_RUN: Final = "never run with vLLM {} (run: {} to {})"
-_warn_once: Final = WarnOnce(log)
+warn_once: Final = WarnOnce(log)
 
 
 def arrange(vllm_config: Any) -> None:
@@ -103,7 +103,7 @@ def arrange(vllm_config: Any) -> None:
         vllm_config.kv_transfer_config = None if alone else given
         known = isinstance(problem, VUAError | OSError | ValueError)
         text = " ".join((str(problem) if known else repr(problem)).split())
-        _warn_once(text, f"this engine is served without VUA: {text}")
+        warn_once(text, f"this engine is served without VUA: {text}")
 
 
 def _arranged(vllm_config: Any, given: Any, *, alone: bool) -> Any:
@@ -130,7 +130,7 @@ def _arranged(vllm_config: Any, given: Any, *, alone: bool) -> Any:
         _say(f"through VUA's own connector: {why}")
         return ours
     if not is_tested():
-        _warn_once("new", _NEVER_RUN.format(vllm.__version__, OLDEST, NEWEST))
+        warn_once("new", _NEVER_RUN.format(vllm.__version__, OLDEST, NEWEST))
     nbytes = _host_nbytes(vllm_config)
     text = "as a tier below vLLM's offloading, which takes {:.1f} GiB of the host's memory: {}"
     _say(text.format(nbytes / 2**30, why))
@@ -148,7 +148,7 @@ def door_of(vllm_config: Any) -> tuple[str, str]:
     The connector where K and V are canonical and were measured, the tier for all else; the user may
     name it by ``VUA_DOOR``. Raises ConfigError for one that cannot be.
     """
-    named, cannot = os.environ.get("VUA_DOOR", ""), _no_tier(vllm_config)
+    named, cannot = os.environ.get("VUA_DOOR", ""), no_tier(vllm_config)
     if named not in ("", *_DOORS):
         raise ConfigError(f"VUA_DOOR must be one of {', '.join(_DOORS)}, found {named!r}")
     offloads_too = _offloading_size(vllm_config) is not None
@@ -196,7 +196,7 @@ def _why_tier(vllm_config: Any) -> str:
     return ""
 
 
-def _no_tier(vllm_config: Any) -> str:
+def no_tier(vllm_config: Any) -> str:
     """Return why vLLM's offloading cannot be used; empty if it can."""
     from vllm.platforms import current_platform
 
@@ -279,7 +279,7 @@ def announce(transfer: Any) -> None:
     log.info("VUA: %s", native.status().text)
     if not is_tested():
         text = _NEVER_RUN.format(vllm.__version__, OLDEST, NEWEST)
-        _warn_once(
+        warn_once(
             "new", f"{text}: nothing is loaded until a stored prompt was computed and compared"
         )
     if getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":

@@ -606,14 +606,14 @@ print(one.namespace == other.namespace, one.name)
     def test_what_was_loaded_is_not_looked_at(self) -> None:
         """A save begins where a load ended; a hole is found by the next load, and filled."""
         from vua.store.writer import EntryWriter
-        from vua.transformers.cache import _State
+        from vua.transformers.cache import State
 
         model = load(self.model_path())
         out = self.stored(model)
         prefixes = self.prefixes(model)
         prefix = prefixes.load(PROMPT)
         with (
-            mock.patch.object(_State, "change") as checked,
+            mock.patch.object(State, "change") as checked,
             mock.patch.object(EntryWriter, "save") as written,
         ):
             self.assertEqual(0, prefixes.save(PROMPT, prefix.cache))

@@ -44,7 +44,7 @@ class VersionsTest(unittest.TestCase):
             with (
                 self.subTest(version),
                 mock.patch("vllm.__version__", version),
-                mock.patch("vua.vllm.support._warn_once", WarnOnce(logger())),
+                mock.patch("vua.vllm.support.warn_once", WarnOnce(logger())),
                 self.assertLogs("vllm.vua", "INFO") as logged,
             ):
                 announce(None)
