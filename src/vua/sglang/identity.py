@@ -45,9 +45,10 @@ import vua
 from vua.connector.adapters import content_digest
 from vua.connector.cache_spec import Group, UncachedError, division, local_directory
 from vua.errors import ConfigError
+from vua.format.excluded import listed
 from vua.format.identity import Identity, rope_order, varies_with_length
 from vua.format.layout import KVLayout, Shard
-from vua.format.shared_config import listed, unshared
+from vua.format.shared_config import unshared
 from vua.serdes import DTYPE_NAMES
 from vua.sglang.argument_fields import (
     COUNTED_VARIABLES,

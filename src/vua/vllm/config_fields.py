@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from vua.format.shared_config import (
+from vua.format.excluded import (
     CONTENT,
     ELSEWHERE,
     FILES,

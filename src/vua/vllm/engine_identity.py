@@ -31,8 +31,9 @@ import torch
 from vua.connector.cache_spec import EngineIdentity, Group, local_directory
 from vua.connector.refusals import refused
 from vua.errors import ConfigError
+from vua.format.excluded import listed
 from vua.format.identity import config_digest, varies_with_length
-from vua.format.shared_config import listed, unshared
+from vua.format.shared_config import unshared
 from vua.vllm.config_fields import ADAPTER_CLASSES, EXCLUDED, HOLDERS, MEDIA_CLASSES, NEUTRAL
 from vua.vllm.environment import environment_of_pages, environment_that_counts
 from vua.vllm.setup import PACKAGES, devices, package_version, plain

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
-from vua.format.shared_config import CONTENT, FILES, KERNEL, SEEN, SPLIT, TEXT, WHEN, WHERE, listed
+from vua.format.excluded import CONTENT, FILES, KERNEL, SEEN, SPLIT, TEXT, WHEN, WHERE, listed
 
 _BUILD: Final = "how vLLM is built or installed"
 

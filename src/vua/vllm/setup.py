@@ -30,7 +30,7 @@ from typing import Any, Final
 import torch
 
 import vua
-from vua.format.shared_config import FILES, LOGITS, READ, SEEN, TEXT
+from vua.format.excluded import FILES, LOGITS, READ, SEEN, TEXT
 from vua.vllm.config_fields import EXCLUDED
 
 _OF_A_START: Final = frozenset(
