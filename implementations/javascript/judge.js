@@ -109,7 +109,7 @@ function get({ tokens, ...place }) {
   });
 }
 
-/** The identity under which an engine stores what a model of this config computes, by the page's recipes. */
+/** The identity under which vLLM stores what a model of this config computes, by the page's recipes. */
 function engineIdentity({ config, weights, identity }) {
   const groups = {};
   (config.layer_types ?? []).forEach((kind, layer) => {
@@ -117,7 +117,8 @@ function engineIdentity({ config, weights, identity }) {
     (groups[group] ??= []).push(layer);
   });
   const names = Object.keys(groups).sort();
-  const more = names.some(Boolean) ? { "vua.groups": names.map((group) => [group, ...groups[group]]) } : {};
+  const more = { "vua.engine": ["vllm"] };
+  if (names.some(Boolean)) more["vua.groups"] = names.map((group) => [group, ...groups[group]]);
   return { ...identity, model: configDigest({ ...config, ...more }), weights: weightsDigest(weights) };
 }
 

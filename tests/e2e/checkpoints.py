@@ -29,6 +29,27 @@ _WHOLE = "model.safetensors"
 _EMBEDDING = "embed_tokens.weight"
 
 
+def with_biases(at: Path, model_type: str, **config: Any) -> Path:
+    """Make a checkpoint with random weights; biases and the weights of norms are random, too."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    at.mkdir(parents=True, exist_ok=True)
+    said = {"architectures": [NAMES[model_type]], "model_type": model_type, **SIZES, **config}
+    (at / "config.json").write_text(json.dumps(said))
+    torch.manual_seed(7)
+    settings = transformers.AutoConfig.from_pretrained(at)
+    model: Any = transformers.AutoModelForCausalLM.from_config(settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                noise = torch.randn(parameter.shape) * 0.2
+                parameter.copy_(noise + 1 if name.endswith(".weight") else noise)
+    model.save_pretrained(at)
+    (at / "config.json").write_text(json.dumps(said))
+    return at
+
+
 def copied(source: Path, target: Path) -> Path:
     """A copy of a model's directory, to be changed."""
     shutil.rmtree(target, ignore_errors=True)

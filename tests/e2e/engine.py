@@ -32,7 +32,6 @@ from e2e.aborts import generate_and_abort
 from e2e.ahead import running_ahead
 from e2e.changes import adapter, change_memory
 from e2e.damage import strike
-from e2e.meeting import meet
 from e2e.pictures import make_llava, picture, stand_in_for_torchvision
 from e2e.snapshots import snapshots
 from e2e.trouble import trouble
@@ -153,8 +152,6 @@ def one_phase(phase: dict[str, Any]) -> dict[str, Any]:
     if "make" in phase:
         make_model(Path(phase["make"]["at"]), phase["make"])
         return {}
-    if "meet" in phase:
-        return meet(**phase["meet"])
     if "llava" in phase:
         make_llava(Path(phase["llava"].pop("at")), **phase["llava"])
         return {}

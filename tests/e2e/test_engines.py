@@ -1,4 +1,4 @@
-"""What transformers stored vLLM loads, and the reverse, with the same tokens."""
+"""What transformers shares vLLM loads, and the reverse, with the same tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from e2e.by_transformers import generate
-from e2e.checkpoints import SIZES
+from e2e.checkpoints import SIZES, with_biases
 from e2e.damage import CHUNK, stored
-from e2e.harness import PROMPT, Batch, EngineTest, llama, make, models
-from e2e.meeting import make as made
+from e2e.harness import PROMPT, SETTLE, Batch, EngineTest, llama, make, models
 from small_models import make_model
 
 pytestmark = pytest.mark.vllm
@@ -62,22 +61,38 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """Models of further kinds, by their configurations in transformers."""
+KV: dict[str, Any] = {"num_key_value_heads": 2}
 MEET: dict[str, dict[str, Any]] = {
-    "falcon": {},
-    "glm4_moe": {},
+    "falcon": {"new_decoder_architecture": False, "bias": False, "alibi": False},
+    "glm4_moe": {
+        **KV,
+        "first_k_dense_replace": 1,
+        "head_dim": 32,
+        "moe_intermediate_size": 64,
+        "n_group": 1,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "topk_group": 1,
+    },
     "gpt_neox": {},
-    "mixtral": {},
-    "olmo3": {},
-    "olmoe": {},
-    "phi": {},
-    "starcoder2": {},
+    "mixtral": {**KV, "num_local_experts": 4},
+    "olmo3": {
+        **KV,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "olmoe": {**KV, "num_experts": 4, "num_experts_per_tok": 2},
+    "phi": KV,
+    "starcoder2": KV,
 }
 """Model types that transformers computes with torch's attention by default, and shares so."""
 READ_OTHERWISE: dict[str, dict[str, Any]] = {
-    "llama": {"partial_rotary_factor": 0.5},
-    "mixtral": {"hidden_act": "gelu"},
+    "llama": {**KV, "partial_rotary_factor": 0.5},
+    "mixtral": {**KV, "num_local_experts": 4, "hidden_act": "gelu"},
 }
 """Model types with what one engine passes over in their config."""
+WITNESS: dict[str, Any] = {"witness_every": 1000}
 COHERE2: dict[str, Any] = {
     "head_dim": 32,
     "sliding_window": 128,
@@ -95,9 +110,7 @@ class OtherEngineTest(EngineTest):
             with self.subTest(name):
                 engine = {"model": str(path)}
                 expected = self.baseline(BATCH, engine=engine)
-                files = len(stored(self.root))
                 self._generate(path, new_tokens=1)
-                self.assertEqual(WHOLE // CHUNK, len(stored(self.root)) - files)
 
                 warm = self.serve(BATCH, engine=engine)
 
@@ -155,29 +168,62 @@ class OtherEngineTest(EngineTest):
     @pytest.mark.thorough
     def test_by_default(self) -> None:
         """Models of further types share in the attention that transformers takes by default."""
-        self._meet(MEET, apart=False)
+        for kind, config in MEET.items():
+            with self.subTest(kind):
+                path = with_biases(models() / f"{kind}-met", kind, **config)
+                expected = self.baseline(BATCH, engine={"model": str(path)})
+                self.root = self.root.with_name(kind)
+                _, alone = self._generate(path, new_tokens=len(expected[0]))
+                found = self.serve(BATCH, engine={"model": str(path)})
+                self.root = self.root.with_name(f"{kind}-of-vllm")
+                self.fill(BATCH, engine={"model": str(path)})
+
+                self.assertEqual(
+                    [expected, expected, [WHOLE]], [[alone], found.tokens, found.cached]
+                )
+                self.assertEqual((WHOLE, alone), self._generate(path, new_tokens=len(alone)))
 
     @pytest.mark.thorough
     def test_read_otherwise(self) -> None:
-        """What one engine passes over in a config keeps both apart; neither gets wrong tokens."""
-        self._meet(READ_OTHERWISE, apart=True)
+        """Where one engine passes over a part of the config, neither loads what the other stored.
 
-    def _meet(self, kinds: dict[str, dict[str, Any]], *, apart: bool) -> None:
-        """Let both engines store and load, each what the other one stored."""
-        for kind, edits in kinds.items():
-            with self.subTest(f"{kind} {edits}"):
-                path = made(models() / f"{kind}-{apart}", kind, edits)
-                engine, shared = {"model": str(path)}, 0 if apart else WHOLE
+        transformers compares, and shares nothing beside what differs. Where it was first, vLLM's
+        witness compares, and loads nothing of that writer, also not later.
+        """
+        asked = [BATCH, SETTLE, BATCH]
+        for kind, config in READ_OTHERWISE.items():
+            with self.subTest(kind):
+                path = with_biases(models() / f"{kind}-apart", kind, **config)
+                engine = {"model": str(path)}
                 expected = self.baseline(BATCH, engine=engine)
-                self.root = self.root.with_name(f"{kind}-{apart}")
+                self.root = self.root.with_name(f"{kind}-apart")
                 _, alone = self._generate(path, new_tokens=len(expected[0]))
-                self.assertEqual(apart, alone != expected[0])
-                found = self.serve(BATCH, engine=engine)
-                self.assertEqual([expected, [shared]], [found.tokens, found.cached])
-                self.root = self.root.with_name(f"{kind}-{apart}-of-vllm")
+                self.assertNotEqual(expected[0], alone)
+                found = self.serve(*asked, engine=engine, extra=WITNESS)
+                self.assertEqual([2 * expected, [0, 0]], [found.tokens, found.cached])
+                self.assertIn("is not what this engine computes", found.log)
+
+                self.root = self.root.with_name(f"{kind}-of-vllm")
                 self.fill(BATCH, engine=engine)
+                there = stored(self.root)
+                with self.assertLogs("vua.transformers", "WARNING") as said:
+                    self.assertEqual((0, alone), self._generate(path, new_tokens=len(alone)))
+                self.assertIn("what vLLM has stored", said.output[0])
                 again = self._generate(path, new_tokens=len(alone))
-                self.assertEqual((shared, alone), again)
+                self.assertEqual((WHOLE, alone), again)  # its own
+                warm = self.serve(*asked, engine=engine, extra=WITNESS)
+                self.assertEqual([2 * expected, [WHOLE] * 2], [warm.tokens, warm.cached])
+                self.assertLess(len(there), len(stored(self.root)))
+
+    @pytest.mark.thorough
+    def test_compared_by_vllm(self) -> None:
+        """VLLM compares the first prompt that transformers has shared, and loads the next."""
+        expected = self.baseline(BATCH)
+        self._generate(llama(), new_tokens=1)
+
+        found = self.serve(BATCH, SETTLE, BATCH, extra=WITNESS)
+
+        self.assertEqual([2 * expected, [0, WHOLE]], [found.tokens, found.cached])
 
     @staticmethod
     def _checkpoints() -> list[tuple[str, Path]]:

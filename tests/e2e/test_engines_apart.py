@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from e2e.by_transformers import generated, model_of
 from e2e.checkpoints import SIZES
 from e2e.damage import CHUNK
-from e2e.harness import PROMPT, Batch, EngineTest, llama, make, models, tokens
+from e2e.harness import PROMPT, SETTLE, Batch, EngineTest, llama, make, models, tokens
 from model_changes import CHANGES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
@@ -127,7 +127,10 @@ class ApartTest(EngineTest):
                 self.assertEqual([expected, [WHOLE, 0]], [found.tokens, found.cached])
 
     def test_gemma2(self) -> None:
-        """Gemma 2 with eager attention shares; with sdpa, which drops its soft cap, it does not."""
+        """Gemma 2 with eager attention shares; with sdpa, which drops its soft cap, it does not.
+
+        Neither engine loads what the other one computed so, whoever was first.
+        """
         path = gemma2()
         engine = {"model": str(path)}
         expected = self.baseline(BATCH, engine=engine)
@@ -139,12 +142,16 @@ class ApartTest(EngineTest):
 
         of_sdpa = self.generate(model("sdpa"))
         self.assertNotEqual(expected[0], of_sdpa[1])  # the cap matters
-        cold = self.serve(BATCH, engine=engine)
-        self.assertEqual([expected, [0]], [cold.tokens, cold.cached])
-        self.assertEqual((WHOLE, expected[0]), self.generate(model("eager")))
+        witness = {"witness_every": 1000}
+        cold = self.serve(BATCH, SETTLE, BATCH, engine=engine, extra=witness)
+        self.assertEqual([2 * expected, [0, 0]], [cold.tokens, cold.cached])
+        self.assertEqual((0, expected[0]), self.generate(model("eager")))
         self.elsewhere("of-vllm")
         self.serve(BATCH, engine=engine)
         self.assertEqual((0, of_sdpa[1]), self.generate(model("sdpa")))
+        self.assertEqual((WHOLE, expected[0]), self.generate(model("eager")))
+        warm = self.serve(BATCH, engine=engine)
+        self.assertEqual([expected, [WHOLE]], [warm.tokens, warm.cached])
         self.elsewhere("of-eager")
         self.generate(model("eager"))
         warm = self.serve(BATCH, engine=engine)

@@ -104,16 +104,10 @@ class WindowsTest(unittest.TestCase):
         self.assertEqual(CHUNKS * CHUNK, self.ask(ids).stored)
 
     def test_transformers(self) -> None:
-        """SGLang loads what transformers stored, and transformers what SGLang stored.
+        """Transformers loads what SGLang stored.
 
-        transformers compares the last chunk, for which it needs the window before that one.
+        It compares the last chunk, for which it needs the window before that one.
         """
-        ids = prompt(5)
-        loaded, tokens = generate(self.model, self.root, ids, new=NEW)
-        self.assertEqual(0, loaded)
-        warm = self.ask(ids)
-        self.assertEqual((CHUNKS * CHUNK, tokens), (warm.stored, warm.tokens))
-
         ids = prompt(6)
         cold = self.fill(ids)
         self.ask(ids[:-CHUNK])

@@ -3,10 +3,10 @@
 Changes nothing, and is not a use. Concurrent writes and deletions may or may not be seen. K and V
 are not read: `vua inspect` and `vua verify` do that.
 
-:func:`expect` finds the namespace of a model directory, as far as its files tell. Engines digest a
-config that they have completed (defaults of the installed version, overrides, marks of their own),
-which `config.json` alone does not give. So a different ``model`` never proves another model; all
-other fields are compared as the adapters fill them in.
+:func:`expect` finds vLLM's namespace of a model directory, as far as its files tell. Engines digest
+a config that they have completed (defaults of the installed version, overrides, marks of their
+own), which `config.json` alone does not give. So a different ``model`` never proves another model;
+all other fields are compared as the adapters fill them in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from vua.capacity.prefix_tree import Followers, PrefixTree
 from vua.errors import ConfigError, CorruptEntryError, ForeignEntryError
-from vua.format.identity import FIELDS, Identity, rope_order, varies_with_length
+from vua.format.identity import FIELDS, Identity, named_by, rope_order, varies_with_length
 from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import KVLayout, Shard, cover
 from vua.format.prefix import Kind, leading, longest_prefix
@@ -242,7 +242,7 @@ def expect(
     epoch: str,
     progress: Callable[[int, int], None] | None = None,
 ) -> ModelIdentity:
-    """Return the identity of the files in directory ``model``.
+    """Return the identity under which vLLM stores for the files in directory ``model``.
 
     Digests of weights are remembered, as by engines; ``progress`` receives the bytes read and to
     read. Raises ConfigError without a usable ``config.json``, OSError.
@@ -256,10 +256,6 @@ def expect(
     notes = [
         "engines complete config.json (defaults of their version, overrides) before it is digested"
     ]
-    if not rope:
-        notes.append(
-            f"rope order of {model_type!r} is not known: each engine has its own namespace"
-        )
     if varies_with_length(text):
         notes.append("the rotary embedding varies with the length: vLLM adds its max_model_len")
     if config.get("quantization_config") or text.get("quantization_config"):
@@ -285,7 +281,7 @@ def expect(
         unknown.append("weights")
         notes.append(str(problem))
     identity = Identity.of_config(
-        text,
+        named_by("vllm", text),
         weights=weights,
         kv_dtype=dtype,
         rope=rope,

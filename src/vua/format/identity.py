@@ -2,17 +2,17 @@
 
 An `Identity` names everything that K and V depend on besides the token ids. Its `namespace` is the
 directory that they are stored in, so caches of different identities never mix. It is the same in
-every process, on every host and for every engine. It does not promise that an engine computes what
-its config says. The engine's adapter fills it in; the store only compares namespaces.
+every process and on every host. It does not promise that an engine computes what its config says.
+The engine's adapter fills it in; the store only compares namespaces.
 
 :func:`config_digest` digests a model's config, a part of the identity. :func:`counted_fields` lists
-what it digests, for people.
+what it digests, for people. :func:`named_by` adds the engine that stores: engines read the same
+config differently, so each has namespaces of its own. Another engine that reads them compares.
 
 :func:`rope_order` says in which order a model's rotary embedding pairs the elements of a stored K
 row. K is stored after rotation, so two engines that pair elements differently store different bytes
 for the same tokens. Every engine that VUA knows stores K of a listed model type in the listed
-order. Caches of other model types must not be shared between engines; those of listed types may be,
-as far as `vua.format.shared_config` knows the rest of the config.
+order.
 """
 
 from __future__ import annotations
@@ -206,6 +206,18 @@ def config_digest(config: Mapping[str, object]) -> str:
     return hashlib.sha256(b"vua.config.v2\n" + text.encode()).hexdigest()
 
 
+def named_by(engine: str, config: Mapping[str, object]) -> dict[str, object]:
+    """Return a config under the name of the engine that stores: "vllm" or "sglang".
+
+    A reader that is another engine finds these chunks by the same name, given the same config. It
+    computes one of them before it believes any.
+
+    >>> named_by("vllm", {"model_type": "llama"})
+    {'model_type': 'llama', 'vua.engine': ['vllm']}
+    """
+    return {**config, "vua.engine": [engine]}
+
+
 def _counting(config: Mapping[str, object]) -> object:
     if not isinstance(config, Mapping):
         raise ConfigError(f"expected a mapping of a config's fields, found {config!r:.40}")
@@ -300,8 +312,8 @@ def _canonical(value: object, where: str) -> object:
 
 # Read off both sides: `rotate_half` in transformers' modeling_<type>.py (5.19), and
 # `is_neox_style` of `get_rope` in vLLM's model of the same architecture (0.32), or vLLM's
-# TransformersForCausalLM, which runs transformers' own rotation. All were also compared by number
-# (`tests/shared_configs.json`); mellum with SGLang's model (0.5.23), too.
+# TransformersForCausalLM, which runs transformers' own rotation. All were also compared by number;
+# mellum with SGLang's model (0.5.23), too.
 # Left out on purpose: the DeepSeek family (transformers regroups the pairs, vLLM does not) and
 # models that rotate by sections (the "mrope" of vision models).
 NEOX: Final = frozenset(

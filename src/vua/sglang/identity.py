@@ -1,8 +1,8 @@
 """What an SGLang engine's K and V depend on: the identity of its caches, and their layouts.
 
-The identity is computed from the served model's files, so a model served by other engines in the
-same dtype has the same one. Anything else that affects the engine's results counts, too, unless it
-is listed as harmless (`vua.sglang.argument_fields`): such an engine has its own namespace.
+The identity is computed from the served model's files. Anything else that affects the engine's
+results counts, too, unless it is listed as harmless (`vua.sglang.argument_fields`): such an engine
+has its own namespace.
 
 All arguments and variables count, except those in the tables of `vua.sglang.argument_fields`. A
 file's name counts with the file's content. Two engines with equal results then differ only in what
@@ -46,9 +46,8 @@ from vua.connector.adapters import content_digest
 from vua.connector.cache_spec import Group, UncachedError, division, local_directory
 from vua.errors import ConfigError
 from vua.format.excluded import listed
-from vua.format.identity import Identity, rope_order, varies_with_length
+from vua.format.identity import Identity, named_by, rope_order, varies_with_length
 from vua.format.layout import KVLayout, Shard
-from vua.format.shared_config import unshared
 from vua.serdes import DTYPE_NAMES
 from vua.sglang.argument_fields import (
     COUNTED_VARIABLES,
@@ -544,12 +543,10 @@ def described(
         config["vua.sglang_positions"] = longest
     if arguments.trust_remote_code and (code := _code(text, directory)):
         config["vua.code"] = code
-    if unshared(config):  # others may compute something else
-        config["vua.engine"] = ["sglang", *(whole.architectures or [])]
     groups = _groups(runner, pools, dtype, latent=latent)
     config |= division(list(groups.values()))
     identity = Identity.of_config(
-        config,
+        named_by("sglang", config),
         kv_dtype=dtype,
         rope=rope,
         epoch=epoch,

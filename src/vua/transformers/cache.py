@@ -35,8 +35,8 @@ from vua.store.place import locate
 from vua.transformers.layers import LayerCache, StoredLayers, first_filled
 from vua.transformers.mark import Mark, light_mark, mark_of, tensor_mark
 from vua.transformers.model import LAYERS, Description, NoIdentityError, unwrapped
-from vua.transformers.probe import first_keys, pairs_of, run
-from vua.transformers.stores import Stores
+from vua.transformers.probe import first_keys
+from vua.transformers.stores import Engine, Stores
 from vua.transformers.tensors import device_of, sums
 
 
@@ -291,10 +291,11 @@ class PrefixCache:
                 returned. Until there are three of each, all that is stored is loaded.
                 ``"always"``: load it in any case. A number: skip a load that is predicted to take
                 more than this many times the compute time.
-            share: store under the name that vLLM's and SGLang's engines have for this checkpoint,
-                so that they load it, where they are known to compute the same from its config. For
-                a model that is as it was loaded: they would load what a patched one computes. What
-                it computes after a change is stored for itself.
+            share: store where vLLM's engines store for this checkpoint, so that they load it. For a
+                model that holds what its files hold, and is as it was loaded: vLLM compares, but
+                what differs little or seldom it may load before it finds that. Once something that
+                is stored there differs from what this model computes, it stores for itself; so it
+                does after a change.
 
         Raises:
             NoIdentityError: the model's caches cannot be stored; whatever describing it raises.
@@ -456,12 +457,10 @@ class PrefixCache:
             return 0
         began_s = clock()
         found, columns = list[Sequence[LayerCache]](), 0
-        if stores.own is not stores.shared:
-            found, columns = self._read(stores, stores.own, rows)
-        if stores.shared is not None:
-            theirs, more = self._read(stores, stores.shared, rows, least=columns)
-            if more and not self._said_of(self._unlike(state, stores.shared, rows, theirs, more)):
-                found, columns = theirs, more
+        for place in stores.to_read():
+            longer, more = self._read(stores, place, rows, least=columns)
+            if more and (isinstance(place, StoredLayers) or place.agrees(rows, longer, more)):
+                found, columns = longer, more
         if not columns or self._said_of(state.change(whole=False)):
             return 0
         for row, layers in zip(rows, found, strict=True):
@@ -472,52 +471,8 @@ class PrefixCache:
             mine = [layers[number] if layers else None for layers in found]
             filled.update(*self._joined(rows, mine, columns, number), number)
         tokens = columns - min(row.padding for row in rows)
-        stores.own.loaded(len(rows), tokens, clock() - began_s)
+        stores.measured.loaded(len(rows), tokens, clock() - began_s)
         return columns
-
-    def _unlike(
-        self,
-        state: State,
-        stored: StoredLayers,
-        rows: Sequence[Row],
-        found: Sequence[Sequence[LayerCache]],
-        columns: int,
-    ) -> str:
-        """Return how the last chunk of each row differs from what the model computes for it."""
-        size, device = self.layout.chunk_tokens, device_of(self._model)
-        for row, layers in zip(rows, found, strict=True):
-            tokens = columns - row.padding
-            start = max(0, (tokens - 1) // size * size)
-            before, _ = stored.read(row.ids, start, device)  # windows end there
-            if start and not before:
-                return "what another engine has stored cannot be read"
-            if tokens > 0 and (problem := self._recomputed(state, row.ids, before, layers, start)):
-                return f"what another engine has stored is not what this model computes: {problem}"
-        return ""
-
-    def _recomputed(
-        self,
-        state: State,
-        ids: torch.Tensor,
-        before: Sequence[LayerCache],
-        layers: Sequence[LayerCache],
-        start: int,
-    ) -> str:
-        """Compute tokens from ``start`` on after others; return how ``layers`` differ there."""
-        past, tokens = DynamicCache(), layers[0].start + layers[0].k.shape[1]
-        for number, layer in enumerate(before):
-            device = state.described.probe.devices[number]
-            past.update(layer.k[None].to(device), layer.v[None].to(device), number)
-        run(self._model, ids[start:tokens], past, start)
-        held = [
-            (layer.k[:, start - layer.start : tokens], layer.v[:, start - layer.start : tokens])
-            for layer in layers
-        ]
-        computed = [
-            (k.to(held[0][0].device), v.to(held[0][0].device))
-            for k, v in pairs_of(past, start, tokens)
-        ]
-        return state.described.probe.unlike(computed, held)
 
     def _other_ids(self, ids: torch.Tensor, first: LayerCache, known: int = 0) -> str:
         """Return that K of the first layer is not that of ``ids`` from ``known`` on; "" if it is.
@@ -540,7 +495,7 @@ class PrefixCache:
     def _computed(self, rows: int, before: int, columns: int, took_s: float) -> None:
         """Learn how long a prefill took; where it is still unknown what is stored, nothing."""
         if (stores := self._state.stored.usable()) is not None:
-            stores.own.computed(rows, before, columns, took_s)
+            stores.measured.computed(rows, before, columns, took_s)
 
     def _said_of(self, change: str) -> bool:
         """Whether there is a change that forbids loading or storing; logged once."""
@@ -554,7 +509,7 @@ class PrefixCache:
             log.warning("%s; nothing is loaded or stored while that is so", reason)
 
     def _read(
-        self, stores: Stores, stored: StoredLayers, rows: Sequence[Row], least: int = 0
+        self, stores: Stores, place: StoredLayers | Engine, rows: Sequence[Row], least: int = 0
     ) -> tuple[list[Sequence[LayerCache]], int]:
         """Return the layers of each row, and how many columns all rows have; 0 if one has none.
 
@@ -562,13 +517,18 @@ class PrefixCache:
 
         A row that is padding up to there has no layers.
         """
-        most = [len(row.ids) - 1 for row in rows]
+        most, size = [len(row.ids) - 1 for row in rows], self.layout.chunk_tokens
         padding, worth = min(row.padding for row in rows), None
+        stored = place if isinstance(place, StoredLayers) else place.stored
+        if least >= min(
+            row.padding + end // size * size for row, end in zip(rows, most, strict=True)
+        ):
+            return [], 0
         for _ in range(_TRIES):
-            ends = [stored.longest(row.ids[:end]) for row, end in zip(rows, most, strict=True)]
+            ends = [place.longest(row.ids[:end]) for row, end in zip(rows, most, strict=True)]
             columns = min(row.padding + end for row, end in zip(rows, ends, strict=True))
             if columns > padding and worth is None:
-                worth = padding + stores.own.worth_loading(len(rows), columns - padding)
+                worth = padding + stores.measured.worth_loading(len(rows), columns - padding)
             columns = min(columns, columns if worth is None else worth)
             if columns <= max(padding, least):
                 break
@@ -666,7 +626,8 @@ class PrefixCache:
                 return True
 
             prompt = None if prompt_columns is None else prompt_columns - row.padding
-            written += stores.own.save(ids, mine, _Once(may), known, prompt)
+            where = stores.to_write(ids, mine, once := _Once(may))
+            written += where.save(ids, mine, once, known, prompt)
         return written
 
     def _is_unchanged_since(self, note: _Note | None, state: State, *, own: bool) -> bool:
@@ -699,7 +660,7 @@ class PrefixCache:
                 [LayerCache(layer.k[:, :stop], layer.v[:, :stop], 0) for layer in layers]
                 for stop in (start, len(ids))
             )
-            problem = self._recomputed(state, ids, before if start else [], whole, start)
+            problem = state.described.recomputed(ids, before if start else [], whole, start)
         if problem:
             raise InputError(
                 f"{problem}; save the ids that the cache was computed for (of beams: the prompts)"

@@ -98,6 +98,8 @@ class StoredLayers:
         self._buffers = BufferPool(VUAConfig.buffer_bytes)
         self._opened = LazyNamespace(root, identity, Access(durable=durable))
         self._lock, self._replies = new_lock(), Replies()
+        self.misfits = False
+        """Whether something of another shape was found there."""
 
     def close(self) -> None:
         self._opened.close()
@@ -176,7 +178,9 @@ class StoredLayers:
         """Return the open namespace, or open it if possible. Raises OSError."""
         namespace = self._opened.to_read(self._layouts)
         if namespace is not None and namespace.layouts != self._layouts:
-            log.warning("stored caches of %s do not fit the model", self._identity.name)
+            if not self.misfits:
+                log.warning("stored caches of %s do not fit the model", self._identity.name)
+            self.misfits = True
             namespace = self._opened.reading = None
         return namespace
 

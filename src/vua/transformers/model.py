@@ -5,9 +5,8 @@ other one, such as one with an adapter, by every byte of its tensors. The compar
 element and names the first tensor that differs. A tensor of another dtype than its file's is
 compared with what `from_pretrained` makes of the file: the same values, cast.
 
-Caches lie in namespaces of transformers' own. Where measurements have shown that vLLM computes the
-same from a config (`vua.format.shared_config`), a model that holds what its files hold may also
-load what vLLM has stored, see `vua.transformers.stores`.
+Caches lie in namespaces of transformers' own. A model that holds what its files hold may also load
+what other engines have stored for these, after a comparison, see `vua.transformers.stores`.
 """
 
 from __future__ import annotations
@@ -36,12 +35,17 @@ from transformers.modeling_utils import load_state_dict
 
 from vua.connector.cache_spec import division
 from vua.errors import ConfigError
-from vua.format.identity import Identity, config_digest, rope_order, varies_with_length
+from vua.format.identity import (
+    Identity,
+    config_digest,
+    named_by,
+    rope_order,
+    varies_with_length,
+)
 from vua.format.layout import KVLayout
-from vua.format.shared_config import unshared
 from vua.store.identified import ModelDescription
-from vua.transformers.layers import groups_of
-from vua.transformers.probe import Probe
+from vua.transformers.layers import LayerCache, groups_of
+from vua.transformers.probe import Probe, pairs_of, run
 from vua.transformers.tensors import PIECE_NBYTES, digest, named_tensors, same_bytes
 from vua.weights import Weights, checkpoint_files
 from vua.weights.content import State
@@ -230,7 +234,7 @@ class Description:
         self._folder, self._files, self._apart = _checkpoint(model)
         self._states = [State.of(file) for file in self._files]
         config = _plain(text.to_dict())
-        common = Identity(
+        self._common = Identity(
             model="",
             kv_dtype=self.layout.dtype,
             rope=rope_order(text.model_type),
@@ -238,29 +242,55 @@ class Description:
             chunk_tokens=chunk_tokens,
             name=_name(model, self._folder),
         )
-        split = division(self.groups)
+        self._as_loaded = config | division(self.groups)
         attention = str(getattr(text, "_attn_implementation", None) or "eager")
-        self.fields = (
-            config
-            | split
-            | {
-                "vua_stored_by": f"transformers {transformers.__version__}",
-                "vua.class": f"{type(model).__module__}.{type(model).__qualname__}",
-                "vua.code": _code(model),
-                "vua.attention": attention,
-                "vua.experts": str(getattr(text, "_experts_implementation", None) or ""),
-            }
-        )
-        self.others = self.named(common, "")
-        capped = getattr(text, "attn_logit_softcapping", None) and attention != "eager"
-        self.shared: Identity | None = None
-        """What other engines name this checkpoint's caches by, without weights; None: nothing."""
-        if text is model.config and not (unshared(config) or _code(model) or capped):
-            self.shared = _of(common, config | split)
+        self.fields = self._as_loaded | {
+            "vua_stored_by": f"transformers {transformers.__version__}",
+            "vua.class": f"{type(model).__module__}.{type(model).__qualname__}",
+            "vua.code": _code(model),
+            "vua.attention": attention,
+            "vua.experts": str(getattr(text, "_experts_implementation", None) or ""),
+        }
+        self.others = self.named(self._common, "")
 
     def named(self, identity: Identity, probe: str) -> Identity:
         """Return the identity of what agrees with the probe of that name."""
         return _of(identity, self.fields | {"vua.probe": probe})
+
+    def by_engine(self, engine: str, weights: str) -> Identity | None:
+        """Return the identity under which another engine stores for these files, by its defaults.
+
+        None: the model is not as it was loaded, takes more than text, or keeps K and V where other
+        engines keep a latent.
+        """
+        text = self.model.config.get_text_config()
+        of_text = text is self.model.config and not getattr(text, "kv_lora_rank", None)
+        if not self.of_files or not of_text:
+            return None
+        return replace(_of(self._common, named_by(engine, self._as_loaded)), weights=weights)
+
+    def recomputed(
+        self,
+        ids: torch.Tensor,
+        before: Sequence[LayerCache],
+        layers: Sequence[LayerCache],
+        start: int,
+    ) -> str:
+        """Compute tokens from ``start`` on after others; return how ``layers`` differ there."""
+        past, tokens = DynamicCache(), layers[0].start + layers[0].k.shape[1]
+        for number, layer in enumerate(before):
+            device = self.probe.devices[number]
+            past.update(layer.k[None].to(device), layer.v[None].to(device), number)
+        run(self.model, ids[start:tokens], past, start)
+        held = [
+            (layer.k[:, start - layer.start : tokens], layer.v[:, start - layer.start : tokens])
+            for layer in layers
+        ]
+        computed = [
+            (k.to(held[0][0].device), v.to(held[0][0].device))
+            for k, v in pairs_of(past, start, tokens)
+        ]
+        return self.probe.unlike(computed, held)
 
     def weights(self) -> ModelDescription:
         """Return what is identified in the background: the files, and whether they hold it."""
@@ -299,25 +329,27 @@ def _of(identity: Identity, fields: dict[str, Any]) -> Identity:
     return replace(identity, model=config_digest(fields), counted=fields)
 
 
-def identity_of(model: Any, *, chunk_tokens: int = 64, epoch: str = "") -> Identity:
-    """Return the identity of a model's caches that engines share: for programs of your own.
+def identity_of(
+    model: Any, *, chunk_tokens: int = 64, epoch: str = "", engine: str = "vllm"
+) -> Identity:
+    """Return the identity under which an engine stores for a model's files: for your own programs.
 
-    The same as vLLM's for that checkpoint, if the model holds what the files hold. Reads the files,
-    unless their digests are remembered (`vua.weights`). `PrefixCache` names its own caches.
+    A model that does not hold what its files hold has its own. Reads the files, unless their
+    digests are remembered (`vua.weights`). `PrefixCache` names its own caches.
 
     Args:
         model: a causal language model of transformers, in evaluation mode.
         chunk_tokens: tokens per chunk.
         epoch: change it to ignore everything stored so far.
+        engine: "vllm", whose engines compare what they load, or "sglang".
 
     Raises:
         ConfigError: the model's caches cannot be stored.
         OSError: a file cannot be read.
     """
     found = Description(unwrapped(model), chunk_tokens=chunk_tokens, epoch=epoch)
-    weights = found.weights().identify(threading.Event())
-    shared = found.shared if found.of_files and found.shared is not None else found.others
-    return replace(shared, weights=weights.fingerprint)
+    weights = found.weights().identify(threading.Event()).fingerprint
+    return found.by_engine(engine, weights) or replace(found.others, weights=weights)
 
 
 def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:

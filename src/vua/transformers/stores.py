@@ -6,12 +6,15 @@ one uses the namespace of that one's digest; else it stores its own. So models t
 meet, also where another kernel rounds otherwise, and no other model is among them. If a probe is
 evicted, the next model that opens stores its own: on the same hardware it has the same name, else
 the chunks of the other name are misses.
+
+Each engine has a namespace of its own for the same files. vLLM's and SGLang's are read, and each
+load is compared. Only where the operator says so is something stored for vLLM.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -19,8 +22,9 @@ import torch
 
 from vua.errors import VUAError
 from vua.format.identity import Identity
+from vua.io.forks import new_lock
 from vua.storage.location import Location
-from vua.transformers.layers import LayerCache, StoredLayers, groups_of
+from vua.transformers.layers import LayerCache, StoredLayers, first_filled, groups_of
 from vua.transformers.model import Description
 from vua.transformers.probe import TOKENS, Pair, digest_of
 from vua.transformers.tensors import device_of
@@ -29,6 +33,93 @@ log = logging.getLogger(__name__)
 
 _MOST_PROBES = 4
 """Probes stored beside each other: models with the same files and config that compute otherwise."""
+_MOST_DIFFERING = 3
+"""Comparisons in a row after which another engine's chunks are left alone: each costs a load."""
+
+
+class Engine:
+    """What another engine has stored for the model's files: compared before it is used.
+
+    Engines read the same config differently, so each load is judged: the model computes the last
+    chunk after what is stored before it. K and V of that chunk depend on all chunks.
+    """
+
+    def __init__(self, name: str, stored: StoredLayers, described: Description) -> None:
+        self.name, self.stored, self._described = name, stored, described
+        self._agreed, self._in_a_row = False, 0
+        self.differed = False
+        """Whether a comparison has found so."""
+
+    def longest(self, ids: torch.Tensor) -> int:
+        """As `StoredLayers.longest`; 0 where so much differed that nothing is compared any more."""
+        left = self.stored.misfits or self._in_a_row >= _MOST_DIFFERING
+        return 0 if left else self.stored.longest(ids)
+
+    def agrees(
+        self,
+        rows: Sequence[tuple[torch.Tensor, int]],
+        found: Sequence[Sequence[LayerCache]],
+        columns: int,
+    ) -> bool:
+        """Whether the model computes the last chunk of each row as it was stored.
+
+        Args:
+            rows: ids without padding, (T,), and columns of padding before them.
+            found: what was read of each row, up to a column; nothing for one of padding.
+            columns: up to which.
+        """
+        size, device = self._described.layout.chunk_tokens, device_of(self._described.model)
+        problem = ""
+        for (ids, padding), layers in zip(rows, found, strict=True):
+            tokens = columns - padding
+            start = max(0, (tokens - 1) // size * size)
+            before, _ = self.stored.read(ids, start, device)  # windows end there
+            if start and not before:
+                return False
+            if tokens > 0 and not problem:
+                problem = self._described.recomputed(ids, before, layers, start)
+        return self._judged(problem)
+
+    def takes(
+        self, ids: torch.Tensor, layers: Sequence[LayerCache], may: Callable[[], bool]
+    ) -> bool:
+        """Whether what was computed for ``ids``, (T,), may be stored beside what is there.
+
+        The first time, the last chunk of ``ids`` that is stored is compared, if there is one, and
+        if ``may`` says that ``layers`` are this model's.
+        """
+        if self._agreed or self.differed:
+            return not self.differed
+        described = self._described
+        stop, size = self.stored.longest(ids), described.layout.chunk_tokens
+        if not stop:
+            return not self.stored.misfits
+        start, device = stop - size, device_of(described.model)
+        stored, _ = self.stored.read(ids, stop, device)
+        if not stored or any(first_filled(layer) > start for layer in layers) or not may():
+            return False
+        mine, theirs = (
+            [
+                (
+                    k[:, start - first : stop - first].to(device),
+                    v[:, start - first : stop - first].to(device),
+                )
+                for k, v, first in each
+            ]
+            for each in (layers, stored)
+        )
+        return self._judged(described.probe.unlike(mine, theirs))
+
+    def _judged(self, problem: str) -> bool:
+        if problem and not self.differed:
+            log.warning(
+                "%s: what %s has stored for its files is not what this model computes: %s. It is "
+                "not loaded, and nothing is stored beside it",
+                *(self._described.others.name, self.name, problem),
+            )
+        self._agreed, self.differed = self._agreed or not problem, self.differed or bool(problem)
+        self._in_a_row = self._in_a_row + 1 if problem else 0
+        return not problem
 
 
 class Stores:
@@ -51,7 +142,7 @@ class Stores:
             place: the cache's location.
             identity: with the weights.
             described: the model in this state.
-            share: write what other engines load.
+            share: store for vLLM.
             durable: fsync each file.
             load_policy: as in :class:`vua.connector.config.ConnectorConfig`.
             clock: returns seconds.
@@ -65,29 +156,67 @@ class Stores:
                 clock=clock,
             )
 
-        self.shared: StoredLayers | None = None
-        """What other engines have stored, too: compared before it is used."""
-        shared = described.shared if described.of_files else None
-        if shared is not None:
-            self.shared = stored(replace(shared, weights=identity.weights))
-        if share and self.shared is not None:
-            self.own, self.identity = (
-                self.shared,
-                replace(shared or identity, weights=identity.weights),
-            )
-            return
-        if share:
-            log.warning(
-                "%s: other engines are not known to compute the same: stored for itself",
-                identity.name,
-            )
-        self.identity = described.named(identity, _settled(place, identity, described, clock))
-        self.own = stored(self.identity)
+        def settled() -> tuple[Identity, StoredLayers]:
+            named = described.named(identity, _settled(place, identity, described, clock))
+            return named, stored(named)
+
+        self._settle, self._lock = settled, new_lock()
+        self._settled: tuple[Identity, StoredLayers] | None = None
+        self._engines: list[Engine] = []
+        self._shared: tuple[Identity, Engine] | None = None
+        """Where it stores for vLLM."""
+        for name, engine in (("vLLM", "vllm"), ("SGLang", "sglang")):
+            theirs = described.by_engine(engine, identity.weights)
+            if theirs is not None:
+                self._engines.append(Engine(name, stored(theirs), described))
+                if share and engine == "vllm":
+                    self._shared = theirs, self._engines[0]
+        if self._shared is None:
+            self._own()
+            if share:
+                log.warning(
+                    "%s: stored for itself: its tensors are not those of its files, or its K and V "
+                    "have no form that is the same in vLLM",
+                    identity.name,
+                )
+
+    def _own(self) -> tuple[Identity, StoredLayers]:
+        with self._lock:
+            self._settled = self._settled or self._settle()
+            return self._settled
+
+    @property
+    def identity(self) -> Identity:
+        """Under which it stores."""
+        shared = self._shared
+        return self._own()[0] if shared is None or shared[1].differed else shared[0]
+
+    @property
+    def measured(self) -> StoredLayers:
+        """What knows how long loads and prefills take."""
+        return self._own()[1] if self._shared is None else self._shared[1].stored
+
+    def to_read(self) -> Iterator[StoredLayers | Engine]:
+        """Yield where something may be stored, its own first."""
+        if self._shared is None:
+            yield self._own()[1]
+        yield from self._engines
+        if self._shared is not None and self._shared[1].differed:
+            yield self._own()[1]
+
+    def to_write(
+        self, ids: torch.Tensor, layers: Sequence[LayerCache], may: Callable[[], bool]
+    ) -> StoredLayers:
+        """Return where what was computed for ``ids``, (T,), is stored, see `Engine.takes`."""
+        if self._shared is not None and self._shared[1].takes(ids, layers, may):
+            return self._shared[1].stored
+        return self._own()[1]
 
     def close(self) -> None:
-        self.own.close()
-        if self.shared is not None:
-            self.shared.close()
+        if self._settled is not None:
+            self._settled[1].close()
+        for engine in self._engines:
+            engine.stored.close()
 
 
 def _settled(

@@ -1,10 +1,10 @@
 """What an engine's K and V depend on besides the KV dtype.
 
-The identity is the text config as vLLM resolved it, so that other engines with the same one share;
-and, under names that begin with "vua.", whatever in vLLM's configuration makes this engine compute
-something else, see `vua.vllm.config_fields`. It walks everything that vLLM's `VllmConfig` holds, as
-resolved for this engine. Two engines with equal settings then differ only in what that table
-excludes; a value without a canonical form is refused.
+The identity is the text config as vLLM resolved it; and, under names that begin with "vua.",
+whatever in vLLM's configuration makes this engine compute something else, see
+`vua.vllm.config_fields`. It walks everything that vLLM's `VllmConfig` holds, as resolved for this
+engine. Two engines with equal settings then differ only in what that table excludes; a value
+without a canonical form is refused.
 
 The weights are identified by the files that vLLM's own loader chooses; without its answer there
 are none. Nothing is downloaded.
@@ -32,8 +32,7 @@ from vua.connector.cache_spec import EngineIdentity, Group, local_directory
 from vua.connector.refusals import refused
 from vua.errors import ConfigError
 from vua.format.excluded import listed
-from vua.format.identity import config_digest, varies_with_length
-from vua.format.shared_config import unshared
+from vua.format.identity import config_digest, named_by, varies_with_length
 from vua.vllm.config_fields import ADAPTER_CLASSES, EXCLUDED, HOLDERS, MEDIA_CLASSES, NEUTRAL
 from vua.vllm.environment import environment_of_pages, environment_that_counts
 from vua.vllm.setup import PACKAGES, devices, package_version, plain
@@ -307,11 +306,11 @@ def engine_identity(
         config["vua.draft"] = draft
     if model.quantization is not None:
         config["vua.quantization"] = quantization_digest(folder(model.model, model.revision))
-    if unshared(config):  # transformers may compute something else
-        config["vua.engine"] = ["vllm", model.architecture]
+    if model.architecture not in (model.hf_config.architectures or ())[:1]:
+        config["vua.architecture"] = model.architecture
     media, why = _media(vllm_config, settings, folder, other_encoders=other_encoders)
     adapters = config_digest(settings.adapters) if settings.adapters else ""
-    return EngineIdentity(config, adapters, media, why)
+    return EngineIdentity(named_by("vllm", config), adapters, media, why)
 
 
 def _of_longest(model: Any, config: Mapping[str, Any]) -> dict[str, object]:

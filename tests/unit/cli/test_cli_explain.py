@@ -18,7 +18,7 @@ from commands import run, run_json
 from helpers import DirectoryTest, Memory, caches_of, flip, keys_of, model_arrays, save_chunk
 from vua.catalog.prefix import compare, expect
 from vua.core import VUA, VUAConfig
-from vua.format.identity import Identity, config_digest
+from vua.format.identity import Identity, config_digest, named_by
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.store.namespace import Namespace
@@ -249,7 +249,8 @@ class TestModel(ExplainTest):
         (self.model / "config.json").write_text(json.dumps(CONFIG))
         (self.model / "model.safetensors").write_bytes(bytes(range(200)))
         self.identity = Identity(
-            model=config_digest(CONFIG), weights=weights_fingerprint(self.model), rope="neox",
+            model=config_digest(named_by("vllm", CONFIG)),
+            weights=weights_fingerprint(self.model), rope="neox",
             kv_dtype="BF16", chunk_tokens=4, name="model",
         )  # fmt: skip
 

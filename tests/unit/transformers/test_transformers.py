@@ -25,7 +25,7 @@ from helpers import SOON_S, in_child, keys_of
 from small_models import Family, make_model
 from vua import ConfigError, InputError
 from vua.core import VUA, VUAConfig
-from vua.format.identity import Identity, config_digest, counted_fields
+from vua.format.identity import Identity, config_digest, counted_fields, named_by
 from vua.weights import identify_weights, weights_fingerprint
 
 CHUNK = 16
@@ -386,12 +386,12 @@ class TestTransformers(unittest.TestCase):
         self.assertRaises(ConfigError, prefixes.ready)
 
     def test_identity(self) -> None:
-        """The identity has the fields that every adapter gives it, wherever the model lies."""
+        """The identity has the fields that vLLM gives it, wherever the model lies."""
         from vua.transformers import identity_of, layout_of
 
         path = self.model_path("qwen3")
         model = load(path)
-        config = model.config.get_text_config().to_dict()
+        config = named_by("vllm", model.config.get_text_config().to_dict())
         expected = Identity(
             model=config_digest(config),
             weights=weights_fingerprint(path),

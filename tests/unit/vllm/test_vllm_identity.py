@@ -170,6 +170,22 @@ class EngineFieldsTest(unittest.TestCase):
             self.assertNotEqual(usual, self.namespace())
         self.assertEqual(usual, self.namespace())
 
+    def test_another_engine_builds_the_name(self) -> None:
+        """A plain engine's name follows from its config; not if vLLM takes another architecture."""
+        from transformers import AutoModelForCausalLM
+
+        from vua.transformers import identity_of
+
+        def built() -> str:
+            model = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
+            return identity_of(model, chunk_tokens=64).namespace
+
+        self.assertEqual(self.namespace(), built())
+        restore = self.edit_config(architectures=["NoSuchForCausalLM", "LlamaForCausalLM"])
+        self.assertNotEqual(self.namespace(), built())
+        restore()
+        self.assertEqual(self.namespace(), built())
+
     def test_code_of_a_model(self) -> None:
         """Python that comes with the model and may run counts by content."""
         usual = self.namespace()

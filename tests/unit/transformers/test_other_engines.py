@@ -1,0 +1,141 @@
+"""What is stored for a model's files under vLLM's name: compared before a load, and before a save.
+
+A model of transformers that shares stands for vLLM; `tests/e2e/test_engines.py` has vLLM itself.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import unittest
+import warnings
+from importlib import util
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from helpers import SOON_S
+from small_models import Family, make_model
+
+CHUNK = 16
+PROMPT = torch.randint(4, 512, (1, 150), generator=torch.Generator().manual_seed(1))
+WHOLE = PROMPT.shape[1] // CHUNK * CHUNK
+
+
+@unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
+class TestOtherEngines(unittest.TestCase):
+    models: tempfile.TemporaryDirectory[str]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """A folder for the models, which all tests share."""
+        cls.models = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        cls.addClassCleanup(cls.models.cleanup)
+
+    def setUp(self) -> None:
+        """A store of its own."""
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.addCleanup(folder.cleanup)
+        self.store = Path(folder.name) / "kv"
+        patience = mock.patch("vua.transformers.cache._START_WAIT_S", SOON_S)
+        patience.start()
+        self.addCleanup(patience.stop)
+        catching = warnings.catch_warnings()
+        catching.__enter__()
+        self.addCleanup(catching.__exit__, None, None, None)
+        warnings.simplefilter("ignore")  # transformers' own
+
+    def model(self, family: Family = "llama", *, otherwise: bool = False) -> Any:
+        """The model; ``otherwise``: its files are the same, and it computes something else."""
+        from transformers import AutoModelForCausalLM
+
+        path = Path(self.models.name, family)
+        if not path.exists():
+            make_model(path, family=family)
+        model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+        if otherwise:
+            model.model.layers[0].post_attention_layernorm.variance_epsilon = 0.5
+        return model
+
+    def prefixes(self, model: Any, **settings: Any) -> Any:
+        from vua.transformers import PrefixCache
+
+        prefixes = PrefixCache(
+            model, self.store, **{"chunk_tokens": CHUNK, "load_policy": "always", **settings}
+        )
+        self.addCleanup(prefixes.close)
+        return prefixes
+
+    def save(self, model: Any, ids: torch.Tensor = PROMPT, **settings: Any) -> Any:
+        """Let a model compute ids and store them; the cache that it is stored with."""
+        from transformers import DynamicCache
+
+        cache, prefixes = DynamicCache(), self.prefixes(model, **settings)
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+        self.assertEqual(ids.shape[1] // CHUNK, prefixes.save(ids, cache))
+        return prefixes
+
+    def by_vllm(self) -> set[str]:
+        """The chunks under vLLM's name."""
+        from vua.transformers import identity_of
+
+        folder = self.store / identity_of(self.model(), chunk_tokens=CHUNK).namespace
+        return {path.parent.name for path in folder.glob("??/*/*.safetensors")}
+
+    def test_loads(self) -> None:
+        """A model finds what vLLM stored for its files if it computes the same, else nothing.
+
+        After three differences nothing is compared any more.
+        """
+        self.save(self.model(), share=True)
+        chunks = self.by_vllm()
+        self.assertEqual(WHOLE // CHUNK, len(chunks))
+        self.assertEqual(WHOLE, self.prefixes(self.model()).load(PROMPT).num_tokens)
+        other = self.prefixes(self.model(otherwise=True))
+        with self.assertLogs("vua.transformers", "WARNING") as said:
+            for _ in range(3):
+                self.assertEqual(0, other.load(PROMPT).num_tokens)
+        self.assertEqual(1, len(said.output))
+        self.assertIn("what vLLM has stored for its files is not what this model", said.output[0])
+        with mock.patch("vua.transformers.model.run", side_effect=AssertionError):
+            self.assertEqual(0, other.load(PROMPT).num_tokens)
+
+    def test_not_asked(self) -> None:
+        """Unless it is asked to, nothing is stored under vLLM's name."""
+        self.save(self.model())
+        self.assertEqual(set(), self.by_vllm())
+        self.assertEqual(WHOLE, self.prefixes(self.model()).load(PROMPT).num_tokens)
+
+    def test_shares_beside_what_agrees(self) -> None:
+        """What is shared goes on from what is stored if that agrees, also without a load."""
+        self.save(self.model(), PROMPT[:, :100], share=True)
+        chunks = self.by_vllm()
+        with self.assertLogs("vua.transformers", "WARNING") as said:
+            other = self.save(self.model(otherwise=True), share=True)
+        self.assertEqual((chunks, 1), (self.by_vllm(), len(said.output)))
+        self.assertEqual(WHOLE, other.load(PROMPT).num_tokens)  # its own
+
+        model = self.model()
+        right = self.prefixes(model, share=True)
+        self.assertEqual(96, right.load(PROMPT).num_tokens)
+        cache = right.load(PROMPT).cache
+        with torch.no_grad():
+            model(PROMPT[:, 96:], past_key_values=cache)
+        self.assertEqual((WHOLE - 96) // CHUNK, right.save(PROMPT, cache))
+        self.assertLess(chunks, self.by_vllm())
+        self.assertEqual(WHOLE, self.prefixes(self.model()).load(PROMPT).num_tokens)
+
+    def test_not_its_files(self) -> None:
+        """A model that is not what its files hold neither finds nor shares."""
+        self.save(self.model(), PROMPT[:, :100], share=True)
+        chunks, tuned = self.by_vllm(), self.model()
+        with torch.no_grad():
+            tuned.model.layers[1].mlp.up_proj.weight.mul_(1.01)
+        with self.assertLogs("vua.transformers", "WARNING") as said:
+            prefixes = self.prefixes(tuned, share=True)
+        self.assertIn("stored for itself", said.output[0])
+        self.assertEqual(0, prefixes.load(PROMPT).num_tokens)
+        self.save(tuned)
+        self.assertEqual(chunks, self.by_vllm())
