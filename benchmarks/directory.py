@@ -208,7 +208,7 @@ def eviction(root: Path, chunks: int, before: Path | None, report: dict[str, Any
                 told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
                 took_s, evicted = map(float, told.stdout.split())
             else:
-                policy = LRU() if name == "LRU" else LeastHitDensity(root, at_once=True)
+                policy = LRU() if name == "LRU" else LeastHitDensity(root)
                 victims = Evictor(root, policy=policy)
                 began = time.monotonic()
                 evicted = victims.evict(nbytes, next_tick_ns(upkeep)).chunks

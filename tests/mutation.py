@@ -205,18 +205,6 @@ NAMED: tuple[Named, ...] = (
         "False",
     ),
     Named(
-        "what was asked for since ranks were made ranks as before",
-        "vua/capacity/policy.py",
-        "~density.used_since(rows[is_same], made.time_s)",
-        "True",
-    ),
-    Named(
-        "all of a long log is learned at once",
-        "vua/capacity/policy.py",
-        "at_once = self._at_once",
-        "at_once = True",
-    ),
-    Named(
         "a process deletes logs of others that write",
         "vua/capacity/use_log.py",
         "now_ns - one[0] >= _LIVE_NS and one[1][:16] not in live",

@@ -28,7 +28,7 @@ from vua.capacity import marks
 from vua.capacity.lease import Victims, tell_victims, told_victims, upkeep_directory
 from vua.capacity.lru import MTIME_STEP_NS, is_unchanged, mtime_ns_of, set_mtime
 from vua.capacity.marks import is_unsent
-from vua.capacity.policy import BY_MTIME, LRU, Policy, Ranks
+from vua.capacity.policy import LRU, Policy
 from vua.capacity.prefix_tree import ancestors
 from vua.capacity.removal import (
     GRACE_S,
@@ -42,12 +42,13 @@ from vua.capacity.removal import (
     told_immovable,
 )
 from vua.capacity.scan import (
-    HIGHEST,
     LOWEST,
     Candidate,
     Candidates,
+    Rank,
     Space,
     Sweep,
+    by_mtime,
     chunk_nbytes,
     spaces,
 )
@@ -71,7 +72,7 @@ _LATEST_NS: Final = 1 << 62
 """Later than any time: then only the mtime tells whether a chunk changed. For chunks whose own time
 to live is over, and after a pass that had to set times itself."""
 _PASSES_SHARE: Final = 1 / 20
-"""Share of the time that passes may take if ranks change: their results are used longer then."""
+"""Share of the time that sweeps may take if ranks change: their results are used longer then."""
 PINNED_SHARE: Final = 0.5
 """Share of the limit that pins may hold. Beyond it the least recently used pinned chunks are
 evicted when space is needed."""
@@ -163,15 +164,12 @@ class Evictor:
         ``policy`` ranks chunks; by default the least recently used ones are the lowest.
         """
         self._policy = policy or LRU()
-        self._ranks = BY_MTIME
-        """The current run's ranks."""
-        self._ranked_until_s = 0.0
-        """Until when victims of a pass by rank are used, by the monotonic clock."""
+        self._by_mtime = True
+        """Whether the known victims' ranks are their mtimes."""
+        self._known_until_s = math.inf
+        """Until when the known victims are used, by the monotonic clock."""
         self._root, self._evict_chunk = os.fspath(root), rehearse or evict_chunk
         self._is_real = rehearse is None
-        self._floor_rank = LOWEST
-        """Rank of the first chunk that the last run left; LOWEST if no run ended since the last
-        pass."""
         self._pool = _Pool()
         """The lowest chunks of a sweep."""
         self._pool_of: Sweep | None = None
@@ -181,6 +179,8 @@ class Evictor:
         stays: it was used, or it got a child that the sweep may not have seen."""
         self._sweep: Sweep | None = None
         """The one under way."""
+        self._rank: Rank = by_mtime
+        """What it ranks by, or the last one."""
         self._sweep_seen_ns, self._sweep_began_s = 0, 0.0
         self.shares = False
         """Whether victims are told to other processes, and those that others tell are used."""
@@ -204,8 +204,6 @@ class Evictor:
         skipped; occasionally one is tried again."""
         self._immovable_until_s = 0.0
         self._warned = False
-        self._taken: list[str] = []
-        """Chunks that stopped being victims since the current run began."""
         self._spared: list[Candidate] = []
         """Victims that the last run skipped: of the prompt being stored, or not uploaded yet."""
         self._has_unsent = False
@@ -221,15 +219,6 @@ class Evictor:
         """Whether a sweep has begun and not ended, which :meth:`prepare` goes on with."""
         return self._sweep is not None and not self._sweep.is_large
 
-    @property
-    def floor_rank(self) -> int:
-        """Below this rank a chunk would be among the first to go.
-
-        LOWEST if ranks are mtimes, if no run has ended since the last pass, and once the victims of
-        that pass are too old to be used.
-        """
-        return self._floor_rank if time.monotonic() < self._ranked_until_s else LOWEST
-
     def prepare(self, now_ns: int, pulse: Callable[[], None], *, looks: bool = True) -> None:
         """Look for victims ahead of need, to the end of a sweep or until there are very many.
 
@@ -240,7 +229,7 @@ class Evictor:
 
         Raises OSError where the directory cannot be listed.
         """
-        self._rank_anew(self._policy.rank(now_ns))
+        self._forget_old()
         if (self._sweep is None and self._adopt(now_ns)) or not looks:
             return
         with spaces(self._root) as found:
@@ -265,19 +254,16 @@ class Evictor:
             told = told_victims(directory, self._told_ns, now_ns)
         finally:
             close_quietly(directory)
-        if told is None or told.ranks_last != self._ranks.is_lasting:
+        if told is None:
             return False
         self._told_ns = told.seen_ns
         with spaces(self._root) as found:
             mine = {space.name for space in ours(found)}
         is_mine = np.array([space in mine for space in told.found.spaces.tolist()], dtype=bool)
         self._fill(told.found.only(is_mine), told.seen_ns, None)
-        self._ranked_until_s = math.inf
+        self._by_mtime, self._known_until_s = told.by_mtime, math.inf
         if told.until_ns:
-            self._ranked_until_s = time.monotonic() + (told.until_ns - now_ns) / 1e9
-        if not told.ranks_last:
-            self._policy.look_anew()
-            self._order()
+            self._known_until_s = time.monotonic() + (told.until_ns - now_ns) / 1e9
         return bool(self._pool)
 
     def evict(
@@ -286,7 +272,6 @@ class Evictor:
         now_ns: int,
         *,
         before_ns: int | None = None,
-        most_rank: int = HIGHEST,
         pins_nbytes: int | None = None,
         hurries: bool = False,
         pulse: Callable[[DeletionTotals], None] = lambda freed: None,  # noqa: ARG005
@@ -300,7 +285,6 @@ class Evictor:
             nbytes: how much to free; less is freed when no more may be deleted.
             now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
             before_ns: chunks with this mtime or a younger one stay.
-            most_rank: chunks of a higher rank stay, if ranks are not mtimes.
             pins_nbytes: pinned chunks stay up to so many bytes, the last used ones; None: all.
             hurries: do not search a very large directory to its end. Evict the lowest chunks found
                 so far; :meth:`prepare` continues the search.
@@ -311,18 +295,13 @@ class Evictor:
         freed = NOTHING
         if nbytes <= 0:
             return freed
-        self._rank_anew(self._policy.rank(now_ns))
-        most_rank = min(most_rank, self._ranks.most(before_ns))
-        run = _Run(
-            nbytes, now_ns, before_ns, most_rank, pins_nbytes, pulse, _VICTIMS, hurries=hurries
-        )
+        self._forget_old()
+        run = _Run(nbytes, now_ns, before_ns, pins_nbytes, pulse, _VICTIMS, hurries=hurries)
         self._has_unsent = False
         freed += self._run(run)
         if self._has_unsent and freed.nbytes < nbytes:
             run = replace(run, nbytes=nbytes - freed.nbytes, takes_unsent=True, swept=False)
             freed += self._run(run)
-        self._policy.forget(self._taken)
-        self._taken = []
         return freed
 
     def expire(
@@ -343,23 +322,10 @@ class Evictor:
         freed = self._expire_own(now_ns, pulse)
         return freed + self._expire(now_ns, expired_ns, pulse) if expired_ns else freed
 
-    def _rank_anew(self, ranks: Ranks) -> None:
-        """Order the known victims by their current ranks; forget them after some time."""
-        before, self._ranks = self._ranks, ranks
-        if before.is_lasting and ranks.is_lasting:
-            return
-        is_same = before.is_lasting == ranks.is_lasting
-        if not is_same or time.monotonic() >= self._ranked_until_s:
-            self._pool, self._spared = _Pool(), []
-            self._sweep = self._sweep if is_same else None
-        elif before.made != ranks.made:
-            self._order()
-
-    def _order(self) -> None:
-        """Order the victims that are known by their ranks."""
-        known = Candidates.joined([self._pool.all(), self._spared])
-        ranks = self._ranks.of(known.chunks, known.mtimes_ns)
-        self._pool, self._spared = _Pool(known.ranked(ranks).in_order()), []
+    def _forget_old(self) -> None:
+        """Forget victims whose ranks are too old."""
+        if time.monotonic() >= self._known_until_s:
+            self._pool, self._spared, self._known_until_s = _Pool(), [], math.inf
 
     def _expire_own(self, now_ns: int, pulse: Callable[[DeletionTotals], None]) -> DeletionTotals:
         """Delete the chunks whose own time to live is over."""
@@ -385,7 +351,6 @@ class Evictor:
         may go before those that follow them: these go, too.
         """
         freed, latest_ns = NOTHING, now_ns + _FUTURE_NS
-        self._rank_anew(self._policy.rank(now_ns))
         with spaces(self._root) as found:
             mine = ours(found)
             by_name = {space.name: space for space in mine}
@@ -441,11 +406,9 @@ class Evictor:
                 if not self._pool:
                     continue
                 victim = self._pool[0]
-                if run.ends_at(victim, freed):
-                    self._floor_rank = LOWEST if self._ranks.is_lasting else victim.rank
-                    return freed
+                if freed.nbytes >= run.nbytes or (self._by_mtime and run.spares(victim)):
+                    return freed  # the others are younger
                 self._pool.pop()
-                self._taken.append(victim.chunk)
                 if run.spares(victim) or (self.spares_unsent and self._stays(victim, by_name, run)):
                     self._spared.append(victim)
                     continue
@@ -471,14 +434,12 @@ class Evictor:
             )
             freed += DeletionTotals(int(gone.deleted.sum()), gone.nbytes)
             self._pool.pop(gone.settled)
-            self._taken += some.chunks[: gone.settled]
             if self.evicted is not None or log.isEnabledFor(logging.DEBUG):
                 for victim in some[: gone.settled].only(gone.deleted):
                     self._tell(victim)
             if gone.aside:
                 victim = self._pool[0]
                 self._pool.pop()
-                self._taken.append(victim.chunk)
                 freed += self._evict(victim, by_name, self._seen_ns, run.pins_nbytes, gone.aside)
             elif gone.is_unusual:
                 break
@@ -490,7 +451,7 @@ class Evictor:
         some = self._pool.first(_AT_A_TIME)
         if not len(some):
             return some
-        goes = (some.ranks <= run.most_rank) & (some.spaces == some.spaces[0])
+        goes = some.spaces == some.spaces[0]
         if run.before_ns is not None:
             goes &= some.mtimes_ns < run.before_ns
         if self._kept or self.immovable:
@@ -555,7 +516,7 @@ class Evictor:
         run.picked = sweep.picked
         if not sweep.is_done:
             self._fill(sweep.take(), self._sweep_seen_ns, sweep)
-            self._ranked_until_s = math.inf
+            self._known_until_s = math.inf
             return True
         if sweep.ahead and self._is_real:
             self._set_back(sweep, found, by_name, run)
@@ -572,11 +533,9 @@ class Evictor:
         expired_ns: int = 0,
     ) -> Sweep:
         """Begin a sweep in the place of one that may be under way."""
-        self._policy.look_anew()
         self._sweep_began_s, self._sweep_seen_ns = time.monotonic(), now_ns
-        self._sweep = Sweep(
-            mine, wanted, self._ranks.of, latest_ns=latest_ns, expired_ns=expired_ns
-        )
+        self._rank = self._policy.rank(now_ns)
+        self._sweep = Sweep(mine, wanted, self._rank, latest_ns=latest_ns, expired_ns=expired_ns)
         return self._sweep
 
     def _set_back(
@@ -593,8 +552,7 @@ class Evictor:
         )
         if run.before_ns is not None and run.before_ns > run.now_ns + _FUTURE_NS:
             run.before_ns = first_ns  # it was such a time, too: the prompt's own
-            run.most_rank = min(run.most_rank, self._ranks.most(first_ns))
-        again = Sweep(ours(found), run.wanted, self._ranks.of)
+        again = Sweep(ours(found), run.wanted, self._rank)
         again.drain(by_name, partial(run.pulse, NOTHING))
         sweep.take()
         sweep.put(again.take())
@@ -606,15 +564,16 @@ class Evictor:
         self._fill(Candidates.joined([*victims, sweep.take()]), self._sweep_seen_ns, sweep)
         self._sweep = self._pool_of = None
         took_s = time.monotonic() - self._sweep_began_s
-        self._ranked_until_s = time.monotonic() + took_s / _PASSES_SHARE
+        if not self._policy.is_lasting:
+            self._known_until_s = time.monotonic() + took_s / _PASSES_SHARE
         is_many = sweep.chunks >= SHARED and not sweep.is_large
         if self.shares and is_many and self._sweep_seen_ns != _LATEST_NS:
             self._tell_victims(took_s)
 
     def _tell_victims(self, took_s: float) -> None:
         until_ns = self._sweep_seen_ns + int(took_s / _PASSES_SHARE * 1e9)
-        lasts = self._ranks.is_lasting
-        told = Victims(self._sweep_seen_ns, 0 if lasts else until_ns, lasts, self._pool.all())
+        until_ns = 0 if self._policy.is_lasting else until_ns
+        told = Victims(self._sweep_seen_ns, until_ns, self._by_mtime, self._pool.all())
         with contextlib.suppress(OSError):
             directory = upkeep_directory(self._root)
             try:
@@ -636,7 +595,8 @@ class Evictor:
             self._held.clear()
             self._held_nbytes = 0
         self._pool, self._spared = _Pool(Candidates.of(victims).in_order()), []
-        self._seen_ns, self._pool_of, self._floor_rank = seen_ns, sweep, LOWEST
+        self._seen_ns, self._pool_of = seen_ns, sweep
+        self._by_mtime = self._rank is by_mtime
 
     def _drop(self, empty: Sequence[str], now_ns: int) -> None:
         """Delete namespaces that have been empty for a while."""
@@ -737,7 +697,6 @@ class _Run:
     nbytes: int
     now_ns: int
     before_ns: int | None
-    most_rank: int
     pins_nbytes: int | None
     pulse: Callable[[DeletionTotals], None]
     wanted: int
@@ -755,7 +714,3 @@ class _Run:
     def spares(self, victim: Candidate) -> bool:
         """Whether this victim stays: it is part of the stored prompt, or younger."""
         return self.before_ns is not None and victim.mtime_ns >= self.before_ns
-
-    def ends_at(self, victim: Candidate, freed: DeletionTotals) -> bool:
-        """Whether this victim stays, and with it all of higher rank."""
-        return freed.nbytes >= self.nbytes or victim.rank > self.most_rank

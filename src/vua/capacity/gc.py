@@ -382,7 +382,7 @@ def _rehearse_eviction(
     remover: Remover,
 ) -> None:
     """Note what would be too old, or too much, after the rest has gone, and what would be left."""
-    evictor = Evictor(root, remover.evict_chunk, LeastHitDensity(root, at_once=True))
+    evictor = Evictor(root, remover.evict_chunk, LeastHitDensity(root))
     report.expired = _expire(evictor, now_ns, limits)
     gone = report.lost_keys + report.orphans + report.over_quota + report.expired
     need = _measure(root, limits, report) - gone.nbytes
@@ -415,7 +415,7 @@ def _evict(
     remover: Remover,
 ) -> None:
     """Evict what is too old or too much, after other passes that look for victims."""
-    evictor = Evictor(root, policy=LeastHitDensity(root, at_once=True))
+    evictor = Evictor(root, policy=LeastHitDensity(root))
     evictor.immovable = remover.immovable
     deadline_s = time.monotonic() + _LEASE_WAIT_S
     with contextlib.ExitStack() as stack:

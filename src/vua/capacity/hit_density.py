@@ -302,12 +302,7 @@ class HitDensity:
     @property
     def is_learned(self) -> bool:
         """Whether enough was seen to rank chunks by more than the time since their use."""
-        return self.returned >= _LEAST_OBSERVED
-
-    @property
-    def returned(self) -> float:
-        """Number of repeated uses seen; recent ones count more."""
-        return float(self._returned.sum())
+        return bool(self._returned.sum() >= _LEAST_OBSERVED)
 
     def rows(self, chunks: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
         """Return the row of each chunk, -1 where it is not known."""
@@ -319,17 +314,6 @@ class HitDensity:
         rows = np.flatnonzero(self._depth >= 0).astype(np.int32)
         rows = rows[np.argsort(self._chunk[rows])]
         return self._chunk[rows], rows
-
-    def used_since(self, rows: npt.NDArray[np.intp], time_s: float) -> npt.NDArray[np.bool_]:
-        """Whether each of these rows' chunks was asked for after a time."""
-        found: npt.NDArray[np.bool_] = self._last_s[rows] > time_s
-        return found
-
-    def worth_at(self, row: int, age_s: float) -> float:
-        """Return the hits per second that a chunk, by its row, promises so long after its use."""
-        now_s = float(self._last_s[row] + age_s)
-        worth = float(_between(self._fitted(now_s), self._class[row], max(0.0, age_s)))
-        return float(self._with_hints(now_s, np.array([row]), np.array([worth]))[0])
 
     def worths(
         self, now_s: float, rows: npt.NDArray[np.intp] | None = None

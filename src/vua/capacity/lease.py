@@ -46,7 +46,7 @@ _VICTIMS: Final = "victims"
 _VICTIMS_MAGIC: Final = b"VUAvict1"
 _VICTIMS_HEAD: Final = struct.Struct("<8sqqqII")
 """Magic; the time before the search; until when they are good, 0: as long as they last (both ns
-since 1970 by the server's clock); whether ranks last; how many namespaces, and victims."""
+since 1970 by the server's clock); whether ranks are mtimes; how many namespaces, and victims."""
 _VICTIM: Final = np.dtype([("rank", "<i8"), ("mtime_ns", "<i8"), ("space", "<u4"), ("name", "V32")])
 _MOST_VICTIMS: Final = 1 << 17
 _MOST_SPACES: Final = 1 << 14
@@ -230,7 +230,7 @@ class Victims(NamedTuple):
     """The server's time before it looked."""
     until_ns: int
     """They are good until then; 0: for as long as they last."""
-    ranks_last: bool
+    by_mtime: bool
     """Whether their ranks are their mtimes."""
     found: Candidates
     """In order."""
@@ -252,7 +252,7 @@ def tell_victims(directory: int, victims: Victims) -> None:
         _VICTIMS_MAGIC,
         victims.seen_ns,
         victims.until_ns,
-        victims.ranks_last,
+        victims.by_mtime,
         len(names),
         len(found),
     )

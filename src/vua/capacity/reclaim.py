@@ -100,8 +100,6 @@ class Below(NamedTuple):
 
     mtime_ns: int | None
     """Chunks with an older mtime than the preceding chunk's; None: any mtime."""
-    rank: int = HIGHEST
-    """Of those, chunks with no higher rank than the new chunk's."""
     prompt_nbytes: int = 0
     """What all of the new chunk's prompt takes in the directory, at least; 0 if unknown."""
 
@@ -246,8 +244,6 @@ class Reclaimer:
             if time.monotonic() < self._paused_until_s:
                 return False
             self.note_request(nbytes, below.mtime_ns, files)
-            if self._is_worth_less(below):
-                return False
             if self._estimate.is_stale or self._estimate.missing(nbytes) > 0:
                 return self._ask(_Request(nbytes, below, files))
             self._estimate.reserve(nbytes, files)
@@ -255,12 +251,6 @@ class Reclaimer:
                 self._has_work = True
                 self._wake()
             return True
-
-    @property
-    def is_nearly_full(self) -> bool:
-        """Whether something must go soon, as far as this process knows."""
-        with self._changed:
-            return self._estimate.missing(2 * self._burst_bytes()) > 0
 
     def settle(self, reserved_bytes: int, written_bytes: int, files: int = 1) -> None:
         """Note how much of what was reserved is written; once for each :meth:`reserve`."""
@@ -323,13 +313,6 @@ class Reclaimer:
         is_low = self._estimate.missing(self._burst_bytes() // 2) > 0
         return (is_low and now_s >= self._ahead_from_s) or self._is_search_due(now_s)
 
-    def _is_worth_less(self, below: Below) -> bool:
-        """Whether a new chunk would be among the first to go, so that it need not be written.
-
-        Only if little space is left, and victims were searched lately.
-        """
-        return below.rank < self._evictor.floor_rank and self.is_nearly_full
-
     @property
     def _knows_victims(self) -> bool:
         """Whether something can be evicted without a search."""
@@ -389,7 +372,7 @@ class Reclaimer:
             cause = _NO_INODES if estimate.lacks_inodes else _NO_SPACE
             self.warn_once("refused", f"{self._root}: no room for a chunk: {cause}")
         cost_s = time.monotonic() - began_s
-        if cost_s > _COSTLY_S and below.rank == HIGHEST:  # else only what ranks low is refused
+        if cost_s > _COSTLY_S:
             self._paused_until_s = began_s + 10 * cost_s
         return False
 
@@ -578,7 +561,6 @@ class Reclaimer:
                 nbytes,
                 now_ns,
                 before_ns=what.mtime_ns,
-                most_rank=what.rank,
                 pins_nbytes=pins_nbytes,
                 hurries=True,
                 pulse=lambda _: self._pulse(None),

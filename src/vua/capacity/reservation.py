@@ -46,7 +46,7 @@ from vua.capacity.marks import mark
 from vua.capacity.policy import LeastHitDensity, Policy
 from vua.capacity.reclaim import Below, Reclaimer
 from vua.capacity.removal import evict_chunk
-from vua.capacity.scan import HIGHEST, Candidate, Space
+from vua.capacity.scan import Candidate, Space
 from vua.errors import ConfigError, StorageFullError
 from vua.format.keys import ChunkKey, Keys
 from vua.io.forks import watch
@@ -384,10 +384,7 @@ class Reservation:
             if self._before_ns is not None and len(keys) == 1:  # of more, some may be there already
                 capacity.pending.expect(keys[0].name, self._before_ns - MTIME_STEP_NS)
             whole = self._nbytes * len(keys)
-            rank, before = HIGHEST, keys[0].before.hex()
-            if capacity.reclaimer.is_nearly_full:
-                rank = capacity.policy.rank_of_new(keys[0].name, keys[-1].name, before)
-            self._below = Below(self._before_ns, rank, self._prompt[1])
+            self._below = Below(self._before_ns, self._prompt[1])
             self.granted = capacity.reclaimer.reserve(whole, self._below, len(keys))
         except BaseException:
             capacity.pending.leave(self._pending)
@@ -397,8 +394,6 @@ class Reservation:
         elif len(keys) == 1:  # several are then asked for one by one
             capacity.counts["chunks_refused"] += 1
             capacity.reclaimer.refused(keys[0].start, *self._prompt)
-            if self._below.rank < HIGHEST:
-                capacity.policy.refused(keys[0].name)
         return self
 
     def __exit__(

@@ -36,10 +36,6 @@ def rows_of(density: HitDensity) -> dict[int, int]:
 class TestHitDensity(unittest.TestCase):
     """What is learned from requests."""
 
-    def worth(self, density: HitDensity, chunk: int, age_s: float) -> float:
-        """What a chunk is worth so long after its last use."""
-        return density.worth_at(rows_of(density)[chunk], age_s)
-
     def test_prefix(self) -> None:
         """A chunk is worth as much as the best of those that follow it."""
         density = taught()
@@ -51,7 +47,7 @@ class TestHitDensity(unittest.TestCase):
         row = [worths[rows[chunk]] for chunk in range(NEW, NEW + 4)]
 
         self.assertEqual(sorted(row, reverse=True), row)
-        alone = self.worth(density, NEW, 10.0)
+        alone = density.worths(1300.0, np.array([rows[NEW]]))[rows[NEW]]
         self.assertGreaterEqual(row[0], max(alone, row[1], worths[rows[NEW + 9]]))
 
     def test_forgets(self) -> None:
@@ -103,7 +99,7 @@ class TestHitDensity(unittest.TestCase):
         """A request from before counts as of now."""
         density = taught()
         density.note([Request(-10.0, [0, 1, 2])])
-        self.assertGreater(self.worth(density, 0, 0.0), 0.0)
+        self.assertGreater(density.worths(1200.0)[rows_of(density)[0]], 0.0)
 
 
 class TestHints(unittest.TestCase):

@@ -22,7 +22,7 @@ from vua.capacity.evictor import Evictor
 from vua.capacity.lease import tell_victims, told_victims, upkeep_directory
 from vua.capacity.limits import Limits
 from vua.capacity.lru import next_tick_ns, server_now_ns, set_mtime
-from vua.capacity.policy import LRU, Ranks
+from vua.capacity.policy import LRU
 from vua.capacity.reclaim import Reclaimer
 from vua.capacity.scan import Space
 from vua.storage.mark import claim
@@ -153,35 +153,6 @@ class TestParts(SweepTest):
 
             victims.prepare(self.tick(), pulse)
         self.assertEqual(20, len(gone))
-
-    @pytest.mark.thorough
-    def test_ranks_change(self) -> None:
-        """A burst ahead of need searches a sample where its victims' ranks have become others."""
-
-        class Learning(LRU):
-            """Ranks by age at first, and by something else once it knows enough."""
-
-            asked = 0
-
-            def rank(self, now_ns: int) -> Ranks:
-                self.asked += 1
-                if self.asked == 1:
-                    return super().rank(now_ns)
-                return Ranks(lambda _, mtimes_ns: mtimes_ns - 10**18, is_lasting=False)
-
-        limits = Limits(max_bytes=(self.many - 3) * NBYTES, min_free_bytes=0)
-        reclaimer = Reclaimer(self.root, limits, Counter(), Learning())
-        self.addCleanup(reclaimer.close)
-        reclaimer.measure()
-        with (
-            mock.patch.object(evictor, "AT_ONCE", 0),
-            mock.patch.object(evictor, "_VICTIMS", 200),
-            mock.patch.object(scan, "_SAMPLED_CHUNKS", 100),
-            self.counted() as looks,
-        ):
-            reclaimer.work_ahead()
-            self.assertLessEqual(sum(looks.values()), self.fans + 256 // 15)
-        self.assertLess(len(self.stored()), self.many)
 
     @pytest.mark.thorough
     def test_exact(self) -> None:
@@ -349,9 +320,11 @@ class TestShared(SweepTest):
         class Other(LRU):
             """Ranks by something else, as a learned policy does."""
 
-            def rank(self, now_ns: int) -> Ranks:
+            is_lasting = False
+
+            def rank(self, now_ns: int) -> scan.Rank:
                 del now_ns
-                return Ranks(lambda _, mtimes_ns: mtimes_ns - 10**18, is_lasting=False)
+                return lambda _, mtimes_ns: mtimes_ns - 10**18
 
         self.age(100)
         limits = Limits(max_bytes=2 * self.many * NBYTES, min_free_bytes=0, ttl_s=86_400)
