@@ -237,7 +237,7 @@ class StoredLayers:
         firsts = [
             max(
                 held if group in self._model.leading else known,
-                self._first_to_store(group, layers, len(ids), stored),
+                self._first_to_store(group, layers, len(ids), stored, loaded),
             )
             for group in groups
         ]
@@ -255,9 +255,12 @@ class StoredLayers:
         return written
 
     def _first_to_store(
-        self, group: Group, layers: Sequence[LayerCache], tokens: int, stored: int
+        self, group: Group, layers: Sequence[LayerCache], tokens: int, stored: int, loaded: int
     ) -> int:
-        """Return the first chunk that a group's layers hold completely. Raises InputError."""
+        """Return the first chunk that a group's layers hold completely. Raises InputError.
+
+        Windows that were loaded from another engine hold too little for a place that has nothing.
+        """
         size = self._model.chunk_tokens
         is_whole = group.layout.window is None
         starts = (
@@ -266,6 +269,8 @@ class StoredLayers:
         )
         first = -(-max(starts) // size)
         of_use = stored if group in self._model.leading else group.first_needed(tokens) // size
+        if first > of_use and loaded:
+            return tokens // size
         if first > of_use:
             raise InputError(
                 f"layer {group.layers[0]} holds tokens {first * size} to {tokens} alone, its "

@@ -5,6 +5,7 @@ A model of transformers that shares stands for vLLM; `tests/e2e/test_engines.py`
 
 from __future__ import annotations
 
+import json
 import tempfile
 import unittest
 import warnings
@@ -20,6 +21,7 @@ from small_models import Family, make_model
 
 CHUNK = 16
 PROMPT = torch.randint(4, 512, (1, 150), generator=torch.Generator().manual_seed(1))
+WINDOW = 40
 WHOLE = PROMPT.shape[1] // CHUNK * CHUNK
 
 
@@ -53,6 +55,10 @@ class TestOtherEngines(unittest.TestCase):
         path = Path(self.models.name, family)
         if not path.exists():
             make_model(path, family=family)
+            if family == "mistral":
+                config = path / "config.json"
+                edited = json.loads(config.read_text()) | {"sliding_window": WINDOW}
+                config.write_text(json.dumps(edited))
         model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
         if otherwise:
             model.model.layers[0].post_attention_layernorm.variance_epsilon = 0.5
@@ -126,6 +132,24 @@ class TestOtherEngines(unittest.TestCase):
         self.assertEqual((WHOLE - 96) // CHUNK, right.save(PROMPT, cache))
         self.assertLess(chunks, self.by_vllm())
         self.assertEqual(WHOLE, self.prefixes(self.model()).load(PROMPT).num_tokens)
+
+    def test_windows_alone(self) -> None:
+        """Loaded windows of another engine are not stored a second time; nor is that an error."""
+        from transformers import DynamicCache
+
+        model = self.model("mistral")
+        self.assertEqual(WINDOW, model.config.sliding_window)
+        self.save(model, share=True)
+        prefixes = self.prefixes(model)
+        cache = prefixes.load(PROMPT).cache
+        self.assertEqual(WHOLE, cache.get_seq_length())
+        with torch.no_grad():
+            model(PROMPT[:, WHOLE:], past_key_values=cache)
+        self.assertEqual(0, prefixes.save(PROMPT, cache))
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(PROMPT, past_key_values=cache)
+        self.assertEqual(WHOLE // CHUNK, prefixes.save(PROMPT, cache))
 
     def test_not_its_files(self) -> None:
         """A model that is not what its files hold neither finds nor shares."""
