@@ -265,7 +265,8 @@ def measured(case: Case, work: Path) -> dict[str, Any]:
                 check(f"{what}: tokens loaded of another prompt", 0, answer.loaded_other)
                 if answer.tokens_other == answer.tokens:
                     raise AssertionError(f"{what}: another prompt gives the same tokens")
-                pairs[writer][reader] = answer.loaded
+                if found:
+                    pairs[writer][reader] = answer.loaded
                 print(f"{what}: {answer.loaded} of {case.possible} tokens", file=sys.stderr)
     places = {writer: str(root) for writer, root in roots.items()}
     return {

@@ -1,10 +1,11 @@
-"""One prompt, three engines: the first computes it, the others load it.
+"""One prompt, several engines: vLLM computes it, transformers compares a chunk and loads the rest.
 
     python examples/engines.py [--path DIR] [--new-tokens N] [--sglang URL]
 
 vLLM and transformers run in processes of their own. SGLang has an environment of its own: start its
 server as docs/sglang.md says, with the same directory, `--dtype float32` and the model whose path
-this prints, and give its address. Nothing runs between the engines; they share the directory.
+this prints, and give its address. SGLang computes this first prompt, too, under a name of its own.
+Nothing runs between the engines; they share the directory.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def main() -> None:
     print(f"model: {real_model()}", flush=True)
     if not chosen.sglang:
         print("SGLang is left out: give the address of its server with --sglang", flush=True)
-    engines = ["vLLM", "transformers", *(["SGLang"] if chosen.sglang else [])]
+    engines = ["vLLM", *(["SGLang"] if chosen.sglang else []), "transformers"]
     for name in engines:
         subprocess.run(
             [sys.executable, __file__, *sys.argv[1:], "--engine", name],
