@@ -69,6 +69,11 @@ def tokens(count: int, seed: int) -> list[int]:
 PROMPT = tokens(700, seed=1)
 
 
+def shared(count: int) -> list[list[int]]:
+    """Prompts with one beginning of 900 tokens."""
+    return [tokens(900, seed=50) + tokens(150, seed=1000 + at) for at in range(count)]
+
+
 @dataclass(frozen=True)
 class Batch:
     """Prompts that are given to the engine at once."""

@@ -47,12 +47,15 @@ class WindowedModelsTest(EngineTest):
 
     @pytest.mark.thorough
     def test_hybrid(self) -> None:
-        """A restart loads the prefix of the full layers and the last window of the others."""
+        """A restart loads the prefix of the full layers and the last window of the others.
+
+        All windows are stored of so short a prompt: another one may part from it anywhere.
+        """
         engine = {"model": str(gpt_oss())}
         expected = self.fill(BATCH, engine=engine)
         names = [path.name for path in stored(self.root)]
         self.assertEqual(10, sum(name.startswith("l0-2.") for name in names))
-        self.assertEqual(WINDOW_CHUNKS + 1, sum(name.startswith("w128.l0-2.") for name in names))
+        self.assertEqual(10, sum(name.startswith("w128.l0-2.") for name in names))
 
         warm = self.serve(BATCH, engine=engine)
 
@@ -96,7 +99,7 @@ class WindowedModelsTest(EngineTest):
 
     @pytest.mark.thorough
     def test_branches(self) -> None:
-        """Where a second prompt leaves the first one, the third one finds the window too."""
+        """Where a second prompt leaves the first one, it finds the window, as does a third one."""
         engine = {"model": str(gpt_oss())}
         others = [Batch([PROMPT[:400] + tokens(150, seed=seed)]) for seed in (2, 3)]
         self.fill(BATCH, engine=engine)
@@ -105,7 +108,7 @@ class WindowedModelsTest(EngineTest):
         served = self.serve(others[0], RESET, others[1], engine=engine)
 
         self.assertEqual(expected, served.tokens)
-        self.assertEqual([0, 384], served.cached)
+        self.assertEqual([384, 384], served.cached)
 
     @pytest.mark.thorough
     def test_damage(self) -> None:

@@ -13,9 +13,22 @@ from typing import Any
 
 import pytest
 
+from e2e.architectures import gemma3, gemma3n, gpt_oss, lfm2, qwen3_next
 from e2e.controls import exchange_for_noise
 from e2e.damage import stored
-from e2e.harness import PROMPT, RESET, Batch, Copied, EngineTest, Phase, loadable, run, tokens
+from e2e.harness import (
+    PROMPT,
+    RESET,
+    Batch,
+    Copied,
+    EngineTest,
+    Phase,
+    loadable,
+    needs_windows,
+    run,
+    shared,
+    tokens,
+)
 from vua.cli import main
 
 pytestmark = pytest.mark.vllm
@@ -31,6 +44,39 @@ def explained(root: Path, prompt: Sequence[int], block: int) -> int:
         main(["explain", str(root), "--tokens", file.name, "--json", "--block-tokens", str(block)])
     (one,) = json.loads(out.getvalue())["namespaces"]
     return int(one["loads"][str(block)])
+
+
+@pytest.mark.thorough
+@needs_windows
+class PartingTest(EngineTest):
+    """Prompts with one system prompt of 900 tokens: the second one loads of it already."""
+
+    def check(self, prompts: list[list[int]], whole: int, second: int, **engine: Any) -> None:
+        """``whole``: the tokens of it that can be loaded; ``second``: by the second prompt."""
+        one, two, *others = prompts
+        batches = [Batch([one]), Batch([two]), *(Batch(others[at::9]) for at in range(9))]
+        steps = [step for batch in batches for step in (batch, RESET)]
+
+        served = self.serve(*steps, engine=engine)
+
+        self.assertEqual([0, second], served.cached[:2])
+        self.assertGreaterEqual(sum(served.cached), 0.95 * len(prompts[1:]) * whole)
+        self.assertEqual({whole}, {*served.cached[2:]})
+
+    def test_windows(self) -> None:
+        """A window of 128 tokens, and none: 100 prompts load all of it, as without windows."""
+        for model in (gpt_oss(), gemma3(), gemma3n("sliding_attention", "full_attention")):
+            with self.subTest(model.name):
+                super().setUp()
+                self.check(shared(100), 896, 896, model=str(model))
+
+    def test_states(self) -> None:
+        """A state is stored at half of it, at least; and where a block ends with a chunk."""
+        same = {"enable_prefix_caching": True, "max_num_seqs": 1}
+        qwen = {"model": str(qwen3_next()), "mamba_ssm_cache_dtype": "float32"}
+        self.check(shared(11), 640, 640, dtype="bfloat16", **qwen, **same)
+        super().setUp()
+        self.check(shared(11), 896, 512, model=str(lfm2()), **same)
 
 
 class ReuseTest(EngineTest):

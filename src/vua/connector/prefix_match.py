@@ -2,14 +2,14 @@
 
 A layer with full attention needs every chunk of the prefix. One with a sliding window needs only
 the chunks inside the window at the point where the computation continues; these chunks are stored
-only at such points: at the end of a prompt, where it diverged from another one, and at regular
-distances. One with a state needs the state at that point, stored at the same points if a block of
-the engine ends there. So a hit ends where every group has what it needs.
+only at such points: at the end of a prompt, where it diverged from another one, and where a later
+one may diverge, see `branches`. One with a state needs the state at that point, stored at the same
+points if a block of the engine ends there. So a hit ends where every group has what it needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +22,8 @@ from vua.store.writer import Run
 _MAX_PROBES: Final = 1000
 """Probes for windows per lookup, a few ms locally; a prompt that needs more counts as not stored
 there."""
+_FIRST_STATE: Final = 512
+"""Tokens before the first state that is stored within a prompt: the engine ends a step for it."""
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ def find(
     keys: KeyChain,
     num_tokens: int,
     *,
-    window_every_tokens: int,
+    window_every_tokens: int | None,
 ) -> PrefixMatch:
     """Look a prompt up. Touches the storage; raises StorageError, OSError.
 
@@ -65,7 +67,8 @@ def find(
         stores: one per group.
         keys: the prompt's chunks.
         num_tokens: tokens of the request; at least one of them is left to compute.
-        window_every_tokens: distance of the points at which windows are stored in any case.
+        window_every_tokens: the largest distance of the points at which windows are stored; None:
+            at the end and where prompts diverged only.
     """
     size, align = model.chunk_tokens, model.align
     leading = model.leading
@@ -76,9 +79,12 @@ def find(
     )
     most = min(len(keys) * size, num_tokens - 1) // align * align
     tokens = longest(model, stores, keys, stored, most)
-    ends = {len(keys), *range(0, len(keys), max(1, window_every_tokens // size))}
-    whole = len(keys) * size
+    whole, ends = len(keys) * size, {len(keys)}
     states = {whole // align * align, (max(whole, num_tokens) - 1) // align * align}
+    if window_every_tokens is not None:
+        every = max(1, window_every_tokens // size)
+        ends |= {*branches(len(keys), 8, every), *range(0, len(keys), every)}
+        states |= {*state_ends(whole, align)}
     if tokens < min(stored * size, most) // align * align:
         # another prompt diverged here, more may follow
         ends.add(stored)
@@ -92,6 +98,26 @@ def find(
     kept = frozenset(states if any(group.keeps_state for group in model.groups) else ())
     useful = model.useful_chunks(len(keys))
     return PrefixMatch(keys, tokens, stored, windows, useful, states=kept, most=most)
+
+
+def branches(stop: int, parts: int, every: int) -> Iterator[int]:
+    """Yield numbers from 1 up to ``stop``, ``parts`` in each doubling, at least each ``every``.
+
+    Where nothing is known of later prompts: a hit loses at most one part of ``parts``.
+
+    >>> list(branches(40, 4, 6))
+    [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 38]
+    """
+    at = 1
+    while at < stop:
+        yield at
+        at += max(1, min(every, (1 << at.bit_length() - 1) // parts))
+
+
+def state_ends(tokens: int, align: int) -> list[int]:
+    """Return where within a prompt states are stored that later ones may need: at each doubling."""
+    first = -(-_FIRST_STATE // align) * align
+    return [at * first for at in branches(-(-tokens // first), 1, tokens)]
 
 
 def longest(model: Model, stores: Sequence[Store], keys: Keys, stored: int, most: int) -> int:

@@ -227,7 +227,7 @@ _MAX_COPIES: Final = 1 << 16
 """Chunks that were ordered and are remembered, some 300 bytes each; one beyond is ordered twice."""
 
 
-def stop_at_state(request: Any, found: PrefixMatch, computed: int) -> None:
+def stop_at_state(request: Any, states: Iterable[int], computed: int) -> None:
     """Make the engine end a step where a state is to be stored, after ``computed`` tokens.
 
     vLLM does so by itself if its own prefix cache knows that another request shares the prefix (its
@@ -235,7 +235,7 @@ def stop_at_state(request: Any, found: PrefixMatch, computed: int) -> None:
     An engine without ``shared_prefix_boundary`` is not changed.
     """
     if getattr(request, "shared_prefix_boundary", computed + 1) <= computed:
-        further = [at for at in found.states if at > computed]
+        further = [at for at in states if at > computed]
         request.shared_prefix_boundary = min(further, default=0)
 
 
@@ -605,7 +605,7 @@ class SaveScheduler:
         # scheduled tokens after the last known one are guesses
         complete = min(computed + scheduled.tokens, request.num_tokens)
         if found.states:
-            stop_at_state(request, found, complete)
+            stop_at_state(request, found.states, complete)
         stop = min(complete // size, found.prompt_chunks)
         if self._replies is not None and complete // size > stop:
             stop = self._with_reply(request, found, complete, self._replies)

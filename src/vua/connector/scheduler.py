@@ -304,7 +304,7 @@ class SchedulerSide:
         self._account(state, state.lookup.outcome)
         if found is not None and found.states:
             start = found.tokens if loads else 0
-            stop_at_state(request, found, max(start, num_computed_tokens))
+            stop_at_state(request, found.states, max(start, num_computed_tokens))
         # if it only stores: what to store is known now
         if not loads or found is None or found.tokens <= num_computed_tokens:
             return 0, False

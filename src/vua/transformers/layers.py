@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -34,9 +34,6 @@ from vua.store.tensors import Cache, allocate, memory_map
 from vua.store.writer import EntryWriter, process_writer
 
 log = logging.getLogger(__name__)
-
-_NO_EXTRA_WINDOWS: Final = 1 << 40
-"""Tokens between points at which windows are wanted: saves ask for none."""
 
 
 class LayerCache(NamedTuple):
@@ -119,7 +116,7 @@ class StoredLayers:
             self._replies.asked(keys.run(0, len(keys)).prefix_hashes)
             tokens = len(keys) * model.chunk_tokens
             return prefix_match.find(
-                *(model, namespace.stores, keys, tokens + 1), window_every_tokens=_NO_EXTRA_WINDOWS
+                *(model, namespace.stores, keys, tokens + 1), window_every_tokens=None
             ).tokens
         except OSError as problem:
             log.warning("%s cannot be read, a miss: %s", self._root, problem)

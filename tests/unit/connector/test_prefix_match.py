@@ -24,7 +24,6 @@ SIZE, WINDOW = 8, 20
 CHUNKS = 12
 FULL = KVLayout(1, 1, 4, 4, "U8", SIZE)
 WINDOWED = KVLayout(2, 1, 4, 4, "U8", SIZE, f"w{WINDOW}")
-NEVER = 1 << 20
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
@@ -72,7 +71,7 @@ class PrefixTest(DirectoryTest):
                 self.store(full, keys, range(stored))
                 self.store(windowed, keys, there)
 
-                found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
+                found = find(model, stores, keys, tokens, window_every_tokens=None)
 
                 best = max(
                     end
@@ -113,7 +112,7 @@ class PrefixTest(DirectoryTest):
                 self.store(stores[0], keys, range(rng.integers(chunks // 2, chunks + 1)))
                 self.store(stores[1], keys, map(int, there))
 
-                found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
+                found = find(model, stores, keys, tokens, window_every_tokens=None)
                 groups = [group_state(store, keys, None) for store in stores]
                 answers = {
                     found.tokens,
@@ -124,7 +123,7 @@ class PrefixTest(DirectoryTest):
                 self.assertEqual(1, len(answers), (other.group, block, list(there), answers))
 
     def test_what_to_store(self) -> None:
-        """The window at the end, at the branch, and at regular places; one chunk of slack."""
+        """The window at the end, at the branch, and where prompts may part; a chunk of slack."""
         from vua.connector.prefix_match import find
 
         model, keys = self.model(FULL, WINDOWED), self.keys(CHUNKS * SIZE)
@@ -133,13 +132,13 @@ class PrefixTest(DirectoryTest):
         ).stores
         last = {8, 9, 10, 11}
 
-        def wanted(every: int = NEVER) -> Any:
+        def wanted(every: int | None = None) -> Any:
             found = find(model, stores, keys, CHUNKS * SIZE, window_every_tokens=every)
             self.assertEqual(frozenset(), found.windows[0])
             return found.windows[1]
 
         self.assertEqual(last, wanted())
-        self.assertEqual(last | {2, 3, 4, 5}, wanted(every=6 * SIZE))
+        self.assertEqual(set(range(CHUNKS)), wanted(every=6 * SIZE))
         self.store(full, keys, range(7))
         self.assertEqual(last | {3, 4, 5, 6}, wanted())
         self.store(windowed, keys, (3, 4, 5, 6))
@@ -147,9 +146,30 @@ class PrefixTest(DirectoryTest):
 
         model = self.model(WINDOWED)
         stores = [windowed]
-        found = find(model, stores, keys, CHUNKS * SIZE, window_every_tokens=NEVER)
+        found = find(model, stores, keys, CHUNKS * SIZE, window_every_tokens=None)
         self.assertEqual((frozenset(),), found.windows)
         self.assertEqual((WINDOWED.group,), tuple(g.layout.group for g in model.leading))
+
+    def test_where_prompts_may_part(self) -> None:
+        """A second prompt loses an eighth at most of what it shares, by a fraction of windows."""
+        from vua.connector.prefix_match import branches
+        from vua.format.prefix import first_token, longest_prefix
+
+        model, chunks = self.model(FULL, WINDOWED), 1000
+        kind = model.kinds[1]
+        there = {
+            chunk
+            for end in branches(chunks, 8, 8192 // SIZE)
+            for chunk in range(first_token(kind, end * SIZE) // SIZE, end)
+        }
+
+        def missing(_: int, wanted: Any) -> int | None:
+            return next((one for one in wanted if one not in there), None)
+
+        for stored in range(1, chunks):
+            tokens = longest_prefix(model.kinds, stored, stored * SIZE, missing, 4)
+            self.assertGreaterEqual(tokens, stored * SIZE * 7 // 8)
+        self.assertLess(len(there), chunks // 4)
 
     def test_what_no_longer_prompt_could_load(self) -> None:
         """Of all chunks of a prompt those are worth storing that a longer one loads."""
@@ -165,11 +185,11 @@ class PrefixTest(DirectoryTest):
                 with self.subTest(block=block, chunks=chunks):
                     found = find(
                         *(model, stores, longer, CHUNKS * SIZE + 200),
-                        window_every_tokens=NEVER,
+                        window_every_tokens=None,
                     )
                     own = find(
                         *(model, stores, self.keys(chunks * SIZE), chunks * SIZE),
-                        window_every_tokens=NEVER,
+                        window_every_tokens=None,
                     )
                     self.assertEqual(-(-found.tokens // SIZE), own.prompt_chunks)
                 self.store(stores[0], longer, [chunks])
@@ -188,7 +208,7 @@ class PrefixTest(DirectoryTest):
         holds = windowed.holds
         windowed.holds = lambda *given: (asked.append(given), holds(*given))[1]  # type: ignore[method-assign]
 
-        found = find(model, stores, keys, 400 * SIZE, window_every_tokens=NEVER)
+        found = find(model, stores, keys, 400 * SIZE, window_every_tokens=None)
 
         self.assertEqual((400, 0), (found.stored, found.tokens))
         self.assertLessEqual(len(asked), 400 // 2)

@@ -68,7 +68,7 @@ class RulesTest(DirectoryTest):
                 self.store(full, keys, range(stored))
                 self.store(states, keys, there)
 
-                found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
+                found = find(model, stores, keys, tokens, window_every_tokens=None)
 
                 best = max(
                     end
@@ -86,7 +86,7 @@ class RulesTest(DirectoryTest):
         full, states = stores = Namespace.create(self.root, model.identity, [FULL, STATE]).stores
 
         def wanted() -> Any:
-            found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
+            found = find(model, stores, keys, tokens, window_every_tokens=None)
             self.assertEqual({chunk for at in found.states if (chunk := at // SIZE - 1) >= 0},
                              found.windows[1])  # fmt: skip
             return found.windows[1]
@@ -99,6 +99,14 @@ class RulesTest(DirectoryTest):
         tokens, keys = CHUNKS * SIZE, self.keys(CHUNKS * SIZE)  # the last token is not loaded
         self.assertEqual({9, 11}, wanted())
 
+    def test_where_prompts_may_part(self) -> None:
+        """At doublings from 512 tokens on, in whole blocks, within the prompt."""
+        from vua.connector.prefix_match import state_ends
+
+        self.assertEqual([512, 1024, 2048], state_ends(4096, 64))
+        self.assertEqual([640, 1280, 2560], state_ends(2561, 320))
+        self.assertEqual([], state_ends(512, 64))
+
     def saved(self, computed: int, complete: int, *, every: int = NEVER, **there: Any) -> list[int]:
         """The chunks whose states are saved in a step; three blocks, of which one may be freed."""
         from vua.connector.prefix_match import find
@@ -107,7 +115,7 @@ class RulesTest(DirectoryTest):
         tokens = 6 * SIZE + 3
         model, keys = self.model(), self.keys(tokens)
         stores = Namespace.create(self.root, model.identity, [FULL, STATE]).stores
-        found = find(model, stores, keys, tokens, window_every_tokens=NEVER)
+        found = find(model, stores, keys, tokens, window_every_tokens=None)
         table = there.get("table", [1, 2, 3])
         chunks, guessed = range(computed // SIZE, complete // SIZE), there.get("guessed", False)
         step = Step(chunks, computed, complete, [[], table], guessed=guessed)
@@ -147,7 +155,7 @@ class RulesTest(DirectoryTest):
             stores = Namespace.create(
                 root, Identity(model=kind.group, chunk_tokens=SIZE), [FULL, kind]
             ).stores
-            found = find(model, stores, keys, 6 * SIZE + 3, window_every_tokens=NEVER)
+            found = find(model, stores, keys, 6 * SIZE + 3, window_every_tokens=None)
             for table, reused, expected in (
                 ([0, 2, 3, 4], range(6), [2, 3, 4, 5] if kind is not STATE else [5]),
                 ([0, 2, 3, 4], range(0), []),
@@ -174,5 +182,5 @@ class RulesTest(DirectoryTest):
             (48, 48, 80),
         ):
             request = SimpleNamespace(shared_prefix_boundary=own)
-            stop_at_state(request, found, computed)
+            stop_at_state(request, found.states, computed)
             self.assertEqual(expected, request.shared_prefix_boundary)

@@ -203,7 +203,7 @@ class GeneratedModelsTest(DirectoryTest):
         ]
         self.save(model, config, ours, tables, ids[0], keys)
         stores = open_namespace(config, model, model.identity).stores
-        found = find(model, stores, keys, tokens, window_every_tokens=1 << 20)
+        found = find(model, stores, keys, tokens, window_every_tokens=None)
         end = len(keys) * model.chunk_tokens // model.align * model.align
         self.assertEqual([end, True], [found.tokens, end > 0])
         before = {name: memory.clone() for name, memory in theirs.items()}
