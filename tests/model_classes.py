@@ -41,10 +41,24 @@ class Row(NamedTuple):
     """The package whose version counts."""
     stored: str
     where: str
-    """`CPU`: by a real engine; `simulated`: by the connector's workers over noise, with vLLM's own
-    descriptions of caches; `described`: by these descriptions alone."""
+    """`CPU`: by a real engine; `CPU, copies lent`: likewise, as a tier below vLLM's offloading,
+    whose copies between a GPU and the host's memory the tests lend; `simulated`: by the connector's
+    workers over noise, with vLLM's own descriptions of caches; `described`: by these alone."""
     tests: dict[str, str]
     """What was shown -> the test."""
+
+    @property
+    def door(self) -> str:
+        """The way into vLLM, see docs/tier.md."""
+        if self.engine != "vllm":
+            return "-"
+        return "tier" if self.where == LENT else "connector"
+
+
+def _tier(name: str, models: str, **tests: str) -> Row:
+    """A class of models by the tier; ``tests``: what was shown -> the end of the test's name."""
+    shown = {what.replace("_", " "): TIER + test for what, test in tests.items()}
+    return Row(name, models, "vllm", "rows", LENT, shown)
 
 
 def _pages(*names: str) -> dict[str, str]:
@@ -60,6 +74,8 @@ ENCODERS = "tests/e2e/test_encoders.py::EncodersTest::"
 STATES = "tests/e2e/test_states.py::StatesTest::"
 CLASSES = "tests/e2e/test_classes.py::"
 DRAFTS = "tests/e2e/test_drafts.py::DraftTest::"
+TIER = "tests/e2e/test_tier.py::TierTest::test_"
+LENT = "CPU, copies lent"
 GENERATED = "tests/unit/vllm/test_vllm_pages.py::GeneratedModelsTest::"
 
 ROWS = (
@@ -217,6 +233,30 @@ ROWS = (
             "by the ways of GPU memory": f"{GENERATED}test_device",
         },
     ),
+    _tier(
+        *("full attention", "Llama"),
+        restart="llama",
+        damage="flipped_bits",
+        other_weights="other_weights_at_the_same_path",
+        other_sizes="other_settings",
+        another_setup="another_setup",
+        sleep="sleep",
+        preempted="preempted_requests",
+        TP_2="two_workers",
+        salts="salts",
+        two_engines="two_engines_at_once",
+    ),
+    _tier("full and windowed layers", "gpt-oss", restart="gpt_oss", branch="where_prompts_part"),
+    _tier("layers that share caches", "Gemma 3n", restart="gemma3n"),
+    _tier("heads that differ", "Gemma 4", restart="gemma4"),
+    _tier("attention within chunks", "Llama 4", restart="llama4"),
+    _tier("latents (MLA)", "DeepSeek V2", restart="deepseek"),
+    _tier("gated delta net", "Qwen3-Next", restart="qwen3_next"),
+    _tier("short convolution", "LFM2", restart="lfm2", branch="where_prompts_part"),
+    _tier("draft by EAGLE", "Llama 3 with EAGLE", restart="eagle"),
+    _tier("draft in the model (MTP)", "ERNIE 4.5", restart="ernie_with_mtp"),
+    _tier("adapters (LoRA)", "Llama", restart="adapters"),
+    _tier("images", "LLaVA", restart="pictures"),
     Row(
         *("full attention", "Llama, Qwen, Gemma", "transformers", CANONICAL, "CPU"),
         {
@@ -302,7 +342,7 @@ def note(said: str, date: str) -> int:
 
 def table(results: dict[str, Any]) -> str:
     """The matrix, Markdown."""
-    heads = ["class", "for example", "engine", "stored", "where", "what was run", "date"]
+    heads = ["class", "for example", "engine", "door", "stored", "where", "what was run", "date"]
     lines = [heads, ["---"] * len(heads)]
     for row in ROWS:
         shown, engines, dates = [], set(), set()
@@ -318,7 +358,8 @@ def table(results: dict[str, Any]) -> str:
             continue
         engine = ", ".join(sorted(engines))
         date = " and ".join(sorted({min(dates), max(dates)})) if dates else "-"
-        lines.append([row.name, row.models, engine, row.stored, row.where, ", ".join(shown), date])
+        cells = [row.name, row.models, engine, row.door, row.stored, row.where]
+        lines.append([*cells, ", ".join(shown), date])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 

@@ -43,6 +43,15 @@ def _update(llm: Any, source: Path) -> None:
     llm.finish_weight_update()
 
 
+def _sleep(llm: Any, source: Path) -> None:
+    """A sleep, during which a trainer may bring other weights. vLLM keeps them in place on CPUs."""
+    llm.sleep(level=1)
+    if source.name:
+        _, _, (model,), _ = llm.llm_engine._finalizer.peek()
+        write(model(), source)
+    llm.wake_up()
+
+
 def _behind(llm: Any, source: Path) -> None:
     """Somebody who has had a reference to the model all the time: the engine itself has one."""
     _, _, (model,), _ = llm.llm_engine._finalizer.peek()
@@ -72,5 +81,6 @@ _WAYS: dict[str, Callable[..., None]] = {
     "function": _function,
     "update": _update,
     "behind": _behind,
+    "sleep": _sleep,
     "add": _add,
 }

@@ -338,7 +338,8 @@ def settle(llm: Any) -> None:
     from vllm import SamplingParams
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    worker = get_kv_transfer_group().worker if has_kv_transfer_group() else None
+    group = get_kv_transfer_group() if has_kv_transfer_group() else None
+    worker = getattr(group, "worker", None)  # the tier has none
     until = time.monotonic() + 120
     while worker is not None and worker.saves.pending:
         if time.monotonic() > until:

@@ -94,6 +94,18 @@ class WeightsTest(EngineTest):
         super().setUp()
         self.check("behind")
 
+    def test_sleep(self) -> None:
+        """K and V survive it; with other weights after it they do not count."""
+        slept, *after = self.serve_both(
+            *(BATCH, Change("sleep", ""), BATCH, Change("sleep", self.other)),
+            *(BATCH, RESET, BATCH, RESET, BATCH),
+        )
+        self.assertEqual([0, 640, 0], slept.cached[:3])
+        self.assertEqual(2 * self.old + 3 * self.new, slept.tokens)
+        self.assertEqual([self.old, self.new], [each.tokens for each in after])
+        self.assertEqual(640, slept.cached[-1])  # its own, of the new epoch
+        self.assertEqual([[640], [0]], [each.cached for each in after])
+
     def test_reset_after_few_rows(self) -> None:
         """A reset, as a pause brings one, after a write to some rows that nothing else tells of."""
         few = models() / "last-rows"

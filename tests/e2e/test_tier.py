@@ -8,19 +8,41 @@ from __future__ import annotations
 
 import shutil
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from e2e import architectures
+from e2e.adapters import ENGINE as ADAPTERS
+from e2e.adapters import strong_adapter
 from e2e.damage import flip, stored
-from e2e.harness import PROMPT, Batch, EngineTest, Phase, Served, llama, models, needs_windows, run
+from e2e.harness import (
+    PROMPT,
+    RESET_ALL,
+    SETTLE,
+    Batch,
+    Change,
+    Driver,
+    EngineTest,
+    Phase,
+    Served,
+    driver,
+    llama,
+    make_llava,
+    models,
+    needs_windows,
+    run,
+    shared,
+)
 from e2e.harness import tokens as random_tokens
+from e2e.pictures import IMAGE_TOKEN
 from small_models import make_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 
+CPU = Path("/proc/cpuinfo").read_text()
 BATCH = Batch([PROMPT], max_tokens=12)
 TIMES = {"lookup_s": 60.0, "io_s": 60.0}
 LEAST = 600
@@ -30,7 +52,11 @@ LEAST = 600
 @needs_windows
 class TierTest(EngineTest):
     def tier(
-        self, *batches: Batch, engine: dict[str, Any] | None = None, **settings: Any
+        self,
+        *batches: Batch | Change,
+        engine: dict[str, Any] | None = None,
+        by: Driver | None = None,
+        **settings: Any,
     ) -> Served:
         """Run one engine with the tier on this test's directory."""
         trouble = settings.pop("trouble", {})
@@ -53,7 +79,8 @@ class TierTest(EngineTest):
             },
         }
         cached = {"enable_prefix_caching": True, **(engine or {})}
-        (served,) = run(Phase(batches, cached, self.root, transfer=transfer, trouble=trouble))
+        phase = Phase(batches, cached, self.root, transfer=transfer, trouble=trouble)
+        (served,) = run(phase, by=by)
         self.assertIsNone(served.problem, served.log[-3000:])
         return served
 
@@ -111,10 +138,121 @@ class TierTest(EngineTest):
         kinds = ["sliding_attention", "full_attention"] * 2
         self.check(model=str(architectures.gemma3n(*kinds)))
 
-    @unittest.skipUnless("avx512f" in Path("/proc/cpuinfo").read_text(), "vLLM needs AVX-512")
+    def test_gemma4(self) -> None:
+        """Heads of several sizes, and windows."""
+        self.check(model=str(architectures.gemma4(global_head_dim=64, head_dim=32)))
+
+    def test_llama4(self) -> None:
+        """Attention within chunks of 512 tokens."""
+        self.check(model=str(architectures.llama4()))
+
+    @unittest.skipUnless("amx_tile" in CPU, "vLLM's other backend on CPUs continues no prefix")
+    def test_deepseek(self) -> None:
+        """Latents (MLA)."""
+        self.check(model=str(architectures.deepseek()), block_size=16)
+
+    def test_two_workers(self) -> None:
+        """Each with a part of each row; one worker finds nothing of it."""
+        self.check(tensor_parallel_size=2)
+        self.assertEqual([0], self.tier(BATCH).cached)
+
+    def test_adapters(self) -> None:
+        """Named by vLLM's name and by content: at the same place another one finds nothing."""
+        one, two = (str(strong_adapter(self.root.with_name(f"a{n}"), seed=n)) for n in (1, 2))
+        in_turn = [Batch([PROMPT], loras=[path], max_tokens=12) for path in (one, two)]
+        cold = self.tier(*in_turn, engine=ADAPTERS)
+        warm = self.tier(*reversed(in_turn), engine=ADAPTERS)
+        strong_adapter(Path(one), seed=3)
+        other = self.tier(in_turn[0], engine=ADAPTERS)
+
+        self.assertEqual([0, 0], cold.cached)
+        self.assertEqual(cold.tokens, warm.tokens[::-1])
+        self.assertGreaterEqual(min(warm.cached), LEAST)
+        self.assertEqual([0], other.cached)
+        self.assertNotIn(other.tokens[0], cold.tokens)
+
+    def test_pictures(self) -> None:
+        """Named by their content, whatever a client calls them."""
+        engine = {"model": str(make_llava(models() / "llava-tier")), "skip_tokenizer_init": False}
+        look = [*random_tokens(128, seed=2), IMAGE_TOKEN, *random_tokens(200, seed=3)]
+        one, two = (Batch([look], images=[at], image_names=["mine"]) for at in (1, 2))
+        cold, other, warm = (self.tier(each, engine=engine) for each in (one, two, one))
+
+        self.assertNotEqual(cold.tokens, other.tokens)
+        self.assertEqual(cold.tokens, warm.tokens)
+        self.assertLessEqual(other.cached[0], 128)
+        self.assertGreaterEqual(warm.cached[0], 320)
+
+    def test_two_engines_at_once(self) -> None:
+        """Both store the same prompts; what lies there then is right."""
+        batch = Batch([random_tokens(700, seed=seed) for seed in range(6)], max_tokens=12)
+        with ThreadPoolExecutor() as threads:
+            both = [threads.submit(self.tier, batch, by=by) for by in (driver(), Driver())]
+        warm = self.tier(batch)
+
+        for one in both:
+            self.assertEqual(warm.tokens, one.result().tokens)
+        self.assertGreaterEqual(min(warm.cached), LEAST)
+
+    def test_a_full_disk(self) -> None:
+        """Nothing is stored, and all is served."""
+        full = self.tier(BATCH, trouble={"full": True})
+
+        warm = self.tier(BATCH)
+
+        self.assertEqual(([0], [0]), (full.cached, warm.cached))
+        self.assertEqual(warm.tokens, full.tokens)
+
+    @unittest.skipUnless("avx512f" in CPU, "vLLM needs AVX-512")
     def test_fp8(self) -> None:
         """A cache of eight bits."""
         self.check(kv_cache_dtype="fp8")
+
+    def test_where_prompts_part(self) -> None:
+        """Prompts with one system prompt: from the second on it is loaded."""
+        for model, least in ((architectures.gpt_oss(), 896), (architectures.lfm2(), 512)):
+            self.setUp()
+            steps = [step for one in shared(11) for step in (Batch([one]), SETTLE, RESET_ALL)]
+            served = self.tier(*steps, engine={"model": str(model)})
+            self.assertGreaterEqual(served.cached[1], least)
+            self.assertGreaterEqual(sum(served.cached), 0.95 * 10 * 896)
+
+    def test_another_setup(self) -> None:
+        """Its rows are computed once and compared, then believed, also by others like this one."""
+        cold = self.tier(BATCH)
+        other = {"another_setup": True}
+        for trouble in (other, {"newer": True}):
+            served = self.tier(BATCH, SETTLE, RESET_ALL, BATCH, trouble=trouble)
+            self.assertEqual(2 * cold.tokens, served.tokens)
+            self.assertEqual(0, served.cached[0])
+            self.assertGreaterEqual(served.cached[1], LEAST)
+
+    def test_a_setup_that_computes_something_else(self) -> None:
+        """Under one identity, by an unseen difference: its rows are not loaded."""
+        one, other = {"one_identity": True}, {"one_identity": True, "another_setup": True}
+        model = str(make_model(models() / "another", family="llama", seed=2))
+        self.tier(BATCH, trouble=one)
+
+        served = self.tier(BATCH, SETTLE, RESET_ALL, BATCH, engine={"model": model}, trouble=other)
+
+        self.assertEqual([0, 0], served.cached)
+        self.assertIn("are not what this engine computes", served.log)
+
+    def test_sleep(self) -> None:
+        """Rows survive it; with other weights after it they do not count, new ones are stored."""
+        other = make_model(models() / "trained", family="llama", seed=2)
+        slept = self.tier(
+            *(BATCH, SETTLE, Change("sleep", ""), BATCH, Change("sleep", str(other))),
+            *(BATCH, RESET_ALL, BATCH, SETTLE, RESET_ALL, BATCH),
+        )
+        self.assertEqual([0, 0, 0], [slept.cached[0], *slept.cached[2:4]])
+        self.assertGreaterEqual(min(slept.cached[1], slept.cached[4]), LEAST)
+        old, new = slept.tokens[0], slept.tokens[2]
+        self.assertNotEqual(old, new)
+        self.assertEqual([old, old, new, new, new], slept.tokens)
+        again = self.tier(BATCH)
+        self.assertGreaterEqual(again.cached[0], LEAST)
+        self.assertEqual(slept.tokens[0], again.tokens[0])
 
     def test_flipped_bits(self) -> None:
         """A bit flipped in each file: nothing is loaded, the answer stays, all is stored anew."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import pkgutil
@@ -29,36 +30,49 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
 
     Args:
         described: "storm": {"at": directory, "seed": number, "one_of": number}; "slow": seconds
-            that a read and a lookup take longer, {"read_s": ..., "lookup_s": ...}; "raises": names
+            that a read and a lookup take longer, {"read_s": ..., "lookup_s": ...}; "full": the disk
+            takes nothing; "raises": names
             of functions and classes that raise an error of two lines whenever they are called;
             "halves": names of functions that are replaced by ones with half their results;
             "preempt_every": steps after which all running requests are thrown out; "one_identity":
             whatever the model, the adapter and the image, all is stored under the same names;
+            "another_setup": this engine runs other code than those that stored before;
             "newer": this vLLM came after those that were run; "offloads": vLLM's offloading runs
             on this CPU, see `offloading_on_cpu`.
         counts: gets the number of files "struck".
     """
     described = described or {}
     with ExitStack() as stack:
-        for name in described.get("raises", ()):
-            problem = RuntimeError(f"{name}\nraises this")
-            stack.enter_context(mock.patch(name, side_effect=problem))
-        for name in described.get("halves", ()):
-            stack.enter_context(_halved(name))
+        for one in _patches(described):
+            stack.enter_context(one)
         if "storm" in described:
             stack.enter_context(_storm(counts, **described["storm"]))
         if "slow" in described:
             stack.enter_context(_slow_storage(**described["slow"]))
         if "preempt_every" in described:
             stack.enter_context(_preemptions(described["preempt_every"]))
-        if described.get("newer"):
-            stack.enter_context(mock.patch("vua.vllm.support.NEWEST", Version("0.27")))
         if described.get("offloads"):
             importlib.import_module("e2e.tier_on_cpu")
             stack.enter_context(mock.patch("vua.vllm.support.no_tier", return_value=""))
         if described.get("one_identity"):
             stack.enter_context(_one_identity())
         yield
+
+
+def _patches(described: dict[str, Any]) -> Iterator[Any]:
+    """Yield what replaces single functions and values."""
+    for name in described.get("raises", ()):
+        yield mock.patch(name, side_effect=RuntimeError(f"{name}\nraises this"))
+    for name in described.get("halves", ()):
+        yield _halved(name)
+    if described.get("full"):
+        full = OSError(errno.ENOSPC, "No space left on device")
+        yield mock.patch("vua.storage.local.LocalStorage.write", side_effect=full)
+    if described.get("another_setup"):
+        other = secrets.token_hex(32)
+        yield mock.patch("vua.vllm.offloading.code_of", return_value=other)
+    if described.get("newer"):
+        yield mock.patch("vua.vllm.support.NEWEST", Version("0.27"))
 
 
 def _halved(name: str) -> Any:

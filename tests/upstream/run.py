@@ -6,7 +6,9 @@ them is kept in this repository) and runs
 - canaries: tests of what VUA relies on in vLLM's scheduler, workers and MultiConnector, unchanged.
   One that fails says that a new vLLM behaves differently, before VUA's own tests have to.
 - lifecycle: the test of vLLM's connector life cycle, with VUA in the place of its ExampleConnector
-  (see `vua_plugin`).
+  (see `vua_plugin`);
+- tiers: what vLLM's offloading expects of a tier, unchanged; and the tests of its file system tier,
+  with VUA's in its place (see `vua_tier_plugin`).
 
 Takes about three minutes and, the first time, a download of about 45 MB. Exit status 1 when
 anything fails. The tests are run away from vLLM's sources, which would hide the installed package.
@@ -29,7 +31,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent.parent / "src"
-PARTS = ("kv_connector", "core", "worker", "attention", "simple_kv_offload")
+PARTS = ("kv_connector", "core", "worker", "attention", "simple_kv_offload", "kv_offload")
 UNIT = "tests/v1/kv_connector/unit"
 CANARIES = (
     f"{UNIT}/test_kv_load_failure_recovery.py",
@@ -51,6 +53,27 @@ LEFT_OUT = {
     ),
 }
 LIFECYCLE = (f"{UNIT}/test_kv_connector_lifecycle.py",)
+TIERING = "tests/v1/kv_offload/tiering"
+OFFLOADING = (f"{TIERING}/test_tiering_offloading.py", f"{TIERING}/test_factory.py")
+FILES = f"{TIERING}/test_fs_tier.py"
+OTHER_TIER = {
+    "test_invalid_path_raises_at_construction": "VUA raises a ConfigError",
+    "test_factory_forwards_locality_to_fs_tier": "vLLM's factory makes its own",
+    "test_shutdown_discards_pending_tasks": "its thread pool",
+    "test_store_load_roundtrip_without_o_direct": "its way to read",
+    "test_wait_idle_blocks_until_tasks_complete": "its thread pool",
+    "test_batch_lookup_c_extension": "its extension",
+    "test_batched_load_first_block_fails_marks_whole_batch": "VUA loads what follows a bad row",
+    "test_successful_store_emits_stored_event": "VUA's tier emits no events",
+    "test_store_event_uses_configured_locality": "likewise",
+    "test_mixed_job_results_emit_event_only_for_successful_job": "likewise",
+    "test_partially_failed_store_emits_no_event": "likewise",
+    "test_events_disabled_by_default": "likewise",
+    "test_events_require_global_kv_events_flag": "likewise",
+    "test_cascade_store_emits_fs_event_through_tiering_manager": "likewise",
+    "test_fs_tier_cross_tp_round_trip": "rows of other TP sizes are others to VUA",
+}
+"""Tests of that tier alone -> why they say nothing about VUA's."""
 
 
 def installed() -> str:
@@ -152,9 +175,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         left_out = [f"--deselect={name}" for name in LEFT_OUT]
         for name, why in LEFT_OUT.items():
             print(f"left out: {name.rpartition('::')[2]}: {why}")
+        other = [f"--deselect={FILES}::{name}" for name in OTHER_TIER]
         results = (
             run("canaries", CANARIES, where, *left_out),
             run("lifecycle, VUA as the connector", LIFECYCLE, where, "-p", "vua_plugin"),
+            run("what offloading expects of tiers", OFFLOADING, where),
+            run(
+                "tiers, VUA's as the one of files", [FILES], where, "-p", "vua_tier_plugin", *other
+            ),
         )
     return 0 if all(results) else 1
 

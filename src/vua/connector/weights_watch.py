@@ -2,7 +2,8 @@
 
 Three checks, from the surest to the broadest:
 
-- calls into the worker that are neither steps nor known to leave the weights unchanged;
+- calls into the worker that are neither steps nor known to leave the weights unchanged; after
+  ``sleep`` and ``wake_up`` every byte is compared;
 - each parameter and buffer of the model: the same object, at the same address, and not written to
   according to PyTorch's version counter;
 - bytes: lines spread over the memory of each, a few at a time in turns, compared with their earlier
@@ -75,6 +76,13 @@ class EngineMemory(Protocol):
     def last_call(self) -> str:
         """The name of the latest of these."""
 
+    @property
+    def moves(self) -> int:
+        """How often the weights were taken from the device or put back: the engine slept."""
+
+    def before_moves(self, call: Callable[[], None]) -> None:
+        """Call this whenever that begins: the weights cannot be read meanwhile."""
+
 
 class WeightsWatch:
     """Watches one worker's model. For the worker's thread."""
@@ -84,6 +92,7 @@ class WeightsWatch:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         """The latest reading thread."""
+        engine.before_moves(self._stop_reading)
         self._comparison: threading.Thread | None = None
         self._read_from: Snapshot | None = None
         """Whose bytes are being read, or were."""
@@ -91,7 +100,8 @@ class WeightsWatch:
 
     def rebase(self) -> None:
         """Expect the current weights from now on. Reads 8 KiB of each tensor."""
-        self._calls, self.expected = self._engine.calls, Snapshot(self._engine.model)
+        self._calls, self._moves = self._engine.calls, self._engine.moves
+        self.expected = Snapshot(self._engine.model)
         self._comparison = None
         if self.expected.on_host:
             self._read_all()
@@ -103,13 +113,15 @@ class WeightsWatch:
         """
         if self._engine.calls != self._calls:
             return f"a call of {self._engine.last_call!r} into the worker"
+        if self._engine.moves != self._moves:  # they should be the same
+            self.doubt()
         if self._read_from is not self.expected:  # not while CUDA graphs are captured: no steps yet
             self._read_all()
         return self.expected.differs
 
     def doubt(self) -> None:
         """Compare every byte in the background; :meth:`changed` gives the result."""
-        expected = self.expected
+        expected, self._moves = self.expected, self._engine.moves
         self._comparison = self._start(expected.compare) if expected.read else None
         if self._comparison is None:
             expected.differs = expected.differs or "not all was read before a reset"
@@ -125,18 +137,22 @@ class WeightsWatch:
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
 
+    def _stop_reading(self) -> None:
+        self.close()
+        self._stop = threading.Event()
+
     def _read_all(self) -> None:
         self._read_from = self.expected
         self._start(self.expected.read_all)
 
     def _start(self, read: Callable[[threading.Event], None]) -> threading.Thread | None:
         """Read on a thread, after the previous reader."""
-        before = self._thread
+        before, stop = self._thread, self._stop
 
         def run() -> None:
             if before is not None:
                 before.join()
-            read(self._stop)
+            read(stop)
 
         thread = threading.Thread(target=run, name="vua-weights", daemon=True)
         try:

@@ -333,6 +333,7 @@ class WorkerSide:
         elif orders.doubt > self._asked:
             self._asked = orders.doubt
             self._memory.doubt()
+        self._see_weights()  # may begin a comparison
         comparing = self._memory.comparing  # asked first: its result is available when it has ended
         self._see_weights()
         return self._left is None and not comparing

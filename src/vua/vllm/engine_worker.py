@@ -179,6 +179,8 @@ _LEAVES_WEIGHTS: Final = frozenset(
 """What may be called or read from outside without affecting the weights: reviewed in the workers
 (GPU, CPU) of vLLM 0.28, 0.32 and 0.33. Anything else counts as a change."""
 
+_MOVES_WEIGHTS: Final = ("sleep", "wake_up")
+"""Calls that take the weights from the device, and put the same back."""
 _READERS: Final = frozenset({"execute_model_ray", "_get_driver_model_for_cleanup"})
 """Functions of vLLM that use the worker's model runner without changing its weights: the steps of
 the Ray executor, and what an engine in the caller's process keeps for its end."""
@@ -192,19 +194,25 @@ class Calls:
     ``collective_rpc`` that uses ``model_runner`` all come through here. For the worker's thread.
     """
 
-    __slots__ = ("_vua_calls", "_vua_last", "_vua_worker")
+    __slots__ = ("_vua_before_moves", "_vua_calls", "_vua_last", "_vua_moves", "_vua_worker")
 
     def __init__(self, worker: Any) -> None:
         object.__setattr__(self, "_vua_worker", worker)
         object.__setattr__(self, "_vua_calls", 0)
         object.__setattr__(self, "_vua_last", "")
+        object.__setattr__(self, "_vua_moves", 0)
+        object.__setattr__(self, "_vua_before_moves", [])
 
     @property  # type: ignore[misc] # by mypy, no class has another one than its own
     def __class__(self) -> type:
         return type(self._vua_worker)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _LEAVES_WEIGHTS and not (name == "model_runner" and _by_a_reader()):
+        if name in _MOVES_WEIGHTS:
+            object.__setattr__(self, "_vua_moves", self._vua_moves + 1)
+            for call in self._vua_before_moves:
+                call()
+        elif name not in _LEAVES_WEIGHTS and not (name == "model_runner" and _by_a_reader()):
             self._vua_note(name)
         return getattr(self._vua_worker, name)
 
@@ -269,6 +277,15 @@ class EngineWorker:
     def calls(self) -> int:
         """How many calls or reads may have changed the weights."""
         return self._calls._vua_calls  # noqa: SLF001
+
+    @property
+    def moves(self) -> int:
+        """How often the weights were taken from the device or put back: the engine slept."""
+        return self._calls._vua_moves  # noqa: SLF001
+
+    def before_moves(self, call: Callable[[], None]) -> None:
+        """Call this whenever that begins."""
+        self._calls._vua_before_moves.append(call)  # noqa: SLF001
 
     @property
     def last_call(self) -> str:

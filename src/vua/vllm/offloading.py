@@ -8,10 +8,14 @@ client may choose. Weights and adapters are watched in the workers, as by the ot
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -20,18 +24,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from vua.connector.adapters import AdapterBook, AdapterNote, together
 from vua.connector.cache_spec import UncachedError
 from vua.connector.log import WarnOnce, logger
 from vua.connector.media import Media
+from vua.connector.prefix_match import state_ends
 from vua.connector.refusals import refused
+from vua.connector.save_scheduler import stop_at_state
 from vua.errors import ConfigError, VUAError
-from vua.vllm.cache_spec import _folder, _name, _specs_of
+from vua.vllm.cache_spec import _dtype_of, _folder, _name, _specs_of, known_kind
 from vua.vllm.engine_identity import engine_identity, find_weights, pages_identity
 from vua.vllm.engine_worker import memory_of
-from vua.vllm.support import DRAFTS, WITHOUT_LAYERS, adapters_spill, check_starts
+from vua.vllm.kv_connector_v1 import RunningCode
+from vua.vllm.setup import code_of, joined, setup_of
+from vua.vllm.support import DRAFTS, WITHOUT_LAYERS, adapters_spill, check_starts, is_tested
 from vua.vllm.tier import ENGINES, Engine, Terms
 
 log = logger("tier")
@@ -47,12 +55,19 @@ class Notes(OffloadingWorkerMetadata):
     changed: str = ""
     """What shows that the weights have changed."""
     adapters: dict[int, AdapterNote] = field(default_factory=dict)
+    unsure: bool = False
+    """Whether all bytes of the weights are being compared: the engine slept."""
+    unknown: str = ""
+    """Why it is not known what the weights are."""
 
     def aggregate(self, other: Any) -> Notes:
         """Return both together."""
         both: Any = super().aggregate(other)
-        changed, adapters = self.changed or other.changed, together(self.adapters, other.adapters)
-        return Notes(both.completed_jobs, both.transfer_stats, changed, adapters)
+        return Notes(
+            *(both.completed_jobs, both.transfer_stats, self.changed or other.changed),
+            together(self.adapters, other.adapters),
+            *(self.unsure or other.unsure, self.unknown or other.unknown),
+        )
 
 
 class VUAOffloadingConnector(OffloadingConnector):
@@ -74,6 +89,11 @@ class VUAOffloadingConnector(OffloadingConnector):
         self._terms: dict[str, tuple[Any, Terms]] = {}
         """Of the requests that have not ended."""
         self._decided: set[str] = set()
+        self._unsure_until_s = 0.0
+        """Until when requests wait for what the workers say of the weights; 0: that is known."""
+        self._steps, self._is_stale = 0, False
+        """Steps since vLLM's own cache was emptied; whether it may hold older weights' blocks."""
+        self._was_unsure = False
         self._media, self._adapter_settings = Media("", str(refused("no_images")), 0), ""
         self._memory = memory_of(vllm_config) if role is KVConnectorRole.WORKER else None
         if self._memory is None:
@@ -85,14 +105,23 @@ class VUAOffloadingConnector(OffloadingConnector):
                 partial(find_weights, vllm_config),
                 *(transfer.is_kv_consumer, transfer.is_kv_producer),
                 left=left,
+                trusts_itself=is_tested(),
+                elements=_elements(vllm_config, kv_cache_config),
+                layers=vllm_config.model_config.get_total_num_hidden_layers(),
+                quantised=vllm_config.model_config.quantization is not None,
             )
             self._book = AdapterBook(vllm_config.parallel_config.world_size, _PATIENCE_S)
             self._spills = adapters_spill(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         if self._memory is None:
-            groups = self.scheduler.config.kv_group_configs
+            config = self.scheduler.config
+            groups = config.kv_group_configs
             whole = [one.group_idx for one in groups if one.sliding_window_size_in_chunks is None]
             self._engine.whole = frozenset(whole)
+            if config.retention_interval == 0:  # vLLM's default: windows at prompts' ends alone
+                self.scheduler.config = config._replace(retention_interval=None)
+            states = [one.tokens_per_chunk for one in groups if one.requires_cow_source]
+            self._align = math.lcm(*states) if states else 0
 
     def _identify(self, vllm_config: Any, cache: Any) -> tuple[Mapping[str, object], str]:
         """Return what the pages depend on, or why that is not known."""
@@ -138,7 +167,8 @@ class VUAOffloadingConnector(OffloadingConnector):
     def on_new_request(self, request: Any) -> None:
         """Begin with a request; what its rows depend on is decided before its first lookup."""
         super().on_new_request(request)
-        terms = Terms(out=True, salt=(request.cache_salt or "").encode())
+        salt = (request.cache_salt or "").encode()
+        terms = Terms(out=True, salt=salt, epoch=self._engine.epoch)
         self.scheduler._req_status[request.request_id].req_context.set_state(terms)  # noqa: SLF001
         self._terms[request.request_id] = (request, terms)
 
@@ -146,14 +176,44 @@ class VUAOffloadingConnector(OffloadingConnector):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """As vLLM's, once the content of the request's adapter and images is known."""
+        if self._unsure_until_s:
+            return (None if time.monotonic() < self._unsure_until_s else 0), False
+        terms = self._terms[request.request_id][1]
         if request.request_id not in self._decided:
             try:
-                if not self._decide(request, self._terms[request.request_id][1]):
+                if not self._decide(request, terms):
                     return None, False
             except Exception as problem:  # noqa: BLE001 - whatever breaks, requests are served
                 self._leave_out(repr(problem))
             self._decided.add(request.request_id)
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        terms.out |= self._is_stale and num_computed_tokens > 0
+        tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        with self._guarded():
+            if self._align and tokens is not None:
+                ends = state_ends(request.num_prompt_tokens, self._align)
+                terms.states = (*ends, self._parts(request))
+                stop_at_state(request, terms.states, num_computed_tokens + tokens)
+        return tokens, loads
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """End work that raises: requests are served without it."""
+        try:
+            yield
+        except Exception as problem:  # noqa: BLE001 - whatever breaks
+            self._warn_once(type(problem).__name__, f"an error in VUA: {problem!r}")
+
+    def _parts(self, request: Any) -> int:
+        """Return the token where a prompt parts from those whose K and V are stored."""
+        status = self.scheduler._req_status[request.request_id]  # noqa: SLF001
+        there, ends = (LookupResult.HIT, LookupResult.HIT_PENDING), []
+        lookup = partial(self.scheduler.manager.lookup, req_context=status.req_context)
+        groups = zip(self.scheduler.config.kv_group_configs, status.group_states, strict=True)
+        for group, state in groups:
+            if group.group_idx in self._engine.whole:
+                found = takewhile(lambda key: lookup(key) in there, state.offload_keys)
+                ends.append(sum(1 for _ in found) * group.tokens_per_chunk)
+        return min(ends, default=0) // self._align * self._align
 
     def _decide(self, request: Any, terms: Terms) -> bool:
         """Set a request's terms; False: ask again in the next step."""
@@ -192,6 +252,12 @@ class VUAOffloadingConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """As vLLM's, with the adapters that the workers are asked about."""
         meta: Any = super().build_connector_meta(scheduler_output)
+        self._steps += bool(scheduler_output.num_scheduled_tokens)
+        for request_id, tokens in scheduler_output.num_scheduled_tokens.items():
+            known = self._terms.get(request_id)
+            if known is not None and known[1].states:  # later prompts may part there
+                request, terms = known
+                stop_at_state(request, terms.states, request.num_computed_tokens + tokens)
         meta.vua_adapters = self._book.take_wanted()
         return meta
 
@@ -199,17 +265,54 @@ class VUAOffloadingConnector(OffloadingConnector):
         """Heed what the workers saw, before rows of this step are passed to tiers."""
         notes = connector_output.kv_connector_worker_meta
         if isinstance(notes, Notes):
-            if notes.changed and not self._engine.left:
-                self._engine.left = notes.changed
-                text = "VUA: the weights have changed (%s): until a restart the tier does nothing"
-                log.warning(text, notes.changed)
+            self._heed(notes)
             changed = self._book.learn(notes.adapters)
             for request, terms in self._terms.values() if changed else ():
                 if request.lora_request and request.lora_request.lora_int_id in changed:
                     terms.out = True
         super().update_connector_output(connector_output)
 
+    def _heed(self, notes: Notes) -> None:
+        """Pause while the weights are compared; leave what is stored if they have changed."""
+        wait_s = (self._unsure_until_s or time.monotonic() + _PATIENCE_S) if notes.unsure else 0.0
+        self._unsure_until_s, self._engine.unsure = wait_s, notes.unsure
+        if notes.unknown and not self._engine.left:
+            self._engine.left = notes.unknown
+            log.warning("VUA: this engine is served without VUA's tier: %s", notes.unknown)
+        if not notes.changed:
+            return
+        self._engine.epoch += 1
+        self._is_stale |= self._steps > 1
+        log.warning(
+            "VUA: the weights have changed (%s): nothing that was stored is used from now on, what "
+            "is stored is of an epoch of its own",
+            notes.changed,
+        )
+        try:
+            self.scheduler.reset_cache()  # the rows in the host's memory
+        except AssertionError:  # of a reset that has not ended
+            self._engine.left = "vLLM's memory on the host could not be emptied"
+
+    def reset_cache(self) -> bool | None:
+        """As vLLM's, which empties its own cache, too."""
+        self._steps, self._is_stale = 0, False
+        return super().reset_cache()
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
+        """Learn which code each worker runs, and so the engine's setup."""
+        codes = [one.digest for one in metadata.values() if isinstance(one, RunningCode)]
+        with self._guarded():
+            if len(codes) == self._vllm_config.parallel_config.world_size:
+                self._engine.setup = joined(setup_of(self._vllm_config), codes)
+
     # -- workers ------------------------------------------------------------------------------
+
+    def get_handshake_metadata(self) -> RunningCode | None:
+        """Return a digest of all code that this worker's model can reach; None: unknown."""
+        model = None if self._memory is None else self._memory.model
+        with self._guarded():
+            return None if model is None else RunningCode(code_of(model))
+        return None
 
     def build_connector_worker_meta(self) -> Any:
         """As vLLM's, with what has changed in this worker's memory."""
@@ -218,18 +321,37 @@ class VUAOffloadingConnector(OffloadingConnector):
             return meta
         try:
             wanted = getattr(self._connector_metadata, "vua_adapters", ())
+            if meta is not None:  # rows were moved: look at all tensors
+                self._memory.proof()()
             changed = self._memory.weights_changed() or ""
+            unsure = self._memory.comparing
+            changed = changed if unsure else self._memory.weights_changed() or ""
+            unknown = self._memory.unknown or ""
+            if changed and not unknown:
+                self._memory.rebase()
             adapters = self._memory.adapter_news(wanted)
         except Exception as problem:  # noqa: BLE001 - whatever breaks, requests are served
-            changed, adapters = f"they could not be checked: {problem!r}", {}
-        if meta is None and not (changed or adapters):
+            changed, unsure, adapters = "", False, {}
+            unknown = f"the weights could not be checked: {problem!r}"
+        if meta is None and not (changed or adapters or unknown or unsure or self._was_unsure):
             return None
-        meta = meta or OffloadingWorkerMetadata()
-        return Notes(meta.completed_jobs, meta.transfer_stats, changed, adapters)
+        meta, self._was_unsure = meta or OffloadingWorkerMetadata(), unsure
+        return Notes(meta.completed_jobs, meta.transfer_stats, changed, adapters, unsure, unknown)
 
 
 def _hash_of(vllm_config: Any) -> str:
     return str(vllm_config.cache_config.prefix_caching_hash_algo)
+
+
+def _elements(vllm_config: Any, cache: Any) -> dict[int, str]:
+    """Return the dtypes of the cache groups whose rows are plain elements, by their number."""
+    found = {}
+    for at, table in enumerate(cache.kv_cache_groups):
+        specs = list(_specs_of(table).values())
+        plain = [hasattr(one, "head_size") and known_kind(one, vllm_config) for one in specs]
+        if all(isinstance(kind, str) for kind in plain):
+            found[at] = str(_dtype_of(specs[0], vllm_config))
+    return found
 
 
 def _check(vllm_config: Any) -> None:

@@ -5,6 +5,10 @@ memory. A tier below it gets rows of that memory (some blocks of one cache group
 and keeps them: here in a directory or bucket of VUA's. Nothing here knows a kind of model. What a
 name stands for beside vLLM's hash is told by :mod:`vua.vllm.offloading`.
 
+Rows of engines of the same setup are loaded at once. One of another writer is first computed and
+compared (`vua.connector.proved`): a load refuses it, vLLM computes the prompt and hands its rows
+over to be stored. With a vLLM that was not run, so are this engine's own.
+
 vLLM calls the methods of :class:`VUATier` on its scheduler's thread; none waits for the storage.
 Rows go through memory of the tier's own: a thread that hangs in the storage must not touch a row
 that vLLM has given to another request meanwhile.
@@ -13,20 +17,23 @@ that vLLM has given to another request meanwhile.
 from __future__ import annotations
 
 import ctypes
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, ClassVar, Final, TypeAlias
 from weakref import WeakValueDictionary
 
 import numpy as np
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
@@ -42,19 +49,23 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.group_transfer import outcomes_of
 from vua.connector.log import WarnOnce, logger
 from vua.connector.metrics import METRICS, Recorder
-from vua.connector.opening import Opening, close_within
+from vua.connector.opening import OpenedNamespace, Opening, close_within
+from vua.connector.proved import Kind, KnownWriters
 from vua.connector.request import OptionReader, RequestOptions
 from vua.device.buffers import StagingBuffer
 from vua.errors import ConfigError, VUAError
+from vua.format.entry import written_name
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, extras_parent
 from vua.format.layout import KVLayout
 from vua.io.pool import Breaker, Job, Pool
 from vua.security.keyring import check_keys
+from vua.serdes import DTYPES
 from vua.storage.base import entry_name
+from vua.store.agreement import compare
 from vua.store.place import locate
-from vua.store.store import UNJUDGED, Store
-from vua.store.writer import EntryWriter, process_writer
+from vua.store.store import UNJUDGED, Loader, Store
+from vua.store.writer import EntryWriter, in_words, new_writer
 from vua.weights import Identification, Weights
 
 log = logger("tier")
@@ -62,6 +73,9 @@ log = logger("tier")
 _BUFFER_NBYTES: Final = 8 << 20
 """Memory of each thread: so much is read or written by one call, and stays in its cache."""
 _SAVE_THREADS: Final = 4
+_GIVES_UP: Final = {*UNJUDGED} - {"writer"}
+_PIECE: Final = 64
+"""Elements of a row that are compared together."""
 _START_S: Final = 1.0
 """How long the first requests wait for the cache, which is opened beside the engine's start."""
 _COUNTERS: Final = (
@@ -86,6 +100,18 @@ class Engine:
     """Cache groups of which a hit needs all rows. Of others (windows, states) some are stored."""
     left: str = ""
     """Why nothing is loaded or stored any more; empty while that is not so."""
+    unsure: bool = False
+    """Whether nothing is loaded or stored, since the weights are being compared."""
+    epoch: int = 0
+    """How often the weights have changed: what was computed before is neither loaded nor stored."""
+    setup: str = ""
+    """All that computes, see `vua.vllm.setup`; empty until the workers have told."""
+    trusts_itself: bool = True
+    """Whether rows of this setup need no comparison."""
+    elements: Mapping[int, str] = field(default_factory=dict)
+    """Cache groups whose rows can be compared, and their dtype, a safetensors name."""
+    layers: int = 1
+    quantised: bool = False
 
 
 ENGINES: Final[WeakValueDictionary[str, Engine]] = WeakValueDictionary()
@@ -102,6 +128,15 @@ class Terms:
     """Chooses the key that seals them."""
     extras: tuple[tuple[int, str, bytes], ...] = ()
     """(The first token that depends on it, a tag, a value) each."""
+    epoch: int = 0
+    """The engine's, when the request came."""
+    states: tuple[int, ...] = ()
+    """Tokens after which a state is stored, beside those that vLLM stores by itself."""
+
+    @property
+    def kind(self) -> Kind:
+        """What is proved separately."""
+        return ("", *sorted({tag for _, tag, _ in self.extras}))
 
 
 _OUT: Final = Terms(out=True)
@@ -232,6 +267,18 @@ class _Buffer(threading.local):
         self.rows = StagingBuffer(layout, layout.full, max(1, _BUFFER_NBYTES // nbytes))
 
 
+class _Believed:
+    """The writers whose rows may be loaded. For one request and thread."""
+
+    def __init__(self, known: KnownWriters, kind: Kind, own: bytes) -> None:
+        self._known, self._kind, self._own = known, kind, own
+
+    def __contains__(self, writer: Any) -> bool:
+        self._known.learn(self._kind, (writer,))
+        known = self._known.holds(self._kind, writer) and not self._known.is_aside(writer)
+        return writer == self._own or known
+
+
 class VUATier(SecondaryTierManager):
     """Keeps rows of vLLM's host memory in a cache of VUA's."""
 
@@ -254,12 +301,14 @@ class VUATier(SecondaryTierManager):
             primary_kv_view: the host's memory, uint8 [rows, bytes].
             tier_type: the name in the configuration.
             path: the directory, a bucket's URL, or a list of both; else ``VUA_PATH``.
-            backpressure_detector: vLLM's, as is ``locality``, which has no effect.
+            backpressure_detector: vLLM's.
+            locality: vLLM's name of where the storage is, by which a request may choose tiers.
             settings: limits, security, timeouts, worker, durable, epoch, as the connector's.
 
         Raises ConfigError for a wrong setting or path, or below another connector; StorageError.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = None if locality is None else Locality(locality)
         engine = ENGINES.get(offloading_spec.config.engine_id)
         if engine is None:
             raise ConfigError(
@@ -275,10 +324,17 @@ class VUATier(SecondaryTierManager):
         check_keys(config.security)
         self._engine, self._row_nbytes = engine, self.block_size_bytes
         # the address alone: vLLM releases its view at the end
-        self._address = np.asarray(primary_kv_view).ctypes.data
+        self._address, self._rows = np.asarray(primary_kv_view).ctypes.data, len(primary_kv_view)
         self._layout = _layout(offloading_spec, self._row_nbytes)
         self._names = Names(offloading_spec, engine, self._layout.chunk_tokens)
         self._stats, self._warn_once = Recorder(), WarnOnce(log)
+        self._lock, self._epoch = threading.Lock(), engine.epoch
+        self._opened: OpenedNamespace | None = None
+        self._setup = self._writer = ""
+        self._own = b""
+        self._known: KnownWriters
+        """Whose rows are proved: there with the namespace, as are setup and writer."""
+        self._is_tried, self._trying = engine.trusts_itself, threading.Lock()
         self._options = OptionReader()
         self._requests: dict[str, _Request] = {}
         self._asking: list[_Request] = []
@@ -305,6 +361,9 @@ class VUATier(SecondaryTierManager):
         self._waits_until_s = time.monotonic() + _START_S
         self._opening: Opening | None = None
         with self._tolerant():
+            rows = np.asarray(primary_kv_view).view(np.uint8)
+            if not (self._is_tried or self._moves_rows(rows)):
+                self._leave("a row that was copied from vLLM's memory and back is another")
             if not engine.left:
                 model = _model(engine, self._layout, config.epoch)
                 self._opening = Opening(model, config, Identification(engine.find_weights))
@@ -359,9 +418,9 @@ class VUATier(SecondaryTierManager):
                 self._answer(question)
 
     def _look(self, job: Job[_Question]) -> None:
-        (request, keys), store, found = job.what, self._store(), None
+        (request, keys), found = job.what, None
         with self._tolerant() as work:
-            if store is not None:
+            if (store := self._tried_store()) is not None:
                 chunks, full = self._names.of(request, keys, store), store.layout.full
                 if store.search is None:
                     found = store.storage.exists([entry_name(key.name, full) for key in chunks])
@@ -416,9 +475,12 @@ class VUATier(SecondaryTierManager):
         stores = self._engine.saves and request.options.store
         allowed = self._usable(request) and self._store() is not None and pool.breaker.allows()
         allowed = allowed and (job.is_promotion or stores)
+        allowed = allowed and all(0 <= row < self._rows for row in move.rows)
         for part in move.parts:
             if not (allowed and self._submit(pool, work, (move, part))):
                 self._piece_ended(move, [])
+        if not move.parts:
+            self._finished.append(move)
 
     def _submit(self, pool: Pool[Any], work: Callable[[Job[Any]], None], what: Any) -> bool:
         """Run work on a thread; False if not a single one can be started."""
@@ -453,10 +515,12 @@ class VUATier(SecondaryTierManager):
         keys, rows, size = move.keys[part], move.rows[part], self._buffer.rows.chunks
         memory = self._buffer.rows.memory
         with self._tolerant() as work:
-            store = self._store()
-            while store and at < len(keys) and job.wanted and reason not in UNJUDGED:
+            store, kind = self._tried_store(), move.request.terms.kind
+            believed = _Believed(self._known, kind, self._own) if store else None
+            while store and at < len(keys) and job.wanted and reason not in _GIVES_UP:
                 run = keys[at : at + size]
-                found = store.load(self._names.of(move.request, run, store), memory)
+                chunks = self._names.of(move.request, run, store)
+                found = Loader(store, memory).load(chunks, believed)
                 job.progress()
                 with job.use() as wanted:
                     if wanted and self._usable(move.request):
@@ -474,15 +538,16 @@ class VUATier(SecondaryTierManager):
         (move, part), outcomes, rest = job.what, list[str](), "error"
         keys, rows, size = move.keys[part], move.rows[part], self._buffer.rows.chunks
         with self._tolerant() as work:
-            store = self._store()
+            store = self._tried_store()
             while store and len(outcomes) < len(keys):
                 at, run = len(outcomes), keys[len(outcomes) : len(outcomes) + size]
                 with job.use() as wanted:
                     if wanted := wanted and self._usable(move.request):
                         self._copy(rows[at : at + len(run)], out=False)
-                writer = EntryWriter(store, self._buffer.rows.memory, writer=process_writer("vllm"))
+                writer = EntryWriter(store, self._buffer.rows.memory, writer=self._writer)
                 writer.ttl_s = move.request.options.hints.ttl_s
                 chunks = self._names.of(move.request, run, store) if wanted else []
+                self._judge(move.request.terms.kind, run, chunks, store)
                 for statuses in writer.save_each(chunks):
                     outcomes += outcomes_of(statuses)
                 job.progress()
@@ -496,6 +561,28 @@ class VUATier(SecondaryTierManager):
         self._stats.add("vua_stored_bytes_total", outcomes.count("written") * self._row_nbytes)
         if job.settle(well=work.well):
             self._piece_ended(move, keys[:good])
+
+    def _judge(
+        self, kind: Kind, keys: Sequence[OffloadKey], chunks: Sequence[ChunkKey], store: Store
+    ) -> None:
+        """Compare computed rows, in this thread's memory, with stored ones that a load refused.
+
+        Their writer's rows of this kind are loaded from now on, or never.
+        """
+        for at, chunk in enumerate(chunks):
+            dtype = self._engine.elements.get(int.from_bytes(keys[at][-4:], "big"))
+            if dtype is None or (writer := store.refused.get(chunk.prefix_hash)) is None:
+                continue
+            stored, nbytes = StagingBuffer(self._layout, self._layout.full, 1), self._row_nbytes
+            if Loader(store, stored.memory).load([chunk]).chunks:
+                store.refused.pop(chunk.prefix_hash, None)
+                computed = self._buffer.rows.bytes[at * nbytes : (at + 1) * nbytes]
+                if not (why := _difference(computed, stored.bytes, dtype, self._engine)):
+                    self._known.add(kind, writer)
+                elif not self._known.is_aside(writer):
+                    self._known.put_aside(writer)
+                    text = "VUA: rows of the writer [%s] are not what this engine computes: %s. %s"
+                    log.error(text, in_words(writer), why, "They are not loaded")
 
     def _copy(self, rows: Sequence[int], *, out: bool) -> None:
         """Copy between this thread's memory and rows of vLLM's: ``out`` of the first."""
@@ -515,6 +602,8 @@ class VUATier(SecondaryTierManager):
             if move.job.is_promotion:
                 failed = {*move.keys} - {*move.done}
                 move.request.found.update(dict.fromkeys(failed, False))
+                for request in self._requests.values() if failed else ():
+                    request.found.update(dict.fromkeys(failed & request.found.keys(), False))
                 outcome = ("partial" if move.done else "failed") if failed else "complete"
                 self._stats.add("vua_loads_total", label=outcome)
         return results
@@ -568,11 +657,65 @@ class VUATier(SecondaryTierManager):
         return stats if series else None
 
     def _store(self) -> Store | None:
-        opened = None if self._opening is None else self._opening.take()
-        return None if opened is None else opened.namespace.stores[0]
+        opening, engine = self._opening, self._engine
+        if opening is None or opening.identity is None:
+            return None
+        with self._lock:
+            if self._epoch != engine.epoch:
+                self._epoch, epoch = engine.epoch, f"{self._config.epoch}+{secrets.token_hex(8)}"
+                opening.begin(replace(opening.identity, epoch=epoch))
+            if (opened := opening.take()) is None:
+                return None
+            store = opened.namespace.stores[0]
+            if opened is not self._opened or engine.setup != self._setup:
+                self._opened, self._setup = opened, engine.setup
+                self._writer = new_writer("vllm", engine.setup)
+                place = self._config.directory, store.namespace, self._config.security
+                self._known = KnownWriters(*place)
+                self._own = written_name(self._writer).encode() if engine.trusts_itself else b""
+                self._known.be_of(engine.setup, self._own)
+            return store
 
     def _usable(self, request: _Request) -> bool:
-        return not (self._engine.left or request.terms.out)
+        engine, terms = self._engine, request.terms
+        return not (engine.left or engine.unsure or terms.out or terms.epoch != engine.epoch)
+
+    # -- a vLLM that was not run --------------------------------------------------------------
+
+    def _leave(self, why: str) -> None:
+        self._engine.left = why
+        log.warning("VUA: this engine is served without VUA's tier: %s", why)
+
+    def _moves_rows(self, rows: np.ndarray[Any, Any]) -> bool:
+        """Whether a row of vLLM's memory, which it does not use yet, is copied out and back."""
+        last, sample = len(rows) - 1, np.frombuffer(secrets.token_bytes(self._row_nbytes), np.uint8)
+        for content, out in ((sample, False), (0, True)):
+            rows[last] = content
+            self._copy([last], out=out)
+        same = np.array_equal(rows[last], sample)
+        rows[last] = 0
+        return same
+
+    def _tried_store(self) -> Store | None:
+        """Return the store, once a row was written there and read back. On a thread."""
+        if (store := self._store()) is None or self._is_tried:
+            return store
+        with self._trying:
+            if not (self._is_tried or self._reads_back(store)):
+                self._leave("what was written is not what is read")
+            self._is_tried = True
+        return None if self._engine.left else store
+
+    def _reads_back(self, store: Store) -> bool:
+        layout = store.layout
+        key = ChunkKey(secrets.token_bytes(32), b"", 0, layout.chunk_tokens)
+        written, read = (StagingBuffer(layout, layout.full, 1) for _ in range(2))
+        written.bytes[:] = np.frombuffer(secrets.token_bytes(self._row_nbytes), np.uint8)
+        if not EntryWriter(store, written.memory, writer=self._writer).save_all([key]):
+            return True  # there is no space
+        came = Loader(store, read.memory).load([key]).chunks
+        store.storage.delete(entry_name(key.name, layout.full))
+        return came == 1 and np.array_equal(written.bytes, read.bytes)
 
     @contextmanager
     def _tolerant(self) -> Iterator[Any]:
@@ -587,6 +730,23 @@ class VUATier(SecondaryTierManager):
             )
             self._warn_once(name, f"rows are not loaded or stored: {own}{problem}")
             log.debug("VUA: an error in the tier", exc_info=problem)
+
+
+def _difference(
+    computed: np.ndarray[Any, Any], stored: np.ndarray[Any, Any], dtype: str, engine: Engine
+) -> str:
+    """Return how two computations of a row differ beyond arithmetic; empty: they do not.
+
+    A layer's place in a row is vLLM's own: all pieces are allowed what the last layer is.
+    """
+    rows = [torch.from_numpy(one).view(DTYPES[dtype]) for one in (computed, stored)]
+    rows = [one[: len(one) // _PIECE * _PIECE].view(1, 1, -1, _PIECE) for one in rows]
+    used = (rows[0] != 0).any(-1) | (rows[1] != 0).any(-1)  # pages are padded
+    if not used.any():
+        return ""
+    ours, theirs = (one[used].view(1, 1, -1, _PIECE) for one in rows)
+    found = compare([ours], [theirs], dtype, [engine.layers], quantised=engine.quantised)
+    return "" if found.holds else str(found)
 
 
 def _layout(spec: Any, row_nbytes: int) -> KVLayout:

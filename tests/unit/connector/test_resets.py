@@ -44,7 +44,10 @@ class ResetTest(unittest.TestCase):
         layout = KVLayout(1, 1, 8, 4, "F32", 16)
         group = Group(layout, (0,), ((layout.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
-        self.engine = SimpleNamespace(model=torch.nn.Linear(8, 8), calls=0, last_call="update")
+        self.engine = SimpleNamespace(
+            model=torch.nn.Linear(8, 8), calls=0, last_call="update", moves=0
+        )
+        self.engine.before_moves = lambda _: None
         self.watch = WeightsWatch(self.engine)
         until(lambda: self.watch.expected.read)
         self.worker = WorkerSide(model, config, Rank(0, 0), memory=EngineState(self.watch))

@@ -22,7 +22,17 @@ class Engine:
         self.model: Any = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(8)).requires_grad_(
             requires_grad=False
         )
-        self.calls, self.last_call = 0, ""
+        self.calls, self.last_call, self.moves = 0, "", 0
+        self.moving: list[Any] = []
+
+    def before_moves(self, call: Any) -> None:
+        self.moving.append(call)
+
+    def move(self) -> None:
+        """Fall asleep or wake up."""
+        self.moves += 1
+        for call in self.moving:
+            call()
 
 
 class WeightsWatchTest(unittest.TestCase):
@@ -68,6 +78,17 @@ class WeightsWatchTest(unittest.TestCase):
         self.assertIsNone(self.watch.changed())
         self.engine.calls, self.engine.last_call = 1, "anything"
         self.assertIn("anything", str(self.watch.changed()))
+
+    def test_sleep(self) -> None:
+        """Weights that come back the same are the same; others are noticed before they count."""
+        for changed in (False, True):
+            self.assertTrue(until(lambda: self.watch.expected.read))
+            self.engine.move()
+            self.model[0].weight.data[3, 3] += changed
+            self.engine.move()
+            self.watch.changed()
+            self.assertTrue(until(lambda: not self.watch.comparing))
+            self.assertEqual(changed, self.watch.changed() is not None)
 
     def test_a_look_of_before(self) -> None:
         """Proves nothing for later; what was proven stays so."""

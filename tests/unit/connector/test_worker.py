@@ -250,7 +250,8 @@ class HangingTest(DirectoryTest):
     @pytest.mark.thorough
     def test_changed_while_loading(self) -> None:
         """A load during which the namespace or the weights change fills no block that counts."""
-        engine = SimpleNamespace(model=torch.nn.Linear(8, 8), calls=0, last_call="update")
+        engine = SimpleNamespace(model=torch.nn.Linear(8, 8), calls=0, last_call="update", moves=0)
+        engine.before_moves = lambda _: None
         other = Identity(model="other", chunk_tokens=16)
 
         def follow_another_namespace() -> None:

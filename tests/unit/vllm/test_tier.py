@@ -36,9 +36,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob  # noqa: E402
 
 from e2e.damage import flip, stored, truncate  # noqa: E402
 from helpers import SOON_S  # noqa: E402
+from vua.connector.proved import written  # noqa: E402
 from vua.errors import ConfigError  # noqa: E402
 from vua.security.keyring import tenant_of, write_key  # noqa: E402
 from vua.storage.local import LocalStorage  # noqa: E402
+from vua.store.store import Loader, LoadResult  # noqa: E402
 from vua.vllm.tier import ENGINES, Engine, Terms, VUATier  # noqa: E402
 from vua.weights import Weights  # noqa: E402
 
@@ -71,7 +73,15 @@ def weights(name: str) -> Weights:
 class Host:
     """vLLM's side: rows of host memory, requests, and a tier below."""
 
-    def __init__(self, root: Path, *, digest: str = "w", size: int = 1, **settings: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        digest: str = "w",
+        size: int = 1,
+        engine: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
         """Start a tier on a directory, for a model whose weights have this digest."""
         self.memory = np.zeros((ROWS, NBYTES), dtype=np.uint8)
         name = f"engine {id(self)}"
@@ -79,7 +89,8 @@ class Host:
             {"model_type": "llama", "world": size},
             "m",
             lambda _: weights(digest),
-            whole=frozenset((0,)),
+            **{"whole": frozenset((0,)), "setup": "ab" * 32, "elements": {0: "F32"}}
+            | (engine or {}),
         )
         spec = SimpleNamespace(config=config(name), blocks_per_chunk=1)
         times = {"lookup_s": SOON_S, "io_s": SOON_S}
@@ -248,6 +259,82 @@ class TierTest(unittest.TestCase):
         missing = [key for key in keys if key not in came]
         self.assertEqual([False, False], host.find(context, missing))
         self.assertTrue(host.store(context, keys).success)
+        self.assertEqual([True] * 8, self.found(self.host()))
+
+    def test_another_setup(self) -> None:
+        """Its rows are computed and compared first; then they are loaded, by its like at once."""
+        keys = self.filled()
+        for engine in ({"setup": "cd" * 32}, {"trusts_itself": False}):
+            host = self.host(engine=engine)
+            context, _ = host.request("prompt")
+            self.assertEqual([True] * 8, host.find(context, keys))
+            self.assertEqual([], host.load(context, keys))
+            self.assertTrue(host.store(context, keys).success)
+            self.assertEqual(keys, host.load(host.request("prompt")[0], keys))
+            written()
+            alike = self.host(engine=engine)
+            self.assertEqual(keys, alike.load(alike.request("prompt")[0], keys))
+        self.assertEqual(8, len(stored(self.root)))  # none of those that were tried
+
+    def test_a_setup_that_computes_something_else(self) -> None:
+        """Its rows are never loaded; the rows of a group that cannot be compared are not either."""
+        keys = self.filled()
+        host = self.host(engine={"setup": "cd" * 32})
+        for _ in range(2):
+            context, _ = host.request("prompt")
+            self.assertEqual([], host.load(context, keys))
+            with mock.patch(f"{__name__}.content", return_value=content(b"something else")):
+                host.store(context, keys)
+        other = self.host(engine={"setup": "ef" * 32, "elements": {}})
+        for _ in range(2):
+            self.assertEqual([], other.load(other.request("prompt")[0], keys))
+            other.store(other.request("prompt")[0], keys)
+
+    def test_roundings(self) -> None:
+        """Two computations of a row agree up to some roundings, and but for its padding."""
+        host = self.host()
+        chance = np.random.default_rng(1)
+        row = chance.standard_normal(NBYTES // 4, dtype=np.float32)
+        row[NBYTES // 8 :] = 0
+        for error, setup in ((1e-5, "cd"), (0.5, "ef")):
+            with mock.patch(f"{__name__}.content", return_value=row.view(np.uint8)):
+                context, keys = host.request(f"prompt {error}")
+                host.store(context, keys)
+            other = self.host(engine={"setup": setup * 32})
+            near = row * (1 + error * chance.standard_normal(len(row), dtype=np.float32))
+            context, _ = other.request(f"prompt {error}")
+            other.load(context, keys)
+            with mock.patch(f"{__name__}.content", return_value=near.view(np.uint8)):
+                other.store(context, keys)
+            with mock.patch(f"{__name__}.content", return_value=row.view(np.uint8)):
+                came = other.load(other.request(f"prompt {error}")[0], keys)
+            self.assertEqual(keys if error < 0.1 else [], came)
+
+    def test_rows_that_do_not_come_back(self) -> None:
+        """A vLLM that was not run, whose memory or storage gives other bytes: nothing is done."""
+        newer = {"trusts_itself": False}
+        with mock.patch("ctypes.memmove"):
+            self.assertTrue(self.host(engine=newer).engine.left)
+        host = self.host(engine=newer)
+        damaged = LoadResult(0, "corrupt")
+        with mock.patch.object(Loader, "load", return_value=damaged):
+            self.assertEqual([False] * 8, self.found(host))
+        self.assertTrue(host.engine.left)
+        self.assertEqual([], stored(self.root))
+
+    def test_other_weights(self) -> None:
+        """What was computed before they changed is neither loaded nor stored; new rows are."""
+        keys = self.filled()
+        host = self.host()
+        before, _ = host.request("prompt")
+        host.engine.epoch = 1
+        self.assertFalse(host.store(before, keys).success)
+        context, _ = host.request("prompt", terms=Terms(epoch=1))
+        self.assertEqual([False] * 8, host.find(context, keys))
+        self.assertTrue(host.store(context, keys).success)
+        self.assertEqual(keys, host.load(host.request("prompt", terms=Terms(epoch=1))[0], keys))
+        host.engine.unsure = True
+        self.assertEqual([False] * 8, self.found(host, Terms(epoch=1)))
         self.assertEqual([True] * 8, self.found(self.host()))
 
     def test_identity(self) -> None:
