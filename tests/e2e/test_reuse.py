@@ -65,7 +65,7 @@ class PartingTest(EngineTest):
 
     def test_windows(self) -> None:
         """A window of 128 tokens, and none: 100 prompts load all of it, as without windows."""
-        shares = gemma3n("sliding_attention", "full_attention")
+        shares = gemma3n(*["sliding_attention", "full_attention"] * 2)
         for model, prompts in ((gpt_oss(), 100), (gemma3(), 11), (shares, 11)):
             with self.subTest(model.name):
                 super().setUp()
