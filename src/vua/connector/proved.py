@@ -1,10 +1,10 @@
 """What engines have found about writers: kept in the cache directory, for all engines of a setup.
 
-A verdict is a file in ``.upkeep/verdicts`` of the cache: engines of this setup (`vua.vllm.setup`)
-have compared this writer's chunks with their own. Either chunks of one kind were the same, or a
-chunk of any kind differed. The file's name is a digest of namespace, setup, kind and writer, made
-with the cache's key if there is one. Its content is its name. It is believed under the rules for
-the directory's other files: those who may write there may forge chunks, too.
+A verdict is a file in ``.upkeep/verdicts`` of the cache: engines of this setup
+(`vua.connector.setup`) have compared this writer's chunks with their own. Either chunks of one kind
+were the same, or a chunk of any kind differed. The file's name is a digest of namespace, setup,
+kind and writer, made with the cache's key if there is one. Its content is its name. It is believed
+under the rules for the directory's other files: those who may write there may forge chunks, too.
 
 Also how many of the chunks compared at random were wrong, and the resulting bound for all loaded
 ones. Each comparison is one byte, appended to a file per namespace in ``.upkeep/compared``: engines

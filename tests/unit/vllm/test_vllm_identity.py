@@ -126,7 +126,7 @@ class EngineFieldsTest(unittest.TestCase):
         self.assertNotEqual(usual, self.namespace())
         cases: tuple[Any, ...] = (
             mock.patch("torch.backends.cpu.get_cpu_capability", return_value="another"),
-            mock.patch("vua.vllm.setup.version", return_value="9"),
+            mock.patch("vua.connector.setup.version", return_value="9"),
             mock.patch.dict(os.environ, {"VLLM_KV_CACHE_LAYOUT": "HND"}),
             mock.patch.dict(os.environ, {"VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "1"}),
         )
