@@ -2,8 +2,9 @@
 
 Run by SGLang's Python (`sglang_server.PYTHON`). Reads one job a line from its standard input, and
 answers each with a line. A job is ``{"arguments": {...}, "variables": {...}, "steps": [...]}`` with
-the fields of ``ServerArgs``; a step is ``{"ask": ids, "new": 8, ...}`` or ``{"update": folder}``. A
-fork has all that SGLang starts in the process that computes, but for the sockets to the others.
+the fields of ``ServerArgs``; a step is ``{"ask": ids, "new": 8, ...}`` or ``{"update": folder}``.
+The key "change" names a function of `sglang_hooks` that is called before. A fork has all that
+SGLang starts in the process that computes, but for the sockets to the others.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import time
 import traceback
 from array import array
 from typing import Any
+
+from e2e import sglang_hooks
 
 DEADLINE_S = 120.0
 SETTLED_STEPS = 20
@@ -125,6 +128,8 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
         from sglang.srt.models import registry  # was imported before; it does this when it is
 
         registry.ModelRegistry.models.update(registry.import_model_classes(package))
+    if change := job.get("change"):
+        getattr(sglang_hooks, change)()
     engine, answers = Engine(job["arguments"]), []
     for step in job["steps"]:
         if "update" in step:

@@ -130,13 +130,21 @@ class Schedulers:
         )
 
     def run(
-        self, arguments: dict[str, Any], *steps: dict[str, Any], **variables: str
+        self,
+        arguments: dict[str, Any],
+        *steps: dict[str, Any],
+        change: str = "",
+        **variables: str,
     ) -> list[dict[str, Any]]:
         """What a server with these arguments and variables answers to each step.
 
+        ``change``: a function of `sglang_hooks`, which changes the engine.
+
         Raises AssertionError: it does not start, or a step fails.
         """
-        job = {"arguments": arguments, "variables": variables, "steps": steps}
+        job = {
+            "arguments": arguments, "variables": variables, "steps": steps, "change": change
+        }  # fmt: skip
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None

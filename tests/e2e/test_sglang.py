@@ -52,10 +52,10 @@ def by_transformers(root: Path, ids: list[int], new: int) -> tuple[int, list[int
     return generate(real_model(), root, ids, new=new, dtype=torch.bfloat16)
 
 
-def by_vllm(root: Path, ids: list[int], new: int) -> Served:
-    """Generate with vLLM, which loads what is stored and stores the prompt."""
+def by_vllm(root: Path, prompts: list[list[int]], new: int) -> Served:
+    """Generate with vLLM, which loads what is stored and stores the prompts."""
     engine = {"model": str(real_model()), **MODEL_ENGINE}
-    (served,) = run(Phase([Batch([ids], max_tokens=new)], engine=engine, root=root))
+    (served,) = run(Phase([Batch(prompts, max_tokens=new)], engine=engine, root=root))
     return served
 
 
@@ -133,10 +133,15 @@ class SGLangTest(unittest.TestCase):
         self.assertEqual((CHUNKS * CHUNK, cold.tokens), (loaded, found))
 
     def test_vllm(self) -> None:
-        """VLLM loads nothing of what SGLang stored."""
+        """SGLang loads what vLLM stored after one comparison; vLLM nothing of SGLang's."""
+        one, other = prompt(5), prompt(15)
+        served = by_vllm(self.root, [one, other], NEW)
+        for ids, tokens, chunks in zip((one, other), served.tokens, (0, CHUNKS), strict=True):
+            self.assert_loaded(self.server.ask(ids, new=NEW), tokens, chunks)
+            self.server.forget()
         ids = prompt(6)
         cold = self.fill(ids)
-        served = by_vllm(self.root, ids, NEW)
+        served = by_vllm(self.root, [ids], NEW)
         self.assertEqual((0, cold.tokens), (served.counts["tokens_loaded"], served.tokens[0]))
 
     def test_damage(self) -> None:

@@ -10,11 +10,9 @@ from typing import Any, ClassVar
 from uuid import NAMESPACE_URL, uuid5
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from e2e.adapters import strong_adapter
-from e2e.by_transformers import generate
 from e2e.checkpoints import copied, edit
 from e2e.damage import CHUNK, stored
 from e2e.harness import llama, tokens
@@ -56,11 +54,13 @@ class IdentityTest(unittest.TestCase):
         *steps: dict[str, Any],
         model: Path | None = None,
         variables: dict[str, str] | None = None,
+        root: Path | None = None,
+        change: str = "",
         **arguments: Any,
     ) -> list[dict[str, Any]]:
-        """What a server on the directory for all answers."""
-        given = scheduler_arguments(model or llama(), cls.root, **arguments)
-        return cls.sglang.run(given, *steps, **(variables or {}))
+        """What a server on a directory, by default that for all, answers."""
+        given = scheduler_arguments(model or llama(), root or cls.root, **arguments)
+        return cls.sglang.run(given, *steps, change=change, **(variables or {}))
 
     def files(self) -> list[Path]:
         """What is stored where the plain server stores."""
@@ -76,18 +76,34 @@ class IdentityTest(unittest.TestCase):
         self.assertEqual((CHUNKS * CHUNK, first["tokens"]), (again["stored"], again["tokens"]))
         return list(first["tokens"])
 
-    def test_plain(self) -> None:
-        """A server that computes the same loads it, whatever it logs; and so does transformers."""
+    def test_restart(self) -> None:
+        """A server like the one before loads from its first request on, whatever it logs."""
         [answer] = self.serve(
             ASK,
             variables={"SGLANG_LOG_MS": "1", "SGLANG_HEALTH_CHECK_TIMEOUT": "33"},
             log_level="warning",
-            chunked_prefill_size=128,
             random_seed=7,
         )
         self.assertEqual((CHUNKS * CHUNK, self.tokens), (answer["stored"], answer["tokens"]))
-        loaded, found = generate(llama(), self.root, PROMPT, new=NEW, dtype=torch.float32)
-        self.assertEqual((CHUNKS * CHUNK, self.tokens), (loaded, found))
+
+    def test_another_setup(self) -> None:
+        """What another setup stored is loaded once one prompt was compared; a restart knows it."""
+        for expected in ((0, CHUNKS * CHUNK), (CHUNKS * CHUNK,) * 2):
+            said = self.serve(ASK, ASK, chunked_prefill_size=128)
+            self.assertEqual(expected, tuple(answer["stored"] for answer in said))
+            self.assertEqual([self.tokens] * 2, [answer["tokens"] for answer in said])
+
+    def test_changes(self) -> None:
+        """No change of an engine's code gets into a clean server's answers, nor the other way."""
+        for change in ("attention", "pool", "linear", "registered", "edited"):
+            with self.subTest(change), tempfile.TemporaryDirectory(prefix="vua-test-") as root:
+                [alone] = self.serve(ASK, root=Path(root), change=change)
+                self.assertNotEqual(self.tokens, alone["tokens"])
+                clean = self.serve(ASK, ASK, root=Path(root))
+                self.assertEqual([self.tokens] * 2, [answer["tokens"] for answer in clean])
+                changed = self.serve(ASK, ASK, change=change)
+                self.assertEqual([alone["tokens"]] * 2, [answer["tokens"] for answer in changed])
+        self.test_restart()
 
     def test_hooks(self) -> None:
         """A server with a hook has a namespace of its own, and one with another hook another."""

@@ -69,7 +69,9 @@ def _patches(described: dict[str, Any]) -> Iterator[Any]:
         full = OSError(errno.ENOSPC, "No space left on device")
         yield mock.patch("vua.storage.local.LocalStorage.write", side_effect=full)
     if described.get("another_setup"):
-        other = secrets.token_hex(32)
+        from vua.connector.setup import Code
+
+        other = Code(secrets.token_hex(32), set())
         yield mock.patch("vua.vllm.offloading.code_of", return_value=other)
     if described.get("newer"):
         yield mock.patch("vua.vllm.support.NEWEST", Version("0.27"))
@@ -92,6 +94,7 @@ def _one_identity() -> Iterator[None]:
 
     Each engine has a setup of its own.
     """
+    from vua.connector.setup import Code
     from vua.format.identity import Identity
     from vua.format.keys import KeyChain
     from vua.store import namespace as naming_module
@@ -104,7 +107,9 @@ def _one_identity() -> Iterator[None]:
 
     with (
         mock.patch.object(Identity, "namespace", property(namespace)),
-        mock.patch("vua.vllm.kv_connector_v1.code_of", return_value=secrets.token_hex(32)),
+        mock.patch(
+            "vua.vllm.kv_connector_v1.code_of", return_value=Code(secrets.token_hex(32), set())
+        ),
         mock.patch.object(naming_module, "KeyChain", plain_chain),
     ):
         yield

@@ -37,8 +37,9 @@ from vua.native import MemoryMap
 from vua.storage.base import FAILED, WRITTEN
 from vua.storage.bucket_cost import REQUESTS_AT_ONCE
 from vua.storage.location import is_url
+from vua.store.agreement import Agreement, compare
 from vua.store.store import UNJUDGED, Loader, LoadResult, Store
-from vua.store.writer import EntryWriter
+from vua.store.writer import EntryWriter, WriterNames
 
 _NBYTES: Final = 64 << 20
 """Bytes read at a time: some milliseconds, in which no load is given up."""
@@ -238,6 +239,37 @@ class ShardFiles:
             loaded = loader.load(keys[: loader.chunks], believed)
             job.progress()
             keys, reason = keys[loaded.chunks :], loaded.reason
+
+    def agreement(
+        self,
+        key: ChunkKey,
+        computed: Callable[[], Sequence[torch.Tensor]],
+        layers: Sequence[int],
+        *,
+        quantised: bool,
+    ) -> tuple[Agreement | str, frozenset[bytes]]:
+        """Compare a stored chunk with a computed one, and return its writers.
+
+        Returns a reason if it cannot be read.
+
+        Args:
+            key: the chunk.
+            computed: returns the computed K and V (or one latent), ``[heads, layers, tokens, dim]``
+                each, of this shard; called if the chunk could be read.
+            layers: the numbers of the group's layers in the model.
+            quantised: as in :func:`vua.store.agreement.tolerance`.
+        """
+        noted, stored = WriterNames(), StagingBuffer(self.store.layout, self._shard, 1)
+        loader = Loader(
+            self.store, stored.memory, target=self._shard
+        )  # a kept one keeps the buffer
+        loaded = loader.load([key], noted)
+        if not loaded.chunks:
+            return str(loaded.reason), frozenset()
+        theirs = [array[0] for array in stored.arrays]
+        held = layers[self._shard.layer_start : self._shard.layer_stop]
+        dtype = self.store.layout.dtype
+        return compare(computed(), theirs, dtype, held, quantised=quantised), frozenset(noted)
 
     @contextlib.contextmanager
     def saver(self, memory: MemoryMap, writer: str) -> Iterator[EntryWriter]:

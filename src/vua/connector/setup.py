@@ -17,13 +17,65 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
+import platform
+import re
+import site
 import sys
+import sysconfig
 import types
-from collections.abc import Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import torch
+
+_ENVIRONMENT: Final = ("CUDA_", "NCCL_", "NVIDIA_", "OMP_", "MKL_", "TORCH", "PYTORCH_")
+_OF_A_PLACE: Final = re.compile(
+    "ADDR|CACHE|DEBUG|DEVICES|DIR|HOME|HOST|IDENT|IFNAME|LOG|NAME|PATH|PORT|SERVICE|SOCKET|TRACE"
+)
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
+
+
+class Engine(NamedTuple):
+    """What an engine's setup consists of, beside its configuration and the model's code."""
+
+    packages: tuple[str, ...]
+    """Those whose versions count."""
+    plugins: tuple[str, ...]
+    """The groups of entry points that it loads."""
+    environment: tuple[str, ...]
+    """How the names of its variables begin."""
+    aside: tuple[str, ...]
+    """How the names of its modules begin that compute nothing."""
+
+
+def settings_digest(engine: Engine, config: object) -> str:
+    """Return a digest of an engine's setup but for its code; ``config`` is in JSON's types."""
+    seen: dict[str, object] = {
+        "packages": {name: package_version(name) for name in ("vua", *engine.packages)},
+        "plugins": sorted(
+            f"{one.name} {one.value} {one.dist and one.dist.version}"
+            for group in engine.plugins
+            for one in entry_points(group=group)
+        ),
+        "machine": [platform.machine(), platform.python_version(), *devices()],
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith((*_ENVIRONMENT, *engine.environment))
+            and not (_OF_A_PLACE.search(name) or "/" in value)
+        },
+        "config": config,
+    }
+    return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
+
+
+def in_text(value: object) -> str:
+    """Return a value's text, without addresses in memory; "" for a path."""
+    text = _ADDRESS.sub("", str(value))
+    return "" if "/" in text else text
 
 
 def joined(setup: str, codes: Iterable[str]) -> str:
@@ -49,6 +101,8 @@ def devices() -> list[str]:
 _SIMPLE: Final = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
 _LARGEST: Final = 1 << 31
 """Larger numbers may be addresses."""
+_OF_A_RANK: Final = re.compile("rank|shard_ind")
+"""Which worker of several equal ones this is."""
 _CACHED: Final = type(functools.lru_cache(len))
 _LIBRARIES: Final = sys.stdlib_module_names | frozenset(
     (
@@ -70,9 +124,10 @@ more."""
 class _Code:
     """Collects functions and constants by the place where they are found."""
 
-    def __init__(self, aside: tuple[str, ...]) -> None:
-        self._aside = aside
+    def __init__(self, aside: tuple[str, ...], own: frozenset[str] | None) -> None:
+        self._aside, self._own = aside, own
         self.found: set[tuple[str, str]] = set()
+        self.sources: set[tuple[str, str]] = set()
         self._seen: dict[int, object] = {}
         """By id; kept, so that no id is used twice."""
         self._todo: list[object] = []
@@ -92,6 +147,7 @@ class _Code:
             self._add_all(place, value)
         elif isinstance(value, types.FunctionType):
             self.found.add((place, _digest(value.__code__)))
+            self.sources.add((_module_name(value), value.__code__.co_filename))
             self._later(value)
         elif isinstance(value, type):
             self.found.add((place, _qualified(value)))
@@ -106,8 +162,8 @@ class _Code:
                     self.add(f"{place}.{name}", each)
 
     def _add_constant(self, place: str, value: Any) -> None:
-        address = isinstance(value, int) and abs(value) >= _LARGEST
-        if not address and not (isinstance(value, str) and "/" in value):
+        odd = isinstance(value, int) and (abs(value) >= _LARGEST or _OF_A_RANK.search(place))
+        if not odd and not (isinstance(value, str) and "/" in value):
             self.found.add((place, repr(value)))
 
     def _add_all(self, place: str, values: Any) -> None:
@@ -121,11 +177,16 @@ class _Code:
 
     def _later(self, value: Any, *, even_known: bool = False) -> None:
         """Look at what a function or class holds later, unless it is a library's."""
-        module = str(value.__module__)
-        known = module.partition(".")[0] in _LIBRARIES and not even_known
+        module = _module_name(value)
+        package = module.partition(".")[0]
+        known = package in _LIBRARIES or self._is_installed(package)
+        known = known and not even_known
         if not known and not module.startswith(self._aside) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._todo.append(value)
+
+    def _is_installed(self, package: str) -> bool:
+        return self._own is not None and package not in self._own and is_installed(package)
 
     def run(self) -> None:
         """Look at everything that was added."""
@@ -153,8 +214,8 @@ class _Code:
             value = function.__globals__[each]
             if isinstance(value, types.ModuleType):
                 self._module(value, names)
-            elif not str(function.__globals__.get("__name__")).startswith(self._aside):
-                self.add(f"{function.__globals__.get('__name__')}.{each}", value)
+            elif not _module_name(function).startswith(self._aside):
+                self.add(f"{_module_name(function)}.{each}", value)
 
     def _module(self, module: types.ModuleType, names: set[str]) -> None:
         """Add what a function names in a module."""
@@ -169,12 +230,38 @@ class _Code:
                 self.add(f"{module.__name__}.{each}", value)
 
 
-def code_of(model: torch.nn.Module, aside: tuple[str, ...]) -> str:
-    """Return a digest of all code that a model's modules can reach, as it is in this process.
+class Code(NamedTuple):
+    """All code that a model's modules can reach, as it is in this process."""
 
-    ``aside``: beginnings of the names of modules that compute nothing.
+    digest: str
+    sources: set[tuple[str, str]]
+    """Of each function: the name of its module, and its file."""
+
+
+def code_of(
+    model: torch.nn.Module,
+    aside: tuple[str, ...],
+    beside: Mapping[str, object] = MappingProxyType({}),
+    own: frozenset[str] | None = None,
+) -> Code:
+    """Return the code of a model.
+
+    Args:
+        model: its modules are walked.
+        aside: how the names of modules begin that compute nothing.
+        beside: objects and classes that compute, too, by name.
+        own: packages whose functions are walked, beside those that are not installed; None: of all
+            but the usual libraries.
     """
-    found = _Code(aside)
+    found = _Code(aside, own)
+    for place, value in beside.items():
+        if isinstance(value, type):
+            found.add(place, value, deep=True)
+            continue
+        found.add(place, type(value), deep=True)
+        for name, each in vars(value).items():  # in the place of a method
+            if isinstance(each, types.FunctionType | types.MethodType | functools.partial):
+                found.add(f"{place}.{name}", each)
     for path, module in model.named_modules(prefix="model"):
         found.add(path, type(module), deep=True)
         for name, value in vars(module).items():
@@ -183,7 +270,32 @@ def code_of(model: torch.nn.Module, aside: tuple[str, ...]) -> str:
     for name in hooks:
         found.add(name, dict(getattr(torch.nn.modules.module, name)))
     found.run()
-    return hashlib.sha256(json.dumps(sorted(found.found)).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(sorted(found.found)).encode()).hexdigest()
+    return Code(digest, found.sources)
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    """Return where packages are installed."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    paths = {*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()}
+    return tuple(f"{os.path.realpath(path)}{os.sep}" for path in paths)
+
+
+def is_installed(module: str, file: str = "") -> bool:
+    """Whether a module, or a function of it in ``file``, is of Python or an installed package.
+
+    What was made out of a text, without a file, counts as that.
+    """
+    place = getattr(sys.modules.get(module), "__file__", None) or file
+    return place.startswith("<") or os.path.realpath(place).startswith(_installed())
+
+
+def _module_name(value: Any) -> str:
+    """Return where a function or class was made; a wrapper calls itself as what it wraps."""
+    if isinstance(value, types.FunctionType):
+        return str(value.__globals__.get("__name__"))
+    return str(value.__module__)
 
 
 def _unwrapped(value: Any) -> Any:

@@ -50,6 +50,8 @@ log = logger("scheduler")
 
 _COMPLAIN_AFTER: Final = 3
 """After this many comparisons in a row without an answer a warning is logged."""
+_QUEUE_S: Final = 600.0
+"""How long a prompt may wait for its turn in an engine that does not tell."""
 _FAR: Final = 1 << 40
 _MOST_CHUNKS: Final = 8
 """Chunks in one comparison at most."""
@@ -67,10 +69,9 @@ _ASIDE: Final = (
 )
 _LEAVES: Final = (
     "this engine does not compute what is stored under its identity in namespace {}: {}. It leaves "
-    "that namespace and uses one of its own from now on. It differs from the engines that write "
-    'there in something that VUA does not see: find it, or give it another "epoch" setting. If '
-    "this was not the first comparison since the start, restart this engine: its own prefix cache "
-    "may hold what was loaded before"
+    "that namespace. It differs from the engines that write there in something that VUA does not "
+    'see: find it, or give it another "epoch" setting. If this was not the first comparison since '
+    "the start, restart this engine: its own prefix cache may hold what was loaded before"
 )
 
 
@@ -110,6 +111,7 @@ class Witness:
         setup: str,
         writer: str = "",
         *,
+        waits: bool = True,
         clock: Callable[[], float] = time.monotonic,
         chance: random.Random | None = None,
     ) -> None:
@@ -121,11 +123,15 @@ class Witness:
             stats: where the metrics are recorded.
             setup: the engine's, see `be_of`; empty: not known yet.
             writer: the engine's name in the headers of what it stores.
+            waits: whether a prompt waits for the comparison of another one; else it is compared
+                itself, and it may take long until it is computed.
             clock: returns seconds.
             chance: draws chunks.
         """
         self._model, self._stats, self._every = model, stats, config.witness_every
-        self._patience_s, self._timeout_s = config.timeouts.lookup_s, 2 * config.timeouts.io_s
+        limits = config.timeouts
+        self._patience_s = limits.lookup_s if waits else 0.0
+        self._timeout_s = 2 * limits.io_s if waits else _QUEUE_S
         self._clock, self._numbers = clock, 0
         place = config.directory, model.identity.namespace, config.security
         self.known, self._tally = KnownWriters(*place), Tally(*place)
@@ -285,7 +291,7 @@ class Witness:
         for case in {id(one): one for one in map(self._pending_of(kind), unproved) if one}.values():
             self._expire(case)
         cases = [self._pending_of(kind)(writer) for writer in unproved]
-        if not all(cases):
+        if not all(cases) or not self._patience_s:
             awaited = frozenset(unproved)
             if self._begin(request, kind, found, local_tokens, None, awaited):
                 return 0
@@ -388,6 +394,10 @@ class Witness:
         if case.ordered_s is not None and self._clock() - case.ordered_s > self._timeout_s:
             case.nothing = case.nothing or "a worker did not answer"
             self._conclude(case)
+
+    def trusts(self, kind: Kind, writer: bytes) -> bool:
+        """Whether a writer's chunks of a kind may be loaded now."""
+        return not self.on or (not self._is_aside(writer) and self._is_proved(kind, writer))
 
     def believed(self, found: PrefixMatch | None) -> frozenset[bytes] | None:
         """Return the writers whose chunks a load ordered now may use; None: all."""

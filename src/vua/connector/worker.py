@@ -54,10 +54,9 @@ from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.io.pool import Breaker, Job, Pool
-from vua.store.agreement import Agreement, compare
+from vua.store.agreement import Agreement
 from vua.store.namespace import Namespace
 from vua.store.store import UNJUDGED
-from vua.store.writer import WriterNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,17 +188,14 @@ class Comparisons:
 
     def _agreement(self, chunk: _ComputedChunk) -> tuple[Agreement | str, frozenset[bytes]]:
         """Compare one chunk, and return its writers; a reason, if its file cannot be loaded."""
-        group, noted = chunk.group, WriterNames()
-        stored = StagingBuffer(group.group.layout, group.shard, 1)
-        loaded = ShardFiles(group.store, group.shard).read(stored, [chunk.key], noted)
-        if not loaded.chunks:
-            return str(loaded.reason), frozenset()
-        group.fetch([chunk.buffer])
-        layers = group.group.layers[group.shard.layer_start : group.shard.layer_stop]
-        computed, theirs = ([array[0] for array in one.arrays] for one in (chunk.buffer, stored))
-        dtype = group.group.layout.dtype
-        agreement = compare(computed, theirs, dtype, layers, quantised=self._quantised)
-        return agreement, frozenset(noted)
+        group = chunk.group
+        files = ShardFiles(group.store, group.shard)
+
+        def computed() -> list[torch.Tensor]:
+            group.fetch([chunk.buffer])
+            return [array[0] for array in chunk.buffer.arrays]
+
+        return files.agreement(chunk.key, computed, group.group.layers, quantised=self._quantised)
 
     def _tell(self, verdict: Verdict, request_id: str = "", gone: int | None = None) -> None:
         with self._lock:

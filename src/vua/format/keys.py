@@ -219,6 +219,10 @@ class KeyRun(Sequence[ChunkKey]):
             return KeyRun(first, self._chunk_tokens, cut, parents, self._tenant)
         return self.key(range(len(self))[index])
 
+    def run(self, first: int, stop: int) -> KeyRun:
+        """Return the keys ``first`` to ``stop``, as :meth:`KeyChain.run`."""
+        return self[first:stop]
+
     @property
     def prefix_hashes(self) -> list[bytes]:
         """The prefix hashes of all keys, without building the keys."""

@@ -13,16 +13,16 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.load_policy import LoadPolicy
 from vua.connector.log import logger
 from vua.connector.metrics import Recorder
-from vua.connector.prefix_match import longest
+from vua.connector.prefix_match import PrefixMatch, longest
 from vua.errors import VUAError
-from vua.format.keys import ChunkKey
+from vua.format.keys import ChunkKey, KeyRun
 from vua.io.pool import Breaker, Job, Pool
 from vua.store.store import Store
 
@@ -96,15 +96,24 @@ log = logger("worker")
 _THREADS: Final = 2
 
 
+class Stretch(NamedTuple):
+    """Consecutive chunks of a prompt that lie in one store."""
+
+    first: int
+    store: Store
+
+
 @dataclass(frozen=True, slots=True)
 class _Lookup:
     """One question."""
 
     model: Model
     stores: Sequence[Store]
-    keys: Sequence[ChunkKey]
+    keys: KeyRun
     before: int
     """How many of the keys come before those to look up."""
+    learn: Callable[[PrefixMatch, Sequence[Stretch]], None]
+    beside: Callable[[], Store | None]
 
 
 class Lookups:
@@ -121,9 +130,15 @@ class Lookups:
         self._pool.close(finish=False)
 
     def find(
-        self, model: Model, stores: Sequence[Store], keys: Sequence[ChunkKey], before: int
-    ) -> int:
-        """Return how many of the keys after the first ``before`` can be loaded; 0 in doubt.
+        self,
+        model: Model,
+        stores: Sequence[Store],
+        keys: KeyRun,
+        before: int,
+        learn: Callable[[PrefixMatch, Sequence[Stretch]], None] = lambda *_: None,
+        beside: Callable[[], Store | None] = lambda: None,
+    ) -> PrefixMatch:
+        """Return which of the keys after the first ``before`` can be loaded; none in doubt.
 
         That is, all of them are stored, and if layers have a sliding window its chunks before the
         last of them.
@@ -133,39 +148,70 @@ class Lookups:
             stores: one per group of the model.
             keys: a prompt's chunks from its first one on.
             before: how many of them are not looked up.
+            learn: called on the lookup's thread with what was found and where it lies.
+            beside: called there, returns another store that is looked into, of the first group.
         """
-        outcome, found, began = "paused", 0, time.monotonic()
+        outcome, found, began = "paused", _match(model, keys, before), time.monotonic()
         if self._breaker.allows():
-            job = self._pool.submit(self._answer, _Lookup(model, stores, keys, before))
+            job = self._pool.submit(
+                self._answer, _Lookup(model, stores, keys, before, learn, beside)
+            )
             in_time = job.wait(self._limit_s)
             self._breaker.went(well=in_time)
             outcome = "timeout"
             if in_time:
                 found = job.result()
-                whole = found == len(keys) - before
-                outcome = "hit" if whole else "partial" if found else "miss"
+                whole = found.stored == len(keys)
+                outcome = "hit" if whole else "partial" if found.stored > before else "miss"
         self._stats.add("vua_lookups_total", label=outcome)
         self._stats.observe("vua_lookup_seconds", time.monotonic() - began)
         return found
 
     @staticmethod
     def _answer(job: Job[_Lookup]) -> None:
-        lookup, found = job.what, 0
+        lookup = job.what
         model, stores, keys, before = lookup.model, lookup.stores, lookup.keys, lookup.before
+        found = _match(model, keys, before)
         try:
-            stored = stores[0].lookup(keys[before:], model.groups[0].written)
-            if stored:
-                found = _with_windows(model, stores, keys, before, stored)
-            if found:
-                stores[0].used(keys, before + found)
+            places, stop = _stretches(lookup)
+            stored = stop - before
+            if stored and (stored := _with_windows(model, stores, keys, before, stored)):
+                match = _match(model, keys, before + stored)
+                stores[0].used(keys, match.stored)
+                lookup.learn(match, places)
+                found = match
         except (VUAError, OSError) as problem:
             log.warning("VUA: a lookup failed: %s", problem)
         finally:
             job.tell(found)
 
 
+def _stretches(lookup: _Lookup) -> tuple[list[Stretch], int]:
+    """Return where the stored chunks lie that are looked up, and which is the first missing."""
+    written, keys, at = lookup.model.groups[0].written, lookup.keys, lookup.before
+    found, stores = list[Stretch](), [lookup.stores[0]]
+    while at < len(keys):
+        for store in stores:
+            if store is not (found and found[-1].store) and (
+                count := store.lookup(keys[at:], written)
+            ):
+                found.append(Stretch(at, store))
+                at += count
+                break
+        else:
+            other = lookup.beside() if len(stores) == 1 else None
+            if other is None:
+                break
+            stores.append(other)
+    return found, at
+
+
+def _match(model: Model, keys: Any, stored: int) -> PrefixMatch:
+    return PrefixMatch(keys, stored * model.chunk_tokens, stored, (), len(keys))
+
+
 def _with_windows(
-    model: Model, stores: Sequence[Store], keys: Sequence[ChunkKey], before: int, stored: int
+    model: Model, stores: Sequence[Store], keys: KeyRun, before: int, stored: int
 ) -> int:
     """Return up to how many of the stored chunks every window is stored, too.
 

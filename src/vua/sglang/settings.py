@@ -14,7 +14,7 @@ from typing import Final
 
 from vua.connector.config import ConnectorConfig
 from vua.errors import ConfigError
-from vua.format.keys import ChunkKey
+from vua.format.keys import KeyRun
 
 _OPTION: Final = "--hicache-storage-backend-extra-config"
 _OF_SGLANG: Final = ("backend_name", "module_path", "class_name", "interface_v1")
@@ -44,7 +44,7 @@ def settings_of(extra: Mapping[str, object]) -> ConnectorConfig:
     return config
 
 
-def chunk_keys(before: Sequence[str], pages: Sequence[str], chunk_tokens: int) -> list[ChunkKey]:
+def chunk_keys(before: Sequence[str], pages: Sequence[str], chunk_tokens: int) -> KeyRun:
     """Return the keys of a prompt's first pages, those ``before`` included.
 
     Args:
@@ -55,9 +55,5 @@ def chunk_keys(before: Sequence[str], pages: Sequence[str], chunk_tokens: int) -
     >>> [key.start for key in chunk_keys(["00" * 32], ["11" * 32], 64)]
     [0, 64]
     """
-    keys, parent = [], b""
-    for at, name in enumerate((*before, *pages)):
-        digest = bytes.fromhex(name)
-        keys.append(ChunkKey(digest, parent, at * chunk_tokens, (at + 1) * chunk_tokens))
-        parent = digest
-    return keys
+    digests = bytes.fromhex("".join((*before, *pages)))
+    return KeyRun(0, chunk_tokens, digests, {0: (b"", b"")})

@@ -16,6 +16,7 @@ another kind is not cached.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,17 +41,29 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
 from vua.connector.metrics import Recorder
 from vua.connector.opening import OpenedNamespace, Opening
+from vua.connector.prefix_match import PrefixMatch
 from vua.connector.prometheus import Families
 from vua.errors import ConfigError, VUAError
-from vua.format.keys import ChunkKey, KeyChain, token_ids
+from vua.format.identity import Identity
+from vua.format.keys import ChunkKey, KeyChain, KeyRun, token_ids
+from vua.sglang.comparisons import Comparisons
 from vua.sglang.engine import Engine, passes_prefix_keys
-from vua.sglang.identity import described, shard_of
-from vua.sglang.lookups import Lookups, Reuse
+from vua.sglang.identity import described
+from vua.sglang.lookups import Lookups, Reuse, Stretch
+from vua.sglang.pools import shard_of
 from vua.sglang.settings import chunk_keys, settings_of
+from vua.sglang.setup import setup_of
 from vua.sglang.transfers import HostPages, Transfers
-from vua.store.place import prepare
+from vua.store.namespace import Access
+from vua.store.place import LazyNamespace, locate, prepare
+from vua.store.store import Store
+from vua.store.writer import new_writer
 from vua.weights import Identification, Weights, checkpoint_files, identify_weights
 
+log = logger("worker")
+
+_LOOK_EVERY_S: Final = 10.0
+"""How often it is looked whether there are another engine's chunks."""
 KNOWN: Final = (PoolName.KV, PoolName.SWA)
 """Those that are stored, in the order of a model's groups."""
 
@@ -74,6 +87,10 @@ class Pools:
     """By SGLang's names; the one of all tokens first."""
     model: Model
     """The connector's terms for them, without the weights."""
+    setup: str = ""
+    """The engine's (64 hex digits); "": unknown."""
+    beside: Identity | None = None
+    """What another engine stores of the same."""
 
     @classmethod
     def of(
@@ -103,6 +120,13 @@ class Pools:
             check_name(name)
         latent = bool(rank_config.is_mla_model)
         runner = engine.runner
+        setup = setup_of(runner, pools.values())
+        if setup.epoch:
+            log.warning(
+                "VUA: beside SGLang's own code this engine runs %s: it has a namespace of its own, "
+                "epoch %s",
+                *(", ".join(setup.unusual[:3]), epoch := f"{epoch}+{setup.epoch}"),
+            )
         found = described(runner, pools, latent=latent, epoch=epoch, adapters=engine.adapters)
         layers = range(runner.layer_info.start_layer, runner.layer_info.end_layer)
         parts = {}
@@ -113,7 +137,9 @@ class Pools:
             parts[name] = Part(own, HostPages(pool, latent=latent), writes)
         groups = tuple(part.group for part in parts.values())
         blocks = tuple(group.layout.chunk_tokens for group in groups)
-        return cls(parts, Model(found.identity, groups, blocks, identified=False))
+        quantised = runner.model_config.quantization is not None
+        model = Model(found.identity, groups, blocks, quantised, identified=False)
+        return cls(parts, model, setup.digest, found.beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +177,70 @@ class OpenPools:
     """Looks up and moves pages of all pools, in the namespace of their weights."""
 
     def __init__(
-        self, pools: Pools, opened: OpenedNamespace, config: ConnectorConfig, stats: Recorder
+        self,
+        pools: Pools,
+        opened: OpenedNamespace,
+        config: ConnectorConfig,
+        stats: Recorder,
+        seed: object,
     ) -> None:
-        """Move between ``pools`` and the namespace ``opened``; count in ``stats``."""
+        """Move between ``pools`` and the namespace ``opened``; count in ``stats``.
+
+        ``seed``: see :class:`Comparisons`.
+        """
         self.opened, self.parts = opened, pools.parts
         self.reuse = Reuse(opened.model, config, stats)
-        self.transfers: dict[str, Transfers] = {
-            name: Transfers(store, part.group.written[0], part.pages, config, stats)
-            for (name, part), store in zip(
-                pools.parts.items(), opened.namespace.stores, strict=True
+        stores, writer = opened.namespace.stores, new_writer("sglang", pools.setup)
+        self.comparisons: Comparisons | None = None
+        """None: another rank holds the same, and compares it."""
+        if all(part.writes for part in pools.parts.values()):
+            config = replace(config, epoch=opened.model.identity.epoch)  # compare there, too
+            self.comparisons = Comparisons(
+                *(opened.model, stores, config, stats),
+                setup=pools.setup,
+                writer=writer,
+                seed=seed,
             )
+        self._look_s = 0.0
+        self.beside: LazyNamespace | None = None
+        """What another engine stores, which is compared before it is loaded."""
+        if pools.beside is not None and config.witness_every:
+            self.beside = LazyNamespace(
+                locate(config.shared_storage_path, security=config.security),
+                replace(pools.beside, weights=opened.model.identity.weights),
+                Access(security=config.security, rules=config.worker),
+            )
+        self.transfers: dict[str, Transfers] = {
+            name: Transfers(
+                *(store, part.group.written[0], part.pages, config, stats),
+                writer=writer,
+                believed=self.comparisons,
+                compares=store is stores[0],
+            )
+            for (name, part), store in zip(pools.parts.items(), stores, strict=True)
         }
+
+    def find(self, lookups: Lookups, keys: KeyRun, before: int) -> int:
+        """Return how many chunks after the first ``before`` may be loaded."""
+        model, stores, compares = self.opened.model, self.opened.namespace.stores, self.comparisons
+        found = lookups.find(model, stores, keys, before, self._learn, self._beside)
+        return found.stored - before if compares is None else compares.limit(found, before)
+
+    def _learn(self, found: PrefixMatch, places: Sequence[Stretch]) -> None:
+        edges = [*(one.first for one in places[1:]), found.stored]
+        for (first, store), stop in zip(places, edges, strict=True):
+            self.transfers[PoolName.KV].note(found.keys.run(first, stop), store)
+        if self.comparisons is not None:
+            self.comparisons.learn(found, places)
+
+    def _beside(self) -> Store | None:
+        """Return the store of another engine's chunks, once there is one."""
+        layouts, other = self.opened.namespace.layouts, None
+        if self.beside is not None and time.monotonic() >= self._look_s:
+            with contextlib.suppress(VUAError, OSError):  # it is not this engine's to complain of
+                other = self.beside.to_read(layouts)
+            self._look_s = 0.0 if other is not None else time.monotonic() + _LOOK_EVERY_S
+        return None if other is None or other.layouts != layouts else other.stores[0]
 
     def moved(
         self,
@@ -182,6 +261,8 @@ class OpenPools:
         for moves in self.transfers.values():
             moves.close()
         self.opened.namespace.close()
+        if self.beside is not None:
+            self.beside.close()
 
 
 def check_name(name: str) -> None:
@@ -312,9 +393,6 @@ class Metrics:
         with self._lock:
             seen, self._seen = self._seen, StorageMetrics()
         return seen
-
-
-log = logger("worker")
 
 
 class VUAHiCacheStorage(PagesInPlace):
@@ -451,9 +529,7 @@ class VUAHiCacheStorage(PagesInPlace):
         named = chunk_keys(before, keys, self._config.chunk_tokens)
         asked = named[len(before) :]
         self._stats.add("vua_queried_tokens_total", asked[-1].stop - asked[0].start)
-        opened = usable.opened
-        found = self._lookups.find(opened.model, opened.namespace.stores, named, len(before))
-        return usable.reuse.decide(asked, found)
+        return usable.reuse.decide(asked, usable.find(self._lookups, named, len(before)))
 
     def batch_exists_v2(
         self,
@@ -583,7 +659,12 @@ class VUAHiCacheStorage(PagesInPlace):
                 self._begin(pools, str(directory), None)
             opened = None if self._opening is None else self._opening.take()
             if self._usable is None and opened is not None:
-                self._usable = OpenPools(pools, opened, self._config, self._stats)
+                seed = engine.runner.server_args.random_seed
+                self._usable = OpenPools(pools, opened, self._config, self._stats, seed)
+            compares = None if self._usable is None else self._usable.comparisons
+            if compares is not None and compares.leave is not None:
+                self._refuse(compares.leave)
+                return None
             return self._usable
 
     def _leave(self) -> None:

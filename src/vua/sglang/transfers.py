@@ -9,7 +9,8 @@ the result is wanted; pages are copied out before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,8 +29,8 @@ from vua.errors import InputError, LayoutError, StorageError
 from vua.format.keys import ChunkKey
 from vua.format.layout import Shard
 from vua.io.pool import Breaker, Job, Pool
+from vua.sglang.comparisons import Comparisons
 from vua.store.store import Store
-from vua.store.writer import process_writer
 
 _PAIRS: Final = {
     "layer_first": "LTHD",
@@ -135,6 +136,8 @@ def _layers(array: torch.Tensor, axes: str, page_tokens: int) -> list[torch.Tens
 
 log = logger("worker")
 
+_ELSEWHERE: Final = 1 << 16
+"""Chunks in other stores that are remembered."""
 _BUFFERS: Final = 2
 """Per direction: one in use, and one that a hanging thread may still hold."""
 
@@ -147,6 +150,7 @@ class _Work:
     pages: Sequence[int]
     buffer: StagingBuffer
     proven: Callable[[], bool]
+    files: ShardFiles
     behind: Sequence[ChunkKey] = ()
     """Chunks that are to be loaded next."""
 
@@ -161,9 +165,18 @@ class Transfers:
         pages: HostPages,
         config: ConnectorConfig,
         stats: Recorder,
+        *,
+        writer: str = "",
+        believed: Comparisons | None = None,
+        compares: bool = False,
     ) -> None:
-        """Move ``shard`` between the chunks of ``store`` and ``pages``; count in ``stats``."""
+        """Move ``shard`` between the chunks of ``store`` and ``pages``; count in ``stats``.
+
+        Store in the name of ``writer``, load what is ``believed``, and compare what that wants if
+        this ``compares``.
+        """
         self.store, self.shard, self._pages, self._stats = store, shard, pages, stats
+        self._writer, self._believed, self._compares = writer, believed, compares
         payload = shard.payload_nbytes(store.layout)
         self.chunks = load_chunks(config, payload)
         """How many go at once."""
@@ -185,6 +198,9 @@ class Transfers:
             late=self._save_is_late,
         )
         self._files = ShardFiles(store, shard)
+        self._others: dict[Store, ShardFiles] = {}
+        self._elsewhere: OrderedDict[str, ShardFiles] = OrderedDict()
+        """By the name of a chunk that lies in another store, as far as lookups told."""
         self._warn_once = WarnOnce(log)
 
     def close(self) -> None:
@@ -205,25 +221,45 @@ class Transfers:
         """
         done = 0
         while done < len(keys):
-            part = slice(done, done + self.chunks)
-            loaded = self._load_some(keys[part], pages[part], proven, keys[part.stop :])
+            files, stop = self._files_of(keys[done]), done
+            while stop < min(done + self.chunks, len(keys)) and self._files_of(keys[stop]) is files:
+                stop += 1
+            part = slice(done, stop)
+            loaded = self._load_some(keys[part], pages[part], proven, files, keys[stop:])
             done += loaded
             if loaded < len(keys[part]):
                 break
         return done
+
+    def note(self, keys: Iterable[ChunkKey], store: Store) -> None:
+        """Note that these chunks lie in this store, the own one or another."""
+        own = store is self.store
+        for key in keys if self._elsewhere or not own else ():
+            self._elsewhere.pop(key.name, None)
+            if not own:
+                self._elsewhere[key.name] = self._others.setdefault(
+                    store, ShardFiles(store, self.shard)
+                )
+            while len(self._elsewhere) > _ELSEWHERE:
+                self._elsewhere.popitem(last=False)
+
+    def _files_of(self, key: ChunkKey) -> ShardFiles:
+        return self._elsewhere.get(key.name, self._files)
 
     def _load_some(
         self,
         keys: Sequence[ChunkKey],
         pages: Sequence[int],
         proven: Callable[[], bool],
+        files: ShardFiles,
         behind: Sequence[ChunkKey],
     ) -> int:
         buffer = self._load_buffers.take() if self._loads.breaker.allows() else None
         if buffer is None:
             self._stats.add("vua_load_stops_total", label="paused")
             return 0
-        work = _Work(keys, pages, buffer, proven, behind)
+        behind = behind if files is self._files else ()
+        work = _Work(keys, pages, buffer, proven, files, behind)
         return self._result(self._loads, self._read, work, self._load_buffers)
 
     def _load_is_late(self, job: Job[_Work]) -> None:
@@ -242,7 +278,8 @@ class Transfers:
                 done = chunks
 
         try:
-            loaded = self._files.load_run(work.buffer, work.keys, job, scatter)
+            believed = self._believed
+            loaded = work.files.load_run(work.buffer, work.keys, job, scatter, believed=believed)
             reason = loaded.reason or ("" if done == len(work.keys) else "reset")
             nbytes = loaded.chunks * self.shard.payload_nbytes(self.store.layout)
             self._stats.add("vua_loaded_bytes_total", nbytes, "slab")
@@ -255,8 +292,10 @@ class Transfers:
                 job.tell(done)
                 if reason not in ("", "error", "reset"):
                     rest = [*work.keys[done:], *work.behind]
-                    for _ in self._files.weed(work.buffer, rest, reason, job):
+                    for _ in work.files.weed(work.buffer, rest, reason, job, believed=believed):
                         pass  # reading them puts damaged files aside; SGLang is not told
+            if believed is not None:
+                believed.learn_refused(work.files.store)
         finally:
             self._load_buffers.give_back(work.buffer)  # not earlier: a hanging read may write to it
 
@@ -284,7 +323,7 @@ class Transfers:
             return 0
         for place, page in enumerate(pages):
             self._pages.gather(page, [array[place] for array in buffer.arrays])
-        work = _Work(keys, pages, buffer, proven)
+        work = _Work(keys, pages, buffer, proven, self._files)
         return self._result(self._saves, self._write, work, self._save_buffers)
 
     def _save_is_late(self, job: Job[_Work]) -> None:
@@ -296,7 +335,9 @@ class Transfers:
         work, outcomes, rest = job.what, list[str](), "error"
         try:
             if work.proven():
-                with self._files.saver(work.buffer.memory, process_writer("sglang")) as saver:
+                if self._compares:
+                    self._compare(job)
+                with self._files.saver(work.buffer.memory, self._writer) as saver:
                     for statuses in saver.save_each(work.keys):
                         outcomes += outcomes_of(statuses)
                 rest = "refused"
@@ -312,6 +353,18 @@ class Transfers:
             if job.settle(well="error" not in outcomes):
                 self._count(outcomes)
         return outcomes.count("written") + outcomes.count("present")
+
+    def _compare(self, job: Job[_Work]) -> None:
+        """Compare computed chunks with the stored ones where that is wanted."""
+        work, believed = job.what, self._believed
+        for place, key in enumerate(work.keys):
+            if believed is not None and believed.wants(key):
+                try:
+                    files = self._files_of(key)
+                    believed.compare(files, key, [one[place] for one in work.buffer.arrays])
+                except Exception:  # an error costs a comparison
+                    log.exception("a chunk could not be compared")
+                job.progress()
 
     def _count(self, outcomes: Sequence[str]) -> None:
         written, layout = outcomes.count("written"), self.store.layout

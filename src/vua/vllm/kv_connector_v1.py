@@ -66,7 +66,7 @@ from vua.vllm import BESIDE_OFFLOADING, page_layout
 from vua.vllm.cache_spec import describe, layer_number
 from vua.vllm.engine_identity import find_weights
 from vua.vllm.engine_worker import memory_of
-from vua.vllm.setup import ASIDE, setup_of
+from vua.vllm.setup import ENGINE, setup_of
 from vua.vllm.support import (
     announce,
     check_starts,
@@ -505,7 +505,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         """Return a digest of all code that this worker's model can reach; None: unknown."""
         model = None if self.worker is None else self._model
         with self._guarded():
-            return None if model is None else RunningCode(code_of(model, ASIDE))
+            return None if model is None else RunningCode(code_of(model, ENGINE.aside).digest)
         return None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

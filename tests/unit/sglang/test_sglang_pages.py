@@ -127,7 +127,7 @@ class PageKeysTest(unittest.TestCase):
         chain = KeyChain(token_ids(range(5 * PAGE)), PAGE)
         names = [chain[at].name for at in range(5)]
         for cut in range(5):
-            self.assertEqual(chain.first(5), chunk_keys(names[:cut], names[cut:], PAGE))
+            self.assertEqual(chain.first(5), [*chunk_keys(names[:cut], names[cut:], PAGE)])
 
 
 class Hanging(FaultyStorage):
