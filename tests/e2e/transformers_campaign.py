@@ -7,8 +7,11 @@ alter a model, or a place where a function or a value may live (`model_changes`)
 block, between two calls, within one, or made between two calls and undone. The tokens of each call
 are compared with those of the same model without VUA. Then an unchanged model of the files asks for
 the same prompts: its tokens must be those of the plain model, and a second one must find each whole
-chunk that the first one stored. With ``--vllm`` a real engine asks at the end for the prompts of
-the first kind.
+chunk that the first one stored.
+
+With ``--vllm`` a real engine stores some prompts of the first kind before the changes, of which
+later ones are about a third; half of the models that are changed after the block has begun store
+for vLLM (``share=True``); and at the end the engine asks for all prompts of that kind.
 """
 
 from __future__ import annotations
@@ -137,6 +140,8 @@ class Kind:
                     layer.self_attn.k_proj.weight *= 10
         made.save_pretrained(self.path)
         self.asked: list[torch.Tensor] = []
+        self.by_vllm: list[torch.Tensor] = []
+        """Prompts that vLLM has stored before."""
 
     def load(self, attention: str) -> Any:
         """The model, from its files."""
@@ -186,7 +191,12 @@ class Trial:
             self.names = ["quantised"]
         self.attention = rng.choice(("eager", "sdpa"))
         self.seed = rng.randrange(1 << 30)
-        self.first, self.second = prompt_of(rng), prompt_of(rng)
+        self.first, self.second = (
+            rng.choice(kind.by_vllm) if kind.by_vllm and rng.random() < 0.33 else prompt_of(rng)
+            for _ in range(2)
+        )
+        # of a model that was changed before the block, its user must not ask for it
+        self.share = bool(kind.by_vllm) and self.way != "before" and rng.random() < 0.5
 
     def __str__(self) -> str:
         """What it does, in a line."""
@@ -211,6 +221,11 @@ class Trial:
         """The model, unchanged."""
         return self.kind.load(self.attention)
 
+    def reused(self, model: Any) -> Any:
+        """The block in which a model changes."""
+        settings = {"chunk_tokens": CHUNK, "load_policy": "always", "share": self.share}
+        return reuse_prefixes(model, self.kind.store, **settings)
+
     def expect(self, what: str, expected: list[int], answer: list[int]) -> None:
         """Count a comparison; remember it where it fails."""
         self.found.counts["answers compared"] += 1
@@ -219,17 +234,19 @@ class Trial:
 
     def run(self) -> None:
         """Let the changed model answer, and then unchanged ones."""
-        reference = {id(p): say(self.load(), p) for p in (self.first, self.second)}
+        prompts = self.first, self.second  # possibly the same one
+        plain = [say(self.load(), prompt) for prompt in prompts]
+        self.found.counts["models that store for vLLM"] += self.share
         try:
-            changed = [self.answer(p) for p in (self.first, self.second)]
+            changed = [self.answer(prompt) for prompt in prompts]
         except Exception:  # noqa: BLE001 - a model that computes nothing is no trial
             self.found.counts["changes that transformers refuses"] += 1
             return
         self.found.counts["changes"] += 1
-        self.found.counts["changes that matter"] += changed != [*reference.values()]
+        self.found.counts["changes that matter"] += changed != plain
         with self.stack:
-            getattr(self, f"_{self.way}")(changed, [*reference.values()])
-        for prompt in (self.first, self.second):
+            getattr(self, f"_{self.way}")(changed, plain)
+        for prompt, expected in zip(prompts, plain, strict=True):
             self.kind.asked.append(prompt)
             for attempt in ("first", "second"):
                 model = self.load()
@@ -243,7 +260,7 @@ class Trial:
                         self.found.counts["chunks of unchanged models"] += whole
                         self.found.counts["chunks found by unchanged models"] += held
                     answer = say(model, prompt)
-                self.expect(f"{attempt} unchanged model", reference[id(prompt)], answer)
+                self.expect(f"{attempt} unchanged model", expected, answer)
 
     def _before(self, changed: list[list[int]], plain: list[list[int]]) -> None:
         model = self.change(self.load())
@@ -259,9 +276,7 @@ class Trial:
 
     def _between(self, changed: list[list[int]], plain: list[list[int]]) -> None:
         model = self.load()
-        with reuse_prefixes(
-            model, self.kind.store, chunk_tokens=CHUNK, load_policy="always"
-        ) as prefixes:
+        with self.reused(model) as prefixes:
             prefixes.ready()
             self.expect("before the change", plain[0], say(model, self.first))
             self.change(model)
@@ -271,9 +286,7 @@ class Trial:
     def _undone(self, changed: list[list[int]], plain: list[list[int]]) -> None:
         model = self.load()
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        with reuse_prefixes(
-            model, self.kind.store, chunk_tokens=CHUNK, load_policy="always"
-        ) as prefixes:
+        with self.reused(model) as prefixes:
             prefixes.ready()
             self.expect("before the change", plain[0], say(model, self.first))
             self.change(model)
@@ -289,9 +302,7 @@ class Trial:
             self.found.counts["changes that end a call"] += 1
             return
         model = self.load()
-        with reuse_prefixes(
-            model, self.kind.store, chunk_tokens=CHUNK, load_policy="always"
-        ) as prefixes:
+        with self.reused(model) as prefixes:
             prefixes.ready()
             self.expect("changed within", expected, self._changing(model) or [])
             self.expect("after that call", changed[1], say(model, self.second))
@@ -332,6 +343,10 @@ def campaign(
     with tempfile.TemporaryDirectory(prefix="vua-campaign-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' and torch's own
         made = [Kind(name, Path(folder, name)) for name in [*KINDS][:kinds]]
+        if vllm:
+            made[0].by_vllm = made[0].asked = [prompt_of(rng) for _ in range(8)]
+            _by_vllm(made[0], found)
+            made[0].asked = [*made[0].asked]
         while found.counts["changes"] < changes:
             trial = Trial(rng, made[found.counts["changes"] % kinds], found)
             before = len(found.wrong)
@@ -345,12 +360,13 @@ def campaign(
 
 def _by_vllm(kind: Kind, found: Found) -> None:
     """Let vLLM serve all prompts of a kind, without the directory and with it."""
-    from e2e.harness import Batch, Phase, run
+    from e2e.harness import SETTLE, Batch, Phase, run
 
-    batch = Batch([prompt[0].tolist() for prompt in kind.asked], max_tokens=NEW)
-    engine = {"model": str(kind.path)}
-    (plain,) = run(Phase([batch], engine=engine))
-    (warm,) = run(Phase([batch], engine=engine, root=kind.store))
+    batches = [Batch([prompt[0].tolist()], max_tokens=NEW) for prompt in kind.asked]
+    engine, extra = {"model": str(kind.path)}, {"witness_every": 1000}  # as by default
+    (plain,) = run(Phase(batches, engine=engine))
+    steps = [step for batch in batches for step in (batch, SETTLE)]
+    (warm,) = run(Phase(steps, engine=engine, root=kind.store, extra=extra))
     for number, (expected, answer) in enumerate(zip(plain.tokens, warm.tokens, strict=True)):
         found.counts["answers of vLLM"] += 1
         if expected != answer:
