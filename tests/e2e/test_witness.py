@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from e2e.variants import make_adapter, make_variant
 from forgery import forged
 from small_models import make_model
 from vua.format.parse import parse_entry
+from vua.weights.fingerprint import write_note
 
 pytestmark = pytest.mark.vllm
 
@@ -142,32 +144,44 @@ class WitnessTest(EngineTest):
     def test_pods(self) -> None:
         """A conversation goes on in another pod each turn: all but its last turn is loaded.
 
-        Each pod has an empty home, a copy of the model, and the cache under another path.
+        Each of the six pods has an empty home, a copy of the model with its note, and the cache on
+        another file system, with other inodes. The weights are read once in all, for the note.
         """
-        model, said, root = (
-            make_model(self.folder / "model", seed=1),
-            tokens(512, seed=7),
-            self.root,
-        )
-        for pod in range(4):
-            here, home = self.folder / f"pod{pod}", self.folder / f"home{pod}"
+        model, said = make_model(self.folder / "model", seed=1), tokens(512, seed=7)
+        (_, noted), root = write_note(model), self.root
+        shared = Path(self.enterContext(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        read_mb = 0.0
+        for pod in range(6):
+            here = (self.folder, shared)[pod % 2] / f"pod{pod}"
             shutil.copytree(model, here / "model")
             if pod:
-                root = root.rename(here / "kv")
+                shutil.copytree(root, here / "kv")
+                shutil.rmtree(root)
+                root = here / "kv"
             (served,) = run(
                 self.phase(
                     *(Batch([said]), SETTLE),
                     root=root,
                     engine={"model": str(here / "model")},
                     extra={"timeouts": {"lookup_s": 30.0}, "witness_every": 350},
-                    environment={"XDG_CACHE_HOME": str(home), "HOSTNAME": f"pod{pod}"},
+                    environment={
+                        "XDG_CACHE_HOME": str(self.folder / f"home{pod}"),
+                        "HOSTNAME": f"pod{pod}",
+                    },
+                    trouble={"sample_nbytes": 1 << 10},  # 64 MiB of a model that is not tiny
                 ),
                 by=self.driver,
             )
             self.assertIsNone(served.problem)
+            told = re.search(r"identified in .* \((.*) of (.*) MB read", served.log)
+            assert told is not None
+            self.assertEqual(f"{noted.nbytes / 1e6:.1f}", told[2])
+            read_mb = max(read_mb, float(told[1]))
             if pod:
                 self.assertGreaterEqual(served.cached[0], 0.9 * (512 + 128 * (pod - 1)))
             said = [*said, *tokens(128, seed=20 + pod)]
+        self.assertEqual(noted.nbytes, noted.read_nbytes)
+        self.assertLess(read_mb, 0.5 * noted.nbytes / 1e6)  # a tensor that is drawn
 
     @pytest.mark.thorough
     def test_damaged_files(self) -> None:
