@@ -14,7 +14,6 @@ from e2e.by_transformers import generated, model_of
 from e2e.checkpoints import SIZES
 from e2e.damage import CHUNK
 from e2e.harness import PROMPT, SETTLE, Batch, EngineTest, llama, make, models, tokens
-from e2e.harness import PROMPT, SETTLE, Batch, EngineTest, llama, make, models, tokens
 from model_changes import CHANGES, PLACES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.thorough]

@@ -299,7 +299,11 @@ class Witness:
         began_s = min(case.began_s for case in cases if case is not None)
         if self._clock() - began_s < self._patience_s:
             return None
-        return self._before(min(unproved.values()))
+        tokens = self._before(min(unproved.values()))
+        left = found.tokens - max(tokens, local_tokens)
+        why = f"comparing takes more than {self._patience_s} s: prompts load once it agrees"
+        self.tell_computed(left, request.request_id, why)
+        return tokens
 
     def _pending_of(self, kind: Kind) -> Callable[[bytes], _Case | None]:
         return lambda writer: self._pending.get((kind, writer))
@@ -359,7 +363,6 @@ class Witness:
         return True
 
     def _tell_why(self, case: _Case) -> None:
-        """Say that a prompt is computed although it is stored, and why; each reason once."""
         if case.awaited:
             why = "[{}] has another setup and is not compared yet: prompts load once it agrees"
             why = why.format("], [".join(map(in_words, sorted(case.awaited))))
@@ -369,14 +372,16 @@ class Witness:
             why = (
                 "more than twice as long as any that was compared: the next one loads if it agrees"
             )
+        tokens = len(case.computed) * self._model.chunk_tokens
+        self.tell_computed(tokens, case.request_id, why, " to compare them")
+
+    def tell_computed(self, tokens: int, request_id: str, why: str, what: str = "") -> None:
+        """Say that a prompt is computed although it is stored, and why; each reason once."""
         level = logging.DEBUG if why in self._told else logging.INFO
         if len(self._told) < _MOST_KNOWN:
             self._told.add(why)
-        log.log(
-            level,
-            "VUA: %d stored tokens of request %s are computed to compare them (%s)",
-            *(len(case.computed) * self._model.chunk_tokens, case.request_id, why),
-        )
+        text = "VUA: %d stored tokens of request %s are computed%s (%s)"
+        log.log(level, text, tokens, request_id, what, why)
 
     def _with_most_inputs(self, request: Any, stored: int) -> set[int]:
         """Return, for each modality, the stored chunk that holds most of its tokens."""

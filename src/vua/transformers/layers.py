@@ -97,6 +97,8 @@ class StoredLayers:
         self._lock, self._replies = new_lock(), Replies()
         self.misfits = False
         """Whether something of another shape was found there."""
+        self._told = False
+        """Whether it was said that stored tokens are computed."""
 
     def close(self) -> None:
         self._opened.close()
@@ -126,7 +128,11 @@ class StoredLayers:
         """Return how many of so many stored tokens of each row to load: 0 or part if slower."""
         with self._lock:
             decision = self._policy.decide(0, tokens, rows=rows)
-        log.debug("%d stored tokens of %d rows: %s", tokens, rows, decision)
+            level = logging.INFO if decision.left_out and not self._told else logging.DEBUG
+            self._told |= decision.left_out
+        text = "%d stored tokens of %d rows: %s%s"
+        more = "; they are computed, and loads are tried again" * decision.left_out
+        log.log(level, text, tokens, rows, decision, more)
         return decision.tokens
 
     def loaded(self, rows: int, tokens: int, took_s: float) -> None:

@@ -406,6 +406,12 @@ class WitnessTest(EngineTest):
             for at in range(20):
                 self.ask(witness, f"b{at}", found_of(4))
         self.assertEqual(1, sum("drawn at random" in line for line in lines.output))
+        with self.assertLogs("vllm.vua.scheduler", "INFO") as lines:
+            for name, later_s, limit in (("c", 0, 0), ("d", 0, None), ("d", 2, 0), ("e", 0, 0)):
+                self.now_s += later_s
+                self.assertEqual(limit, witness.limit(request_of(name), found_by("late"), 0))
+        self.assertEqual(2, len(lines.output))
+        self.assertRegex(lines.output[1], "64 stored tokens of request d .* more than 1.0 s")
 
     def known(self, security: Security | None = None, root: Path | None = None) -> KnownWriters:
         """What another process of the setup "this" knows."""
