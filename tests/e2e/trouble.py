@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,7 +39,8 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
             whatever the model, the adapter and the image, all is stored under the same names;
             "another_setup": this engine runs other code than those that stored before;
             "newer": this vLLM came after those that were run; "offloads": vLLM's offloading runs
-            on this CPU, see `offloading_on_cpu`.
+            on this CPU, see `offloading_on_cpu`; "late": the weights are known once a prompt waits;
+            "sample_nbytes": so much is read to check a note beside the weights.
         counts: gets the number of files "struck".
     """
     described = described or {}
@@ -54,8 +56,39 @@ def trouble(described: dict[str, Any] | None, counts: MutableMapping[str, int]) 
         if described.get("offloads"):
             importlib.import_module("e2e.tier_on_cpu")
             stack.enter_context(mock.patch("vua.vllm.support.no_tier", return_value=""))
-        if described.get("one_identity"):
-            stack.enter_context(_one_identity())
+        if "sample_nbytes" in described:
+            nbytes = described["sample_nbytes"]
+            stack.enter_context(mock.patch("vua.weights.content._SAMPLE_NBYTES", nbytes))
+        newer = partial(mock.patch, "vua.vllm.support.NEWEST", Version("0.27"))
+        begins = {"late": _late_weights, "newer": newer, "one_identity": _one_identity}
+        for name in begins.keys() & described.keys():
+            stack.enter_context(begins[name]())
+        yield
+
+
+@contextmanager
+def _late_weights() -> Iterator[None]:
+    """Keep every search for the weights from ending before chunks wait to be written."""
+    from vua.connector.write_queue import WriteQueue
+    from vua.weights import Weights
+
+    waits, hand_over = threading.Event(), WriteQueue.hand_over
+    original = pkgutil.resolve_name("vua.vllm.kv_connector_v1.find_weights")
+
+    def find(*given: Any) -> Weights:
+        waits.wait(60)
+        found: Weights = original(*given)
+        return found
+
+    def handed_over(queue: WriteQueue) -> None:
+        hand_over(queue)
+        if queue.pending:
+            waits.set()
+
+    with (
+        mock.patch("vua.vllm.kv_connector_v1.find_weights", find),
+        mock.patch.object(WriteQueue, "hand_over", handed_over),
+    ):
         yield
 
 

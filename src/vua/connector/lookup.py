@@ -32,7 +32,7 @@ from vua.errors import VUAError
 from vua.format.keys import KeyChain, token_ids
 from vua.io.pool import Breaker, Job, Pool
 from vua.security.keyring import NoKeyError
-from vua.store.namespace import Namespace
+from vua.store.namespace import Namespace, open_names
 from vua.store.writer import Writers
 
 log = logger("scheduler")
@@ -75,7 +75,7 @@ class Lookup:
         """None if the prompt has no name, or if the storage was not asked."""
         self.not_asked = ""
         """Why the storage was not asked: it did not answer earlier lookups (``paused``), or the
-        model is not identified yet (``unidentified``)."""
+        model is not identified yet (``unidentified``; `answer` may then tell what to store)."""
         self._breaker = breaker
         self._late = False
 
@@ -94,10 +94,10 @@ class Lookup:
             return "miss" if found.most else "short"
         return "hit" if found.stored >= found.prompt_chunks else "partial"
 
-    def leave(self, why: str) -> None:
+    def leave(self, why: str, found: PrefixMatch | None = None) -> None:
         """Answer without the storage, for a reason that is a word of the metrics."""
         self.not_asked = why
-        self.answer.set_result(None)
+        self.answer.set_result(found)
 
     def give_up(self) -> bool:
         """Note that the answer takes too long; True the first time."""
@@ -108,13 +108,6 @@ class Lookup:
         return True
 
 
-def unasked(request: Any, options: RequestOptions, asked_s: float) -> Lookup:
-    """Return the lookup of a request that came before the model was identified: a miss."""
-    lookup = Lookup(request, options, Breaker(), asked_s)
-    lookup.leave("unidentified")
-    return lookup
-
-
 def early(
     request: Any,
     options: RequestOptions,
@@ -122,12 +115,30 @@ def early(
     adapter: Adapter | None,
     media: Media,
 ) -> Lookup:
-    """Return the lookup of a request that came while the namespace is being opened: it waits."""
+    """Return the lookup of a request that came before the namespace is open: it waits."""
     lookup = Lookup(request, options, Breaker(), asked_s, adapter)
     lookup.media = media.look_at(request.mm_features)
     if not (options.load or options.store):
         lookup.answer.set_result(None)
     return lookup
+
+
+def answer_early(lookup: Lookup, model: Model, config: ConnectorConfig) -> None:
+    """Answer before the model is identified: nothing is known to be stored, and what could be.
+
+    Names that need a key are not known before the namespace is: such prompts are not stored.
+    """
+    found, secret = None, config.security.key_file or config.security.tenant_keys
+    try:
+        if lookup.options.store and not secret:
+            size = model.chunk_tokens
+            keys = _keys_of(lookup, model, lambda ids, extras, _: open_names(ids, size, extras))
+            every, tokens = config.window_every_tokens, lookup.most_tokens
+            if keys is not None:
+                found = find(model, (), keys, tokens, window_every_tokens=every)
+    except Exception as problem:  # noqa: BLE001 - an error of one prompt costs its chunks
+        log.debug("request %s is not stored: %s", lookup.request.request_id, problem)
+    lookup.leave("unidentified", found)
 
 
 class StepPatience:
@@ -280,7 +291,8 @@ class Lookups:
             self._namespace.keyring.faults.tell(problem, "VUA: not cached", log)
             return None
         except (VUAError, OSError) as problem:
-            self._warn_once(type(problem).__name__, f"not cached: {problem}")
+            kind = "media" if problem is lookup.media else type(problem).__name__
+            self._warn_once(kind, f"not cached: {problem}")
             return None
         except Exception:  # an error of one prompt must not affect other requests
             log.exception("request %s is not cached", request.request_id)
@@ -337,36 +349,43 @@ class Lookups:
             capacity.raise_ttls(last, hints.ttl_s)
 
     def _keys(self, lookup: Lookup) -> KeyChain | None:
-        request, ids = lookup.request, lookup.token_ids
-        adapter, media = lookup.adapter, lookup.media
-        size, adapters = self._model.chunk_tokens, self._model.engine.adapters
-        embedded: list[tuple[int, bytes]] = []
-        if request.prompt_embeds is not None:
-            ids, embedded = _embedded(request, ids, size)
-        if ids is None:
-            return None
-        if isinstance(media, UncachedError):
-            self._warn_once("media", f"not cached: {media}")
-            return None
-        extras: dict[int, list[tuple[str, bytes]]] = {}
-        if adapter is not None:
-            extras.setdefault(0, []).append(("lora", adapter.digest.encode()))
-            if adapters:  # the parts of an adapter that the engine applies
-                extras[0].append(("lora settings", adapters.encode()))
-        elif request.lora_request is not None:
-            self._warn_once("lora", str(refused("adapter")))
-            return None
-        salt = (request.cache_salt or "").encode()
-        if salt:
-            extras.setdefault(0, []).append(("salt", salt))
-        for feature, name in zip(
-            request.mm_features, media, strict=False
-        ):  # a session may have got more
-            chunk = feature.mm_position.offset // size
-            extras.setdefault(chunk, []).append(("multimodal", name))
-        for chunk, name in embedded:
-            extras.setdefault(chunk, []).append(("embeddings", name))
-        return self._namespace.keys(token_ids(ids), extras, salt)
+        return _keys_of(lookup, self._model, self._namespace.keys)
+
+
+def _keys_of(
+    lookup: Lookup,
+    model: Model,
+    name: Callable[[bytes, dict[int, list[tuple[str, bytes]]], bytes], KeyChain],
+) -> KeyChain | None:
+    """Return what ``name`` makes of a prompt's ids, extras and salt; None: it has no name.
+
+    Raises what ``name`` raises, and UncachedError: its images or its adapter are not known.
+    """
+    request, ids, media = lookup.request, lookup.token_ids, lookup.media
+    size, extras = model.chunk_tokens, dict[int, list[tuple[str, bytes]]]()
+    embedded: list[tuple[int, bytes]] = []
+    if request.prompt_embeds is not None:
+        ids, embedded = _embedded(request, ids, size)
+    if ids is None:
+        return None
+    if isinstance(media, UncachedError):
+        raise media
+    if lookup.adapter is not None:
+        extras.setdefault(0, []).append(("lora", lookup.adapter.digest.encode()))
+        if model.engine.adapters:  # the parts of an adapter that the engine applies
+            extras[0].append(("lora settings", model.engine.adapters.encode()))
+    elif request.lora_request is not None:
+        raise refused("adapter")
+    salt = (request.cache_salt or "").encode()
+    if salt:
+        extras.setdefault(0, []).append(("salt", salt))
+    # a session may have got more features
+    for feature, named in zip(request.mm_features, media, strict=False):
+        chunk = feature.mm_position.offset // size
+        extras.setdefault(chunk, []).append(("multimodal", named))
+    for chunk, named in embedded:
+        extras.setdefault(chunk, []).append(("embeddings", named))
+    return name(token_ids(ids), extras, salt)
 
 
 def _embedded(

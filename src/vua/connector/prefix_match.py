@@ -64,21 +64,22 @@ def find(
 
     Args:
         model: the engine's KV cache.
-        stores: one per group.
+        stores: one per group; none: nothing is known to be stored.
         keys: the prompt's chunks.
         num_tokens: tokens of the request; at least one of them is left to compute.
         window_every_tokens: the largest distance of the points at which windows are stored; None:
             at the end and where prompts diverged only.
     """
     size, align = model.chunk_tokens, model.align
-    leading = model.leading
-    stored = min(
-        store.lookup(keys, group.written)
-        for group, store in zip(model.groups, stores, strict=True)
-        if group in leading
-    )
+    leading, stored, tokens = model.leading, 0, 0
     most = min(len(keys) * size, num_tokens - 1) // align * align
-    tokens = longest(model, stores, keys, stored, most)
+    if stores:
+        stored = min(
+            store.lookup(keys, group.written)
+            for group, store in zip(model.groups, stores, strict=True)
+            if group in leading
+        )
+        tokens = longest(model, stores, keys, stored, most)
     whole, ends = len(keys) * size, {len(keys)}
     states = {whole // align * align, (max(whole, num_tokens) - 1) // align * align}
     if window_every_tokens is not None:

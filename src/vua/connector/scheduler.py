@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -20,7 +21,7 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
 from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
 from vua.connector.log import ROOT, logger
-from vua.connector.lookup import Lookup, Lookups, StepPatience, early, unasked
+from vua.connector.lookup import Lookup, Lookups, StepPatience, answer_early, early
 from vua.connector.media import Media
 from vua.connector.metadata import (
     ConnectorMetadata,
@@ -98,7 +99,8 @@ class SchedulerSide:
         self._ready_s: float | None = None
         """When orders begin although not all workers have reported that they have opened it;
         infinite until the first request. None: all have."""
-        self._workers_open = 0
+        self._workers_open = Counter[str]()
+        """How many workers have opened a namespace, by its name."""
         self.doubt = 0
         """How often the cache was reset, for the workers."""
         self._unsure = 0
@@ -130,7 +132,7 @@ class SchedulerSide:
             return
         if opened is not None:
             self._use(*opened)
-            if self._workers_open < self.model.workers:
+            if self._workers_open[opened.model.identity.namespace] < self.model.workers:
                 self._ready_s = math.inf
         elif self._opening.soon:
             return
@@ -208,7 +210,7 @@ class SchedulerSide:
         epoch = f"{self._config.epoch}+{secrets.token_hex(8)}"
         self.model = self.model.in_epoch(epoch)
         if self._open:
-            self._open, self._workers_open, self._ready_s = False, 0, None
+            self._open, self._ready_s = False, None
             self.lookups.close()
         if self._opening.identity is not None:
             weights = self._opening.identity.weights
@@ -233,10 +235,9 @@ class SchedulerSide:
             self.lookups.note_stored(came)
             self.lookups.learn(notes.refused)
         opening = self._opening.identity
-        if opening is not None and (count := notes.opened.get(opening.namespace)):
-            self._workers_open += count
-            if self._workers_open >= self.model.workers:
-                self._ready_s = None
+        self._workers_open.update(notes.opened)
+        if opening is not None and self._workers_open[opening.namespace] >= self.model.workers:
+            self._ready_s = None
         if notes.left_epoch is not None and notes.left_epoch == self.epoch:
             self._begin_epoch()
         elif self._unsure and (sure := notes.sure.get(self.doubt)):
@@ -321,6 +322,9 @@ class SchedulerSide:
         state.decision = TO_COMPARE
         if limit > start:
             state.decision = self.policy.decide(start, limit, asked=state.options.wait_s > 0)
+            if state.decision.left_out:
+                why = "that is predicted to be faster: loads are tried again"
+                self.witness.tell_computed(limit - start, state.request.request_id, why)
         tokens = state.decision.tokens
         return tokens, tokens > 0
 
@@ -374,13 +378,16 @@ class SchedulerSide:
     def _ask(self, request: Any, options: RequestOptions, adapter: Adapter | None) -> Lookup:
         if self._open:
             return self.lookups.ask(request, options, adapter)
-        if self._opening.soon:
-            lookup = early(request, options, self._clock(), adapter, self._media)
-            if not lookup:
-                self._early.append(lookup)
-            return lookup
-        self._media.look_at(request.mm_features)  # to know the content of identifiers later
-        return unasked(request, options, self._clock())
+        lookup = early(request, options, self._clock(), adapter, self._media)
+        if lookup:
+            pass  # it wants nothing
+        elif self._opening.soon:
+            self._early.append(lookup)
+        elif self._opening.searching:
+            answer_early(lookup, self.model, self._config)
+        else:
+            lookup.leave("unidentified")
+        return lookup
 
     def allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Order the load that was promised, into the blocks that were allocated for it."""

@@ -110,8 +110,9 @@ class _Save:
     """Consecutive chunks of a prompt, being stored."""
 
     group: GroupTransfer
-    files: ShardFiles
-    """Taken when they are copied: after a reset they must not get into the new epoch."""
+    files: ShardFiles | None
+    """Taken when they are copied: after a reset they must not get into the new epoch. None: not
+    known then, see `WriteQueue.release`."""
     keys: Sequence[ChunkKey]
     buffers: Sequence[Any]
     """One for each, adjacent in memory."""
@@ -176,6 +177,10 @@ class WriteQueue:
         )
         self._lock = threading.Lock()
         self._copied: list[_Save] = []
+        self._held: list[_Save] = []
+        """Copied before it was known where to write them."""
+        self._first_files: Sequence[ShardFiles] | None = None
+        """Where those are written, by the numbers of their groups; empty: nowhere."""
         self._pending = 0
         self._count_pending(0)  # the metric is there from the first step on
         self._holes: dict[str, _Hole] = {}
@@ -286,6 +291,7 @@ class WriteQueue:
         proven: Callable[[], bool],
     ) -> list[_Save]:
         keys = [key for key in keys if not self._behind_hole(order, key)]
+        files: ShardFiles | None = getattr(group, "files", None)
         taken: list[Any] = []
         for key in keys:
             paused = not self._breaker.allows()
@@ -294,7 +300,9 @@ class WriteQueue:
                 left = len(keys) - len(taken)
                 outcome = "paused" if paused else "dropped"
                 self._stats.add("vua_chunks_saved_total", left, outcome)
-                if not paused:
+                if not paused and files is None:
+                    self._warn_once("early", "until the weights are known, no more prompts fit")
+                elif not paused:
                     self._warn_once("full", "storage is slower than the engine")
                 self._leave(order, key.start, left, again=not paused)
                 break
@@ -303,10 +311,10 @@ class WriteQueue:
         for key, buffer in zip(keys, taken, strict=False):
             pin = order.hints.pin and buffer is taken[-1]  # holds those before it too
             before = saves.pop() if saves else None
-            save = _Save(group, group.files, [key], [buffer], proven, order, pin)
+            save = _Save(group, files, [key], [buffer], proven, order, pin)
             if before is not None and before.buffers[-1].number + 1 == buffer.number:
                 some, memory = [*before.keys, key], [*before.buffers, buffer]
-                save = _Save(group, group.files, some, memory, proven, order, pin)
+                save = _Save(group, files, some, memory, proven, order, pin)
             elif before is not None:
                 saves.append(before)
             saves.append(save)
@@ -371,6 +379,23 @@ class WriteQueue:
         GIL from the engine's thread, which waits for the copies ("caller blocked" in C3).
         """
         copied, self._copied = self._copied, []
+        if any(save.files is None for save in copied):
+            with self._lock:
+                if self._first_files is None:
+                    self._held += copied
+                    return
+        self._submit(copied)
+
+    def release(self, files: Sequence[ShardFiles]) -> None:
+        """Write what was copied before it was known where; for any thread, once.
+
+        ``files``: those of each group; empty: it is not written.
+        """
+        with self._lock:
+            self._first_files, held, self._held = files, self._held, []
+        self._submit(held)
+
+    def _submit(self, copied: Sequence[_Save]) -> None:
         saves = [part for save in copied for part in self._parts(save)]
         for at, save in enumerate(saves):
             try:
@@ -405,19 +430,21 @@ class WriteQueue:
         try:
             save.group.fetch(save.buffers)
             wanted = [key for key in save.keys if not self._behind_hole(save.order, key)]
+            first = self._first_files
+            files = save.files or (first[save.group.number] if first else None)
             if not wanted:
                 rest = "dropped"
-            elif not save.proven():
+            elif files is None or not save.proven():
                 rest = "reset"
             else:
                 memory, name = save.group.save_buffers.memory, save.group.writer
-                with save.files.saver(memory, name) as saver:
+                with files.saver(memory, name) as saver:
                     saver.ttl_s = save.order.hints.ttl_s
                     saver.prompt_chunks = save.order.prompt_chunks
                     for statuses in saver.save_each(wanted, save.buffers[0].number):
                         outcomes += outcomes_of(statuses)
                 outcomes += ["refused"] * (len(wanted) - len(outcomes))
-                capacity, rest = save.files.store.capacity, "dropped"
+                capacity, rest = files.store.capacity, "dropped"
                 if save.pin and len(wanted) == len(save.keys) and capacity is not None:
                     capacity.pin(wanted[-1].name)
         except StorageError as problem:
@@ -445,7 +472,8 @@ class WriteQueue:
     def _count_saves(self, save: _Save, outcomes: Sequence[str], seconds: float) -> None:
         group, written = save.group, outcomes.count("written")
         self._count_pending(-len(outcomes))
-        current = save.files is group.files  # not for an epoch that was left
+        # not for an epoch that was left
+        current = save.files is None or save.files is group.files
         for key, outcome in zip(save.keys, outcomes, strict=True):
             self._stats.add("vua_chunks_saved_total", label=outcome)
             if outcome not in ("written", "present", "dropped"):

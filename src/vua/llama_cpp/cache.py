@@ -321,14 +321,15 @@ class VUALlamaCache(BaseLlamaCache):
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
         """Store the whole chunks of a state, except those already stored.
 
+        Before the model is identified they are kept in memory, 512 MiB at most, and stored then.
         Never raises for the state of the directory: a failure is logged once.
 
         Args:
             key: the tokens of prompt and answer; the state may hold fewer.
             value: returned by `Llama.save_state`.
         """
-        vua, held = self._usable(), value.input_ids[: value.n_tokens].tolist()
-        if vua is None or not held:
+        held = value.input_ids[: value.n_tokens].tolist()
+        if not held or not self._may():
             return
         self._seen = held
         try:
@@ -343,14 +344,12 @@ class VUALlamaCache(BaseLlamaCache):
                 self._check_is_live(state, length)
             if length:
                 dtype = DTYPES[self._form.dtype]
-                pairs = zip(state.k, state.v, strict=True)
-                vua.put(
-                    held[:length],
-                    [
-                        [torch.from_numpy(rows[:length]).view(dtype)[None, None] for rows in pair]
-                        for pair in pairs
-                    ],
-                )
+                data = [
+                    [torch.from_numpy(rows[:length]).view(dtype)[None, None] for rows in pair]
+                    for pair in zip(state.k, state.v, strict=True)
+                ]
+                nbytes = len(value.llama_state)  # of which the tensors are views
+                self._stored.keep(nbytes, lambda: lambda vua: vua.put(held[:length], data))
         except (VUAError, OSError) as problem:
             self._warn("a state is not stored: %s", problem)
 
@@ -358,16 +357,17 @@ class VUALlamaCache(BaseLlamaCache):
 
     def _usable(self) -> VUA | None:
         """Return the open namespace; None if there is none (yet), or nothing may be stored."""
+        return self._stored.usable() if self._may() else None
+
+    def _may(self) -> bool:
+        """Whether what this `Llama` computes may be stored, and loaded, now."""
         llm = self._llm()
-        if llm is None or (stored := self._stored.usable()) is None:
-            return None
-        reason = refusal(llm)
+        reason = "" if llm is None else refusal(llm)
         if _asking() not in {None, llm}:
             reason = "this cache was made for another Llama; make one for each"
         if reason:
             self._warn("nothing is loaded or saved: %s", reason)
-            return None
-        return stored
+        return llm is not None and not reason
 
     def _check_is_live(self, state: State, length: int) -> None:
         """Raise ConfigError if a state that a program stores is not what the `Llama` holds now."""

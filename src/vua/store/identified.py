@@ -1,7 +1,8 @@
 """Opens a model's store once the model is identified, in the background.
 
 Nothing is opened before every byte of the model's files is identified, callers do not wait
-meanwhile, and it is opened once. Thread-safe, also after a fork.
+meanwhile, and it is opened once. What they have to store until then is kept in memory, 512 MiB at
+most. Thread-safe, also after a fork.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
 from vua.errors import VUAError
 from vua.format.identity import Identity
@@ -47,6 +48,8 @@ class _Open(Protocol):
 
 
 _T = TypeVar("_T", bound=_Open)
+_EARLY_NBYTES: Final = 512 << 20
+"""Kept at most of what comes before the model is identified."""
 
 
 class LazyStore(Generic[_T]):
@@ -70,9 +73,54 @@ class LazyStore(Generic[_T]):
 
     def after_fork(self) -> None:
         """Identify the model again unless it is done; see `vua.io.forks`."""
-        self._lock = threading.Lock()
+        self._lock, self._early_lock = threading.Lock(), threading.Lock()
+        self._early, self._early_nbytes = list[Callable[[_T], object]](), 0
         if self._opened is None:
             self._identification = Identification(self._described.identify)
+            self._identification.answer.add_done_callback(self._identified)
+
+    def keep(self, nbytes: int, copy: Callable[[], Callable[[_T], object]]) -> None:
+        """Call what ``copy`` returns with the open store, now or once the model is identified.
+
+        Until then ``nbytes`` of memory are kept, by ``copy``, which is called now if they fit; else
+        nothing is stored. Raises what is raised by what is called now.
+        """
+        with self._early_lock:
+            if self.identifying:
+                if self._early_nbytes + nbytes <= _EARLY_NBYTES:
+                    self._early_nbytes += nbytes
+                    self._early.append(copy())
+                else:
+                    self._log.info("no more prompts fit in memory until the weights are known")
+                return
+        if (opened := self.usable()) is not None:
+            copy()(opened)
+
+    @property
+    def identifying(self) -> bool:
+        """Whether the model is being identified."""
+        return not self._identification.answer.done()
+
+    def _identified(self, answer: Future[Weights]) -> None:
+        """Store what was kept, on the thread of the search."""
+        if answer.exception() is None:
+            found = answer.result()
+            self._log.info(
+                "%s: weights identified in %.1f s (%.1f of %.1f MB read, the rest remembered or "
+                "noted); %d prompts are stored now",
+                *(self._described.others.name, found.seconds),
+                *(found.read_nbytes / 1e6, found.nbytes / 1e6, len(self._early)),
+            )
+        self._store_early()
+
+    def _store_early(self) -> None:
+        with self._early_lock:
+            while self._early and (opened := self.usable()) is not None:
+                try:
+                    self._early.pop(0)(opened)
+                except Exception as problem:  # noqa: BLE001 - it costs hits
+                    self._log.warning("a prompt is not stored: %s", problem)
+            self._early.clear()
 
     @property
     def identity(self) -> Identity:
@@ -107,8 +155,13 @@ class LazyStore(Generic[_T]):
             return None
 
     def close(self) -> None:
-        """Stop the identification, and close an open store."""
+        """Stop the identification, store what was kept if it is done, and close an open store."""
+        if self._early and self.identifying:
+            text = "%d prompts are not stored: the weights are not known yet, wait for ready()"
+            self._log.warning(text, len(self._early))
+            self._early.clear()
         self._identification.close()
+        self._store_early()
         with self._lock:
             if self._opened is not None:
                 self._opened.close()

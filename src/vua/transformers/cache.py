@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -584,7 +585,8 @@ class PrefixCache:
 
         Returns:
             How many chunks were written; none before the model is identified, since `generate` does
-                not wait for its cache. Call `ready` first if that matters.
+                not wait for its cache: a copy is kept in memory, 512 MiB at most of all, and stored
+                then. Call `ready` first if that matters.
 
         Raises:
             InputError: other shapes, padding that is not on the left, a cache that does not hold
@@ -594,7 +596,7 @@ class PrefixCache:
         """
         rows = rows_of(input_ids, attention_mask)
         state, layers = self._current(), self._layers(cache, len(rows))
-        if not layers or state is None or (stores := state.stored.usable()) is None:
+        if not layers or state is None or (store := self._saver(state)) is None:
             return 0
         note = cache.vua_note if isinstance(cache, _NotedCache) else self._notes.get(cache)
         if note is not None:
@@ -626,9 +628,46 @@ class PrefixCache:
                 return True
 
             prompt = None if prompt_columns is None else prompt_columns - row.padding
-            where = stores.to_write(ids, mine, once := _Once(may))
-            written += where.save(ids, mine, once, known, prompt)
+            written += store(ids, mine, _Once(may), known, prompt)
         return written
+
+    def _saver(self, state: State) -> Callable[..., int] | None:
+        """Return what stores one prompt, with the arguments of `Stores.save`; None: nothing.
+
+        Before the model is identified it keeps a copy, which is stored then.
+        """
+        early = state.stored.identifying
+        if (stores := state.stored.usable()) is not None:
+            return stores.save
+        return partial(self._keep, state) if early else None
+
+    def _keep(
+        self,
+        state: State,
+        ids: torch.Tensor,
+        layers: Sequence[LayerCache],
+        may: Callable[[], bool],
+        _: int,
+        prompt: int | None,
+    ) -> int:
+        if not may():
+            return 0
+        cut = [
+            LayerCache(k[:, : len(ids) - start], v[:, : len(ids) - start], start)
+            for k, v, start in layers
+        ]
+
+        def copy() -> Callable[[Stores], object]:
+            held, contents = ids.clone(), sums(self._model)
+            copied = [
+                LayerCache(k.to("cpu", copy=True), v.to("cpu", copy=True), start)
+                for k, v, start in cut
+            ]
+            same = _Once(lambda: contents == state.sums)
+            return lambda stores: stores.save(held, copied, same, 0, prompt)
+
+        state.stored.keep(sum(layer.k.nbytes + layer.v.nbytes for layer in cut), copy)
+        return 0
 
     def _is_unchanged_since(self, note: _Note | None, state: State, *, own: bool) -> bool:
         since = None if note is None else note.state
@@ -640,7 +679,7 @@ class PrefixCache:
         changed = "the model changed since the load" if is_other else ""
         if note is not None and self._said_of(note.change() or changed):
             return False
-        return not self._said_of(state.change(whole=True))
+        return not self._said_of(state.change(whole=bool(state.sums)))
 
     def _check_ids(
         self,

@@ -204,13 +204,18 @@ class Stores:
         if self._shared is not None and self._shared[1].differed:
             yield self._own()[1]
 
-    def to_write(
-        self, ids: torch.Tensor, layers: Sequence[LayerCache], may: Callable[[], bool]
-    ) -> StoredLayers:
-        """Return where what was computed for ``ids``, (T,), is stored, see `Engine.takes`."""
-        if self._shared is not None and self._shared[1].takes(ids, layers, may):
-            return self._shared[1].stored
-        return self._own()[1]
+    def save(
+        self,
+        ids: torch.Tensor,
+        layers: Sequence[LayerCache],
+        may: Callable[[], bool],
+        loaded: int = 0,
+        prompt: int | None = None,
+    ) -> int:
+        """As `StoredLayers.save`, where what was computed is stored, see `Engine.takes`."""
+        shared = self._shared is not None and self._shared[1].takes(ids, layers, may)
+        where = self._shared[1].stored if self._shared and shared else self._own()[1]
+        return where.save(ids, layers, may, loaded, prompt)
 
     def close(self) -> None:
         if self._settled is not None:

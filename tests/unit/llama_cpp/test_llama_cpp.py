@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import unittest
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from helpers import ROOT, DirectoryTest
 from llama import BYTES_FROM, CONTEXT_TOKENS, WHERE, completed, has_llama_cpp, load_gguf, make_gguf
 from vua.core import VUA
 from vua.errors import ConfigError, NotWritableError
+from vua.weights import identify_weights
 
 CHUNK = 16
 PROMPT = [1, *(BYTES_FROM + byte for byte in range(40, 140))]
@@ -363,17 +365,26 @@ class TestLlamaCpp(DirectoryTest):
         self.assertEqual(before, identity_of(self.llm()).namespace)
 
     def test_not_identified_yet(self) -> None:
-        """Until the model's files are read nothing is loaded or saved, and nobody waits."""
+        """Until the model's files are read nothing is loaded; what is computed is stored then."""
         from vua.llama_cpp import VUALlamaCache
 
-        llm = self.llm()
-        with mock.patch("vua.store.identified.Identification.wait", return_value=False):
+        llm, go = self.llm(), threading.Event()
+        self.addCleanup(go.set)
+
+        def later(*args: Any, **settings: Any) -> Any:
+            go.wait(60)
+            return identify_weights(*args, **settings)
+
+        with mock.patch("vua.store.identified.identify_weights", later):
             cache = VUALlamaCache(llm, self.store, chunk_tokens=CHUNK)
-            self.assertFalse(cache.ready(0))
             llm.set_cache(cache)
             completed(llm, PROMPT)
-        self.assertEqual([], self.files())
+            self.assertFalse(cache.ready(0))
+            self.assertEqual([], self.files())
+            go.set()
+            self.assertTrue(cache.ready())
         cache.close()
+        self.assertGreaterEqual(self.loaded(self.cached()[1], PROMPT), WHOLE)
 
     @pytest.mark.thorough
     def test_a_long_chat(self) -> None:

@@ -275,31 +275,51 @@ class TestTransformers(unittest.TestCase):
 
     @pytest.mark.thorough
     def test_until_the_weights_are_known(self) -> None:
-        """Before, nothing is loaded or saved and nobody waits; then everything is found."""
-        model = load(self.model_path())
-        expected = self.stored(model)
-        go = threading.Event()
-        self.addCleanup(go.set)
+        """Nothing is loaded and nobody waits; then all is found, what was computed before, too.
 
-        def later(*args: Any, **settings: Any) -> Any:
-            go.wait(60)
-            return identify_weights(*args, **settings)
-
-        with (
-            mock.patch("vua.store.identified.identify_weights", later),
-            mock.patch("vua.transformers.cache._START_WAIT_S", 0.01),
+        Not what did not fit in memory, nor what was computed before the weights changed.
+        """
+        for name, most, loud, found in (
+            ("kept", 1 << 30, 1.0, 144),
+            ("does not fit", 1 << 10, 1.0, 0),
+            ("changed", 1 << 30, 2.0, 0),
         ):
-            prefixes = self.prefixes(model)
-        prefix = prefixes.load(PROMPT)
-        output = generate(model, PROMPT, prefix.cache)
-        self.assertEqual(
-            (0, 0, False),
-            (prefix.num_tokens, prefixes.save(output, prefix.cache), prefixes.ready(0.01)),
-        )
-        go.set()
-        self.assertTrue(prefixes.ready())
-        self.assertEqual(144, prefixes.load(PROMPT).num_tokens)
-        self.assertEqual(expected.tolist(), output.tolist())
+            with self.subTest(name):
+                self.store = self.folder / name
+                model, other, go = load(self.model_path()), PROMPT.flip(1), threading.Event()
+                expected = self.stored(model)
+                self.addCleanup(go.set)
+
+                def later(*args: Any, go: threading.Event = go, **settings: Any) -> Any:
+                    go.wait(60)
+                    return identify_weights(*args, **settings)
+
+                with (
+                    mock.patch("vua.store.identified.identify_weights", later),
+                    mock.patch("vua.store.identified._EARLY_NBYTES", most),
+                    mock.patch("vua.transformers.cache._START_WAIT_S", 0.01),
+                    self.assertLogs("vua.transformers", "INFO") as logs,
+                ):
+                    prefixes = self.prefixes(model)
+                    for ids in (PROMPT, other):
+                        prefix = prefixes.load(ids)
+                        output = generate(model, ids, prefix.cache)
+                        saved = prefixes.save(output, prefix.cache)
+                        self.assertEqual((0, 0), (prefix.num_tokens, saved))
+                        prefix.cache.layers[0].keys.zero_()  # it is its caller's again
+                        if ids is PROMPT:
+                            self.assertEqual(expected.tolist(), output.tolist())
+                    self.assertFalse(prefixes.ready(0.01))
+                    with torch.no_grad():
+                        model.model.norm.weight.data *= loud
+                    go.set()
+                    self.assertTrue(prefixes.ready())
+                    prefixes.close()
+                self.assertIn("MB read", "".join(logs.output))
+                with torch.no_grad():
+                    model.model.norm.weight.data /= loud
+                again = self.prefixes(model)
+                self.assertEqual([144, found], [again.load(i).num_tokens for i in (PROMPT, other)])
 
     @pytest.mark.thorough
     def test_forked_child(self) -> None:
@@ -591,9 +611,13 @@ print(one.namespace == other.namespace, one.name)
                     model.generate(other, past_key_values=empty.cache, max_new_tokens=1)
                     now_s[0] += 1.0
                     prefixes.save(other, empty.cache)
-                self.assertEqual(expected, prefixes.load(PROMPT).num_tokens)
                 batch = torch.cat([PROMPT, PROMPT])
-                self.assertEqual(expected, prefixes.load(batch).num_tokens)
+                with self.assertLogs("vua.transformers", "DEBUG") as logs:
+                    self.assertEqual(expected, prefixes.load(PROMPT).num_tokens)
+                    self.assertEqual(expected, prefixes.load(batch).num_tokens)
+                told = [line for line in logs.output if line.startswith("INFO")]
+                self.assertEqual(int(not expected), len(told))
+                self.assertRegex("".join(told), "144 stored .* computed|^$")
 
                 pause_s[0] = 0.01
                 for _ in range(8):  # a pause, then parts of prompts are tried, then all is loaded

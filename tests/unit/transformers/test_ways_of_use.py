@@ -287,6 +287,9 @@ class WaysOfUseTest(unittest.TestCase):
         """A model in torch's wrapper, and the plain one afterwards."""
         self.assertEqual((96, []), self.ask(torch.compile(self.load(), backend="eager")))
         self.assertEqual((96, []), self.ask(self.load()))
+        inside = self.load()
+        inside.forward = torch.compile(inside.forward, backend="eager")
+        self.assertEqual((96, []), self.ask(inside))
 
     @unittest.skipUnless(util.find_spec("accelerate"), "accelerate is not installed")
     @pytest.mark.thorough
