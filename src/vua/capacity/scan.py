@@ -218,10 +218,6 @@ class Candidates(Sequence[Candidate]):
         columns = self.ranks[which], self.mtimes_ns[which], self.spaces[which], self.chunks[which]
         return Candidates(*columns)
 
-    def ranked(self, ranks: Column) -> Candidates:
-        """Return the same chunks with other ranks."""
-        return Candidates(ranks, self.mtimes_ns, self.spaces, self.chunks)
-
     def in_order(self) -> Candidates:
         """Return them by rank, and then by age: what goes first comes first."""
         return self.only(np.lexsort((self.mtimes_ns, self.ranks)))
