@@ -90,11 +90,6 @@ class Page:
         """Wait until an expression is true; return its value."""
         return until(lambda: self.run(script))
 
-    def key(self, name: str) -> None:
-        """Press and release a key, by its name in the DOM."""
-        for kind in ("rawKeyDown", "keyUp"):
-            self._call("Input.dispatchKeyEvent", type=kind, key=name, code=name)
-
     def screenshot(self) -> bytes:
         return base64.b64decode(self._call("Page.captureScreenshot", format="png")["data"])
 

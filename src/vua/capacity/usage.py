@@ -6,10 +6,6 @@ A process measures again whenever it has written its part of 1/512 to 1/32 of th
 the less its estimate agreed with what was found. Its part is the share of one of the processes that
 write (:class:`vua.capacity.lease.Writers`), and of those that may have come since it asked. So any
 number of writers, also of such that start together, stay within the limit plus a few percent.
-
-:func:`sample_prefix_tree` estimates a large namespace's prefix tree in a second from random chunks
-and their prefixes. Names are hashes, so the chunks of one fan-out directory are a random sample of
-all.
 """
 
 from __future__ import annotations
@@ -27,7 +23,6 @@ import numpy.typing as npt
 
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.lru import mtime_ns_of
-from vua.capacity.prefix_tree import ChunkNode, PrefixTree, read_node, tree_of
 from vua.capacity.scan import (
     EXHAUSTED,
     GONE,
@@ -341,52 +336,3 @@ class UsageEstimate:
         except ConfigError as problem:
             warn("bounds.json", str(problem))
             return self.limits or ResolvedLimits.of(self._root, self._bounds, file=False)
-
-
-_LONGEST_S: Final = 1.0
-_MOST_READ: Final = 1 << 14
-"""Chunks that are read at most, picked ones and those before them."""
-
-
-class Sample(NamedTuple):
-    """Picked chunks, and every chunk before them."""
-
-    tree: PrefixTree
-    """Its `nbytes` are those of all chunks that a picked one stands for; 0 for the rest."""
-    stands_for: npt.NDArray[np.float64]
-    """Chunks of the namespace for each in the tree: the same for picked ones, 0 for the rest."""
-
-
-def sample_prefix_tree(
-    space: Space, longest_s: float = _LONGEST_S, most_read: int = _MOST_READ
-) -> Sample:
-    """Read random chunks and those before them, for ``longest_s`` at most (at least one).
-
-    A prefix with n of p picked chunks as descendants has about n/p of all chunks below it: the
-    error is some sqrt(n)/p. Other processes may write and delete meanwhile.
-    """
-    until_s = time.monotonic() + longest_s
-    fans = fans_of(space)
-    with listed(space.fd, random.choice(fans) if fans else ".") as entries:  # noqa: S311
-        names = [entry.name for entry in entries if len(entry.name) == 64]
-    random.shuffle(names)
-    found: dict[str, tuple[int, ChunkNode]] = {}
-    picked: set[str] = set()
-    for name in names:
-        if picked and (time.monotonic() > until_s or len(found) >= most_read):
-            break
-        picked.add(name)
-        chunk = name
-        while chunk and chunk not in found:
-            mtime_ns = mtime_ns_of(space.fd, chunk)
-            if mtime_ns is None:
-                break
-            found[chunk] = mtime_ns, read_node(space, chunk)
-            chunk = found[chunk][1].before
-    each = len(names) * len(fans) / max(1, len(picked))
-    tree = tree_of(
-        (chunk, mtime_ns, node._replace(nbytes=int(node.nbytes * each * (chunk in picked))))
-        for chunk, (mtime_ns, node) in found.items()
-    )
-    is_picked = [bytes(name).hex() in picked for name in tree.names]
-    return Sample(tree, np.where(is_picked, each, 0))

@@ -469,16 +469,6 @@ class Catalog(ABC):
         del description, show, known
         return None
 
-    def sampled_tree(
-        self, description: Description
-    ) -> tuple[PrefixTree, npt.NDArray[np.float64]] | None:
-        """Return a tree of random chunks of a large namespace, and how many each stands for.
-
-        None if reading all is as fast, or costs one request per chunk.
-        """
-        del description
-        return None
-
     @abstractmethod
     def use(self, show: Show) -> Use:
         """Count the space that is taken. Raises OSError, ConfigError."""

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.gc import collect
@@ -46,7 +45,7 @@ from vua.capacity.scan import (
     spaces,
     trash_in,
 )
-from vua.capacity.usage import Usage, measure, sample_prefix_tree
+from vua.capacity.usage import Usage, measure
 from vua.catalog.base import (
     DELETED,
     NO_LIMITS,
@@ -309,13 +308,6 @@ class DirectoryCatalog(Catalog):
             if known is not None:
                 return read_prefix_tree(space, known=known)
             return read_prefix_tree(space, show, over_fans)
-
-    def sampled_tree(
-        self, description: Description
-    ) -> tuple[PrefixTree, npt.NDArray[np.float64]] | None:
-        """Read some headers of a large namespace."""
-        with _opened(description) as space:
-            return sample_prefix_tree(space) if is_large(space) else None
 
     def use(self, show: Show) -> Use:
         with explaining(self.where):

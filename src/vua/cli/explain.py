@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from vua.capacity.prefix_tree import Followers
 from vua.catalog.base import SHORT, Catalog, counted
 from vua.catalog.check import NO_KEYS
 from vua.catalog.opening import open_catalog
@@ -328,17 +326,14 @@ def explain(
     return made[0] if len(made) == 1 else Explanations([one.line for one in prompts], made)
 
 
-def explain_ids(
-    directory: str, ids: bytes, question: Question, trees: Mapping[str, Followers]
-) -> Explanation:
+def explain_ids(directory: str, ids: bytes, question: Question) -> Explanation:
     """Explain token ids; the files that ``question`` names are not read.
 
-    ``trees``, by namespace, show what is stored in place of a missing chunk; with
-    ``question.quick`` only these. Raises as :func:`explain` does.
+    Raises as :func:`explain` does.
     """
     catalog = open_catalog(directory)
     found, _ = catalog.contents()
-    answers = _answers(catalog, found, None, Prompt(1, ids), question, trees)
+    answers = _answers(catalog, found, None, Prompt(1, ids), question)
     return Explanation(directory, None, found, len(ids) // 4, answers)
 
 
@@ -348,11 +343,10 @@ def _answers(
     expected: ModelIdentity | None,
     prompt: Prompt,
     question: Question,
-    trees: Mapping[str, Followers] = MappingProxyType({}),
 ) -> list[Answer]:
     """Return an answer per matching namespace, the most usable first."""
     answers = [
-        _answer(catalog, namespace, differences, prompt, question, trees)
+        _answer(catalog, namespace, differences, prompt, question)
         for namespace, differences in _candidates(found, expected, question)
     ]
     return sorted(answers, key=lambda one: (-one.usable * one.size, one.namespace.name))
@@ -401,7 +395,6 @@ def _answer(
     differences: list[Difference] | None,
     prompt: Prompt,
     question: Question,
-    trees: Mapping[str, Followers],
 ) -> Answer:
     ids, length = prompt.ids, len(prompt.ids) // 4
     with explaining(str(found.path)):
@@ -416,20 +409,18 @@ def _answer(
     groups = tuple(group_state(store, keys, seal) for store in namespace.stores)
     blocks = (question.block_tokens,) if question.block_tokens else BLOCKS
     answer = replace(answer, groups=groups, seal=seal, blocks=blocks)
-    gap, known = answer.gap, trees.get(found.name)
-    if gap is None:
+    gap = answer.gap
+    if gap is None or question.quick:
         return answer
+    with progress() as show:
+        tree = catalog.tree(found, show)
+    if tree is None:
+        return answer
+    if gap.index == 0:
+        salts, same = first_salts(tree, ids[: 4 * answer.size])
+        answer = replace(answer, salts=salts, same=same)
     before = keys[gap.index - 1].name if gap.index else ""
-    if known is None and not question.quick:
-        with progress() as show:
-            tree = catalog.tree(found, show)
-        known = None if tree is None else tree.followers()
-        if tree is not None and gap.index == 0:
-            salts, same = first_salts(tree, ids[: 4 * answer.size])
-            answer = replace(answer, salts=salts, same=same)
-    if known is None:
-        return answer
-    return replace(answer, others=continuations(known, gap.key, before))
+    return replace(answer, others=continuations(tree.followers(), gap.key, before))
 
 
 # -- for programs -----------------------------------------------------------------------------

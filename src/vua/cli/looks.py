@@ -3,8 +3,8 @@
 `vua top` uses names and times alone: a chunk with a younger mtime than at the previous look was
 used (or is new), a missing one was evicted (:mod:`vua.capacity.lru`). A process updates a prefix's
 mtime at most once a minute, so `used` counts chunks in use, not requests. At a million chunks a
-look takes seconds: the interval runs from its end to the start of the next one. The page of `vua
-ui` also reads headers, in a separate process (:func:`watch`).
+look takes seconds: the interval runs from its end to the start of the next one. For the page of
+`vua ui` a separate process looks (:func:`watch`).
 
 A bucket is listed: its times are those of the last write or renewal, and a request names 1,000
 objects. So it is looked at once a minute by default, and `top` shows the cost.
@@ -13,7 +13,6 @@ objects. So it is looked at once a minute by default, and `top` shows the cost.
 from __future__ import annotations
 
 import contextlib
-import io
 import multiprocessing
 import os
 import signal
@@ -21,16 +20,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
 import click
 import numpy as np
 
-from vua.capacity.prefix_tree import MOST_USES, Followers, PrefixTree, Runs, Uses, runs_of
-from vua.catalog.base import SHORT, Catalog, Content, Snapshot, counted, size
+from vua.catalog.base import SHORT, Catalog, NamespaceCatalog, Snapshot, counted, size
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command, duration_s
 from vua.cli.output import (
@@ -46,7 +43,6 @@ from vua.cli.output import (
 )
 from vua.errors import ConfigError, VUAError
 from vua.storage.base import explaining
-from vua.storage.description import Description
 
 _SHOWN_S: Final = 0.2
 """Least time between two progress messages."""
@@ -63,14 +59,7 @@ class Talk:
         self._line, self._server, self._shown_s = line, server, 0.0
 
     def tell(self, what: str, value: object) -> None:
-        arrays: list[Any] = []  # pickle.PickleBuffer
-        head = io.BytesIO()
-        pickler = ForkingPickler(head, 5, True, arrays.append)  # noqa: FBT003 - takes no keywords
-        pickler.dump((what, value))
-        self._line.send_bytes(head.getbuffer())
-        self._line.send(len(arrays))
-        for one in arrays:  # as they are, without a copy beside them
-            self._line.send_bytes(one.raw())
+        self._line.send((what, value))
 
     def show(
         self, text: str, done: int = 0, total: int = 0, *, amount: int = 0, unit: str = "B"
@@ -112,9 +101,7 @@ class Child:
     def _listen(self) -> None:
         try:
             while True:
-                head = self._line.recv_bytes()
-                arrays = [self._line.recv_bytes() for _ in range(self._line.recv())]
-                self._hear(*ForkingPickler.loads(head, buffers=arrays))
+                self._hear(*self._line.recv())
         except (EOFError, OSError):
             self._hear("ended", None)
 
@@ -142,6 +129,8 @@ _REST: Final = 5
 _AGES_S: Final = (60, 3600, 86_400, 7 * 86_400)
 _PINS: Final = 20
 """That the page names."""
+_PINS_S: Final = 600
+"""How long pins are remembered: finding them lists the folder of each chunk."""
 
 
 def between_looks_s(given_s: float | None, catalog: Catalog, usual_s: float) -> float:
@@ -274,181 +263,93 @@ def _compare(now: Snapshot, now_ns: int, took_s: float) -> dict[str, Any]:
         },
         "salts": dict(salts[:10]),
     }
-
-
 # -- for the page ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A namespace at one moment."""
-
-    summary: dict[str, object]
-    """Plain values for the page."""
-    tree: Followers | None = None
-    """None until it is read completely."""
-    runs: Runs | None = None
-    """None for a bucket: its names do not tell the order of chunks."""
-
-
-@dataclass(slots=True)
-class _NamespaceUses:
-    """What the last look found in a namespace."""
-
-    tree: PrefixTree
-    uses: Uses
-    """Observed uses per chunk since the first look, up to `MOST_USES`."""
-    counts: dict[str, int] = field(default_factory=dict)
-    """New, used and gone since the previous look."""
-    ages: list[int] = field(default_factory=list)
-    """Chunks by the time since their last use, see `_AGES_S`."""
 
 
 def watch(directory: str, talk: Talk) -> None:
     """Look until the server ends.
 
-    Sends "usage", "views", "look", "progress" and "problem".
+    Sends "usage", "namespaces", "look", "progress" and "problem".
     """
-    seen: dict[str, _NamespaceUses] = {}
-    first = True
+    seen: dict[str, Snapshot] | None = None
+    pins: dict[str, list[str]] = {}
+    pins_s = time.monotonic()
     while True:
         began_s, least_s = time.monotonic(), _INTERVAL_S
+        if began_s - pins_s > _PINS_S:
+            pins, pins_s = {}, began_s
         try:
             catalog = open_catalog(directory)
             least_s = catalog.look_s or _INTERVAL_S
-            _report(catalog, seen, talk, first=first)
-            first = False
+            seen = _report(catalog, seen, pins, talk)
         except (VUAError, OSError) as problem:
             talk.tell("problem", plain(str(problem)))
         took_s = time.monotonic() - began_s
         talk.wait(max(least_s, _REST * took_s))
 
 
-def _report(catalog: Catalog, seen: dict[str, _NamespaceUses], talk: Talk, *, first: bool) -> None:
-    found, _ = catalog.contents()
-    names = [one.name for one in found]
-    if first:
-        _sample(catalog, found, talk)
+def _report(
+    catalog: Catalog,
+    seen: dict[str, Snapshot] | None,
+    pins: dict[str, list[str]],
+    talk: Talk,
+) -> dict[str, Snapshot]:
+    """Look once.
+
+    Args:
+        catalog: at what.
+        seen: what the last look found; None before the first.
+        pins: known pinned chunks by namespace, to which others are added.
+        talk: receives the report.
+    """
     usage = catalog.quick_use()
     if usage is not None:
         told = {"nbytes": usage.nbytes, "chunks": usage.chunks, "exact": usage.exact}
         limits = {"limits": dict(usage.limits), "free_nbytes": usage.free_nbytes}
         talk.tell("usage", {**told, **limits})
-    total = dict.fromkeys(("new", "used", "gone"), 0)
-    for name in seen.keys() - set(names):
-        total["gone"] += len(seen.pop(name).tree)
-    for one in found:
-        before = seen.get(one.name)
-        try:
-            now = _seen(catalog, one, before, talk, is_first=first)
-        except FileNotFoundError:
-            continue  # it was deleted this moment: the next look tells
-        if now is None:
-            content = catalog.content(one, talk.show)
-            talk.tell("views", ({one.name: View(_summary(content))}, names))
-            continue
-        seen[one.name] = now
-        for what, count in now.counts.items():
-            total[what] += count
-        now.ages = _ages(now.tree)
-        is_old = before is not None and now.ages == before.ages and not any(now.counts.values())
-        before = None  # its memory is needed now
-        if not is_old:
-            talk.tell("views", ({one.name: _view(catalog, one, now)}, names))
-    talk.tell("views", ({}, names))
-    talk.tell("look", None if first or usage is None else total)
+    now: dict[str, Snapshot] = {}
+    past, summaries = seen or {}, []
+    with catalog.namespaces(talk.show) as (found, _):
+        for number, space in enumerate(found, 1):
+            now[space.name] = one = space.snapshot(past.get(space.name))
+            if space.name not in pins:
+                pins[space.name] = list(space.pins())
+            summaries.append(_summary(catalog, space, one, pins[space.name]))
+            talk.show("looking", number, len(found), amount=one.chunks, unit="chunks")
+    total = {what: sum(getattr(one, what) for one in now.values())
+             for what in ("new", "used", "gone")}  # fmt: skip
+    total["gone"] += sum(one.chunks for name, one in past.items() if name not in now)
+    talk.tell("namespaces", summaries)
+    talk.tell("look", None if seen is None else total)
+    return now
 
 
-def _seen(
-    catalog: Catalog,
-    description: Description,
-    before: _NamespaceUses | None,
-    talk: Talk,
-    *,
-    is_first: bool,
-) -> _NamespaceUses | None:
-    """Read a namespace, after the first time only changes; None if that costs money."""
-    old = None if before is None else before.tree
-    tree = catalog.tree(description, talk.show, old)
-    if tree is None:
-        return None
-    if before is None or old is None:
-        uses = np.zeros(len(tree), dtype=np.uint16)
-        return _NamespaceUses(tree, uses, {} if is_first else {"new": len(tree)})
-    uses, find, stayed, used = np.zeros(len(tree), dtype=np.uint16), old.finder(), 0, 0
-    for start, rows in tree.blocks():
-        place = find(rows["name"])
-        at = np.flatnonzero(place < len(old))
-        is_used = rows["mtime_ns"][at] > old.rows(place[at])["mtime_ns"]
-        seen = before.uses[place[at]]
-        uses[start + at] = seen + (is_used & (seen < MOST_USES))
-        stayed, used = stayed + len(at), used + int(is_used.sum())
-    counts = {"new": len(tree) - stayed, "used": used, "gone": len(old) - stayed}
-    return _NamespaceUses(tree, uses, counts)
-
-
-def _sample(catalog: Catalog, found: Sequence[Description], talk: Talk) -> None:
-    """Report random chunks of large namespaces before all are read."""
-    names = [one.name for one in found]
-    for one in found:
-        sampled = catalog.sampled_tree(one)
-        if sampled is None:
-            continue
-        tree, stands_for = sampled
-        runs = runs_of(tree, np.zeros(len(tree), dtype=np.uint16), stands_for)
-        newest_s = int(tree.mtimes_ns.max(initial=0)) / 1e9
-        content = Content(one, catalog.state(one), newest_s=newest_s)
-        content.chunks, content.nbytes = round(stands_for.sum()), int(tree.nbytes.sum())
-        talk.tell("views", ({one.name: View(_summary(content), runs=runs)}, names))
-
-
-def _view(catalog: Catalog, description: Description, now: _NamespaceUses) -> View:
-    tree, runs = now.tree, runs_of(now.tree, now.uses)
-    newest_ns, nbytes = 0, 0
-    for _, rows in tree.blocks():
-        newest_ns = max(newest_ns, int(rows["mtime_ns"].max(initial=0)))
-        nbytes += int(rows["nbytes"].sum())
-    content = Content(description, catalog.state(description), newest_s=newest_ns / 1e9)
-    content.chunks, content.nbytes = len(tree), nbytes
-    summary = {
-        **_summary(content),
-        "pinned": int(tree.pinned.sum()),
-        "pins": _pins(tree),
-        "unreachable": runs.unreachable,
-        "prompts": len(runs.beginnings),
-        "ages": now.ages,
-    }
-    return View(summary, tree.followers(), runs)
-
-
-def _pins(tree: PrefixTree) -> list[str]:
-    """Name the last chunk of each pinned prompt: a pin holds all chunks before it, too."""
-    ends = tree.pinned
-    pinned = np.flatnonzero(ends).astype(tree.parent.dtype)
-    ends[tree.parent[pinned[tree.parent[pinned] != pinned]]] = False
-    return list(tree.named(np.flatnonzero(ends)[:_PINS]))
-
-
-def _ages(tree: PrefixTree) -> list[int]:
-    """Count chunks by the time since their last use: `_AGES_S`, and longer."""
-    # The server's clock, by which mtimes are, may be ahead of this host's.
-    newest = (int(rows["mtime_ns"].max(initial=0)) for _, rows in tree.blocks())
-    now_ns, bounds = max([time.time_ns(), *newest]), np.zeros(len(_AGES_S), dtype=np.int64)
-    for _, rows in tree.blocks():
-        ages_s = np.sort((now_ns - rows["mtime_ns"]) / 1e9)
-        bounds += np.searchsorted(ages_s, _AGES_S, side="right")
-    return [int(count) for count in np.diff([0, *bounds.tolist(), len(tree)])]
-
-
-def _summary(content: Content) -> dict[str, object]:
-    layout = content.description.layout
+def _summary(
+    catalog: Catalog, space: NamespaceCatalog, now: Snapshot, pins: list[str]
+) -> dict[str, object]:
+    description = space.description
+    layout, times = description.layout, now.times.values()
+    newest_ns = max((int(one.mtimes_ns.max(initial=0)) for one in times), default=0)
     return {
-        "namespace": content.description.name,
-        "model": plain(content.model),
-        "description": content.state,
+        "namespace": now.name,
+        "model": plain(now.model),
+        "description": catalog.state(description),
         "dtype": None if layout is None else plain(layout.dtype),
         "chunk_tokens": None if layout is None else layout.chunk_tokens,
-        "chunks": content.chunks,
-        "nbytes": content.nbytes,
-        "newest_s": content.newest_s,
+        "chunks": now.chunks,
+        "nbytes": round(now.chunk_nbytes * now.chunks),
+        "newest_s": newest_ns / 1e9,
+        "pinned": len(pins),
+        "pins": pins[:_PINS],
+        "ages": _ages(now, newest_ns),
     }
+
+
+def _ages(now: Snapshot, newest_ns: int) -> list[int]:
+    """Count chunks by the time since their last use: `_AGES_S`, and longer."""
+    now_ns = max(time.time_ns(), newest_ns)  # the server's clock may be ahead of this host's
+    within = [
+        sum(int((now_ns - one.mtimes_ns <= age_s * 10**9).sum()) for one in now.times.values())
+        for age_s in _AGES_S
+    ]
+    return [int(count) for count in np.diff([0, *within, now.chunks])]

@@ -14,21 +14,15 @@ import time
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import torch
 
 from commands import TOKENS, CliTest, run
 from forest import plant
-from helpers import DirectoryTest, caches_of, contents, flip, until
+from helpers import caches_of, contents, flip, until
 from ui import Served, served
 from vua.capacity.lru import touch
-from vua.capacity.prefix_tree import PrefixTree, read_node, read_prefix_tree, runs_of
-from vua.capacity.scan import spaces
-from vua.capacity.usage import sample_prefix_tree
 from vua.core import VUA, VUAConfig
 
 
@@ -36,18 +30,14 @@ class UiTest(CliTest):
     """A directory that was made by two models, as the page sees it."""
 
     def test_what_it_tells(self) -> None:
-        """Namespaces, boxes, health and an answer about a prompt; nothing is changed by that."""
+        """Namespaces, health and an answer about a prompt; nothing is changed by that."""
         before = contents(self.root)
         with served(self.root) as page:
             known = {one["model"]: one for one in page.looked()["namespaces"]}
-            name = known["llama"]["namespace"]
-            tree = page.json(f"tree?namespace={name}&by=chunks")
             levels = {one["name"]: one["level"] for one in page.json("health")}
             answer = page.json("explain", {"tokens": json.dumps(TOKENS.tolist())})
             status, _, content = page.ask("POST", "/api/explain", {"text": "a text"})
         self.assertEqual([3, 1], [known[one]["chunks"] for one in ("llama", "qwen")])
-        self.assertEqual([1, 3, 1.0], [tree["boxes"][0][k] for k in ("width", "chunks", "width")])
-        self.assertEqual(1, len(tree["boxes"]))
         self.assertEqual({"owner", "space", "witness", "native loop", "GDS"}, levels.keys())
         self.assertIn("a hit", answer["namespaces"][0]["verdict"])
         self.assertEqual(400, status)
@@ -76,10 +66,7 @@ class UiTest(CliTest):
             with VUA(VUAConfig(split_factor=4, model="new"), self.root) as vua:
                 vua.put(TOKENS[:8], caches_of(layers=3, heads=2, tokens=8, dim=8))
             found = page.looked(new=2, used=1, gone=1)
-            llama = next(one for one in found["namespaces"] if one["model"] == "llama")
-            tree = page.json(f"tree?namespace={llama['namespace']}")
         self.assertEqual(3, len(found["namespaces"]))
-        self.assertEqual(1, sum(box["uses"] for box in tree["boxes"] if box["row"] == 0))
 
     @pytest.mark.thorough
     def test_verify(self) -> None:
@@ -104,12 +91,10 @@ class UiTest(CliTest):
             vua.put(TOKENS[:8], caches_of(layers=3, heads=2, tokens=8, dim=8))
         with served(url) as page:
             (one,) = page.looked()["namespaces"]
-            tree = page.json(f"tree?namespace={one['namespace']}")
             answer = page.json("explain", {"tokens": json.dumps(TOKENS.tolist())})
             page.json("verify", {})
             found = until(lambda: page.json("overview")["verify"]["report"])
         self.assertEqual(("far", 2), (one["model"], one["chunks"]))
-        self.assertEqual([], tree["boxes"])
         self.assertIn("a hit", answer["namespaces"][0]["verdict"])
         self.assertTrue(found["sound"])
 
@@ -141,7 +126,7 @@ class AccessTest(unittest.TestCase):
     def test_token(self) -> None:
         """Without the token, or with another one, nothing is told."""
         page = self.page
-        for path in ("/api/overview", "/api/tree?namespace=a", "/api/health", "/nothing"):
+        for path in ("/api/overview", "/api/health", "/nothing"):
             for said in ("", "Bearer ", "Bearer wrong", page.token, "Bearer \xe9"):
                 self.assertEqual(403, page.ask("GET", path, Authorization=said)[0], said)
         self.assertEqual(403, page.ask("POST", "/api/verify", {}, Authorization="")[0])
@@ -173,7 +158,6 @@ class AccessTest(unittest.TestCase):
             self.assertEqual(400, page.ask("POST", "/api/explain", body)[0], body)
         long = {"Content-Length": str(1 << 40)}
         self.assertEqual(400, page.ask("POST", "/api/explain", **long)[0])
-        self.assertEqual(400, page.ask("GET", "/api/tree?namespace=%00")[0])
         self.assertEqual(200, page.ask("GET", "/api/overview")[0])
 
     def test_nothing_from_elsewhere(self) -> None:
@@ -254,8 +238,7 @@ class AccessTest(unittest.TestCase):
         page = self.page
         idle = http.client.HTTPConnection("127.0.0.1", page.port)
         idle.connect()
-        name = page.looked()["namespaces"][0]["namespace"]
-        paths = ["overview", f"tree?namespace={name}", "health"] * 8
+        paths = ["overview", "health"] * 12
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(page.json, paths))
         idle.close()
@@ -295,45 +278,3 @@ def is_running(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text("ascii").rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-class RunsTest(DirectoryTest):
-    """`vua.cli.looks` against the chunks one by one."""
-
-    def tree(self) -> PrefixTree:
-        with spaces(self.root) as found:
-            return read_prefix_tree(found[0])
-
-    def test_sums(self) -> None:
-        """Totals of a prompt's beginning are those of all that follows it; boxes do not overlap."""
-        plant(self.root, 150, seed=3)
-        tree = self.tree()
-        uses = torch.arange(len(tree)).numpy()
-        runs = runs_of(tree, uses)
-        index = {tree.name(at): at for at in range(len(tree))}
-        self.assertEqual(0, runs.unreachable)
-        self.assertEqual(len(tree), int(runs.chunks.sum()))
-        for run_, name in enumerate(runs.names):
-            below = [index[one] for one in tree.descendants(name)]
-            self.assertEqual(len(below), runs.total_chunks[run_])
-            self.assertEqual(int(tree.nbytes[below].sum()), runs.total_nbytes[run_])
-            self.assertEqual(int(uses[below].sum()), runs.total_uses[run_])
-            self.assertEqual(int(tree.mtimes_ns[below].max()), runs.last_used_ns[run_])
-            length = sum(one["own_chunks"] for one in runs.path(name)[:-1])
-            self.assertEqual(length, runs.place[run_])
-        boxes = runs.boxes("", "chunks")
-        for row in range(3):
-            ends = sorted((box["x"], box["x"] + box["width"]) for box in boxes if box["row"] == row)
-            self.assertTrue(all(one[1] <= other[0] + 1e-9 for one, other in pairwise(ends)))
-        self.assertAlmostEqual(1, sum(float(str(box["width"])) for box in boxes if not box["row"]))
-
-    def test_sample_ends(self) -> None:
-        """A sample ends in time with one chunk and what is before it, also in a circle."""
-        plant(self.root, 40, seed=5)
-        with spaces(self.root) as found:
-            tree, stands_for = sample_prefix_tree(found[0], longest_s=0.0)
-            self.assertEqual(1, (stands_for > 0).sum())
-            node = read_node(found[0], tree.name(0))._replace(before=tree.name(0))
-            with mock.patch("vua.capacity.usage.read_node", return_value=node):
-                again, _ = sample_prefix_tree(found[0])
-        self.assertGreaterEqual(len(again), 1)

@@ -35,7 +35,7 @@ from vua.catalog.check import NO_KEYS
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
 from vua.cli.explain import Question, explain_ids
-from vua.cli.looks import Child, Talk, View, watch
+from vua.cli.looks import Child, Talk, watch
 from vua.cli.output import SOUND, Output, Report, plain
 from vua.cli.prompt import Tokenizer, parse_ids
 from vua.cli.verify import verify
@@ -48,6 +48,8 @@ _LOOKS: Final = 600
 """Looks remembered: at least twenty minutes."""
 _PROBLEMS: Final = 100
 """Damaged files named per namespace."""
+_FEW: Final = 10_000
+"""Of no more chunks all headers are read, to say what is stored in place of a missing one."""
 
 
 @dataclass(slots=True)
@@ -65,15 +67,13 @@ class _VerifyState:
 class _WatchState:
     """The reports of the looks."""
 
-    views: dict[str, View] = field(default_factory=dict)
+    namespaces: list[dict[str, Any]] = field(default_factory=list)
     usage: dict[str, object] | None = None
     progress: dict[str, object] | None = None
     looks: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     looked_s: float | None = None
     """Time of the last complete look; None: not yet."""
     problem: str = ""
-    version: int = 0
-    """Counts what changes."""
 
 
 class State:
@@ -100,12 +100,7 @@ class State:
     def _hear_watch(self, what: str, value: Any) -> None:
         with self._lock:
             watched = self._watched
-            watched.version += 1
-            if what == "views":
-                some, names = value
-                views = {**watched.views, **some}
-                watched.views = {name: views[name] for name in names if name in views}
-            elif what == "look":
+            if what == "look":
                 watched.looked_s, watched.progress, watched.problem = time.time(), None, ""
                 if value is not None:
                     watched.looks.append({"at_s": watched.looked_s, **value})
@@ -130,36 +125,19 @@ class State:
         """Return what is known of the whole directory."""
         with self._lock:
             watched = self._watched
-            known = [view.summary for view in watched.views.values()]
             return {
                 "directory": self._directory,
                 "vua": __version__,
                 "tokenizer": self._tokenize is not None,
-                "bucket": self._catalog().look_s is not None,
-                "version": watched.version,
                 "usage": watched.usage,
                 "progress": watched.progress,
                 "looked_s": watched.looked_s,
                 "now_s": time.time(),
                 "problem": watched.problem,
-                "namespaces": known,
+                "namespaces": watched.namespaces,
                 "looks": list(watched.looks),
                 "verify": asdict(self._verified),
             }
-
-    def _view(self, namespace: str) -> View:
-        with self._lock:
-            view = self._watched.views.get(namespace)
-        if view is None:
-            raise ConfigError("no such namespace, or it has not been looked at yet")
-        return view
-
-    def tree(self, namespace: str, focus: str, by: str) -> dict[str, object]:
-        """Return the boxes of a namespace's prefix tree, and its largest and hottest prefixes."""
-        runs = self._view(namespace).runs
-        if runs is None:
-            return {"boxes": [], "path": [], "largest": [], "hottest": []}
-        return {"boxes": runs.boxes(focus, by), "path": runs.path(focus), **runs.listed()}
 
     def health(self) -> list[dict[str, object]]:
         """Return the findings of `vua doctor` that need no writing; none for a bucket."""
@@ -179,10 +157,9 @@ class State:
         else:
             ids = parse_ids(given["tokens"], "the prompt")
         with self._lock:
-            views = self._watched.views.items()
-            trees = {name: view.tree for name, view in views if view.tree is not None}
-        question = Question(salt=salt, quick=True, security=self._security)
-        return explain_ids(self._directory, ids, question, trees).describe()
+            chunks = sum(one["chunks"] for one in self._watched.namespaces)
+        question = Question(salt=salt, quick=chunks > _FEW, security=self._security)
+        return explain_ids(self._directory, ids, question).describe()
 
     def verify(self) -> None:
         """Start verifying everything, unless that is in progress."""
@@ -214,9 +191,6 @@ _PAGE: Final = {
 """They reveal nothing about the directory, so they need no token."""
 _ASKED: Final[dict[str, tuple[str, Callable[[State, dict[str, Any]], object]]]] = {
     "/api/overview": ("GET", lambda state, _: state.overview()),
-    "/api/tree": ("GET", lambda state, asked: state.tree(
-        asked.get("namespace", ""), asked.get("focus", ""), asked.get("by", "")
-    )),
     "/api/health": ("GET", lambda state, _: state.health()),
     "/api/explain": ("POST", State.explain),
     "/api/verify": ("POST", lambda state, _: state.verify()),

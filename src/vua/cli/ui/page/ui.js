@@ -6,10 +6,7 @@ history.replaceState(null, "", location.pathname);
 
 const AGES = [["last minute", 60], ["hour", 3600], ["day", 86400], ["week", 604800], ["older", Infinity]];
 const COLOURS = ["#ff9d5c", "#ffcf70", "#a8dba8", "#8ec5e8", "#b9bfd0"];
-const UNUSED = "#b9bfd0";
-const USED = "#ff8a3d";
-const ROW_PX = 24;
-const view = { box: null, overview: null, namespace: "", picked: false, focus: "", boxes: [], version: -1, trees: 0 };
+const view = { overview: null, namespace: "", picked: false };
 
 async function ask(path, body) {
   const said = { headers: { Authorization: `Bearer ${sessionStorage.getItem("token") || ""}` } };
@@ -109,12 +106,12 @@ function showOverview() {
     ? `reading names: ${told(progress)}; until then sizes are estimates` : "looking ...";
   const bar = $("progress").firstElementChild;
   if (progress && progress.total) bar.value = progress.done / progress.total;
-  const about = !usage || usage.exact || !first ? "" : "about ";
+  const about = usage && !usage.exact ? "about " : "";
   const sum = (name) => namespaces.reduce((all, one) => all + one[name], 0);
-  const nbytes = usage && first ? usage.nbytes : sum("nbytes");
+  const nbytes = usage ? usage.nbytes : sum("nbytes");
   const known = usage || !first;
   const facts = [["stored", known ? about + size(nbytes) : "..."],
-    ["chunks", known ? about + count(usage && first ? usage.chunks : sum("chunks")) : "..."]];
+    ["chunks", known ? first ? about + count(usage.chunks) : count(sum("chunks")) : "..."]];
   if (usage) facts.push(["at most", size(usage.limits.max_bytes)], ["free on the disk", size(usage.free_nbytes)]);
   facts.push(["last look", first ? "-" : ago(overview.looked_s)]);
   $("facts").replaceChildren(...facts.map(([name, value]) => {
@@ -126,13 +123,16 @@ function showOverview() {
   if (usage) $("full").firstElementChild.style.width = `${Math.min(100, (100 * nbytes) / usage.limits.max_bytes)}%`;
   if ((!chosen() || !view.picked) && namespaces.length) { // the largest, until one is chosen
     const largest = namespaces.reduce((one, other) => (other.nbytes > one.nbytes ? other : one)).namespace;
-    if (largest !== view.namespace) Object.assign(view, { namespace: largest, focus: "", box: null, version: -1 });
+    view.namespace = largest;
   }
   $("namespaces").tBodies[0].replaceChildren(...namespaces.map((one) => {
-    const name = button(one.namespace.slice(0, 12), () => { view.namespace = one.namespace; choose(""); });
+    const name = button(one.namespace.slice(0, 12), () => {
+      Object.assign(view, { namespace: one.namespace, picked: true });
+      showOverview();
+    });
     const model = one.description === "ok" ? one.model || "-" : `(${one.description} description)`;
     const made = row([name], [model, "long"], [count(one.chunk_tokens), "n less"], [count(one.chunks), "n less"],
-      [size(one.nbytes), "n"], [count(one.prompts), "n less"], [ago(one.newest_s)]);
+      [size(one.nbytes), "n"], [ago(one.newest_s)]);
     made.ariaSelected = one.namespace === view.namespace;
     return made;
   }));
@@ -147,8 +147,7 @@ function showOverview() {
   showVerified();
   $("textual").hidden = !overview.tokenizer;
   for (const one of document.querySelectorAll(".full")) one.hidden = !$("nothing").hidden;
-  $("traffic").hidden = $("prefixes").hidden = overview.bucket || !namespaces.length;
-  $("far").hidden = !overview.bucket;
+  $("traffic").hidden = !namespaces.length;
 }
 
 function showToDo() {
@@ -159,7 +158,6 @@ function showToDo() {
     ["delete what was not used for 30 days", `vua ttl ${place} 30d && vua gc ${place}`],
     ["find out why a prompt misses", `vua explain ${place} --prompt FILE --model MODELDIR`],
     ["check every file", `vua verify ${place}`]];
-  if (view.box && view.box.name) rows.unshift(["keep the prompt up to the chosen box", `vua pin ${place} ${view.box.name.slice(0, 12)}`]);
   if (one) rows.push([`delete ${one.model || "this namespace"}`, `vua rm ${place} ${one.namespace.slice(0, 12)} --dry-run`]);
   const now = JSON.stringify(rows);
   if ($("todo").dataset.rows === now) return; // a button that was just pressed stays
@@ -172,7 +170,7 @@ function showPins() {
   $("pinned").hidden = !pinned;
   if (!pinned) return;
   const place = quoted(view.overview.directory);
-  $("held").textContent = `${count(pinned)} chunks`;
+  $("held").textContent = `${count(pinned)} ${pinned === 1 ? "prompt" : "prompts"}`;
   const all = row(["all pins"], [command(`vua pin ${place}`)]);
   const now = JSON.stringify([pins, pinned]);
   if ($("pins").dataset.rows === now) return;
@@ -203,11 +201,6 @@ function showAges() {
   $("aged").replaceChildren(...said.map((text, at) => shade(COLOURS[at], text)));
 }
 
-function showShades() {
-  $("shades").replaceChildren(...$("colour").value === "uses" ? [shade(UNUSED, "not used since the start"), shade(USED, "used most")]
-    : AGES.map(([name], at) => shade(COLOURS[at], name)));
-}
-
 function showLooks() {
   const looks = view.overview.looks.slice(-120);
   const most = Math.max(1, ...looks.map((one) => one.new + one.used + one.gone));
@@ -228,105 +221,6 @@ function showLooks() {
   $("most").textContent = bars.some((bar) => Number(bar.getAttribute("height"))) ? `${count(most)} chunks` : "";
   $("since").textContent = last ? ago(looks[0].at_s) : "";
   $("timeline").ariaLabel = `${$("rates").textContent}; the highest bar has ${count(most)} chunks`;
-}
-
-// -- the tree ---------------------------------------------------------------------------------
-
-async function showTree() {
-  if (!view.namespace || view.overview.bucket) return;
-  const number = (view.trees += 1);
-  const query = new URLSearchParams({ namespace: view.namespace, focus: view.focus, by: $("by").value });
-  const tree = await ask(`tree?${query}`);
-  if (number !== view.trees) return; // a later one was asked for
-  const held = $("tree").contains(document.activeElement) && document.activeElement.dataset.key;
-  view.boxes = tree.boxes;
-  if (!tree.path.length) view.focus = "";
-  const hottest = Math.max(1, ...tree.boxes.map((box) => box.uses));
-  $("tree").replaceChildren(...tree.boxes.map((box, at) => drawn(box, at, hottest)));
-  $("tree").style.height = `${Math.min(512, 4 + ROW_PX * (1 + Math.max(2, ...tree.boxes.map((box) => box.row))))}px`;
-  const focused = [...$("tree").children].find((one) => one.dataset.key === held);
-  if (focused) focused.focus();
-  else if ($("tree").firstChild) $("tree").firstChild.tabIndex = 0;
-  const steps = [button("all prompts", () => choose("")), ...tree.path.map((one) => button(one.name.slice(0, 8), () => choose(one.name)))];
-  $("path").replaceChildren(...steps.slice(0, 1), ...steps.slice(1).slice(-8).flatMap((one) => [" › ", one]));
-  showShades();
-  for (const name of ["largest", "hottest"]) list(name, tree[name]);
-}
-
-function drawn(box, at, hottest) {
-  const tokens = (chosen() || {}).chunk_tokens || 0;
-  const px = box.width * $("tree").clientWidth;
-  const label = [px > 250 && box.name.slice(0, 8), px > 80 && `${count((box.place + box.own_chunks) * tokens)} tokens`, px > 150 && size(box.nbytes)].filter(Boolean).join(", ");
-  const made = make("div", box.name ? label : "", box.name ? "" : "rest");
-  const heat = `color-mix(in srgb, ${USED} ${(100 * box.uses) / hottest}%, ${UNUSED})`;
-  const age = COLOURS[AGES.findIndex((one) => view.overview.now_s - box.last_used_s <= one[1])];
-  Object.assign(made.style, {
-    left: `${100 * box.x}%`, width: `${100 * box.width}%`, top: `${ROW_PX * box.row}px`,
-    background: $("colour").value === "uses" ? heat : age,
-  });
-  made.setAttribute("role", "treeitem");
-  made.ariaLevel = box.row + 1;
-  made.ariaLabel = words(box);
-  made.tabIndex = -1;
-  made.dataset.at = at;
-  made.dataset.key = `${box.name}/${box.name ? "" : box.above}`;
-  made.onfocus = made.onmouseenter = () => { $("detail").textContent = words(box); };
-  made.addEventListener("focus", () => { view.box = box; showToDo(); });
-  made.onclick = () => box.name && choose(box.name);
-  return made;
-}
-
-function words(box) {
-  const tokens = (chosen() || {}).chunk_tokens || 0;
-  const rest = `${count(box.chunks)} chunks, ${size(box.nbytes)}, last used ${ago(box.last_used_s)}, ${count(box.uses)} uses seen`;
-  if (!box.name) return `${count(box.runs)} smaller ones: ${rest}`;
-  const [start, stop] = [box.place * tokens, (box.place + box.own_chunks) * tokens];
-  return `${box.name.slice(0, 16)}: tokens ${count(start)} to ${count(stop)}, ${count(box.branches)} branches; with what follows ${rest}`;
-}
-
-function list(id, boxes) {
-  const tokens = (chosen() || {}).chunk_tokens || 0;
-  const head = row(["prefix"], ["tokens to", "n"], ["chunks", "n less"], ["size", "n"], ["uses seen", "n less"], ["last used"]);
-  if (id === "hottest" && !boxes.some((box) => box.uses)) {
-    $(id).tBodies[0].replaceChildren(row(["No use was seen since this page's server was started.", "long"]));
-    return;
-  }
-  $(id).tBodies[0].replaceChildren(head, ...boxes.slice(0, 10).map((box) => row([button(box.name.slice(0, 12), () => choose(box.name))],
-    [count((box.place + box.own_chunks) * tokens), "n"], [count(box.chunks), "n less"], [size(box.nbytes), "n"], [count(box.uses), "n less"], [ago(box.last_used_s)])));
-}
-
-async function choose(name) {
-  view.picked = true;
-  view.focus = name;
-  view.box = view.boxes.find((one) => one.name === name) || null;
-  showOverview();
-  await guarded(showTree);
-}
-
-function walk(event) {
-  const at = Number(event.target.dataset.at);
-  const box = view.boxes[at];
-  if (!box) return;
-  const beside = view.boxes.map((one, place) => [one, place]).filter(([one]) => one.row === box.row).sort((one, other) => one[0].x - other[0].x).map((one) => one[1]);
-  const moves = {
-    ArrowDown: () => view.boxes.findIndex((one) => one.above === at),
-    ArrowUp: () => box.above,
-    ArrowLeft: () => beside[beside.indexOf(at) - 1],
-    ArrowRight: () => beside[beside.indexOf(at) + 1],
-    Home: () => 0,
-    End: () => beside.at(-1),
-  };
-  if (event.key === "Enter" && box.name) choose(box.name).then(() => $("tree").firstChild?.focus());
-  else if (event.key === "Backspace") $("path").querySelectorAll("button").item(Math.max(0, $("path").querySelectorAll("button").length - 2))?.click();
-  else if (moves[event.key]) {
-    const next = $("tree").children[moves[event.key]()];
-    if (next) {
-      event.target.tabIndex = -1;
-      next.tabIndex = 0;
-      next.focus();
-    }
-  } else return;
-  event.preventDefault();
 }
 
 // -- explain, health --------------------------------------------------------------------------
@@ -391,10 +285,6 @@ async function poll() {
   const well = document.hidden || await guarded(async () => {
     view.overview = await ask("overview");
     showOverview();
-    if (view.overview.version !== view.version && chosen()) {
-      view.version = view.overview.version;
-      await showTree();
-    }
   }, "server");
   setTimeout(poll, well ? 1000 : 5000);
 }
@@ -411,8 +301,6 @@ $("theme").onclick = () => {
   localStorage.setItem("theme", document.documentElement.classList.contains("dark") ? "light" : "dark");
   theme(kept() === "dark");
 };
-$("tree").onkeydown = walk;
-$("by").onchange = $("colour").onchange = () => guarded(showTree);
 $("explain").onsubmit = (event) => { event.preventDefault(); guarded(explain); };
 $("verify").onclick = () => guarded(() => ask("verify", {}));
 guarded(showHealth);
