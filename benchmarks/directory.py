@@ -36,9 +36,9 @@ from house import archived
 from vua.capacity.evictor import Evictor
 from vua.capacity.lease import upkeep_directory
 from vua.capacity.limits import Limits
+from vua.capacity.listing import read_listing
 from vua.capacity.lru import next_tick_ns
 from vua.capacity.policy import LRU, LeastHitDensity
-from vua.capacity.prefix_tree import read_prefix_tree
 from vua.capacity.scan import spaces
 from vua.capacity.usage import measure
 from vua.cli import main as vua
@@ -301,9 +301,9 @@ def campaign(root: Path, seconds: float, report: dict[str, Any]) -> None:
             one.kill()
             one.wait()
     with spaces(root) as found:
-        chains = [read_prefix_tree(space) for space in found]
-    orphans = sum(int((one.parent == len(one)).sum()) for one in chains)
-    nbytes = sum(int(one.nbytes.sum()) for one in chains)
+        listings = [read_listing(space) for space in found]
+    orphans = sum(len(one.orphans()) for one in listings)
+    nbytes = sum(one.totals().nbytes for one in listings)
     report["campaign"] = {
         "seconds": time.monotonic() - began,
         "limit": most,

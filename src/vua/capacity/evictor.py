@@ -26,10 +26,10 @@ import numpy as np
 
 from vua.capacity import marks
 from vua.capacity.lease import Victims, tell_victims, told_victims, upkeep_directory
+from vua.capacity.listing import ancestors
 from vua.capacity.lru import MTIME_STEP_NS, is_unchanged, mtime_ns_of, set_mtime
 from vua.capacity.marks import is_unsent
 from vua.capacity.policy import LRU, Policy
-from vua.capacity.prefix_tree import ancestors
 from vua.capacity.removal import (
     GRACE_S,
     NOTHING,

@@ -24,15 +24,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-import numpy as np
-
 from vua.capacity import marks
 from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits
+from vua.capacity.listing import (
+    Listing,
+    Spread,
+    in_turn,
+    read_listing,
+    read_node,
+    temporary_database,
+)
 from vua.capacity.lru import mtime_ns_of, next_tick_ns, set_mtime
 from vua.capacity.policy import LeastHitDensity
-from vua.capacity.prefix_tree import PrefixTree, Spread, in_turn, read_node, read_prefix_tree
 from vua.capacity.removal import GRACE_S, NOTHING, DeletionTotals, Remover, evict_chunk
 from vua.capacity.scan import (
     Show,
@@ -50,7 +55,6 @@ from vua.errors import CorruptEntryError
 from vua.format.entry import MAX_HEADER_NBYTES, SEALED
 from vua.format.parse import EntryInfo, parse_entry
 from vua.io.posix import close_quietly, open_beneath
-from vua.io.spool import Rows, Spool
 from vua.storage.description import is_unknown
 from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.mark import claim
@@ -60,9 +64,6 @@ _HEAD_NBYTES: Final = 1024
 """Enough of a header to include the key's id."""
 _SEALED: Final = f'"format":"{SEALED}"'.encode()
 _KEY: Final = re.compile(rb'"key":"([0-9a-f]{16})"')
-
-_UNREADABLE: Final = np.dtype([("start", "<i8"), ("name", "V32")])
-"""The position of a chunk's first token, and the chunk."""
 
 
 def evict_unreadable(
@@ -91,16 +92,15 @@ def evict_unreadable(
     the directory may not be written to.
     """
     ids, fans = known(), fans_of(space)
-    found = Spool(_UNREADABLE)
+    found, count = temporary_database("CREATE TABLE lost (start INT, chunk TEXT)"), 0
     for done, some in enumerate(spread(partial(_unreadable_in, space, ids), space, fans), 1):
-        found.append(some)
-        show(f"{space.name[:12]}, {len(found)} chunks of lost keys", done, len(fans))
+        found.executemany("INSERT INTO lost VALUES (?, ?)", some)
+        count += len(some)
+        show(f"{space.name[:12]}, {count} chunks of lost keys", done, len(fans))
     freed, pinned = NOTHING, 0
-    if len(found):
+    if count:
         ids = known()  # a key that was made meanwhile may have sealed some of them
-    order = np.argsort(found.column("start"), kind="stable")
-    for at in order[::-1]:
-        chunk = bytes(found.rows(at, at + 1)["name"][0]).hex()
+    for (chunk,) in found.execute("SELECT chunk FROM lost ORDER BY start DESC"):
         if _start(space, chunk, ids) is None:
             continue
         nbytes = evict_chunk(space, chunk)
@@ -111,10 +111,9 @@ def evict_unreadable(
     return freed, pinned
 
 
-def _unreadable_in(space: Space, ids: frozenset[str], fan: str) -> Rows:
+def _unreadable_in(space: Space, ids: frozenset[str], fan: str) -> list[tuple[int, str]]:
     starts = ((_start(space, chunk, ids), chunk) for chunk, _ in chunks_of(space, fan))
-    found = [(start, bytes.fromhex(chunk)) for start, chunk in starts if start is not None]
-    return np.array(found, dtype=_UNREADABLE)
+    return [(start, chunk) for start, chunk in starts if start is not None]
 
 
 def _start(space: Space, chunk: str, ids: frozenset[str]) -> int | None:
@@ -234,15 +233,15 @@ def collect(
                 for space in mine:
                     _evict_unreadable(space, known, report, show, spread, remover)
             for space in [] if quick else mine:
-                tree = read_prefix_tree(space, show, spread)
-                report.leftovers += _settle(space, tree, now_ns, remover)
-                report.orphans += _evict_orphans(space, tree, remover)
+                listing = read_listing(space, show, spread)
+                report.leftovers += _settle(space, listing, now_ns, remover)
+                report.orphans += _evict_orphans(space, listing, remover)
                 if limits.max_bytes_per_salt is not None:
                     most = limits.max_bytes_per_salt
-                    report.over_quota += _keep_quota(space, tree, most, remover)
-                pinned = (int(some["nbytes"][some["pinned"]].sum()) for _, some in tree.blocks())
-                report.pinned_nbytes = sum(pinned, report.pinned_nbytes or 0)
-                del tree
+                    report.over_quota += _keep_quota(space, listing, most, remover)
+                pinned_nbytes = listing.totals().pinned_nbytes
+                report.pinned_nbytes = (report.pinned_nbytes or 0) + pinned_nbytes
+                del listing
         show("measuring")
         if directory is None:
             _rehearse_eviction(root, now_ns, limits, report, remover)
@@ -301,10 +300,10 @@ def _evict_unreadable(
         )
 
 
-def _settle(space: Space, tree: PrefixTree, now_ns: int, remover: Remover) -> DeletionTotals:
+def _settle(space: Space, listing: Listing, now_ns: int, remover: Remover) -> DeletionTotals:
     """Delete temporary files in chunks, and chunks without any file, that are old enough."""
     freed = NOTHING
-    for chunk in tree.unsettled:
+    for chunk in listing.unsettled:
         path, mtime_ns = chunk_path(chunk), mtime_ns_of(space.fd, chunk)
         with listed(space.fd, path) as entries:
             there = [one.name for one in entries]
@@ -324,42 +323,34 @@ def _settle(space: Space, tree: PrefixTree, now_ns: int, remover: Remover) -> De
     return freed
 
 
-def _evict_orphans(space: Space, tree: PrefixTree, remover: Remover) -> DeletionTotals:
+def _evict_orphans(space: Space, listing: Listing, remover: Remover) -> DeletionTotals:
     """Delete chunks that no lookup can reach, those nearest to the gap first.
 
     Each one's parent is looked for again: it may have been stored since. So only chunks that are
     unreachable now are deleted, whatever happened while the headers were read.
     """
-    freed, children = NOTHING, tree.children()
-    stack = children(len(tree))
+    freed, stack = NOTHING, listing.orphans()
     while stack:
-        index = stack.pop()
-        name = tree.name(index)
+        name = stack.pop()
         before = read_node(space, name).before
         if not before or remover.is_there(space, before):
             continue
         nbytes = remover.evict_chunk(space, name)
         if nbytes is not None:
             freed += DeletionTotals(1, nbytes)
-            stack += children(index)
+            stack += listing.children(name)
     return freed
 
 
-def _keep_quota(space: Space, tree: PrefixTree, most: int, remover: Remover) -> DeletionTotals:
+def _keep_quota(space: Space, listing: Listing, most: int, remover: Remover) -> DeletionTotals:
     """Evict the oldest of every salt that occupies more than ``most`` bytes."""
-    freed, salt_of, count = NOTHING, *tree.salts()
-    nbytes_of = np.zeros(count, dtype=np.int64)
-    for start, rows in tree.blocks():
-        np.add.at(nbytes_of, salt_of[start : start + len(rows)], rows["nbytes"])
-    nbytes_of[0] = 0
-    for salt in np.flatnonzero(nbytes_of > most).tolist():
-        mine = np.flatnonzero(salt_of == salt).astype(salt_of.dtype)
-        excess, mtimes_ns = int(nbytes_of[salt]) - most, tree.mtimes_ns[mine]
-        for at in np.argsort(mtimes_ns, kind="stable"):
+    freed = NOTHING
+    for salt, has_nbytes in listing.salts_over(most):
+        excess = has_nbytes - most
+        for name, mtime_ns in listing.of_salt(salt):
             if excess <= 0:
                 break
-            name = tree.name(int(mine[at]))
-            if mtime_ns_of(space.fd, name) == mtimes_ns[at]:
+            if mtime_ns_of(space.fd, name) == mtime_ns:
                 nbytes = remover.evict_chunk(space, name)
                 freed += NOTHING if nbytes is None else DeletionTotals(1, nbytes)
                 excess -= nbytes or 0

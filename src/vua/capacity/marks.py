@@ -21,8 +21,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from vua.capacity.listing import ancestors, read_node
 from vua.capacity.lru import mtime_ns_of, set_mtime
-from vua.capacity.prefix_tree import ancestors, read_node
 from vua.capacity.scan import Candidate, Space, is_ours, listed
 from vua.io.files import make_file, make_folder
 from vua.io.posix import close_quietly, open_beneath

@@ -19,17 +19,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from vua.capacity.limits import Limits, ResolvedLimits
-from vua.capacity.lru import mtime_ns_of
 from vua.capacity.scan import (
     EXHAUSTED,
     GONE,
     Space,
     chunk_nbytes,
     fans_of,
-    listed,
     opened,
     spaces,
 )

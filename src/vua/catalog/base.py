@@ -11,7 +11,6 @@ Engines may write and delete meanwhile: a file that vanishes is skipped.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import re
@@ -24,16 +23,16 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.capacity.limits import Limits
-from vua.capacity.prefix_tree import PrefixTree
+from vua.capacity.listing import Listing, temporary_database
 from vua.capacity.removal import NOTHING, DeletionTotals
-from vua.capacity.scan import Show
+from vua.capacity.scan import Show, silent
 from vua.catalog.check import Item, OpenFile, Verification
 from vua.errors import ConfigError
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo
-from vua.io.spool import Spool
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
+from vua.storage.base import explaining
 from vua.storage.description import Description
 from vua.storage.location import Location
 
@@ -82,8 +81,7 @@ class Entries:
     """Entries, in a temporary file if they are many. To be read again and again."""
 
     def __init__(self) -> None:
-        self._text = Spool(np.dtype("u1"))
-        self._ends: list[int] = []
+        self._base = temporary_database("CREATE TABLE parts (entries TEXT)")
         self._count = 0
 
     def __len__(self) -> int:
@@ -92,16 +90,12 @@ class Entries:
     def extend(self, entries: Sequence[Item]) -> None:
         rows = [[one.path, one.nbytes, one.modified_s, one.chunk, one.shard and one.shard.name]
                 for one in entries]  # fmt: skip
-        self._text.append(np.frombuffer(json.dumps(rows).encode(), dtype="u1"))
-        self._ends.append(len(self._text))
+        self._base.execute("INSERT INTO parts VALUES (?)", (json.dumps(rows),))
         self._count += len(entries)
 
     def __iter__(self) -> Iterator[Item]:
-        """Raises OSError."""
-        for start, end in itertools.pairwise([0, *self._ends]):
-            for path, nbytes, modified_s, chunk, shard in json.loads(
-                self._text.rows(start, end).tobytes()
-            ):
+        for (part,) in self._base.execute("SELECT entries FROM parts ORDER BY rowid"):
+            for path, nbytes, modified_s, chunk, shard in json.loads(part):
                 place = shard and Shard.parse(shard)
                 yield Item(path, "entry", nbytes, modified_s, chunk=chunk, shard=place)
 
@@ -145,7 +139,7 @@ class NamespaceUse:
     namespace: str
     chunks: int
     nbytes: int
-    """Bytes of its entries; in a directory also of marks and quarantine."""
+    """Bytes of its entries, and of what is in quarantine."""
     pinned: int
     """Chunks held by pins."""
     quarantine: int
@@ -363,23 +357,39 @@ class NamespaceCatalog(ABC):
         The times of ``past`` are gone then: so two looks need no more memory than one.
         """
 
+    def use(self, show: Show) -> NamespaceUse:
+        """Count the space that the namespace takes. Raises OSError."""
+        total, (quarantine, leftovers) = self.names(show).totals(), self.other_nbytes()
+        return NamespaceUse(
+            *(self.name, total.chunks, total.nbytes + quarantine, total.pinned, quarantine),
+            *(leftovers, total.oldest_ns, total.newest_ns),
+        )
+
+    @abstractmethod
+    def names(self, show: Show) -> Listing:
+        """List chunks, with or without their order. Raises OSError."""
+
+    @abstractmethod
+    def other_nbytes(self) -> tuple[int, int]:
+        """Return the bytes in quarantine, and those left by a crash."""
+
     # -- who follows whom -------------------------------------------------------------------------
 
     @abstractmethod
-    def tree(self, show: Show, past: PrefixTree | None = None) -> PrefixTree:
-        """Return the order of chunks; given the ``past`` result, only new chunks are read."""
+    def listing(self, show: Show, past: Listing | None = None) -> Listing:
+        """List chunks with their order; given the ``past`` result, only new chunks are read."""
 
     @abstractmethod
     def ancestors(self, chunk: str) -> Iterator[str]:
         """Yield a chunk and those before it, up to the first one or a gap."""
 
-    @abstractmethod
-    def descendants(self, chunk: str, show: Show) -> list[str]:
-        """Return a chunk and all that follow it, parents before children."""
+    def descendants(self, chunk: str, show: Show) -> Iterator[str]:
+        """Yield a chunk and all that follow it, parents before children."""
+        return self.listing(show).below(chunk)
 
-    @abstractmethod
-    def in_order(self, show: Show) -> list[str]:
-        """Return all chunks whose whole prefix is stored, parents before children."""
+    def in_order(self, show: Show) -> Iterator[str]:
+        """Yield all chunks whose whole prefix is stored, parents before children."""
+        return self.listing(show).in_order()
 
     # -- pins -------------------------------------------------------------------------------------
 
@@ -391,9 +401,9 @@ class NamespaceCatalog(ABC):
     def unpin(self, chunk: str) -> int:
         """Undo :meth:`pin`; return how many chunks are released."""
 
-    @abstractmethod
     def pins(self) -> dict[str, int]:
         """Return the pinned chunks, each with the number of chunks that its pin holds."""
+        return self.names(silent).pins()
 
     def pinned_nbytes(self, chunks: Sequence[str] | None = None) -> int:
         """Return the bytes held by pins: all of them, or those of ``chunks`` and their prefixes.
@@ -462,16 +472,29 @@ class Catalog(ABC):
         Raises OSError.
         """
 
-    def tree(
-        self, description: Description, show: Show, known: PrefixTree | None = None
-    ) -> PrefixTree | None:
-        """Return a namespace's prefix tree; None if that costs one request per chunk."""
-        del description, show, known
+    def listing(self, description: Description, show: Show) -> Listing | None:
+        """List a namespace's chunks with their order; None if that costs a request per chunk."""
+        del description, show
         return None
 
-    @abstractmethod
     def use(self, show: Show) -> Use:
         """Count the space that is taken. Raises OSError, ConfigError."""
+        with explaining(self.where), self.namespaces(show) as (found, strays):
+            rows, bounds = [one.use(show) for one in found], self.bounds()
+            return Use(
+                sum(one.chunks for one in rows),
+                sum(one.nbytes for one in rows),
+                exact=True,
+                namespaces=rows,
+                bounds=bounds,
+                limits=self.limits_of(bounds),
+                free_nbytes=self.free_nbytes(),
+                strays=strays,
+            )
+
+    def free_nbytes(self) -> int | None:
+        """Return the free bytes of the disk; None if only money limits the space."""
+        return None
 
     def quick_use(self, given: Limits = NO_LIMITS) -> Use | None:
         """Estimate it, also by the given limits; None if counting costs no more.
@@ -494,9 +517,13 @@ class Catalog(ABC):
     def bounds(self) -> Limits:
         """Return the content of ``bounds.json``. Raises ConfigError for an unusable one."""
 
-    @abstractmethod
     def limits(self) -> Mapping[str, float | None]:
         """Return the limits in force, as :attr:`Use.limits`."""
+        return self.limits_of(self.bounds())
+
+    @abstractmethod
+    def limits_of(self, bounds: Limits) -> Mapping[str, float | None]:
+        """Return the limits in force with these in ``bounds.json``."""
 
     @abstractmethod
     def keep(self, news: Mapping[str, object]) -> None:

@@ -30,27 +30,24 @@ from vua.capacity.bucket import (
     write_bucket_bounds,
 )
 from vua.capacity.limits import Limits
+from vua.capacity.listing import ListedChunk
 from vua.capacity.removal import DeletionTotals
 from vua.capacity.scan import Show, is_fan
 from vua.catalog.base import (
     MAX_FILE_NBYTES,
     SHORT,
-    Content,
     Demand,
     Finding,
-    PartUsage,
     Rules,
 )
-from vua.catalog.check import Check, Checker, ExpectedEntry, Item, OpenFile, Verification, sampled
-from vua.catalog.chunk_table import ListedChunk
+from vua.catalog.check import Item, OpenFile
 from vua.catalog.listed import ListedCatalog, ListedNamespace
 from vua.errors import ConfigError, CorruptEntryError, StorageError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import Shard
 from vua.format.parse import EntryInfo, parse_entry
-from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
-from vua.storage.base import entry_name, parse_name
+from vua.storage.base import Storage, parse_name
 from vua.storage.bucket import Bucket, Meta
 from vua.storage.bucket_cost import DOLLARS_PER_GB_MONTH
 from vua.storage.bucket_mark import (
@@ -78,9 +75,8 @@ _HEADER_NBYTES: Final = 32 << 10
 """First bytes read of an object to find its parent: most headers are shorter."""
 _DELETED: Final = 1 << 14
 """Objects that are named at a time to be deleted."""
+T = TypeVar("T")
 R = TypeVar("R")
-_HELD: Final = 64
-"""Most objects in memory at a time."""
 _WORTH: Final = 16
 """Fewer headers than that are read again: writing down what they told costs more."""
 _SMALL: Final = 64
@@ -280,13 +276,21 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
     def _path(self, description: Description) -> BucketPath:
         return self.root / description.name
 
-    def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
-        del show
-        content = Content(description, self.state(description))
-        found = walk(self._path(description))
-        for _, items in itertools.groupby(found, lambda one: one.path[:2]):
-            content.add(PartUsage.of(items, long=long))
-        return content
+    def items(self, description: Description) -> Iterator[Item]:
+        path = self._path(description)
+        items = (_item(path, meta) for meta in path.bucket.walk(path.key))
+        return (one for one in items if one.kind != "description")
+
+    def read(self, description: Description, item: Item) -> tuple[bytes | memoryview, bytes | None]:
+        meta, data = self.root.bucket.get((self._path(description) / item.path).key)
+        return data, meta.tag or None
+
+    def storage_of(self, description: Description) -> Storage:
+        return ObjectStorage(self._path(description))
+
+    @staticmethod
+    def each(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        return Bucket.each(work, items)
 
     def list_namespaces(self, show: Show) -> tuple[Sequence[BucketNamespace], Sequence[str]]:
         """List all objects, after checking that the prefix is a cache."""
@@ -357,45 +361,6 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         keys = [key for chunk in chunks for key in space.keys(chunk.paths)]
         Bucket.each(self.root.bucket.try_renew, keys)
 
-    # -- whether it is sound ----------------------------------------------------------------------
-
-    def verify(
-        self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
-    ) -> Verification:
-        result, checker = Verification(description, self.state(description)), Checker(keys)
-        bucket_path = self._path(description)
-        storage = ObjectStorage(bucket_path)
-
-        def check(item: Item) -> tuple[str, Check, bool]:
-            try:
-                meta, data = bucket_path.bucket.get((bucket_path / item.path).key)
-            except OSError as problem:
-                return item.path, Check("error", (str(problem),), 0), False
-            where = ExpectedEntry(bucket_path.name, item.chunk, item.shard)
-            done = checker.check_bytes(memoryview(bytearray(data)), where)
-            removed = False
-            if repair and done.outcome in ("corrupt", "foreign") and item.shard is not None:
-                removed = storage.delete(entry_name(item.chunk, item.shard), meta.tag or None)
-            return item.path, done, removed
-
-        fans = sampled([f"{fan:02x}" for fan in range(256)], share)
-        run: list[Item] = []
-        for item in itertools.chain(walk(bucket_path), [None]):
-            if item is not None and item.kind != "entry":
-                result.add_other(item)
-            elif item is not None and item.chunk[:2] in fans:
-                run.append(item)
-            if run and (item is None or len(run) == _HELD):
-                for path, done, removed in Bucket.each(check, run):
-                    result.add(path, done)
-                    result.removed += removed
-                run = []
-                show(description.name[:SHORT], amount=result.nbytes)
-        if wrong := result.wrong_description():
-            reason = f"{wrong}; the next save writes it anew"
-            result.problems.append((DESCRIPTION, "corrupt", reason))
-        return result
-
     def findings(self, security: Security, demand: Demand) -> Iterator[Finding]:
         del security
         return tried(self.root, demand)
@@ -405,12 +370,6 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         with contextlib.suppress(OSError, ConfigError):
             return rules_at(self.root)
         return None, []
-
-
-def walk(bucket_path: BucketPath) -> Iterator[Item]:
-    """Return the objects of a namespace, except its description. Raises StorageError."""
-    items = (_item(bucket_path, meta) for meta in bucket_path.bucket.walk(bucket_path.key))
-    return (one for one in items if one.kind != "description")
 
 
 def _item(bucket_path: BucketPath, meta: Meta) -> Item:

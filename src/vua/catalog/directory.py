@@ -20,21 +20,18 @@ from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
-import numpy as np
-
 from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
+from vua.capacity.listing import Listing, ancestors, read_listing, read_node
 from vua.capacity.lru import mtime_ns_of
 from vua.capacity.marks import count_ttls, pin, unpin
-from vua.capacity.prefix_tree import PrefixTree, ancestors, read_node, read_prefix_tree
 from vua.capacity.removal import NOTHING, DeletionTotals, Remover, delete_namespace
 from vua.capacity.scan import (
     TRASH,
     Show,
     Space,
     chunk_nbytes,
-    chunks_of,
     columns_of,
     fans_of,
     is_all_ours,
@@ -42,10 +39,11 @@ from vua.capacity.scan import (
     is_ours,
     is_trash,
     listed,
+    silent,
     spaces,
     trash_in,
 )
-from vua.capacity.usage import Usage, measure
+from vua.capacity.usage import measure
 from vua.catalog.base import (
     DELETED,
     NO_LIMITS,
@@ -57,7 +55,6 @@ from vua.catalog.base import (
     Demand,
     Finding,
     NamespaceCatalog,
-    NamespaceUse,
     PartUsage,
     Removal,
     Snapshot,
@@ -184,22 +181,23 @@ class DirectoryNamespace(NamespaceCatalog):
         found.chunk_nbytes = sum(weighed) / max(1, len(weighed))
         return found
 
-    def tree(self, show: Show, past: PrefixTree | None = None) -> PrefixTree:
+    def listing(self, show: Show, past: Listing | None = None) -> Listing:
         """Read the headers of all chunks, or only of chunks with a new mtime."""
         if past is None:
-            return read_prefix_tree(self.space, show, over_fans)
-        return read_prefix_tree(self.space, show, known=past)
+            return read_listing(self.space, show, over_fans)
+        return read_listing(self.space, show, known=past)
+
+    def names(self, show: Show) -> Listing:
+        """List the directories of all chunks."""
+        return read_listing(self.space, show, over_fans, headers=False)
+
+    def other_nbytes(self) -> tuple[int, int]:
+        space, names = self.space, [name for name, _ in trash_in(self.space.fd, roots=False)]
+        left = sum(chunk_nbytes(space, name) or _size_of(space, name) for name in names)
+        return chunk_nbytes(space, QUARANTINE), left
 
     def ancestors(self, chunk: str) -> Iterator[str]:
         return ancestors(self.space, chunk)
-
-    def descendants(self, chunk: str, show: Show) -> list[str]:
-        """Read the headers of all chunks."""
-        return read_prefix_tree(self.space, show, over_fans).descendants(chunk)
-
-    def in_order(self, show: Show) -> list[str]:
-        """Read the headers of all chunks."""
-        return read_prefix_tree(self.space, show, over_fans).in_order()
 
     def pin(self, chunk: str) -> int:
         return len(pin(self.space, chunk))
@@ -207,26 +205,11 @@ class DirectoryNamespace(NamespaceCatalog):
     def unpin(self, chunk: str) -> int:
         return len(unpin(self.space, chunk))
 
-    def pins(self) -> dict[str, int]:
-        """List the directories of all chunks."""
-        held = Counter(
-            one
-            for fan in fans_of(self.space)
-            for chunk, _ in chunks_of(self.space, fan)
-            for one in read_node(self.space, chunk).pinned
-        )
-        return dict(sorted(held.items()))
-
     def pinned_nbytes(self, chunks: Sequence[str] | None = None) -> int:
         """Weigh all pinned chunks, or those of these prefixes."""
-        space = self.space
         if chunks is None:
-            nodes = (
-                read_node(space, chunk)
-                for fan in fans_of(space)
-                for chunk, _ in chunks_of(space, fan)
-            )
-            return sum(node.nbytes for node in nodes if node.pinned)
+            return self.names(silent).totals().pinned_nbytes
+        space = self.space
         held = {name for chunk in chunks for name in ancestors(space, chunk)}
         return sum(chunk_nbytes(space, chunk_path(chunk)) for chunk in held)
 
@@ -300,35 +283,25 @@ class DirectoryCatalog(Catalog):
             others = self._others({space.name for space in found})
             yield [DirectoryNamespace(self.root, space) for space in found], others
 
-    def tree(
-        self, description: Description, show: Show, known: PrefixTree | None = None
-    ) -> PrefixTree | None:
-        """Read the headers of all chunks, or of new ones."""
+    def listing(self, description: Description, show: Show) -> Listing | None:
+        """Read the headers of all chunks."""
         with _opened(description) as space:
-            if known is not None:
-                return read_prefix_tree(space, known=known)
-            return read_prefix_tree(space, show, over_fans)
-
-    def use(self, show: Show) -> Use:
-        with explaining(self.where):
-            with spaces(self.root) as found:
-                rows = [_use(space, show) for space in found]
-            nbytes, chunks = sum(one.nbytes for one in rows), sum(one.chunks for one in rows)
-            return self._use(Usage(nbytes, chunks, exact=True), rows, NO_LIMITS)
+            return read_listing(space, show, over_fans)
 
     def quick_use(self, given: Limits = NO_LIMITS) -> Use:
         """Weigh the files of some chunks."""
         with explaining(self.where):
-            return self._use(measure(self.root), (), given)
+            usage, bounds = measure(self.root), read_bounds(self.root)
+            return Use(
+                *(usage.chunks, usage.nbytes, usage.exact, (), bounds),
+                limits=asdict(ResolvedLimits.of(self.root, given)),
+                free_nbytes=self.free_nbytes(),
+                strays=self._strays(),
+            )
 
-    def _use(self, usage: Usage, rows: Sequence[NamespaceUse], given: Limits) -> Use:
-        status, bounds = os.statvfs(self.root), read_bounds(self.root)
-        return Use(
-            *(usage.chunks, usage.nbytes, usage.exact, rows, bounds),
-            limits=asdict(ResolvedLimits.of(self.root, given)),
-            free_nbytes=status.f_bavail * status.f_frsize,
-            strays=self._strays(),
-        )
+    def free_nbytes(self) -> int:
+        status = os.statvfs(self.root)
+        return status.f_bavail * status.f_frsize
 
     # -- what may be done to it -------------------------------------------------------------------
 
@@ -339,8 +312,9 @@ class DirectoryCatalog(Catalog):
     def bounds(self) -> Limits:
         return read_bounds(self.root)
 
-    def limits(self) -> Mapping[str, float | None]:
-        """Return them; the file system resolves shares."""
+    def limits_of(self, bounds: Limits) -> Mapping[str, float | None]:
+        """Read them again; the file system resolves shares."""
+        del bounds
         return asdict(ResolvedLimits.of(self.root, Limits()))
 
     def keep(self, news: Mapping[str, object]) -> None:
@@ -418,20 +392,20 @@ class DirectoryCatalog(Catalog):
         if not chunk and not is_ours(space):
             msg = f"{space.name} is not a namespace of VUA, it stays unchanged"
             raise ConfigError(msg)
-        tree = read_prefix_tree(space, show, over_fans)
-        whole = not chunk and (force or not any(some["pinned"].any() for _, some in tree.blocks()))
+        listing = read_listing(space, show, over_fans, headers=bool(chunk))
+        whole = not chunk and (force or not listing.totals().pinned)
         if whole and not remover.rehearse and is_all_ours(space):
             trash = f"{TRASH}{secrets.token_hex(8)}"
             with contextlib.suppress(OSError):  # a full file system may refuse it: then one by one
                 (self.root / space.name).rename(self.root / trash)
-                freed = DeletionTotals(len(tree), self._delete(trash))
+                freed = DeletionTotals(len(listing), self._delete(trash))
                 if (self.root / trash).exists():
                     why = OSError(errno.EPERM, "some of its files cannot be deleted", trash)
                     remover.immovable[space.name, ""] = why
                 return freed, 0
-        doomed = tree.descendants(chunk) if chunk else list(tree.named(np.arange(len(tree))))
-        for number, name in enumerate(reversed(doomed), 1):  # leaves first
-            show(f"{space.name[:SHORT]}: deleting", number, len(doomed), amount=freed.nbytes)
+        every = (name for name, _ in listing.names())
+        for name in listing.below(chunk, leaves_first=True) if chunk else every:
+            show(f"{space.name[:SHORT]}: deleting", amount=freed.nbytes)
             nbytes = remover.evict_chunk(space, name, pinned=force)
             if nbytes is not None:
                 freed += DeletionTotals(1, nbytes)
@@ -537,7 +511,7 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, large: bool) -> Iterat
 
 
 def over_fans(work: Callable[[str], R], space: Space, fans: list[str]) -> Iterator[R]:
-    """Yield ``work`` of each of a namespace's fan-out directories, as `read_prefix_tree` asks."""
+    """Yield ``work`` of each of a namespace's fan-out directories, as `read_listing` asks."""
     return spread(work, fans, large=is_large(space))
 
 
@@ -622,49 +596,11 @@ def _file(item: os.DirEntry[str], below: str, kind: Kind, chunk: str = "") -> It
 # -- what it takes --------------------------------------------------------------------------------
 
 
-def _use(space: Space, show: Show) -> NamespaceUse:
-    chunks = nbytes = pinned = 0
-    mtimes_ns: list[int] = []
-    fans = fans_of(space)
-    for number, part in enumerate(over_fans(partial(_use_of_fan, space), space, fans), 1):
-        some, weight, held, times = part
-        chunks, nbytes, pinned = chunks + some, nbytes + weight, pinned + held
-        mtimes_ns += times
-        show(space.name[:SHORT], number, len(fans), amount=chunks, unit="chunks")
-    quarantine = chunk_nbytes(space, QUARANTINE)
-    leftovers = [name for name, _ in trash_in(space.fd, roots=False)]
-    return NamespaceUse(
-        space.name,
-        chunks,
-        nbytes + quarantine,
-        pinned,
-        quarantine,
-        sum(chunk_nbytes(space, name) or _size_of(space, name) for name in leftovers),
-        min(mtimes_ns, default=None),
-        max(mtimes_ns, default=None),
-    )
-
-
 def _size_of(space: Space, name: str) -> int:
     with contextlib.suppress(OSError):
         status = os.stat(name, dir_fd=space.fd, follow_symlinks=False)
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
     return 0
-
-
-def _use_of_fan(space: Space, fan: str) -> tuple[int, int, int, list[int]]:
-    """Weigh a fan-out directory: chunks, bytes, pinned chunks, oldest and newest mtime."""
-    chunks = nbytes = pinned = 0
-    mtimes_ns = []
-    for chunk, mtime_ns in chunks_of(space, fan):
-        chunks += 1
-        with listed(space.fd, chunk_path(chunk)) as entries:
-            found = list(entries)
-            with contextlib.suppress(OSError):
-                nbytes += sum(one.stat(follow_symlinks=False).st_size for one in found)
-        pinned += any(one.name.startswith(PIN) for one in found)
-        mtimes_ns.append(mtime_ns)
-    return chunks, nbytes, pinned, [min(mtimes_ns), max(mtimes_ns)] if mtimes_ns else []
 
 
 # -- verifying ------------------------------------------------------------------------------------

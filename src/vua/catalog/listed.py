@@ -18,21 +18,19 @@ marks.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import io
 import itertools
-import random
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
-
-import numpy as np
+from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from vua.capacity.limits import Limits, nbytes_of
-from vua.capacity.prefix_tree import ChunkNode, Indices, PrefixTree, tree_of
+from vua.capacity.listing import ListedChunk, Listing, parts
 from vua.capacity.removal import NOTHING, DeletionTotals
 from vua.capacity.scan import Show
 from vua.catalog.base import (
@@ -41,33 +39,35 @@ from vua.catalog.base import (
     Collection,
     Content,
     NamespaceCatalog,
-    NamespaceUse,
     PartUsage,
     Removal,
     Snapshot,
     Times,
-    Use,
     counted,
     resolve,
     size,
 )
-from vua.catalog.check import Check, Checker, ExpectedEntry, Item, OpenFile, Verification
-from vua.catalog.chunk_table import ChunkTable, ListedChunk, parts
+from vua.catalog.check import Check, Checker, ExpectedEntry, Item, OpenFile, Verification, sampled
 from vua.errors import ConfigError, EntryError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo, parse_entry
 from vua.security.keyring import KnownKeys
-from vua.storage.base import Batch, Storage, parse_name
-from vua.storage.description import Description
+from vua.storage.base import Batch, Storage, entry_name, parse_name
+from vua.storage.description import DESCRIPTION, Description
 from vua.storage.local import SUFFIX
 from vua.store.evidence import settled
 
 _SHORT: Final = 12
 _AT_ONCE: Final = 256
 """Chunks whose headers are read between two progress reports."""
+_HELD: Final = 64
+"""Most entries in memory at a time."""
 _DELETED: Final = 1000
 """Chunks that are deleted at a time: a bucket's request deletes 1,000 objects."""
+_LAST: Final = 1 << 60
+"""No other chunk goes later."""
+T = TypeVar("T")
 R = TypeVar("R")
 
 
@@ -78,7 +78,7 @@ class ListedNamespace(NamespaceCatalog):
 
     def __init__(self, description: Description) -> None:
         self._description, self.name = description, description.name
-        self.chunks = ChunkTable()
+        self.chunks = Listing()
         """All chunks that have an entry."""
         self.quarantine_nbytes = self.leftover_nbytes = 0
 
@@ -138,17 +138,12 @@ class ListedNamespace(NamespaceCatalog):
             found.add(fan, Times.of([name for name, _ in some], (ns for _, ns in some)), past)
         return found
 
-    def tree(self, show: Show, past: PrefixTree | None = None) -> PrefixTree:
+    def listing(self, show: Show, past: Listing | None = None) -> Listing:
         """Read the headers of new chunks."""
-        for _, rows in () if past is None else past.blocks():
-            self.chunks.tell_befores(
-                (bytes(row["name"]).hex(), "" if row["is_first"] else bytes(row["before"]).hex())
-                for row in rows
-            )
+        if past is not None:
+            self.chunks.tell_befores(past.befores())
         self.find_befores(show)
-        return tree_of(
-            ((one.name, one.used_ns, _node(one)) for one in self.chunks.all()), in_order=True
-        )
+        return self.chunks
 
     def find_befores(self, show: Show) -> None:
         """Find what precedes each chunk of which it is not known."""
@@ -173,12 +168,6 @@ class ListedNamespace(NamespaceCatalog):
                 one = self.chunks.get(chunk)
             chunk = "" if one is None else one.before or ""
 
-    def descendants(self, chunk: str, show: Show) -> list[str]:
-        return self.tree(show).descendants(chunk)
-
-    def in_order(self, show: Show) -> list[str]:
-        return self.tree(show).in_order()
-
     def pin(self, chunk: str) -> int:
         held = list(self.ancestors(chunk))
         self.write_pin(chunk, held)
@@ -189,15 +178,12 @@ class ListedNamespace(NamespaceCatalog):
         self.remove_pin(chunk, held)
         return len(held)
 
-    def pins(self) -> dict[str, int]:
-        return self.chunks.pins()
+    def names(self, show: Show) -> Listing:
+        del show
+        return self.chunks
 
-    def use(self) -> NamespaceUse:
-        total = self.chunks.totals()
-        return NamespaceUse(
-            *(self.name, total.chunks, total.nbytes, total.pinned),
-            *(self.quarantine_nbytes, self.leftover_nbytes, total.oldest_ns, total.newest_ns),
-        )
+    def other_nbytes(self) -> tuple[int, int]:
+        return self.quarantine_nbytes, self.leftover_nbytes
 
 
 N = TypeVar("N", bound=ListedNamespace)
@@ -231,6 +217,23 @@ class ListedCatalog(Catalog, Generic[N]):
     def write_bounds(self, bounds: Limits) -> None:
         """Replace ``bounds.json``. Raises StorageError."""
 
+    @abstractmethod
+    def items(self, description: Description) -> Iterator[Item]:
+        """List a namespace's files but its description, by path. Raises OSError."""
+
+    @abstractmethod
+    def read(self, description: Description, item: Item) -> tuple[bytes | memoryview, bytes | None]:
+        """Return an entry's bytes and its version. Raises OSError."""
+
+    @abstractmethod
+    def storage_of(self, description: Description) -> Storage:
+        """Return what stores a namespace's entries."""
+
+    @staticmethod
+    def each(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Call ``work`` for each; concurrently if the storage answers slowly."""
+        return [work(one) for one in items]
+
     def sweep(self, namespaces: Sequence[N], *, dry_run: bool) -> DeletionTotals:
         """Delete remains of a crash."""
         del namespaces, dry_run
@@ -255,28 +258,53 @@ class ListedCatalog(Catalog, Generic[N]):
     def is_local(self) -> bool:
         return False
 
-    def use(self, show: Show) -> Use:
-        found, strays = self.list_namespaces(show)
-        rows, bounds = [one.use() for one in found], self.bounds()
-        return Use(
-            sum(one.chunks for one in rows),
-            sum(one.nbytes for one in rows),
-            exact=True,
-            namespaces=rows,
-            bounds=bounds,
-            limits=self._limits(bounds),
-            free_nbytes=None,
-            strays=strays,
-        )
+    def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
+        del show
+        content = Content(description, self.state(description))
+        for _, items in itertools.groupby(self.items(description), lambda one: one.path[:2]):
+            content.add(PartUsage.of(items, long=long))
+        return content
 
-    def _limits(self, limits: Limits) -> Mapping[str, float | None]:
+    def verify(
+        self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
+    ) -> Verification:
+        result, checker = Verification(description, self.state(description)), Checker(keys)
+
+        def check(item: Item) -> tuple[str, Check, bool]:
+            try:
+                data, version = self.read(description, item)
+            except OSError as problem:
+                return item.path, Check("error", (str(problem),), 0), False
+            where = ExpectedEntry(description.name, item.chunk, item.shard)
+            done = checker.check_bytes(memoryview(bytearray(data)), where)
+            if not repair or done.outcome not in ("corrupt", "foreign") or item.shard is None:
+                return item.path, done, False
+            name = entry_name(item.chunk, item.shard)
+            return item.path, done, self.storage_of(description).delete(name, version)
+
+        fans = sampled([f"{fan:02x}" for fan in range(256)], share)
+        run: list[Item] = []
+        for item in itertools.chain(self.items(description), [None]):
+            if item is not None and item.kind != "entry":
+                result.add_other(item)
+            elif item is not None and item.chunk[:2] in fans:
+                run.append(item)
+            if run and (item is None or len(run) == _HELD):
+                for path, done, removed in self.each(check, run):
+                    result.add(path, done)
+                    result.removed += removed
+                run = []
+                show(description.name[:_SHORT], amount=result.nbytes)
+        if wrong := result.wrong_description():
+            reason = f"{wrong}; the next save writes it anew"
+            result.problems.append((DESCRIPTION, "corrupt", reason))
+        return result
+
+    def limits_of(self, bounds: Limits) -> Mapping[str, float | None]:
         """Return limits in bytes and seconds; the limits of a disk are None."""
-        most = None if limits.max_bytes is None else nbytes_of(limits.max_bytes, 0)
-        return {"max_bytes": most, "min_free_bytes": None, "ttl_s": limits.ttl_s,
+        most = None if bounds.max_bytes is None else nbytes_of(bounds.max_bytes, 0)
+        return {"max_bytes": most, "min_free_bytes": None, "ttl_s": bounds.ttl_s,
                 "max_bytes_per_salt": None, "min_free_inodes": None}  # fmt: skip
-
-    def limits(self) -> Mapping[str, float | None]:
-        return self._limits(self.bounds())
 
     def own_ttls(self) -> int:
         """Return 0: chunks have no own times to live here."""
@@ -309,18 +337,20 @@ class ListedCatalog(Catalog, Generic[N]):
         most = total if limits.max_bytes is None else nbytes_of(limits.max_bytes, 0)
         now_ns = int(time.time() * 1e9)
         before_ns = 0 if limits.ttl_s is None else now_ns - int(limits.ttl_s * 1e9)
-        done = Collection(count, total, exact=True, within=True, limits=self._limits(limits),
+        done = Collection(count, total, exact=True, within=True, limits=self.limits_of(limits),
                           strays=strays)  # fmt: skip
-        doomed = _Doomed(found)
         if total > most or any(_is_before(one.oldest_ns, before_ns) for one in totals):
-            expired, evicted = doomed.find(total - most, before_ns, show)
+            for space in found:
+                space.find_befores(show)
+            chunks = [space.chunks for space in found]
+            expired, evicted = choose_victims(chunks, total - most, before_ns)
             done.deleted["expired"], done.deleted["evicted"] = expired, evicted
         if lost is not None:
-            done.deleted["lost_keys"] = self._add_unreadable(doomed, lost, show)
-        freed = doomed.totals
+            done.deleted["lost_keys"] = self._add_unreadable(found, lost, show)
+        freed = sum(done.deleted.values(), start=NOTHING)
         if freed.chunks and not dry_run:
             ask(f"Delete {counted(freed.chunks, 'chunk')}, {size(freed.nbytes)}, of {self.where}?")
-            for part in doomed.parts():
+            for part in _doomed(found):
                 self.delete(part)
                 for space, chunk in part:
                     space.chunks.remove(chunk.name)
@@ -349,19 +379,23 @@ class ListedCatalog(Catalog, Generic[N]):
         return Limits(max_bytes=min(sizes, default=None), ttl_s=min(times, default=None))
 
     def _add_unreadable(
-        self, doomed: _Doomed[N], lost: Callable[[], frozenset[str]], show: Show
+        self, spaces: Sequence[N], lost: Callable[[], frozenset[str]], show: Show
     ) -> DeletionTotals:
         """Add chunks sealed with none of the existing keys; includes keys made meanwhile."""
         found, done = [], 0
-        for space in doomed.spaces:
+        for space in spaces:
             for some in parts(space.chunks.all(), _AT_ONCE):
                 show("reading headers", done, amount=done, unit="chunks")
                 done += len(some)
                 ids = self.find_key_ids(space, some)
                 found += [(space, one, each) for one, each in zip(some, ids, strict=True)
                           if "" not in each and not one.pins]  # fmt: skip
-        known = lost()
-        return doomed.add((space, one) for space, one, ids in found if not known & ids)
+        known, added = lost(), NOTHING
+        for space, one, each in found:
+            if not known & each and not space.chunks.is_doomed(one.name):
+                space.chunks.doom(one.name, _LAST)
+                added += DeletionTotals(1, one.nbytes)
+        return added
 
     def remove(
         self, names: Sequence[str], *, everything: bool, force: bool, dry_run: bool, ask: Ask,
@@ -385,7 +419,7 @@ class ListedCatalog(Catalog, Generic[N]):
                 else:
                     some[space.name, one.name] = space, one
         alone = [one for one in some.values() if one[0].name not in whole]
-        rest = [one.use() for one in whole.values()]
+        rest = [one.use(show) for one in whole.values()]
         chunks = len(alone) + sum(one.chunks for one in rest)
         nbytes = sum(one.nbytes for _, one in alone) + sum(one.nbytes for one in rest)
         if (alone or whole) and not dry_run:
@@ -398,108 +432,40 @@ def _is_before(time_ns: int | None, before_ns: int) -> bool:
     return time_ns is not None and time_ns < before_ns
 
 
-def _node(chunk: ListedChunk) -> ChunkNode:
-    return ChunkNode(
-        chunk.before or "", b"", chunk.nbytes, len(chunk.paths), temporary=False,
-        pinned=tuple(chunk.pins),
-    )  # fmt: skip
+def choose_victims(
+    listings: Sequence[Listing], excess: int, before_ns: int
+) -> tuple[DeletionTotals, DeletionTotals]:
+    """Doom chunks not used since ``before_ns``, and more until ``excess`` bytes are freed.
+
+    A chunk comes after the chunks that follow it in prompts, also if they were written earlier.
+    Pinned ones stay. Returns what both amount to.
+    """
+    expired = evicted = NOTHING
+    by_need = ((one.by_need(), at) for at, one in enumerate(listings))
+    order = heapq.merge(*itertools.starmap(_from, by_need))
+    for place, (needed_ns, _, name, nbytes, at) in enumerate(order):
+        if needed_ns < before_ns:
+            expired += DeletionTotals(1, nbytes)
+        elif expired.nbytes + evicted.nbytes < excess:
+            evicted += DeletionTotals(1, nbytes)
+        else:
+            break
+        listings[at].doom(name, place)
+    return expired, evicted
 
 
-class _Doomed(Generic[N]):
-    """The chunks that `vua gc` deletes, in order; under 32 bytes for each that is stored."""
-
-    def __init__(self, spaces: Sequence[N]) -> None:
-        self.spaces = spaces
-        self.totals = NOTHING
-        self._trees: list[PrefixTree] = []
-        self._starts: list[int] = []
-        """The chunks in the trees before each."""
-        self._order: Indices = np.zeros(0, dtype=np.int32)
-        """Indices in all trees together."""
-        self._more: list[tuple[N, str]] = []
-
-    def find(
-        self, excess: int, before_ns: int, show: Show
-    ) -> tuple[DeletionTotals, DeletionTotals]:
-        """Take chunks not used since ``before_ns``, and more until ``excess`` bytes are freed.
-
-        A chunk comes after the chunks that follow it in prompts, also if they were written earlier.
-        Pinned ones stay. Returns what both amount to.
-        """
-        self._trees = [space.tree(show) for space in self.spaces]
-        self._starts = list(itertools.accumulate(map(len, self._trees[:-1]), initial=0))
-        needed_ns, depth = (np.concatenate(columns) for columns in
-                            zip(*(tree.needed() for tree in self._trees), strict=True))  # fmt: skip
-        np.negative(depth, out=depth)
-        order = np.lexsort((depth, needed_ns)).astype(depth.dtype)
-        del depth
-        expired = evicted = NOTHING
-        doomed = [self._order]
-        for start in range(0, len(order), _DELETED):
-            some, nbytes = self._loose(order[start : start + _DELETED])
-            freed = np.cumsum(nbytes)
-            old = int(np.searchsorted(needed_ns[some], before_ns))
-            left = excess - expired.nbytes - evicted.nbytes
-            stop = max(old, int(np.searchsorted(freed - nbytes, left)))
-            expired += DeletionTotals(old, int(freed[old - 1]) if old else 0)
-            evicted += DeletionTotals(stop - old, int(nbytes[old:stop].sum()))
-            doomed.append(some[:stop])
-            if stop < len(some):
-                break
-        self._order = np.concatenate(doomed)
-        self.totals = expired + evicted
-        return expired, evicted
-
-    def _loose(self, indices: Indices) -> tuple[Indices, Indices]:
-        """Return those of some chunks that no pin holds, and their bytes."""
-        nbytes, pinned = np.zeros(len(indices), np.int64), np.zeros(len(indices), np.bool_)
-        for number, mine, inside in self._by_tree(indices):
-            rows = self._trees[number].rows(inside)
-            nbytes[mine], pinned[mine] = rows["nbytes"], rows["pinned"]
-        return indices[~pinned], nbytes[~pinned]
-
-    def _by_tree(self, indices: Indices) -> Iterator[tuple[int, Indices, Indices]]:
-        """Yield each tree that holds some of these chunks, their positions here, and there."""
-        numbers = np.searchsorted(self._starts, indices, side="right") - 1
-        for number in np.unique(numbers).tolist():
-            mine = np.flatnonzero(numbers == number)
-            yield number, mine, indices[mine] - self._starts[number]
-
-    def add(self, chunks: Iterable[tuple[N, ListedChunk]]) -> DeletionTotals:
-        """Take more chunks, unless they go anyway; return what they amount to."""
-        goes = np.zeros(sum(map(len, self._trees)), dtype=np.bool_)
-        goes[self._order] = True
-        numbers = {id(space): number for number, space in enumerate(self.spaces)}
-
-        def is_new(space: N, chunk: ListedChunk) -> bool:
-            if not self._trees:
-                return True
-            number = numbers[id(space)]
-            return not goes[self._starts[number] + self._trees[number].index(chunk.name)]
-
-        new = [one for one in chunks if is_new(*one)]
-        self._more = [(space, one.name) for space, one in new]
-        added = DeletionTotals(len(new), sum(one.nbytes for _, one in new))
-        self.totals += added
-        return added
-
-    def parts(self) -> Iterator[list[tuple[N, ListedChunk]]]:
-        """Yield some at a time, in order."""
-        for start in range(0, len(self._order), _DELETED):
-            part = self._order[start : start + _DELETED]
-            names = np.empty(len(part), dtype=object)
-            for number, mine, inside in self._by_tree(part):
-                space, tree = self.spaces[number], self._trees[number]
-                for at, name in zip(mine.tolist(), tree.named(inside), strict=True):
-                    names[at] = (space, name)
-            yield _listed(names)
-        for start in range(0, len(self._more), _DELETED):
-            yield _listed(self._more[start : start + _DELETED])
+def _doomed(spaces: Sequence[N]) -> Iterator[list[tuple[N, ListedChunk]]]:
+    """Yield the chunks to delete in order, some at a time."""
+    going = ((one.chunks.doomed(), at) for at, one in enumerate(spaces))
+    order = heapq.merge(*itertools.starmap(_from, going))
+    while some := list(itertools.islice(order, _DELETED)):
+        found = ((spaces[at], spaces[at].chunks.get(name)) for _, name, at in some)
+        yield [(space, chunk) for space, chunk in found if chunk is not None]
 
 
-def _listed(names: Iterable[tuple[N, str]]) -> list[tuple[N, ListedChunk]]:
-    found = ((space, space.chunks.get(name)) for space, name in names)
-    return [(space, chunk) for space, chunk in found if chunk is not None]
+def _from(rows: Iterator[tuple[Any, ...]], at: int) -> Iterator[tuple[Any, ...]]:
+    """Add to rows whose they are."""
+    return ((*row, at) for row in rows)
 
 
 def seals(space: ListedNamespace, chunk: ListedChunk) -> set[str]:
@@ -553,20 +519,14 @@ class StorageNamespace(ListedNamespace):
     def shard_of(self, path: str) -> Shard | None:
         return parse_name(path)[1]
 
-    def read(self, name: str, most: int | None = None) -> tuple[bytes, bytes | None]:
-        """Return an entry's first bytes, by default all, and its version. Raises OSError."""
-        batch = Batch.of_bytes(name, self._nbytes[name], most)
-        filled = self.storage.read(batch)
-        if isinstance(filled.problem, EntryError):
-            raise OSError(str(filled.problem)) from filled.problem
-        if filled.problem is not None:
-            raise filled.problem
-        return bytes(batch.headers[0]), filled.version(0)
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """Return an entry's first bytes, by default all. Raises OSError."""
+        return read_entry(self.storage, name, self._nbytes[name], most)[0]
 
     def read_header(self, chunk: ListedChunk, path: str) -> EntryInfo | None:
         del chunk
         with contextlib.suppress(OSError, EntryError):
-            return parse_entry(self.read(path, MAX_HEADER_NBYTES)[0])
+            return parse_entry(self.read(path, MAX_HEADER_NBYTES))
         return None
 
     def listed(self, chunk: str) -> list[str]:
@@ -579,7 +539,7 @@ class StorageNamespace(ListedNamespace):
         name = path[3:].removesuffix(SUFFIX)
         if name not in self._nbytes:
             raise FileNotFoundError(path)
-        yield OpenFile(io.BytesIO(self.read(name)[0]))
+        yield OpenFile(io.BytesIO(self.read(name)))
 
     def write_pin(self, chunk: str, held: Sequence[str]) -> None:
         """As in the base class. Raises ConfigError if the storage keeps no pins."""
@@ -593,6 +553,19 @@ class StorageNamespace(ListedNamespace):
         if isinstance(self.storage, PinnedStorage):
             return self.storage
         raise ConfigError(f"{type(self.storage).__name__} keeps no pins")
+
+
+def read_entry(
+    storage: Storage, name: str, nbytes: int, most: int | None = None
+) -> tuple[bytes, bytes | None]:
+    """Return an entry's first bytes, by default all, and its version. Raises OSError."""
+    batch = Batch.of_bytes(name, nbytes, most)
+    filled = storage.read(batch)
+    if isinstance(filled.problem, EntryError):
+        raise OSError(str(filled.problem)) from filled.problem
+    if filled.problem is not None:
+        raise filled.problem
+    return bytes(batch.headers[0]), filled.version(0)
 
 
 class StorageCatalog(ListedCatalog[StorageNamespace]):
@@ -627,19 +600,19 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
         found, others = self.contents()
         return [StorageNamespace(one, self._storages[one.name]) for one in found], others
 
-    def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
-        del show
-        content = Content(description, self.state(description))
-        items = []
-        for entry in self._storages[description.name].list():
+    def items(self, description: Description) -> Iterator[Item]:
+        for entry in sorted(self._storages[description.name].list(), key=lambda one: one.name):
             chunk, shard = parse_name(entry.name)
             path = f"{chunk[:2]}/{entry.name}{SUFFIX}"
-            items.append(
-                Item(path, "entry", entry.nbytes, entry.last_used_s, chunk=chunk, shard=shard)
-            )
-        order = {chunk: at for at, chunk in enumerate(dict.fromkeys(one.chunk for one in items))}
-        content.add(PartUsage.of(sorted(items, key=lambda one: order[one.chunk]), long=long))
-        return content
+            times = (entry.nbytes, entry.last_used_s)
+            yield Item(path, "entry", *times, chunk=chunk, shard=shard)
+
+    def read(self, description: Description, item: Item) -> tuple[bytes, bytes | None]:
+        name = item.path[3:].removesuffix(SUFFIX)
+        return read_entry(self.storage_of(description), name, item.nbytes)
+
+    def storage_of(self, description: Description) -> Storage:
+        return self._storages[description.name]
 
     def claim(self) -> None:
         """Do nothing: a storage holds nothing else."""
@@ -669,28 +642,3 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
                 space.storage.remove_pins([(chunk.name, one) for one in chunk.pins])
             objects += len(chunk.paths)
         return objects
-
-    def verify(
-        self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
-    ) -> Verification:
-        space = StorageNamespace(description, self._storages[description.name])
-        result, checker = Verification(description, self.state(description)), Checker(keys)
-        names = space.matching("")
-        picked = random.sample(names, max(1, round(share * len(names)))) if names else []
-        for number, name in enumerate(sorted(picked), 1):
-            chunk = space.chunks.get(name)
-            for path in () if chunk is None else chunk.paths:
-                version = None
-                try:
-                    data, version = space.read(path)
-                    place = ExpectedEntry(description.name, name, space.shard_of(path))
-                    check = checker.check_bytes(memoryview(bytearray(data)), place)
-                except OSError as problem:
-                    check = Check("error", (str(problem),), 0)
-                result.add(path, check)
-                if repair and check.outcome in ("corrupt", "foreign"):
-                    result.removed += space.storage.delete(path, version)
-            show(description.name[:12], number, len(picked), amount=result.nbytes)
-        if wrong := result.wrong_description():
-            result.problems.append(("", "corrupt", wrong))
-        return result

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from vua.capacity.prefix_tree import Followers, PrefixTree
+from vua.capacity.listing import Listing
 from vua.errors import ConfigError, CorruptEntryError, ForeignEntryError
 from vua.format.identity import FIELDS, Identity, named_by, rope_order, varies_with_length
 from vua.format.keys import ChunkKey, KeyChain
@@ -175,27 +175,23 @@ class Continuations:
     """How many of these first chunks have extras: a salt, a LoRA adapter, an image."""
 
 
-def continuations(followers: Followers, gap: ChunkKey, before: str) -> Continuations:
+def continuations(listing: Listing, gap: ChunkKey, before: str) -> Continuations:
     """Return what follows chunk ``before`` ("": what begins prompts) instead of ``gap``."""
-    others = followers.without(followers.of(before), gap.name)
-    return Continuations(len(others), int(followers.extras[others].sum()))
+    return Continuations(*listing.others(before, gap.name))
 
 
-def first_salts(tree: PrefixTree, first: bytes) -> tuple[dict[str, int], list[str]]:
-    """Return the prompts in a tree by the digest of their salt, and which begin with ``first``.
+def first_salts(listing: Listing, first: bytes) -> tuple[dict[str, int], list[str]]:
+    """Return the listed prompts by the digest of their salt, and which begin with ``first``.
 
     ``first`` are the ids of one chunk. A digest is cut as by `vua top`, and "-" where a prompt has
     no salt, adapter or image. Prompts with secret names begin with nothing that is known here.
     """
     counts, same = Counter[str](), dict[str, None]()
-    for _, rows in tree.blocks():
-        for row in rows[rows["is_first"]]:
-            salt = bytes(row["before"])
-            salt = salt if any(salt) else b""
-            shown = salt.hex()[:_SHORT] or "-"
-            counts[shown] += 1
-            if hashlib.sha256(salt + first).digest() == bytes(row["name"]):
-                same[shown] = None
+    for name, salt in listing.firsts():
+        shown = salt[:_SHORT] or "-"
+        counts[shown] += 1
+        if hashlib.sha256(bytes.fromhex(salt) + first).hexdigest() == name:
+            same[shown] = None
     return dict(counts.most_common()), [*same]
 
 

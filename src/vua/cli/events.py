@@ -34,10 +34,8 @@ from importlib import import_module
 from typing import Any, Final
 
 import click
-import numpy as np
-import numpy.typing as npt
 
-from vua.capacity.prefix_tree import Indices, PrefixTree
+from vua.capacity.listing import Listing
 from vua.capacity.scan import Show
 from vua.catalog.base import Catalog, NamespaceCatalog
 from vua.catalog.opening import open_catalog
@@ -296,24 +294,7 @@ class StoredNamespace:
     """A namespace as the last look found it."""
 
     layouts: tuple[KVLayout, ...]
-    tree: PrefixTree
-    whole: npt.NDArray[np.bool_]
-    """Whether a chunk has all its files."""
-    stored: npt.NDArray[np.bool_]
-    """Whether a lookup can find it: it is whole, with all before it."""
-
-    def knows(self, at: Indices, mtimes_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Whether chunks with these indices were whole, and have the same mtimes."""
-        found = at < len(self.tree)
-        found[found] = self.whole[at[found]]
-        found[found] = self.tree.rows(at[found])["mtime_ns"] == mtimes_ns[found]
-        return found
-
-    def holds(self, at: Indices) -> npt.NDArray[np.bool_]:
-        """Whether a lookup found the chunks with these indices."""
-        found = at < len(self.tree)
-        found[found] = self.stored[at[found]]
-        return found
+    listing: Listing
 
 
 @command("events", "tell routers which chunks a cache holds")
@@ -416,19 +397,10 @@ def _content_of(
     layouts = past.layouts if past else space.layouts
     if not layouts:
         return None
-    tree = space.tree(show, past.tree if past else None)
-    find = past.tree.finder() if past else None
-    whole = np.zeros(len(tree), dtype=np.bool_)
-    for start, rows in tree.blocks():
-        known = np.zeros(len(rows), dtype=np.bool_)
-        if past and find and not space.lists_shards:
-            known = past.knows(find(rows["name"]), rows["mtime_ns"])
-        # A chunk without a file when the tree was read has no predecessor there: the next look's.
-        for at in np.flatnonzero(~known & (rows["nbytes"] > 0)).tolist():
-            known[at] = _is_whole(layouts, space.shards(bytes(rows["name"][at]).hex()))
-        whole[start : start + len(rows)] = known
-    find = None  # its memory is needed now
-    return StoredNamespace(layouts, tree, whole, tree.reached(whole))
+    listing = space.listing(show, past.listing if past else None)
+    known = past.listing if past and not space.lists_shards else None
+    listing.judge(lambda chunk: _is_whole(layouts, space.shards(chunk)), known)
+    return StoredNamespace(layouts, listing)
 
 
 def _is_whole(layouts: Sequence[KVLayout], shards: Iterable[Shard | None]) -> bool:
@@ -448,36 +420,17 @@ def changes(
     for namespace in sorted({*past, *now}):
         common = {"medium": "STORAGE", "locality": locality, "ownership": namespace}
         old, new = past.get(namespace), now.get(namespace)
-        for row in _only_in(old, new, last_first=True):
-            yield {"type": "BlockRemoved", "block_hashes": [bytes(row["name"])], **common}
-        for row in _only_in(new, old):
+        was, found = (None if one is None else one.listing for one in (old, new))
+        for name, _ in was.news(found, leaves_first=True) if was is not None else ():
+            yield {"type": "BlockRemoved", "block_hashes": [bytes.fromhex(name)], **common}
+        for name, before in found.news(was) if found is not None else ():
             yield {
                 "type": "BlockStored",
-                "block_hashes": [bytes(row["name"])],
-                "parent_block_hash": None if row["is_first"] else bytes(row["before"]),
+                "block_hashes": [bytes.fromhex(name)],
+                "parent_block_hash": bytes.fromhex(before) or None,
                 "token_ids": [],
                 "block_size": now[namespace].layouts[0].chunk_tokens,
                 "lora_id": None,
                 "lora_name": None,
                 **common,
             }
-
-
-def _only_in(
-    one: StoredNamespace | None, other: StoredNamespace | None, *, last_first: bool = False
-) -> Iterator[Any]:
-    """Yield what a lookup found in one look and not in the other, parents before children."""
-    if one is None:
-        return
-    which = one.stored
-    if other is not None:
-        which, find = one.stored.copy(), other.tree.finder()
-        for start, rows in one.tree.blocks():
-            at = find(rows["name"])
-            which[start : start + len(rows)] &= ~other.holds(at)
-        del find
-    order = one.tree.order(which) if which.any() else np.empty(0, dtype=np.int64)
-    del which
-    for start in range(0, len(order), _BATCH):
-        part = order[::-1][start : start + _BATCH] if last_first else order[start : start + _BATCH]
-        yield from one.tree.rows(part)

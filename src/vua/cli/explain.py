@@ -413,14 +413,14 @@ def _answer(
     if gap is None or question.quick:
         return answer
     with progress() as show:
-        tree = catalog.tree(found, show)
-    if tree is None:
+        listing = catalog.listing(found, show)
+    if listing is None:
         return answer
     if gap.index == 0:
-        salts, same = first_salts(tree, ids[: 4 * answer.size])
+        salts, same = first_salts(listing, ids[: 4 * answer.size])
         answer = replace(answer, salts=salts, same=same)
     before = keys[gap.index - 1].name if gap.index else ""
-    return replace(answer, others=continuations(tree.followers(), gap.key, before))
+    return replace(answer, others=continuations(listing, gap.key, before))
 
 
 # -- for programs -----------------------------------------------------------------------------

@@ -263,6 +263,8 @@ def _compare(now: Snapshot, now_ns: int, took_s: float) -> dict[str, Any]:
         },
         "salts": dict(salts[:10]),
     }
+
+
 # -- for the page ---------------------------------------------------------------------------------
 
 

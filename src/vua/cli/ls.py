@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Final
 
 import click
-import numpy as np
-import numpy.typing as npt
 
-from vua.capacity.prefix_tree import PrefixTree
+from vua.capacity.listing import Listing
 from vua.catalog.base import SHORT, Content, counted, size
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
@@ -20,8 +17,6 @@ from vua.cli.output import Lazy, Report, line, print_strays, progress, table, wh
 from vua.errors import ConfigError
 
 SORTS: Final = ("name", "size", "newest", "prompt")
-_AT_ONCE: Final = 1 << 10
-"""Chunks whose places are looked up at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +28,8 @@ class LsReport(Report):
     strays: Sequence[str]
     """Names and paths of files that are not VUA's."""
     long: bool
-    prompts: Mapping[str, Prompts] | None = None
-    """By namespace its chunks in the order of prompts."""
+    prompts: Mapping[str, Listing] | None = None
+    """By namespace its chunks, to be shown in the order of prompts."""
     model: str | None = None
     """What was asked for; None: everything."""
 
@@ -100,16 +95,16 @@ def _row(content: Content) -> list[object]:
     ]
 
 
-def _show_chunks(content: Content, prompts: Prompts | None) -> None:
+def _show_chunks(content: Content, listing: Listing | None) -> None:
     print()
     line("", f"{content.description.path}  {content.model}".rstrip())
     if not content.entries:
         print("no chunks")
         return
     layout = content.description.layout
-    if prompts is not None and layout is not None:
-        nbytes_of, tokens = prompts.nbytes_of(content), layout.chunk_tokens
-        table([" tokens to", "chunk", " size"], lambda: prompts.rows(content, nbytes_of, tokens))
+    if listing is not None and layout is not None:
+        tokens = layout.chunk_tokens
+        table([" tokens to", "chunk", " size"], lambda: _in_prompts(listing, tokens))
         return
     table(["chunk", "shards", " size", "newest"], lambda: _rows(content))
 
@@ -125,60 +120,11 @@ def _rows(content: Content) -> Iterator[Sequence[object]]:
         )
 
 
-class Prompts:
-    """The chunks of a namespace in the order of prompts; what no lookup reaches comes last."""
-
-    def __init__(self, tree: PrefixTree) -> None:
-        self._tree = tree
-        kind = "i" if tree.parent.itemsize == array("i").itemsize else "q"
-        self._order, self._before = array(kind), array(kind)
-        """Chunks by their indices, and how many are before each in its prompt."""
-        children, dtype = tree.children(), tree.parent.dtype
-        first = np.flatnonzero(tree.parent == np.arange(len(tree), dtype=dtype)).astype(dtype)
-        for root in first:
-            waiting = [(int(root), 0)]
-            while waiting:
-                at, before = waiting.pop()
-                self._order.append(at)
-                self._before.append(before)
-                waiting += [(one, before + 1) for one in reversed(children(at))]
-
-    def nbytes_of(self, content: Content) -> npt.NDArray[np.int64]:
-        """Return the bytes of each chunk's entries, by its index; -1 if there are none."""
-        found = np.full(len(self._tree), -1, dtype=np.int64)
-        for at, _, nbytes in self._indexed(content):
-            if at < len(found):
-                found[at] = nbytes
-        return found
-
-    def _indexed(self, content: Content) -> Iterator[tuple[int, str, int]]:
-        """Yield the index of each chunk, its name and its bytes."""
-        sizes, find = _sizes(content), self._tree.finder()
-        while some := list(islice(sizes, _AT_ONCE)):
-            digests = np.frombuffer(bytes.fromhex("".join(chunk for chunk, _ in some)), "V32")
-            for at, one in zip(find(digests).tolist(), some, strict=True):
-                yield (at, *one)
-
-    def rows(
-        self, content: Content, nbytes_of: npt.NDArray[np.int64], tokens: int
-    ) -> Iterator[Sequence[object]]:
-        """Yield a row for each chunk of ``tokens`` tokens."""
-        is_placed = np.zeros(len(self._tree), dtype=np.bool_)
-        order = np.frombuffer(self._order, dtype=self._tree.parent.dtype)
-        is_placed[order] = True
-        for at, before, name in zip(
-            self._order, self._before, self._tree.named(order), strict=True
-        ):
-            if nbytes_of[at] >= 0:
-                yield (before + 1) * tokens, name, size(int(nbytes_of[at]))
-        for at, chunk, nbytes in self._indexed(content):
-            if at == len(is_placed) or not is_placed[at]:
-                yield "-", chunk, size(nbytes)
-
-
-def _sizes(content: Content) -> Iterator[tuple[str, int]]:
-    for chunk, entries in groupby(content.entries, lambda one: one.chunk):
-        yield chunk, sum(one.nbytes for one in entries)
+def _in_prompts(listing: Listing, tokens: int) -> Iterator[Sequence[object]]:
+    """Yield a row for each chunk of ``tokens`` tokens; what no lookup reaches comes last."""
+    for before, name, nbytes in listing.prompts():
+        if nbytes:
+            yield "-" if before is None else (before + 1) * tokens, name, size(nbytes)
 
 
 @command("ls", "list what a cache holds")
@@ -213,14 +159,14 @@ def ls(
         contents = [catalog.content(one, show, long=long) for one in found]
     if model is not None:
         contents = [one for one in contents if _is_meant(one, model)]
-    prompts: dict[str, Prompts] | None = None
+    prompts: dict[str, Listing] | None = None
     if sort == "prompt":
         prompts = {}
         with progress() as show:
             for one in contents:
-                if (tree := catalog.tree(one.description, show)) is None:
+                if (listing := catalog.listing(one.description, show)) is None:
                     raise ConfigError(f"{directory}: names in a bucket do not say the prompt")
-                prompts[one.description.name] = Prompts(tree)
+                prompts[one.description.name] = listing
     strays = others + [f"{one.description.name}/{path}" for one in contents for path in one.strays]
     if sort in ("size", "newest"):
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)

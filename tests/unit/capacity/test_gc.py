@@ -1,4 +1,4 @@
-"""Mirrors `gc`, `prefix_tree` and the commands that change a directory."""
+"""Mirrors `gc`, `listing` and the commands that change a directory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from commands import run, run_json
 from helpers import SOON_S, DirectoryTest, Memory, caches_of, flip, model_arrays, save_chunk
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
+from vua.capacity.listing import ancestors, read_listing
 from vua.capacity.lru import server_now_ns
 from vua.capacity.marks import pin, settle_ttl, unpin
-from vua.capacity.prefix_tree import ancestors, read_prefix_tree
 from vua.capacity.scan import Space, spaces
 from vua.capacity.usage import measure
 from vua.cli.upkeep import rm
@@ -460,7 +460,6 @@ class TestTogether(DirectoryTest):
         self.assertEqual([[]] * 3, [report["problems"] for report in reports])
         self.assertLessEqual(highest, 1.05 * most)
         with spaces(self.root) as found:
-            chains = [read_prefix_tree(space) for space in found]
-        orphans = sum(int((one.parent == len(one)).sum()) for one in chains)
-        self.assertEqual(0, orphans)
+            orphans = [name for space in found for name in read_listing(space).orphans()]
+        self.assertEqual([], orphans)
         self.assertEqual(0, run("verify", self.root)[0])

@@ -26,8 +26,8 @@ from vua.capacity.evictor import PINNED_SHARE, Evictor
 from vua.capacity.gc import collect
 from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
+from vua.capacity.listing import read_listing
 from vua.capacity.lru import server_now_ns
-from vua.capacity.prefix_tree import read_prefix_tree
 from vua.capacity.scan import Space, lowest, spaces
 from vua.capacity.usage import measure
 from vua.core import VUA
@@ -232,11 +232,11 @@ class TestClocks(UpkeepTest):
                     self.assertEqual(16, put(vua, number), number)
                 self.assertGreaterEqual(self.stored(vua, 13), 16)
                 self.assertGreaterEqual(self.stored(vua, 12), 16)
-            chain = read_prefix_tree(self.space())
+            listing = read_listing(self.space())
             late = [
-                index
-                for index, above in enumerate(chain.parent.tolist())
-                if above < len(chain.mtimes_ns) and chain.mtimes_ns[above] < chain.mtimes_ns[index]
+                one.name
+                for one in listing.all()
+                if (above := listing.get(one.before or "")) and above.used_ns < one.used_ns
             ]
             self.assertEqual([], late, "no chunk is younger than the one before it")
 
@@ -352,13 +352,12 @@ class TestPins(UpkeepTest):
                 tokens = torch.arange(number * 1000, number * 1000 + TOKENS)
                 self.assertEqual([TOKENS], vua.pin(tokens))
         space = self.space()
-        pinned = read_prefix_tree(space).nbytes.sum()
+        pinned = read_listing(space).totals().nbytes
         self.assertGreater(pinned, PINNED_SHARE * 4 * self.one)
         with VUA(config(4 * self.one), self.root) as vua:
             for number in range(10, 13):
                 self.assertEqual(16, put(vua, number))
-            chain = read_prefix_tree(space)
-            left = int(chain.nbytes[chain.pinned].sum())
+            left = read_listing(space).totals().pinned_nbytes
             self.assertTrue(0.4 * 4 * self.one <= left <= 0.5 * 4 * self.one, left / self.one)
             self.assertGreater(self.stored(vua, 3), self.stored(vua, 0))
 
@@ -439,7 +438,7 @@ class TestCircles(UpkeepTest):
     def circle(self) -> list[Path]:
         """Let the prompt's last three chunks follow each other."""
         space = self.space()
-        names = read_prefix_tree(space).in_order()[-3:]
+        names = [*read_listing(space).in_order()][-3:]
         paths = [self.root / space.name / name[:2] / name for name in names]
         for path, before in zip(paths, [names[-1], *names], strict=False):
             (path / f"{AFTER}{before}").touch()
@@ -458,7 +457,7 @@ class TestCircles(UpkeepTest):
     def test_import(self) -> None:
         """An archive that says so is refused there; the rest of it is taken in."""
         archive, forged = self.root.parent / "a.tar", self.root.parent / "b.tar"
-        names = read_prefix_tree(self.space()).in_order()
+        names = [*read_listing(self.space()).in_order()]
         self.assertEqual(0, run("export", self.root, archive, "--all")[0])
         last, before = names[-1], names[-2]
         ustar = tarfile.USTAR_FORMAT

@@ -32,7 +32,7 @@ from helpers import (
     until,
 )
 from routers import PATIENCE_MS, SocketTest
-from vua.capacity.prefix_tree import PrefixTree
+from vua.capacity.listing import Listing
 from vua.catalog.directory import DirectoryNamespace
 from vua.cli.events import EventSocket
 from vua.core import VUA, VUAConfig
@@ -125,9 +125,9 @@ class TestEvents(CliTest):
         (file,) = self.root.glob(f"*/{KEYS[1][:2]}/{KEYS[1]}/*.safetensors")
         partial = file.with_name(".tmp-0-1-0")
         file.rename(partial)
-        real = DirectoryNamespace.tree
+        real = DirectoryNamespace.listing
 
-        def tree(self: DirectoryNamespace, *words: Any) -> PrefixTree:
+        def listing(self: DirectoryNamespace, *words: Any) -> Listing:
             found = real(self, *words)
             if self.name == file.parents[2].name and partial.exists():
                 partial.rename(file)
@@ -135,7 +135,7 @@ class TestEvents(CliTest):
 
         steps = iter([lambda: None, lambda: shutil.rmtree(self.root)])
         with (
-            mock.patch.object(DirectoryNamespace, "tree", tree),
+            mock.patch.object(DirectoryNamespace, "listing", listing),
             mock.patch("time.sleep", side_effect=lambda _: next(steps)()),
         ):
             found = lines(run("events", self.root, "--follow")[1])

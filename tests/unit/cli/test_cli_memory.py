@@ -9,17 +9,14 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from helpers import DirectoryTest
 from tools import fill
-from vua.capacity.prefix_tree import ChunkNode, tree_of
 from vua.catalog.opening import open_catalog
 from vua.cli import main
 from vua.cli.events import changes, content
 from vua.cli.looks import watch
-from vua.cli.ls import Prompts
 
 MOST = 32
 
@@ -109,19 +106,6 @@ class MemoryTest(DirectoryTest):
     def test_worst(self) -> None:
         """What needed 500 bytes and more for each chunk, before it went by fan-out directories."""
         self.check(1024, 2048, "gc", "top")
-
-    @pytest.mark.thorough
-    def test_many_short_prompts(self) -> None:
-        """The order of prompts, though every second chunk begins one."""
-        digests = np.random.default_rng(0).bytes(32 * 40_000)
-        names = [digests[at : at + 32].hex() for at in range(0, len(digests), 32)]
-        before = ["" if at % 2 == 0 else names[at - 1] for at in range(len(names))]
-        nodes = (
-            (name, 1, ChunkNode(above, b"", 1, 1, temporary=False, pinned=()))
-            for name, above in zip(names, before, strict=True)
-        )
-        tree = tree_of(nodes)
-        self.assertLess(self.peak(lambda: Prompts(tree)) / len(tree), MOST)
 
     @pytest.mark.thorough
     def test_all(self) -> None:

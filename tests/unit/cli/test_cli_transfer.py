@@ -16,7 +16,7 @@ import torch
 from commands import run, run_json
 from helpers import DirectoryTest, Memory, caches_of, flip, kv_bits, model_arrays, save_chunk
 from vua.capacity.limits import Limits, write_bounds
-from vua.capacity.prefix_tree import ancestors
+from vua.capacity.listing import ancestors
 from vua.capacity.scan import Space
 from vua.catalog.archive import Writer
 from vua.core import VUA, VUAConfig

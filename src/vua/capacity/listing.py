@@ -1,0 +1,634 @@
+"""The chunks that a tool sees, in a temporary database: they may not fit into memory.
+
+A directory, a bucket and any other storage fill a :class:`Listing` alike, and commands ask it. It
+holds names, sizes, times, pins, and which chunk precedes which. A header names the preceding chunk
+(`parent`), and where extras hide that, a file ``after-<name>`` beside it does. This gives the order
+of prompts, orphans (chunks that no lookup can reach any more), and each chunk's salt. Headers cost
+one read per chunk, so serving processes never list them.
+
+SQLite keeps 2 MB in memory. The rest is in a file without a name, in the folder that
+SQLite chooses (``SQLITE_TMPDIR``, ``TMPDIR``), and ends with the process. Where no temporary file
+can be made, or the disk has little space left, all of it stays in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import itertools
+import os
+import re
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
+
+from vua.capacity.lru import mtime_ns_of
+from vua.capacity.scan import Show, Space, chunks_of, fans_of, listed, silent
+from vua.errors import ConfigError
+from vua.format.parse import parent_in
+from vua.io.posix import close_quietly
+from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
+from vua.storage.names import AFTER, PIN
+
+if TYPE_CHECKING:
+    import sqlite3
+
+R = TypeVar("R")
+
+_HEADER_NBYTES: Final = 1024
+"""Enough of a header to hold the parent's hash."""
+_NAME: Final = re.compile(r"[0-9a-f]{64}")
+_LEAST_NBYTES: Final = 1 << 30
+"""Free space that a temporary file needs: some millions of chunks."""
+_AT_ONCE: Final = 1 << 10
+"""Rows that are written, or read, by one statement."""
+_SCHEMA: Final = """
+    PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;
+    CREATE TABLE chunks (
+        name TEXT PRIMARY KEY, nbytes INT, used_ns INT, paths TEXT, before TEXT, salt TEXT,
+        told INT, incomplete INT, goes INT
+    ) WITHOUT ROWID;
+    CREATE TABLE marks (chunk TEXT, path TEXT, pin TEXT, before TEXT);
+    CREATE INDEX marked ON marks (chunk);
+    CREATE TABLE places (name TEXT PRIMARY KEY, depth INT, needed_ns INT) WITHOUT ROWID;
+    CREATE TABLE fresh (name TEXT PRIMARY KEY) WITHOUT ROWID;
+    CREATE VIEW pinned AS
+        SELECT * FROM chunks WHERE name IN (SELECT chunk FROM marks WHERE pin IS NOT NULL);
+    CREATE VIEW orphans AS
+        SELECT * FROM chunks WHERE before <> '' AND before NOT IN (SELECT name FROM chunks);
+"""
+"""``before``: the preceding chunk, "" for a first or unreadable one, NULL if not known yet.
+``told``: whether an object of the bucket tells that. ``incomplete``: whether no lookup takes the
+chunk. ``goes``: at which place in the order of deletion."""
+_WALK: Final = """
+    CREATE VIEW {0} AS WITH RECURSIVE below (name, depth, salt) AS (
+        SELECT name, 0, salt FROM chunks WHERE {1}
+        UNION ALL
+        SELECT chunks.name, depth + 1, below.salt
+        FROM below CROSS JOIN chunks ON before = below.name WHERE {2}
+    ) SELECT * FROM below;
+"""
+"""Chunks for which a condition holds, and all that follow, as far as these fulfil another one; each
+with the chunks before it, and the salt of the first."""
+_WALKS: Final = (
+    ("reached", "before = ''", "1"),
+    ("salted", "before = '' AND salt <> ''", "1"),
+    ("found", "before = '' AND incomplete IS NULL", "incomplete IS NULL"),
+    ("rooted", "before = '' OR name IN (SELECT name FROM orphans)", "1"),
+)
+_PROMPTS: Final = """
+    WITH RECURSIVE below (depth, name, nbytes) AS (
+        SELECT 0, name, nbytes FROM chunks WHERE before = ''
+        UNION ALL
+        SELECT depth + 1, chunks.name, chunks.nbytes
+        FROM below CROSS JOIN chunks ON before = below.name
+        ORDER BY 1 DESC, 2
+    ) SELECT * FROM below
+"""
+"""The deepest that is known comes next, so that each prompt is followed to its end."""
+_BELOW: Final = """
+    WITH RECURSIVE below (name, depth) AS (
+        SELECT name, 0 FROM chunks WHERE name = :start
+        UNION ALL
+        SELECT chunks.name, depth + 1 FROM below CROSS JOIN chunks ON before = below.name
+        WHERE chunks.name <> :start
+    ) SELECT name FROM below ORDER BY depth * :way, name
+"""
+"""A circle ends where it began."""
+_ADD: Final = """
+    INSERT INTO chunks (name, paths, nbytes, used_ns) VALUES (?, ?, ?, ?)
+    ON CONFLICT (name) DO UPDATE SET
+        paths = paths || char(10) || excluded.paths,
+        nbytes = nbytes + excluded.nbytes, used_ns = max(used_ns, excluded.used_ns)
+"""
+_CHUNK: Final = "SELECT name, nbytes, used_ns, paths, before FROM chunks"
+_TELL: Final = (
+    "UPDATE chunks SET before = coalesce(before, ?), told = max(?, ifnull(told, 0)) WHERE name = ?"
+)
+_NEEDED: Final = """
+    UPDATE places SET needed_ns = max(needed_ns, ifnull((
+        SELECT max(after.needed_ns) FROM chunks CROSS JOIN places AS after
+        ON after.name = chunks.name WHERE before = places.name
+    ), 0)) WHERE depth = ?
+"""
+
+
+# -- a chunk's folder in a directory --------------------------------------------------------------
+
+
+class ChunkNode(NamedTuple):
+    """The content of one chunk's directory."""
+
+    before: str
+    """The preceding chunk, empty for a first chunk (or if nothing can be read)."""
+    salt: bytes
+    """For a first chunk: the digest of its extras, empty without."""
+    nbytes: int
+    files: int
+    """Entries, whole or damaged."""
+    temporary: bool
+    """Whether files are being written there, or were left behind."""
+    pinned: tuple[str, ...]
+    """The chunks whose pins hold this one."""
+
+
+def read_node(space: Space, chunk: str, *, header: bool = True) -> ChunkNode:
+    """Read a chunk's directory and one of its headers; unreadable parts are left out."""
+    before, salt, nbytes, files, temporary = "", b"", 0, 0, False
+    pinned, known = [], not header
+    with listed(space.fd, chunk_path(chunk)) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):  # after- comes first
+            name = entry.name
+            if name.startswith(AFTER):
+                before, known = name[len(AFTER) :], True
+            elif name.startswith(PIN):
+                pinned.append(name[len(PIN) :])
+            elif name.startswith(TEMPORARY):
+                temporary = True
+            elif name.endswith(SUFFIX):
+                files += 1
+                with contextlib.suppress(OSError):
+                    nbytes += entry.stat(follow_symlinks=False).st_size
+                if not known:
+                    found = _read_parent(space, f"{chunk_path(chunk)}/{name}")
+                    if found is not None:
+                        (before, salt), known = found, True
+    return ChunkNode(before, salt, nbytes, files, temporary, tuple(pinned))
+
+
+def _read_parent(space: Space, path: str) -> tuple[str, bytes] | None:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags, dir_fd=space.fd)
+        try:
+            head = os.pread(fd, _HEADER_NBYTES, 0)
+        finally:
+            close_quietly(fd)
+    except OSError:
+        return None
+    return parent_in(head)
+
+
+def ancestors(space: Space, chunk: str) -> Iterator[str]:
+    """Yield a chunk and those before it, up to the first one or a gap."""
+    seen = set()
+    while chunk and chunk not in seen and mtime_ns_of(space.fd, chunk) is not None:
+        yield chunk
+        seen.add(chunk)
+        chunk = read_node(space, chunk).before
+
+
+# -- the database ---------------------------------------------------------------------------------
+
+
+def temporary_database(schema: str) -> sqlite3.Connection:
+    """Return a database that ends with its connection; statements are in force at once.
+
+    Raises ConfigError where Python was built without SQLite.
+    """
+    try:
+        sqlite = importlib.import_module("sqlite3")
+    except ImportError as problem:
+        msg = "this Python was built without sqlite3, which lists chunks: take another Python"
+        raise ConfigError(msg) from problem
+    where = ":memory:"
+    with contextlib.suppress(OSError), tempfile.TemporaryFile() as probe:
+        status = os.fstatvfs(probe.fileno())
+        if status.f_bavail * status.f_frsize >= _LEAST_NBYTES:
+            where = ""
+    found: sqlite3.Connection = sqlite.connect(where, isolation_level=None, check_same_thread=False)
+    found.executescript(f"PRAGMA temp_store = {'MEMORY' if where else 'FILE'}; {schema}")
+    return found
+
+
+class ListedChunk(NamedTuple):
+    """A chunk, as listed."""
+
+    name: str
+    nbytes: int
+    used_ns: int
+    """Its last use; in a bucket when the youngest of its entries was written, or renewed."""
+    paths: Sequence[str]
+    """Its entries, relative to the namespace; none for a directory."""
+    before: str | None
+    """The preceding chunk: "" for a first or unreadable one, None if not known yet."""
+    marks: Sequence[str]
+    """Paths of empty objects beside them."""
+    pins: Sequence[str]
+    """The chunks whose pins hold this one."""
+
+
+class ListingTotals(NamedTuple):
+    """What all chunks of a listing have."""
+
+    chunks: int
+    nbytes: int
+    pinned: int
+    """Chunks that pins hold."""
+    pinned_nbytes: int
+    oldest_ns: int | None
+    newest_ns: int | None
+
+
+class _Part(NamedTuple):
+    """What was found in a fan-out directory."""
+
+    rows: list[tuple[str, int, int, str | None, str]]
+    """Name, bytes, mtime in ns, preceding chunk, digest of a first chunk's extras (hex)."""
+    pins: list[tuple[str, str]]
+    """Held chunks, each with the pinned one."""
+    unsettled: list[str]
+
+
+class Listing:
+    """Chunks by name. Only :meth:`tell_befores` may be called by several threads at once."""
+
+    def __init__(self) -> None:
+        """Begin without chunks. Raises ConfigError where Python was built without SQLite."""
+        self._base = temporary_database(_SCHEMA + "".join(_WALK.format(*one) for one in _WALKS))
+        weakref.finalize(self, self._base.close)
+        self._lock = threading.Lock()
+        self._added: list[tuple[str, str, int, int]] = []
+        self.unsettled: list[str] = []
+        """Chunks of a directory without a file, or with temporary ones."""
+
+    # -- what a listing finds ---------------------------------------------------------------------
+
+    def add(self, name: str, path: str, nbytes: int, used_s: float) -> None:
+        """Add an entry of a chunk."""
+        self._added.append((name, path, nbytes, int(used_s * 1e9)))
+        if len(self._added) >= _AT_ONCE:
+            self._write()
+
+    def _write(self) -> None:
+        if self._added:
+            self._base.executemany(_ADD, self._added)
+            self._added = []
+
+    def add_part(self, part: _Part) -> None:
+        """Add whole chunks."""
+        self._base.executemany(
+            "INSERT INTO chunks (name, nbytes, used_ns, before, salt) VALUES (?, ?, ?, ?, ?)",
+            part.rows,
+        )
+        self._base.executemany("INSERT INTO marks VALUES (?, '', ?, NULL)", part.pins)
+        self.unsettled += part.unsettled
+
+    def mark(
+        self, chunk: str, path: str, *, pin: str | None = None, before: str | None = None
+    ) -> None:
+        """Add an object beside a chunk's entries: it holds the chunk, or tells what precedes it."""
+        self._base.execute("INSERT INTO marks VALUES (?, ?, ?, ?)", (chunk, path, pin, before))
+
+    def end(self) -> list[str]:
+        """End the listing; return the paths of marks whose chunk has no entry."""
+        self._write()
+        self._base.execute(
+            "UPDATE chunks SET before = (SELECT max(before) FROM marks WHERE chunk = name) "
+            "WHERE name IN (SELECT chunk FROM marks WHERE before IS NOT NULL)"
+        )
+        lost = "SELECT path FROM marks WHERE chunk NOT IN (SELECT name FROM chunks)"
+        return [path for (path,) in self._base.execute(lost)]
+
+    # -- one chunk, or some -----------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        count: int = self._base.execute("SELECT count(*) FROM chunks").fetchone()[0]
+        return count
+
+    def __contains__(self, name: str) -> bool:
+        return self.get(name) is not None
+
+    def get(self, name: str) -> ListedChunk | None:
+        row = self._base.execute(f"{_CHUNK} WHERE name = ?", (name,)).fetchone()
+        return None if row is None else self._chunk(row)
+
+    def _chunk(self, row: Sequence[Any]) -> ListedChunk:
+        name, nbytes, used_ns, paths, before = row
+        beside = self._base.execute("SELECT path, pin FROM marks WHERE chunk = ?", (name,))
+        marks = beside.fetchall()
+        pins = [pin for _, pin in marks if pin is not None]
+        paths = paths.split("\n") if paths else ()
+        return ListedChunk(name, nbytes, used_ns, paths, before, [path for path, _ in marks], pins)
+
+    def all(self, where: str = "1", *values: object) -> Iterator[ListedChunk]:
+        """Yield the chunks for which an SQL expression holds, by name; some may go meanwhile."""
+        last = ""
+        more = f"{_CHUNK} WHERE name > ? AND ({where}) ORDER BY name LIMIT {_AT_ONCE}"
+        while rows := self._base.execute(more, (last, *values)).fetchall():
+            yield from map(self._chunk, rows)
+            last = rows[-1][0]
+
+    def unread(self) -> Iterator[ListedChunk]:
+        """Yield the chunks of which is not known what precedes them."""
+        return self.all("before IS NULL")
+
+    def pinned(self, before_ns: int) -> Iterator[ListedChunk]:
+        """Yield the chunks that pins hold, and that were last used before a time."""
+        return self.all("name IN (SELECT name FROM pinned) AND used_ns < ?", before_ns)
+
+    def names(self, digits: str = "") -> Iterator[tuple[str, int]]:
+        """Yield the names of chunks that begin with some digits, and when each was used, in ns."""
+        return iter(
+            self._base.execute(
+                "SELECT name, used_ns FROM chunks WHERE name >= ? AND name < ? ORDER BY name",
+                (digits, f"{digits}g"),
+            )
+        )
+
+    def totals(self) -> ListingTotals:
+        chunks, nbytes, oldest_ns, newest_ns = self._base.execute(
+            "SELECT count(*), ifnull(sum(nbytes), 0), min(used_ns), max(used_ns) FROM chunks"
+        ).fetchone()
+        pinned, pinned_nbytes = self._base.execute(
+            "SELECT count(*), ifnull(sum(nbytes), 0) FROM pinned"
+        ).fetchone()
+        return ListingTotals(chunks, nbytes, pinned, pinned_nbytes, oldest_ns, newest_ns)
+
+    def pins(self) -> dict[str, int]:
+        """Return the pinned chunks, each with the number of chunks that its pin holds."""
+        return dict(
+            self._base.execute(
+                "SELECT pin, count(*) FROM marks WHERE pin IS NOT NULL "
+                "AND chunk IN (SELECT name FROM chunks) GROUP BY pin ORDER BY pin"
+            )
+        )
+
+    def remove(self, name: str) -> None:
+        self._base.execute("DELETE FROM chunks WHERE name = ?", (name,))
+
+    # -- which chunk precedes which ---------------------------------------------------------------
+
+    def tell_befores(self, pairs: Iterable[tuple[str, str]], *, told: bool = False) -> None:
+        """Note chunks with the one that precedes each, where it is not known. Thread-safe.
+
+        ``told``: an object of the bucket tells it.
+        """
+        with self._lock:
+            self._base.executemany(_TELL, ((before, told, name) for name, before in pairs))
+
+    def befores(self, *, untold: bool = False) -> Iterator[tuple[str, str]]:
+        """Yield chunks with the one that precedes each; ``untold``: if no object tells it."""
+        where = "before IS NOT NULL AND NOT ifnull(told, 0)" if untold else "before IS NOT NULL"
+        return ((one.name, one.before or "") for one in self.all(where))
+
+    def _ask(self, query: str, values: Sequence[object] | dict[str, Any] = ()) -> Iterator[Any]:
+        """Ask for what follows what."""
+        self._base.execute("CREATE INDEX IF NOT EXISTS following ON chunks (before)")
+        return iter(self._base.execute(query, values))
+
+    def children(self, chunk: str) -> list[str]:
+        """Return the chunks that follow one; for "" those that begin prompts."""
+        return [name for (name,) in self._ask("SELECT name FROM chunks WHERE before = ?", (chunk,))]
+
+    def firsts(self) -> Iterator[tuple[str, str]]:
+        """Yield the first chunks of prompts, each with the digest of its extras (hex), or ""."""
+        return self._ask("SELECT name, ifnull(salt, '') FROM chunks WHERE before = ''")
+
+    def orphans(self) -> list[str]:
+        """Return the chunks whose preceding one is not there."""
+        return [name for (name,) in self._ask("SELECT name FROM orphans")]
+
+    def below(self, chunk: str, *, leaves_first: bool = False) -> Iterator[str]:
+        """Yield a chunk and all that follow it, parents before children, or the reverse."""
+        values = {"start": chunk, "way": -1 if leaves_first else 1}
+        for (name,) in self._ask(_BELOW, values):  # a generator: it keeps the listing
+            yield name
+
+    def in_order(self) -> Iterator[str]:
+        """Yield all chunks whose whole prefix is stored, parents before children."""
+        for (name,) in self._ask("SELECT name FROM reached ORDER BY depth, name"):
+            yield name
+
+    def prompts(self) -> Iterator[tuple[int | None, str, int]]:
+        """Yield chunks prompt by prompt: how many precede each, its name, its bytes.
+
+        What no lookup reaches comes last, with None.
+        """
+        yield from self._ask(_PROMPTS)
+        yield from self._ask(
+            "SELECT NULL, name, nbytes FROM chunks "
+            "WHERE name NOT IN (SELECT name FROM reached) ORDER BY name"
+        )
+
+    def salts_over(self, most: int) -> list[tuple[str, int]]:
+        """Return the digests of salts whose chunks have more than ``most`` bytes, with these.
+
+        A chunk's salt is that of its prompt's first chunk.
+        """
+        return list(
+            self._ask(
+                "SELECT salted.salt, sum(nbytes) AS total FROM salted CROSS JOIN chunks "
+                "USING (name) GROUP BY salted.salt HAVING total > ? ORDER BY salted.salt",
+                (most,),
+            )
+        )
+
+    def of_salt(self, salt: str) -> Iterator[tuple[str, int]]:
+        """Yield the chunks of a salt, and when each was used, in ns, the oldest first."""
+        return self._ask(
+            "SELECT name, used_ns FROM salted CROSS JOIN chunks USING (name) "
+            "WHERE salted.salt = ? ORDER BY used_ns, name",
+            (salt,),
+        )
+
+    def others(self, before: str, but: str) -> tuple[int, int]:
+        """Count the chunks after one, or first ones for "", and those of them that have extras.
+
+        ``but`` is not counted.
+        """
+        found: tuple[int, int] = next(
+            self._ask(
+                "SELECT count(*), ifnull(sum(salt <> ''), 0) FROM chunks "
+                "WHERE before = ? AND name <> ?",
+                (before, but),
+            )
+        )
+        return found
+
+    # -- what changed -----------------------------------------------------------------------------
+
+    def nodes(self, fan: str) -> dict[str, tuple[str, int, int, str | None, str]]:
+        """Return the rows of the chunks in a fan-out directory, but for unsettled ones."""
+        rows = self._base.execute(
+            "SELECT name, nbytes, used_ns, before, salt FROM chunks WHERE name BETWEEN ? AND ?",
+            (fan, f"{fan}g"),
+        )
+        unsure = {*self.unsettled}
+        return {row[0]: row for row in rows if row[0] not in unsure}
+
+    def _complete(self) -> Iterator[tuple[str, int]]:
+        """Yield them by name with their times, some at once: they may be changed meanwhile."""
+        last = ""
+        query = (
+            "SELECT name, used_ns FROM chunks WHERE name > ? AND incomplete IS NULL "
+            "ORDER BY name LIMIT 1024"
+        )
+        while rows := self._base.execute(query, (last,)).fetchall():
+            yield from rows
+            last = rows[-1][0]
+
+    def judge(self, is_whole: Callable[[str], bool], past: Listing | None = None) -> None:
+        """Find what lookups find: chunks that are whole, with all before them.
+
+        ``is_whole`` is not asked for chunks that were whole in ``past``, and have the same time.
+        """
+        self._base.execute("UPDATE chunks SET incomplete = 1 WHERE nbytes = 0")
+        known = iter(()) if past is None else past._complete()  # noqa: SLF001 - of its class
+        unknown = _only_in(self._complete(), known)
+        while some := list(itertools.islice(unknown, _AT_ONCE)):
+            self._base.executemany(
+                "UPDATE chunks SET incomplete = 1 WHERE name = ?",
+                [(name,) for name, _ in some if not is_whole(name)],
+            )
+        self._ask("INSERT INTO places (name, depth) SELECT name, depth FROM found")
+
+    def _placed(self) -> Iterator[tuple[str]]:
+        return iter(self._base.execute("SELECT name FROM places ORDER BY name"))
+
+    def news(
+        self, past: Listing | None, *, leaves_first: bool = False
+    ) -> Iterator[tuple[str, str]]:
+        """Yield what lookups find here and not in ``past``, each with the preceding chunk.
+
+        Parents come before children, or the reverse. Both listings were judged.
+        """
+        known = iter(()) if past is None else past._placed()  # noqa: SLF001 - of its class
+        self._base.execute("DELETE FROM fresh")
+        self._base.executemany("INSERT INTO fresh VALUES (?)", _only_in(self._placed(), known))
+        return self._ask(
+            "SELECT name, before FROM fresh JOIN places USING (name) JOIN chunks USING (name) "
+            "ORDER BY depth * ?, name",
+            (-1 if leaves_first else 1,),
+        )
+
+    # -- what goes first --------------------------------------------------------------------------
+
+    def by_need(self) -> Iterator[tuple[int, int, str, int]]:
+        """Yield chunks that no pin holds in the order in which they may go.
+
+        Each with the time, in ns, at which it or one that follows it was last used, the chunks
+        before it (negative), its name, and its bytes. Children come before their parents.
+        """
+        self._base.execute("DELETE FROM places")
+        self._ask(
+            "INSERT INTO places SELECT name, depth, used_ns FROM rooted JOIN chunks USING (name)"
+        )
+        self._ask("INSERT OR IGNORE INTO places SELECT name, 0, used_ns FROM chunks")  # a circle
+        self._base.execute("CREATE INDEX IF NOT EXISTS level ON places (depth)")
+        (deepest,) = self._base.execute("SELECT ifnull(max(depth), 0) FROM places").fetchone()
+        for depth in range(deepest - 1, -1, -1):
+            self._ask(_NEEDED, (depth,))
+        return self._ask(
+            "SELECT needed_ns, -depth, name, nbytes FROM places JOIN chunks USING (name) "
+            "WHERE name NOT IN (SELECT name FROM pinned) ORDER BY needed_ns, depth DESC, name"
+        )
+
+    def doom(self, chunk: str, place: int) -> None:
+        """Note a chunk to delete, with its place in the order."""
+        self._base.execute("UPDATE chunks SET goes = ? WHERE name = ?", (place, chunk))
+
+    def doomed(self) -> Iterator[tuple[int, str]]:
+        """Yield them in order; some may be removed meanwhile."""
+        query = "SELECT goes, name FROM chunks WHERE goes IS NOT NULL ORDER BY goes, name"
+        return iter(self._base.execute(query))
+
+    def is_doomed(self, chunk: str) -> bool:
+        query = "SELECT 1 FROM chunks WHERE name = ? AND goes IS NOT NULL"
+        return self._base.execute(query, (chunk,)).fetchone() is not None
+
+
+def _only_in(one: Iterator[R], other: Iterator[R]) -> Iterator[R]:
+    """Yield what is in the first of two sorted sequences alone."""
+    there = next(other, None)
+    for here in one:
+        while there is not None and there < here:  # type: ignore[operator]
+            there = next(other, None)
+        if there != here:
+            yield here
+
+
+def parts(chunks: Iterable[ListedChunk], many: int) -> Iterator[list[ListedChunk]]:
+    """Yield chunks so many at a time."""
+    rest = iter(chunks)
+    while some := list(itertools.islice(rest, many)):
+        yield some
+
+
+# -- of a directory -------------------------------------------------------------------------------
+
+
+class Spread(Protocol):
+    """Runs a piece of work for each fan-out directory of a namespace, in order."""
+
+    def __call__(
+        self, work: Callable[[str], R], space: Space, fans: list[str], /
+    ) -> Iterable[R]: ...
+
+
+def in_turn(
+    work: Callable[[str], R],
+    space: Space,  # noqa: ARG001
+    fans: list[str],
+) -> Iterable[R]:
+    """Do the work here, one after the other."""
+    return map(work, fans)
+
+
+def read_listing(
+    space: Space,
+    show: Show = silent,
+    spread: Spread = in_turn,
+    known: Listing | None = None,
+    *,
+    headers: bool = True,
+) -> Listing:
+    """List a namespace's chunks, some 40 us each. Other processes may write and delete meanwhile.
+
+    Chunks with the same mtime as in ``known``, a listing read before, are not read again (a third
+    of the time), and their pins are left out. Without ``headers`` it is not known which chunk
+    precedes which.
+    """
+    found, fans = Listing(), fans_of(space)
+    if known is None:
+        parts_of = spread(partial(_part_of, space, headers=headers), space, fans)
+    else:
+        parts_of = (_part_of(space, fan, known.nodes(fan)) for fan in fans)
+    count = 0
+    for done, part in enumerate(parts_of, 1):
+        found.add_part(part)
+        count += len(part.rows)
+        show(space.name[:12], done, len(fans), amount=count, unit="chunks")
+    return found
+
+
+def _part_of(
+    space: Space,
+    fan: str,
+    known: dict[str, tuple[str, int, int, str | None, str]] | None = None,
+    *,
+    headers: bool = True,
+) -> _Part:
+    part = _Part([], [], [])
+    for chunk, mtime_ns in chunks_of(space, fan):
+        if chunk[:2] != fan or not _NAME.fullmatch(chunk):
+            continue  # no lookup looks for it there
+        row = (known or {}).get(chunk)
+        if row is not None and row[2] == mtime_ns:
+            part.rows.append(row)
+            continue
+        node = read_node(space, chunk, header=headers)
+        if node.temporary or not node.files:
+            part.unsettled.append(chunk)
+        if not (node.temporary or node.files):
+            continue
+        before = node.before if _NAME.fullmatch(node.before) else ""
+        salt = "" if before else node.salt.hex()
+        told = before if headers else None
+        part.rows.append((chunk, node.nbytes, mtime_ns, told, salt))
+        part.pins.extend((chunk, pinned) for pinned in node.pinned)
+    part.rows.sort()
+    return part

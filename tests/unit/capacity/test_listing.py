@@ -1,0 +1,247 @@
+"""Mirrors `vua.capacity.listing`: chunks in a temporary database, against the same in Python."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+import unittest
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from forest import plant
+from helpers import DirectoryTest
+from vua.capacity.listing import Listing, parts, read_listing, read_node
+from vua.capacity.marks import pin
+from vua.capacity.scan import Space, chunks_of, fans_of, spaces
+from vua.errors import ConfigError
+
+ONE, TWO, THREE = (digit * 64 for digit in "123")
+
+
+class Plain:
+    """What a listing of a directory has to say, by dictionaries."""
+
+    def __init__(self, space: Space) -> None:
+        names = dict(one for fan in fans_of(space) for one in chunks_of(space, fan))
+        self.used_ns = names
+        self.nodes = {name: read_node(space, name) for name in names}
+        self.children = defaultdict[str, list[str]](list)
+        for name in sorted(names):
+            self.children[self.nodes[name].before].append(name)
+
+    def orphans(self) -> list[str]:
+        return [one for one, node in self.nodes.items() if node.before not in {"", *self.nodes}]
+
+    def below(self, chunk: str) -> list[str]:
+        found = [chunk]
+        for one in found:
+            found += self.children[one]
+        return found
+
+    def by_generation(self) -> list[str]:
+        level, found = self.children[""], list[str]()
+        while level:
+            found += level
+            level = sorted(one for before in level for one in self.children[before])
+        return found
+
+    def prompts(self, before: str = "", depth: int = 0) -> Iterator[tuple[int, str]]:
+        for one in self.children[before]:
+            yield depth, one
+            yield from self.prompts(one, depth + 1)
+
+    def by_need(self) -> list[str]:
+        """Chunks that no pin holds: the last used ones last, those in front after the rest."""
+        depth: dict[str, int] = {}
+        for root in (*self.children[""], *self.orphans()):
+            depth[root] = 0
+            for one in self.below(root):
+                depth[one] = depth.get(self.nodes[one].before, -1) + 1
+        needed = {one: max(self.used_ns[each] for each in self.below(one)) for one in self.nodes}
+        loose = [one for one, node in self.nodes.items() if not node.pinned]
+        return sorted(loose, key=lambda one: (needed[one], -depth[one], one))
+
+
+class ForestTest(DirectoryTest):
+    """Prompts that share beginnings, with gaps and a pin."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.at = plant(self.root, 400, seed=9)
+        stack = spaces(self.root)
+        (self.space,) = stack.__enter__()
+        self.addCleanup(stack.__exit__, None, None, None)
+        whole = Plain(self.space)
+        inner = [one for one in whole.by_generation() if whole.children[one]]
+        for name in inner[5:60:9]:  # what follows them are orphans
+            for path in Path(self.at, name[:2], name).iterdir():
+                path.unlink()
+            Path(self.at, name[:2], name).rmdir()
+        self.plain = Plain(self.space)
+        self.held = pin(self.space, self.plain.by_generation()[-1])
+        self.plain = Plain(self.space)
+        self.listing = read_listing(self.space)
+
+    def test_order(self) -> None:
+        """Orphans, descendants, prompts and generations."""
+        plain, listing = self.plain, self.listing
+        self.assertGreater(len(plain.orphans()), 3)
+        self.assertEqual(sorted(plain.orphans()), sorted(listing.orphans()))
+        self.assertEqual(plain.by_generation(), list(read_listing(self.space).in_order()))
+        found = list(listing.prompts())
+        placed = [(before, name) for before, name, _ in found if before is not None]
+        self.assertEqual(list(plain.prompts()), placed)
+        lost = {name for before, name, _ in found if before is None}
+        self.assertEqual(plain.nodes.keys() - set(plain.by_generation()), lost)
+        for name in plain.by_generation()[:40]:
+            below = list(listing.below(name))
+            self.assertEqual(sorted(plain.below(name)), sorted(below))
+            places = {one: at for at, one in enumerate(below)}
+            self.assertTrue(all(places[plain.nodes[one].before] < places[one] for one in below[1:]))
+            last = list(listing.below(name, leaves_first=True))
+            self.assertEqual(name, last[-1])
+
+    def test_need(self) -> None:
+        """What goes first: unpinned, not needed for longest, children before parents."""
+        self.assertGreater(len(self.held), 1)
+        self.assertEqual(self.plain.by_need(), [name for _, _, name, _ in self.listing.by_need()])
+
+    def test_totals(self) -> None:
+        """Sums, and what a pin holds; without headers as well."""
+        for listing in (self.listing, read_listing(self.space, headers=False)):
+            total, nodes = listing.totals(), self.plain.nodes.values()
+            self.assertEqual(sum(one.nbytes for one in nodes), total.nbytes)
+            self.assertEqual(len(self.held), total.pinned)
+            self.assertEqual({self.held[0]: len(self.held)}, listing.pins())
+            self.assertEqual(max(self.plain.used_ns.values()), total.newest_ns)
+
+    def test_salts(self) -> None:
+        """A salt's chunks are those after first ones that have it, the oldest first."""
+        firsts = self.plain.children[""]
+        salted = read_node
+
+        def node(space: Space, name: str, **more: bool) -> object:
+            found = salted(space, name, **more)
+            return found._replace(salt=b"s" * 32) if name in firsts[:3] else found
+
+        with mock.patch("vua.capacity.listing.read_node", node):
+            listing = read_listing(self.space)
+        mine = [one for first in firsts[:3] for one in self.plain.below(first)]
+        nbytes = sum(self.plain.nodes[one].nbytes for one in mine)
+        salt = (b"s" * 32).hex()
+        self.assertEqual([(salt, nbytes)], listing.salts_over(nbytes - 1))
+        self.assertEqual([], listing.salts_over(nbytes))
+        used = sorted(mine, key=lambda one: (self.plain.used_ns[one], one))
+        self.assertEqual(used, [name for name, _ in listing.of_salt(salt)])
+        self.assertEqual((len(firsts) - 1, 2), listing.others("", firsts[0]))
+
+    def test_changes(self) -> None:
+        """What lookups find in one look and not in the other, parents first or last."""
+        past = read_listing(self.space)
+        past.judge(lambda _: True)
+        asked: list[str] = []
+        bad = next(one for one in self.plain.by_generation() if self.plain.children[one])
+        now = read_listing(self.space, known=past)
+        now.judge(lambda name: bool(asked.append(name)), past)
+        self.assertEqual([], asked)  # nothing has changed
+        self.assertEqual([], list(now.news(past)))
+        now = read_listing(self.space)
+        now.judge(lambda name: name != bad)
+        gone = [name for name, _ in past.news(now, leaves_first=True)]
+        self.assertEqual(sorted(self.plain.below(bad)), sorted(gone))
+        self.assertEqual(bad, gone[-1])
+        self.assertEqual([], list(now.news(past)))
+        every = list(now.news(None))
+        self.assertEqual([one for one in self.plain.by_generation() if one not in gone],
+                         [name for name, _ in every])  # fmt: skip
+        self.assertTrue(all(self.plain.nodes[name].before == before for name, before in every))
+
+
+def many(count: int) -> Listing:
+    """A listing of so many chunks, in any order."""
+    found = Listing()
+    for number in range(count):
+        found.add(f"{number:064x}", f"{number:064x}/file", 10, 1.0)
+    found.end()
+    return found
+
+
+class ListingTest(unittest.TestCase):
+    """Entries as a bucket lists them."""
+
+    def test_entries(self) -> None:
+        """Bytes are summed, the newest time counts, marks without an entry are told."""
+        found = Listing()
+        for name, file, nbytes, used_s in (
+            (TWO, "a", 10, 5.0), (ONE, "a", 20, 3.0), (TWO, "b", 1, 7.0), (THREE, "a", 5, 1.0)
+        ):  # fmt: skip
+            found.add(name, f"{name}/{file}", nbytes, used_s)
+        found.mark(TWO, f"{TWO}/pin-{THREE}", pin=THREE)
+        found.mark(THREE, f"{THREE}/after-{TWO}", before=TWO)
+        found.mark("4" * 64, "lost", pin=ONE)
+        self.assertEqual(["lost"], found.end())
+        two = found.get(TWO)
+        assert two is not None
+        self.assertEqual((11, 7 * 10**9, [THREE]), (two.nbytes, two.used_ns, list(two.pins)))
+        self.assertEqual([ONE, TWO], [one.name for one in found.unread()])
+        found.tell_befores([(ONE, ""), (TWO, ONE), (THREE, "")])
+        self.assertEqual([ONE, TWO, THREE], list(found.in_order()))
+
+    def test_circle(self) -> None:
+        """Chunks in a circle follow each other once, and are the first to go."""
+        found = many(5)
+        names = [f"{number:064x}" for number in range(5)]
+        found.tell_befores(zip(names, [names[2], names[0], names[1], "", names[3]], strict=True))
+        self.assertEqual(sorted(names[:3]), sorted(found.below(names[1])))
+        self.assertEqual(names[3:], list(found.in_order()))
+        self.assertEqual(set(names), {name for _, _, name, _ in found.by_need()})
+
+    def test_deleted_meanwhile(self) -> None:
+        """Each is given once while what was given is deleted, and told of."""
+        found, seen = many(5000), list[str]()
+        for some in parts(found.unread(), 256):
+            found.tell_befores((one.name, "") for one in some)
+            for one in some:
+                seen.append(one.name)
+                found.remove(one.name)
+        self.assertEqual([f"{number:064x}" for number in range(5000)], seen)
+        self.assertEqual(0, len(found))
+
+    def test_without_a_temporary_file(self) -> None:
+        """On a full or read-only disk it is in memory; control: else in a file."""
+        opened: list[str] = []
+
+        def connect(where: str, **more: object) -> object:
+            opened.append(where)
+            return real(where, **more)
+
+        from sqlite3 import connect as real
+
+        with mock.patch("sqlite3.connect", connect):
+            self.assertEqual(3000, len(many(3000)))
+            with mock.patch("tempfile.TemporaryFile", side_effect=OSError):
+                self.assertEqual(3000, len(many(3000)))
+            full = os.statvfs_result((4096, 4096, 10**6, 0, 0, 1, 1, 1, 0, 255))
+            with mock.patch("os.fstatvfs", return_value=full):
+                self.assertEqual(3000, len(many(3000)))
+        self.assertEqual(["", ":memory:", ":memory:"], opened)
+
+    def test_without_sqlite(self) -> None:
+        """A Python that was built without the library says so."""
+        with (
+            mock.patch.dict("sys.modules", {"sqlite3": None}),
+            self.assertRaisesRegex(ConfigError, "without sqlite3"),
+        ):
+            Listing()
+
+    def test_memory(self) -> None:
+        """No object stays for a chunk."""
+        tracemalloc.start()
+        self.addCleanup(tracemalloc.stop)
+        before = tracemalloc.get_traced_memory()[0]
+        found = many(20_000)
+        held_nbytes = tracemalloc.get_traced_memory()[0] - before  # of any thread
+        self.assertLess(held_nbytes, 1_000_000)  # objects would take ten times that
+        self.assertEqual(20_000, len(found))
