@@ -80,7 +80,7 @@ class IdentityTest(unittest.TestCase):
         """A server like the one before loads from its first request on, whatever it logs."""
         [answer] = self.serve(
             ASK,
-            variables={"SGLANG_LOG_MS": "1", "SGLANG_HEALTH_CHECK_TIMEOUT": "33"},
+            variables={"SGLANG_LOG_MS": "1"},
             log_level="warning",
             random_seed=7,
         )
