@@ -30,7 +30,7 @@ CHANGED = (
     "a patched forward",
     "rounded",
 )
-REPLACED = ("a function of torch.nn.functional", "code in place", "a closure's value")
+REPLACED = ("a function of torch", "code in place", "a closure's value")
 GEMMA2: dict[str, Any] = {
     "attn_logit_softcapping": 2.0,
     "head_dim": 32,
