@@ -80,8 +80,8 @@ def _late_weights() -> Iterator[None]:
         found: Weights = original(*given)
         return found
 
-    def handed_over(queue: WriteQueue) -> None:
-        hand_over(queue)
+    def handed_over(queue: WriteQueue, *held: Any) -> None:
+        hand_over(queue, *held)
         if queue.pending:
             waits.set()
 

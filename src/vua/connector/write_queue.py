@@ -372,30 +372,20 @@ class WriteQueue:
                     if self._holes[request_id].again:  # otherwise some of it may still wait
                         del self._holes[request_id]
 
-    def hand_over(self) -> None:
-        """Start writing the copied chunks.
+    def hand_over(self, held: Sequence[_Save] = ()) -> None:
+        """Start writing the copied chunks; or those ``held`` back before, on any thread.
 
         Only now, since threads that write beside the copies take cores, memory bandwidth and the
         GIL from the engine's thread, which waits for the copies ("caller blocked" in C3).
         """
-        copied, self._copied = self._copied, []
+        copied = held
+        if not held:
+            copied, self._copied = self._copied, []
         if any(save.files is None for save in copied):
             with self._lock:
                 if self._first_files is None:
                     self._held += copied
                     return
-        self._submit(copied)
-
-    def release(self, files: Sequence[ShardFiles]) -> None:
-        """Write what was copied before it was known where; for any thread, once.
-
-        ``files``: those of each group; empty: it is not written.
-        """
-        with self._lock:
-            self._first_files, held, self._held = files, self._held, []
-        self._submit(held)
-
-    def _submit(self, copied: Sequence[_Save]) -> None:
         saves = [part for save in copied for part in self._parts(save)]
         for at, save in enumerate(saves):
             try:
@@ -404,6 +394,16 @@ class WriteQueue:
                 self._warn_once("threads", f"chunks are not stored: {problem}")
                 self._lose(saves[at:])
                 return
+
+    def release(self, files: Sequence[ShardFiles]) -> None:
+        """Write what was copied before it was known where; for any thread, once.
+
+        ``files``: those of each group; empty: it is not written.
+        """
+        with self._lock:
+            self._first_files, held, self._held = files, self._held, []
+        if held:
+            self.hand_over(held)
 
     def _parts(self, save: _Save) -> Iterator[_Save]:
         """Divide chunks into as many parts as there are threads, none of them large.

@@ -61,7 +61,7 @@ def setup_of(runner: Any, pools: Iterable[Any] = ()) -> Setup:
     ``runner``: SGLang's ``ModelRunner``.
     """
     try:
-        plugins, hooks = {one.name: one.module for one in _plugins()}, [*_hooks(runner)]
+        plugins, hooks = {one.name: one.module for one in _plugins()}, [*_hook_names(runner)]
         package = os.environ.get("SGLANG_EXTERNAL_MODEL_PACKAGE", "")
         arguments, beside = (
             runner.server_args,
@@ -91,7 +91,7 @@ def setup_of(runner: Any, pools: Iterable[Any] = ()) -> Setup:
     return Setup(joined(settings_digest(ENGINE, config), [code.digest]), unusual, epoch)
 
 
-def _hooks(runner: Any) -> Iterator[str]:
+def _hook_names(runner: Any) -> Iterator[str]:
     everywhere = torch.nn.modules.module
     held = [everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks]  # noqa: SLF001
     for module in runner.model.modules():
