@@ -105,7 +105,9 @@ class LazyStore(Generic[_T]):
         """Store what was kept, on the thread of the search."""
         if answer.exception() is None:
             found = answer.result()
-            self._log.info(
+            tells = found.read_nbytes or self._early
+            self._log.log(
+                logging.INFO if tells else logging.DEBUG,
                 "%s: weights identified in %.1f s (%.1f of %.1f MB read, the rest remembered or "
                 "noted); %d prompts are stored now",
                 *(self._described.others.name, found.seconds),
