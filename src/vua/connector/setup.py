@@ -49,6 +49,8 @@ class Engine(NamedTuple):
     """How the names of its variables begin."""
     aside: tuple[str, ...]
     """How the names of its modules begin that compute nothing."""
+    apart: frozenset[str] = frozenset()
+    """Variables that compute nothing; some differ at each start."""
 
 
 def settings_digest(engine: Engine, config: object) -> str:
@@ -65,7 +67,7 @@ def settings_digest(engine: Engine, config: object) -> str:
             name: value
             for name, value in sorted(os.environ.items())
             if name.startswith((*_ENVIRONMENT, *engine.environment))
-            and not (_OF_A_PLACE.search(name) or "/" in value)
+            and not (name in engine.apart or _OF_A_PLACE.search(name) or "/" in value)
         },
         "config": config,
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, NamedTuple
 
@@ -18,10 +18,17 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from vua.connector.log import logger
 from vua.connector.setup import Engine, code_of, in_text, is_installed, joined, settings_digest
-from vua.format.excluded import FILES, LOGITS, READ, SEEN, TEXT, WHERE
-from vua.sglang.argument_fields import EXCLUDED
+from vua.format.excluded import FILES, LOGITS, READ, SEEN, TEXT, WHERE, listed
+from vua.sglang.argument_fields import EXCLUDED, EXCLUDED_VARIABLES
 
 log = logger("worker")
+
+
+def _names(table: Mapping[str, str]) -> frozenset[str]:
+    """Return what stands in a table of `argument_fields` for a reason that computes nothing."""
+    reasons = (FILES, LOGITS, READ, SEEN, TEXT, WHERE)
+    return listed({reason: table.get(reason, "") for reason in reasons})
+
 
 ENGINE: Final = Engine(
     ("sglang", "sglang-kernel", "sgl-kernel", "torch", "triton", "flashinfer-python"),
@@ -32,10 +39,9 @@ ENGINE: Final = Engine(
         *("sglang.srt.managers", "sglang.srt.observability", "sglang.srt.server_args"),
         "sglang.srt.utils",
     ),
+    _names(EXCLUDED_VARIABLES),
 )
-_NOT_COMPUTED: Final = {
-    name for reason in (FILES, LOGITS, READ, SEEN, TEXT, WHERE) for name in EXCLUDED[reason].split()
-}
+_NOT_COMPUTED: Final = _names(EXCLUDED)
 _BESIDE: Final = ("attn_backend", "decode_attn_backend", "token_to_kv_pool", "req_to_token_pool")
 """What a model runner has beside its model."""
 _OF_SGLANG: Final = ("smg-grpc-servicer",)

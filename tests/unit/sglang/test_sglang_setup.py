@@ -58,7 +58,8 @@ class SetupTest(DirectoryTest):
         """Two engines alike have one setup, wherever they are, with nothing unusual."""
         found = setup(runner())
         self.assertEqual(([], "", 64), (found.unusual, found.epoch, len(found.digest)))
-        same = setup(runner(port=31000, log_level="warning", random_seed=5))
+        with mock.patch.dict("os.environ", {"SGLANG_RUN_ID": "another at each start"}):
+            same = setup(runner(port=31000, log_level="warning", random_seed=5))
         self.assertEqual(found, same)
 
     def test_others(self) -> None:
