@@ -105,9 +105,7 @@ class LazyStore(Generic[_T]):
         """Store what was kept, on the thread of the search."""
         if answer.exception() is None:
             found = answer.result()
-            tells = found.read_nbytes or self._early
-            self._log.log(
-                logging.INFO if tells else logging.DEBUG,
+            self._log.info(
                 "%s: weights identified in %.1f s (%.1f of %.1f MB read, the rest remembered or "
                 "noted); %d prompts are stored now",
                 *(self._described.others.name, found.seconds),
