@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 from vua.capacity.lru import mtime_ns_of
 from vua.capacity.scan import Show, Space, chunks_of, fans_of, listed, silent
-from vua.errors import ConfigError
+from vua.errors import ConfigError, StorageError
 from vua.format.parse import parent_in
 from vua.io.posix import close_quietly
 from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
@@ -187,19 +187,40 @@ def ancestors(space: Space, chunk: str) -> Iterator[str]:
 def temporary_database(schema: str) -> sqlite3.Connection:
     """Return a database that ends with its connection; statements are in force at once.
 
-    Raises ConfigError where Python was built without SQLite.
+    Its statements raise StorageError where the disk of its temporary file is full. Raises
+    ConfigError where Python was built without SQLite.
     """
     try:
         sqlite = importlib.import_module("sqlite3")
     except ImportError as problem:
         msg = "this Python was built without sqlite3, which lists chunks: take another Python"
         raise ConfigError(msg) from problem
+
+    class Connection(sqlite.Connection):  # type: ignore[misc, name-defined]
+        def execute(self, *given: Any) -> Any:
+            return told(super().execute, *given)
+
+        def executemany(self, *given: Any) -> Any:
+            return told(super().executemany, *given)
+
+    def told(call: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return call(*given)
+        except sqlite.OperationalError as problem:
+            msg = (
+                f"chunks cannot be listed in a temporary file ({problem}); free space in "
+                f"{tempfile.gettempdir()}, or let TMPDIR name a folder that has some"
+            )
+            raise StorageError(msg) from problem
+
     where = ":memory:"
     with contextlib.suppress(OSError), tempfile.TemporaryFile() as probe:
         status = os.fstatvfs(probe.fileno())
         if status.f_bavail * status.f_frsize >= _LEAST_NBYTES:
             where = ""
-    found: sqlite3.Connection = sqlite.connect(where, isolation_level=None, check_same_thread=False)
+    found: sqlite3.Connection = sqlite.connect(
+        where, isolation_level=None, check_same_thread=False, factory=Connection
+    )
     found.executescript(f"PRAGMA temp_store = {'MEMORY' if where else 'FILE'}; {schema}")
     return found
 

@@ -12,10 +12,16 @@ from unittest import mock
 
 from forest import plant
 from helpers import DirectoryTest
-from vua.capacity.listing import Listing, parts, read_listing, read_node
+from vua.capacity.listing import (
+    Listing,
+    parts,
+    read_listing,
+    read_node,
+    temporary_database,
+)
 from vua.capacity.marks import pin
 from vua.capacity.scan import Space, chunks_of, fans_of, spaces
-from vua.errors import ConfigError
+from vua.errors import ConfigError, StorageError
 
 ONE, TWO, THREE = (digit * 64 for digit in "123")
 
@@ -227,6 +233,13 @@ class ListingTest(unittest.TestCase):
             with mock.patch("os.fstatvfs", return_value=full):
                 self.assertEqual(3000, len(many(3000)))
         self.assertEqual(["", ":memory:", ":memory:"], opened)
+
+    def test_a_disk_that_fills(self) -> None:
+        """It is one sentence that says what to do."""
+        base = temporary_database("CREATE TABLE some (text TEXT)")
+        base.execute("PRAGMA max_page_count = 8")
+        with self.assertRaisesRegex(StorageError, "full.*TMPDIR"):
+            base.executemany("INSERT INTO some VALUES (?)", [("x" * 4000,)] * 20)
 
     def test_without_sqlite(self) -> None:
         """A Python that was built without the library says so."""
