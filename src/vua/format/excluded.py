@@ -1,13 +1,15 @@
-"""The reasons why a setting, argument or variable of the environment is not a part of the identity.
+"""What cannot change K and V, so that it is no part of the identity: tables of names, as data.
 
-Each engine has tables of what it excludes, by reason; a reason that only one engine has is beside
-its table.
+Each engine has a file ``excluded.json``. Its tables have lists of names by a word for the reason,
+and "reasons" says what the words mean. What is in no table counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any, Final
 
 WHEN: Final = "when, and in which batch, a token is computed; not its input"
 WHERE: Final = "where processes, memory, files and caches are, and how they find each other"
@@ -18,14 +20,21 @@ LOGITS: Final = "what happens to the logits; tokens are in the key"
 TEXT: Final = "conversion between text and tokens; tokens are in the key"
 FILES: Final = "where files come from; their content counts"
 READ: Final = "how bytes are read from disk; the weights' fingerprint counts"
-CONTENT: Final = "changes the tensors of an image, and these are digested"
 ELSEWHERE: Final = "counts in another part of the identity or of the layout"
 
 
-def listed(table: Mapping[str, str]) -> frozenset[str]:
-    """Return the names in a table of reasons and names: ``{WHEN: "one another"}``.
+def tables_of(package: str) -> Mapping[str, Any]:
+    """Return the tables of an engine's package, such as "vua.vllm"."""
+    text = (files(package) / "excluded.json").read_text(encoding="utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
 
-    >>> sorted(listed({WHEN: "one another", SEEN: "third"}))
+
+def listed(table: Mapping[str, str | Sequence[str]]) -> frozenset[str]:
+    """Return the names in a table, whatever the reason.
+
+    >>> sorted(listed({"when": ["one", "another"], "seen": ["third"]}))
     ['another', 'one', 'third']
     """
-    return frozenset(" ".join(table.values()).split())
+    each = (names.split() if isinstance(names, str) else names for names in table.values())
+    return frozenset(name for names in each for name in names)

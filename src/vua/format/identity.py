@@ -21,7 +21,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
@@ -226,7 +226,12 @@ def _counting(config: Mapping[str, object]) -> object:
         counting.pop("max_position_embeddings", None)
     if counting.get("sliding_window") == 0:  # some write 0 for no window, and vLLM makes it None
         counting["sliding_window"] = None
-    return _canonical(counting, "config")
+    try:
+        return canonical(counting, "config")
+    except ConfigError as problem:
+        raise ConfigError(
+            f"{problem}; pass the config's to_dict(), or give the identity a label of your own"
+        ) from None
 
 
 _MAX_COUNTED_NBYTES: Final = 12 << 10
@@ -291,23 +296,34 @@ def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
         yield path, value
 
 
-def _canonical(value: object, where: str) -> object:
-    """Return the one form that all equal values share."""
+def canonical(value: Any, where: str, adapt: Callable[[Any, str], Any] | None = None) -> Any:
+    """Return a value in the one JSON form that all equal values share.
+
+    >>> canonical({"a": (1.0, 2.5)}, "config")
+    {'a': [1, 2.5]}
+
+    Args:
+        value: of JSON's kinds, with tuples.
+        where: what it is, for the error.
+        adapt: turns what is of an engine's own kinds, at each depth, into these.
+
+    Raises:
+        ConfigError: it is of another kind, or has keys that JSON cannot tell apart.
+    """
+    if adapt is not None:
+        value = adapt(value, where)
     if value is None or isinstance(value, str | int):
         return value
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if isinstance(value, list | tuple):
-        return [_canonical(item, f"{where}[{n}]") for n, item in enumerate(value)]
+        return [canonical(item, f"{where}[{n}]", adapt) for n, item in enumerate(value)]
     if isinstance(value, Mapping):
-        items = {str(key): _canonical(item, f"{where}.{key}") for key, item in value.items()}
+        items = {str(key): canonical(item, f"{where}.{key}", adapt) for key, item in value.items()}
         if len(items) == len(value) and all(isinstance(key, str | int) for key in value):
             return items
         raise ConfigError(f"{where} has keys that JSON cannot tell apart: {list(value)!r}")
-    raise ConfigError(
-        f"{where} is a {type(value).__name__}, which has no lasting digest; pass the config's "
-        "to_dict(), or give the identity a label of your own"
-    )
+    raise ConfigError(f"{where} is a {type(value).__name__}, which has no lasting digest")
 
 
 # Read off both sides: `rotate_half` in transformers' modeling_<type>.py (5.19), and

@@ -16,7 +16,6 @@ import dataclasses
 import enum
 import inspect
 import json
-import math
 import multiprocessing
 import pathlib
 import platform
@@ -33,7 +32,7 @@ from vua.connector.refusals import refused
 from vua.connector.setup import devices, package_version
 from vua.errors import ConfigError
 from vua.format.excluded import listed
-from vua.format.identity import config_digest, named_by, varies_with_length
+from vua.format.identity import canonical, config_digest, named_by, varies_with_length
 from vua.vllm.config_fields import ADAPTER_CLASSES, EXCLUDED, HOLDERS, MEDIA_CLASSES, NEUTRAL
 from vua.vllm.environment import environment_of_pages, environment_that_counts
 from vua.vllm.setup import PACKAGES, plain
@@ -201,15 +200,15 @@ def settings_of(vllm_config: Any, kv_dtype: torch.dtype) -> Settings:
         place = f"{owner}.{name}"
         if place in same and value == same[place]:
             continue
-        canonical = _canonical(value, place)
-        if place == "ModelConfig.quantization" and canonical is not None:
-            canonical = _same_kernels(str(canonical))
-        if place == "LoRAConfig.target_modules" and canonical is not None:
-            canonical = sorted(set(canonical))  # which modules, in any order
-        if _is_neutral(canonical, NEUTRAL.get(owner, {}).get(name, ())):
+        form = _canonical(value, place)
+        if place == "ModelConfig.quantization" and form is not None:
+            form = _same_kernels(str(form))
+        if place == "LoRAConfig.target_modules" and form is not None:
+            form = sorted(set(form))  # which modules, in any order
+        if _is_neutral(form, NEUTRAL.get(owner, {}).get(name, ())):
             continue
         part = found.adapters if owner in ADAPTER_CLASSES else found.always
-        (found.media if owner in MEDIA_CLASSES else part)[place] = canonical
+        (found.media if owner in MEDIA_CLASSES else part)[place] = form
     return found
 
 
@@ -242,31 +241,28 @@ def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
     return any(text == json.dumps(each, sort_keys=True) for each in neutral)
 
 
-def _canonical(value: Any, place: str) -> Any:  # noqa: C901, PLR0911 - each kind
-    """Return a value in the one JSON form that all equal values share."""
-    if value is None or isinstance(value, bool | str):
-        return str(value) if isinstance(value, str) else value
+def _canonical(value: Any, place: str) -> Any:
+    """Return a setting in the form that equal values share. Raises UncachedError: it has none."""
+    try:
+        return canonical(value, place, _adapted)
+    except ConfigError as problem:
+        raise refused("setting", problem) from problem
+
+
+def _adapted(value: Any, place: str) -> Any:
+    """Return a value of vLLM's kinds as one of JSON's."""
     if isinstance(value, enum.Enum):
         return value.name
-    if isinstance(value, int | float):
-        return int(value) if math.isfinite(value) and value == int(value) else value
     if isinstance(value, torch.dtype | torch.device | pathlib.PurePath):
         return str(value)
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     if dataclasses.is_dataclass(value):
         parts = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-        return {type(value).__name__: _canonical(parts, place)}
-    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
-        named = {str(key): _canonical(each, f"{place}.{key}") for key, each in value.items()}
-        if len(named) == len(value):
-            return named
-    if isinstance(value, list | tuple):
-        return [_canonical(each, f"{place}[{at}]") for at, each in enumerate(value)]
+        return {type(value).__name__: parts}
     if isinstance(value, set | frozenset):
-        items = [_canonical(each, place) for each in value]
-        return sorted(items, key=lambda item: json.dumps(item, sort_keys=True))
-    raise refused("setting", f"{place}, a {type(value).__name__}")
+        return sorted(value, key=lambda item: json.dumps(_canonical(item, place), sort_keys=True))
+    return value
 
 
 _TOWERS: Final = ("audio_config", "vision_config")

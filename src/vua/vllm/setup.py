@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from vua.connector.setup import Engine, in_text, settings_digest
-from vua.format.excluded import FILES, LOGITS, READ, SEEN, TEXT
 from vua.vllm.config_fields import EXCLUDED
 
 _OF_A_START: Final = frozenset(
@@ -25,7 +24,7 @@ _OF_A_START: Final = frozenset(
 )
 """Fields that differ between starts and hosts of one engine; none of them decides what is computed.
 The connector's own settings are in the identity where they count."""
-_NOT_COMPUTED: Final = frozenset((FILES, LOGITS, READ, SEEN, TEXT))
+_NOT_COMPUTED: Final = frozenset(("files", "logits", "read", "seen", "text"))
 """Reasons of `config_fields.EXCLUDED` for what is no part of the computation of K and V."""
 _PORTS: Final = re.compile(r"port|_ip$|address|init_method|socket|path_or_url")
 """Addresses at which processes meet: chosen anew at each start."""
@@ -68,7 +67,7 @@ def _fields_of(value: Any) -> Mapping[str, Any] | None:
     elif dataclasses.is_dataclass(value):
         names = {each.name for each in dataclasses.fields(value)}
         for reason, excluded in EXCLUDED.get(type(value).__name__, {}).items():
-            names -= set(excluded.split()) if reason in _NOT_COMPUTED else set()
+            names -= set(excluded) if reason in _NOT_COMPUTED else set()
         found = {name: getattr(value, name, None) for name in names if not _PORTS.search(name)}
     else:
         return None

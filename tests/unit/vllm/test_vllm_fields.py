@@ -13,6 +13,7 @@ import typing
 import unittest
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,12 +124,20 @@ class TableTest(unittest.TestCase):
 
         known = {pair for release in RELEASES for pair in fields_of(release)}
         listed = [
-            *((name, f) for name, by in EXCLUDED.items() for fs in by.values() for f in fs.split()),
+            *((name, f) for name, by in EXCLUDED.items() for fs in by.values() for f in fs),
             *((name, field) for name, by in NEUTRAL.items() for field in by),
             *((name, field) for name, fields in HOLDERS.items() for field in fields.split()),
         ]
         self.assertEqual(set(), set(listed) - known)
         self.assertEqual(len(set(listed)), len(listed))
+
+    def test_every_name_has_a_reason(self) -> None:
+        """Each word in the tables is explained, and each explanation is used."""
+        from vua.format.excluded import tables_of
+
+        tables = tables_of("vua.vllm")
+        used = {*tables["variables"], *chain(*tables["fields"].values())}
+        self.assertEqual(tables["reasons"].keys(), used)
 
     @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
     def test_lists_are_those_of_the_installed_vllm(self) -> None:
@@ -163,7 +172,7 @@ def whole(changed: tuple[str, str, Any] | None = None, **model: Any) -> Any:
     from vua.vllm.config_fields import EXCLUDED, HOLDERS, NEUTRAL
 
     def make(name: str) -> Any:
-        excluded = [f for fields in EXCLUDED.get(name, {}).values() for f in fields.split()]
+        excluded = [f for fields in EXCLUDED.get(name, {}).values() for f in fields]
         fields: dict[str, Any] = dict.fromkeys(excluded)
         neutral = NEUTRAL.get(name, {})
         fields |= {field: values[0] for field, values in neutral.items() if values}
@@ -209,7 +218,7 @@ class SettingsTest(unittest.TestCase):
 
         walked = 0
         for name, reasons in EXCLUDED.items():
-            for field in " ".join(reasons.values()).split():
+            for field in chain(*reasons.values()):
                 with self.subTest(field=f"{name}.{field}"):
                     self.assertEqual(Settings(), self.counted((name, field, object())))
                     walked += 1
