@@ -30,6 +30,7 @@ from vua.catalog.check import Item, OpenFile, Verification
 from vua.errors import ConfigError
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo
+from vua.io.words import size
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.base import explaining
@@ -614,27 +615,6 @@ def resolve(found: Sequence[N], digits: str) -> tuple[N, str]:
         msg = f"{digits}: {what}; `vua ls --long` lists the names"
         raise ConfigError(msg)
     return hits[0]
-
-
-def counted(number: int, what: str) -> str:
-    """Return a number with its noun.
-
-    >>> counted(1, "chunk"), counted(12345, "chunk")
-    ('1 chunk', '12,345 chunks')
-    """
-    return f"{number:,} {what}{'s' * (number != 1)}"
-
-
-def size(nbytes: float) -> str:
-    """Return ``nbytes`` in the unit that keeps it short.
-
-    >>> size(512), size(4096), size(5_000_000)
-    ('512 B', '4.0 KiB', '4.8 MiB')
-    """
-    step = max(0, min(int(nbytes).bit_length() - 1, 50)) // 10
-    if step == 0:
-        return f"{int(nbytes)} B"
-    return f"{nbytes / (1 << 10 * step):.1f} {'_KMGTP'[step]}iB"
 
 
 def key_ids(security: Security) -> frozenset[str]:

@@ -60,9 +60,7 @@ from vua.catalog.base import (
     Snapshot,
     Times,
     Use,
-    counted,
     resolve,
-    size,
 )
 from vua.catalog.check import (
     Check,
@@ -81,6 +79,7 @@ from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo, parse_entry
 from vua.io import posix
 from vua.io.posix import close_quietly
+from vua.io.words import counted, size
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.base import entry_name, explaining

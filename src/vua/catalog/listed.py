@@ -43,15 +43,14 @@ from vua.catalog.base import (
     Removal,
     Snapshot,
     Times,
-    counted,
     resolve,
-    size,
 )
 from vua.catalog.check import Check, Checker, ExpectedEntry, Item, OpenFile, Verification, sampled
 from vua.errors import ConfigError, EntryError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo, parse_entry
+from vua.io.words import counted, size
 from vua.security.keyring import KnownKeys
 from vua.storage.base import Batch, Storage, entry_name, parse_name
 from vua.storage.description import DESCRIPTION, Description

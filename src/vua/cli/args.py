@@ -46,7 +46,7 @@ class Script(Report):
         print(self.text)
 
 
-@command("completion", "print a shell's completion script", takes_directory=False)
+@command("completion", takes_directory=False)
 @argument("shell", "bash, zsh or fish", metavar="SHELL", type=click.Choice(SHELLS))
 def completion(shell: str) -> Script:
     """Return the script for one of SHELLS; it asks `vua` itself for completions."""
@@ -77,7 +77,7 @@ class Note(Report):
         print(f"{self.file}: weights {self.weights[:12]}, {self.nbytes / 1e6:.1f} MB read")
 
 
-@command("identify", "digest a model's weights once for all that start it", takes_directory=False)
+@command("identify", takes_directory=False)
 @argument("model", "directory of the model", metavar="MODELDIR")
 def identify(model: str) -> Note:
     """Write a note beside a model's files, so that an image or a volume brings their digests.
@@ -196,7 +196,7 @@ def _warn(path: str) -> None:
         print(f"vua args: an engine of this user does not start here: {text}", file=sys.stderr)
 
 
-@command("args", "print an engine's arguments for a cache directory", takes_directory=False)
+@command("args", takes_directory=False)
 @argument("engine", "vllm, sglang, lmcache or docker", metavar="ENGINE", type=click.Choice(ENGINES))
 @argument("path", "directory of the cache, or URL", metavar="PATH")
 @click.option(

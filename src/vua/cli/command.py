@@ -2,7 +2,7 @@
 
 ::
 
-    @command("ls", "list what a cache holds")
+    @command("ls")
     @click.option("-l", "--long", is_flag=True, help="list every chunk")
     def ls(directory: str, *, long: bool = False) -> LsReport: ...
 
@@ -23,18 +23,17 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import nullcontext, suppress
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import click
 
-from vua.catalog.base import Ask
 from vua.cli.interrupts import interrupts
 from vua.cli.output import Output, Report
 from vua.errors import ConfigError
-from vua.security.keyring import check_keys
-from vua.security.settings import Security
-from vua.storage.location import is_url
-from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES
+
+if TYPE_CHECKING:
+    from vua.catalog.base import Ask
+    from vua.security.settings import Security
 
 _ROOT: Final = 0
 
@@ -70,6 +69,8 @@ def as_owner(directory: str) -> Iterator[None]:
 
 def _hand_over(directory: str, owner: os.stat_result) -> None:
     """Give root's files in `.upkeep` to the directory's owner; links stay."""
+    from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, USES  # noqa: PLC0415 - for root alone
+
     kept = (f"{UPKEEP}/{name}" for name in ("search", "clock", USES))
     for name in (UPKEEP, *kept, LIMITS_FILE, MARK):
         with contextlib.suppress(OSError):
@@ -102,6 +103,53 @@ def asking(*, yes: bool) -> Ask:
 
 VARIABLE: Final = "VUA_PATH"
 """Names the directory if a command is given none; engines use it, too."""
+
+
+class Entry(NamedTuple):
+    """A command in the list of all."""
+
+    module: str
+    """In :mod:`vua.cli`; imported when the command runs, so that the list costs no import."""
+    text: str
+    """What it does, in a few words."""
+
+
+GROUPS: Final[dict[str, dict[str, Entry]]] = {
+    "Look": {
+        "ls": Entry("ls", "list what a cache holds"),
+        "du": Entry("upkeep", "show what a cache occupies, and its bounds"),
+        "top": Entry("looks", "watch a cache in use"),
+        "ui": Entry("ui.server", "show a cache as a web page on this machine"),
+        "inspect": Entry("verify", "show what entries say and are"),
+        "explain": Entry("explain", "say why a prompt hits or misses"),
+        "events": Entry("events", "tell routers which chunks a cache holds"),
+    },
+    "Check": {
+        "verify": Entry("verify", "read every file and check it"),
+        "doctor": Entry("verify", "test what VUA relies on"),
+    },
+    "Keep in order": {
+        "gc": Entry("upkeep", "bring a cache within its bounds and sweep it"),
+        "ttl": Entry("upkeep", "show or set the time without use after which chunks are deleted"),
+        "pin": Entry(
+            "upkeep", "protect chunks and their prefixes from eviction; without NAME list the pins"
+        ),
+        "rm": Entry("upkeep", "delete chunks with all that follows them, or namespaces"),
+    },
+    "Carry and fill": {
+        "export": Entry("transfer", "write chosen prefixes to one file"),
+        "import": Entry("transfer", "import what export wrote"),
+        "warm": Entry("warm", "have a running server compute prompts"),
+    },
+    "Set up": {
+        "args": Entry("args", "print an engine's arguments for a cache directory"),
+        "key": Entry("prompt", "make a key file, or check an existing one"),
+        "identify": Entry("args", "digest a model's weights once for all that start it"),
+        "completion": Entry("args", "print a shell's completion script"),
+    },
+}
+"""All commands as `vua --help` lists them."""
+ENTRIES: Final = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 COMMANDS: Final[dict[str, click.Command]] = {}
 """Commands of imported modules, by name."""
 _NAME: Final = re.compile("[0-9a-f]{6,64}")
@@ -136,19 +184,18 @@ C = TypeVar("C", bound=click.Command)
 
 
 def command(
-    name: str, text: str, *, takes_directory: bool = True, as_owner_of: bool = False
+    name: str, *, takes_directory: bool = True, as_owner_of: bool = False
 ) -> Callable[[F], F]:
     """Declare a command.
 
     Args:
-        name: its name.
-        text: what it does, in a few words.
+        name: its name in ENTRIES.
         takes_directory: whether its words begin with the cache's directory.
         as_owner_of: whether root runs it as the directory's owner.
     """
 
     def declare(work: F) -> F:
-        takes = inspect.signature(work).parameters
+        takes, text = inspect.signature(work).parameters, ENTRIES[name].text
         params: list[click.Parameter] = list(reversed(getattr(work, "__click_params__", [])))
         if takes_directory:
             text_ = "directory of the cache, or URL"
@@ -161,6 +208,11 @@ def command(
         ]
 
         def run(*, as_json: bool, quiet: bool, **options: Any) -> int:
+            import logging  # noqa: PLC0415 - help goes without
+
+            from vua.storage.location import is_url  # noqa: PLC0415 - likewise
+
+            logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
             output = Output("json" if as_json else "quiet" if quiet else "person")
             with interrupts:
                 if is_url(options.get("directory")):
@@ -213,6 +265,9 @@ def _key_options() -> list[click.Parameter]:
 
 def _security(options: MutableMapping[str, Any]) -> Security:
     """Return the settings from the options. Raises ConfigError for unusable keys."""
+    from vua.security.keyring import check_keys  # noqa: PLC0415 - help goes without
+    from vua.security.settings import Security  # noqa: PLC0415 - likewise
+
     names = ("key_file", "tenant_keys", "encrypt")
     security = Security(**{name: options.pop(name) for name in names})
     check_keys(security)
@@ -249,10 +304,9 @@ class _Command(click.Command):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write examples."""
         del ctx
-        if lines := EXAMPLES.get(self.name or ""):
-            with formatter.section("Examples"):
-                for one in lines:
-                    formatter.write(f"{'':{formatter.current_indent}}{one}\n")
+        with formatter.section("Examples"):
+            for one in EXAMPLES[self.name or ""]:
+                formatter.write(f"{'':{formatter.current_indent}}{one}\n")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         known = [name for one in self.get_params(ctx) for name in one.opts if name[:2] == "--"]

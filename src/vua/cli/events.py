@@ -297,7 +297,7 @@ class StoredNamespace:
     listing: Listing
 
 
-@command("events", "tell routers which chunks a cache holds")
+@command("events")
 @click.option("--follow", is_flag=True, help="then print changes, until Ctrl-C")
 @click.option(
     "--interval",

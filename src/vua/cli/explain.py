@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from vua.catalog.base import SHORT, Catalog, counted
+from vua.catalog.base import SHORT, Catalog
 from vua.catalog.check import NO_KEYS
 from vua.catalog.opening import open_catalog
 from vua.catalog.prefix import (
@@ -33,6 +33,7 @@ from vua.cli.prompt import Prompt, model_directory, prompt_keys, read_prompts
 from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
+from vua.io.words import counted
 from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
 from vua.storage.base import explaining
@@ -280,7 +281,7 @@ class Explanations(Report):
             one.show()
 
 
-@command("explain", "say why a prompt hits or misses")
+@command("explain")
 @click.option("--tokens", metavar="FILE", help="token ids: a JSON list, or integers; - stdin")
 @click.option(
     "--prompt", metavar="FILE", help="text or JSON requests for --model's tokenizer; - stdin"

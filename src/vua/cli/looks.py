@@ -27,7 +27,7 @@ from typing import Any, Final
 import click
 import numpy as np
 
-from vua.catalog.base import SHORT, Catalog, NamespaceCatalog, Snapshot, counted, size
+from vua.catalog.base import SHORT, Catalog, NamespaceCatalog, Snapshot
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command, duration_s
 from vua.cli.output import (
@@ -42,6 +42,7 @@ from vua.cli.output import (
     table,
 )
 from vua.errors import ConfigError, VUAError
+from vua.io.words import counted, size
 from vua.storage.base import explaining
 
 _SHOWN_S: Final = 0.2
@@ -188,7 +189,7 @@ def _row(one: Mapping[str, Any]) -> list[object]:
     return [*head, *rates, *one["used_within"].values(), " ".join(salts) or "-"]
 
 
-@command("top", "watch a cache in use")
+@command("top")
 @click.option(
     "--interval",
     "interval_s",

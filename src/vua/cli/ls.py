@@ -10,11 +10,12 @@ from typing import Final
 import click
 
 from vua.capacity.listing import Listing
-from vua.catalog.base import SHORT, Content, counted, size
+from vua.catalog.base import SHORT, Content
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
 from vua.cli.output import Lazy, Report, line, print_strays, progress, table, when
 from vua.errors import ConfigError
+from vua.io.words import counted, size
 
 SORTS: Final = ("name", "size", "newest", "prompt")
 
@@ -127,7 +128,7 @@ def _in_prompts(listing: Listing, tokens: int) -> Iterator[Sequence[object]]:
             yield "-" if before is None else (before + 1) * tokens, name, size(nbytes)
 
 
-@command("ls", "list what a cache holds")
+@command("ls")
 @click.option("-l", "--long", is_flag=True, help="list every chunk")
 @click.option("--model", metavar="TEXT", help="only models whose name has this, or a namespace")
 @click.option(

@@ -12,10 +12,8 @@ printable characters and line ends. (JSON has no other characters: it stays exac
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
-import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -24,12 +22,13 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 from unicodedata import combining, east_asian_width
 
-from vua.capacity.scan import Show
-from vua.catalog.base import size
+from vua.io.words import size
 from vua.storage.bucket_cost import KINDS, cost_dollars
 
 if TYPE_CHECKING:
     from rich.console import Console  # takes as long as all of a command
+
+    from vua.capacity.scan import Show  # likewise, for most commands
 
 SOUND: Final = 0
 DAMAGED: Final = 1
@@ -97,6 +96,8 @@ class Output:
 
     def show(self, report: Report) -> int:
         if self._kind == "json":  # in ASCII without control characters
+            import json  # noqa: PLC0415 - few need it
+
             encoder = json.JSONEncoder(indent=1)
             pieces = encoder.iterencode(report.describe())
             while some := "".join(itertools.islice(pieces, _PIECES)):
@@ -189,7 +190,13 @@ def _console() -> Console | None:
 
 def _screen_columns() -> int | None:
     """Return the terminal's width; None if stdout is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return _terminal_columns() if sys.stdout.isatty() else None
+
+
+def _terminal_columns() -> int:
+    import shutil  # noqa: PLC0415 - takes milliseconds, and pipes do without
+
+    return shutil.get_terminal_size().columns
 
 
 # -- for people ---------------------------------------------------------------------------------
@@ -474,7 +481,7 @@ class _Line:
         if now_s - self._shown_s > _LINE_S:
             self._shown_s = now_s
             words = progress_line(plain(text), done, total, amount, unit, now_s - self._began_s)
-            self._stream.write(f"\r\x1b[K{words[: shutil.get_terminal_size().columns - 1]}")
+            self._stream.write(f"\r\x1b[K{words[: _terminal_columns() - 1]}")
             self._stream.flush()
 
     def clear(self) -> None:

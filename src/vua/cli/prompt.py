@@ -301,7 +301,7 @@ class Key(Report):
         print(f"{self.file}: {'made' if self.made else 'there already'}")
 
 
-@command("key", "make a key file, or check an existing one", takes_directory=False)
+@command("key", takes_directory=False)
 @argument("path", "file for the key; with --salt a directory", metavar="PATH")
 @click.option("--salt", metavar="S", help="make the key of this cache salt in PATH")
 def key(path: str, *, salt: str | None = None) -> Key:

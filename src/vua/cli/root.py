@@ -5,7 +5,6 @@ A command's module is imported when it runs.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from contextlib import suppress
@@ -14,41 +13,10 @@ from typing import Final
 
 import click
 
-from vua.cli.command import COMMANDS, VARIABLE, with_help
+from vua.cli.command import COMMANDS, ENTRIES, GROUPS, VARIABLE, with_help
 from vua.cli.interrupts import INTERRUPTED, interrupts
 from vua.cli.output import UNUSABLE, guarded, plain
-from vua.errors import ConfigError, StorageError, VUAError
-
-_MODULES: Final = {
-    "ls": "ls",
-    "inspect": "verify",
-    "verify": "verify",
-    "top": "looks",
-    "doctor": "verify",
-    "ui": "ui.server",
-    "events": "events",
-    "explain": "explain",
-    "du": "upkeep",
-    "gc": "upkeep",
-    "ttl": "upkeep",
-    "rm": "upkeep",
-    "pin": "upkeep",
-    "export": "transfer",
-    "import": "transfer",
-    "warm": "warm",
-    "args": "args",
-    "key": "prompt",
-    "identify": "args",
-    "completion": "args",
-}
-"""The module of each command."""
-_GONE: Final = {
-    "advise": "`vua top DIR` says what is evicted, and the engine's metric "
-    "vua_saved_prefill_seconds_total what the cache saves under a limit",
-    "bench": "`vua doctor DIR --prefill TOKENS/S` says what the storage reads in GB/s and "
-    "from which prompt length on loading wins; benchmarks/speed.py in a checkout measures more",
-}
-"""What to use instead of commands that there were."""
+from vua.errors import StorageError, VUAError
 
 
 class _Commands(click.Group):
@@ -56,16 +24,33 @@ class _Commands(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
-        return list(_MODULES)
+        return list(ENTRIES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         del ctx
-        if cmd_name in _GONE:
-            raise ConfigError(f"there is no such command any more: {_GONE[cmd_name]}")
-        if cmd_name not in _MODULES:
+        if cmd_name not in ENTRIES:
             return None
-        import_module(f"vua.cli.{_MODULES[cmd_name]}")
+        import_module(f"vua.cli.{ENTRIES[cmd_name].module}")
         return COMMANDS[cmd_name]
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in ENTRIES and not ctx.resilient_parsing and args[0][:1] != "-":
+            from difflib import get_close_matches  # noqa: PLC0415 - for this error alone
+
+            near = " or ".join(map(repr, get_close_matches(args[0], ENTRIES, n=3)))
+            more = f", did you mean {near}?" if near else ""
+            ctx.fail(f"there is no command {args[0]!r}{more}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write them in groups; no command's module is imported."""
+        del ctx
+        widest = max(map(len, ENTRIES))
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:{widest}}", one.text) for name, one in group.items()])
 
 
 def _show_version(context: click.Context, _: click.Parameter, value: bool) -> None:  # noqa: FBT001
@@ -87,9 +72,7 @@ vua: Final = with_help(
             )
         ],
         help="Look into a VUA cache, and keep it in order.",
-        epilog="Look: ls, du, top, ui, inspect, explain, events. Check: verify, doctor. "
-        "Keep in order: gc, ttl, pin, rm. Carry: export, import. "
-        "Fill: warm. Set up: args, key, identify, completion. "
+        epilog="`vua help COMMAND` says more about one. "
         f"DIR may be left out where the environment's {VARIABLE} names it. Exit status: 0 success, "
         "1 damage found or work incomplete, 2 usage error or missing directory.",
     )
@@ -109,7 +92,8 @@ def run(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> int:  # noqa: PLR0911 - a status for each way to end
-    logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
+    if words[:1] == ["help"]:
+        words = [*filter("help".__ne__, words), "--help"]
     try:
         if asked := os.environ.get("_VUA_COMPLETE"):  # a shell asks for completions
             from click.shell_completion import shell_complete  # noqa: PLC0415

@@ -31,7 +31,7 @@ import numpy as np
 
 from vua.capacity.scan import Show
 from vua.catalog.archive import Member, Reader, Writer, file_sizes
-from vua.catalog.base import SHORT, NamespaceCatalog, counted, resolve, size
+from vua.catalog.base import SHORT, NamespaceCatalog, resolve
 from vua.catalog.check import NO_KEYS, Checker, ExpectedEntry, OpenFile, check_open
 from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, as_owner, command
@@ -52,6 +52,7 @@ from vua.format.keys import ChunkKey, KeyChain
 from vua.format.layout import Shard, payload_map
 from vua.format.parse import EntryInfo, parse_entry
 from vua.io.files import make_file
+from vua.io.words import counted, size
 from vua.security.settings import Security
 from vua.storage.base import Batch, entry_name, explained
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
@@ -123,7 +124,7 @@ class ExportReport(Report):
         )
 
 
-@command("export", "write chosen prefixes to one file")
+@command("export")
 @argument("file", "archive to write; - stdout", metavar="FILE")
 @argument("names", "6 or more hex digits of a name", metavar="[NAME]...", nargs=-1)
 @click.option("--following", is_flag=True, help="also what follows these chunks")
@@ -339,7 +340,7 @@ class ImportReport(Report):
         print(f"{self.directory}: {written}; {done.present} were there")
 
 
-@command("import", "import what export wrote")
+@command("import")
 @argument("file", "archive to read; - stdin", metavar="FILE")
 def import_(directory: str, file: str) -> ImportReport:
     """Import an archive; exit status 1 if some of it was damaged or found no space.

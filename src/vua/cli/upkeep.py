@@ -12,16 +12,7 @@ import click
 
 from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits
-from vua.catalog.base import (
-    SHORT,
-    Collection,
-    Removal,
-    Use,
-    counted,
-    key_ids,
-    resolve,
-    size,
-)
+from vua.catalog.base import SHORT, Collection, Removal, Use, key_ids, resolve
 from vua.catalog.check import NO_KEYS
 from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, asking, command, duration, lifetime_s
@@ -38,6 +29,7 @@ from vua.cli.output import (
     when,
 )
 from vua.errors import ConfigError
+from vua.io.words import counted, size
 from vua.security.settings import Security
 
 _dry_run = click.option("--dry-run", is_flag=True, help="only show what would be deleted")
@@ -106,7 +98,7 @@ class DuReport(Report):
             print(f"storage: {dollars} a month at S3's list price; other providers' prices differ")
 
 
-@command("du", "show what a cache occupies, and its bounds", as_owner_of=True)
+@command("du", as_owner_of=True)
 @click.option("--quick", is_flag=True, help="estimate it from a sample")
 def du(directory: str, *, quick: bool = False) -> DuReport:
     """Report the space that a cache takes, by namespace; ``quick``: from a sample, if cheaper.
@@ -191,7 +183,7 @@ class GcReport(Report):
         print_strays(done.strays)
 
 
-@command("gc", "bring a cache within its bounds and sweep it", as_owner_of=True)
+@command("gc", as_owner_of=True)
 @click.option(
     "--max-bytes",
     metavar="SIZE",
@@ -296,7 +288,7 @@ class Life(Report):
             print(f"with a time to live of their own, which is not kept here: {own}")
 
 
-@command("ttl", "show or set the time without use after which chunks are deleted", as_owner_of=True)
+@command("ttl", as_owner_of=True)
 @argument("seconds", "30m, 12h, 1d, 2w", metavar="[TIME]", type=lifetime_s, required=False)
 @click.option("--off", is_flag=True, help="keep chunks for as long as there is room")
 def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> Life:
@@ -345,7 +337,6 @@ class PinReport(Report):
 
 @command(
     "pin",
-    "protect chunks and their prefixes from eviction; without NAME list the pins",
     as_owner_of=True,
 )
 @argument("names", "6 or more hex digits of a chunk", metavar="[NAME]...", nargs=-1)
@@ -419,7 +410,7 @@ class RmReport(Report):
         print_strays(done.strays)
 
 
-@command("rm", "delete chunks with all that follows them, or namespaces", as_owner_of=True)
+@command("rm", as_owner_of=True)
 @argument("names", "6 or more hex digits of a name", metavar="[NAME]...", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="everything")
 @click.option("--pinned", "force", is_flag=True, help="pinned chunks too")

@@ -20,7 +20,7 @@ from typing import Final, Literal
 import click
 
 from vua.capacity.scan import Show
-from vua.catalog.base import SHORT, Catalog, Demand, Finding, Rules, resolve, size
+from vua.catalog.base import SHORT, Catalog, Demand, Finding, Rules, resolve
 from vua.catalog.check import (
     NO_KEYS,
     OUTCOMES,
@@ -47,6 +47,7 @@ from vua.cli.output import (
 from vua.errors import ConfigError
 from vua.format.entry import FORMAT, SEALED
 from vua.format.parse import EntryInfo
+from vua.io.words import size
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.description import Description
@@ -94,7 +95,7 @@ class Diagnosis(Report):
             print(json.dumps(self.rules.rules, indent=1))
 
 
-@command("doctor", "test what VUA relies on")
+@command("doctor")
 @click.option(
     "--trusted-uids", metavar="UIDS", default="", help='the engines\' setting: "any", or 1000,1001'
 )
@@ -270,7 +271,7 @@ def _show_others(result: Verification) -> None:
         print(f"not of a cache: {plain(f'{result.namespace.path}/{one.path}')}")
 
 
-@command("verify", "read every file and check it", as_owner_of=True)
+@command("verify", as_owner_of=True)
 @click.option("--repair", is_flag=True, help="quarantine damaged files")
 @click.option(
     "--sample",
@@ -334,7 +335,7 @@ class InspectReport(Report):
             facts(file, _lines(check, namespace, place))
 
 
-@command("inspect", "show what entries say and are", takes_directory=False)
+@command("inspect", takes_directory=False)
 @argument(
     "files",
     "file of one chunk; or DIR NAME ..., first digits of its chunks",

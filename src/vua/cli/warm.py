@@ -53,7 +53,7 @@ class WarmReport(Report):
         )
 
 
-@command("warm", "have a running server compute prompts", takes_directory=False)
+@command("warm", takes_directory=False)
 @argument("prompts", 'a prompt a line; .jsonl: the server\'s requests, {"prompt"} or {"messages"}',
           metavar="FILE")  # fmt: skip
 @click.option("--server", metavar="URL", required=True, help="a vLLM or SGLang that runs with VUA")

@@ -20,7 +20,7 @@ from commands import TOKENS, CliTest, run, run_json, verbs
 from helpers import caches_of, flip, read_only, swap
 from vua import __version__, cli
 from vua.cli import output as text
-from vua.cli.command import EXAMPLES
+from vua.cli.command import EXAMPLES, GROUPS
 from vua.core import VUA, VUAConfig
 
 
@@ -422,9 +422,32 @@ class TestCommand(CliTest):
         """Without a word it shows its help, in which every command has its group."""
         code, out, err = run()
         self.assertEqual((0, ""), (code, err))
-        groups = re.sub(r"\s+", " ", out[out.index("Look: ") :])
-        for verb in verbs():
-            self.assertRegex(groups, rf"[:,] {verb}[,.]")
+        listed = re.findall(r"^  ([a-z]+)  ", out, re.MULTILINE)
+        self.assertEqual([name for group in GROUPS.values() for name in group], listed)
+        for title, group in GROUPS.items():
+            self.assertIn(f"\n\n{title}:\n  {next(iter(group))} ", out)
+
+    def test_mistyped(self) -> None:
+        """A command that there is not ends in one sentence with those that were meant."""
+        for words, meant in (
+            (["lst"], "'ls'"),
+            (["help", "explian"], "'explain'"),
+            (["verfy", self.root], "'verify'"),
+            (["ex"], ""),
+            (["-x"], ""),
+        ):
+            with self.subTest(words):
+                code, out, err = run(*words)
+                self.assertEqual((2, ""), (code, out))
+                self.assertEqual(bool(meant), f"did you mean {meant}" in err, err)
+                self.assertIn("`vua --help`", err)
+
+    def test_help(self) -> None:
+        """`vua help` says what `--help` does, of all commands or of one."""
+        self.assertEqual(run("--help"), run("help"))
+        for words in (["gc"], ["gc", "--quick"], ["ls", "a", "b"]):
+            self.assertEqual(run(words[0], "--help"), run("help", *words))
+        self.assertEqual(run("--help"), run("help", "help"))
 
     def test_unreadable_root(self) -> None:
         """A directory that may not be read exits with 2."""

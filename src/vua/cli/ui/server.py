@@ -361,7 +361,7 @@ class UiReport(Report):
         print(f"{self.directory}: open {self.url}\nCtrl-C ends it", flush=True)
 
 
-@command("ui", "show a cache as a web page on this machine", as_owner_of=True)
+@command("ui", as_owner_of=True)
 @click.option(
     "--port", metavar="N", type=int, default=0, help="of 127.0.0.1; default one that is free"
 )
