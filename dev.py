@@ -253,7 +253,7 @@ def build() -> int:
 
 
 def wheels() -> int:
-    """Builds a release into dist/: source, a wheel per platform, the list of what it needs."""
+    """Builds a release into dist/: source, wheels, the list of what they need, a manual page."""
     commit = ["git", "log", "-1", "--format=%ct"]
     dated = subprocess.run(commit, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     # the same commit gives the same bytes, whoever builds it and when
@@ -273,7 +273,12 @@ def wheels() -> int:
             *("-o", "dist/vua.cdx.json", "requirements/wheel.txt"),
         ],
     )
-    return 0
+    return man()
+
+
+def man(*arguments: str) -> int:
+    """Writes the manual page from the command line's own help: dist/vua.1, or FILE."""
+    return run("docs/_tools/manpage.py", *arguments, paths=("src",))
 
 
 def find_python(version: str) -> str:
@@ -702,6 +707,7 @@ TARGETS = {
             setup,
             build,
             wheels,
+            man,
             pythons,
             demo,
             test,
