@@ -13,19 +13,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, overload
+from typing import Final
 
 import numpy as np
 
 from vua.capacity import marks
-from vua.capacity.lease import Victims, tell_victims, told_victims, upkeep_directory
+from vua.capacity.lease import (
+    NO_VICTIMS,
+    Victims,
+    tell_victims,
+    told_victims,
+    upkeep_directory,
+)
 from vua.capacity.listing import ancestors
 from vua.capacity.lru import MTIME_STEP_NS, is_unchanged, mtime_ns_of, set_mtime
 from vua.capacity.marks import is_unsent
@@ -45,7 +50,6 @@ from vua.capacity.scan import (
     LOWEST,
     Candidate,
     Candidates,
-    Rank,
     Space,
     Sweep,
     by_mtime,
@@ -107,48 +111,6 @@ def ours(found: Sequence[Space]) -> list[Space]:
     return [space for space in found if not is_unknown(space.fd, space.name)]
 
 
-class _Pool(Sequence[Candidate]):
-    """Known victims, what goes first at 0."""
-
-    def __init__(self, found: Candidates | None = None) -> None:
-        self._found, self._at = Candidates.of(()) if found is None else found, 0
-        self._first: list[Candidate] = []  # before these, the next one last
-
-    def __len__(self) -> int:
-        return len(self._first) + len(self._found) - self._at
-
-    @overload
-    def __getitem__(self, at: int) -> Candidate: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Candidate]: ...
-    def __getitem__(self, at: int | slice) -> Candidate | Sequence[Candidate]:
-        if isinstance(at, slice):
-            return self.all()[at]
-        at = at + len(self) if at < 0 else at
-        if at < len(self._first):
-            return self._first[-1 - at]
-        return self._found[self._at + at - len(self._first)]
-
-    def first(self, many: int) -> Candidates:
-        """Return the first ones."""
-        before = self._first[: -1 - many : -1]
-        return Candidates.joined([before, self._found[self._at : self._at + many - len(before)]])
-
-    def pop(self, many: int = 1) -> None:
-        """Leave the first ones out."""
-        of_first = min(many, len(self._first))
-        del self._first[len(self._first) - of_first :]
-        self._at += many - of_first
-
-    def put_back(self, some: Sequence[Candidate]) -> None:
-        """Add some that go before all others, in order."""
-        self._first += some[::-1]
-
-    def all(self) -> Candidates:
-        """Return them, in order."""
-        return Candidates.joined([self._first[::-1], self._found[self._at :]])
-
-
 class Evictor:
     """Evicts from one cache directory, and remembers what it saw. Not thread-safe."""
 
@@ -164,28 +126,14 @@ class Evictor:
         ``policy`` ranks chunks; by default the least recently used ones are the lowest.
         """
         self._policy = policy or LRU()
-        self._by_mtime = True
-        """Whether the known victims' ranks are their mtimes."""
-        self._known_until_s = math.inf
-        """Until when the known victims are used, by the monotonic clock."""
         self._root, self._evict_chunk = os.fspath(root), rehearse or evict_chunk
         self._is_real = rehearse is None
-        self._pool = _Pool()
-        """The lowest chunks of a sweep."""
-        self._pool_of: Sweep | None = None
-        """Which sweep that is, where it has not ended."""
-        self._seen_ns = 0
-        """The server's time before that sweep, and before ranks were asked for. What changed since
-        stays: it was used, or it got a child that the sweep may not have seen."""
+        self._victims = NO_VICTIMS
+        """What is left of what the last search found, here or in another process."""
         self._sweep: Sweep | None = None
         """The one under way."""
-        self._rank: Rank = by_mtime
-        """What it ranks by, or the last one."""
-        self._sweep_seen_ns, self._sweep_began_s = 0, 0.0
         self.shares = False
         """Whether victims are told to other processes, and those that others tell are used."""
-        self._told_ns = 0
-        """When the last sweep began of which victims were told, here or by others."""
         self._kept: set[tuple[str, str]] = set()
         """Chunks that stayed, and their prefixes, as (namespace, chunk), until the next pass."""
         self._held: deque[tuple[Candidate, int]] = deque()
@@ -212,7 +160,7 @@ class Evictor:
     @property
     def left(self) -> int:
         """Number of known victims."""
-        return len(self._pool) + (0 if self._sweep is None else self._sweep.found)
+        return len(self._victims.found) + (0 if self._sweep is None else self._sweep.found)
 
     @property
     def is_searching(self) -> bool:
@@ -229,7 +177,8 @@ class Evictor:
 
         Raises OSError where the directory cannot be listed.
         """
-        self._forget_old()
+        if 0 < self._victims.until_ns <= now_ns:
+            self._forget()
         if (self._sweep is None and self._adopt(now_ns)) or not looks:
             return
         with spaces(self._root) as found:
@@ -243,7 +192,7 @@ class Evictor:
                 if not sweep.is_done:
                     sweep.step(by_name)
             if self._sweep is sweep:
-                self._finish(sweep)
+                self._gather(sweep)
 
     def _adopt(self, now_ns: int) -> bool:
         """Use the victims that another process has found; whether there are any."""
@@ -251,20 +200,16 @@ class Evictor:
             return False
         directory = upkeep_directory(self._root)
         try:
-            told = told_victims(directory, self._told_ns, now_ns)
+            told = told_victims(directory, self._victims.seen_ns, now_ns)
         finally:
             close_quietly(directory)
         if told is None:
             return False
-        self._told_ns = told.seen_ns
         with spaces(self._root) as found:
             mine = {space.name for space in ours(found)}
         is_mine = np.array([space in mine for space in told.found.spaces.tolist()], dtype=bool)
-        self._fill(told.found.only(is_mine), told.seen_ns, None)
-        self._by_mtime, self._known_until_s = told.by_mtime, math.inf
-        if told.until_ns:
-            self._known_until_s = time.monotonic() + (told.until_ns - now_ns) / 1e9
-        return bool(self._pool)
+        self._use(told._replace(found=told.found.only(is_mine)))
+        return bool(self._victims.found)
 
     def evict(
         self,
@@ -295,7 +240,8 @@ class Evictor:
         freed = NOTHING
         if nbytes <= 0:
             return freed
-        self._forget_old()
+        if 0 < self._victims.until_ns <= now_ns:
+            self._forget()
         run = _Run(nbytes, now_ns, before_ns, pins_nbytes, pulse, _VICTIMS, hurries=hurries)
         self._has_unsent = False
         freed += self._run(run)
@@ -322,10 +268,9 @@ class Evictor:
         freed = self._expire_own(now_ns, pulse)
         return freed + self._expire(now_ns, expired_ns, pulse) if expired_ns else freed
 
-    def _forget_old(self) -> None:
-        """Forget victims whose ranks are too old."""
-        if time.monotonic() >= self._known_until_s:
-            self._pool, self._spared, self._known_until_s = _Pool(), [], math.inf
+    def _forget(self) -> None:
+        """Forget victims whose ranks, or times, are too old."""
+        self._victims, self._spared = self._victims._replace(found=Candidates.of(())), []
 
     def _expire_own(self, now_ns: int, pulse: Callable[[DeletionTotals], None]) -> DeletionTotals:
         """Delete the chunks whose own time to live is over."""
@@ -374,7 +319,7 @@ class Evictor:
             if sweep.is_large:
                 self._sweep = None
             else:
-                self._finish(sweep)
+                self._gather(sweep)
         return freed
 
     def _expire_one(
@@ -388,31 +333,32 @@ class Evictor:
 
     def _run(self, run: _Run) -> DeletionTotals:
         freed = NOTHING
-        self._pool.put_back(self._spared)  # first in turn again, now perhaps for another prompt
-        self._spared = []
         sweep = self._sweep
-        if sweep is not None and self._pool_of is sweep and sweep.found:  # of all folders so far
-            known = Candidates.joined([self._pool.all(), sweep.take()])
-            self._fill(known, self._sweep_seen_ns, sweep)
-        if self._pool and self._pool[-1].mtime_ns > run.now_ns + _FUTURE_NS:
-            self._fill((), 0, None)  # the clock was set back since
+        if self._spared:  # first in turn again, now perhaps for another prompt
+            some = Candidates.joined([self._spared, self._victims.found])
+            self._victims, self._spared = self._victims._replace(found=some), []
+        if sweep is not None and sweep.is_taken and sweep.found:  # of all folders so far
+            self._gather(sweep)
+        known = self._victims.found
+        if known and known[-1].mtime_ns > run.now_ns + _FUTURE_NS:
+            self._forget()  # the clock was set back since
         with spaces(self._root) as found:
             by_name = {space.name: space for space in found}
             self._skip_gone(by_name)
             while True:
-                if not self._pool and not self._search(found, by_name, run, freed):
+                if not self._victims.found and not self._search(found, by_name, run, freed):
                     return freed
                 freed = self._evict_ordinary(by_name, run, freed)
-                if not self._pool:
+                if not self._victims.found:
                     continue
-                victim = self._pool[0]
-                if freed.nbytes >= run.nbytes or (self._by_mtime and run.spares(victim)):
+                victim = self._victims.found[0]
+                if freed.nbytes >= run.nbytes or (self._victims.by_mtime and run.spares(victim)):
                     return freed  # the others are younger
-                self._pool.pop()
+                self._skip()
                 if run.spares(victim) or (self.spares_unsent and self._stays(victim, by_name, run)):
                     self._spared.append(victim)
                     continue
-                freed += self._evict(victim, by_name, self._seen_ns, run.pins_nbytes)
+                freed += self._evict(victim, by_name, self._victims.seen_ns, run.pins_nbytes)
                 if freed.chunks % _PULSE_CHUNKS == 0:
                     run.pulse(freed)
 
@@ -429,18 +375,18 @@ class Evictor:
             if space is None:
                 break
             gone = delete_chunks(
-                *(space.fd, some.chunks, some.mtimes_ns, self._seen_ns),
+                *(space.fd, some.chunks, some.mtimes_ns, self._victims.seen_ns),
                 *(run.nbytes - freed.nbytes, ordinary_chunk()),
             )
             freed += DeletionTotals(int(gone.deleted.sum()), gone.nbytes)
-            self._pool.pop(gone.settled)
+            self._skip(gone.settled)
             if self.evicted is not None or log.isEnabledFor(logging.DEBUG):
                 for victim in some[: gone.settled].only(gone.deleted):
                     self._tell(victim)
             if gone.aside:
-                victim = self._pool[0]
-                self._pool.pop()
-                freed += self._evict(victim, by_name, self._seen_ns, run.pins_nbytes, gone.aside)
+                victim, seen_ns = self._victims.found[0], self._victims.seen_ns
+                self._skip()
+                freed += self._evict(victim, by_name, seen_ns, run.pins_nbytes, gone.aside)
             elif gone.is_unusual:
                 break
             run.pulse(freed)
@@ -448,7 +394,7 @@ class Evictor:
 
     def _leading(self, run: _Run) -> Candidates:
         """Return the first victims that are of one namespace, and may go without a look at each."""
-        some = self._pool.first(_AT_A_TIME)
+        some = self._victims.found[:_AT_A_TIME]
         if not len(some):
             return some
         goes = some.spaces == some.spaces[0]
@@ -463,20 +409,25 @@ class Evictor:
         """Leave out the first victims where other processes have evicted these: in order, too."""
         if not self.shares:
             return
+        known = self._victims.found
 
         def is_gone(place: int) -> bool:
-            victim = self._pool[place]
+            victim = known[place]
             space = by_name.get(victim.space)
             return space is None or mtime_ns_of(space.fd, victim.chunk) is None
 
         gone, step = 0, 1  # so many are gone; steps get longer until one is there, then shorter
-        while gone + step <= len(self._pool) and is_gone(gone + step - 1):
+        while gone + step <= len(known) and is_gone(gone + step - 1):
             gone, step = gone + step, 2 * step
         while step > 1:
             step //= 2
-            if gone + step <= len(self._pool) and is_gone(gone + step - 1):
+            if gone + step <= len(known) and is_gone(gone + step - 1):
                 gone += step
-        self._pool.pop(gone)
+        self._skip(gone)
+
+    def _skip(self, many: int = 1) -> None:
+        """Leave out the first victims."""
+        self._victims = self._victims._replace(found=self._victims.found[many:])
 
     def _stays(self, victim: Candidate, by_name: Mapping[str, Space], run: _Run) -> bool:
         """Whether a chunk is skipped because it is not uploaded yet; counts those that go."""
@@ -514,15 +465,12 @@ class Evictor:
         else:
             sweep.drain(by_name, pulse)
         run.picked = sweep.picked
-        if not sweep.is_done:
-            self._fill(sweep.take(), self._sweep_seen_ns, sweep)
-            self._known_until_s = math.inf
-            return True
-        if sweep.ahead and self._is_real:
-            self._set_back(sweep, found, by_name, run)
-        self._drop(sweep.empty(ours(found)), run.now_ns)
-        self._finish(sweep)
-        return bool(self._pool) or not run.swept or run.brought != freed.chunks
+        if sweep.is_done:
+            self._drop(sweep.empty(ours(found)), run.now_ns)
+            if sweep.ahead and self._is_real:
+                sweep = self._set_back(sweep, found, by_name, run)
+        self._gather(sweep)
+        return bool(self._victims.found) or not run.swept or run.brought != freed.chunks
 
     def _begin(
         self,
@@ -533,70 +481,69 @@ class Evictor:
         expired_ns: int = 0,
     ) -> Sweep:
         """Begin a sweep in the place of one that may be under way."""
-        self._sweep_began_s, self._sweep_seen_ns = time.monotonic(), now_ns
-        self._rank = self._policy.rank(now_ns)
-        self._sweep = Sweep(mine, wanted, self._rank, latest_ns=latest_ns, expired_ns=expired_ns)
+        rank = self._policy.rank(now_ns)
+        self._sweep = Sweep(mine, wanted, rank, now_ns, latest_ns=latest_ns, expired_ns=expired_ns)
         return self._sweep
 
     def _set_back(
         self, sweep: Sweep, found: Sequence[Space], by_name: Mapping[str, Space], run: _Run
-    ) -> None:
-        """Set mtimes from the future to now, and look again at what has them now."""
-        now_ns = run.now_ns + int((time.monotonic() - self._sweep_began_s) * 1e9)
+    ) -> Sweep:
+        """Set mtimes from the future to now; return a sweep that has looked at them again."""
+        now_ns = run.now_ns + sweep.took_ns
         latest_ns = now_ns + _FUTURE_NS
         first_ns = move_future_mtimes(sorted(sweep.ahead), by_name, now_ns, latest_ns)
         if first_ns is None:
-            return
+            return sweep
         log.warning(
             "the clock of %s was set back; the times of its chunks are set back, too", self._root
         )
         if run.before_ns is not None and run.before_ns > run.now_ns + _FUTURE_NS:
             run.before_ns = first_ns  # it was such a time, too: the prompt's own
-        again = Sweep(ours(found), run.wanted, self._rank)
+        again = Sweep(ours(found), run.wanted, sweep.rank, run.now_ns)
         again.drain(by_name, partial(run.pulse, NOTHING))
-        sweep.take()
-        sweep.put(again.take())
-        run.picked, self._sweep_seen_ns = again.picked, _LATEST_NS
+        again.seen_ns, run.picked = _LATEST_NS, again.picked
+        return again
 
-    def _finish(self, sweep: Sweep) -> None:
-        """Use all that a sweep has found, from its end on."""
-        victims = [self._pool.all(), self._spared] if self._pool_of is sweep else []
-        self._fill(Candidates.joined([*victims, sweep.take()]), self._sweep_seen_ns, sweep)
-        self._sweep = self._pool_of = None
-        took_s = time.monotonic() - self._sweep_began_s
-        if not self._policy.is_lasting:
-            self._known_until_s = time.monotonic() + took_s / _PASSES_SHARE
+    def _gather(self, sweep: Sweep) -> None:
+        """Use what a sweep has found since the last time, beside what is left of that.
+
+        What one has found at its end other processes learn, too.
+        """
+        until_ns, some = 0, [sweep.take()]
+        if sweep.is_taken:
+            some += [self._victims.found, Candidates.of(self._spared)]
+        if sweep.is_done and not self._policy.is_lasting:
+            until_ns = sweep.began_ns + int(sweep.took_ns * (1 + 1 / _PASSES_SHARE))
+        is_lru = sweep.rank is by_mtime
+        victims = Victims(sweep.seen_ns, until_ns, is_lru, Candidates.joined(some))
+        self._use(victims, goes_on=sweep.is_taken)
+        sweep.is_taken = True
+        if not sweep.is_done:
+            return
+        self._sweep = None
         is_many = sweep.chunks >= SHARED and not sweep.is_large
-        if self.shares and is_many and self._sweep_seen_ns != _LATEST_NS:
-            self._tell_victims(took_s)
+        if self.shares and is_many and sweep.seen_ns != _LATEST_NS:
+            with contextlib.suppress(OSError):
+                directory = upkeep_directory(self._root)
+                try:
+                    tell_victims(directory, self._victims)
+                finally:
+                    close_quietly(directory)
 
-    def _tell_victims(self, took_s: float) -> None:
-        until_ns = self._sweep_seen_ns + int(took_s / _PASSES_SHARE * 1e9)
-        until_ns = 0 if self._policy.is_lasting else until_ns
-        told = Victims(self._sweep_seen_ns, until_ns, self._by_mtime, self._pool.all())
-        with contextlib.suppress(OSError):
-            directory = upkeep_directory(self._root)
-            try:
-                tell_victims(directory, told)
-            finally:
-                close_quietly(directory)
-        self._told_ns = self._sweep_seen_ns
-
-    def _fill(self, victims: Sequence[Candidate], seen_ns: int, sweep: Sweep | None) -> None:
-        """Take victims of a sweep (None: of another process's) that began at ``seen_ns``."""
-        now_s = time.monotonic()
+    def _use(self, victims: Victims, *, goes_on: bool = False) -> None:
+        """Use these victims, of a search from which others were used before, or of another one."""
+        now_s, found = time.monotonic(), victims.found
         if now_s >= self._immovable_until_s:  # somebody may have freed them
             self.immovable.clear()
             self._immovable_until_s = now_s + _IMMOVABLE_S
         if self.immovable:
-            victims = [one for one in victims if (one.space, one.chunk) not in self.immovable]
-        if sweep is None or self._pool_of is not sweep:
+            goes = [(one.space, one.chunk) not in self.immovable for one in found]
+            found = found.only(np.array(goes, dtype=bool))
+        if not goes_on:
             self._kept.clear()
             self._held.clear()
             self._held_nbytes = 0
-        self._pool, self._spared = _Pool(Candidates.of(victims).in_order()), []
-        self._seen_ns, self._pool_of = seen_ns, sweep
-        self._by_mtime = self._rank is by_mtime
+        self._victims, self._spared = victims._replace(found=found.in_order()), []
 
     def _drop(self, empty: Sequence[str], now_ns: int) -> None:
         """Delete namespaces that have been empty for a while."""
@@ -677,7 +624,7 @@ class Evictor:
             first, nbytes = self._held.popleft()
             self._held_nbytes -= nbytes
             space = by_name[first.space]
-            if not is_unchanged(space.fd, first.chunk, first.mtime_ns, self._seen_ns):
+            if not is_unchanged(space.fd, first.chunk, first.mtime_ns, self._victims.seen_ns):
                 continue
             try:
                 gone = self._evict_chunk(space, first.chunk, pinned=True)

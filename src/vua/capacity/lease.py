@@ -125,14 +125,6 @@ def lease(directory: int) -> Iterator[Lease | None]:
             close_quietly(fd)
 
 
-def renewed_ns(directory: int) -> int:
-    """Return when the lease was renewed, ns since 1970 by the server's clock; 0: there is none."""
-    try:
-        return os.stat(_LEASE, dir_fd=directory, follow_symlinks=False).st_mtime_ns
-    except OSError:
-        return 0
-
-
 def _made(directory: int) -> int | None:
     """Make the lease, in the place of one that has expired; None while somebody holds it."""
     fd = _create(directory)
@@ -234,6 +226,9 @@ class Victims(NamedTuple):
     """Whether their ranks are their mtimes."""
     found: Candidates
     """In order."""
+
+
+NO_VICTIMS: Final = Victims(0, 0, True, Candidates.of(()))  # noqa: FBT003
 
 
 def tell_victims(directory: int, victims: Victims) -> None:

@@ -30,7 +30,6 @@ from vua.capacity.lease import (
     done_ago_s,
     lease,
     note_done,
-    renewed_ns,
     upkeep_directory,
 )
 from vua.capacity.limits import Limits
@@ -72,8 +71,8 @@ _EXPIRY_RATIO: Final = 20
 last one took."""
 _COSTLY_S: Final = 0.25
 """A search for space that took longer, in vain, is not repeated for ten times as long."""
-_SILENT_S: Final = 1.0
-"""How long to wait for victims of a process that does not renew its lease."""
+_PATIENCE_S: Final = 1.0
+"""How long to wait for victims of a process that looks for them, and may hang."""
 _POLL_S: Final = 0.05
 _WAIT_S: Final = 4.0
 """Longest wait of a writer: vLLM's connector gives a write up after `timeouts.io_s`, 10 s."""
@@ -432,40 +431,29 @@ class Reclaimer:
                 cost_s = time.monotonic() - began_s
                 self._ahead_from_s = began_s + max(0.1, 11 * cost_s)
 
-    def _search(self, *, waits: bool = False) -> None:
+    def _search(self) -> bool:
         """Look for victims, unless another process does so: then take what it has found.
 
-        With ``waits`` wait for that, as long as that process renews its lease.
+        Returns whether to wait for that one: it has found none so far.
         """
-        began_s = renewed_s = time.monotonic()
-        last_ns = 0
+        began_s, waits = time.monotonic(), False
         if not self._may_delete():
             self._search_from_s = began_s + _TTL_INTERVAL_S
-            return
+            return waits
         try:
             directory = upkeep_directory(self._root)
             try:
                 now_ns = next_tick_ns(directory)
-                while True:
-                    with lease(directory) as held:
-                        self._evictor.prepare(
-                            now_ns, partial(self._between, held), looks=held is not None
-                        )
-                    if held is not None or self._knows_victims or not waits:
-                        break
-                    self._pulse(None)
-                    if (at_ns := renewed_ns(directory)) != last_ns:
-                        last_ns, renewed_s = at_ns, time.monotonic()
-                    elif time.monotonic() - renewed_s > _SILENT_S:
-                        text = f"the process that looks for victims has been silent for {_SILENT_S}"
-                        self.warn_once("search", f"{self._root}: {text} s; this one looks, too")
-                        break
-                    time.sleep(_POLL_S)
+                with lease(directory) as held:
+                    pulse = partial(self._between, held)
+                    self._evictor.prepare(now_ns, pulse, looks=held is not None)
+                waits = held is None and not self._knows_victims
             finally:
                 close_quietly(directory)
         except OSError as problem:
             self._cannot_evict(problem)
         self._search_from_s = began_s + max(1.0, 21 * (time.monotonic() - began_s))
+        return waits
 
     def _follow(self) -> bool:
         """Check now whether the target of writes became another directory."""
@@ -549,10 +537,15 @@ class Reclaimer:
     def _evict(
         self, nbytes: int, below: Below = ANYTHING, *, ahead: bool = False
     ) -> DeletionTotals:
-        """Evict. Of many chunks a process that knows no victims takes those of another one."""
-        limits = self._estimate.limits
+        """Evict. Of many chunks a process that knows no victims takes those of another one.
+
+        It waits a moment for these, and then looks for itself.
+        """
+        limits, until_s = self._estimate.limits, time.monotonic() + _PATIENCE_S
         if not self._knows_victims and SHARED <= self._estimate.chunks <= AT_ONCE:
-            self._search(waits=True)
+            while self._search() and time.monotonic() < until_s:
+                self._pulse(None)
+                time.sleep(_POLL_S)
         pins_nbytes = None if limits is None else int(limits.max_bytes * PINNED_SHARE)
 
         def evict(_: int, now_ns: int) -> DeletionTotals:

@@ -17,6 +17,7 @@ import os
 import random
 import re
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol, TypeAlias, overload
 
@@ -364,7 +365,7 @@ class Sweep:
         found: Sequence[Folders],
         wanted: int,
         rank: Rank = by_mtime,
-        pulse: Callable[[], None] = lambda: None,
+        now_ns: int = 0,
         *,
         latest_ns: int = LATEST_NS,
         expired_ns: int = 0,
@@ -375,11 +376,16 @@ class Sweep:
             found: the namespaces.
             wanted: how many victims to find, about and at least.
             rank: called with names and mtimes.
-            pulse: called before each fan of the sample.
+            now_ns: the server's time before ``rank`` was made.
             latest_ns: an mtime after this is from the future.
             expired_ns: chunks with an mtime before this are :attr:`expired`, whatever their rank.
         """
-        self._rank, self._latest_ns, self._expired_ns = rank, latest_ns, expired_ns
+        self.rank, self._latest_ns, self._expired_ns = rank, latest_ns, expired_ns
+        self.began_ns, self._began_s = now_ns, time.monotonic()
+        self.seen_ns = now_ns
+        """What changed from then on stays: it was used, or got a child that may not be seen."""
+        self.is_taken = False
+        """Whether some of what was found is in use."""
         self._wanted = wanted
         self._found: list[Candidates] = []
         self._expired: list[Candidates] = []
@@ -402,7 +408,6 @@ class Sweep:
                 and names < _SAMPLED_CHUNKS / len(found)
                 and (len(sampled) - before < _SAMPLED_FANS)
             ):
-                pulse()
                 chunks, mtimes_ns = space.columns(fans.pop())
                 sampled.append((space.name, chunks, mtimes_ns, rank(chunks, mtimes_ns)))
                 names += len(chunks)
@@ -435,6 +440,11 @@ class Sweep:
     def is_done(self) -> bool:
         """Whether every fan was looked at."""
         return not self._todo
+
+    @property
+    def took_ns(self) -> int:
+        """How long ago it began."""
+        return int((time.monotonic() - self._began_s) * 1e9)
 
     @property
     def found(self) -> int:
@@ -482,7 +492,7 @@ class Sweep:
         finally:  # what was read counts also where the next one cannot be
             names = ChunkNames.joined([one[0] for one in read])
             mtimes_ns = np.concatenate([one[1] for one in read])
-            self._keep(name, names, mtimes_ns, self._rank(names, mtimes_ns))
+            self._keep(name, names, mtimes_ns, self.rank(names, mtimes_ns))
 
     def drain(self, by_name: Mapping[str, Folders], pulse: Callable[[], None]) -> None:
         """Look at all the others."""
