@@ -214,7 +214,7 @@ class TestErrors(CliTest):
         """Words that make no sense, no directory, a directory that is none."""
         for words, expected in (
             (["ls"], "name the cache's directory, or set VUA_PATH; see `vua ls --help`"),
-            (["lss", self.root], "see `vua --help`"),
+            (["lss", self.root], "did you mean 'ls'? See `vua --help`"),
             (["ls", self.root / "none"], "found nothing; name the directory of the cache"),
             (["rm", self.root, "abcdef12"], "`vua ls --long` lists the names"),
         ):
