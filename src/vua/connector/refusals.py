@@ -84,7 +84,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     ),
     "setting": Refusal(
         _ENGINE,
-        "vLLM's setting {}: two engines' values cannot be compared",
+        "{}: two engines' values of this setting cannot be compared",
         "leave it out, or report it",
     ),
     "draft_method": Refusal(

@@ -14,6 +14,8 @@ that computes is then known by its bytecode and constants, wherever it came from
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import hashlib
 import json
@@ -26,10 +28,15 @@ import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import torch
+
+from vua.connector.refusals import refused
+from vua.errors import ConfigError
+from vua.format.identity import canonical
 
 _ENVIRONMENT: Final = ("CUDA_", "NCCL_", "NVIDIA_", "OMP_", "MKL_", "TORCH", "PYTORCH_")
 _OF_A_PLACE: Final = re.compile(
@@ -78,6 +85,35 @@ def in_text(value: object) -> str:
     """Return a value's text, without addresses in memory; "" for a path."""
     text = _ADDRESS.sub("", str(value))
     return "" if "/" in text else text
+
+
+def setting_form(value: Any, what: str) -> Any:
+    """Return an engine's setting in JSON's types, in the form that equal values share.
+
+    Raises UncachedError, naming ``what``: it has none.
+    """
+    try:
+        return canonical(value, what, _adapted)
+    except (ConfigError, RecursionError) as problem:
+        raise refused("setting", problem) from problem
+
+
+def _adapted(value: Any, what: str) -> Any:
+    """Return a value of an engine's kinds as one of JSON's."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, torch.dtype | torch.device | PurePath):
+        return str(value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=lambda each: json.dumps(setting_form(each, what), sort_keys=True))
+    names = getattr(value, "__struct_fields__", None)  # msgspec's
+    if dataclasses.is_dataclass(value):
+        names = [each.name for each in dataclasses.fields(value)]
+    if names is None:
+        return value
+    return {type(value).__name__: {name: getattr(value, name) for name in names}}
 
 
 def joined(setup: str, codes: Iterable[str]) -> str:

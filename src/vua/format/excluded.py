@@ -11,16 +11,8 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final
 
-WHEN: Final = "when, and in which batch, a token is computed; not its input"
-WHERE: Final = "where processes, memory, files and caches are, and how they find each other"
-KERNEL: Final = "which kernel, compiler or graph computes the same function: only rounding differs"
-SPLIT: Final = "how the same function is split over workers; a file names its part of K and V"
-SEEN: Final = "what is logged, measured, traced or returned"
-LOGITS: Final = "what happens to the logits; tokens are in the key"
-TEXT: Final = "conversion between text and tokens; tokens are in the key"
-FILES: Final = "where files come from; their content counts"
-READ: Final = "how bytes are read from disk; the weights' fingerprint counts"
-ELSEWHERE: Final = "counts in another part of the identity or of the layout"
+NOT_COMPUTED: Final = ("files", "logits", "read", "seen", "text")
+"""Reasons of what is no part of the computation of K and V in any engine."""
 
 
 def tables_of(package: str) -> Mapping[str, Any]:
@@ -30,11 +22,10 @@ def tables_of(package: str) -> Mapping[str, Any]:
     return found
 
 
-def listed(table: Mapping[str, str | Sequence[str]]) -> frozenset[str]:
-    """Return the names in a table, whatever the reason.
+def listed(table: Mapping[str, Sequence[str]], *reasons: str) -> frozenset[str]:
+    """Return the names in a table that are there for one of these reasons; by default all.
 
     >>> sorted(listed({"when": ["one", "another"], "seen": ["third"]}))
     ['another', 'one', 'third']
     """
-    each = (names.split() if isinstance(names, str) else names for names in table.values())
-    return frozenset(name for names in each for name in names)
+    return frozenset(name for reason in reasons or table for name in table.get(reason, ()))

@@ -13,7 +13,6 @@ Code is no part of it, see `vua.sglang.setup`: engines that run other code compa
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import json
 import os
@@ -28,6 +27,7 @@ from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from vua.connector.cache_spec import Group, UncachedError, division, local_directory
+from vua.connector.setup import setting_form
 from vua.errors import ConfigError
 from vua.format.excluded import listed
 from vua.format.identity import Identity, named_by, rope_order, varies_with_length
@@ -76,7 +76,8 @@ def settings_that_count(arguments: Any, folder: Path | None = None) -> dict[str,
         value = getattr(arguments, name)
         if any(type(value) is type(one) and value == one for one in NEUTRAL.get(name, ())):
             continue
-        found[name] = _canonical(value, f"argument {name}", folder)
+        what = f"argument {name}"
+        found[name] = _with_files(setting_form(value, what), what, folder)
     return found
 
 
@@ -90,7 +91,7 @@ def variables_that_count(environment: Mapping[str, str]) -> dict[str, Any]:
         known = name in COUNTED_VARIABLES or name.startswith(FAMILIES)
         if not known or name in _EXCLUDED_VARIABLES or value == "":
             continue
-        found[name] = _canonical(value, f"environment variable {name}", None)
+        found[name] = _text(value, f"environment variable {name}", None)
     return found
 
 
@@ -132,27 +133,6 @@ def _backends(runner: Any) -> Iterator[object]:
 
 
 # -- values --------------------------------------------------------------------------------------
-
-
-def _canonical(value: Any, what: str, folder: Path | None) -> Any:
-    """Return a value in JSON's types, files by their content. Raises UncachedError."""
-    try:
-        plain = json.loads(json.dumps(value, default=_plain))
-    except (TypeError, ValueError, RecursionError) as problem:
-        msg = f"SGLang's {what}: two engines' values cannot be compared: {problem}"
-        raise UncachedError(msg) from problem
-    return _with_files(plain, what, folder)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, enum.Enum | Path | torch.dtype | torch.device):
-        return str(value)
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)
-    if (fields := getattr(value, "__struct_fields__", None)) is not None:
-        return {type(value).__name__: {name: getattr(value, name) for name in fields}}
-    msg = f"a {type(value).__name__}"
-    raise TypeError(msg)
 
 
 def _with_files(value: Any, what: str, folder: Path | None) -> Any:

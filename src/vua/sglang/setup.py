@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, NamedTuple
 
@@ -18,16 +18,10 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 
 from vua.connector.log import logger
 from vua.connector.setup import Engine, code_of, in_text, is_installed, joined, settings_digest
-from vua.format.excluded import FILES, LOGITS, READ, SEEN, TEXT, WHERE, listed
+from vua.format.excluded import NOT_COMPUTED, listed
 from vua.sglang.argument_fields import EXCLUDED, EXCLUDED_VARIABLES
 
 log = logger("worker")
-
-
-def _names(table: Mapping[str, str]) -> frozenset[str]:
-    """Return what stands in a table of `argument_fields` for a reason that computes nothing."""
-    reasons = (FILES, LOGITS, READ, SEEN, TEXT, WHERE)
-    return listed({reason: table.get(reason, "") for reason in reasons})
 
 
 ENGINE: Final = Engine(
@@ -39,9 +33,9 @@ ENGINE: Final = Engine(
         *("sglang.srt.managers", "sglang.srt.observability", "sglang.srt.server_args"),
         "sglang.srt.utils",
     ),
-    _names(EXCLUDED_VARIABLES),
+    listed(EXCLUDED_VARIABLES, *NOT_COMPUTED, "where"),
 )
-_NOT_COMPUTED: Final = _names(EXCLUDED)
+_APART: Final = listed(EXCLUDED, *NOT_COMPUTED, "where")
 _BESIDE: Final = ("attn_backend", "decode_attn_backend", "token_to_kv_pool", "req_to_token_pool")
 """What a model runner has beside its model."""
 _OF_SGLANG: Final = ("smg-grpc-servicer",)
@@ -76,7 +70,7 @@ def setup_of(runner: Any, pools: Iterable[Any] = ()) -> Setup:
         config = {
             name: in_text(getattr(arguments, name))
             for name in arguments.__struct_fields__
-            if name not in _NOT_COMPUTED
+            if name not in _APART
         }
         beside = {name: each for name, each in beside.items() if hasattr(each, "__dict__")}
         beside |= {type(pool).__name__: type(pool) for pool in pools}

@@ -12,7 +12,6 @@ what other engines have stored for these, after a comparison, see `vua.transform
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import sys
 import threading
@@ -34,6 +33,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import load_state_dict
 
 from vua.connector.cache_spec import division
+from vua.connector.setup import setting_form
 from vua.errors import ConfigError
 from vua.format.identity import (
     Identity,
@@ -233,7 +233,7 @@ class Description:
         """Whether it was found to hold what its files hold."""
         self._folder, self._files, self._apart = _checkpoint(model)
         self._states = [State.of(file) for file in self._files]
-        config = _plain(text.to_dict())
+        config = setting_form(text.to_dict(), "config")
         self._common = Identity(
             model="",
             kv_dtype=self.layout.dtype,
@@ -397,12 +397,6 @@ def _unsupported(model: Any, text: Any) -> str:
     if model.training:
         return "it is in training mode, expected model.eval()"
     return ""
-
-
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config in JSON values; what is none by its text."""
-    found: dict[str, Any] = json.loads(json.dumps(config, default=str))
-    return found
 
 
 def _code(model: Any) -> list[str]:

@@ -13,11 +13,9 @@ are none. Nothing is downloaded.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import inspect
 import json
 import multiprocessing
-import pathlib
 import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,10 +27,10 @@ import torch
 
 from vua.connector.cache_spec import EngineIdentity, Group, local_directory
 from vua.connector.refusals import refused
-from vua.connector.setup import devices, package_version
+from vua.connector.setup import devices, package_version, setting_form
 from vua.errors import ConfigError
 from vua.format.excluded import listed
-from vua.format.identity import canonical, config_digest, named_by, varies_with_length
+from vua.format.identity import config_digest, named_by, varies_with_length
 from vua.vllm.config_fields import ADAPTER_CLASSES, EXCLUDED, HOLDERS, MEDIA_CLASSES, NEUTRAL
 from vua.vllm.environment import environment_of_pages, environment_that_counts
 from vua.vllm.setup import PACKAGES, plain
@@ -200,7 +198,7 @@ def settings_of(vllm_config: Any, kv_dtype: torch.dtype) -> Settings:
         place = f"{owner}.{name}"
         if place in same and value == same[place]:
             continue
-        form = _canonical(value, place)
+        form = setting_form(value, place)
         if place == "ModelConfig.quantization" and form is not None:
             form = _same_kernels(str(form))
         if place == "LoRAConfig.target_modules" and form is not None:
@@ -239,30 +237,6 @@ def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
         return True
     text = json.dumps(value, sort_keys=True)
     return any(text == json.dumps(each, sort_keys=True) for each in neutral)
-
-
-def _canonical(value: Any, place: str) -> Any:
-    """Return a setting in the form that equal values share. Raises UncachedError: it has none."""
-    try:
-        return canonical(value, place, _adapted)
-    except ConfigError as problem:
-        raise refused("setting", problem) from problem
-
-
-def _adapted(value: Any, place: str) -> Any:
-    """Return a value of vLLM's kinds as one of JSON's."""
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, torch.dtype | torch.device | pathlib.PurePath):
-        return str(value)
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    if dataclasses.is_dataclass(value):
-        parts = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-        return {type(value).__name__: parts}
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=lambda item: json.dumps(_canonical(item, place), sort_keys=True))
-    return value
 
 
 _TOWERS: Final = ("audio_config", "vision_config")

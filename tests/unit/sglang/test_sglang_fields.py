@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import unittest
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,7 +70,7 @@ COUNTED: tuple[tuple[str, Any], ...] = (
 
 
 def excluded() -> list[str]:
-    return " ".join(EXCLUDED.values()).split()
+    return [*chain(*EXCLUDED.values())]
 
 
 def server(**changed: Any) -> Any:
@@ -96,7 +97,7 @@ class TableTest(unittest.TestCase):
 
     def test_every_variable_is_listed(self) -> None:
         """Those of no family count or are known as harmless; no other is in a table."""
-        excluded = " ".join(EXCLUDED_VARIABLES.values()).split()
+        excluded = [*chain(*EXCLUDED_VARIABLES.values())]
         self.assertGreater(len(VARIABLES), 900)
         self.assertEqual(len(excluded), len({*excluded} & {*VARIABLES}))
         self.assertEqual([], [name for name in excluded if not name.startswith(FAMILIES)])
@@ -155,9 +156,8 @@ class ArgumentsTest(DirectoryTest):
 
     def test_no_lasting_form(self) -> None:
         """What cannot be told apart is refused, with the argument's name."""
-        for value in (object(), lambda: None, [SimpleNamespace()]):
-            with self.subTest(value), self.assertRaisesRegex(UncachedError, "quantization"):
-                counted(quantization=value)
+        with self.assertRaisesRegex(UncachedError, "quantization"):
+            counted(quantization=object())
 
     def test_files(self) -> None:
         """A file or a folder that an argument names counts by its content, not by its place."""
@@ -195,7 +195,7 @@ class VariablesTest(DirectoryTest):
     def test_variables(self) -> None:
         """Excluded ones never matter, all others do where they are set, unknown ones too."""
         self.assertEqual({}, self.counted(SGLANG_USE_AITER=""))
-        for name in " ".join(EXCLUDED_VARIABLES.values()).split():
+        for name in chain(*EXCLUDED_VARIABLES.values()):
             with self.subTest(name):
                 self.assertEqual({}, self.counted(**{name: "1"}))
         for name in [*COUNTED_VARIABLES, "SGLANG_OF_NEXT_YEAR", "SGL_OLD"]:
