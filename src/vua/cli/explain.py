@@ -440,6 +440,7 @@ def _describe(answer: Answer) -> dict[str, object]:
     return {
         "namespace": namespace.name,
         "description": answer.state,
+        "engine": namespace.engine or None,
         "identity": namespace.identity and namespace.identity.describe(),
         "differences": None if differences is None else [asdict(one) for one in differences],
         "seal": answer.seal and answer.seal.kind,
@@ -527,8 +528,9 @@ def _lines(answer: Answer) -> Iterator[tuple[str, str]]:
 
 
 def _named(answer: Answer) -> str:
-    identity = answer.namespace.identity
-    return f"{answer.namespace.name[:SHORT]}  {identity.name if identity else ''}".rstrip()
+    found = answer.namespace
+    model = found.identity.name if found.identity else ""
+    return "  ".join(filter(None, (found.name[:SHORT], model, found.engine)))
 
 
 def _unlike(first: Identity, other: Identity) -> str:

@@ -52,7 +52,8 @@ class LsReport(Report):
             namespaces = counted(len(self.contents), "namespace")
             line("", f"{self.directory}: {namespaces}, {counted(chunks, 'chunk')}, {size(nbytes)}")
         if self.contents:
-            head = ["namespace", "model", "dtype", " chunk", " chunks", " files", " size", "newest"]
+            head = ["namespace", "model", "engine", "dtype"]
+            head += [" chunk", " chunks", " files", " size", "newest"]
             table(head, [_row(one) for one in self.contents])
         for one in self.contents if self.long else ():
             _show_chunks(one, (self.prompts or {}).get(one.description.name))
@@ -64,6 +65,7 @@ def _describe(content: Content, *, long: bool) -> dict[str, object]:
     report: dict[str, object] = {
         "namespace": found.name,
         "description": content.state,
+        "engine": found.engine or None,
         "identity": found.identity and found.identity.describe(),
         "layout": found.layout and found.layout.describe(),
         "further_groups": [group.describe() for group in found.layouts[1:]],
@@ -87,6 +89,7 @@ def _row(content: Content) -> list[object]:
     return [
         content.description.name[:SHORT],
         content.model if layout is not None else f"({content.state} description)",
+        content.description.engine or "-",
         layout.dtype if layout is not None else "-",
         layout.chunk_tokens if layout is not None else "-",
         content.chunks,

@@ -245,9 +245,10 @@ class Opening:
             there = look_at(path, namespace=found.name)
             if there.usage is not None and there.usage.chunks:
                 log.info(
-                    "VUA: the nearest namespace with chunks is %s (%s). It differs in %d field%s, "
-                    "first: %s",
-                    *(found.name[:12], there.amount, len(differences)),
+                    "VUA: the nearest namespace with chunks is %s%s (%s). It differs in %d "
+                    "field%s, first: %s",
+                    *(found.name[:12], f" of {found.engine}" if found.engine else ""),
+                    *(there.amount, len(differences)),
                     *("s" * (len(differences) != 1), differences[0]),
                 )
                 break

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 DESCRIPTION: Final = "namespace.json"
 FORMAT: Final = "vua.namespace.v1"
 _NAME: Final = re.compile(r"[0-9a-f]{64}")
+_ENGINE: Final = re.compile(r"[a-z][\w.-]{0,31}")
 _NUMBER: Final = re.compile(rb'"vua\.(?:namespace|identity)\.v([1-9]\d{0,3})"')
 MAX_DESCRIPTION_NBYTES: Final = 1 << 20
 """A longer file is not VUA's, and not read."""
@@ -62,6 +63,13 @@ class Description:
     def counted(self) -> dict[str, object]:
         """What the digest of the model's config counted, by path: for people, never believed."""
         return dict(self.identity.counted) if self.identity else {}
+
+    @property
+    def engine(self) -> str:
+        """Whose namespace it is, such as "vllm" or "transformers"; "" if unknown. For people."""
+        given = self.counted.get("vua.engine") or self.counted.get("vua_stored_by")
+        name = str(given[0] if isinstance(given, list) else given or "").partition(" ")[0]
+        return name if _ENGINE.fullmatch(name) else ""
 
     @property
     def directory(self) -> Path:

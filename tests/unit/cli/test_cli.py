@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import doctest
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from vua import __version__, cli
 from vua.cli import output as text
 from vua.cli.command import EXAMPLES, GROUPS
 from vua.core import VUA, VUAConfig
+from vua.format.identity import Identity, named_by
 
 
 class TestLs(CliTest):
@@ -33,8 +37,41 @@ class TestLs(CliTest):
         rows = {line.split()[1]: line.split() for line in out.splitlines()[2:]}
 
         self.assertEqual((0, ""), (code, err))
-        self.assertEqual(["F32", "4", "3", "3", "16.5", "KiB"], rows["llama"][2:8])
-        self.assertEqual(["BF16", "4", "1", "1", "4.8", "KiB"], rows["qwen"][2:8])
+        self.assertEqual(["-", "F32", "4", "3", "3", "16.5", "KiB"], rows["llama"][2:9])
+        self.assertEqual(["-", "BF16", "4", "1", "1", "4.8", "KiB"], rows["qwen"][2:9])
+
+    def test_engine(self) -> None:
+        """Each namespace says whose it is; what is no engine's name is shown as unknown."""
+        config: dict[str, Any] = {"model_type": "llama"}
+        fields: dict[str, dict[str, Any]] = {
+            "vllm": named_by("vllm", config),
+            "sglang": named_by("sglang", config),
+            "transformers": {"vua_stored_by": "transformers 5.19.0"},
+            "llama-cpp-python": {"vua_stored_by": "llama-cpp-python 0.3.16"},
+            "lmcache": {"vua_stored_by": "lmcache"},
+            "twice": {"vua_stored_by": "\x1b[2J"},
+            "number": {"vua.engine": [7]},
+            "nested": {"vua.engine": [{"vllm": 1}]},
+        }
+        cache = caches_of(layers=1, heads=1, tokens=4, dim=8)
+        for name, more in fields.items():
+            identity = Identity.of_config(
+                config | more, kv_dtype="F32", chunk_tokens=4, name=f"of-{name}"
+            )
+            with VUA(VUAConfig(split_factor=4), self.root, identity=identity) as vua:
+                vua.put(TOKENS[:4], cache)
+        expected = {name: name if name in [*fields][:5] else None for name in fields}
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as tokens:
+            json.dump(TOKENS[:4].tolist(), tokens)
+            tokens.flush()
+            for verb in (["ls"], ["explain", "--tokens", tokens.name]):
+                with self.subTest(verb[0]):
+                    _, out, _ = run(*verb, self.root)
+                    _, report = run_json(*verb, self.root)
+                    found = {one["identity"]["name"]: one["engine"] for one in report["namespaces"]}
+                    self.assertEqual(expected, {name: found[f"of-{name}"] for name in fields})
+                    self.assertEqual(5, len(re.findall(r" of-([\w-]+) +\1\b", out)))
+                    self.assertNotIn("[2J", out)
 
     def test_model(self) -> None:
         """Namespaces are chosen by a part of their model's name, or by their own."""
