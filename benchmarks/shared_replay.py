@@ -1,15 +1,15 @@
 """A trace through one directory that several processes of two hosts use, beside the simulator.
 
     python benchmarks/shared_replay.py TRACE [--requests 3000] [--processes 4] [--sizes 1%,3%]
-        [--sweep "to its end"|"by fan"] [--block-tokens 512]
+        [--sweep] [--block-tokens 512]
 
 Each request goes to one of the processes by chance, the next one when it is answered: it is looked
 up, loaded and compared, and the rest is stored. Half of the processes stand for another host: other
 clocks and another name. Then the simulator of `dev.py replay` is given the same requests at the
 times at which they came here: the hits of the two are to agree, whatever process saw what.
 
-With `--sweep` these few blocks count as very many: victims are found as among more than 65,536, or
-than 6.5 million (see `lab.sweeps`), in the directory and in the simulator.
+With `--sweep` these few blocks count as very many: victims are found as among more than 65,536 (see
+`lab.sweeps`), in the directory and in the simulator.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ if other:
 import json
 from pathlib import Path
 from lab.replay import Request, Session
-from lab.sweeps import room_of
 from vua.capacity import evictor, reclaim, scan
 
 if sys.argv[4]:
     chunks = int(sys.argv[5])
     evictor.AT_ONCE, reclaim.AT_ONCE, evictor.SHARED = 0, 0, 1
     reclaim._FEW_VICTIMS = chunks // 128
-    evictor._VICTIMS = room_of(chunks) if sys.argv[4] == "by fan" else chunks // 8
+    evictor._VICTIMS = chunks // 8
     scan._SAMPLED_CHUNKS = chunks // 16
 session = Session(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[6]))
 print("ready", flush=True)
@@ -65,7 +64,7 @@ session.close()
 
 @contextlib.contextmanager
 def children(
-    root: Path, room: int, processes: int, sweep: str, block_tokens: int
+    root: Path, room: int, processes: int, block_tokens: int, *, sweep: bool
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start processes that use ``root``, half of them as of another host."""
     max_bytes = room * block_file_nbytes(block_tokens)
@@ -75,7 +74,7 @@ def children(
         for number in range(processes):
             host = "other" if number % 2 else "this"
             words = [sys.executable, "-c", CHILD, str(root), str(max_bytes), host]
-            words += [sweep, str(room), str(block_tokens)]
+            words += ["sweep" if sweep else "", str(room), str(block_tokens)]
             pipe = subprocess.PIPE
             found.append(subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, env=env))
         for child in found:
@@ -91,7 +90,7 @@ def children(
 
 
 def shared(
-    root: Path, requests: Sequence[Request], room: int, processes: int, sweep: str = ""
+    root: Path, requests: Sequence[Request], room: int, processes: int, *, sweep: bool = False
 ) -> list[Outcome]:
     """Return what processes found and wrote together, and what simulated ones would have.
 
@@ -100,13 +99,13 @@ def shared(
         requests: in order; their times are not looked at.
         room: blocks that fit.
         processes: how many.
-        sweep: how victims are found; "": as among so few blocks.
+        sweep: whether victims are found as among very many blocks.
 
     Returns of the directory, of its policy simulated, and of LRU.
     """
     chance, timed, hits, written = random.Random(1), [], 0, 0
     size = requests[0].block_tokens
-    with children(root, room, processes, sweep, size) as started:
+    with children(root, room, processes, size, sweep=sweep) as started:
         began_s = time.monotonic()
         for request in requests:
             child = chance.choice(started)
@@ -121,8 +120,7 @@ def shared(
     real = Outcome(sum(len(one.whole) for one in requests), hits, written)
     dense, lru = simulate(timed, [POLICIES[name](room, Past()) for name in ("hit density", "LRU")])
     if sweep:
-        policy = Swept(room, Learned(Past()), by_fan=sweep == "by fan", victims=room // 8)
-        dense = swept(timed, policy)
+        dense = swept(timed, Swept(room, Learned(Past()), victims=room // 8))
     return [real, dense, lru]
 
 
@@ -133,7 +131,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--sizes", default="1%,3%", help="of the distinct blocks")
-    parser.add_argument("--sweep", choices=("to its end", "by fan"), default="")
+    parser.add_argument("--sweep", action="store_true", help="as among very many blocks")
     parser.add_argument("--block-tokens", type=int, default=BLOCK_TOKENS, help="of the trace")
     parser.add_argument("--dir", type=Path, help="where to keep the store meanwhile")
     asked = parser.parse_args()
@@ -147,7 +145,7 @@ def main() -> None:
         room = max(1, round(float(size.rstrip("%")) / 100 * distinct))
         root = Path(tempfile.mkdtemp(prefix="vua-shared-", dir=asked.dir))
         try:
-            real, dense, lru = shared(root, requests, room, asked.processes, asked.sweep)
+            real, dense, lru = shared(root, requests, room, asked.processes, sweep=asked.sweep)
         finally:
             shutil.rmtree(root)
         ratio = real.hit_ratio / dense.hit_ratio

@@ -8,10 +8,8 @@ room than the 65,536 chunks from which on a directory does not wait for the exac
 hold 65,536 blocks and more. The sweeps are those of `vua.capacity.scan: Sweep`, over simulated
 fan-out directories; around them stands what `vua.capacity.evictor` does with what they find:
 
-- *to its end*: up to 6.5 million chunks. Victims are those of the sample until the sweep has ended
-  beside the writers, and then the exact lowest.
-- *by fan*: from there on. Below a threshold all goes that one folder holds, then that of the next;
-  a parent may go before its children, which are of no use then.
+Victims are those of the sample until the sweep has ended beside the writers, and then the exact
+lowest.
 
 Writes docs/measurements/sweeps.json, and the table of docs/performance.md; without a trace the
 table alone.
@@ -69,11 +67,6 @@ def tenants(requests: Sequence[Request], many: int, seed: int = 0) -> list[Reque
             blocks = tuple(first + block for block in one.blocks)
             found.append(Request(blocks, one.tokens, one.time_s + late_s, one.block_tokens))
     return sorted(found, key=lambda one: one.time_s)
-
-
-def room_of(chunks: int) -> int:
-    """Return for how few victims so many chunks are very many: a hundredth of them is more."""
-    return max(1, chunks // 128)
 
 
 class Fanned:
@@ -150,16 +143,11 @@ class Swept(Policy):
         capacity: int,
         learned: Learned | None = None,
         *,
-        by_fan: bool = False,
         victims: int = 1 << 16,
     ) -> None:
-        """Rank by what was ``learned``, or without it as LRU; ``by_fan``: see the module.
-
-        ``victims``: how many a sweep to its end finds at least.
-        """
+        """Rank by what was ``learned``, else as LRU; a sweep finds ``victims`` at least."""
         super().__init__(capacity)
-        self._learned, self._by_fan = learned, by_fan
-        self._room = room_of(capacity) if by_fan else victims
+        self._learned, self._wanted = learned, victims
         self.folders = Fanned()
         self._by_name = {Fanned.name: self.folders}
         self._sweep: Sweep | None = None
@@ -201,7 +189,7 @@ class Swept(Policy):
 
     def _search(self) -> None:
         if self._sweep is None:
-            self._sweep = Sweep([self.folders], self._room, self._rank)
+            self._sweep = Sweep([self.folders], self._wanted, self._rank)
         while not (self._sweep.found or self._sweep.is_done):
             self._sweep.step(self._by_name)
         self._take(self._sweep)
@@ -209,7 +197,7 @@ class Swept(Policy):
     def _go_on(self) -> None:
         """Let a sweep that is to come to its end look at one folder more, now and then."""
         self._steps += 1
-        if self._sweep is None or self._by_fan or self._steps % STEP_BLOCKS:
+        if self._sweep is None or self._steps % STEP_BLOCKS:
             return
         if not self._sweep.is_done:
             self._sweep.step(self._by_name)
@@ -227,10 +215,8 @@ class Swept(Policy):
         if self._learned is not None:
             made_ns = self._learned.at(self._now_ns)
             if made_ns != self._ranked_ns:
-                self._ranked_ns, left = made_ns, self._pool[self._at :]
-                if not self._by_fan:  # they are too old
-                    self._sweep, left = None, left[:0]
-                self._order(left.ranked(self._rank(left.chunks, left.mtimes_ns)))
+                self._ranked_ns, self._sweep = made_ns, None
+                self._order(Candidates.of(()))  # they are too old
 
 
 class Directory(SimulatedStore):
@@ -266,10 +252,8 @@ def compared(requests: Sequence[Request], room: int, victims: int = 1 << 16) -> 
     learned = Learned(past)
     exact = {"LRU": LRU(room), "hit density": Dense(room, past, AHEAD)}
     sweeps = {
-        ("LRU", "to its end"): Swept(room, victims=victims),
-        ("LRU", "by fan"): Swept(room, by_fan=True),
-        ("hit density", "to its end"): Swept(room, learned, victims=victims),
-        ("hit density", "by fan"): Swept(room, learned, by_fan=True),
+        "LRU": Swept(room, victims=victims),
+        "hit density": Swept(room, learned, victims=victims),
     }
     stores = {name: SimulatedStore(policy) for name, policy in exact.items()}
     directories = {name: Directory(policy) for name, policy in sweeps.items()}
@@ -286,12 +270,11 @@ def compared(requests: Sequence[Request], room: int, victims: int = 1 << 16) -> 
         "sweeps": [
             {
                 "policy": policy,
-                "sweep": kind,
-                "hit_ratio": directories[policy, kind].hit_blocks / asked,
-                "of_exact": directories[policy, kind].hit_blocks / max(1, hits[policy]),
+                "hit_ratio": directories[policy].hit_blocks / asked,
+                "of_exact": directories[policy].hit_blocks / max(1, hits[policy]),
                 "looks": one.folders.looks / max(1, one.gone),
             }
-            for (policy, kind), one in sweeps.items()
+            for policy, one in sweeps.items()
         ],
     }
 
@@ -317,7 +300,7 @@ def table(traces: Sequence[dict[str, Any]]) -> str:
     """Return the table, Markdown."""
     found = [(trace, room) for trace in traces for room in trace["rooms"]]
     policies = list(dict.fromkeys(name for _, room in found for name in room["exact"]))
-    heads = [f"{name}: {what}" for name in policies for what in ("exact", "to its end", "by fan")]
+    heads = [f"{name}: {what}" for name in policies for what in ("exact", "by sweeps")]
     lines = [["trace, tenants, room", *heads], ["---", *["--:"] * len(heads)]]
     for trace, room in found:
         part = f"{100 * room['blocks'] / trace['distinct']:.0f} %, {room['blocks']:,}"

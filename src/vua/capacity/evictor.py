@@ -5,7 +5,7 @@ Chunks depend on each other, and a victim in the middle of a chain leaves all th
 reach. Ranks (:mod:`vua.capacity.policy`) order a chain only if *the* lowest chunk goes first. So
 one sweep over all mtimes (:class:`vua.capacity.scan.Sweep`) gathers the lowest, and these are
 evicted in order over many bursts, each looked at again first. Who cannot wait for the end of a
-sweep takes the lowest of what it has found so far; from some millions of chunks on all do.
+sweep takes the lowest of what it has found so far.
 `docs/decisions/0004-bounds.md` and `0063-one-sweep-for-all.md` have the measurements.
 """
 
@@ -47,7 +47,6 @@ from vua.capacity.removal import (
     told_immovable,
 )
 from vua.capacity.scan import (
-    LOWEST,
     Candidate,
     Candidates,
     Space,
@@ -165,10 +164,10 @@ class Evictor:
     @property
     def is_searching(self) -> bool:
         """Whether a sweep has begun and not ended, which :meth:`prepare` goes on with."""
-        return self._sweep is not None and not self._sweep.is_large
+        return self._sweep is not None
 
     def prepare(self, now_ns: int, pulse: Callable[[], None], *, looks: bool = True) -> None:
-        """Look for victims ahead of need, to the end of a sweep or until there are very many.
+        """Look for victims ahead of need, to the end of a sweep.
 
         Args:
             now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
@@ -187,9 +186,7 @@ class Evictor:
             sweep = self._sweep or self._begin(mine, now_ns, _VICTIMS)
             while self._sweep is sweep and not sweep.is_done:
                 pulse()
-                if self._sweep is not sweep or (sweep.is_large and sweep.found >= _VICTIMS):
-                    return
-                if not sweep.is_done:
+                if self._sweep is sweep and not sweep.is_done:
                     sweep.step(by_name)
             if self._sweep is sweep:
                 self._gather(sweep)
@@ -300,9 +297,6 @@ class Evictor:
             mine = ours(found)
             by_name = {space.name: space for space in mine}
             sweep = self._begin(mine, now_ns, _VICTIMS, latest_ns, expired_ns)
-            if sweep.is_large:
-                sweep.limit = LOWEST
-                sweep.take()
             while True:
                 if sweep.is_done or sweep.expired >= _VICTIMS:
                     for victim in sweep.take_expired().in_order():
@@ -316,10 +310,7 @@ class Evictor:
             if self._is_real and sweep.ahead:
                 move_future_mtimes(sorted(sweep.ahead), by_name, now_ns, latest_ns)
             self._drop(sweep.empty(mine), now_ns)
-            if sweep.is_large:
-                self._sweep = None
-            else:
-                self._gather(sweep)
+            self._gather(sweep)
         return freed
 
     def _expire_one(
@@ -458,7 +449,7 @@ class Evictor:
             run.swept, run.brought = True, freed.chunks
             latest_ns = run.now_ns + _FUTURE_NS
             sweep = self._begin(ours(found), run.now_ns, run.wanted, latest_ns)
-        if sweep.is_large or (run.hurries and sweep.chunks > AT_ONCE):
+        if run.hurries and sweep.chunks > AT_ONCE:
             while not (sweep.found or sweep.is_done):
                 pulse()
                 sweep.step(by_name)
@@ -521,8 +512,7 @@ class Evictor:
         if not sweep.is_done:
             return
         self._sweep = None
-        is_many = sweep.chunks >= SHARED and not sweep.is_large
-        if self.shares and is_many and sweep.seen_ns != _LATEST_NS:
+        if self.shares and sweep.chunks >= SHARED and sweep.seen_ns != _LATEST_NS:
             with contextlib.suppress(OSError):
                 directory = upkeep_directory(self._root)
                 try:

@@ -65,12 +65,10 @@ _SAMPLED_CHUNKS: Final = 4096
 _TOGETHER: Final = 1024
 """Chunks ranked at a time: ranking those of a fan takes 0.1 ms, however few they are."""
 _BAND: Final = 1 / 100
-"""Share of all chunks that one sweep finds at least: then a victim costs a hundred looks, however
-many chunks there are. On traces of requests a band so wide costs less than 1 % of LRU's hits."""
+"""Share of all chunks that one sweep finds at least: then a victim costs a hundred looks at most,
+however many chunks there are."""
 HIGHEST: Final = (1 << 63) - 1
 """No rank is higher."""
-LOWEST: Final = -(1 << 63)
-"""No rank is lower."""
 
 
 Column: TypeAlias = npt.NDArray[np.int64]
@@ -355,9 +353,9 @@ class Sweep:
     """One look at all mtimes, fan by fan, for the chunks that are to go first.
 
     Some fans are a sample. From these comes the rank that ``wanted`` chunks, or a hundredth of all,
-    are not above. What lies below it is found fan by fan, so memory does not grow with the number
-    of chunks, and the first victims are known when the sample is read. After the last fan they are
-    the exact lowest. Costs 2 us per chunk where names are cached. For one thread.
+    are not above. What lies below it is found fan by fan, so memory is needed for the victims
+    alone, and the first are known when the sample is read. After the last fan they are the exact
+    lowest. Costs 2 us per chunk where names are cached. For one thread.
     """
 
     def __init__(
@@ -419,8 +417,6 @@ class Sweep:
             sum(len(one[1]) * each for one, each in zip(sampled, stand_for, strict=True))
         )
         """How many there are, estimated."""
-        self.is_large = self.chunks * _BAND > wanted
-        """Whether more are found than one wants to hold at a time."""
         self.limit = self._quantile([one[3] for one in sampled], stand_for)
         for one in sampled:
             self._keep(*one)
