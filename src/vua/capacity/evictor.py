@@ -34,7 +34,7 @@ from vua.capacity.lease import (
 from vua.capacity.listing import ancestors
 from vua.capacity.lru import MTIME_STEP_NS, is_unchanged, mtime_ns_of, set_mtime
 from vua.capacity.marks import is_unsent
-from vua.capacity.policy import LRU, Policy
+from vua.capacity.policy import LRU
 from vua.capacity.removal import (
     GRACE_S,
     NOTHING,
@@ -117,7 +117,7 @@ class Evictor:
         self,
         root: str | os.PathLike[str],
         rehearse: Callable[..., int | None] | None = None,
-        policy: Policy | None = None,
+        policy: LRU | None = None,
     ) -> None:
         """Prepare for ``root``; reads nothing yet.
 

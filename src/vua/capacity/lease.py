@@ -271,13 +271,8 @@ def told_victims(directory: int, after_ns: int, now_ns: int) -> Victims | None:
 
     What it says of times is believed as far as the file's own time, the server's, allows.
     """
-    if isinstance(directory, Bare):
-        return None
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(_VICTIMS, flags, dir_fd=directory)
-        try:
-            status = os.fstat(fd)
+        with _opened(directory, _VICTIMS) as (fd, status):
             head = os.pread(fd, _VICTIMS_HEAD.size, 0)
             magic, seen_ns, until_ns, lasts, spaces, many = _VICTIMS_HEAD.unpack(head)
             size = _VICTIMS_HEAD.size + 64 * spaces + _VICTIM.itemsize * many
@@ -288,8 +283,6 @@ def told_victims(directory: int, after_ns: int, now_ns: int) -> Victims | None:
             if seen_ns <= after_ns or (until_ns and not now_ns < until_ns):
                 return None
             data = os.pread(fd, size - len(head), len(head))
-        finally:
-            close_quietly(fd)
     except (OSError, struct.error):
         return None
     text = data[: 64 * spaces].decode("ascii", "replace")
@@ -308,20 +301,26 @@ def told_victims(directory: int, after_ns: int, now_ns: int) -> Victims | None:
     return Victims(seen_ns, until_ns, bool(lasts), found.in_order())
 
 
+@contextlib.contextmanager
+def _opened(directory: int, name: str) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a file that another process wrote. Raises OSError, also for a bare directory."""
+    if isinstance(directory, Bare):
+        raise FileNotFoundError(name)
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        yield fd, os.fstat(fd)
+    finally:
+        close_quietly(fd)
+
+
 def done_ago_s(directory: int, what: str, now_ns: int) -> tuple[float, float]:
     """Return how long ago, in s, some process noted that it did something, and what it took.
 
     (inf, 0) where that is not known.
     """
-    if isinstance(directory, Bare):
-        return math.inf, 0.0
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(f"{_DONE}{what}", flags, dir_fd=directory)
-        try:
-            text, status = os.read(fd, 16), os.fstat(fd)
-        finally:
-            close_quietly(fd)
+        with _opened(directory, f"{_DONE}{what}") as (fd, status):
+            text = os.read(fd, 16)
         return max(0, now_ns - status.st_mtime_ns) / 1e9, min(float(text), EXPIRY_S)
     except (OSError, ValueError):
         return math.inf, 0.0

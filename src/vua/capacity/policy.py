@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -35,41 +35,14 @@ _UNKNOWN: Final = -(1 << 62)
 T = TypeVar("T")
 
 
-class Policy(Protocol):
-    """Which chunks go first. Thread-safe.
+class LRU:
+    """Evicts the least recently used chunk; the base of other policies. Thread-safe.
 
     Any process may be the one that ranks, so all that use a directory should have the same policy.
-    :class:`LRU` is one, and a base for others.
     """
 
-    is_lasting: bool
-    """Whether a chunk keeps its rank until it is used. Else all are ranked anew after a while."""
-
-    def used(self, directory: int, chunks: Sequence[str]) -> int:
-        """Note the use of a stored prefix; see :meth:`LRU.used`."""
-        ...
-
-    def asked(self, chunks: Sequence[str]) -> None:
-        """Note a request for a prompt, stored or not; never raises."""
-        ...
-
-    def hinted(self, chunks: Sequence[str], retain_s: float, most_chunks: int) -> bool:
-        """Note that a prompt's chunks are retained for so many seconds, or (0) dropped.
-
-        Returns False, having noted nothing, if more than ``most_chunks`` chunks would be retained
-        then, or if this policy heeds no hints. Never raises.
-        """
-        ...
-
-    def rank(self, now_ns: int) -> Rank:
-        """Return what ranks chunks at this time (the server's, ns since 1970)."""
-        ...
-
-
-class LRU:
-    """Evicts the least recently used chunk."""
-
     is_lasting = True
+    """Whether a chunk keeps its rank until it is used. Else all are ranked anew after a while."""
 
     def used(self, directory: int, chunks: Sequence[str]) -> int:
         """Note the use of a stored prefix: set its mtimes to now.
@@ -89,15 +62,19 @@ class LRU:
         return touch(directory, chunks)
 
     def asked(self, chunks: Sequence[str]) -> None:
-        """Note nothing."""
+        """Note a request for a prompt, stored or not; never raises."""
 
     def hinted(self, chunks: Sequence[str], retain_s: float, most_chunks: int) -> bool:
-        """Heed no hint."""
+        """Note that a prompt's chunks are retained for so many seconds, or (0) dropped.
+
+        Returns False, having noted nothing, if more than ``most_chunks`` chunks would be retained
+        then, or (as here) if this policy heeds no hints. Never raises.
+        """
         del chunks, retain_s, most_chunks
         return False
 
     def rank(self, now_ns: int) -> Rank:
-        """Rank chunks by their mtimes."""
+        """Return what ranks chunks at this time (the server's, ns since 1970): by their mtimes."""
         del now_ns
         return by_mtime
 

@@ -34,7 +34,7 @@ from vua.capacity.lease import (
 )
 from vua.capacity.limits import Limits
 from vua.capacity.lru import Bare, next_tick_ns
-from vua.capacity.policy import LRU, Policy
+from vua.capacity.policy import LRU
 from vua.capacity.removal import NOTHING, DeletionTotals, drop_empty_fans
 from vua.capacity.scan import HIGHEST, Candidate, spaces
 from vua.capacity.usage import UsageEstimate
@@ -148,7 +148,7 @@ class Reclaimer:
         root: str | os.PathLike[str],
         bounds: Limits,
         counts: Counter[str],
-        policy: Policy | None = None,
+        policy: LRU | None = None,
         held: WriteTarget | None = None,
     ) -> None:
         """Prepare for ``root``; add events to ``counts``. Reads and starts nothing until needed.

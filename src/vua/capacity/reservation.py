@@ -43,7 +43,7 @@ from vua.capacity.lru import (
     set_mtime,
 )
 from vua.capacity.marks import mark
-from vua.capacity.policy import LeastHitDensity, Policy
+from vua.capacity.policy import LRU, LeastHitDensity
 from vua.capacity.reclaim import Below, Reclaimer
 from vua.capacity.removal import evict_chunk
 from vua.capacity.scan import Candidate, Space
@@ -129,7 +129,7 @@ class Capacity:
         root: str | os.PathLike[str],
         storage: LocalStorage,
         bounds: Limits | None = None,
-        policy: Policy | None = None,
+        policy: LRU | None = None,
     ) -> None:
         """Bound ``storage``, a namespace of ``root``. Starts nothing until it is needed.
 
@@ -142,7 +142,7 @@ class Capacity:
         self._root, self.storage = Path(root), storage
         self.counts: Counter[str] = Counter()
         """Events so far: chunks_evicted, bytes_evicted, chunks_refused, orphans, full."""
-        self.policy: Policy = policy or LeastHitDensity(root)
+        self.policy: LRU = policy or LeastHitDensity(root)
         self._limits = limits = Limits() if bounds is None else bounds
         self.reclaimer = Reclaimer(root, limits, self.counts, self.policy, storage)
         self.pending = Pending(_ADOPT_WAIT_S)

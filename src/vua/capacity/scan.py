@@ -521,13 +521,6 @@ class Sweep:
             self.ahead = sorted(self.ahead)[: self._wanted]
 
 
-def lowest(found: Sequence[Space], wanted: int) -> Sweep:
-    """Return a sweep that has looked at everything; see :class:`Sweep`."""
-    sweep = Sweep(found, wanted)
-    sweep.drain({space.name: space for space in found}, lambda: None)
-    return sweep
-
-
 _TRASH: Final = re.compile(rf"{TRASH}[0-9a-f]{{16}}")
 _DESCRIBING: Final = re.compile(r"\.tmp-[0-9a-f]{16}")
 """A small JSON file until it is whole."""

@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from upkeep import TOKENS, USER, config, put, store_as_user
+from upkeep import TOKENS, USER, config, lowest, put, store_as_user
 
 from commands import run, run_json
 from helpers import SOON_S, DirectoryTest
@@ -28,7 +28,7 @@ from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
 from vua.capacity.listing import read_listing
 from vua.capacity.lru import server_now_ns
-from vua.capacity.scan import Space, lowest, spaces
+from vua.capacity.scan import Space, spaces
 from vua.capacity.usage import measure
 from vua.core import VUA
 from vua.errors import ConfigError
