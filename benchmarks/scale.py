@@ -212,13 +212,14 @@ def work_lock(place: str, name: str, bursts: int) -> dict[str, Any]:
     """
     policy = LRU() if name == "LRU" else LeastHitDensity(place)
     evictor, upkeep = Evictor(place, policy=policy), upkeep_directory(place)
+    evictor.shares = True
     held_ns = held_clock()
     evicting, over = threading.Event(), threading.Event()
     late: list[float] = []
 
     def burst() -> int:
         nbytes = BURST * CODEC.file_nbytes
-        return evictor.evict(nbytes, next_tick_ns(upkeep), hurries=True).chunks
+        return evictor.evict(nbytes, next_tick_ns(upkeep)).chunks
 
     def search() -> int:
         evictor.prepare(next_tick_ns(upkeep), lambda: None)

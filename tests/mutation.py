@@ -195,7 +195,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "a writer waits for the end of a sweep over very many chunks",
         "vua/capacity/evictor.py",
-        "run.hurries and sweep.chunks > AT_ONCE",
+        "self.shares and sweep.chunks > AT_ONCE",
         "False",
     ),
     Named(

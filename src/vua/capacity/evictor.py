@@ -132,7 +132,9 @@ class Evictor:
         self._sweep: Sweep | None = None
         """The one under way."""
         self.shares = False
-        """Whether victims are told to other processes, and those that others tell are used."""
+        """Whether it evicts for writers, beside other processes: victims are told to these, those
+        that they tell are used, and of very many chunks the lowest found so far go while a sweep is
+        under way, which :meth:`prepare` continues."""
         self._kept: set[tuple[str, str]] = set()
         """Chunks that stayed, and their prefixes, as (namespace, chunk), until the next pass."""
         self._held: deque[tuple[Candidate, int]] = deque()
@@ -153,8 +155,6 @@ class Evictor:
         self._warned = False
         self._spared: list[Candidate] = []
         """Victims that the last run skipped: of the prompt being stored, or not uploaded yet."""
-        self._has_unsent = False
-        """Whether the last run skipped one that is not uploaded yet."""
 
     @property
     def left(self) -> int:
@@ -215,7 +215,6 @@ class Evictor:
         *,
         before_ns: int | None = None,
         pins_nbytes: int | None = None,
-        hurries: bool = False,
         pulse: Callable[[DeletionTotals], None] = lambda freed: None,  # noqa: ARG005
     ) -> DeletionTotals:
         """Delete the chunks of the lowest rank until ``nbytes`` bytes are free.
@@ -228,8 +227,6 @@ class Evictor:
             now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
             before_ns: chunks with this mtime or a younger one stay.
             pins_nbytes: pinned chunks stay up to so many bytes, the last used ones; None: all.
-            hurries: do not search a very large directory to its end. Evict the lowest chunks found
-                so far; :meth:`prepare` continues the search.
             pulse: called every few chunks, and while it searches, with what is freed so far.
 
         Raises OSError if the directory cannot be listed or written to.
@@ -239,11 +236,10 @@ class Evictor:
             return freed
         if 0 < self._victims.until_ns <= now_ns:
             self._forget()
-        run = _Run(nbytes, now_ns, before_ns, pins_nbytes, pulse, _VICTIMS, hurries=hurries)
-        self._has_unsent = False
+        run = _Run(nbytes, now_ns, before_ns, pins_nbytes, pulse, _VICTIMS)
         freed += self._run(run)
-        if self._has_unsent and freed.nbytes < nbytes:
-            run = replace(run, nbytes=nbytes - freed.nbytes, takes_unsent=True, swept=False)
+        if run.has_unsent and freed.nbytes < nbytes:
+            run = replace(run, nbytes=nbytes - freed.nbytes, takes_unsent=True, brought=-1)
             freed += self._run(run)
         return freed
 
@@ -425,7 +421,7 @@ class Evictor:
         space = by_name.get(victim.space)
         if space is None or not is_unsent(space, victim.chunk):
             return False
-        self._has_unsent = self._has_unsent or not run.takes_unsent
+        run.has_unsent = run.has_unsent or not run.takes_unsent
         self.counts["unsent_evicted"] += run.takes_unsent
         return not run.takes_unsent
 
@@ -442,14 +438,14 @@ class Evictor:
         if sweep is None:
             if self._adopt(run.now_ns):
                 return True
-            if run.swept and run.brought == freed.chunks:
+            if run.brought == freed.chunks:
                 if run.picked < run.wanted:
                     return False  # a sweep brought nothing: all is pinned, or in use
                 run.wanted *= 2
-            run.swept, run.brought = True, freed.chunks
+            run.brought = freed.chunks
             latest_ns = run.now_ns + _FUTURE_NS
             sweep = self._begin(ours(found), run.now_ns, run.wanted, latest_ns)
-        if run.hurries and sweep.chunks > AT_ONCE:
+        if self.shares and sweep.chunks > AT_ONCE:
             while not (sweep.found or sweep.is_done):
                 pulse()
                 sweep.step(by_name)
@@ -461,7 +457,7 @@ class Evictor:
             if sweep.ahead and self._is_real:
                 sweep = self._set_back(sweep, found, by_name, run)
         self._gather(sweep)
-        return bool(self._victims.found) or not run.swept or run.brought != freed.chunks
+        return bool(self._victims.found) or run.brought != freed.chunks
 
     def _begin(
         self,
@@ -638,15 +634,14 @@ class _Run:
     pulse: Callable[[DeletionTotals], None]
     wanted: int
     """Victims to find by the next sweep."""
-    hurries: bool
     takes_unsent: bool = False
     """Whether chunks go that have not travelled: nothing else may be left."""
-    swept: bool = False
-    """Whether it has begun a sweep."""
+    has_unsent: bool = False
+    """Whether it has skipped such chunks."""
     picked: int = 0
-    """What that found."""
-    brought: int = 0
-    """Chunks that had gone when it began."""
+    """What the last sweep found."""
+    brought: int = -1
+    """Chunks that had gone when that began; -1: none has begun."""
 
     def spares(self, victim: Candidate) -> bool:
         """Whether this victim stays: it is part of the stored prompt, or younger."""

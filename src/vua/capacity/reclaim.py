@@ -555,7 +555,6 @@ class Reclaimer:
                 now_ns,
                 before_ns=what.mtime_ns,
                 pins_nbytes=pins_nbytes,
-                hurries=True,
                 pulse=lambda _: self._pulse(None),
             )
 

@@ -113,14 +113,14 @@ class TestParts(SweepTest):
     @pytest.mark.thorough
     def test_first_victims(self) -> None:
         """Who hurries evicts after a fifteenth of a sweep; who goes on then has the exact order."""
-        victims = Evictor(self.root)
+        victims = self.sharing()
         with (
             mock.patch.object(evictor, "AT_ONCE", 0),
             mock.patch.object(evictor, "_VICTIMS", 200),
             mock.patch.object(scan, "_SAMPLED_CHUNKS", 100),
             self.counted() as looks,
         ):
-            victims.evict(NBYTES, self.tick(), hurries=True)
+            victims.evict(NBYTES, self.tick())
             self.assertLessEqual(sum(looks.values()), 256 // 15)
             self.assertTrue(victims.is_searching)
             (gone,) = {*range(self.many)} - {*self.stored()}
@@ -128,26 +128,26 @@ class TestParts(SweepTest):
             victims.prepare(self.tick(), lambda: None)
             self.assertEqual([1], sorted({*looks.values()}))  # nothing was looked at twice
             left = self.stored()
-            victims.evict(9 * NBYTES, self.tick(), hurries=True)
+            victims.evict(9 * NBYTES, self.tick())
         self.assertEqual(left[:-9], self.stored())
 
     @pytest.mark.thorough
     def test_of_all_so_far(self) -> None:
         """While a sweep goes on the lowest of all folders go that it has looked at by then."""
-        victims, gone = Evictor(self.root), list[int]()
+        victims, gone = self.sharing(), list[int]()
         with (
             mock.patch.object(evictor, "AT_ONCE", 0),
             mock.patch.object(evictor, "_VICTIMS", 400),
             mock.patch.object(scan, "_SAMPLED_CHUNKS", 20),
             self.counted() as looks,
         ):
-            victims.evict(NBYTES, self.tick(), hurries=True)
+            victims.evict(NBYTES, self.tick())
 
             def pulse() -> None:
                 if sum(looks.values()) == self.fans - 6:
                     before = {*self.stored()}
                     seen = {at for at in before if looks[self.names[at][:2]]}
-                    victims.evict(20 * NBYTES, self.tick(), hurries=True)
+                    victims.evict(20 * NBYTES, self.tick())
                     gone.extend(before - {*self.stored()})
                     self.assertEqual(sorted(seen)[-20:], sorted(gone))
 
@@ -157,9 +157,9 @@ class TestParts(SweepTest):
     @pytest.mark.thorough
     def test_exact(self) -> None:
         """Who does not hurry, and of few chunks everybody, evicts exactly the oldest."""
-        for hurries in (False, True):
+        for victims in (Evictor(self.root), self.sharing()):
             before = self.stored()
-            Evictor(self.root).evict(30 * NBYTES, self.tick(), hurries=hurries)
+            victims.evict(30 * NBYTES, self.tick())
             self.assertEqual(before[:-30], self.stored())
 
     def test_very_many(self) -> None:
