@@ -302,7 +302,8 @@ class Evictor:
                 if sweep.is_done:
                     break
                 pulse(freed)
-                sweep.step(by_name)
+                if not sweep.is_done:  # an eviction meanwhile may have gone on to its end
+                    sweep.step(by_name)
             if self._is_real and sweep.ahead:
                 move_future_mtimes(sorted(sweep.ahead), by_name, now_ns, latest_ns)
             self._drop(sweep.empty(mine), now_ns)

@@ -341,6 +341,21 @@ class TestShared(SweepTest):
         self.assertEqual(self.fans, sum(looks.values()))
         self.assertEqual([*range(self.many - 105)], self.stored())
 
+    def test_expiry_serves_writers(self) -> None:
+        """Who evicts while a sweep for a time to live is under way takes from it, to its end."""
+        self.age(100)
+        one, evicted = Evictor(self.root), list[int]()
+
+        def pulse(_: object) -> None:
+            if not evicted:
+                evicted.append(one.evict(5 * NBYTES, self.tick()).chunks)
+
+        with self.counted() as looks:
+            freed = one.expire(self.tick(), self.now_ns - 24 * HOUR_NS, pulse)
+        self.assertEqual(100, freed.chunks)
+        self.assertEqual(self.fans, sum(looks.values()))
+        self.assertEqual([*range(self.many - 105)], self.stored())
+
     def age(self, chunks: int) -> None:
         """Let the last chunks be two days old."""
         for place, name in enumerate(self.names[-chunks:]):
