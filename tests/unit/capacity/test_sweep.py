@@ -112,7 +112,7 @@ class TestParts(SweepTest):
 
     @pytest.mark.thorough
     def test_first_victims(self) -> None:
-        """Who hurries evicts after a fifteenth of a sweep; who goes on then has the exact order."""
+        """For writers it evicts after a fifteenth of a sweep; who goes on has the exact order."""
         victims = self.sharing()
         with (
             mock.patch.object(evictor, "AT_ONCE", 0),
@@ -156,7 +156,7 @@ class TestParts(SweepTest):
 
     @pytest.mark.thorough
     def test_exact(self) -> None:
-        """Who does not hurry, and of few chunks everybody, evicts exactly the oldest."""
+        """Who evicts for no writers, and of few chunks all, evict exactly the oldest."""
         for victims in (Evictor(self.root), self.sharing()):
             before = self.stored()
             victims.evict(30 * NBYTES, self.tick())
