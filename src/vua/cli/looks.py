@@ -27,6 +27,7 @@ from typing import Any, Final
 import click
 import numpy as np
 
+from vua.capacity.saved import Totals, saved_today
 from vua.catalog.base import SHORT, Catalog, NamespaceCatalog, Snapshot
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command, duration_s
@@ -158,6 +159,7 @@ class Traffic(Report):
     namespaces: Sequence[Mapping[str, Any]]
     chunks: int
     counts: Mapping[str, int]
+    saved: Totals | None
 
     def describe(self) -> object:
         return {
@@ -169,6 +171,7 @@ class Traffic(Report):
             "chunks": self.chunks,
             "seconds": round(self.seconds, 3),
             "namespaces": self.namespaces,
+            "saved_today": self.saved and self.saved.describe(),
         }
 
     def show(self) -> None:
@@ -177,6 +180,8 @@ class Traffic(Report):
         text += "" if self.max_bytes is None else f" of at most {size(self.max_bytes)}"
         text += "" if self.free_nbytes is None else f"; {size(self.free_nbytes)} of the disk free"
         print(f"{text}{cost(self.counts)}; over {self.seconds:.3f} s")
+        if self.saved:
+            print(f"today: {self.saved}")
         head = ["namespace", "model", " chunks", " size", " new/s", " used/s", " gone/s"]
         head += [f" used in {text}" for text in ("1 min", "1 h", "1 day")] + ["salts"]
         table(head, [_row(one) for one in self.namespaces])
@@ -241,6 +246,7 @@ def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Traf
     return Traffic(
         *(catalog.where, nbytes, limits["max_bytes"], free_nbytes, took_s, rows, chunks),
         counts=dict(catalog.counts),
+        saved=saved_today(catalog.where),
     )
 
 
@@ -272,7 +278,7 @@ def _compare(now: Snapshot, now_ns: int, took_s: float) -> dict[str, Any]:
 def watch(directory: str, talk: Talk) -> None:
     """Look until the server ends.
 
-    Sends "usage", "namespaces", "look", "progress" and "problem".
+    Sends "usage", "namespaces", "saved", "look", "progress" and "problem".
     """
     seen: dict[str, Snapshot] | None = None
     pins: dict[str, list[str]] = {}
@@ -323,6 +329,8 @@ def _report(
              for what in ("new", "used", "gone")}  # fmt: skip
     total["gone"] += sum(one.chunks for name, one in past.items() if name not in now)
     talk.tell("namespaces", summaries)
+    saved = saved_today(catalog.where)
+    talk.tell("saved", str(saved or ""))
     talk.tell("look", None if seen is None else total)
     return now
 

@@ -10,6 +10,7 @@ from typing import Final
 import click
 
 from vua.capacity.listing import Listing
+from vua.capacity.saved import Totals, saved_today
 from vua.catalog.base import SHORT, Content
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
@@ -33,10 +34,17 @@ class LsReport(Report):
     """By namespace its chunks, to be shown in the order of prompts."""
     model: str | None = None
     """What was asked for; None: everything."""
+    saved: Totals | None = None
+    """By all engines since midnight, UTC; None: nothing is known."""
 
     def describe(self) -> object:
         namespaces = [_describe(one, long=self.long) for one in self.contents]
-        return {"directory": self.directory, "namespaces": namespaces, "strays": len(self.strays)}
+        return {
+            "directory": self.directory,
+            "namespaces": namespaces,
+            "strays": len(self.strays),
+            "saved_today": self.saved and self.saved.describe(),
+        }
 
     def show(self) -> None:
         """Print one row per namespace, and with ``long`` one per chunk."""
@@ -55,6 +63,8 @@ class LsReport(Report):
             head = ["namespace", "model", "engine", "dtype"]
             head += [" chunk", " chunks", " files", " size", "newest"]
             table(head, [_row(one) for one in self.contents])
+        if self.saved:
+            print(f"today: {self.saved}")
         for one in self.contents if self.long else ():
             _show_chunks(one, (self.prompts or {}).get(one.description.name))
         print_strays(self.strays)
@@ -175,7 +185,8 @@ def ls(
     if sort in ("size", "newest"):
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
         contents.reverse()
-    return LsReport(directory, contents, strays, long, prompts, model)
+    saved = saved_today(directory)
+    return LsReport(directory, contents, strays, long, prompts, model, saved)
 
 
 def _is_meant(content: Content, text: str) -> bool:

@@ -24,7 +24,7 @@ from typing import Final
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 
-_MIN_MEASURED: Final = 3  # needed to decide, and in a row to accept a change
+MIN_MEASURED: Final = 3  # needed to decide, and in a row to accept a change
 _WINDOW: Final = 32  # the latest so many measurements count
 _MIN_SPREAD: Final = 0.25  # a slope needs small and large x that differ by this part of the large
 _RESUME_RATIO: Final = 1.5  # loads resume when they are so much faster than when they stopped
@@ -78,6 +78,11 @@ class Regression:
         self._intercept = self._slope = 0.0
         self.low = self.high = 0.0  # the median x of the smaller half, and the largest x
 
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """The latest measurements, (x, y) each."""
+        return list(self._seen)
+
     def at(self, x: float, least: int = 1) -> float | None:
         """Return y at ``x``; None before there are ``least`` measurements."""
         return self._intercept + self._slope * x if len(self._seen) >= least else None
@@ -87,8 +92,8 @@ class Regression:
         expected = self.at(x)
         off = 0 if expected is None else (y > 2 * expected) - (2 * y < expected)
         self._off = off + (self._off if off * self._off > 0 else 0)
-        changed = abs(self._off) == _MIN_MEASURED
-        self._seen = [*self._seen, (x, y)][-_MIN_MEASURED if changed else -_WINDOW :]
+        changed = abs(self._off) == MIN_MEASURED
+        self._seen = [*self._seen, (x, y)][-MIN_MEASURED if changed else -_WINDOW :]
         self._off = 0 if changed else self._off
         self._fit()
         return off
@@ -205,12 +210,12 @@ class LoadPolicy:
         """Return the seconds to load and to compute; None: unmeasured."""
         load_s = self._own_s(rows * self._model.loaded_nbytes(start, stop))
         load_s = None if load_s is None else self._queue_s() + load_s
-        compute_s = self.prefill.seconds(stop - start, start, _MIN_MEASURED)
+        compute_s = self.prefill.seconds(stop - start, start, MIN_MEASURED)
         return load_s, None if compute_s is None else self._admitted_s + rows * compute_s
 
     def _own_s(self, nbytes: int) -> float | None:
         """Return a load's own time; a long one takes as much per byte as the longer half."""
-        byte_s = self._byte_s.at(max(1 / nbytes, self._byte_s.low), _MIN_MEASURED)
+        byte_s = self._byte_s.at(max(1 / nbytes, self._byte_s.low), MIN_MEASURED)
         return None if byte_s is None else nbytes * byte_s
 
     def _queue_s(self) -> float:

@@ -24,6 +24,7 @@ from typing import Any, Final, TypeAlias
 
 from vua.connector.load_policy import NOTHING_STORED, LoadDecision, LoadPolicy
 from vua.connector.log import logger
+from vua.connector.savings import Savings
 from vua.io.forks import new_lock
 from vua.storage.bucket_cost import KINDS, cost_dollars, requests
 
@@ -63,7 +64,7 @@ class RequestMetrics:
     ) -> None:
         """Record into ``stats``; events of loads are forwarded to ``policy``."""
         self._stats, self._policy, self._clock = stats, policy, clock
-        self._saved = {"predicted": 0.0, "measured": 0.0}
+        self.savings = Savings(policy.prefill)
         self._accounts: dict[str, _Account] = {}
 
     # -- per request --------------------------------------------------------------------------
@@ -76,10 +77,12 @@ class RequestMetrics:
         seconds: float,
         *,
         local_tokens: int = 0,
+        found: tuple[int, int] = (0, 0),
     ) -> None:
         """Note the answer to a lookup; later calls for the same request change nothing.
 
-        ``local_tokens`` of the prompt are in the engine's own prefix cache already.
+        ``local_tokens`` of the prompt are in the engine's own prefix cache already; ``found``:
+        chunks found, of how many.
         """
         if request_id in self._accounts:
             return
@@ -88,6 +91,8 @@ class RequestMetrics:
         self._stats.add("vua_prompt_tokens_total", prompt_tokens)
         self._stats.add("vua_queried_tokens_total", prompt_tokens - local_tokens)
         self._stats.observe("vua_lookup_seconds", seconds)
+        self.savings.looked_up(*found)
+        self._show_saved()
 
     def computing(self, request: Any, start: int, decision: LoadDecision) -> None:
         """Note that ``request`` is computed after ``start`` tokens or the loaded ones."""
@@ -129,20 +134,14 @@ class RequestMetrics:
         outcome = "complete" if complete else "partial" if account.limit else "failed"
         self._stats.add("vua_loads_total", label=outcome)
         self._stats.observe("vua_load_seconds", seconds)
-        avoided_s = self._policy.prefill.seconds(account.limit, account.start)
         if account.limit:
             self._stats.add("vua_loaded_tokens_total", account.limit)
-            if avoided_s is not None:
-                self._stats.add("vua_saved_prefill_seconds_total", avoided_s)
-        if avoided_s is not None:
-            self._save("measured", avoided_s - seconds)
-        decision = account.decision
-        if decision.load_s is not None and decision.compute_s is not None:
-            self._save("predicted", decision.compute_s - decision.load_s)
+        self.savings.loaded(account.limit, account.start, seconds)
+        self._show_saved()
 
-    def _save(self, basis: str, seconds: float) -> None:
-        self._saved[basis] += seconds
-        self._stats.set("vua_seconds_saved", self._saved[basis], basis)
+    def _show_saved(self) -> None:
+        if (total := self.savings.total).priced_tokens:
+            self._stats.set("vua_seconds_saved", total.saved_s)
 
     def saves_ordered(self, request_id: str, chunks: int) -> None:
         """Note that the workers were told to store so many chunks."""
@@ -232,19 +231,11 @@ METRICS: Final[dict[str, Metric]] = {
         "histogram", "Time from ordering a request's load until all ranks have ended it."
     ),
     "vua_loaded_tokens_total": Metric("counter", "Tokens that loads brought to all ranks."),
-    "vua_saved_prefill_seconds_total": Metric(
-        "counter",
-        "Seconds that computing the loaded tokens would have taken, by what prompts take in this "
-        "engine's recent steps. The time of the load is not subtracted. 0 until a prefill was "
-        "measured.",
-    ),
     "vua_seconds_saved": Metric(
         "gauge",
-        "Seconds that computing would have taken minus those that the load took, summed over all "
-        "loads since the start. Predicted: when it was decided to load. Measured: from the load's "
-        "order to its end, for the tokens that came; computing is estimated here, too.",
-        "basis",
-        ("predicted", "measured"),
+        "Seconds that computing the loaded tokens would have taken, by what prompts of their "
+        "length take in this engine, minus those that the loads took, since the start. Not there "
+        "before three prefills are measured, here or in an engine of the same kind before.",
     ),
     "vua_load_decisions_total": Metric(
         "counter",

@@ -30,7 +30,8 @@ class Families:
 
         Args:
             labelnames: labels that each has besides its own.
-            engines: values of these, of all engines that are known now; they start at 0.
+            engines: values of these, of all engines that are known now. They start at 0, but for
+                gauges, which are not there before they have a value.
             types: replaces Prometheus's own types.
         """
         _unregister()
@@ -47,7 +48,7 @@ class Families:
             else:
                 made = types[Counter](name, metric.documentation, names)
             self._families[name] = made
-            for label in metric.values or (() if metric.label else ("",)):
+            for label in metric.values or (("",) if metric.kind != "gauge" else ()):
                 for engine in engines:
                     self._child(name, label, engine)
 

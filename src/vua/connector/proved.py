@@ -85,7 +85,7 @@ def _believed(path: Path, security: Security) -> bool:
         return False
 
 
-def _folder(root: Path, name: str) -> int:
+def upkeep_folder(root: Path, name: str) -> int:
     """Open a directory of ``.upkeep``. Raises OSError: it has no space, too."""
     above = upkeep_directory(root)
     try:
@@ -192,23 +192,27 @@ class KnownWriters:
         if name is None or self._root is None:
             return
         try:
-            folder = _folder(self._root, _VERDICTS)
+            folder = upkeep_folder(self._root, _VERDICTS)
             try:
                 atomic_write(name, name.encode(), dir_fd=folder, mode=self._security.file_mode)
             finally:
                 close_quietly(folder)
             if self._added % _TIDIED_EVERY == 0:
-                _forget_old(self._root / UPKEEP / _VERDICTS)
+                forget_old(self._root / UPKEEP / _VERDICTS, _KEPT_S, _MOST)
             self._added += 1
         except OSError as problem:
             log.debug("not remembered: %s", problem)
 
 
-def _forget_old(folder: Path) -> None:
+def forget_old(folder: Path, kept_s: float, most: int) -> None:
+    """Delete files that were not written for so long, and the oldest of more than ``most``.
+
+    Raises OSError.
+    """
     notes, until = [(path.stat().st_mtime, path) for path in folder.iterdir()], time.time()
     notes.sort()
     for number, (last_s, path) in enumerate(notes):
-        if last_s < until - _KEPT_S or number < len(notes) - _MOST:
+        if last_s < until - kept_s or number < len(notes) - most:
             path.unlink(missing_ok=True)
 
 
@@ -265,7 +269,7 @@ class Tally:
         if self._root is None:
             return
         with suppress(OSError):
-            folder = _folder(self._root, _COMPARED)
+            folder = upkeep_folder(self._root, _COMPARED)
             try:
                 mode = self._security.file_mode
                 fd = make_file(self._namespace, os.O_APPEND, mode, dir_fd=folder)

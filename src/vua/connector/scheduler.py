@@ -179,6 +179,9 @@ class SchedulerSide:
         """
         self._setup, self.writer = setup, new_writer(KIND, setup)
         self.witness.be_of(setup, self.writer)
+        security = self._config.security
+        savings = self.request_metrics.savings
+        savings.keep_at(self._config.directory, setup, security.file_mode)
 
     @property
     def _waits_for_weights(self) -> bool:
@@ -250,6 +253,7 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """Stop the lookup threads, and write what was learned of writers."""
         close_within(written, min(_END_S, self._config.timeouts.drain_s))
+        close_within(self.request_metrics.savings.close, min(_END_S, self._config.timeouts.drain_s))
         self._opening.close()
         self._use_what_is_known()
         if self._open:
@@ -345,12 +349,15 @@ class SchedulerSide:
 
     def _account(self, state: RequestState, outcome: str) -> None:
         request, seconds = state.request, self._clock() - state.arrived_s
+        match = state.lookup.answer.result() if state.lookup else None
+        found = (0, 0) if match is None else (match.stored, match.prompt_chunks)
         self.request_metrics.answered(
             request.request_id,
             outcome,
             request.num_tokens,
             seconds,
             local_tokens=state.local_tokens,
+            found=found,
         )
 
     def _state(self, request: Any) -> RequestState | None:

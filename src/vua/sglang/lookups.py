@@ -21,6 +21,7 @@ from vua.connector.load_policy import LoadPolicy
 from vua.connector.log import logger
 from vua.connector.metrics import Recorder
 from vua.connector.prefix_match import PrefixMatch, longest
+from vua.connector.savings import Savings
 from vua.errors import VUAError
 from vua.format.keys import ChunkKey, KeyRun
 from vua.io.pool import Breaker, Job, Pool
@@ -43,6 +44,7 @@ class Reuse:
     ) -> None:
         """Decide for ``model`` by the settings; count decisions in ``stats``."""
         self._policy = LoadPolicy(model, config, clock=clock)
+        self.savings = Savings(self._policy.prefill)
         self._stats, self._clock, self._lock = stats, clock, threading.Lock()
         self._chunk_tokens = model.chunk_tokens
         self._awaited: OrderedDict[str, float] = OrderedDict()
@@ -51,6 +53,7 @@ class Reuse:
 
     def decide(self, keys: Sequence[ChunkKey], found: int) -> int:
         """Return how many of the ``found`` leading chunks of a lookup are to be loaded."""
+        self.savings.looked_up(found, len(keys))
         with self._lock:
             chunks = 0
             if found:
@@ -75,6 +78,8 @@ class Reuse:
                 if chunks == len(keys):
                     self._policy.measured({name: self._clock() - began})
                 self._policy.ended(name)
+                seconds = self._clock() - began
+            self.savings.loaded(chunks * self._chunk_tokens, start, seconds)
 
         return ended
 

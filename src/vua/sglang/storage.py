@@ -194,6 +194,8 @@ class OpenPools:
         self.comparisons: Comparisons | None = None
         """None: another rank holds the same, and compares it."""
         if all(part.writes for part in pools.parts.values()):
+            mode = config.security.file_mode
+            self.reuse.savings.keep_at(config.directory, pools.setup, mode)
             config = replace(config, epoch=opened.model.identity.epoch)  # compare there, too
             self.comparisons = Comparisons(
                 *(opened.model, stores, config, stats),
@@ -260,6 +262,7 @@ class OpenPools:
         """Stop the threads; waits for no storage that hangs."""
         for moves in self.transfers.values():
             moves.close()
+        self.reuse.savings.close()
         self.opened.namespace.close()
         if self.beside is not None:
             self.beside.close()

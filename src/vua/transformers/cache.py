@@ -462,6 +462,9 @@ class PrefixCache:
             longer, more = self._read(stores, place, rows, least=columns)
             if more and (isinstance(place, StoredLayers) or place.agrees(rows, longer, more)):
                 found, columns = longer, more
+        chunks = [max(0, columns - row.padding) // self.layout.chunk_tokens for row in rows]
+        asked = sum(len(row.ids) // self.layout.chunk_tokens for row in rows)
+        stores.measured.looked_up(sum(chunks), asked)
         if not columns or self._said_of(state.change(whole=False)):
             return 0
         for row, layers in zip(rows, found, strict=True):

@@ -21,6 +21,8 @@ from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.load_policy import LoadPolicy
 from vua.connector.replies import Replies
+from vua.connector.savings import Savings
+from vua.connector.setup import devices
 from vua.errors import InputError
 from vua.format.identity import Identity
 from vua.format.keys import token_ids
@@ -91,6 +93,9 @@ class StoredLayers:
         self._model = Model(identity, tuple(groups), blocks)
         config = ConnectorConfig(shared_storage_path=str(root), load_policy=load_policy)
         self._policy = LoadPolicy(self._model, config, samples=False, clock=clock)
+        self._savings = Savings(self._policy.prefill)
+        kind = f"{identity.namespace} {devices()}"
+        self._savings.keep_at(config.directory, kind, config.security.file_mode)
         self._layers = sum(len(group.layers) for group in groups)
         self._buffers = BufferPool(VUAConfig.buffer_bytes)
         self._opened = LazyNamespace(root, identity, Access(durable=durable))
@@ -101,6 +106,7 @@ class StoredLayers:
         """Whether it was said that stored tokens are computed."""
 
     def close(self) -> None:
+        self._savings.close()
         self._opened.close()
 
     # -- load ---------------------------------------------------------------------------------
@@ -135,6 +141,10 @@ class StoredLayers:
         log.log(level, text, tokens, rows, decision, more)
         return decision.tokens
 
+    def looked_up(self, found: int, asked: int) -> None:
+        """Note that of all rows' whole chunks so many were loaded."""
+        self._savings.looked_up(found, asked)
+
     def loaded(self, rows: int, tokens: int, took_s: float) -> None:
         """Note how long it took to load so many tokens of each row."""
         name = f"{threading.get_ident()}"
@@ -142,6 +152,7 @@ class StoredLayers:
             self._policy.ordered(name, 0, tokens, rows=rows)
             self._policy.measured({name: took_s})
             self._policy.ended(name)
+        self._savings.loaded(tokens, 0, took_s, rows)
 
     def computed(self, rows: int, before: int, tokens: int, took_s: float) -> None:
         """Note how long it took to compute so many tokens of each row, after others."""

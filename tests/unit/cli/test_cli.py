@@ -99,7 +99,8 @@ class TestLs(CliTest):
         empty.mkdir()
         self.assertEqual((0, f"{empty}: no namespaces\n", ""), run("ls", empty))
         self.assertEqual(
-            (0, {"directory": str(empty), "namespaces": [], "strays": 0}), run_json("ls", empty)
+            (0, {"directory": str(empty), "namespaces": [], "strays": 0, "saved_today": None}),
+            run_json("ls", empty),
         )
         (empty / ("0" * 64)).mkdir()
         code, out, _ = run("ls", empty, "--long")

@@ -82,21 +82,24 @@ class RequestMetricsTest(unittest.TestCase):
         self.request_metrics.load_ended("a")
         self.assertEqual({}, self.counted(), "a load that was not ordered")
 
-    def test_saved_prefill(self) -> None:
-        """Loaded tokens are worth the time that this engine takes to compute as many."""
-        self.request_metrics.answered("a", "hit", 700, 0.25)
-        self.request_metrics.step_scheduled(1000, 500_000)
-        self.now += 2.0
-        self.request_metrics.step_ended()
-        counted = self.load(None, 0.3, 1.2)
-        self.assertEqual({"": 1.28}, counted["vua_saved_prefill_seconds_total"])
-        self.assertAlmostEqual(0.9, counted["vua_seconds_saved"]["predicted"])
-        self.assertAlmostEqual(0.78, counted["vua_seconds_saved"]["measured"])
+    def test_saved(self) -> None:
+        """Loads save what this engine takes to compute as much, less their own time."""
+        self.request_metrics.answered("a", "hit", 700, 0.25, found=(10, 10))
+        counted = self.load(None)
+        self.assertNotIn("vua_seconds_saved", counted)  # it is unknown
+        for _ in range(3):
+            self.request_metrics.step_scheduled(1000, 500_000)
+            self.now += 2.0
+            self.request_metrics.step_ended()
+        counted = self.load(None)  # the one before is known now, too
+        self.assertAlmostEqual(2 * 0.78, counted["vua_seconds_saved"][""])
 
-        counted = self.load(0, 0.3, 1.2)  # in vain
-        self.assertNotIn("vua_saved_prefill_seconds_total", counted)
-        self.assertAlmostEqual(1.8, counted["vua_seconds_saved"]["predicted"])
-        self.assertAlmostEqual(0.28, counted["vua_seconds_saved"]["measured"])
+        counted = self.load(0)  # in vain
+        self.assertAlmostEqual(2 * 0.78 - 0.5, counted["vua_seconds_saved"][""])
+        self.assertEqual(
+            "1.1 s saved, 1,280 tokens loaded, 10 of 10 chunks found",
+            str(self.request_metrics.savings.total),
+        )
 
     def test_computed_although_stored(self) -> None:
         """Such a request is counted and says why; one with nothing stored is not."""

@@ -69,6 +69,8 @@ class _WatchState:
 
     namespaces: list[dict[str, Any]] = field(default_factory=list)
     usage: dict[str, object] | None = None
+    saved: str = ""
+    """What loads have saved today; "": nothing was looked up."""
     progress: dict[str, object] | None = None
     looks: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     looked_s: float | None = None
@@ -135,6 +137,7 @@ class State:
                 "now_s": time.time(),
                 "problem": watched.problem,
                 "namespaces": watched.namespaces,
+                "saved": watched.saved,
                 "looks": list(watched.looks),
                 "verify": asdict(self._verified),
             }

@@ -113,6 +113,7 @@ function showOverview() {
   const facts = [["stored", known ? about + size(nbytes) : "..."],
     ["chunks", known ? first ? about + count(usage.chunks) : count(sum("chunks")) : "..."]];
   if (usage) facts.push(["at most", size(usage.limits.max_bytes)], ["free on the disk", size(usage.free_nbytes)]);
+  if (overview.saved) facts.push(["today", overview.saved]);
   facts.push(["last look", first ? "-" : ago(overview.looked_s)]);
   $("facts").replaceChildren(...facts.map(([name, value]) => {
     const made = make("div");

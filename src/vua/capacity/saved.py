@@ -1,0 +1,113 @@
+"""What loads have saved, as engines note it in the cache directory: for people.
+
+Each process has one small file in ``.upkeep/saved`` (`vua.connector.savings`), for the last days
+(UTC). Tools add up all files. Whoever may write there can change what people read, and nothing
+else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from heapq import nlargest
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from vua.storage.location import directory_of
+from vua.storage.mark import UPKEEP
+
+FOLDER: Final = "saved"
+DAYS: Final = 8
+"""Days in a file, and days that it is kept."""
+MOST_FILES: Final = 1024
+"""That are read and kept: the latest."""
+_MOST_NBYTES: Final = 1 << 14
+_SANE: Final = 1e15
+
+
+class Totals(NamedTuple):
+    """What prompts found and what their loads saved."""
+
+    asked_chunks: int = 0
+    found_chunks: int = 0
+    loaded_tokens: int = 0
+    priced_tokens: int = 0
+    """Those of them for which it is known how long computing takes."""
+    saved_s: float = 0.0
+    """Seconds of computing them minus seconds of loading them."""
+
+    def describe(self) -> dict[str, float | None]:
+        """Return the fields; ``saved_s`` is None where it is unknown."""
+        known = self.priced_tokens or not self.loaded_tokens
+        return self._asdict() | {"saved_s": round(self.saved_s, 3) if known else None}
+
+    def __str__(self) -> str:
+        found = f"{self.found_chunks:,} of {self.asked_chunks:,} chunks found"
+        if not self.loaded_tokens:
+            return f"nothing loaded, {found}"
+        time_saved = "unknown time saved (fewer than three prefills were measured)"
+        if self.priced_tokens:
+            time_saved = f"{self.saved_s:,.1f} s saved"
+        return f"{time_saved}, {self.loaded_tokens:,} tokens loaded, {found}"
+
+
+def saved_at(root: Path) -> dict[str, Totals]:
+    """Return what all processes saved in a cache's directory, by day (UTC), the last ones.
+
+    Raises nothing: what cannot be read or makes no sense is left out.
+    """
+    days: dict[str, Totals] = {}
+    for found in _files(root / UPKEEP / FOLDER):
+        with suppress(TypeError, ValueError, KeyError, AttributeError):
+            theirs = {day: Totals._make(map(_number, each)) for day, each in found["days"].items()}
+            for day, each in theirs.items():
+                time.strptime(day, "%Y-%m-%d")
+                days[day] = add_up((days.get(day, Totals()), each))
+    return dict(sorted(days.items())[-DAYS:])
+
+
+def saved_today(where: str) -> Totals | None:
+    """Return what all processes have saved since midnight, UTC; None: nothing is known."""
+    if (root := directory_of(where)) is None:
+        return None
+    return saved_at(root).get(time.strftime("%Y-%m-%d", time.gmtime()))
+
+
+def add_up(several: Iterable[Totals]) -> Totals:
+    """Return the sums of the fields."""
+    return Totals(*map(sum, zip(*several, strict=True))) if (several := [*several]) else Totals()
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float) or not abs(value) < _SANE:
+        raise ValueError(value)
+    return value
+
+
+def prefills_of(root: Path, kind: str) -> list[tuple[float, float]]:
+    """Return (tokens before, seconds per token) of the latest engine of this kind."""
+    for found in _files(root / UPKEEP / FOLDER):
+        with suppress(TypeError, ValueError, KeyError):
+            points = [(_number(x), _number(y)) for x, y in found["prefills"]]
+            if kind and found["kind"] == kind and points:
+                return [(x, y) for x, y in points if x >= 0 and y > 0]
+    return []
+
+
+def _files(folder: Path) -> Iterator[Any]:
+    """Yield the content of the files, the latest first."""
+    try:
+        with os.scandir(folder) as entries:
+            names = [(each.stat(follow_symlinks=False).st_mtime, each.path) for each in entries]
+    except OSError:
+        return
+    for _, path in nlargest(MOST_FILES, names):
+        with suppress(OSError, ValueError, RecursionError):
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(fd, "rb") as stream:
+                text = stream.read(_MOST_NBYTES + 1)
+            if len(text) <= _MOST_NBYTES and isinstance(found := json.loads(text), dict):
+                yield found

@@ -1,0 +1,166 @@
+"""What loads have saved: measured in each engine, and kept in the cache directory for people.
+
+A load saves the time that computing its tokens would have taken, less its own. The price of
+computing is what this engine's prompts take, by their length (:class:`PrefillSpeed`), from three
+measured prefills on. Loads before that get their price afterwards. Until then an engine that was
+restarted takes the prefills of the latest one of its kind that used this directory. Without any of
+these the time is unknown, not 0.
+
+Each process writes a file (`vua.capacity.saved`) a second after the first change, then each ten
+seconds at most, and at the end: a process that is killed loses no more.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from vua.capacity.saved import DAYS, FOLDER, MOST_FILES, Totals, add_up, prefills_of
+from vua.connector.load_policy import MIN_MEASURED, PrefillSpeed
+from vua.connector.log import logger
+from vua.connector.proved import forget_old, upkeep_folder
+from vua.io.files import atomic_write
+from vua.io.forks import new_lock, watch
+from vua.io.posix import close_quietly
+from vua.storage.mark import UPKEEP
+
+log = logger("savings")
+
+_FIRST_S, _EVERY_S, _SAID_EVERY_S = 1.0, 10.0, 3600.0
+_POINTS: Final = 16
+"""Measured prefills in a file."""
+_WAITING: Final = 4096
+"""Loads that wait for a price; older ones never get any."""
+
+
+class Savings:
+    """Those of one process. Thread-safe; no call waits for the file system but :meth:`close`."""
+
+    def __init__(self, prefill: PrefillSpeed, *, wall: Callable[[], float] = time.time) -> None:
+        """Price by ``prefill``; ``wall`` returns seconds since 1970."""
+        self._prefill, self._wall, self._lock = prefill, wall, new_lock()
+        self._root: Path | None = None
+        self._kind, self._mode = "", 0o600
+        self._reset()
+        watch(self)
+
+    def _reset(self) -> None:
+        self._name = secrets.token_hex(8)
+        self._days: dict[str, Totals] = {}
+        self._waiting = deque[tuple[str, int, int, int, float]](maxlen=_WAITING)
+        self._earlier = PrefillSpeed(0)
+        """Of an engine before this one."""
+        self._timer: threading.Timer | None = None
+        self._writes, self._said_s = 0, time.monotonic()
+
+    def after_fork(self) -> None:
+        """Begin anew: what there is is the parent's."""
+        atexit.unregister(self.close)
+        self._reset()
+
+    def keep_at(self, root: Path | None, kind: str, mode: int) -> None:
+        """Keep a file of this mode in a cache's directory; None: it is in a bucket.
+
+        ``kind`` stands for all that decides how long computing takes; "": that is not known.
+        """
+        with self._lock:
+            self._root, self._kind, self._mode = root, kind, mode
+
+    def looked_up(self, found: int, asked: int) -> None:
+        """Note that of a prompt's whole chunks so many were found."""
+        with self._lock:
+            self._add(self._today(), Totals(asked, found))
+
+    def loaded(self, tokens: int, before: int, seconds: float, rows: int = 1) -> None:
+        """Note that so many tokens of each row came, after others, and how long that took."""
+        with self._lock:
+            today = self._today()
+            self._waiting.append((today, tokens, before, rows, seconds))
+            self._add(today, Totals(loaded_tokens=rows * tokens))
+
+    def _today(self) -> str:
+        return time.strftime("%Y-%m-%d", time.gmtime(self._wall()))
+
+    def _add(self, day: str, more: Totals) -> None:
+        self._days[day] = add_up((self._days.get(day, Totals()), more))
+        for old in sorted(self._days)[:-DAYS]:
+            del self._days[old]
+        self._price()
+        if self._timer is None and self._root is not None:
+            self._timer = threading.Timer(_EVERY_S if self._writes else _FIRST_S, self._write)
+            self._timer.daemon = True
+            with suppress(RuntimeError):  # the process ends, or has no thread
+                self._timer.start()
+            if not self._writes:
+                atexit.register(self.close)
+
+    def _price(self) -> None:
+        while self._waiting:
+            day, tokens, before, rows, seconds = self._waiting[0]
+            compute_s = self._prefill.seconds(tokens, before, MIN_MEASURED)
+            if compute_s is None:
+                compute_s = self._earlier.seconds(tokens, before, MIN_MEASURED)
+            if compute_s is None:
+                return
+            self._waiting.popleft()
+            if day in self._days:
+                more = Totals(priced_tokens=rows * tokens, saved_s=rows * compute_s - seconds)
+                self._days[day] = add_up((self._days[day], more))
+
+    @property
+    def total(self) -> Totals:
+        """What this process has saved in the last days."""
+        with self._lock:
+            self._price()
+            return add_up(self._days.values())
+
+    def close(self) -> None:
+        """Write what is not written yet, and log the sum. A second call does nothing."""
+        atexit.unregister(self.close)
+        with self._lock:
+            timer = self._timer
+        if timer is not None:
+            timer.cancel()
+            self._write()
+            self._say()
+
+    def _say(self) -> None:
+        self._said_s = time.monotonic()
+        log.info("VUA: %s, since this process began", self.total)
+
+    def _write(self) -> None:
+        """Write this process's file; the first time, read those of others and delete old ones."""
+        with self._lock:
+            self._timer, root = None, self._root
+        if root is None:
+            return
+        folder = root / UPKEEP / FOLDER
+        try:
+            if not self._writes:
+                for x, y in prefills_of(root, self._kind):
+                    self._earlier.add(x, y)
+            self.total  # noqa: B018 - gives loads their price, as far as there is one now
+            with self._lock:
+                days = dict(self._days)
+                points = self._prefill.points[-_POINTS:]
+            text = json.dumps({"kind": self._kind, "prefills": points, "days": days})
+            directory = upkeep_folder(root, FOLDER)
+            try:
+                atomic_write(self._name, text.encode(), dir_fd=directory, mode=self._mode)
+            finally:
+                close_quietly(directory)
+            if not self._writes:
+                forget_old(folder, DAYS * 86400.0, MOST_FILES)
+        except OSError as problem:
+            log.debug("what was saved is not kept: %s", problem)
+        self._writes += 1
+        if time.monotonic() - self._said_s >= _SAID_EVERY_S:
+            self._say()
