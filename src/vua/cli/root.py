@@ -18,6 +18,14 @@ from vua.cli.interrupts import INTERRUPTED, interrupts
 from vua.cli.output import UNUSABLE, guarded, plain
 from vua.errors import StorageError, VUAError
 
+_INSTEAD: Final = {
+    "advise": " any more: `vua top DIR` says what is evicted, and what the cache saves under a "
+    "limit",
+    "bench": " any more: `vua doctor DIR --prefill TOKENS/S` says what the storage reads in GB/s "
+    "and from which prompt length on loading wins; benchmarks/speed.py in a checkout measures more",
+}
+"""What to use in place of commands that there were."""
+
 
 class _Commands(click.Group):
     """All commands, in order; each is imported at first use."""
@@ -40,7 +48,7 @@ class _Commands(click.Group):
             from difflib import get_close_matches  # noqa: PLC0415 - for this error alone
 
             near = " or ".join(map(repr, get_close_matches(args[0], ENTRIES, n=3)))
-            more = f", did you mean {near}?" if near else ""
+            more = _INSTEAD.get(args[0]) or (f", did you mean {near}?" if near else "")
             ctx.fail(f"there is no command {args[0]!r}{more}")
         return super().resolve_command(ctx, args)
 
