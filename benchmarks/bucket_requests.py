@@ -27,8 +27,8 @@ from vua.format.parse import encode_header
 from vua.storage.base import entry_name
 from vua.storage.bucket import Bucket
 from vua.storage.bucket_cost import KINDS, PRICES, cost_dollars
-from vua.storage.local import entry_path
 from vua.storage.location import BucketPath
+from vua.storage.names import entry_path
 from vua.storage.object import FULL, write_parents
 from vua.store.namespace import Namespace
 from vua.store.place import create_namespace, locate

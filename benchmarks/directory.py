@@ -39,7 +39,7 @@ from vua.capacity.limits import Limits
 from vua.capacity.listing import read_listing
 from vua.capacity.lru import next_tick_ns
 from vua.capacity.policy import LRU, LeastHitDensity
-from vua.capacity.scan import spaces
+from vua.capacity.spaces import spaces
 from vua.capacity.usage import measure
 from vua.cli import main as vua
 from vua.device.buffers import StagingBuffer

@@ -34,7 +34,7 @@ from proxy import FaultyProxy
 from real_model import NAME, real_model
 from small_models import ENGINE_ENVIRONMENT
 from speed import Demand, describe_machine, probe_bucket
-from vua.capacity.scan import silent
+from vua.capacity.spaces import silent
 from vua.storage.bucket import Bucket
 from vua.storage.location import BucketPath
 

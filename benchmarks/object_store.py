@@ -41,8 +41,8 @@ from vua.format.layout import KVLayout
 from vua.io.pool import Pool
 from vua.storage import bucket
 from vua.storage.bucket import Bucket
-from vua.storage.local import entry_path
 from vua.storage.location import BucketPath
+from vua.storage.names import entry_path
 from vua.storage.object import ObjectStorage
 from vua.store.store import Loader, Store
 from vua.store.tensors import memory_map

@@ -53,7 +53,7 @@ from directory import CODEC, IDENTITY, LAYOUT, PROMPT_CHUNKS, keys_of
 from house import ROOT, replace_between
 from lock import held_clock, library
 from tools import fill
-from vua.capacity import scan
+from vua.capacity import spaces
 from vua.capacity.evictor import Evictor
 from vua.capacity.lease import upkeep_directory
 from vua.capacity.limits import Limits
@@ -179,15 +179,15 @@ def work_writer(place: str, most: int, prompts: int) -> dict[str, Any]:
 def work_calls(place: str) -> dict[str, Any]:
     """Evict a burst, which looks for victims, and when told so two more."""
     evictor, upkeep, looks = Evictor(place, policy=LRU()), upkeep_directory(place), 0
-    real = scan.columns_of
+    real = spaces.columns_of
 
-    def columns_of(space: scan.Space, fan: str) -> tuple[Sequence[str], scan.Column]:
+    def columns_of(space: spaces.Space, fan: str) -> tuple[Sequence[str], spaces.Column]:
         nonlocal looks
         found = real(space, fan)
         looks += len(found[0])
         return found
 
-    with mock.patch.object(scan, "columns_of", columns_of):
+    with mock.patch.object(spaces, "columns_of", columns_of):
         gone = evictor.evict(BURST * CODEC.file_nbytes, next_tick_ns(upkeep)).chunks
     told = {"looks": looks / (gone + evictor.left)}
     print("ready", flush=True)

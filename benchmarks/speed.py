@@ -34,7 +34,7 @@ import numpy.typing as npt
 import xxhash
 
 from vua import native
-from vua.capacity.scan import Show
+from vua.capacity.spaces import Show
 from vua.cli.output import progress, table
 from vua.errors import InputError, VUAError
 from vua.format.layout import KVLayout

@@ -21,7 +21,7 @@ from lab.plots import read as read_measurements
 from lab.policies import HINTS, POLICIES, compare, learned_from
 from lab.replay import BLOCK_TOKENS, block_file_nbytes, read, replay
 from vua.capacity.limits import nbytes_of
-from vua.capacity.scan import Show
+from vua.capacity.spaces import Show
 from vua.cli.output import progress, table
 from vua.errors import InputError, VUAError
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from lab.simulation import leading
 from speed import expect
 from vua.capacity.limits import Limits
-from vua.capacity.scan import Show
+from vua.capacity.spaces import Show
 from vua.device.buffers import StagingBuffer
 from vua.errors import InputError
 from vua.format.entry import EntryCodec

@@ -32,7 +32,8 @@ import numpy.typing as npt
 from lab.replay import Request, read
 from lab.simulation import LRU, Dense, Outcome, Past, Policy, SimulatedStore, leading
 from vua.capacity.lru import MTIME_STEP_NS
-from vua.capacity.scan import HIGHEST, Candidates, Column, Rank, Sweep, by_mtime
+from vua.capacity.scan import HIGHEST, Candidates, Rank, Sweep, by_mtime
+from vua.capacity.spaces import Column
 from vua.native import ChunkNames
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from lab.policies import compare
 from lab.replay import BLOCK_TOKENS, Request, block_file_nbytes, read, replay
 from suite.context import Bench
 from suite.measure import Row
-from vua.capacity.scan import silent
+from vua.capacity.spaces import silent
 
 _SUITE_REQUESTS: Final = {"C7": 1000, "C11": 300}
 """Requests of a trace that the suite replays; evictions take their time."""

@@ -14,7 +14,17 @@
 
 A message names what was found, what was expected, and what to do about it. A miss is never an
 error: lookups return it as a value.
+
+:func:`explained` turns a failed system call into an error for the operator.
 """
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from typing import Final
 
 __all__ = [
     "ConfigError",
@@ -91,3 +101,38 @@ _INSTALL = {
     "transformers": "Install it: `pip install transformers`",
     "llama_cpp": "Install it: `pip install llama-cpp-python`",
 }
+
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+
+
+def explained(problem: OSError, where: str) -> StorageError:
+    """Return the error that tells an operator what ``problem`` at ``where`` means."""
+    if problem.errno in _FULL:
+        text = f"{where}: no space left; free some or remove old namespaces"
+        return StorageFullError(problem.errno, text)
+    if problem.errno in _READ_ONLY:
+        there = where
+        while not os.path.lexists(there) and there != os.path.dirname(there):
+            there = os.path.dirname(there)  # what is to be made in it is not there yet
+        readable = os.access(there, os.R_OK | os.X_OK * os.path.isdir(there), effective_ids=True)
+        verb, remedy = ("write", ", or use it for reading only") if readable else ("read", "")
+        mounted = problem.errno == errno.EROFS
+        cause = "how it is mounted" if mounted else "the directory's owner and mode"
+        text = (
+            f"{where}: this process may not {verb} here ({problem.strerror}); check {cause}{remedy}"
+        )
+        return NotWritableError(problem.errno, text)
+    return StorageError(problem.errno or errno.EIO, f"{where}: {problem.strerror}")
+
+
+@contextlib.contextmanager
+def explaining(where: str) -> Iterator[None]:
+    """Replace an OSError, other than StorageError and BrokenPipeError, by :func:`explained`'s."""
+    try:
+        yield
+    except (StorageError, BrokenPipeError):
+        raise
+    except OSError as problem:
+        raise explained(problem, where) from problem

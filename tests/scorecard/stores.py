@@ -32,7 +32,7 @@ from vua.format.layout import KVLayout
 from vua.native import MemoryMap
 from vua.security.settings import Security
 from vua.storage.base import Batch, Entry, ReadResult, Storage, WriteResult
-from vua.storage.local import TEMPORARY
+from vua.storage.names import TEMPORARY
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.writer import EntryWriter

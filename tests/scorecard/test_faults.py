@@ -19,7 +19,8 @@ from scorecard.trial import TESTS
 from vua.capacity.lru import mtime_ns_of
 from vua.io import posix, vectors
 from vua.storage.base import entry_name
-from vua.storage.local import TEMPORARY, LocalStorage
+from vua.storage.local import LocalStorage
+from vua.storage.names import TEMPORARY
 
 NBYTES = 16 << 10
 

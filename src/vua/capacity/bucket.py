@@ -28,10 +28,9 @@ from vua.capacity.reservation import Unlimited
 from vua.errors import ConfigError
 from vua.format.keys import ChunkKey, Keys
 from vua.storage.bucket import Bucket
-from vua.storage.local import chunk_path
 from vua.storage.location import BucketPath
 from vua.storage.mark import LIMITS_FILE
-from vua.storage.names import PIN, entry_at
+from vua.storage.names import PIN, chunk_path, entry_at
 from vua.storage.object import ObjectStorage
 
 if TYPE_CHECKING:

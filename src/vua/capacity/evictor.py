@@ -46,20 +46,13 @@ from vua.capacity.removal import (
     ordinary_chunk,
     told_immovable,
 )
-from vua.capacity.scan import (
-    Candidate,
-    Candidates,
-    Space,
-    Sweep,
-    by_mtime,
-    chunk_nbytes,
-    spaces,
-)
+from vua.capacity.scan import Candidate, Candidates, Sweep, by_mtime
+from vua.capacity.spaces import Space, chunk_nbytes, spaces
 from vua.io.posix import close_quietly
 from vua.native import LATEST_NS
 from vua.native.entries import delete_chunks
 from vua.storage.description import is_unknown
-from vua.storage.local import chunk_path
+from vua.storage.names import chunk_path
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from vua.capacity.listing import (
 from vua.capacity.lru import mtime_ns_of, next_tick_ns, set_mtime
 from vua.capacity.policy import LeastHitDensity
 from vua.capacity.removal import GRACE_S, NOTHING, DeletionTotals, Remover, evict_chunk
-from vua.capacity.scan import (
+from vua.capacity.spaces import (
     Show,
     Space,
     chunks_of,
@@ -56,9 +56,8 @@ from vua.format.entry import MAX_HEADER_NBYTES, SEALED
 from vua.format.parse import EntryInfo, parse_entry
 from vua.io.posix import close_quietly, open_beneath
 from vua.storage.description import is_unknown
-from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.mark import claim
-from vua.storage.names import is_temporary
+from vua.storage.names import SUFFIX, chunk_path, is_temporary
 
 _HEAD_NBYTES: Final = 1024
 """Enough of a header to include the key's id."""

@@ -26,12 +26,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 from vua.capacity.lru import mtime_ns_of
-from vua.capacity.scan import Show, Space, chunks_of, fans_of, listed, silent
+from vua.capacity.spaces import Show, Space, chunks_of, fans_of, listed, silent
 from vua.errors import ConfigError, StorageError
 from vua.format.parse import parent_in
 from vua.io.posix import close_quietly
-from vua.storage.local import SUFFIX, TEMPORARY, chunk_path
-from vua.storage.names import AFTER, PIN
+from vua.storage.names import AFTER, PIN, SUFFIX, TEMPORARY, chunk_path
 
 if TYPE_CHECKING:
     import sqlite3

@@ -38,7 +38,7 @@ from vua.io.forks import new_lock, watch
 from vua.io.pool import Job, Pool
 from vua.io.posix import close_quietly, is_local
 from vua.native import LATEST_NS
-from vua.storage.local import chunk_path
+from vua.storage.names import chunk_path
 
 MTIME_STEP_NS: Final = 1000
 """By this much a child's mtime is older than its parent's. All common file systems resolve it."""

@@ -23,11 +23,11 @@ from typing import Final
 
 from vua.capacity.listing import ancestors, read_node
 from vua.capacity.lru import mtime_ns_of, set_mtime
-from vua.capacity.scan import Candidate, Space, is_ours, listed
+from vua.capacity.scan import Candidate
+from vua.capacity.spaces import Space, is_ours, listed
 from vua.io.files import make_file, make_folder
 from vua.io.posix import close_quietly, open_beneath
-from vua.storage.local import SUFFIX, chunk_path
-from vua.storage.names import PIN, SENT, TTL_FOLDER
+from vua.storage.names import PIN, SENT, SUFFIX, TTL_FOLDER, chunk_path
 
 _DIGITS: Final = 10
 _MOST: Final = 10**_DIGITS - 1

@@ -19,7 +19,8 @@ import numpy as np
 
 from vua.capacity.hit_density import HitDensity
 from vua.capacity.lru import ORPHAN_MTIME_NS, touch
-from vua.capacity.scan import Column, Rank, by_mtime
+from vua.capacity.scan import Rank, by_mtime
+from vua.capacity.spaces import Column
 from vua.capacity.use_log import HintLog, UseLog, short_names
 from vua.io.forks import watch
 from vua.native import ChunkNames

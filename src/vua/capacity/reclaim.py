@@ -36,7 +36,8 @@ from vua.capacity.limits import Limits
 from vua.capacity.lru import Bare, next_tick_ns
 from vua.capacity.policy import LRU
 from vua.capacity.removal import NOTHING, DeletionTotals, drop_empty_fans
-from vua.capacity.scan import HIGHEST, Candidate, spaces
+from vua.capacity.scan import HIGHEST, Candidate
+from vua.capacity.spaces import spaces
 from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
 from vua.io.forks import watch

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from vua.capacity import marks
 from vua.capacity.lru import got_child, mtime_ns_of, server_now_ns
-from vua.capacity.scan import (
+from vua.capacity.spaces import (
     TRASH,
     Space,
     chunk_nbytes,
@@ -37,14 +37,16 @@ from vua.capacity.scan import (
 from vua.io.posix import close_quietly
 from vua.native.entries import OrdinaryChunk
 from vua.storage.description import DESCRIPTION, is_described
-from vua.storage.local import QUARANTINE, SUFFIX, chunk_path
 from vua.storage.names import (
     NOTED,
     PARENTS,
     PIN,
+    QUARANTINE,
     QUARANTINED,
+    SUFFIX,
     TTL_FOLDER,
     chunk_file_kind,
+    chunk_path,
     is_temporary,
 )
 

@@ -46,7 +46,8 @@ from vua.capacity.marks import mark
 from vua.capacity.policy import LRU, LeastHitDensity
 from vua.capacity.reclaim import Below, Reclaimer
 from vua.capacity.removal import evict_chunk
-from vua.capacity.scan import Candidate, Space
+from vua.capacity.scan import Candidate
+from vua.capacity.spaces import Space
 from vua.errors import ConfigError, StorageFullError
 from vua.format.keys import ChunkKey, Keys
 from vua.io.forks import watch

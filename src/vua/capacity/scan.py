@@ -1,63 +1,21 @@
-"""The content of a cache directory: namespaces, chunks, and which are to go first.
+"""Which chunks of a cache directory are to go first: a sweep over names and times.
 
-Reads names and times, no bytes of chunks; changes nothing; may run while other processes write and
-delete. Symbolic links are not followed. Prefix hashes are uniform over a namespace's 256 fan-out
-directories, so some of these are a fair sample of all.
-
-Code that deletes (:mod:`vua.capacity.removal`) asks here which files are VUA's, by path, name and
-type. Directories deeper than VUA makes them are not entered, a name that VUA does not use stays,
-and so does a directory that contains one.
+It may run while other processes write and delete. Prefix hashes are uniform over a namespace's 256
+fan-out directories, so some of these are a fair sample of all.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 import random
-import re
-import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from vua.io.posix import close_quietly
-from vua.native import LATEST_NS, ChunkNames, Places, list_chunks
-from vua.storage.description import DESCRIPTION, is_described, is_namespace_name, is_unknown
-from vua.storage.local import QUARANTINE
-from vua.storage.names import NOTED, PARENTS, QUARANTINED, TTL_FOLDER, chunk_file_kind
-
-
-class Show(Protocol):
-    """Receives progress, often."""
-
-    def __call__(
-        self, text: str, done: int = 0, total: int = 0, *, amount: int = 0, unit: str = "B"
-    ) -> None:
-        """Report ``done`` of ``total`` parts (0: unknown), with an amount."""
-        ...
-
-
-def silent(*_: object, **__: object) -> None:
-    """Show nothing."""
-
-
-TRASH: Final = "trash-"
-"""Prefix of the name of a directory that is being deleted."""
-
-_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
-_FAN: Final = re.compile(r"[0-9a-f]{2}")
-_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-_MOST_OPEN: Final = 16
-"""Namespaces that are open at a time. Processes often may open 1024 files in all."""
-EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Errors that mean: this process has no descriptors or memory left, so the state is unknown."""
-GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
-"""Errors that mean: the directory is gone."""
+from vua.capacity.spaces import Column, Space
+from vua.native import LATEST_NS, ChunkNames, Places
 
 _SAMPLED_FANS: Final = 16
 _SAMPLED_CHUNKS: Final = 4096
@@ -69,85 +27,6 @@ _BAND: Final = 1 / 100
 however many chunks there are."""
 HIGHEST: Final = (1 << 63) - 1
 """No rank is higher."""
-
-
-Column: TypeAlias = npt.NDArray[np.int64]
-"""A number for each of some chunks."""
-
-
-class Space:
-    """A namespace directory: its name, and a descriptor for immediate calls.
-
-    The descriptor may change: only some namespaces are open at a time (see `spaces`). One that was
-    deleted meanwhile acts like a file: there is nothing below it.
-    """
-
-    __slots__ = ("_fd", "_pool", "name")
-
-    def __init__(self, name: str, fd: int, pool: _Pool | None = None) -> None:
-        """Use the open descriptor ``fd``, or those of ``pool``."""
-        self.name, self._fd, self._pool = name, fd, pool
-
-    @property
-    def fd(self) -> int:
-        """The descriptor, to be used at once. Raises OSError where this process has no more."""
-        return self._fd if self._pool is None else self._pool.fd(self.name)
-
-    @property
-    def is_hidden(self) -> bool:
-        """Whether it exists, and may not be opened."""
-        return self._pool is not None and self._pool.is_hidden(self.name)
-
-    def fans(self) -> list[str]:
-        """As :func:`fans_of`."""
-        return fans_of(self)
-
-    def columns(self, fan: str) -> tuple[ChunkNames, Column]:
-        """As :func:`columns_of`."""
-        return columns_of(self, fan)
-
-    def __reduce__(self) -> tuple[type[Space], tuple[str, int]]:
-        """Go to a process that was forked, where descriptors are the same ones."""
-        return Space, (self.name, self.fd)
-
-    def __repr__(self) -> str:
-        return f"Space({self.name!r})"
-
-
-class _Pool:
-    """Descriptors of any number of namespaces, few at a time. Not thread-safe."""
-
-    def __init__(self, root: str | os.PathLike[str]) -> None:
-        self._root = os.fspath(root)
-        self._open: dict[str, int] = {}
-        self._hidden: set[str] = set()
-
-    def fd(self, name: str) -> int:
-        """Return a descriptor, valid until some others were asked for. Raises OSError."""
-        found = self._open.get(name)
-        if found is not None:
-            return found
-        if len(self._open) >= _MOST_OPEN:
-            close_quietly(self._open.pop(next(iter(self._open))))
-        try:
-            fd = os.open(f"{self._root}/{name}", _DIRECTORY)
-        except OSError as problem:
-            if problem.errno in EXHAUSTED:
-                raise
-            if problem.errno not in GONE:
-                self._hidden.add(name)
-            fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._open[name] = fd
-        return fd
-
-    def is_hidden(self, name: str) -> bool:
-        """Whether it could not be opened though it is there. Raises OSError."""
-        self.fd(name)
-        return name in self._hidden
-
-    def close(self) -> None:
-        while self._open:
-            close_quietly(self._open.popitem()[1])
 
 
 class Candidate(NamedTuple):
@@ -220,108 +99,6 @@ class Candidates(Sequence[Candidate]):
     def in_order(self) -> Candidates:
         """Return them by rank, and then by age: what goes first comes first."""
         return self.only(np.lexsort((self.mtimes_ns, self.ranks)))
-
-
-@contextlib.contextmanager
-def spaces(root: str | os.PathLike[str]) -> Iterator[list[Space]]:
-    """List every namespace of ``root``, in order of name, to be used within the context.
-
-    They are opened when they are used, some at a time. Raises OSError for ``root`` alone.
-    """
-    with os.scandir(root) as entries:
-        names = [
-            one.name
-            for one in entries
-            if _DIGEST.fullmatch(one.name) and one.is_dir(follow_symlinks=False)
-        ]
-    pool = _Pool(root)
-    try:
-        yield [Space(name, -1, pool) for name in sorted(names)]
-    finally:
-        pool.close()
-
-
-@contextlib.contextmanager
-def opened(
-    parent: int, path: str, refused: Callable[[OSError], None] | None = None
-) -> Iterator[int | None]:
-    """Open a directory below ``parent``; None if it is missing or unreadable.
-
-    ``refused`` is told why an existing one cannot be read. Raises OSError if this process has no
-    more descriptors or memory: then the state is unknown.
-    """
-    fd = _open(parent, path, refused)
-    try:
-        yield fd
-    finally:
-        if fd is not None:
-            close_quietly(fd)
-
-
-def _open(parent: int, path: str, refused: Callable[[OSError], None] | None) -> int | None:
-    try:
-        return os.open(path, _DIRECTORY, dir_fd=parent)
-    except OSError as problem:
-        if problem.errno in EXHAUSTED:
-            raise
-        if refused is not None and problem.errno not in GONE:
-            refused(problem)
-        return None
-
-
-@contextlib.contextmanager
-def listed(
-    parent: int, path: str, refused: Callable[[OSError], None] | None = None
-) -> Iterator[Iterator[os.DirEntry[str]]]:
-    """List a directory below ``parent``; empty if :func:`opened` returns None."""
-    fd = _open(parent, path, refused)
-    if fd is None:
-        yield iter(())
-        return
-    try:
-        with os.scandir(fd) as entries:
-            yield entries
-    finally:
-        close_quietly(fd)
-
-
-def is_fan(name: str) -> bool:
-    """Whether a fan-out directory has such a name: two hex digits."""
-    return _FAN.fullmatch(name) is not None
-
-
-def fans_of(space: Space) -> list[str]:
-    """Return the names of a namespace's fan-out directories, in order."""
-    with listed(space.fd, ".") as entries:
-        return sorted(entry.name for entry in entries if is_fan(entry.name))
-
-
-def columns_of(space: Space, fan: str) -> tuple[ChunkNames, Column]:
-    """Return the names and mtimes of the chunks in one fan-out directory."""
-    with opened(space.fd, fan) as fd:
-        return (ChunkNames.of(()), np.empty(0, dtype=np.int64)) if fd is None else list_chunks(fd)
-
-
-def chunks_of(space: Space, fan: str) -> Iterator[tuple[str, int]]:
-    """Return (name, mtime) of each chunk in one fan-out directory."""
-    names, mtimes_ns = columns_of(space, fan)
-    return zip(names, mtimes_ns.tolist(), strict=True)
-
-
-def chunk_nbytes(space: Space, path: str) -> int:
-    """Return the bytes of the files in a chunk's directory (or any other, not recursively)."""
-    with listed(space.fd, path) as entries:
-        return files_nbytes(entries)
-
-
-def files_nbytes(entries: Iterable[os.DirEntry[str]]) -> int:
-    """Return the bytes of the regular files among ``entries``; what vanishes has none."""
-    total = 0
-    for entry in entries:
-        with contextlib.suppress(OSError):
-            status = entry.stat(follow_symlinks=False)
-            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
-    return total
 
 
 Rank: TypeAlias = Callable[[ChunkNames, Column], Column]
@@ -521,122 +298,3 @@ class Sweep:
             self.ahead = sorted(self.ahead)[: self._wanted]
 
 
-_TRASH: Final = re.compile(rf"{TRASH}[0-9a-f]{{16}}")
-_DESCRIBING: Final = re.compile(r"\.tmp-[0-9a-f]{16}")
-"""A small JSON file until it is whole."""
-_JSON: Final = b'{\n "format": "vua.'
-_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-
-
-def is_trash(name: str) -> bool:
-    """Whether a directory's name is one that is used while it is being deleted."""
-    return _TRASH.fullmatch(name) is not None
-
-
-def is_chunk_file(entry: os.DirEntry[str]) -> bool:
-    """Whether a file in a chunk's directory is VUA's: an entry, a mark, a file being written."""
-    return chunk_file_kind(entry.name) != "stray" and entry.is_file(follow_symlinks=False)
-
-
-def is_ours(space: Space) -> bool:
-    """Whether a directory with a namespace's name is one: by its description, or by chunks in it.
-
-    Also one of another version of VUA; that is deleted only on request.
-    """
-    if is_described(space.fd, space.name) or is_unknown(space.fd, space.name):
-        return True
-    for fan in fans_of(space):
-        for chunk, _ in chunks_of(space, fan):
-            with listed(space.fd, f"{fan}/{chunk}") as entries:
-                ours = filter(is_chunk_file, entries)
-                if any(chunk_file_kind(one.name) == "entry" for one in ours):
-                    return True
-    return False
-
-
-def is_all_ours(space: Space) -> bool:
-    """Whether a namespace contains only VUA's files. Lists every chunk."""
-    with listed(space.fd, ".") as entries:
-        beside = [one for one in entries if not is_fan(one.name)]
-        folders = {
-            TTL_FOLDER: re.compile(r"[0-9a-f]{64}"), PARENTS: NOTED, QUARANTINE: QUARANTINED
-        }  # fmt: skip
-    for one in beside:
-        pattern = folders.get(one.name)
-        if pattern is not None:
-            with listed(space.fd, one.name) as entries:
-                known = all(pattern.fullmatch(each.name) for each in entries)
-        elif is_trash(one.name):
-            known = _is_all_ours(space.fd, one.name, namespace=False)
-        else:
-            known = one.name == DESCRIPTION or is_leftover(space.fd, one.name)
-        if not known:
-            return False
-    return all(_is_fan_ours(space, fan) for fan in fans_of(space))
-
-
-def _is_fan_ours(space: Space, fan: str) -> bool:
-    with listed(space.fd, fan) as entries:
-        chunks = [one.name if is_chunk(one, fan) else "" for one in entries]
-    for chunk in chunks:
-        if not chunk:
-            return False
-        with listed(space.fd, f"{fan}/{chunk}") as entries:
-            if not all(map(is_chunk_file, entries)):
-                return False
-    return True
-
-
-def is_chunk(entry: os.DirEntry[str], fan: str) -> bool:
-    """Whether an entry of the fan-out directory ``fan`` is a chunk's directory."""
-    named = is_namespace_name(entry.name) and entry.name.startswith(fan)
-    return named and entry.is_dir(follow_symlinks=False)
-
-
-def is_leftover(parent: int, name: str) -> bool:
-    """Whether a file is the incomplete ``namespace.json`` or another small file of VUA's."""
-    if not _DESCRIBING.fullmatch(name):
-        return False
-    try:
-        fd = os.open(name, _FLAGS, dir_fd=parent)
-    except OSError:
-        return False
-    try:
-        head = os.read(fd, len(_JSON)) if stat.S_ISREG(os.fstat(fd).st_mode) else b"?"
-    except OSError:
-        return False
-    finally:
-        close_quietly(fd)
-    return _JSON.startswith(head)
-
-
-def trash_in(parent: int, *, roots: bool) -> Iterator[tuple[str, int]]:
-    """Yield (name, mtime) of remains of crashes in a namespace's directory or (``roots``) a root.
-
-    Half-deleted directories with only VUA's files in them, and incomplete small files.
-    """
-    with listed(parent, ".") as entries:
-        found = [one.name for one in entries if one.name.startswith((TRASH, ".tmp-"))]
-    for name in found:
-        with contextlib.suppress(OSError):
-            status = os.stat(name, dir_fd=parent, follow_symlinks=False)
-            if stat.S_ISDIR(status.st_mode):
-                known = is_trash(name) and _is_all_ours(parent, name, namespace=roots)
-            else:
-                known = is_leftover(parent, name)
-            if known:
-                yield name, status.st_mtime_ns
-
-
-def _is_all_ours(parent: int, name: str, *, namespace: bool) -> bool:
-    """Whether a half-deleted directory contains only names that VUA uses there."""
-    with listed(parent, name) as entries:
-        if not namespace:
-            return all(is_chunk_file(one) for one in entries)
-        folders = (TTL_FOLDER, PARENTS, QUARANTINE)
-        return all(
-            (is_fan(one.name) or one.name in folders or is_trash(one.name))
-            if one.is_dir(follow_symlinks=False)
-            else one.name == DESCRIPTION or _DESCRIBING.fullmatch(one.name)
-            for one in entries
-        )

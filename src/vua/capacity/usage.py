@@ -21,18 +21,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from vua.capacity.limits import Limits, ResolvedLimits
-from vua.capacity.scan import (
-    EXHAUSTED,
-    GONE,
-    Space,
-    chunk_nbytes,
-    fans_of,
-    opened,
-    spaces,
-)
+from vua.capacity.spaces import EXHAUSTED, GONE, Space, chunk_nbytes, fans_of, opened, spaces
 from vua.errors import ConfigError
 from vua.native import ChunkNames, chunk_sizes, list_names
-from vua.storage.local import QUARANTINE
+from vua.storage.names import QUARANTINE
 
 INODES_PER_CHUNK: Final = 2
 """Its directory and its file."""

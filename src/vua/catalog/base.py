@@ -25,15 +25,14 @@ import numpy.typing as npt
 from vua.capacity.limits import Limits
 from vua.capacity.listing import Listing, temporary_database
 from vua.capacity.removal import NOTHING, DeletionTotals
-from vua.capacity.scan import Show, silent
+from vua.capacity.spaces import Show, silent
 from vua.catalog.check import Item, OpenFile, Verification
-from vua.errors import ConfigError
+from vua.errors import ConfigError, explaining
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo
 from vua.io.words import size
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
-from vua.storage.base import explaining
 from vua.storage.description import Description
 from vua.storage.location import Location
 

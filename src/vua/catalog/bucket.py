@@ -32,7 +32,7 @@ from vua.capacity.bucket import (
 from vua.capacity.limits import Limits
 from vua.capacity.listing import ListedChunk
 from vua.capacity.removal import DeletionTotals
-from vua.capacity.scan import Show, is_fan
+from vua.capacity.spaces import Show, is_fan
 from vua.catalog.base import (
     MAX_FILE_NBYTES,
     SHORT,
@@ -57,11 +57,11 @@ from vua.storage.bucket_mark import (
     claimable_bucket,
 )
 from vua.storage.description import DESCRIPTION, Description
-from vua.storage.local import QUARANTINE
 from vua.storage.location import BucketPath
 from vua.storage.names import (
     AFTER,
     PARENTS,
+    QUARANTINE,
     TTL_FOLDER,
     entry_at,
     is_renewing,

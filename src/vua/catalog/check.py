@@ -30,8 +30,9 @@ from vua.native import Digest
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.description import Description
-from vua.storage.local import SUFFIX, version_of
+from vua.storage.local import version_of
 from vua.storage.location import BucketPath, is_url
+from vua.storage.names import SUFFIX
 from vua.storage.names import Kind as NamedKind
 from vua.store.entry_reader import check_parts
 from vua.store.evidence import fits, settled

@@ -27,7 +27,7 @@ from vua.capacity.listing import Listing, ancestors, read_listing, read_node
 from vua.capacity.lru import mtime_ns_of
 from vua.capacity.marks import count_ttls, pin, unpin
 from vua.capacity.removal import NOTHING, DeletionTotals, Remover, delete_namespace
-from vua.capacity.scan import (
+from vua.capacity.spaces import (
     TRASH,
     Show,
     Space,
@@ -73,7 +73,7 @@ from vua.catalog.check import (
     read_plain,
     sampled,
 )
-from vua.errors import ConfigError, CorruptEntryError
+from vua.errors import ConfigError, CorruptEntryError, explaining
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo, parse_entry
@@ -82,7 +82,7 @@ from vua.io.posix import close_quietly
 from vua.io.words import counted, size
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
-from vua.storage.base import entry_name, explaining
+from vua.storage.base import entry_name
 from vua.storage.description import (
     DESCRIPTION,
     Description,
@@ -90,9 +90,9 @@ from vua.storage.description import (
     is_namespace_name,
     read_description,
 )
-from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, LocalStorage, chunk_path
+from vua.storage.local import LocalStorage
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, claim, is_marked
-from vua.storage.names import AFTER, PARENTS, PIN, SENT
+from vua.storage.names import AFTER, PARENTS, PIN, QUARANTINE, SENT, SUFFIX, TEMPORARY, chunk_path
 from vua.store.evidence import layouts_by, settled
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ class DirectoryCatalog(Catalog):
     @classmethod
     def open(cls, where: str, *, create: bool = False) -> DirectoryCatalog:
         """Return the catalog of a directory; see :func:`vua.catalog.opening.open_catalog`."""
-        from vua.store.namespace import check_root  # noqa: PLC0415 - `vua ls` starts without
+        from vua.storage.mark import check_root
 
         return cls(where, check_root(where, create=create))
 

@@ -32,7 +32,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 from vua.capacity.limits import Limits, nbytes_of
 from vua.capacity.listing import ListedChunk, Listing, parts
 from vua.capacity.removal import NOTHING, DeletionTotals
-from vua.capacity.scan import Show
+from vua.capacity.spaces import Show
 from vua.catalog.base import (
     Ask,
     Catalog,
@@ -54,7 +54,7 @@ from vua.io.words import counted, size
 from vua.security.keyring import KnownKeys
 from vua.storage.base import Batch, Storage, entry_name, parse_name
 from vua.storage.description import DESCRIPTION, Description
-from vua.storage.local import SUFFIX
+from vua.storage.names import SUFFIX
 from vua.store.evidence import settled
 
 _SHORT: Final = 12

@@ -32,13 +32,12 @@ from vua.capacity.lru import server_now_ns
 from vua.capacity.usage import measure
 from vua.catalog.base import Demand, Finding, Level
 from vua.connector.proved import SampleCounts, Tally
-from vua.errors import ConfigError
+from vua.errors import ConfigError, explained
 from vua.io import posix, vectors
 from vua.io.files import make_file, make_folder
 from vua.io.posix import cached_pages, close_quietly
 from vua.io.words import size
 from vua.security.settings import Security, check_owner
-from vua.storage.base import explained
 from vua.storage.mark import claimable
 
 _PREFIX: Final = ".doctor-"

@@ -26,7 +26,7 @@ from vua.connector.config import VLLM_TRANSFER, sglang_arguments
 from vua.errors import ConfigError, StorageError
 from vua.security.settings import Security
 from vua.storage.location import directory_of, is_url
-from vua.store.namespace import check_start
+from vua.storage.mark import check_start
 from vua.weights import write_note
 
 SHELLS: Final = ("bash", "zsh", "fish")

@@ -36,15 +36,14 @@ from typing import Any, Final
 import click
 
 from vua.capacity.listing import Listing
-from vua.capacity.scan import Show
+from vua.capacity.spaces import Show
 from vua.catalog.base import Catalog, NamespaceCatalog
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command, duration_s
 from vua.cli.looks import between_looks_s
 from vua.cli.output import SOUND, progress
-from vua.errors import ConfigError
+from vua.errors import ConfigError, explaining
 from vua.format.layout import KVLayout, Shard, cover
-from vua.storage.base import explaining
 
 log = logging.getLogger(__name__)
 

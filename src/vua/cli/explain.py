@@ -30,13 +30,12 @@ from vua.catalog.prefix import (
 from vua.cli.command import command
 from vua.cli.output import DAMAGED, SOUND, Report, facts, line, progress
 from vua.cli.prompt import Prompt, model_directory, prompt_keys, read_prompts
-from vua.errors import ConfigError
+from vua.errors import ConfigError, explaining
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.io.words import counted
 from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
-from vua.storage.base import explaining
 from vua.storage.description import Description
 from vua.store.place import open_namespace
 

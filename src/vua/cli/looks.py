@@ -42,9 +42,8 @@ from vua.cli.output import (
     requests_of,
     table,
 )
-from vua.errors import ConfigError, VUAError
+from vua.errors import ConfigError, VUAError, explaining
 from vua.io.words import counted, size
-from vua.storage.base import explaining
 
 _SHOWN_S: Final = 0.2
 """Least time between two progress messages."""
@@ -66,7 +65,7 @@ class Talk:
     def show(
         self, text: str, done: int = 0, total: int = 0, *, amount: int = 0, unit: str = "B"
     ) -> None:
-        """Report progress, now and then; see :class:`vua.capacity.scan.Show`."""
+        """Report progress, now and then; see :class:`vua.capacity.spaces.Show`."""
         now_s = time.monotonic()
         if now_s - self._shown_s > _SHOWN_S or done == total:
             self._shown_s = now_s

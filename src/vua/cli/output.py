@@ -28,7 +28,7 @@ from vua.storage.bucket_cost import KINDS, cost_dollars
 if TYPE_CHECKING:
     from rich.console import Console  # takes as long as all of a command
 
-    from vua.capacity.scan import Show  # likewise, for most commands
+    from vua.capacity.spaces import Show
 
 SOUND: Final = 0
 DAMAGED: Final = 1

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, Final, cast
 import click
 import numpy as np
 
-from vua.capacity.scan import Show
+from vua.capacity.spaces import Show
 from vua.catalog.archive import Member, Reader, Writer, file_sizes
 from vua.catalog.base import SHORT, NamespaceCatalog, resolve
 from vua.catalog.check import NO_KEYS, Checker, ExpectedEntry, OpenFile, check_open
@@ -46,6 +46,7 @@ from vua.errors import (
     LayoutError,
     StorageError,
     UntrustedError,
+    explained,
 )
 from vua.format.entry import AUTHENTIC, ENCRYPTED, EntryCodec
 from vua.format.keys import ChunkKey, KeyChain
@@ -54,11 +55,10 @@ from vua.format.parse import EntryInfo, parse_entry
 from vua.io.files import make_file
 from vua.io.words import counted, size
 from vua.security.settings import Security
-from vua.storage.base import Batch, entry_name, explained
+from vua.storage.base import Batch, entry_name
 from vua.storage.description import DESCRIPTION, MAX_DESCRIPTION_NBYTES, parse_description
-from vua.storage.local import SUFFIX, chunk_path
 from vua.storage.location import Location
-from vua.storage.names import AFTER
+from vua.storage.names import AFTER, SUFFIX, chunk_path
 from vua.store.place import create_namespace, open_namespace
 from vua.store.store import Store
 from vua.store.writer import EntryWriter

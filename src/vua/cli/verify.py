@@ -19,7 +19,7 @@ from typing import Final, Literal
 
 import click
 
-from vua.capacity.scan import Show
+from vua.capacity.spaces import Show
 from vua.catalog.base import SHORT, Catalog, Demand, Finding, Rules, resolve
 from vua.catalog.check import (
     NO_KEYS,
@@ -51,7 +51,7 @@ from vua.io.words import size
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.description import Description
-from vua.storage.local import SUFFIX
+from vua.storage.names import SUFFIX
 
 _PLAIN: Final = frozenset(
     ["publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT", "cachestat", "permissions",

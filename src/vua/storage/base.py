@@ -9,24 +9,19 @@ The caller names the memory that bytes are read into. How a file's bytes lie the
 :class:`vua.native.Transfer`; a storage that is not made of files needs only :meth:`Batch.fill`
 (reading), :meth:`Batch.entry` (writing) and :attr:`Batch.nbytes`. `vua.testing.conformance` tests a
 storage through this contract alone.
-
-:func:`explained` turns a failed system call into an error for the operator.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from vua import native
-from vua.errors import CorruptEntryError, NotWritableError, StorageError, StorageFullError
+from vua.errors import CorruptEntryError, StorageError
 from vua.format.layout import Shard
 from vua.io.plan import header_plan
 from vua.native import FAILED, PRESENT, WRITTEN, Headers, Transfer
@@ -42,8 +37,6 @@ __all__ = [
     "Storage",
     "WriteResult",
     "entry_name",
-    "explained",
-    "explaining",
     "parse_name",
 ]
 
@@ -271,38 +264,3 @@ class Storage(Protocol):
         Returns whether it is gone (now or before, or replaced by another). Raises nothing.
         """
         ...
-
-
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-_READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
-
-
-def explained(problem: OSError, where: str) -> StorageError:
-    """Return the error that tells an operator what ``problem`` at ``where`` means."""
-    if problem.errno in _FULL:
-        text = f"{where}: no space left; free some or remove old namespaces"
-        return StorageFullError(problem.errno, text)
-    if problem.errno in _READ_ONLY:
-        there = where
-        while not os.path.lexists(there) and there != os.path.dirname(there):
-            there = os.path.dirname(there)  # what is to be made in it is not there yet
-        readable = os.access(there, os.R_OK | os.X_OK * os.path.isdir(there), effective_ids=True)
-        verb, remedy = ("write", ", or use it for reading only") if readable else ("read", "")
-        mounted = problem.errno == errno.EROFS
-        cause = "how it is mounted" if mounted else "the directory's owner and mode"
-        text = (
-            f"{where}: this process may not {verb} here ({problem.strerror}); check {cause}{remedy}"
-        )
-        return NotWritableError(problem.errno, text)
-    return StorageError(problem.errno or errno.EIO, f"{where}: {problem.strerror}")
-
-
-@contextlib.contextmanager
-def explaining(where: str) -> Iterator[None]:
-    """Replace an OSError, other than StorageError and BrokenPipeError, by :func:`explained`'s."""
-    try:
-        yield
-    except (StorageError, BrokenPipeError):
-        raise
-    except OSError as problem:
-        raise explained(problem, where) from problem

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vua import native
-from vua.errors import EntryError, StorageError, UntrustedError, VUAError
+from vua.errors import EntryError, StorageError, UntrustedError, VUAError, explained
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import Shard
 from vua.io import posix
@@ -46,18 +46,9 @@ from vua.io.forks import new_lock
 from vua.io.posix import FileStatus, close_quietly, open_beneath
 from vua.native import EntryStream, HeaderForm, Headers, Transfer
 from vua.security.settings import Security, open_directory
-from vua.storage.base import (
-    FAILED,
-    Batch,
-    Capabilities,
-    Entry,
-    ReadResult,
-    WriteResult,
-    entry_name,
-    explained,
-)
+from vua.storage.base import FAILED, Batch, Capabilities, Entry, ReadResult, WriteResult, entry_name
+from vua.storage.names import QUARANTINE, SUFFIX, TEMPORARY, chunk_path, entry_path
 
-QUARANTINE: Final = "quarantine"
 MAX_QUARANTINED: Final = 16
 """Damaged files kept per namespace for inspection; further ones are deleted."""
 
@@ -149,9 +140,6 @@ log = logging.getLogger(__name__)
 LOOK_S: Final = 1.0
 """Seconds between two checks whether the path names the held directory."""
 
-SUFFIX: Final = ".safetensors"
-TEMPORARY: Final = ".tmp-"
-
 _ALLOCATED_NBYTES: Final = 1 << 20
 """From this size on, files on ext4 get their disk space before their bytes."""
 _NEVER: Final = (1 << 64) - 1
@@ -160,16 +148,6 @@ _REPAIRS: Final = 2
 _DEAD: Final = frozenset({errno.ESTALE, errno.ENOTCONN})
 """Errors of calls in a directory whose server or mount has died."""
 _GONE: Final = _DEAD | {errno.ENOENT, errno.ENOTDIR}
-
-
-def chunk_path(chunk: str) -> str:
-    """Return the directory of ``chunk`` (64 hex) below its namespace."""
-    return f"{chunk[:2]}/{chunk}"
-
-
-def entry_path(name: str, suffix: str = SUFFIX) -> str:
-    """Return the file of an entry below its namespace."""
-    return f"{name[:2]}/{name}{suffix}"
 
 
 class LocalStorage:

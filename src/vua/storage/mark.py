@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from vua.errors import ConfigError
-from vua.io.files import atomic_write
+from vua.errors import ConfigError, StorageError, explained
+from vua.io.files import atomic_write, make_folder
 from vua.io.posix import close_quietly
+from vua.security.settings import Security, check_owner
 
 MARK: Final = "vua.json"
 LIMITS_FILE: Final = "bounds.json"
@@ -143,3 +144,90 @@ def _is_furniture(root: str | os.PathLike[str], name: str) -> bool:
             return all(ours.match(one) for one in os.listdir(Path(root) / UPKEEP))
         return False
     return name in (MARK, LIMITS_FILE) or _NO_CONTENT.fullmatch(name) is not None
+
+
+def check_root(
+    root: str | os.PathLike[str], *, create: bool = True, security: Security | None = None
+) -> Path:
+    """Return ``root`` as an existing directory; only its last part is created (0700).
+
+    Args:
+        root: the directory.
+        create: whether it will be written to. It is created if missing, but not its parent, which
+            may be a disk that is not mounted. An empty one gets the mark (see `vua.storage.mark`).
+        security: who may own it, and its mode; by default not checked.
+
+    Raises:
+        ConfigError: it is a file; or it is missing and ``create`` is False; or its parent is
+            missing (a mistyped path, a disk that is not mounted); or untrusted users could replace
+            its files; or it will be written to and holds something other than a cache.
+        StorageError: it cannot be created or searched.
+
+    The returned path is absolute, and keeps symbolic links.
+    """
+    try:
+        path = Path(os.path.abspath(root))
+    except OSError as problem:  # the working directory was deleted
+        raise explained(problem, str(root)) from problem
+    try:
+        if create and not os.path.lexists(path):
+            make_folder(path, (security or Security()).directory_mode)
+        if not path.is_dir():
+            found = "a file" if path.exists() else "nothing"
+            msg = f"{path}: expected a directory, found {found}; name the directory of the cache"
+            raise ConfigError(msg)
+        if security is not None:
+            check_owner(path, security)
+        if create:
+            _claim(path, (security or Security()).file_mode)
+    except FileExistsError as problem:
+        msg = f"{path}: expected a directory, found a file; name the directory of the cache"
+        raise ConfigError(msg) from problem
+    except FileNotFoundError as problem:  # more than the last part is missing
+        raise ConfigError(_missing_above(path)) from problem
+    except NotADirectoryError as problem:
+        msg = f"{path}: something above it is a file; name a directory"
+        raise ConfigError(msg) from problem
+    except OSError as problem:
+        raise explained(problem, str(path)) from problem
+    return path
+
+
+def check_start(root: str | os.PathLike[str], security: Security) -> None:
+    """Raise what an engine of this user would where it starts; nothing is made or changed.
+
+    Raises:
+        ConfigError: as `check_root`, for a directory that is written to.
+        StorageError: it cannot be searched, made or written to.
+    """
+    path = Path(os.path.abspath(root))
+    try:
+        there = os.path.lexists(path)
+        if there:
+            check_root(path, create=False, security=security)
+            claimable(path)
+        elif not path.parent.is_dir():
+            raise ConfigError(_missing_above(path))
+        if not os.access(path if there else path.parent, os.W_OK | os.X_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except StorageError:
+        raise
+    except OSError as problem:
+        raise explained(problem, str(path)) from problem
+
+
+def _missing_above(path: Path) -> str:
+    """Return the message for a ``path`` whose parent is missing, too."""
+    return (
+        f"{path}: no such directory, and {path.parent} is missing too; correct the path, "
+        "mount what belongs there, or make that directory"
+    )
+
+
+def _claim(root: Path, mode: int) -> None:
+    """Mark a new directory; an empty one that cannot be written to is used without the mark."""
+    try:
+        claim(root, mode=mode)
+    except OSError:
+        if os.access(root, os.W_OK, effective_ids=True):
+            raise

@@ -1,7 +1,7 @@
 """Names of files and objects in a namespace, and from a path back to its kind.
 
 :func:`kind_at` is the one grammar of a namespace's file names. Code that deletes asks it, in a
-directory (:mod:`vua.capacity.scan`, which also checks file types) and in a bucket.
+directory (:mod:`vua.capacity.spaces`, which also checks file types) and in a bucket.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from typing import Final, Literal
 
 from vua.format.layout import Shard
 from vua.storage.description import DESCRIPTION, is_namespace_name
-from vua.storage.local import QUARANTINE, SUFFIX, TEMPORARY, entry_path
 
 Kind = Literal[
     "description", "entry", "mark", "ttl", "parents", "quarantined", "temporary", "stray"
 ]
 """Kinds of files in a namespace. A stray is not VUA's and is never changed."""
 
+SUFFIX: Final = ".safetensors"
+TEMPORARY: Final = ".tmp-"
+QUARANTINE: Final = "quarantine"
 PIN: Final = "pin-"
 """Name prefix of an empty file that pins the chunk whose directory it is in."""
 AFTER: Final = "after-"
@@ -39,6 +41,16 @@ _WRITING: Final = re.compile(r"\.tmp-.+-[0-9a-f]{8}-\d+-\d+(?:-\d+)?")
 """A chunk's file until it is complete: host, process, number."""
 _RENEWING: Final = re.compile(rf"{re.escape(TEMPORARY)}[0-9a-f]{{16}}")
 """A copy of an object beside it, during :meth:`vua.storage.bucket.Bucket.renew`."""
+
+
+def chunk_path(chunk: str) -> str:
+    """Return the directory of ``chunk`` (64 hex) below its namespace."""
+    return f"{chunk[:2]}/{chunk}"
+
+
+def entry_path(name: str, suffix: str = SUFFIX) -> str:
+    """Return the file of an entry below its namespace."""
+    return f"{name[:2]}/{name}{suffix}"
 
 
 def kind_at(path: str) -> Kind:

@@ -42,9 +42,8 @@ from vua.storage.base import (
     WriteResult,
 )
 from vua.storage.bucket import Meta
-from vua.storage.local import chunk_path, entry_path
 from vua.storage.location import BucketPath
-from vua.storage.names import PARENTS, entry_at
+from vua.storage.names import PARENTS, chunk_path, entry_at, entry_path
 
 FULL: Final = 1 << 20
 """Most chunks per object: 64 MiB."""

@@ -28,8 +28,10 @@ from vua.storage.bucket_mark import (
     read_bucket_description,
 )
 from vua.storage.description import Description
-from vua.storage.local import TEMPORARY, LocalStorage
+from vua.storage.local import LocalStorage
 from vua.storage.location import BucketPath, Tiers, is_directory_name, is_url, names_of
+from vua.storage.mark import check_root
+from vua.storage.names import TEMPORARY
 from vua.storage.object import ObjectStorage
 from vua.storage.tiered import TieredStorage
 from vua.store.evidence import settled
@@ -38,7 +40,6 @@ from vua.store.namespace import (
     DirectoryKind,
     Namespace,
     Place,
-    check_root,
     create_storage,
     described,
     description_text,

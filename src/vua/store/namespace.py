@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from vua.capacity.limits import Limits
 from vua.capacity.reservation import Capacity
 from vua.capacity.usage import Usage, measure
-from vua.errors import ConfigError, LayoutError, StorageError
+from vua.errors import ConfigError, LayoutError, StorageError, explained
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain
 from vua.format.layout import KVLayout
@@ -32,10 +32,11 @@ from vua.io.files import atomic_write, make_file, make_folder, see_to_mode
 from vua.io.posix import close_quietly
 from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner, open_directory
-from vua.storage.base import Storage, explained
+from vua.storage.base import Storage
 from vua.storage.description import DESCRIPTION, FORMAT, Description, read_description
-from vua.storage.local import TEMPORARY, LocalStorage
-from vua.storage.mark import claim, claimable
+from vua.storage.local import LocalStorage
+from vua.storage.mark import check_root, claim
+from vua.storage.names import TEMPORARY
 from vua.store.evidence import (
     Stated,
     fits,
@@ -367,93 +368,6 @@ def _settle(
     if found.layouts != wanted:
         msg = f"{found.path / DESCRIPTION} could not be read back; is the storage healthy?"
         raise StorageError(5, msg)
-
-
-def check_root(
-    root: str | os.PathLike[str], *, create: bool = True, security: Security | None = None
-) -> Path:
-    """Return ``root`` as an existing directory; only its last part is created (0700).
-
-    Args:
-        root: the directory.
-        create: whether it will be written to. It is created if missing, but not its parent, which
-            may be a disk that is not mounted. An empty one gets the mark (see `vua.storage.mark`).
-        security: who may own it, and its mode; by default not checked.
-
-    Raises:
-        ConfigError: it is a file; or it is missing and ``create`` is False; or its parent is
-            missing (a mistyped path, a disk that is not mounted); or untrusted users could replace
-            its files; or it will be written to and holds something other than a cache.
-        StorageError: it cannot be created or searched.
-
-    The returned path is absolute, and keeps symbolic links.
-    """
-    try:
-        path = Path(os.path.abspath(root))  # noqa: PTH100 - keeps links
-    except OSError as problem:  # the working directory was deleted
-        raise explained(problem, str(root)) from problem
-    try:
-        if create and not os.path.lexists(path):
-            make_folder(path, (security or Security()).directory_mode)
-        if not path.is_dir():
-            found = "a file" if path.exists() else "nothing"
-            msg = f"{path}: expected a directory, found {found}; name the directory of the cache"
-            raise ConfigError(msg)
-        if security is not None:
-            check_owner(path, security)
-        if create:
-            _claim(path, (security or Security()).file_mode)
-    except FileExistsError as problem:
-        msg = f"{path}: expected a directory, found a file; name the directory of the cache"
-        raise ConfigError(msg) from problem
-    except FileNotFoundError as problem:  # more than the last part is missing
-        raise ConfigError(_missing_above(path)) from problem
-    except NotADirectoryError as problem:
-        msg = f"{path}: something above it is a file; name a directory"
-        raise ConfigError(msg) from problem
-    except OSError as problem:
-        raise explained(problem, str(path)) from problem
-    return path
-
-
-def check_start(root: str | os.PathLike[str], security: Security) -> None:
-    """Raise what an engine of this user would where it starts; nothing is made or changed.
-
-    Raises:
-        ConfigError: as `check_root`, for a directory that is written to.
-        StorageError: it cannot be searched, made or written to.
-    """
-    path = Path(os.path.abspath(root))  # noqa: PTH100 - keeps links
-    try:
-        there = os.path.lexists(path)
-        if there:
-            check_root(path, create=False, security=security)
-            claimable(path)
-        elif not path.parent.is_dir():
-            raise ConfigError(_missing_above(path))
-        if not os.access(path if there else path.parent, os.W_OK | os.X_OK, effective_ids=True):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except StorageError:
-        raise
-    except OSError as problem:
-        raise explained(problem, str(path)) from problem
-
-
-def _missing_above(path: Path) -> str:
-    """Return the message for a ``path`` whose parent is missing, too."""
-    return (
-        f"{path}: no such directory, and {path.parent} is missing too; correct the path, "
-        "mount what belongs there, or make that directory"
-    )
-
-
-def _claim(root: Path, mode: int) -> None:
-    """Mark a new directory; an empty one that cannot be written to is used without the mark."""
-    try:
-        claim(root, mode=mode)
-    except OSError:
-        if os.access(root, os.W_OK, effective_ids=True):
-            raise
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ from vua.format.parse import parse_entry
 from vua.io.forks import watch
 from vua.io.pool import Job, Pool
 from vua.storage.base import FAILED, Batch, Storage
-from vua.storage.local import LocalStorage, chunk_path
-from vua.storage.names import SENT
+from vua.storage.local import LocalStorage
+from vua.storage.names import SENT, chunk_path
 from vua.store.entry_reader import verified
 from vua.store.tier_rules import TierRules
 

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from vua.storage.base import (
-    FAILED,
-    Batch,
-    Capabilities,
-    Entry,
-    ReadResult,
-    Storage,
-    WriteResult,
-    explained,
-)
+from vua.errors import explained
+from vua.storage.base import FAILED, Batch, Capabilities, Entry, ReadResult, Storage, WriteResult
 
 __all__ = ["FaultyStorage"]
 

@@ -17,9 +17,10 @@ from scorecard.trial import NotRunError, Trial, scored
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.removal import GRACE_S
-from vua.capacity.scan import TRASH
+from vua.capacity.spaces import TRASH
 from vua.storage.base import entry_name
-from vua.storage.local import TEMPORARY, LocalStorage
+from vua.storage.local import LocalStorage
+from vua.storage.names import TEMPORARY
 
 _LIBRARIES: Final = ("/usr/lib", "/usr/lib64", "/usr/local/lib")
 _SKEWS: Final = ("-2d", "+2d")

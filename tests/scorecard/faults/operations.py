@@ -10,8 +10,8 @@ from typing import NamedTuple
 from scorecard.faults.syscalls import copied
 from scorecard.faults.world import World, layout_of
 from vua.capacity.limits import Limits
-from vua.capacity.scan import TRASH
-from vua.storage.local import TEMPORARY
+from vua.capacity.spaces import TRASH
+from vua.storage.names import TEMPORARY
 
 _NBYTES = 16 << 10
 

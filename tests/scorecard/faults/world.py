@@ -17,14 +17,14 @@ import torch
 from vua.capacity.gc import Report, collect
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.removal import GRACE_S
-from vua.capacity.scan import TRASH
+from vua.capacity.spaces import TRASH
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.io.buffers import BufferPool
 from vua.storage.base import WRITTEN
-from vua.storage.local import SUFFIX, TEMPORARY
 from vua.storage.mark import UPKEEP
+from vua.storage.names import SUFFIX, TEMPORARY
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.tensors import allocate, memory_map

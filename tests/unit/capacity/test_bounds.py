@@ -28,7 +28,7 @@ from vua.capacity.evictor import Evictor
 from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
 from vua.capacity.lru import CLOCK, Recent, mtime_ns_of, server_now_ns, set_mtime, touch
-from vua.capacity.scan import spaces
+from vua.capacity.spaces import spaces
 from vua.capacity.usage import measure
 from vua.errors import ConfigError, StorageFullError
 from vua.format.keys import KeyChain, token_ids

@@ -24,7 +24,7 @@ from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
 from vua.capacity.listing import ancestors, read_listing
 from vua.capacity.lru import server_now_ns
 from vua.capacity.marks import pin, settle_ttl, unpin
-from vua.capacity.scan import Space, spaces
+from vua.capacity.spaces import Space, spaces
 from vua.capacity.usage import measure
 from vua.cli.upkeep import rm
 from vua.core import VUA, VUAConfig

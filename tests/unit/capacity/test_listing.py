@@ -20,7 +20,7 @@ from vua.capacity.listing import (
     temporary_database,
 )
 from vua.capacity.marks import pin
-from vua.capacity.scan import Space, chunks_of, fans_of, spaces
+from vua.capacity.spaces import Space, chunks_of, fans_of, spaces
 from vua.errors import ConfigError, StorageError
 
 ONE, TWO, THREE = (digit * 64 for digit in "123")

@@ -23,7 +23,7 @@ from commands import run, run_json
 from helpers import DirectoryTest, caches_of
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits, write_bounds
-from vua.capacity.scan import is_all_ours, spaces
+from vua.capacity.spaces import is_all_ours, spaces
 from vua.capacity.usage import measure
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError

@@ -24,7 +24,7 @@ from vua.capacity.limits import Limits
 from vua.capacity.lru import next_tick_ns, server_now_ns, set_mtime
 from vua.capacity.policy import LRU
 from vua.capacity.reclaim import Reclaimer
-from vua.capacity.scan import Space
+from vua.capacity.spaces import Space
 from vua.storage.mark import claim
 
 NBYTES = 1000

@@ -16,7 +16,7 @@ from helpers import flip
 from seals import ALICE, BOB, CHUNKS, WIDE, KeysTest
 from vua.capacity.gc import evict_unreadable
 from vua.capacity.marks import pin, unpin
-from vua.capacity.scan import spaces
+from vua.capacity.spaces import spaces
 from vua.format.parse import parse_entry
 from vua.security.keyring import KnownKeys, write_key
 from vua.security.settings import Security

@@ -28,7 +28,7 @@ from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
 from vua.capacity.listing import read_listing
 from vua.capacity.lru import server_now_ns
-from vua.capacity.scan import Space, spaces
+from vua.capacity.spaces import Space, spaces
 from vua.capacity.usage import measure
 from vua.core import VUA
 from vua.errors import ConfigError

@@ -10,7 +10,7 @@ from unittest import mock
 from commands import CliTest, run, run_json
 from conformance.sqlite_storage import SQLiteStorage
 from vua.capacity.limits import Limits
-from vua.capacity.scan import silent
+from vua.capacity.spaces import silent
 from vua.catalog import opening
 from vua.catalog.base import Catalog
 from vua.catalog.listed import StorageCatalog

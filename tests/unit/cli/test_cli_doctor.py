@@ -34,8 +34,7 @@ from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
 from vua.io.posix import cached_pages
 from vua.security.settings import Security
-from vua.storage.mark import MARK, make_mark
-from vua.store.namespace import check_root
+from vua.storage.mark import MARK, check_root, make_mark
 
 NAMES = [
     "owner", "file system", "publish", "symbolic links", "openat2", "RWF_NOWAIT", "O_DIRECT",

@@ -17,7 +17,7 @@ from commands import run, run_json
 from helpers import DirectoryTest, Memory, caches_of, flip, kv_bits, model_arrays, save_chunk
 from vua.capacity.limits import Limits, write_bounds
 from vua.capacity.listing import ancestors
-from vua.capacity.scan import Space
+from vua.capacity.spaces import Space
 from vua.catalog.archive import Writer
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity

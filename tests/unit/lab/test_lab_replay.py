@@ -11,7 +11,7 @@ from lab.__main__ import main
 from lab.replay import Request, read, replay
 from speed import MeasurementError
 from suite.traces import multi_round
-from vua.capacity.scan import silent
+from vua.capacity.spaces import silent
 from vua.errors import InputError
 
 

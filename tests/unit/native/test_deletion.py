@@ -54,7 +54,8 @@ RACE = """
 import os, sys
 import numpy as np
 from vua.capacity.removal import delete_aside, evict_chunk, ordinary_chunk
-from vua.capacity.scan import Candidate, Candidates, Space
+from vua.capacity.scan import Candidate, Candidates
+from vua.capacity.spaces import Space
 from vua.native.entries import delete_chunks
 
 folder, added, root, first, second = sys.argv[1:]

@@ -23,7 +23,8 @@ from vua.format.identity import Identity
 from vua.format.layout import KVLayout, Shard
 from vua.security.settings import Security
 from vua.storage.base import WRITTEN
-from vua.storage.local import SUFFIX, TEMPORARY, LocalStorage
+from vua.storage.local import LocalStorage
+from vua.storage.names import SUFFIX, TEMPORARY
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.writer import EntryWriter
