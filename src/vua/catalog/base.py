@@ -11,7 +11,6 @@ Engines may write and delete meanwhile: a file that vanishes is skipped.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 from abc import ABC, abstractmethod
@@ -23,10 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vua.capacity.limits import Limits
-from vua.capacity.listing import Listing, temporary_database
+from vua.capacity.listing import Listing
 from vua.capacity.removal import NOTHING, DeletionTotals
 from vua.capacity.spaces import Show, silent
-from vua.catalog.check import Item, OpenFile, Verification
+from vua.catalog.check import OpenFile, Verification
+from vua.catalog.contents import SHORT, Content
 from vua.errors import ConfigError, explaining
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo
@@ -36,8 +36,6 @@ from vua.security.settings import Security
 from vua.storage.description import Description
 from vua.storage.location import Location
 
-SHORT: Final = 12
-"""Hex digits shown of a digest."""
 MAX_FILE_NBYTES: Final = 4 << 30
 """Largest file of a chunk; one that claims to be larger is not read."""
 DELETED: Final = ("lost_keys", "evicted", "expired", "over_quota", "orphans", "leftovers")
@@ -48,88 +46,6 @@ _NAME: Final = re.compile(r"[0-9a-f]{6,64}")
 Level: TypeAlias = Literal["ok", "note", "bad"]
 Ask: TypeAlias = Callable[[str], None]
 """Asks the operator whether to continue. Raises ConfigError if the answer is no."""
-
-
-class PartUsage(NamedTuple):
-    """The content of a part of a namespace, possibly counted in another process."""
-
-    chunks: int
-    files: int
-    nbytes: int
-    newest_s: float | None
-    entries: list[Item]
-    """Each entry, if they are to be listed; those of a chunk one after the other."""
-    strays: list[str]
-    """Paths of files that are not VUA's."""
-
-    @classmethod
-    def of(cls, items: Iterable[Item], *, long: bool) -> PartUsage:
-        """Count items that include all files of their chunks."""
-        items = list(items)
-        entries = [one for one in items if one.kind == "entry" and one.regular]
-        return cls(
-            len({one.chunk for one in entries}),
-            len(entries),
-            sum(one.nbytes for one in entries),
-            max((one.modified_s for one in entries), default=None),
-            entries if long else [],
-            [one.path for one in items if one.kind == "stray"],
-        )
-
-
-class Entries:
-    """Entries, in a temporary file if they are many. To be read again and again."""
-
-    def __init__(self) -> None:
-        self._base = temporary_database("CREATE TABLE parts (entries TEXT)")
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def extend(self, entries: Sequence[Item]) -> None:
-        rows = [[one.path, one.nbytes, one.modified_s, one.chunk, one.shard and one.shard.name]
-                for one in entries]  # fmt: skip
-        self._base.execute("INSERT INTO parts VALUES (?)", (json.dumps(rows),))
-        self._count += len(entries)
-
-    def __iter__(self) -> Iterator[Item]:
-        for (part,) in self._base.execute("SELECT entries FROM parts ORDER BY rowid"):
-            for path, nbytes, modified_s, chunk, shard in json.loads(part):
-                place = shard and Shard.parse(shard)
-                yield Item(path, "entry", nbytes, modified_s, chunk=chunk, shard=place)
-
-
-@dataclass(slots=True)
-class Content:
-    """The content of a namespace."""
-
-    description: Description
-    state: str
-    """State of ``namespace.json``: ``ok``, ``missing``, ``damaged`` or ``unknown``."""
-    chunks: int = 0
-    files: int = 0
-    nbytes: int = 0
-    newest_s: float | None = None
-    entries: Entries = field(default_factory=Entries)
-    """Each entry, if they are to be listed; those of a chunk one after the other."""
-    strays: list[str] = field(default_factory=list)
-    """Paths of files that are not VUA's."""
-
-    def add(self, part: PartUsage) -> None:
-        self.chunks += part.chunks
-        self.files += part.files
-        self.nbytes += part.nbytes
-        self.newest_s = max(filter(None, (self.newest_s, part.newest_s)), default=None)
-        if part.entries:
-            self.entries.extend(part.entries)
-        self.strays += part.strays
-
-    @property
-    def model(self) -> str:
-        """The model's name, empty if unknown."""
-        identity = self.description.identity
-        return "" if identity is None else identity.name or identity.model
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,14 +33,9 @@ from vua.capacity.limits import Limits
 from vua.capacity.listing import ListedChunk
 from vua.capacity.removal import DeletionTotals
 from vua.capacity.spaces import Show, is_fan
-from vua.catalog.base import (
-    MAX_FILE_NBYTES,
-    SHORT,
-    Demand,
-    Finding,
-    Rules,
-)
-from vua.catalog.check import Item, OpenFile
+from vua.catalog.base import MAX_FILE_NBYTES, Demand, Finding, Rules
+from vua.catalog.check import OpenFile
+from vua.catalog.contents import SHORT, Item
 from vua.catalog.listed import ListedCatalog, ListedNamespace
 from vua.errors import ConfigError, CorruptEntryError, StorageError
 from vua.format.entry import MAX_HEADER_NBYTES

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, Final, Literal, TypeAlias
+from typing import BinaryIO, Final, Literal
 
+from vua.catalog.contents import Item
 from vua.errors import CorruptEntryError, VUAError
 from vua.format.entry import ENCRYPTED, MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
@@ -33,7 +34,6 @@ from vua.storage.description import Description
 from vua.storage.local import version_of
 from vua.storage.location import BucketPath, is_url
 from vua.storage.names import SUFFIX
-from vua.storage.names import Kind as NamedKind
 from vua.store.entry_reader import check_parts
 from vua.store.evidence import fits, settled
 
@@ -42,31 +42,10 @@ NO_KEYS: Final = Security()
 OUTCOMES: Final = ("sound", "corrupt", "foreign", "error")
 """Outcomes that a report counts."""
 
-Kind: TypeAlias = NamedKind | Literal["unreadable"]
 Outcome = Literal["sound", "corrupt", "foreign", "error"]
 """As the store's counters. ``error``: unreadable."""
 
 _BUFFER_NBYTES: Final = MAX_HEADER_NBYTES  # so that the first block holds any header
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One file or object in a namespace."""
-
-    path: str
-    """Relative to the namespace."""
-    kind: Kind
-    nbytes: int = 0
-    modified_s: float = 0.0
-    """Seconds since 1970."""
-    regular: bool = True
-    """Whether it is a regular file, or an object."""
-    chunk: str = ""
-    """The chunk of an entry's folder; "" for other files."""
-    shard: Shard | None = None
-    """The shard in an entry's name; None for other files."""
-    problem: str = ""
-    """Why it is unreadable."""
 
 
 class OpenFile:

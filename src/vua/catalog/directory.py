@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import secrets
-import signal
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,9 +34,7 @@ from vua.capacity.spaces import (
     columns_of,
     fans_of,
     is_all_ours,
-    is_fan,
     is_ours,
-    is_trash,
     listed,
     silent,
     spaces,
@@ -47,15 +44,12 @@ from vua.capacity.usage import measure
 from vua.catalog.base import (
     DELETED,
     NO_LIMITS,
-    SHORT,
     Ask,
     Catalog,
     Collection,
-    Content,
     Demand,
     Finding,
     NamespaceCatalog,
-    PartUsage,
     Removal,
     Snapshot,
     Times,
@@ -66,12 +60,21 @@ from vua.catalog.check import (
     Check,
     Checker,
     ExpectedEntry,
-    Item,
-    Kind,
     OpenFile,
     Verification,
     read_plain,
     sampled,
+)
+from vua.catalog.contents import (
+    SHORT,
+    DirectoryContents,
+    Item,
+    is_large,
+    opened_space,
+    over_fans,
+    spread,
+    walk,
+    walk_chunk,
 )
 from vua.errors import ConfigError, CorruptEntryError, explaining
 from vua.format.entry import MAX_HEADER_NBYTES
@@ -86,21 +89,16 @@ from vua.storage.base import entry_name
 from vua.storage.description import (
     DESCRIPTION,
     Description,
-    descriptions,
-    is_namespace_name,
     read_description,
 )
 from vua.storage.local import LocalStorage
-from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, claim, is_marked
-from vua.storage.names import AFTER, PARENTS, PIN, QUARANTINE, SENT, SUFFIX, TEMPORARY, chunk_path
+from vua.storage.mark import claim
+from vua.storage.names import QUARANTINE, SUFFIX, chunk_path
 from vua.store.evidence import layouts_by, settled
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_PROCESSES: Final = 8
-"""More than most machines have free cores: on a cold disk each waits for its own reads."""
-_LARGE: Final = 20_000
 _SALTS_FROM: Final = 4096
 """Larger namespaces are not searched for salts: that needs a header per chunk."""
 _SAMPLED: Final = 64
@@ -213,19 +211,12 @@ class DirectoryNamespace(NamespaceCatalog):
         return sum(chunk_nbytes(space, chunk_path(chunk)) for chunk in held)
 
 
-class DirectoryCatalog(Catalog):
+class DirectoryCatalog(DirectoryContents, Catalog):
     """A cache in a directory."""
 
     def __init__(self, where: str, root: Path) -> None:
-        super().__init__(where, root)
-        self.root = root
-
-    @classmethod
-    def open(cls, where: str, *, create: bool = False) -> DirectoryCatalog:
-        """Return the catalog of a directory; see :func:`vua.catalog.opening.open_catalog`."""
-        from vua.storage.mark import check_root
-
-        return cls(where, check_root(where, create=create))
+        DirectoryContents.__init__(self, where, root)
+        Catalog.__init__(self, where, root)
 
     def is_local(self) -> bool:
         """Decide by the type of the file system."""
@@ -237,40 +228,9 @@ class DirectoryCatalog(Catalog):
 
     # -- what lies in it --------------------------------------------------------------------------
 
-    def contents(self) -> tuple[list[Description], list[str]]:
-        with explaining(self.where):
-            found = list(descriptions(self.root))
-            return found, self._others({namespace.name for namespace in found})
-
-    def _others(self, known: set[str]) -> list[str]:
-        names = {path.name for path in self.root.iterdir()} - known - {MARK, LIMITS_FILE, UPKEEP}
-        return sorted(name for name in names if not is_trash(name))
-
     def _strays(self) -> list[str]:
         with spaces(self.root) as found:
             return self._others({space.name for space in found})
-
-    def is_foreign(self) -> bool:
-        return not is_marked(self.root)
-
-    def state(self, description: Description) -> str:
-        if description.layout is not None:
-            return "ok"
-        if description.is_unknown:
-            return "unknown"
-        return "damaged" if os.path.lexists(description.directory / DESCRIPTION) else "missing"
-
-    def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
-        """Walk through the namespace; a large one with several processes."""
-        content = Content(description, self.state(description))
-        with _opened(description) as space:
-            names = fans_of(space)
-            parts = over_fans(partial(_count_fan, space, long=long), space, names)
-            for number, part in enumerate(parts, 1):
-                content.add(part)
-                show(space.name[:SHORT], number, len(names), amount=content.chunks, unit="chunks")
-            content.add(_count_fan(space, "", long=False))
-        return content
 
     @contextlib.contextmanager
     def namespaces(
@@ -284,7 +244,7 @@ class DirectoryCatalog(Catalog):
 
     def listing(self, description: Description, show: Show) -> Listing | None:
         """Read the headers of all chunks."""
-        with _opened(description) as space:
+        with opened_space(description) as space:
             return read_listing(space, show, over_fans)
 
     def quick_use(self, given: Limits = NO_LIMITS) -> Use:
@@ -433,7 +393,7 @@ class DirectoryCatalog(Catalog):
         """Read files; a large namespace's with several processes."""
         result = Verification(description, self.state(description))
         try:
-            with _opened(description) as space:
+            with opened_space(description) as space:
                 large, names = is_large(space), ["", *sampled(fans_of(space), share)]
         except OSError as problem:
             result.add(".", Check("error", (problem.strerror or str(problem),), 0))
@@ -469,127 +429,6 @@ class DirectoryCatalog(Catalog):
         from vua.catalog.probes import at_rest  # noqa: PLC0415 - likewise
 
         return at_rest(self.root, security)
-
-
-@contextlib.contextmanager
-def _opened(description: Description) -> Iterator[Space]:
-    fd = os.open(description.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield Space(description.name, fd)
-    finally:
-        close_quietly(fd)
-
-
-# -- several processes ----------------------------------------------------------------------------
-
-
-def is_large(space: Space) -> bool:
-    """Whether a namespace has some ten thousand chunks or more, judged by two of its parts."""
-    names = 0
-    for fan in ("00", "80"):
-        with listed(space.fd, fan) as entries:
-            names += sum(1 for _ in entries)
-    return 128 * names >= _LARGE
-
-
-def spread(work: Callable[[T], R], items: Sequence[T], *, large: bool) -> Iterator[R]:
-    """Yield ``work`` of each item in order; with ``large`` in several processes.
-
-    Then items, ``work`` and results must be picklable; open descriptors stay valid. An exception of
-    ``work`` is raised here.
-    """
-    if not large:
-        yield from map(work, items)
-        return
-    import multiprocessing  # noqa: PLC0415 - `vua ls` starts without
-
-    with multiprocessing.get_context("fork").Pool(
-        _PROCESSES, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
-    ) as pool:
-        yield from pool.imap(work, items)
-
-
-def over_fans(work: Callable[[str], R], space: Space, fans: list[str]) -> Iterator[R]:
-    """Yield ``work`` of each of a namespace's fan-out directories, as `read_listing` asks."""
-    return spread(work, fans, large=is_large(space))
-
-
-# -- what lies in a namespace ---------------------------------------------------------------------
-
-
-def _count_fan(space: Space, fan: str, *, long: bool) -> PartUsage:
-    return PartUsage.of(walk(space, fan), long=long)
-
-
-def walk(space: Space, fan: str) -> Iterator[Item]:
-    """Yield the items of one fan-out directory, sorted by name; for "" the items beside them."""
-    for item in _entries(space, fan):
-        if isinstance(item, Item):
-            yield item
-            continue
-        name, is_directory = item.name, _is_directory(item)
-        if fan:
-            if is_directory and is_namespace_name(name) and name[:2] == fan:
-                yield from walk_chunk(space, name)
-            else:
-                yield from _file(item, fan, "stray")
-        elif is_directory and name == QUARANTINE:
-            yield from _all(space, QUARANTINE, "quarantined")
-        elif is_directory and name == PARENTS:
-            yield from _all(space, PARENTS, "parents")
-        elif is_directory and is_trash(name):
-            yield from _all(space, name, "temporary")
-        elif name != DESCRIPTION and not (is_directory and is_fan(name)):
-            yield from _file(item, "", "stray")
-
-
-def walk_chunk(space: Space, chunk: str) -> Iterator[Item]:
-    """Yield the items of one chunk's directory, sorted by name."""
-    return _all(space, chunk_path(chunk), "stray", chunk=chunk)
-
-
-def _all(space: Space, below: str, kind: Kind, chunk: str = "") -> Iterator[Item]:
-    for item in _entries(space, below):
-        if isinstance(item, Item):
-            yield item
-        else:
-            yield from _file(item, below, kind, chunk)
-
-
-def _entries(space: Space, below: str) -> Iterator[os.DirEntry[str] | Item]:
-    """List a directory; empty if it vanished, the problem if it cannot be read."""
-    problems: list[OSError] = []
-    with listed(space.fd, below or ".", problems.append) as entries:
-        yield from sorted(entries, key=lambda entry: entry.name)
-    for problem in problems:
-        yield Item(below or ".", "unreadable", problem=str(problem.strerror))
-
-
-def _is_directory(item: os.DirEntry[str]) -> bool:
-    try:
-        return item.is_dir(follow_symlinks=False)
-    except OSError:
-        return False
-
-
-def _file(item: os.DirEntry[str], below: str, kind: Kind, chunk: str = "") -> Iterator[Item]:
-    path = f"{below}/{item.name}" if below else item.name
-    shard = Shard.parse(item.name.removesuffix(SUFFIX)) if item.name.endswith(SUFFIX) else None
-    if kind == "stray" and item.name.startswith(TEMPORARY):
-        kind = "temporary"
-    elif chunk and shard is not None:
-        kind = "entry"
-    elif chunk and item.name.startswith((PIN, AFTER, SENT)):
-        kind = "mark"
-    try:
-        status = item.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return
-    except OSError as problem:
-        yield Item(path, "unreadable", problem=str(problem.strerror))
-        return
-    regular = stat.S_ISREG(status.st_mode)
-    yield Item(path, kind, status.st_size, status.st_mtime, regular, chunk, shard)
 
 
 # -- what it takes --------------------------------------------------------------------------------

@@ -37,15 +37,14 @@ from vua.catalog.base import (
     Ask,
     Catalog,
     Collection,
-    Content,
     NamespaceCatalog,
-    PartUsage,
     Removal,
     Snapshot,
     Times,
     resolve,
 )
-from vua.catalog.check import Check, Checker, ExpectedEntry, Item, OpenFile, Verification, sampled
+from vua.catalog.check import Check, Checker, ExpectedEntry, OpenFile, Verification, sampled
+from vua.catalog.contents import Content, Item, PartUsage
 from vua.errors import ConfigError, EntryError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard

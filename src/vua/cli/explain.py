@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from vua.catalog.base import SHORT, Catalog
+from vua.catalog.base import Catalog
 from vua.catalog.check import NO_KEYS
+from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
 from vua.catalog.prefix import (
     ChunkState,

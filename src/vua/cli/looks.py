@@ -28,7 +28,8 @@ import click
 import numpy as np
 
 from vua.capacity.saved import Totals, saved_today
-from vua.catalog.base import SHORT, Catalog, NamespaceCatalog, Snapshot
+from vua.catalog.base import Catalog, NamespaceCatalog, Snapshot
+from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command, duration_s
 from vua.cli.output import (

@@ -11,7 +11,7 @@ import click
 
 from vua.capacity.listing import Listing
 from vua.capacity.saved import Totals, saved_today
-from vua.catalog.base import SHORT, Content
+from vua.catalog.contents import SHORT, Content
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
 from vua.cli.output import Lazy, Report, line, print_strays, progress, table, when

@@ -31,8 +31,9 @@ import numpy as np
 
 from vua.capacity.spaces import Show
 from vua.catalog.archive import Member, Reader, Writer, file_sizes
-from vua.catalog.base import SHORT, NamespaceCatalog, resolve
+from vua.catalog.base import NamespaceCatalog, resolve
 from vua.catalog.check import NO_KEYS, Checker, ExpectedEntry, OpenFile, check_open
+from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, as_owner, command
 from vua.cli.output import DAMAGED, SOUND, Output, Report, line, plain, progress

@@ -12,8 +12,9 @@ import click
 
 from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits
-from vua.catalog.base import SHORT, Collection, Removal, Use, key_ids, resolve
+from vua.catalog.base import Collection, Removal, Use, key_ids, resolve
 from vua.catalog.check import NO_KEYS
+from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, asking, command, duration, lifetime_s
 from vua.cli.output import (

@@ -20,7 +20,7 @@ from typing import Final, Literal
 import click
 
 from vua.capacity.spaces import Show
-from vua.catalog.base import SHORT, Catalog, Demand, Finding, Rules, resolve
+from vua.catalog.base import Catalog, Demand, Finding, Rules, resolve
 from vua.catalog.check import (
     NO_KEYS,
     OUTCOMES,
@@ -30,6 +30,7 @@ from vua.catalog.check import (
     Verification,
     check_at,
 )
+from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
 from vua.cli.command import argument, command, share
 from vua.cli.output import (
