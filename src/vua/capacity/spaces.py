@@ -16,15 +16,17 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, Protocol, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from vua.io.posix import close_quietly
-from vua.native import ChunkNames, list_chunks
 from vua.storage.description import DESCRIPTION, is_described, is_namespace_name, is_unknown
 from vua.storage.names import NOTED, PARENTS, QUARANTINE, QUARANTINED, TTL_FOLDER, chunk_file_kind
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from vua.native import ChunkNames
 
 
 class Show(Protocol):
@@ -56,7 +58,7 @@ GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE}
 """Errors that mean: the directory is gone."""
 
 
-Column: TypeAlias = npt.NDArray[np.int64]
+Column: TypeAlias = "npt.NDArray[np.int64]"
 """A number for each of some chunks."""
 
 
@@ -211,6 +213,10 @@ def fans_of(space: Space) -> list[str]:
 
 def columns_of(space: Space, fan: str) -> tuple[ChunkNames, Column]:
     """Return the names and mtimes of the chunks in one fan-out directory."""
+    import numpy as np  # noqa: PLC0415 - what only looks goes without
+
+    from vua.native import ChunkNames, list_chunks  # noqa: PLC0415 - likewise
+
     with opened(space.fd, fan) as fd:
         return (ChunkNames.of(()), np.empty(0, dtype=np.int64)) if fd is None else list_chunks(fd)
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
-from vua.capacity.listing import Listing
 from vua.capacity.saved import Totals, saved_today
 from vua.catalog.contents import SHORT, Content
-from vua.catalog.opening import open_catalog
+from vua.catalog.opening import open_catalog, open_contents
 from vua.cli.command import command
 from vua.cli.output import Lazy, Report, line, print_strays, progress, table, when
 from vua.errors import ConfigError
 from vua.io.words import counted, size
+
+if TYPE_CHECKING:
+    from vua.capacity.listing import Listing
 
 SORTS: Final = ("name", "size", "newest", "prompt")
 
@@ -163,7 +165,7 @@ def ls(
     StorageError.
     """
     long = long or sort == "prompt"
-    catalog = open_catalog(directory)
+    catalog = open_contents(directory)
     found, others = catalog.contents()
     if others and not found and catalog.is_foreign():
         raise ConfigError(
@@ -175,10 +177,10 @@ def ls(
         contents = [one for one in contents if _is_meant(one, model)]
     prompts: dict[str, Listing] | None = None
     if sort == "prompt":
-        prompts = {}
+        prompts, ordered = {}, open_catalog(directory)
         with progress() as show:
             for one in contents:
-                if (listing := catalog.listing(one.description, show)) is None:
+                if (listing := ordered.listing(one.description, show)) is None:
                     raise ConfigError(f"{directory}: names in a bucket do not say the prompt")
                 prompts[one.description.name] = listing
     strays = others + [f"{one.description.name}/{path}" for one in contents for path in one.strays]

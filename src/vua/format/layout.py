@@ -21,12 +21,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Final
 
 from vua.errors import LayoutError
-from vua.native import MemoryMap
+
+if TYPE_CHECKING:
+    from vua.native import MemoryMap
 
 ITEMSIZE: Final[Mapping[str, int]] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8,
@@ -248,6 +248,8 @@ def cover(needed: Shard, available: Iterable[Shard]) -> list[tuple[Shard, Shard]
     for shard in stored:
         if shard.contains(needed):
             return [(shard, needed)]
+    import numpy as np  # noqa: PLC0415 - what only looks goes without
+
     missing = np.ones((needed.layers, needed.heads), dtype=bool)
     chosen = []
     for shard in stored:
@@ -276,6 +278,10 @@ def payload_map(
         owner: keeps the memory alive.
         chunks: how many there are.
     """
+    import numpy as np  # noqa: PLC0415 - what only looks goes without
+
+    from vua.native import MemoryMap  # noqa: PLC0415 - likewise
+
     payload = shard.payload_nbytes(layout)
     layers = np.arange(shard.layers, dtype=np.uint64)
     places = np.arange(chunks, dtype=np.uint64) * np.uint64(payload)

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +69,7 @@ def atomic_write(
     Raises OSError.
     """
     folder = os.path.dirname(path)  # noqa: PTH120
-    temporary = os.path.join(folder, f".tmp-{secrets.token_hex(8)}")  # noqa: PTH118
+    temporary = os.path.join(folder, f".tmp-{os.urandom(8).hex()}")  # noqa: PTH118
     try:
         fd = make_file(temporary, os.O_EXCL, mode, dir_fd=dir_fd)
         with open(fd, "wb") as stream:  # noqa: PTH123

@@ -22,10 +22,11 @@ import pathlib
 import struct
 import sys
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 PAGE: Final = 4096
 """What direct I/O is aligned to: a multiple of every disk's block."""
@@ -48,6 +49,8 @@ _UNSUPPORTED: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, e
 
 def page_aligned(nbytes: int) -> npt.NDArray[np.uint8]:
     """Return uninitialised memory that begins with a page, as direct I/O wants it."""
+    import numpy as np  # noqa: PLC0415 - what only looks goes without
+
     raw = np.empty(nbytes + PAGE, dtype=np.uint8)
     skip = -raw.ctypes.data % PAGE
     return raw[skip : skip + nbytes]

@@ -515,21 +515,29 @@ class TestCommand(CliTest):
                         assert command is not None
                         command.make_context(found, more, parent=context)
 
-    def test_light(self) -> None:
-        """The command needs no torch and no engine."""
+    def loaded(self, *words: str) -> set[str]:
+        """The modules that a command imports in a process of its own."""
         script = (
-            "import sys; from vua.cli import main; main(['ls', sys.argv[1]]);"
-            "print(sorted({'torch', 'safetensors', 'vllm', 'transformers', 'obstore', 'ssl', "
-            "'multiprocessing', 'http.client', 'rich', 'difflib'} & set(sys.modules)))"
+            "import sys; from vua.cli import main; main(sys.argv[1:]); print(); print(*sys.modules)"
         )
         done = subprocess.run(
-            [sys.executable, "-c", script, str(self.root)],
-            capture_output=True,
-            text=True,
-            check=True,
+            [sys.executable, "-c", script, *words], capture_output=True, text=True, check=True
         )
+        return set(done.stdout.splitlines()[-1].split())
 
-        self.assertEqual("[]", done.stdout.splitlines()[-1])
+    def test_light(self) -> None:
+        """The command needs no torch and no engine; `ls` of a directory no numpy, and help less."""
+        heavy = {
+            "torch", "safetensors", "vllm", "transformers", "obstore", "ssl", "multiprocessing",
+            "http.client", "rich", "difflib", "numpy", "sqlite3", "shutil", "vua.native",
+            "vua.storage.local", "vua.store.store",
+        }  # fmt: skip
+        loaded = self.loaded("ls", str(self.root))
+        self.assertIn("vua.catalog.contents", loaded)
+        self.assertEqual(set(), heavy & loaded)
+        heavy |= {"json", "logging", "vua.storage.location", "vua.catalog.contents"}
+        for words in (["--help"], ["help"]):
+            self.assertEqual(set(), (heavy - {"shutil"}) & self.loaded(*words))
 
     @pytest.mark.thorough
     def test_process(self) -> None:
