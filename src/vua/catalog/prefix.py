@@ -12,22 +12,31 @@ all other fields are compared as the adapters fill them in.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from vua.capacity.listing import Listing
+from vua.catalog.check import NO_KEYS
+from vua.catalog.opening import open_catalog
 from vua.errors import ConfigError, CorruptEntryError, ForeignEntryError
 from vua.format.identity import FIELDS, Identity, named_by, rope_order, varies_with_length
-from vua.format.keys import ChunkKey, KeyChain
+from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard, cover
 from vua.format.prefix import Kind, leading, longest_prefix
+from vua.security.keyring import NoKeyError
+from vua.security.settings import Security
 from vua.storage.description import Description
 from vua.store.entry_reader import EntryReader
+from vua.store.namespace import Namespace
 from vua.store.nearest import differences
+from vua.store.place import open_namespace
 from vua.store.store import Store
 from vua.weights import checkpoint_files, identify_weights
 
@@ -89,6 +98,74 @@ class GroupState:
             else:
                 found.append((chunk.index, chunk.index + 1))
         return found
+
+
+def prompt_keys(namespace: Namespace, ids: bytes, salt: str) -> tuple[KeyChain, Seal | None]:
+    """Return a prompt's chunk keys as engines with its keys name them, and their seal, if any.
+
+    Raises NoKeyError if the salt's key is unavailable: then nothing of it is cached.
+    """
+    extras = {0: [("salt", salt.encode())]} if salt else None
+    try:
+        keys = namespace.keys(ids, extras, salt.encode())
+        seal = namespace.keyring.seal(keys.tenant)
+    except NoKeyError as problem:
+        if salt and isinstance(problem.__cause__, FileNotFoundError):
+            msg = "no key for this salt; `vua key DIR --salt S`"
+            raise NoKeyError(msg) from problem
+        raise
+    return keys, seal
+
+
+def order_documents(
+    where: str, count: int, prompt: Callable[[Sequence[int]], Sequence[int]], *,
+    namespace: str = "", salt: str = "", security: Security = NO_KEYS,
+) -> tuple[list[int], int, str]:  # fmt: skip
+    """Return in which order a prompt's documents hit most, with the stored tokens and where.
+
+    The search extends the order with most stored chunks by each further document that gains one,
+    at most ``2 * count`` times: mostly the best order, which is not proved. Documents that gain no
+    chunk, as do those shorter than one, come last as they were given. It looks at names alone,
+    keeps no text, and is not a use. Raises ConfigError, InputError, StorageError.
+
+    Args:
+        where: directory of the cache, or URL.
+        count: how many documents there are.
+        prompt: returns the token ids of the prompt up to the end of the documents at these places,
+            in this order: a chat's template and instructions, and no question yet.
+        namespace: first digits of the engine's namespace; by default the one that hits most.
+        salt: the requests' cache salt.
+        security: the engines' keys.
+    """
+    best: tuple[tuple[int, ...], int, str] = ((), 0, "")
+    for found in open_catalog(where).contents()[0]:
+        opened = open_namespace(found.path, security=security)
+        if opened is not None and found.name.startswith(namespace):
+            with suppress(NoKeyError):
+                chosen, tokens = _best_order(opened, count, prompt, salt)
+                best = max(best, (chosen, tokens, found.name), key=itemgetter(1))
+    rest = [one for one in range(count) if one not in best[0]]
+    return [*best[0], *rest], best[1], best[2] if best[1] else ""
+
+
+def _best_order(
+    opened: Namespace, count: int, prompt: Callable[[Sequence[int]], Sequence[int]], salt: str
+) -> tuple[tuple[int, ...], int]:
+    lead = [opened.stores[at] for at in leading([store.layout for store in opened.stores])]
+
+    def looked_up(*places: int) -> tuple[int, tuple[int, ...]]:
+        keys, _ = prompt_keys(opened, token_ids(prompt(places)), salt)
+        return -min((store.lookup(keys) for store in lead), default=0), places
+
+    best = looked_up()
+    heap, extensions = [best], 0
+    while heap and extensions < 2 * count:
+        (reached, chosen), extensions = heapq.heappop(heap), extensions + 1
+        tried = [looked_up(*chosen, one) for one in range(count) if one not in chosen]
+        for one in (one for one in tried if one[0] < reached):
+            heapq.heappush(heap, one)
+            best = min(best, one)
+    return best[1], -best[0] * opened.stores[0].layout.chunk_tokens
 
 
 def group_state(store: Store, keys: KeyChain, seal: Seal | None) -> GroupState:

@@ -26,11 +26,13 @@ from vua.catalog.prefix import (
     group_state,
     loadable,
     nearest,
+    order_documents,
+    prompt_keys,
     usable,
 )
 from vua.cli.command import command
 from vua.cli.output import DAMAGED, SOUND, Report, facts, line, progress
-from vua.cli.prompt import Prompt, model_directory, prompt_keys, read_prompts
+from vua.cli.prompt import Prompt, model_directory, read_documents, read_prompts
 from vua.errors import ConfigError, explaining
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
@@ -281,6 +283,25 @@ class Explanations(Report):
             one.show()
 
 
+@dataclass(frozen=True, slots=True)
+class Ordered(Report):
+    """The result of `vua explain --order`."""
+
+    directory: str
+    order: Sequence[int]
+    """The documents' places in the file, from 0."""
+    tokens: int
+    """Leading tokens of the prompt that are stored."""
+    namespace: str
+
+    def describe(self) -> object:
+        return asdict(self)
+
+    def show(self) -> None:
+        where = f" in namespace {self.namespace[:SHORT]}" if self.namespace else ""
+        print(f"{' '.join(map(str, self.order))}: {counted(self.tokens, 'token')} stored{where}")
+
+
 @command("explain")
 @click.option("--tokens", metavar="FILE", help="token ids: a JSON list, or integers; - stdin")
 @click.option(
@@ -288,6 +309,9 @@ class Explanations(Report):
 )
 @click.option(
     "--model", metavar="MODELDIR", help="the model's directory, or its name in the hub's cache"
+)
+@click.option(
+    "--order", metavar="FILE", help='JSON {"prefix", "documents"}: their order that hits most'
 )
 @click.option("--namespace", metavar="NS", default="", help="first digits of a namespace")
 @click.option("--chunk-tokens", metavar="N", type=int, help="tokens per chunk")
@@ -299,18 +323,28 @@ class Explanations(Report):
 @click.option("--quick", is_flag=True, help="do not look for other continuations")
 def explain(
     directory: str, *, security: Security = NO_KEYS, **asked: Any
-) -> Explanation | Explanations:
+) -> Explanation | Explanations | Ordered:
     """Report what is stored of a prompt, and why no more; exit status 1 if files are damaged.
 
     ``asked`` are :class:`Question`'s fields. Raises ConfigError, InputError, StorageError.
     """
-    if asked["tokens"] is None and asked["prompt"] is None:
-        raise click.UsageError("one of the arguments --tokens --prompt is required")
-    if asked["tokens"] is not None and asked["prompt"] is not None:
-        raise click.UsageError("argument --prompt: not allowed with argument --tokens")
+    given = [name for name in ("tokens", "prompt", "order") if asked[name] is not None]
+    if not given:
+        raise click.UsageError("one of the arguments --tokens --prompt --order is required")
+    if len(given) > 1:
+        text = f"argument --{given[1]}: not allowed with argument --{given[0]}"
+        raise click.UsageError(text)
     if asked["model"] is not None:
         asked["model"] = str(model_directory(asked["model"]))
+    order = asked.pop("order")
     question = Question(security=security, **asked)
+    if order is not None:
+        with explaining(order):
+            count, made_of = read_documents(order, question.model)
+        more = {"namespace": question.namespace, "salt": question.salt}
+        return Ordered(
+            directory, *order_documents(directory, count, made_of, security=security, **more)
+        )
     if question.block_tokens is not None and question.block_tokens < 1:
         text = f"--block-tokens must be a positive number, found {question.block_tokens}"
         raise ConfigError(text)

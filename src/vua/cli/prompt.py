@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,13 +18,12 @@ import click
 from vua.cli.command import argument, command
 from vua.cli.output import Report
 from vua.errors import ConfigError, InputError
-from vua.format.keys import KeyChain, token_ids
+from vua.format.keys import token_ids
 from vua.io.files import make_folder
-from vua.security.keyring import SUFFIX, NoKeyError, read_key, tenant_of, write_key
-from vua.store.namespace import Namespace
+from vua.security.keyring import SUFFIX, read_key, tenant_of, write_key
 
 if TYPE_CHECKING:
-    from vua.security.seal import Seal  # needs an optional package
+    pass  # needs an optional package
 
 
 _TAKEN: Final = frozenset(
@@ -136,6 +137,33 @@ def read_prompts(tokens: str | None, prompt: str | None, model: str | None) -> l
     return Tokenizer(model).prompts(read_text(file), file)
 
 
+def read_documents(
+    file: str, model: str | None
+) -> tuple[int, Callable[[Sequence[int]], Sequence[int]]]:
+    """Return how many documents a file (``-``: stdin) has, and what makes a prompt of some.
+
+    The file is JSON: ``{"prefix": ..., "documents": [...]}``, all texts or all lists of token ids.
+    Texts need a model, and are put together before they are tokenized. Raises ConfigError,
+    InputError, OSError.
+    """
+    given = _json(read_text(file))
+    asked = given if isinstance(given, dict) else {}
+    first: Any = asked.get("prefix")
+    documents = asked.get("documents")
+    kinds = {type(one) for one in (first, *(documents if isinstance(documents, list) else ()))}
+    if not isinstance(documents, list) or not documents or kinds not in ({str}, {list}):
+        raise InputError(
+            f'{file}: expected {{"prefix": ..., "documents": [...]}}, all texts, or all token ids'
+        )
+    tokenizer = Tokenizer(model) if isinstance(first, str) else None
+
+    def prompt(places: Sequence[int]) -> Sequence[int]:
+        parts = [first, *(documents[one] for one in places)]
+        return tokenizer.ids_of("".join(parts)) if tokenizer else list(chain(*parts))
+
+    return len(documents), prompt
+
+
 class Tokenizer:
     """A model's `tokenizer.json` and chat template."""
 
@@ -178,9 +206,9 @@ class Tokenizer:
         ):  # fmt: skip
             asked = requests(text, source)
             return [self._prompt(request, line, source) for line, request in asked]
-        return [Prompt(1, token_ids(self._as_given(text)))]
+        return [Prompt(1, token_ids(self.ids_of(text)))]
 
-    def _as_given(self, text: str) -> list[int]:
+    def ids_of(self, text: str) -> list[int]:
         """Return a text's ids with special tokens before and after, unless it has them."""
         whole, plain = self._ids(text, special=True), self._ids(text, special=False)
         for count in range(1, len(whole) - len(plain) + 1):
@@ -264,23 +292,6 @@ def model_directory(model: str) -> Path:
         f"{model}: not a directory, and {found} in the hub's cache ({cache}); give the model's "
         "directory, for example what `hf download` prints"
     )
-
-
-def prompt_keys(namespace: Namespace, ids: bytes, salt: str) -> tuple[KeyChain, Seal | None]:
-    """Return a prompt's chunk keys as engines with its keys name them, and their seal, if any.
-
-    Raises NoKeyError if the salt's key is unavailable: then nothing of it is cached.
-    """
-    extras = {0: [("salt", salt.encode())]} if salt else None
-    try:
-        keys = namespace.keys(ids, extras, salt.encode())
-        seal = namespace.keyring.seal(keys.tenant)
-    except NoKeyError as problem:
-        if salt and isinstance(problem.__cause__, FileNotFoundError):
-            msg = "no key for this salt; `vua key DIR --salt S`"
-            raise NoKeyError(msg) from problem
-        raise
-    return keys, seal
 
 
 # -- vua key --------------------------------------------------------------------------------------

@@ -35,9 +35,10 @@ from vua.catalog.base import NamespaceCatalog, resolve
 from vua.catalog.check import NO_KEYS, Checker, ExpectedEntry, OpenFile, check_open
 from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
+from vua.catalog.prefix import prompt_keys
 from vua.cli.command import argument, as_owner, command
 from vua.cli.output import DAMAGED, SOUND, Output, Report, line, plain, progress
-from vua.cli.prompt import prompt_keys, read_prompts
+from vua.cli.prompt import read_prompts
 from vua.errors import (
     ConfigError,
     CorruptEntryError,
