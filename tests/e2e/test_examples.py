@@ -56,6 +56,14 @@ class ExamplesTest(DirectoryTest):
                 for loaded, length in others:
                     self.assertGreater(loaded, length - 2 * CHUNK_TOKENS)
 
+    def test_documents(self) -> None:
+        """The second question finds the first one's documents in another order, and loads them."""
+        (nothing, length), (all_three, _), (one, _) = self.run_example("documents.py")
+        self.assertEqual(0, nothing)
+        self.assertGreater(all_three, length - 2 * CHUNK_TOKENS)
+        self.assertGreater(one, CHUNK_TOKENS)
+        self.assertLess(one, all_three)
+
     @pytest.mark.vllm
     def test_engines(self) -> None:
         """Servers compute their first prompt; transformers loads all of its whole chunks."""

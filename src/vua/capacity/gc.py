@@ -55,6 +55,7 @@ from vua.errors import CorruptEntryError
 from vua.format.entry import MAX_HEADER_NBYTES, SEALED
 from vua.format.parse import EntryInfo, parse_entry
 from vua.io.posix import close_quietly, open_beneath
+from vua.io.words import counted
 from vua.storage.description import is_unknown
 from vua.storage.mark import claim
 from vua.storage.names import SUFFIX, chunk_path, is_temporary
@@ -95,7 +96,7 @@ def evict_unreadable(
     for done, some in enumerate(spread(partial(_unreadable_in, space, ids), space, fans), 1):
         found.executemany("INSERT INTO lost VALUES (?, ?)", some)
         count += len(some)
-        show(f"{space.name[:12]}, {count} chunks of lost keys", done, len(fans))
+        show(f"{space.name[:12]}, {counted(count, 'chunk')} of lost keys", done, len(fans))
     freed, pinned = NOTHING, 0
     if count:
         ids = known()  # a key that was made meanwhile may have sealed some of them
@@ -294,8 +295,8 @@ def _evict_unreadable(
     report.lost_keys += freed
     if pinned:
         report.problems.append(
-            f"{space.name[:12]}: {pinned} chunks whose key is lost are pinned and stay; "
-            "`vua pin DIR` lists pins, `vua rm DIR NAME --pinned` deletes"
+            f"{space.name[:12]}: {counted(pinned, 'chunk', 'is', 'are')} pinned and kept, with a "
+            "lost key; `vua pin DIR` lists pins, `vua rm DIR NAME --pinned` deletes"
         )
 
 
@@ -417,7 +418,9 @@ def _evict(
         def pulse(freed: DeletionTotals, need: int = 0) -> None:
             if held is not None:
                 held.renew()
-            show(f"{freed.chunks} chunks evicted", freed.nbytes, need, amount=freed.nbytes)
+            show(
+                f"{counted(freed.chunks, 'chunk')} evicted", freed.nbytes, need, amount=freed.nbytes
+            )
 
         now_ns = next_tick_ns(directory)
         report.expired = _expire(evictor, now_ns, limits, pulse)

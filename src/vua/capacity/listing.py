@@ -621,7 +621,7 @@ def read_listing(
     for done, part in enumerate(parts_of, 1):
         found.add_part(part)
         count += len(part.rows)
-        show(space.name[:12], done, len(fans), amount=count, unit="chunks")
+        show(space.name[:12], done, len(fans), amount=count, unit="chunk")
     return found
 
 

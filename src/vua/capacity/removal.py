@@ -35,6 +35,7 @@ from vua.capacity.spaces import (
     spaces,
 )
 from vua.io.posix import close_quietly
+from vua.io.words import counted
 from vua.native.entries import OrdinaryChunk
 from vua.storage.description import DESCRIPTION, is_described
 from vua.storage.names import (
@@ -261,7 +262,7 @@ def told_immovable(found: Mapping[tuple[str, str], OSError]) -> str:
         return ""
     first = next(iter(found.values()))
     return (
-        f"{len(found)} chunks can be neither moved nor deleted and stay, the first is "
+        f"{counted(len(found), 'chunk')} can be neither moved nor deleted, the first is "
         f"{first.filename} ({first.strerror}); look for `chattr +i`, mounts, and other users' files"
     )
 

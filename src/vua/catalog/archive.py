@@ -27,6 +27,7 @@ from typing import IO, BinaryIO, Final, NamedTuple
 from vua.catalog.base import MAX_FILE_NBYTES
 from vua.errors import InputError
 from vua.format.entry import AUTHENTIC, ENCRYPTED, EntryCodec
+from vua.io.words import counted
 
 FORMAT: Final = "vua.export.v1"
 _START: Final = "vua-export.json"
@@ -173,7 +174,7 @@ class Reader:
             with _damage_told(f"the archive ends within member {self._members}"):
                 data = self._file.read(min(_COPIED_NBYTES, self._left))
                 if not data:
-                    raise tarfile.ReadError(f"{self._left} bytes are missing")
+                    raise tarfile.ReadError(f"{counted(self._left, 'byte', 'is', 'are')} missing")
             self._digest.update(data)
             self._left -= len(data)
             yield data

@@ -41,6 +41,7 @@ from vua.errors import ConfigError, CorruptEntryError, StorageError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import Shard
 from vua.format.parse import EntryInfo, parse_entry
+from vua.io.words import counted
 from vua.security.settings import Security
 from vua.storage.base import Storage, parse_name
 from vua.storage.bucket import Bucket, Meta
@@ -113,7 +114,7 @@ class BucketNamespace(ListedNamespace):
                 self.chunks.add(item.chunk, item.path, item.nbytes, item.modified_s)
                 self._shown += 1
                 if self._shown % 1000 == 0:
-                    show(self.name[:SHORT], amount=self._shown, unit="objects")
+                    show(self.name[:SHORT], amount=self._shown, unit="object")
             elif item.kind == "stray":
                 self.strays.append(item.path)
             elif match := _MARK.fullmatch(item.path):
@@ -637,17 +638,17 @@ def judged(rules: Sequence[Mapping[str, Any]], prefix: str, ttl_s: float | None)
     days = min(found)
     if wanted is None:
         text = (
-            f"a rule deletes objects {days} days after the last write, used or not: "
+            f"a rule deletes objects {counted(days, 'day')} after the last write, used or not: "
             f"`vua ttl URL {days}d` has uses renew them"
         )
         return Finding("lifecycle", "note", text)
     if days < wanted:
         text = (
-            f"a rule deletes objects after {days} days, too early for the {wanted} of `vua ttl`: "
-            f"change the rule, or `vua ttl URL {days}d`"
+            f"a rule deletes objects after {counted(days, 'day')}, too early for the {wanted} "
+            f"of `vua ttl`: change the rule, or `vua ttl URL {days}d`"
         )
         return Finding("lifecycle", "bad", text)
-    text = f"a rule deletes objects after {days} days, and uses renew them ({wanted} days)"
+    text = f"a rule deletes objects after {counted(days, 'day')}; uses renew them (ttl {wanted})"
     return Finding("lifecycle", "ok", text)
 
 

@@ -302,7 +302,7 @@ class DirectoryContents:
             parts = over_fans(partial(_count_fan, space, long=long), space, names)
             for number, part in enumerate(parts, 1):
                 content.add(part)
-                show(space.name[:SHORT], number, len(names), amount=content.chunks, unit="chunks")
+                show(space.name[:SHORT], number, len(names), amount=content.chunks, unit="chunk")
             content.add(_count_fan(space, "", long=False))
         return content
 

@@ -383,7 +383,7 @@ class ListedCatalog(Catalog, Generic[N]):
         found, done = [], 0
         for space in spaces:
             for some in parts(space.chunks.all(), _AT_ONCE):
-                show("reading headers", done, amount=done, unit="chunks")
+                show("reading headers", done, amount=done, unit="chunk")
                 done += len(some)
                 ids = self.find_key_ids(space, some)
                 found += [(space, one, each) for one, each in zip(some, ids, strict=True)

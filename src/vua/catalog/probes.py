@@ -36,7 +36,7 @@ from vua.errors import ConfigError, explained
 from vua.io import posix, vectors
 from vua.io.files import make_file, make_folder
 from vua.io.posix import cached_pages, close_quietly
-from vua.io.words import size
+from vua.io.words import counted, size
 from vua.security.settings import Security, check_owner
 from vua.storage.mark import claimable
 
@@ -478,7 +478,8 @@ def _space(root: Path) -> Finding:
         level = "bad"
         text += ": nothing can be stored, even after eviction; free space or set other bounds"
     elif status.f_files and status.f_favail < _FEW_INODES:
-        level, text = "bad", f"{text}: only {status.f_favail} inodes are left; delete small files"
+        left = counted(status.f_favail, "inode", "is", "are")
+        level, text = "bad", f"{text}: only {left} left; delete small files"
     elif free < limits.min_free_bytes:
         level, text = "note", f"{text}: other files fill the disk, the cache shrinks"
     elif bounds.max_bytes is not None and limits.max_bytes - usage.nbytes > free:

@@ -84,6 +84,9 @@ def identify(model: str) -> Note:
 
     Raises ConfigError, OSError.
     """
+    if not Path(model).exists():
+        text = f"{model}: expected a directory, found nothing; name the directory of the model"
+        raise ConfigError(text)
     note, found = write_note(Path(model))
     return Note(str(note), found.fingerprint, found.nbytes, found.seconds)
 
@@ -169,7 +172,8 @@ def _docker(path: str) -> tuple[str, ...]:
         return ("--gpus", "all", "--ipc=host", "-p", "8000:8000", "-e", f"VUA_PATH={_word(path)}")
     if not directory.is_dir():  # docker would make it as root's
         raise ConfigError(
-            f"{path}: no such directory; make it first: mkdir -p -m 700 {quote(path)}"
+            f"{path}: expected a directory, found nothing; make it first: "
+            f"mkdir -p -m 700 {quote(path)}"
         )
     owner = directory.stat()
     try:

@@ -184,7 +184,7 @@ C = TypeVar("C", bound=click.Command)
 
 
 def command(
-    name: str, *, takes_directory: bool = True, as_owner_of: bool = False
+    name: str, *, takes_directory: bool = True, as_owner_of: bool = False, makes_it: bool = False
 ) -> Callable[[F], F]:
     """Declare a command.
 
@@ -192,6 +192,7 @@ def command(
         name: its name in ENTRIES.
         takes_directory: whether its words begin with the cache's directory.
         as_owner_of: whether root runs it as the directory's owner.
+        makes_it: whether it makes a missing directory.
     """
 
     def declare(work: F) -> F:
@@ -211,12 +212,15 @@ def command(
             import logging  # noqa: PLC0415 - help goes without
 
             from vua.storage.location import is_url  # noqa: PLC0415 - likewise
+            from vua.storage.mark import check_root  # noqa: PLC0415 - likewise
 
             logging.getLogger("vua").addHandler(logging.NullHandler())  # the report says it all
             output = Output("json" if as_json else "quiet" if quiet else "person")
             with interrupts:
                 if is_url(options.get("directory")):
                     interrupts.insist()
+                elif takes_directory and not makes_it:
+                    check_root(options["directory"], create=False)
                 if "security" in takes:
                     options["security"] = _security(options)
                 if "output" in takes:

@@ -138,10 +138,13 @@ def verdict(answer: Answer) -> str:
         return f"a miss: namespace.json is {answer.state}; the next engine that stores rewrites it"
     size, chunks, count = answer.size, len(answer.groups[0].chunks), answer.usable
     if not chunks:
-        return f"a miss: {answer.length} tokens are less than one chunk of {size}"
+        return (
+            f"a miss: {counted(answer.length, 'token', 'is', 'are')} less than one chunk of {size}"
+        )
     gap = answer.gap
     if gap is None and count == chunks:
-        hit = f"a hit: all {chunks} whole chunks, {count * size} of {answer.length} tokens"
+        whole = f"{'all ' * (chunks > 1)}{counted(chunks, 'whole chunk')}"
+        hit = f"a hit: {whole}, {count * size} of {answer.length} tokens"
         return f"{hit}{_loaded(answer)}"
     hit = f"a hit of {count * size} of {answer.length} tokens" if count else "a miss"
     hit += _loaded(answer) if count else ""
@@ -168,8 +171,8 @@ def _reason(answer: Answer, gap: ChunkState) -> str:
     if not others.others:
         return "; no stored chunk continues from there: never stored, or evicted"
     return (
-        f"; {others.others} stored chunks continue differently: their tokens (or extras) differ "
-        f"from the prompt's somewhere in {gap.key.start} to {gap.key.stop}"
+        f"; {counted(others.others, 'stored chunk', 'continues', 'continue')} differently: "
+        f"other tokens (or extras) than the prompt's somewhere in {gap.key.start} to {gap.key.stop}"
     )
 
 
@@ -595,7 +598,7 @@ def _label(layout: KVLayout) -> str:
 
 def _stored(group: GroupState) -> str:
     runs = ", ".join(f"{first}-{stop - 1}" for first, stop in group.runs) or "none"
-    text = f"{group.leading} leading of {len(group.chunks)} chunks (chunks {runs})"
+    text = f"{group.leading} leading of {counted(len(group.chunks), 'chunk')} (chunks {runs})"
     if group.galloping != group.leading:
         text += f"; a lookup by names says {group.galloping}"
     if group.layout.window is not None:

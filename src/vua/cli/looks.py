@@ -324,7 +324,7 @@ def _report(
             if space.name not in pins:
                 pins[space.name] = list(space.pins())
             summaries.append(_summary(catalog, space, one, pins[space.name]))
-            talk.show("looking", number, len(found), amount=one.chunks, unit="chunks")
+            talk.show("looking", number, len(found), amount=one.chunks, unit="chunk")
     total = {what: sum(getattr(one, what) for one in now.values())
              for what in ("new", "used", "gone")}  # fmt: skip
     total["gone"] += sum(one.chunks for name, one in past.items() if name not in now)

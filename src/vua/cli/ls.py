@@ -169,7 +169,7 @@ def ls(
     found, others = catalog.contents()
     if others and not found and catalog.is_foreign():
         raise ConfigError(
-            f"{directory}: not a cache of VUA, {len(others)} other names; name a cache"
+            f"{directory}: not a cache of VUA, {counted(len(others), 'other name')}; name a cache"
         )
     with progress() as show:
         contents = [catalog.content(one, show, long=long) for one in found]

@@ -22,7 +22,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
 from unicodedata import combining, east_asian_width
 
-from vua.io.words import size
+from vua.io.words import counted, size
 from vua.storage.bucket_cost import KINDS, cost_dollars
 
 if TYPE_CHECKING:
@@ -252,7 +252,8 @@ def print_strays(strays: Sequence[str]) -> None:
     if strays:
         some = ", ".join(plain(repr(name)[1:-1])[:60] for name in strays[:3])
         more = ", ..." if len(strays) > 3 else ""
-        print(f"{len(strays)} objects or folders are not of VUA and stay: {some}{more}")
+        what = counted(len(strays), "name", "is", "are")
+        print(f"{what} not of VUA, and kept: {some}{more}")
 
 
 def requests_of(counts: Mapping[str, int]) -> dict[str, object]:
@@ -453,8 +454,10 @@ def progress_line(text: str, done: int, total: int, amount: int, unit: str, seco
     if amount:
         per_s = amount / seconds if late else 0.0
         in_bytes = unit == "B"
-        words.append(size(amount) if in_bytes else f"{amount:,} {unit}")
-        words += [f"{size(per_s)}/s" if in_bytes else f"{per_s:,.0f} {unit}/s"] if late else []
+        words.append(size(amount) if in_bytes else counted(amount, unit))
+        words += (
+            [f"{size(per_s)}/s" if in_bytes else f"{counted(round(per_s), unit)}/s"] if late else []
+        )
     if total <= 0:
         return ", ".join(words)
     share = min(1.0, done / total)

@@ -120,7 +120,9 @@ def _run(words: list[str]) -> int:  # noqa: PLR0911 - a status for each way to e
     except (VUAError, OSError) as problem:
         if interrupts.came:
             return INTERRUPTED
-        text = problem.strerror if isinstance(problem, StorageError) else problem
+        text = problem.strerror if isinstance(problem, OSError) else problem
+        if isinstance(problem, OSError) and not isinstance(problem, StorageError):
+            text = ": ".join(str(one) for one in (problem.filename, text) if one)
         print(plain(f"vua {words[0]}: {text or problem}"), file=sys.stderr)
         return UNUSABLE
     except KeyboardInterrupt:

@@ -342,7 +342,7 @@ class ImportReport(Report):
         print(f"{self.directory}: {written}; {done.present} were there")
 
 
-@command("import")
+@command("import", makes_it=True)
 @argument("file", "archive to read; - stdin", metavar="FILE")
 def import_(directory: str, file: str) -> ImportReport:
     """Import an archive; exit status 1 if some of it was damaged or found no space.

@@ -174,11 +174,11 @@ class GcReport(Report):
         inodes = limits["min_free_inodes"]
         if done.free_inodes is not None and inodes is not None and done.free_inodes < inodes:
             print(
-                f"{done.free_inodes} inodes of the file system are free, {inodes} are to be left "
+                f"free inodes of the file system: {done.free_inodes}, to be left: {inodes} "
                 "(min_free_inodes)"
             )
         if done.emptied:
-            print(f"{done.emptied} empty namespaces deleted")
+            print(f"{counted(done.emptied, 'empty namespace')} deleted")
         for problem in done.problems:
             print(problem)
         print_strays(done.strays)
@@ -407,7 +407,8 @@ class RmReport(Report):
             plain(f"{self.directory}: {counted(done.chunks, 'chunk')} {word}, {size(done.nbytes)}")
         )
         if done.kept:
-            print(f"{done.kept} pinned chunks stay; --pinned removes these too")
+            stays = counted(done.kept, "pinned chunk", "stays", "stay")
+            print(f"{stays}; with --pinned none does")
         print_strays(done.strays)
 
 

@@ -10,6 +10,7 @@ readers do not accept it, and the next save replaces it.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -48,7 +49,7 @@ from vua.cli.output import (
 from vua.errors import ConfigError
 from vua.format.entry import FORMAT, SEALED
 from vua.format.parse import EntryInfo
-from vua.io.words import size
+from vua.io.words import counted, size
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.description import Description
@@ -88,10 +89,8 @@ class Diagnosis(Report):
             rows.append(("ok", f"{len(passed)} more", ", ".join(passed)))
         table(["state", "what", "found"], rows)
         if self.rules is not None:
-            days = self.rules.days
-            print(
-                f"\nA lifecycle rule that deletes what was not written or renewed for {days} days"
-            )
+            days = counted(self.rules.days, "day")
+            print(f"\nA lifecycle rule that deletes what was not written or renewed for {days}")
             print("below its prefix, also other programs' objects:")
             print(json.dumps(self.rules.rules, indent=1))
 
@@ -254,9 +253,11 @@ def _show_sealed(result: Verification, ids: frozenset[str]) -> None:
         told = "checked for damage; who wrote them needs the key"
         if key_id in ids:
             told = f"{result.authentic[key_id]} of them proved to be written with it"
-        print(f"{name}: {count} files are sealed with key {key_id}: {told}")
+        print(f"{name}: {counted(count, 'file', 'is', 'are')} sealed with key {key_id}: {told}")
     if ids and result.plain:
-        print(f"{name}: {result.plain} files are not sealed: their writer is not proved")
+        print(
+            f"{name}: {counted(result.plain, 'file', 'is', 'are')} not sealed: the writer is not proved"
+        )
 
 
 def _show_others(result: Verification) -> None:
@@ -264,10 +265,11 @@ def _show_others(result: Verification) -> None:
     if temporary := result.others.get("temporary"):
         age_s = max(0.0, time.time() - min(one.modified_s for one in temporary))
         total = size(sum(one.nbytes for one in temporary))
-        print(f"{name}: {len(temporary)} temporary files, {total}, the oldest {age_s:.0f} s old")
+        files = counted(len(temporary), "temporary file")
+        print(f"{name}: {files}, {total}, the oldest {age_s:.0f} s old")
     if quarantined := result.others.get("quarantined"):
         total = size(sum(one.nbytes for one in quarantined))
-        print(f"{name}: {len(quarantined)} damaged files kept in quarantine, {total}")
+        print(f"{name}: {counted(len(quarantined), 'damaged file')} kept in quarantine, {total}")
     for one in result.others.get("stray", ()):
         print(f"not of a cache: {plain(f'{result.namespace.path}/{one.path}')}")
 
@@ -350,7 +352,7 @@ def inspect(files: Sequence[str]) -> InspectReport:
     If the first of ``files`` is a directory, the rest are first digits of its chunks' names: all
     files of these are shown. Raises ConfigError if there is no such chunk.
     """
-    if Path(files[0]).is_dir():
+    if Path(files[0]).is_dir() or (len(files) > 1 and not any(map(os.path.lexists, files))):
         files = list(_named(files[0], files[1:]))
     checker = Checker()
     return InspectReport([(file, *check_at(file, checker)) for file in files])

@@ -80,7 +80,7 @@ def warm(
         for number, (line, body) in enumerate(asked, 1):
             rows.append((line, *_answer(address, {"model": model, **body})))
             amount = sum(tokens or 0 for _, tokens, *_ in rows)
-            show("warm", number, len(asked), amount=amount, unit="tokens")
+            show("warm", number, len(asked), amount=amount, unit="token")
     return WarmReport(rows)
 
 

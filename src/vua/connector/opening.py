@@ -22,6 +22,7 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
 from vua.errors import VUAError
 from vua.format.identity import Identity
+from vua.io.words import counted
 from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
 from vua.store.nearest import nearest
@@ -245,10 +246,9 @@ class Opening:
             there = look_at(path, namespace=found.name)
             if there.usage is not None and there.usage.chunks:
                 log.info(
-                    "VUA: the nearest namespace with chunks is %s%s (%s). It differs in %d "
-                    "field%s, first: %s",
+                    "VUA: the nearest namespace with chunks is %s%s (%s). It differs in %s, "
+                    "first: %s",
                     *(found.name[:12], f" of {found.engine}" if found.engine else ""),
-                    *(there.amount, len(differences)),
-                    *("s" * (len(differences) != 1), differences[0]),
+                    *(there.amount, counted(len(differences), "field"), differences[0]),
                 )
                 break

@@ -55,6 +55,7 @@ from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
 from vua.io.pool import Breaker, Job, Pool
+from vua.io.words import counted
 from vua.store.agreement import Agreement
 from vua.store.namespace import Namespace
 from vua.store.store import UNJUDGED
@@ -443,9 +444,8 @@ class WorkerSide:
         self._comparisons.close(left_s(_IO_SHARE))
         if chunks := self.saves.close(left_s(_IO_SHARE)):
             log.warning(
-                "VUA: the engine ends, and %d chunks are not stored: %s within %g s "
-                "(timeouts.drain_s)",
-                chunks,
+                "VUA: the engine ends, and %s not stored: %s within %g s (timeouts.drain_s)",
+                counted(chunks, "chunk", "is", "are"),
                 "the storage did not take them" if self._opening.identity else "they had no name",
                 drain_s,
             )

@@ -28,6 +28,7 @@ from vua.errors import ConfigError, NotWritableError, StorageError
 from vua.io.buffers import BufferPool
 from vua.io.forks import watch
 from vua.io.pool import Breaker, Pool
+from vua.io.words import counted
 from vua.storage.bucket_client import (
     explained,
     is_denied,
@@ -362,7 +363,10 @@ class Bucket:
             key, problem = problems[0]
             error = self._error(problem, "delete", f"{self.url}/{key}")
             if len(keys) > 1:
-                error = type(error)(error.errno, f"{error.strerror}; {len(problems)} objects stay")
+                error = type(error)(
+                    error.errno,
+                    f"{error.strerror}; {counted(len(problems), 'object', 'stays', 'stay')}",
+                )
             raise error
 
     def _delete(self, keys: list[str]) -> list[tuple[str, Exception]]:

@@ -18,6 +18,7 @@ from typing import Final, Generic, Protocol, TypeVar
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.io.forks import watch
+from vua.io.words import counted
 from vua.weights import Identification, Weights, identify_weights
 
 
@@ -107,9 +108,13 @@ class LazyStore(Generic[_T]):
             found = answer.result()
             self._log.info(
                 "%s: weights identified in %.1f s (%.1f of %.1f MB read, the rest remembered or "
-                "noted); %d prompts are stored now",
+                "noted); %s stored now",
                 *(self._described.others.name, found.seconds),
-                *(found.read_nbytes / 1e6, found.nbytes / 1e6, len(self._early)),
+                *(
+                    found.read_nbytes / 1e6,
+                    found.nbytes / 1e6,
+                    counted(len(self._early), "prompt", "is", "are"),
+                ),
             )
         self._store_early()
 
@@ -157,8 +162,8 @@ class LazyStore(Generic[_T]):
     def close(self) -> None:
         """Stop the identification, store what was kept if it is done, and close an open store."""
         if self._early and self.identifying:
-            text = "%d prompts are not stored: the weights are not known yet, wait for ready()"
-            self._log.warning(text, len(self._early))
+            text = "%s not stored: the weights are not known yet, wait for ready()"
+            self._log.warning(text, counted(len(self._early), "prompt", "is", "are"))
             self._early.clear()
         self._identification.close()
         self._store_early()

@@ -30,6 +30,7 @@ from vua.format.keys import KeyChain
 from vua.format.layout import KVLayout
 from vua.io.files import atomic_write, make_file, make_folder, see_to_mode
 from vua.io.posix import close_quietly
+from vua.io.words import counted
 from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner, open_directory
 from vua.storage.base import Storage
@@ -399,7 +400,7 @@ class Place:
         about = "" if self.usage.exact else "about "
         mib = self.usage.nbytes / 2**20
         amount = f"{mib:.0f} MiB" if mib >= 10 else f"{mib:.2f} MiB"
-        chunks = f"{self.usage.chunks:,} chunk{'s' * (self.usage.chunks != 1)}"
+        chunks = counted(self.usage.chunks, "chunk")
         return f"{about}{amount} stored in {chunks}"
 
 

@@ -118,7 +118,7 @@ class TestLost(KeysTest):
             code, report = self.gc("--lost-keys", *self.given)
 
             self.assertEqual((1, 1), (code, report["deleted"]["lost_keys"]["chunks"]))
-            self.assertIn("2 chunks whose key is lost are pinned and stay", report["problems"][0])
+            self.assertIn("2 chunks are pinned and kept, with a lost key", report["problems"][0])
             self.assertEqual(len(self.kept) + 2, len(self.entries()))
             unpin(space, self.lost[1].name)
         self.assertEqual(0, self.gc("--lost-keys", *self.given)[0])

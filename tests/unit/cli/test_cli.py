@@ -355,7 +355,7 @@ class TestVerify(CliTest):
         code, out, _ = run("verify", self.root)
 
         self.assertEqual(0, code)
-        for words in ("2 temporary files, 4 B", "1 damaged files kept in quarantine, 7 B",
+        for words in ("2 temporary files, 4 B", "1 damaged file kept in quarantine, 7 B",
                       "notes.txt", "l0-3.h0-2.bak", "README"):  # fmt: skip
             self.assertIn(words, out)
         _, report = run_json("verify", self.root)

@@ -88,7 +88,7 @@ class TestPrefix(ExplainTest):
         self.assertEqual((0, 1, 1), (code, one["usable_chunks"], one["others"]["others"]))
         self.assertEqual((1, [4, 8], "absent"), (gap["chunk"], gap["tokens"], gap["state"]))
         self.assertEqual(keys_of(other, 4)[1].name, gap["prefix_hash"])
-        self.assertIn("continue differently", one["verdict"])
+        self.assertIn("continues differently", one["verdict"])
         _, (one,) = self.ask([*TOKENS[:12], 1, 1, 1, 1])
 
         self.assertEqual((3, 0), (one["usable_chunks"], one["others"]["others"]))

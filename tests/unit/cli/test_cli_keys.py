@@ -69,7 +69,7 @@ class TestVerify(KeysTest):
 
         self.assertIn(f"3 files are sealed with key {own}: 3 of them proved to be written", out)
         self.assertIn(f"3 files are sealed with key {hers}: checked for damage; who wrote", out)
-        self.assertIn("3 files are not sealed: their writer is not proved", out)
+        self.assertIn("3 files are not sealed: the writer is not proved", out)
         _, out, _ = run("verify", self.cache)
         self.assertEqual(2, out.count("who wrote them needs the key"))
         self.assertNotIn("not sealed", out)

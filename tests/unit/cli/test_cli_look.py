@@ -185,10 +185,10 @@ class TestProgress(unittest.TestCase):
             (("x", 1, 2, 0, "", 0.5), "##########.......... 50 %  x"),
             (("x", 7, 2, 0, "", 9.0), f"{'#' * 20} 100 %  x"),
             (("x", 1, 2, 0, "", 90.0), "##########.......... 50 %  x, 1:30 left"),
-            (("x", 1, 4, 50, "chunks", 2.0),
+            (("x", 1, 4, 50, "chunk", 2.0),
              "#####............... 25 %  x, 50 chunks, 25 chunks/s, 0:06 left"),
             (("x", 0, 0, 2 << 20, "B", 4.0), "x, 2.0 MiB, 512.0 KiB/s"),
-            (("", 0, 4, 3, "chunks", 0.1), "....................  0 %  3 chunks"),
+            (("", 0, 4, 3, "chunk", 0.1), "....................  0 %  3 chunks"),
         ):  # fmt: skip
             with self.subTest(arguments):
                 self.assertEqual(expected.split(), text.progress_line(*arguments).split())
