@@ -255,9 +255,8 @@ def _show_sealed(result: Verification, ids: frozenset[str]) -> None:
             told = f"{result.authentic[key_id]} of them proved to be written with it"
         print(f"{name}: {counted(count, 'file', 'is', 'are')} sealed with key {key_id}: {told}")
     if ids and result.plain:
-        print(
-            f"{name}: {counted(result.plain, 'file', 'is', 'are')} not sealed: the writer is not proved"
-        )
+        files = counted(result.plain, "file", "is", "are")
+        print(f"{name}: {files} not sealed: the writer is not proved")
 
 
 def _show_others(result: Verification) -> None:
