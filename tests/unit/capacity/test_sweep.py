@@ -17,7 +17,7 @@ import pytest
 
 from helpers import SOON_S, DirectoryTest, until, without_native_deletion
 from replay import LAYOUT
-from vua.capacity import evictor, reclaim, scan
+from vua.capacity import evictor, reclaim, scan, spaces
 from vua.capacity.evictor import Evictor
 from vua.capacity.lease import tell_victims, told_victims, upkeep_directory
 from vua.capacity.limits import Limits
@@ -71,8 +71,8 @@ class SweepTest(DirectoryTest):
             looks[fan] += 1
             return real(space, fan)
 
-        real = scan.columns_of
-        with mock.patch.object(scan, "columns_of", columns_of):
+        real = spaces.columns_of
+        with mock.patch.object(spaces, "columns_of", columns_of):
             yield looks
 
     def sharing(self) -> Evictor:
@@ -91,7 +91,7 @@ class TestTogether(SweepTest):
     def test_failure(self) -> None:
         """A folder that cannot be read costs the sweep none that were read before it."""
         sweep = scan.Sweep([self.space], 10 * self.many)  # all chunks are victims
-        looks, real = Counter[str](), scan.columns_of
+        looks, real = Counter[str](), spaces.columns_of
 
         def columns_of(space: Space, fan: str) -> object:
             looks[fan] += 1
@@ -99,7 +99,7 @@ class TestTogether(SweepTest):
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), fan)
             return real(space, fan)
 
-        with mock.patch.object(scan, "columns_of", columns_of):
+        with mock.patch.object(spaces, "columns_of", columns_of):
             with self.assertRaises(OSError) as caught:
                 sweep.drain({SPACE: self.space}, lambda: None)
             sweep.drain({SPACE: self.space}, lambda: None)
@@ -188,7 +188,7 @@ class TestParts(SweepTest):
             mock.patch.object(scan, "_SAMPLED_CHUNKS", 100),
             self.counted() as looks,
         ):
-            seen, answered, real = 0, threading.Event(), scan.columns_of
+            seen, answered, real = 0, threading.Event(), spaces.columns_of
 
             def columns_of(space: Space, fan: str) -> object:
                 nonlocal seen
@@ -197,7 +197,7 @@ class TestParts(SweepTest):
                     answered.wait(SOON_S)  # what comes later hangs until the writer has gone on
                 return real(space, fan)
 
-            with mock.patch.object(scan, "columns_of", columns_of):
+            with mock.patch.object(spaces, "columns_of", columns_of):
                 self.assertTrue(reclaimer.reserve(NBYTES))
                 answered.set()
                 until(lambda: sum(looks.values()) >= self.fans)

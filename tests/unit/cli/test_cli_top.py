@@ -104,9 +104,9 @@ class TestRepair(CliTest):
 
 LARGE = """
     import sys
-    from vua.catalog import directory
+    from vua.catalog import contents
     from vua.cli import main
-    directory._LARGE = 0
+    contents._LARGE = 0
     sys.exit(main(sys.argv[1:]))
 """
 

@@ -18,7 +18,7 @@ from vua.core import VUA, VUAConfig
 
 CONFIG = VUAConfig(split_factor=16, model="tiny")
 KV = caches_of(layers=2, heads=2, tokens=64, dim=8, seed=1)
-COUNTED = ("travel.py", "object.py", "bucket.py", "lru.py", "scan.py")
+COUNTED = ("travel.py", "object.py", "bucket.py", "lru.py", "scan.py", "spaces.py")
 """The modules whose steps count: what sends, asks, writes and marks."""
 
 
