@@ -296,5 +296,3 @@ class Sweep:
             self.ahead += those(mtimes_ns > self._latest_ns, mtimes_ns)
         if len(self.ahead) > 2 * self._wanted:
             self.ahead = sorted(self.ahead)[: self._wanted]
-
-

@@ -116,7 +116,7 @@ class FullTest(DirectoryTest):
         ):
             code, said = run("gc", self.root, "--max-bytes", "0K", "--yes")[:2]
             self.assertEqual(1, code, "it is beyond its bounds by that chunk")
-            self.assertIn("1 chunks can be neither moved nor deleted", said)
+            self.assertIn("1 chunk can be neither moved nor deleted", said)
             self.assertIn(stays.parent.name, said)
             self.assertIn(stays, self.files())
             self.assertEqual([stays], self.files())

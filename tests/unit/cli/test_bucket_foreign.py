@@ -121,7 +121,7 @@ class ForeignTest(DirectoryTest):
         for words in (["du"], ["gc", "--max-bytes", "1G"], ["rm", "--all", "--dry-run"]):
             code, report = run_json(words[0], url, *words[1:])
             self.assertEqual((0, 3), (code, report["strays"]), words)
-            self.assertIn("not of VUA and stay", run(words[0], url, *words[1:])[1])
+            self.assertIn("not of VUA, and kept", run(words[0], url, *words[1:])[1])
         code, report = run_json("verify", url)
         self.assertEqual((0, ["photos"]), (code, report["stray"]))
         self.assertEqual(0, run("rm", url, space, "--yes")[0])

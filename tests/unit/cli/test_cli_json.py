@@ -73,6 +73,8 @@ class JsonTest(CliTest):
                         and self.beside.rmdir())  # fmt: skip
         save_file({"w": np.zeros(1)}, self.beside / "model.safetensors")
         (self.beside / "tokens").write_text(json.dumps(TOKENS.tolist() + [1] * 8))
+        order = {"prefix": TOKENS.tolist(), "documents": [[1] * 8]}
+        (self.beside / "order").write_text(json.dumps(order))
 
     def commands(self) -> dict[str, list[list[object]]]:
         """Verbs by the section that describes them; together they show every field of it."""
@@ -85,7 +87,8 @@ class JsonTest(CliTest):
             "du": [["du", root]],
             "top": [["top", root, "--once", "--interval", "0.01"]],
             "doctor": [["doctor", root]],
-            "explain": [["explain", root, "--tokens", beside / "tokens"]],
+            "explain": [["explain", root, "--tokens", beside / "tokens"],
+                        ["explain", root, "--order", beside / "order"]],
             "export": [["export", root, beside / "tar", "--all"], ["import", root, beside / "tar"]],
             "verify": [["verify", root]],
             "gc": [["gc", root]],
