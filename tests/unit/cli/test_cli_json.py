@@ -18,6 +18,8 @@ from safetensors.numpy import save_file
 from buckets import memory_url
 from commands import TOKENS, CliTest, run, run_json, verbs
 from helpers import caches_of, flip
+from vua.connector.load_policy import PrefillSpeed
+from vua.connector.savings import Savings
 from vua.core import VUA, VUAConfig
 from vua.storage.bucket import Bucket
 
@@ -75,6 +77,10 @@ class JsonTest(CliTest):
         (self.beside / "tokens").write_text(json.dumps(TOKENS.tolist() + [1] * 8))
         order = {"prefix": TOKENS.tolist(), "documents": [[1] * 8]}
         (self.beside / "order").write_text(json.dumps(order))
+        engine = Savings(PrefillSpeed(64))
+        engine.keep_at(self.root, "", 0o600)
+        engine.looked_up(1, 2)
+        engine.close()
 
     def commands(self) -> dict[str, list[list[object]]]:
         """Verbs by the section that describes them; together they show every field of it."""
