@@ -34,7 +34,7 @@ from vua.storage.mark import UPKEEP
 
 log = logger("savings")
 
-_FIRST_S, _EVERY_S, _SAID_EVERY_S = 1.0, 10.0, 3600.0
+_FIRST_S, _EVERY_S, _SAID_EVERY_S, _END_S = 1.0, 10.0, 3600.0, 1.0
 _POINTS: Final = 16
 """Measured prefills in a file."""
 _WAITING: Final = 4096
@@ -42,7 +42,7 @@ _WAITING: Final = 4096
 
 
 class Savings:
-    """Those of one process. Thread-safe; no call waits for the file system but :meth:`close`."""
+    """Those of one process. Thread-safe. Only :meth:`close` waits for the file system, a second."""
 
     def __init__(self, prefill: PrefillSpeed, *, wall: Callable[[], float] = time.time) -> None:
         """Price by ``prefill``; ``wall`` returns seconds since 1970."""
@@ -58,7 +58,9 @@ class Savings:
         self._waiting = deque[tuple[str, int, int, int, float]](maxlen=_WAITING)
         self._earlier = PrefillSpeed(0)
         """Of an engine before this one."""
-        self._timer: threading.Timer | None = None
+        self._writer: threading.Thread | None = None
+        """Waits, then writes."""
+        self._soon = threading.Event()
         self._writes, self._said_s = 0, time.monotonic()
 
     def after_fork(self) -> None:
@@ -94,13 +96,17 @@ class Savings:
         for old in sorted(self._days)[:-DAYS]:
             del self._days[old]
         self._price()
-        if self._timer is None and self._root is not None:
-            self._timer = threading.Timer(_EVERY_S if self._writes else _FIRST_S, self._write)
-            self._timer.daemon = True
+        if self._writer is None and self._root is not None:
+            self._soon = threading.Event()
+            self._writer = threading.Thread(target=self._later, args=(self._soon,), daemon=True)
             with suppress(RuntimeError):  # the process ends, or has no thread
-                self._timer.start()
+                self._writer.start()
             if not self._writes:
                 atexit.register(self.close)
+
+    def _later(self, soon: threading.Event) -> None:
+        soon.wait(_EVERY_S if self._writes else _FIRST_S)
+        self._write()
 
     def _price(self) -> None:
         while self._waiting:
@@ -123,13 +129,17 @@ class Savings:
             return add_up(self._days.values())
 
     def close(self) -> None:
-        """Write what is not written yet, and log the sum. A second call does nothing."""
+        """Write what is not written yet, and log the sum. A second call does nothing.
+
+        Waits a second at most.
+        """
         atexit.unregister(self.close)
         with self._lock:
-            timer = self._timer
-        if timer is not None:
-            timer.cancel()
-            self._write()
+            writer, soon = self._writer, self._soon
+        if writer is not None:
+            soon.set()
+            with suppress(RuntimeError):  # it could not be started
+                writer.join(_END_S)
             self._say()
 
     def _say(self) -> None:
@@ -139,7 +149,7 @@ class Savings:
     def _write(self) -> None:
         """Write this process's file; the first time, read those of others and delete old ones."""
         with self._lock:
-            self._timer, root = None, self._root
+            self._writer, root = None, self._root
         if root is None:
             return
         folder = root / UPKEEP / FOLDER

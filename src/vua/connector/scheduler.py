@@ -253,7 +253,7 @@ class SchedulerSide:
     def shutdown(self) -> None:
         """Stop the lookup threads, and write what was learned of writers."""
         close_within(written, min(_END_S, self._config.timeouts.drain_s))
-        close_within(self.request_metrics.savings.close, min(_END_S, self._config.timeouts.drain_s))
+        self.request_metrics.savings.close()
         self._opening.close()
         self._use_what_is_known()
         if self._open:

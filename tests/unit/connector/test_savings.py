@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
+from unittest import mock
 
 from commands import run
 from helpers import DirectoryTest, until
@@ -114,6 +116,16 @@ class TestSavings(DirectoryTest):
         os.mkfifo(path.with_name("pipe"))
         path.with_name("link").symlink_to(path)
         self.assertEqual({DAY: Totals(2, 1)}, saved_at(self.root))
+
+    def test_storage_hangs(self) -> None:
+        """An engine ends, though its file cannot be written."""
+        engine, answer = self.engine(), threading.Event()
+        self.addCleanup(answer.set)
+        hanging = {"side_effect": lambda *_, **__: answer.wait()}
+        with mock.patch("vua.connector.savings.atomic_write", **hanging) as writing:
+            engine.looked_up(1, 2)
+            until(lambda: writing.called)
+            engine.close()
 
     def test_no_file(self) -> None:
         """An engine whose directory is gone goes on."""
