@@ -78,8 +78,9 @@ class Savings:
 
     def looked_up(self, found: int, asked: int) -> None:
         """Note that of a prompt's whole chunks so many were found."""
-        with self._lock:
-            self._add(self._today(), Totals(asked, found))
+        if asked:
+            with self._lock:
+                self._add(self._today(), Totals(asked, found))
 
     def loaded(self, tokens: int, before: int, seconds: float, rows: int = 1) -> None:
         """Note that so many tokens of each row came, after others, and how long that took."""
