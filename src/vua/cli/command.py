@@ -23,6 +23,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import nullcontext, suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import click
@@ -36,6 +37,18 @@ if TYPE_CHECKING:
     from vua.security.settings import Security
 
 _ROOT: Final = 0
+_LATER: Final = (
+    *(
+        "json",
+        "multiprocessing.pool",
+        "multiprocessing.popen_fork",
+        "rich.console",
+        "rich.text",
+        "sqlite3",
+    ),
+    *("vua.capacity.listing", "vua.catalog.directory", "vua.catalog.probes", "vua.store.namespace"),
+)
+"""What commands import when they need it."""
 
 
 @contextlib.contextmanager
@@ -55,6 +68,9 @@ def as_owner(directory: str) -> Iterator[None]:
         yield
         return
     _hand_over(directory, status)
+    for name in _LATER:  # the owner may not be allowed to read root's Python
+        with suppress(ImportError):
+            import_module(name)
     groups, gid = os.getgroups(), os.getegid()
     os.setgroups([status.st_gid])
     os.setegid(status.st_gid)
