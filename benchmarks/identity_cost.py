@@ -326,10 +326,10 @@ def measure_looks(model: Any, root: Path, ids: Any) -> list[dict[str, float]]:
             watch = Stopwatch()
             names = ("mark_of", "light_mark", "tensor_mark", "first_keys")
             timed = {name: watch.around(getattr(cache, name)) for name in names}
-            looks = watch.around(cache._State.change)
+            looks = watch.around(cache.State.change)
             with (
                 mock.patch.multiple(cache, **timed),
-                mock.patch.object(cache._State, "change", looks),
+                mock.patch.object(cache.State, "change", looks),
             ):
                 began = time.monotonic()
                 model.generate(

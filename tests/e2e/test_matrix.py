@@ -42,9 +42,6 @@ class Kind:
     """A kind of model."""
 
     model: Callable[[], Path]
-    window: bool = False
-    """Whether it has layers with a window beside others: where a second prompt leaves the first
-    one, the window was not stored."""
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -75,9 +72,9 @@ def mistral() -> Path:
 
 KINDS = {
     "qwen3": Kind(qwen3),
-    "gpt-oss": Kind(gpt_oss, window=True),
+    "gpt-oss": Kind(gpt_oss),
     "mistral": Kind(mistral),
-    "gemma3": Kind(gemma3, window=True),
+    "gemma3": Kind(gemma3),
 }
 OVERRIDES = {"mistral": {"hf_overrides": {"sliding_window": 128}}}
 BRANCH = [RESET, Batch([PROMPT[:400] + tokens(150, seed=2)])]
@@ -94,7 +91,7 @@ class MatrixTest(EngineTest):
     def check(self, name: str, way: Way, **more: Any) -> None:
         """Serve from an empty directory, then restarted: the same tokens, all that can be loaded.
 
-        Of a prompt that leaves a stored one that is what both share, unless a window is missing.
+        Of a prompt that leaves a stored one that is what both share, windows too.
         """
         engine = KINDS[name].engine | OVERRIDES.get(name, {}) | way.engine | more
         later = BRANCH if way.branch else []
@@ -106,7 +103,7 @@ class MatrixTest(EngineTest):
         warm = self.serve(*way.batches, *later, engine=engine, trouble=trouble)
 
         self.assertEqual([expected[: len(cold.tokens)], expected], [cold.tokens, warm.tokens])
-        shared = [0 if KINDS[name].window else 384] if way.branch else []
+        shared = [384] if way.branch else []
         self.assertEqual(way.cached + shared, warm.cached)
         if not more:  # counts are those of one process
             self.assertGreater(warm.counts["tokens_loaded"], 0)
