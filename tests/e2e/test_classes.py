@@ -50,7 +50,8 @@ class Row(EngineTest):
         self.assertEqual(len(rest) + 1, len({*map(tuple, [first, *rest])}))
 
         cold = self.serve(WHOLE, RESET, WHOLE, engine=self.engine)
-        flip(max(path for path in stored(self.root) if path.name.startswith(self.damaged)))
+        kind = (path for path in stored(self.root) if path.name.startswith(self.damaged))
+        flip(max(kind, key=lambda path: path.stat().st_mtime_ns))  # the last one of the prompt
         warm = self.serve(WHOLE, RESET, WHOLE, *later, engine=self.engine)
         exchange_for_noise(self.root, WHOLE.prompts[0])
         noise = self.serve(WHOLE, engine=self.engine)
@@ -144,6 +145,7 @@ class ConvolutionTest(Row):
     others, loaded, shared_by_workers, damaged = (), (), False, "s"
 
     def setUp(self) -> None:
-        """With prefix caching, without which vLLM keeps no states."""
+        """With prefix caching, without which vLLM keeps no states; steps end where VUA stores."""
         super().setUp()
-        self.engine = {"model": str(lfm2()), "enable_prefix_caching": True}
+        steps = {"max_num_batched_tokens": 512}
+        self.engine = {"model": str(lfm2()), "enable_prefix_caching": True, **steps}
