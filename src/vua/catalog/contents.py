@@ -174,10 +174,16 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, large: bool) -> Iterat
         return
     import multiprocessing  # noqa: PLC0415 - `vua ls` starts without
 
-    with multiprocessing.get_context("fork").Pool(
-        _PROCESSES, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
-    ) as pool:
-        yield from pool.imap(work, items)
+    # A pool that is interrupted while it starts leaves its processes behind, which end never.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with multiprocessing.get_context("fork").Pool(
+            _PROCESSES, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
+        ) as pool:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            yield from pool.imap(work, items)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def over_fans(work: Callable[[str], R], space: Space, fans: list[str]) -> Iterator[R]:
