@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
-from typing_extensions import Self
-
 from vua.capacity.spaces import Show, Space, fans_of, is_fan, is_trash, listed
 from vua.errors import explaining
 from vua.format.layout import Shard
@@ -30,6 +28,8 @@ from vua.storage.names import Kind as NamedKind
 
 if TYPE_CHECKING:
     import sqlite3
+
+    from typing_extensions import Self
 
 T = TypeVar("T")
 R = TypeVar("R")
