@@ -538,7 +538,7 @@ class Reclaimer:
     def _evict(
         self, nbytes: int, below: Below = ANYTHING, *, ahead: bool = False
     ) -> DeletionTotals:
-        """Evict. Of many chunks a process that knows no victims takes those of another one.
+        """Evict. With many chunks, a process without victims takes those of another process.
 
         It waits a moment for these, and then looks for itself.
         """

@@ -1,7 +1,7 @@
 """What loads have saved, as engines note it in the cache directory: for people.
 
 Each process has one small file in ``.upkeep/saved`` (`vua.connector.savings`), for the last days
-(UTC). Tools add up all files. Whoever may write there can change what people read, and nothing
+(UTC). Tools add up all files. A user who may write there can change these numbers, and nothing
 else.
 """
 

@@ -174,7 +174,7 @@ def spread(work: Callable[[T], R], items: Sequence[T], *, large: bool) -> Iterat
         return
     import multiprocessing  # noqa: PLC0415 - `vua ls` starts without
 
-    # A pool that is interrupted while it starts leaves its processes behind, which end never.
+    # A pool that is interrupted while it starts leaves processes that never end.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with multiprocessing.get_context("fork").Pool(

@@ -1,4 +1,4 @@
-"""What cannot change K and V, so that it is no part of the identity: tables of names, as data.
+"""Settings that cannot change K and V, and do not count in the identity: tables of names.
 
 Each engine has a file ``excluded.json``. Its tables have lists of names by a word for the reason,
 and "reasons" says what the words mean. What is in no table counts.
