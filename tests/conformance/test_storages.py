@@ -139,7 +139,7 @@ class TestLiar(unittest.TestCase):
     """The suite can fail, and no reader believes a storage."""
 
     def test_fails(self) -> None:
-        """What is not read is noticed by each test that reads."""
+        """What is not read is noticed by tests that read."""
 
         class Case(conformance.StorageConformance, unittest.TestCase):
             shared = False
@@ -148,11 +148,12 @@ class TestLiar(unittest.TestCase):
                 del directory
                 return Liar()
 
-        result = unittest.TestResult()
-        unittest.defaultTestLoader.loadTestsFromTestCase(Case).run(result)
-        failed = {case.id().rpartition(".")[2] for case, _ in result.failures + result.errors}
-        failed = {name.partition(" ")[0] for name in failed}
-        self.assertLessEqual({"test_digests", "test_first_missing", "test_many_threads"}, failed)
+        for name in ("test_digests", "test_first_missing"):
+            with self.subTest(name):
+                result = unittest.TestResult()
+                Case(name).run(result)
+                self.assertEqual(1, result.testsRun)
+                self.assertFalse(result.wasSuccessful())
 
 
 if __name__ == "__main__":

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
-import subprocess
-import sys
 import tempfile
-import textwrap
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 
 from commands import run, run_json
-from helpers import SOON_S, DirectoryTest, Memory, caches_of, flip, model_arrays, save_chunk
+from helpers import DirectoryTest, Memory, caches_of, flip, model_arrays, save_chunk
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds
-from vua.capacity.listing import ancestors, read_listing
+from vua.capacity.listing import ancestors
 from vua.capacity.lru import server_now_ns
 from vua.capacity.marks import pin, settle_ttl, unpin
-from vua.capacity.spaces import Space, spaces
+from vua.capacity.spaces import Space
 from vua.capacity.usage import measure
 from vua.cli.upkeep import rm
 from vua.core import VUA, VUAConfig
@@ -372,94 +366,3 @@ class TestCommands(GcTest):
         self.assertEqual((0, 3), (run("rm", self.root, "--all")[0], 3))
         left = [path.name for path in self.files("*") if ".upkeep" not in path.parts]
         self.assertEqual(["vua.json"], left)
-
-
-WORK = """
-    import random, select, sys
-    import torch
-    from vua.core import VUA, VUAConfig
-
-    root, kind, seed, most = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
-    chance = random.Random(seed)
-    config = VUAConfig(split_factor=4, max_bytes=most, min_free_bytes=0, threads=1)
-
-    def cache(ids):  # depends on nothing but the tokens before, as a real one
-        rows, state = [], 0.0
-        for n in ids:
-            state = (state * 31 + n + 1) % 65521
-            rows.append([state + k for k in range(64)])
-        k = torch.tensor(rows, dtype=torch.float32)[None, None]
-        return [[k, -k]]
-
-    done = wrong = 0
-    print("ready", flush=True)
-    sys.stdin.readline()
-    with VUA(config, root) as vua:
-        while not done or not select.select([sys.stdin], [], [], 0)[0]:
-            conversation, length = chance.randrange(40), chance.randint(1, 8)
-            ids = [n for i in range(length) for n in [conversation, i, i * conversation, 7]]
-            if kind == "write":
-                done += vua.put(torch.tensor(ids), cache(ids))
-            else:
-                found = vua.get_closest(torch.tensor(ids))
-                done += 1
-                if found and not all(
-                    torch.equal(a, b[:, :, : found.num_tokens])
-                    for a, b in zip(found.data[0], cache(ids)[0])
-                ):
-                    wrong += 1
-    print(done, wrong)
-"""
-
-
-class TestTogether(DirectoryTest):
-    """Many processes at once."""
-
-    @pytest.mark.thorough
-    def test_passes_writers_readers(self) -> None:
-        """Three passes on a full directory in use: bounds hold, no wrong read, no orphan left."""
-        most = 120 * 6144
-        script = textwrap.dedent(WORK)
-
-        def start(kind: str, seed: int) -> subprocess.Popen[str]:
-            numbers = map(str, (seed, most))
-            return subprocess.Popen(
-                [sys.executable, "-c", script, str(self.root), kind, *numbers],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-
-        work = [start(kind, seed) for seed, kind in enumerate(["write", "write", "read"])]
-        passes: list[subprocess.Popen[bytes]] = []
-        highest = 0
-        try:
-            for one in work:
-                self.assertEqual("ready\n", one.stdout.readline())
-            for one in work:
-                one.stdin.write("go\n")
-                one.stdin.flush()
-            command = [sys.executable, "-m", "vua", "gc", str(self.root)]
-            bounds = ["--max-bytes", f"{most}B", "--min-free", "0", "--json"]
-            end = time.monotonic() + SOON_S
-            while not passes or any(one.poll() is None for one in passes):
-                self.assertLess(time.monotonic(), end)
-                highest = max(highest, measure(self.root).nbytes)
-                if not passes and highest > 0.9 * most:  # now bytes have to be kept within bounds
-                    passes += [
-                        subprocess.Popen([*command, *bounds], stdout=subprocess.PIPE)
-                        for _ in range(3)
-                    ]
-                time.sleep(0.05)
-            reports = [json.loads(one.communicate()[0]) for one in passes]
-            results = [one.communicate("stop\n", timeout=SOON_S)[0].split() for one in work]
-        finally:
-            for one in (*work, *passes):
-                one.kill()
-                one.wait()
-        self.assertTrue(all(int(done) > 0 for done, _ in results), results)
-        self.assertEqual(["0"] * 3, [wrong for _, wrong in results])
-        self.assertEqual([[]] * 3, [report["problems"] for report in reports])
-        self.assertLessEqual(highest, 1.05 * most)
-        with spaces(self.root) as found:
-            orphans = [name for space in found for name in read_listing(space).orphans()]
-        self.assertEqual([], orphans)
-        self.assertEqual(0, run("verify", self.root)[0])

@@ -103,24 +103,23 @@ class PrefixTest(DirectoryTest):
         for other, block in itertools.product(others, (16, 32, 48, 128)):
             tokens = chunks * size + int(rng.integers(0, size))
             keys = KeyChain(token_ids(list(range(tokens))), size)
-            for trial in range(2):
-                model = self.model(full, other, block=block)
-                root = self.root / f"{other.group}-{block}-{trial}"
-                root.mkdir()
-                stores = Namespace.create(root, model.identity, [full, other]).stores
-                there = np.flatnonzero(rng.random(chunks) < rng.choice([0.5, 0.9]))
-                self.store(stores[0], keys, range(rng.integers(chunks // 2, chunks + 1)))
-                self.store(stores[1], keys, map(int, there))
+            model = self.model(full, other, block=block)
+            root = self.root / f"{other.group}-{block}"
+            root.mkdir()
+            stores = Namespace.create(root, model.identity, [full, other]).stores
+            there = np.flatnonzero(rng.random(chunks) < rng.choice([0.5, 0.9]))
+            self.store(stores[0], keys, range(rng.integers(chunks // 2, chunks + 1)))
+            self.store(stores[1], keys, map(int, there))
 
-                found = find(model, stores, keys, tokens, window_every_tokens=None)
-                groups = [group_state(store, keys, None) for store in stores]
-                answers = {
-                    found.tokens,
-                    loadable(groups, tokens, block),
-                    longest(model, stores, keys, found.stored, tokens - 1),
-                }
+            found = find(model, stores, keys, tokens, window_every_tokens=None)
+            groups = [group_state(store, keys, None) for store in stores]
+            answers = {
+                found.tokens,
+                loadable(groups, tokens, block),
+                longest(model, stores, keys, found.stored, tokens - 1),
+            }
 
-                self.assertEqual(1, len(answers), (other.group, block, list(there), answers))
+            self.assertEqual(1, len(answers), (other.group, block, list(there), answers))
 
     def test_what_to_store(self) -> None:
         """The window at the end, at the branch, and where prompts may part; a chunk of slack."""

@@ -53,6 +53,8 @@ if find_spec("vllm"):
             return super().limit(request, found, local_tokens)
 
 
+LIVES = int(os.environ.get("VUA_TEST_LIVES", "40"))
+"""Simulated engines; docs/vllm.md tells of 200."""
 SIZE = 16
 LAYOUT = KVLayout(1, 1, 8, 8, "F32", SIZE)
 IDENTITY = Identity(model="m", chunk_tokens=SIZE)
@@ -587,22 +589,22 @@ class BoundTest(EngineTest):
 
     @pytest.mark.thorough
     def test_the_bound_holds(self) -> None:
-        """In 200 engines' lives with injected faults it covers the truth in at least 95 %.
+        """In engines' lives with injected faults it covers the truth in at least 95 %.
 
         Writers store wrong chunks: all, or some of them, at once or from some time on. The truth is
         the share of wrong chunks among those that were loaded. A bound for less than 95 % fails.
         """
         scheduler = logging.getLogger("vllm.vua.scheduler")
         with mock.patch.object(scheduler, "disabled", new=True):  # each writer that is put aside
-            lives = [self.life(random.Random(run)) for run in range(200)]
+            lives = [self.life(random.Random(run)) for run in range(LIVES)]
             bound = partial(upper_bound, confidence=0.4)
             with mock.patch("vua.connector.proved.upper_bound", bound):
-                weaker = [self.life(random.Random(run)) for run in range(60)]
-        self.assertGreaterEqual(sum(truth <= bound for truth, bound, *_ in lives), 190)
-        self.assertLess(sum(truth <= bound for truth, bound, *_ in weaker), 57)
+                weaker = [self.life(random.Random(run)) for run in range(20)]
+        self.assertGreaterEqual(sum(truth <= bound for truth, bound, *_ in lives), 0.95 * LIVES)
+        self.assertLess(sum(truth <= bound for truth, bound, *_ in weaker), 19)
         cost = sum(life[2] for life in lives) / sum(life[3] for life in lives)
         self.assertLess(cost, 0.01)
-        self.assertGreater(sum(life[4] for life in lives), 200)  # writers found
+        self.assertGreater(sum(life[4] for life in lives), LIVES)  # writers found
 
     def life(self, chance: random.Random) -> tuple[float, float, int, int, int]:
         """One engine: truth, bound, chunks computed that could be loaded, all, writers found."""

@@ -9,12 +9,10 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import unittest
 from collections.abc import Mapping
 from importlib import util
 
-import pytest
 from hypothesis import strategies as st
 
 from properties import given
@@ -277,43 +275,6 @@ class TestConfigDigest(unittest.TestCase):
                 config_digest({"x": value})
         odd = [config_digest({"x": value}) for value in (math.nan, math.inf, "NaN", None, True, 1)]
         self.assertEqual(len(odd), len(set(odd)))
-
-    @pytest.mark.vllm
-    @unittest.skipUnless(util.find_spec("vllm"), "vLLM is not installed")
-    @pytest.mark.thorough
-    def test_vllm_and_transformers_agree(self) -> None:
-        """The same checkpoint has the same digest in vLLM and transformers; overrides differ."""
-        code = """
-import contextlib, json, sys
-from pathlib import Path
-with contextlib.redirect_stdout(sys.stderr):
-    from transformers import AutoModelForCausalLM
-    from vllm.engine.arg_utils import EngineArgs
-    from vua.format.identity import config_digest
-    from small_models import make_model
-    def of_vllm(path, dtype, **overrides):
-        args = EngineArgs(model=str(path), dtype=dtype, hf_overrides=overrides)
-        return config_digest(args.create_model_config().hf_text_config.to_dict())
-    digests = {}
-    for family in ("llama", "qwen2", "qwen3", "mistral"):
-        path = make_model(Path(sys.argv[1], family), family=family)
-        loaded = AutoModelForCausalLM.from_pretrained(path)
-        digests[family] = [
-            config_digest(loaded.config.to_dict()),
-            of_vllm(path, "bfloat16"),
-        ]
-    rope = {"rope_type": "default", "rope_theta": 5e5}
-    overridden = of_vllm(path, "float32", rope_parameters=rope)
-print(json.dumps([digests, overridden]))
-"""
-        with tempfile.TemporaryDirectory() as folder:
-            printed = in_other_process(code, folder, HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
-        digests, overridden = json.loads(printed)
-
-        each = {family: len(set(found)) for family, found in digests.items()}
-        self.assertEqual({"llama": 1, "qwen2": 1, "qwen3": 1, "mistral": 1}, each)
-        distinct = {overridden, *(found[0] for found in digests.values())}
-        self.assertEqual(5, len(distinct))
 
 
 class TestCounted(unittest.TestCase):

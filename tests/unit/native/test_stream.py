@@ -214,7 +214,7 @@ class HeaderTest(DirectoryTest):
 
     @pytest.mark.thorough
     def test_some_bytes(self) -> None:
-        """Each byte of the variable fields becomes any kind of byte, and some others change."""
+        """Each byte of the variable fields becomes any kind of byte, and 200 of all change."""
         self.assertTrue(self.natively(self.header))
         start = self.codec.writer_offset - 40
         fields = np.arange(start, self.codec.check_offset + 24)
@@ -223,14 +223,7 @@ class HeaderTest(DirectoryTest):
             right += self.compare(fields, np.full(len(fields), value, dtype=np.uint8))
         self.assertGreater(right, 100)
         draw = np.random.default_rng(2)
-        offsets = draw.integers(0, self.codec.header_nbytes, 100)
-        self.compare(offsets, self.header[offsets] ^ np.uint8(1))
-
-    @pytest.mark.thorough
-    def test_each_byte(self) -> None:
-        """Each byte of a header changes by one bit, and to any value."""
-        offsets = np.arange(self.codec.header_nbytes)
-        draw = np.random.default_rng(3)
+        offsets = draw.choice(self.codec.header_nbytes, 200, replace=False)
         flips = (1 << draw.integers(0, 8, len(offsets))).astype(np.uint8)
         self.compare(offsets, self.header[offsets] ^ flips)
         self.compare(offsets, draw.integers(0, 256, len(offsets), dtype=np.uint8))
