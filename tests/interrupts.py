@@ -35,7 +35,7 @@ from vua.core import VUA, VUAConfig
 CONFIG = VUAConfig(split_factor=16, model="m", threads=4)
 ROWS = {"single": 1, "batch": 4}
 TOKENS = 256
-UNDISTURBED = 5
+UNDISTURBED = 3
 """Children that are not interrupted: their median says when the others are."""
 LOOK_S = 5.0
 """How long a child's processor time is watched."""

@@ -20,8 +20,8 @@ from vua.core import VUA, VUAConfig
 pytest.importorskip("obstore")
 pytestmark = pytest.mark.thorough
 
-KILLS = 50
-WAITING = 10_000
+KILLS = 20
+WAITING = 2_000
 
 
 class KilledTest(DirectoryTest):
@@ -58,7 +58,7 @@ class KilledTest(DirectoryTest):
         return tokens
 
     def test_killed_at_each_step(self) -> None:
-        """50 times, each at another step: nothing wrong, and in the end all has travelled."""
+        """20 times, each at another step: nothing wrong, and in the end all has travelled."""
         self.traveller(0, 0)  # makes the namespace
         steps = self.traveller(1, 0)
         self.assertGreater(steps, 2 * KILLS)
@@ -86,8 +86,8 @@ class OutageTest(DirectoryTest):
     """A directory that has been in use for long without its bucket."""
 
     def test_many_wait(self) -> None:
-        """10,000 chunks are sent, no faster than is allowed, and little memory is used for that."""
-        upload_mib_s = 8.0
+        """2,000 chunks are sent, no faster than is allowed, and little memory is used for that."""
+        upload_mib_s = 4.0
         near, behind = str(self.root / "a"), str(self.root / "bucket")
         kv = caches_of(layers=1, heads=1, tokens=16 * WAITING, dim=8)
         with VUA(CONFIG, near) as vua:
