@@ -194,6 +194,7 @@ def with_engine(phase: dict[str, Any]) -> dict[str, Any]:
         try:
             for step in phase["steps"]:
                 batches += in_a_copy(llm, step["fork"]) if "fork" in step else act(llm, step)
+            llm.collective_rpc(wait_for_saves)  # the end itself waits less
         except Exception:  # noqa: BLE001 - likewise
             return {"problem": traceback.format_exc()}
         finally:
@@ -320,13 +321,13 @@ def rows(count: int, seed: int, other_from: int = 1 << 30) -> Any:
     return torch.cat([made(seed)[:other_from], made(seed + 1000)[other_from:]])
 
 
-def wait_for_saves(patience_s: float = 60.0) -> None:
+def wait_for_saves(_worker: Any = None) -> None:
     """Wait until this process has stored what it has to: the next prompt may rely on it."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if not has_kv_transfer_group():
         return
-    group, until = get_kv_transfer_group(), time.monotonic() + patience_s
+    group, until = get_kv_transfer_group(), time.monotonic() + 60.0
     for one in getattr(group, "_connectors", [group]):  # a MultiConnector's
         worker = getattr(one, "worker", None)
         while worker is not None and worker.saves.pending and time.monotonic() < until:
@@ -336,20 +337,17 @@ def wait_for_saves(patience_s: float = 60.0) -> None:
 def settle(llm: Any) -> None:
     """Wait until this engine has stored everything, and has published its events."""
     from vllm import SamplingParams
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    group = get_kv_transfer_group() if has_kv_transfer_group() else None
-    worker = getattr(group, "worker", None)  # the tier has none
-    until = time.monotonic() + 120
-    while worker is not None and worker.saves.pending:
-        if time.monotonic() > until:
-            raise TimeoutError("chunks are still not stored")
-        time.sleep(0.01)
-    if worker is None:  # the workers are other processes
-        time.sleep(1)
+    from vua.vllm.tier import VUATier
+
     some_steps = SamplingParams(max_tokens=4, ignore_eos=True)
+    llm.collective_rpc(wait_for_saves)
     llm.generate([{"prompt_token_ids": [1, 2, 3]}], some_steps, use_tqdm=False)
-    time.sleep(0.2)  # the publisher's own thread
+    for tier in [one for one in gc.get_objects() if type(one) is VUATier]:
+        tier.drain_jobs()
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], some_steps, use_tqdm=False)
+    if llm.llm_engine.vllm_config.kv_events_config is not None:
+        time.sleep(0.2)  # the publisher's own thread
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def _late_weights() -> Iterator[None]:
     original = pkgutil.resolve_name("vua.vllm.kv_connector_v1.find_weights")
 
     def find(*given: Any) -> Weights:
-        waits.wait(60)
+        waits.wait(300)
         found: Weights = original(*given)
         return found
 
@@ -86,6 +86,7 @@ def _late_weights() -> Iterator[None]:
             waits.set()
 
     with (
+        mock.patch("vua.connector.opening._START_WAIT_S", 0.1),  # the engine's start goes on
         mock.patch("vua.vllm.kv_connector_v1.find_weights", find),
         mock.patch.object(WriteQueue, "hand_over", handed_over),
     ):
