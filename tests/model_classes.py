@@ -107,18 +107,15 @@ ROWS = (
     Row(
         *("full and windowed layers", "gpt-oss, Gemma 3", "vllm", CANONICAL, "CPU"),
         {
-            "cold, restart": f"{MODELS}WindowedModelsTest::test_hybrid",
-            "few full layers": f"{MODELS}WindowedModelsTest::test_gemma",
-            "branch": f"{MODELS}WindowedModelsTest::test_branches",
-            "damage": f"{MODELS}WindowedModelsTest::test_damage",
-            "noise": f"{MODELS}WindowedModelsTest::test_negative_control",
-            "preempted": "tests/e2e/test_matrix.py::MatrixTest::test_rows",
+            "cold, own hit, restart, longer, branch, damage, noise": f"{CLASSES}WindowsTest"
+            "::test_row",
+            "few full layers, preempted": "tests/e2e/test_matrix.py::MatrixTest::test_rows",
             "TP 2 to 1": "tests/e2e/test_matrix.py::MatrixTest::test_hybrid_model_on_two_workers",
         },
     ),
     Row(
         *("windowed layers alone", "Mistral 7B v0.1", "vllm", CANONICAL, "CPU"),
-        {"cold, restart": f"{MODELS}WindowedModelsTest::test_all_layers_windowed"},
+        {"cold, restart, branch, preempted": "tests/e2e/test_matrix.py::MatrixTest::test_rows"},
     ),
     Row(
         *("layers that share caches", "Gemma 3n", "vllm", CANONICAL, "CPU"),
@@ -131,19 +128,15 @@ ROWS = (
     Row(
         *("gated delta net", "Qwen3-Next", "vllm", "canonical and state", "CPU"),
         {
-            "cold, restart": f"{STATES}test_restart",
-            "branch": f"{STATES}test_branches",
-            "longer": f"{STATES}test_longer",
-            "damage": f"{STATES}test_damage",
-            "noise": f"{STATES}test_negative_control",
+            "cold, own hit, restart, longer, branch, damage, noise": f"{CLASSES}DeltaNetTest"
+            "::test_row",
             "TP 2": f"{STATES}test_two_workers_running_ahead",
         },
     ),
     Row(
         *("short convolution", "LFM2", "vllm", "canonical and state", "CPU"),
         {
-            "cold, restart": f"{STATES}test_short_convolution",
-            "own hit, damage, noise": f"{CLASSES}ConvolutionTest::test_row",
+            "cold, own hit, restart, damage, noise": f"{CLASSES}ConvolutionTest::test_row",
             "TP 2": f"{CLASSES}ConvolutionTest::test_workers",
         },
     ),
@@ -227,7 +220,7 @@ ROWS = (
         _pages("test_compressed"),
     ),
     Row(
-        *("100 random combinations", "-", "vllm", "any", "simulated"),
+        *("random combinations", "-", "vllm", "any", "simulated"),
         {
             "by host memory": f"{GENERATED}test_host",
             "by the ways of GPU memory": f"{GENERATED}test_device",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
+import torch
 
 from e2e.damage import CHUNK, chunk_files
 from helpers import save_chunk
@@ -16,7 +16,7 @@ from vua.store.namespace import Namespace
 
 
 def store_noise(root: Path, other: Path, prompts: Iterable[Sequence[int]]) -> None:
-    """Fill a new directory with noise (float32) for each chunk of the prompts.
+    """Fill a new directory with noise for each chunk of the prompts.
 
     Args:
         root: a directory in which an engine has stored something: whose noise it is to be.
@@ -29,7 +29,7 @@ def store_noise(root: Path, other: Path, prompts: Iterable[Sequence[int]]) -> No
 
 
 def exchange_for_noise(root: Path, prompt: Sequence[int]) -> None:
-    """Put noise (float32) in the place of each chunk of a prompt, in the directory itself."""
+    """Put noise in the place of each chunk of a prompt, in the directory itself."""
     for at in range(len(prompt) // CHUNK):
         for path in chunk_files(root, prompt, at):
             path.unlink()
@@ -39,9 +39,10 @@ def exchange_for_noise(root: Path, prompt: Sequence[int]) -> None:
 def _store_noise(root: Path, other: Path, prompt: Sequence[int]) -> None:
     (found,) = descriptions(root)
     assert found.identity is not None
-    rng = np.random.default_rng(0)
+    chance = torch.Generator().manual_seed(0)
     for store in Namespace.create(other, found.identity, found.layouts).stores:
         buffer = StagingBuffer(store.layout, store.layout.full, 1)
-        buffer.bytes[:] = rng.normal(size=len(buffer.bytes) // 4).astype(np.float32).view(np.uint8)
+        noise = 8 * torch.randn(len(buffer.bytes) // 2, generator=chance)
+        buffer.bytes[:] = noise.bfloat16().view(torch.uint8).numpy()  # finite as float32, too
         for key in KeyChain(token_ids(prompt), CHUNK).first(len(prompt) // CHUNK):
             save_chunk(store, key, buffer.memory)

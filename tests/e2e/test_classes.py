@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from e2e.architectures import eagle, ernie, lfm2
+from e2e.architectures import eagle, ernie, gpt_oss, lfm2, qwen3_next
 from e2e.controls import exchange_for_noise
 from e2e.damage import flip, stored
 from e2e.harness import PROMPT, RESET, Batch, EngineTest, llama, needs_windows, tokens
@@ -131,6 +131,35 @@ class MultiTokenTest(StepsRow):
     def setUp(self) -> None:
         super().setUp()
         self.engine = drafted("mtp", num_speculative_tokens=1) | {"model": str(ernie())}
+
+
+@needs_windows
+class WindowsTest(Row):
+    """Layers with a window beside full ones: a hit takes the last window of the former."""
+
+    __test__ = True
+    damaged = "w128"
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.engine = {"model": str(gpt_oss())}
+
+
+@needs_windows
+class DeltaNetTest(Row):
+    """Qwen3-Next: a state behind each prompt, and where a second one leaves it.
+
+    In bfloat16, which is all that vLLM's kernel takes; its state in float32, as with AMX. Every
+    second block ends with a chunk: at 320, 640...
+    """
+
+    __test__ = True
+    loaded, damaged, shared_by_workers = (640, 0, 320), "s", False
+
+    def setUp(self) -> None:
+        super().setUp()
+        states = {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": True}
+        self.engine = {"model": str(qwen3_next()), "dtype": "bfloat16", **states}
 
 
 @needs_windows

@@ -21,7 +21,7 @@ class DamagedTest(EngineTest):
     """Between two runs something happens to the files."""
 
     def setUp(self) -> None:
-        """Store two prompts that share three chunks: 10 + 4 files."""
+        """Two prompts that share three chunks are stored: 10 + 4 files."""
         super().setUp()
         self.expected = self.fill(BATCH)
         self.assertEqual(14, len(stored(self.root)))
@@ -165,7 +165,7 @@ class MeanwhileTest(EngineTest):
         expected = self.baseline(BATCH)
         (self.root).mkdir()
         self.serve(Batch([[7] * 10]))
-        (namespace,) = (path for path in self.root.iterdir() if path.is_dir())
+        (namespace,) = self.root.glob("?" * 64)
         for number in range(256):  # files where the chunks' directories should be
             (namespace / f"{number:02x}").write_bytes(b"")
 

@@ -6,73 +6,32 @@ import unittest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from e2e.architectures import deepseek, gemma3, gemma3n, gemma4, gpt_oss, llama4, nemotron_h
+from e2e.architectures import deepseek, gemma3n, gemma4, llama4, nemotron_h
 from e2e.controls import exchange_for_noise
-from e2e.damage import CHUNK, chunk_files, flip, stored
+from e2e.damage import stored
 from e2e.harness import (
     PROMPT,
-    RESET,
     Batch,
     EngineTest,
     Phase,
     llama,
-    models,
     needs_windows,
     run,
-    tokens,
 )
-from helpers import save_chunk
-from small_models import make_model
-from vua.device.buffers import StagingBuffer
-from vua.format.keys import KeyChain, token_ids
-from vua.storage.base import entry_name
-from vua.storage.description import descriptions
-from vua.store.namespace import Namespace
 
 pytestmark = pytest.mark.vllm
 
 AMX = "amx_tile" in Path("/proc/cpuinfo").read_text()
 BATCH = Batch([PROMPT])
-WINDOW_CHUNKS = 2  # of 64 tokens, for a window of 128
 UNCACHED = "served without a stored KV cache"
 CHUNKED = "VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE"
 
 
 @needs_windows
 class WindowedModelsTest(EngineTest):
-    """Layers with a sliding window: their chunks are stored, and loaded, where they are of use."""
-
-    @pytest.mark.thorough
-    def test_hybrid(self) -> None:
-        """A restart loads the prefix of the full layers and the last window of the others.
-
-        All windows are stored of so short a prompt: another one may part from it anywhere.
-        """
-        engine = {"model": str(gpt_oss())}
-        expected = self.fill(BATCH, engine=engine)
-        names = [path.name for path in stored(self.root)]
-        self.assertEqual(10, sum(name.startswith("l0-2.") for name in names))
-        self.assertEqual(10, sum(name.startswith("w128.l0-2.") for name in names))
-
-        warm = self.serve(BATCH, engine=engine)
-
-        self.assertEqual(expected, warm.tokens)
-        self.assertEqual([640], warm.cached)
-        self.assertEqual(10 + WINDOW_CHUNKS, warm.counts["chunks_loaded"])
-
-    @pytest.mark.thorough
-    def test_gemma(self) -> None:
-        """Another family, whose full layers are fewer than the windowed ones."""
-        engine = {"model": str(gemma3())}
-        expected = self.fill(BATCH, engine=engine)
-
-        warm = self.serve(BATCH, engine=engine)
-
-        self.assertEqual(expected, warm.tokens)
-        self.assertEqual([640], warm.cached)
+    """Other layers with a sliding window than in `test_classes` and `test_matrix`."""
 
     @pytest.mark.thorough
     def test_gemma4(self) -> None:
@@ -96,76 +55,6 @@ class WindowedModelsTest(EngineTest):
                 self.assertGreaterEqual(warm.counts["tokens_loaded"], 640)
                 self.assertEqual([640], noise.cached)
                 self.assertNotEqual(expected, noise.tokens)
-
-    @pytest.mark.thorough
-    def test_branches(self) -> None:
-        """Where a second prompt leaves the first one, it finds the window, as does a third one."""
-        engine = {"model": str(gpt_oss())}
-        others = [Batch([PROMPT[:400] + tokens(150, seed=seed)]) for seed in (2, 3)]
-        self.fill(BATCH, engine=engine)
-        expected = self.baseline(*others, engine=engine)
-
-        served = self.serve(others[0], RESET, others[1], engine=engine)
-
-        self.assertEqual(expected, served.tokens)
-        self.assertEqual([384, 384], served.cached)
-
-    @pytest.mark.thorough
-    def test_damage(self) -> None:
-        """A chunk that is damaged in either kind of layers: all is computed, then stored anew."""
-        engine = {"model": str(gpt_oss())}
-        expected = self.fill(BATCH, engine=engine)
-        for kind, chunk in (("l0-2", 4), ("w128", 9)):
-            with self.subTest(kind):
-                files = chunk_files(self.root, PROMPT, chunk)
-                (path,) = [path for path in files if path.name.startswith(kind)]
-                flip(path)
-
-                hurt = self.serve(BATCH, engine=engine)
-                healed = self.serve(BATCH, engine=engine)
-
-                self.assertEqual(expected, hurt.tokens)
-                self.assertEqual(1, hurt.counts["corrupt"])
-                self.assertEqual(expected, healed.tokens)
-                self.assertEqual([640], healed.cached)
-                self.assertNotIn("corrupt", healed.counts)
-
-    @pytest.mark.thorough
-    def test_negative_control(self) -> None:
-        """The bytes of the windowed layers matter: others give other tokens."""
-        engine = {"model": str(gpt_oss())}
-        expected = self.fill(BATCH, engine=engine)
-        (found,) = descriptions(self.root)
-        assert found.identity is not None
-        _, windowed = Namespace.create(self.root, found.identity, found.layouts).stores
-        layout = windowed.layout
-        buffer = StagingBuffer(layout, layout.full, 1)
-        noise = np.random.default_rng(0).normal(size=len(buffer.bytes) // 4).astype(np.float32)
-        buffer.bytes[:] = noise.view(np.uint8)
-        for key in KeyChain(token_ids(PROMPT), CHUNK).first(10):
-            windowed.storage.delete(entry_name(key.name, layout.full))
-            save_chunk(windowed, key, buffer.memory)
-
-        warm = self.serve(BATCH, engine=engine)
-
-        self.assertEqual([640], warm.cached)
-        self.assertNotEqual(expected, warm.tokens)
-
-    @pytest.mark.thorough
-    def test_all_layers_windowed(self) -> None:
-        """Without layers that see everything every chunk is stored, and the window loaded."""
-        engine: dict[str, Any] = {
-            "model": str(make_model(models() / "mistral-window", family="mistral")),
-            "hf_overrides": {"sliding_window": 128},
-        }
-        expected = self.fill(BATCH, engine=engine)
-        other = Batch([PROMPT[:400] + tokens(150, seed=2)])
-
-        warm = self.serve(BATCH, other, engine=engine)
-
-        self.assertEqual(expected + self.baseline(other, engine=engine), warm.tokens)
-        self.assertEqual([640, 384], warm.cached)
-        self.assertEqual(2 * WINDOW_CHUNKS, warm.counts["chunks_loaded"])
 
 
 @needs_windows
