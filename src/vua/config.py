@@ -37,7 +37,7 @@ _OFTEN = {
     "trusted_uids": "security",
     "capacity_bytes": "max_bytes",
 }
-"""What users write for a setting, as engines or other programs call it."""
+"""Names that users write for a setting, as engines or other programs call it."""
 
 
 class VUAConfig:

@@ -59,9 +59,9 @@ log = logging.getLogger(__name__)
 _VICTIMS: Final = 1 << 16
 """Victims that one sweep gathers at least. With a million chunks it takes 2 s or more."""
 AT_ONCE: Final = 1 << 16
-"""Of so many chunks the exact lowest are looked for, even while a writer waits."""
+"""With at most so many chunks the exact lowest are searched for, even while a writer waits."""
 SHARED: Final = 1 << 14
-"""With fewer chunks each process looks for itself: that is as fast as to read what others found."""
+"""With fewer chunks each process looks for itself: that is as fast as reading a shared list."""
 _FUTURE_NS: Final = 10 * 10**9
 """An mtime further ahead of the server's clock than this means that the clock was set back."""
 _LATEST_NS: Final = 1 << 62
@@ -125,7 +125,7 @@ class Evictor:
         self._sweep: Sweep | None = None
         """The one under way."""
         self.shares = False
-        """Whether it evicts for writers, beside other processes: victims are told to these, those
+        """Whether it evicts for writers, beside other processes: these learn of victims, those
         that they tell are used, and of very many chunks the lowest found so far go while a sweep is
         under way, which :meth:`prepare` continues."""
         self._kept: set[tuple[str, str]] = set()
@@ -156,7 +156,7 @@ class Evictor:
 
     @property
     def is_searching(self) -> bool:
-        """Whether a sweep has begun and not ended, which :meth:`prepare` goes on with."""
+        """Whether a sweep has begun and not ended, which :meth:`prepare` continues."""
         return self._sweep is not None
 
     def prepare(self, now_ns: int, pulse: Callable[[], None], *, looks: bool = True) -> None:
@@ -511,7 +511,7 @@ class Evictor:
                     close_quietly(directory)
 
     def _use(self, victims: Victims, *, goes_on: bool = False) -> None:
-        """Use these victims, of a search from which others were used before, or of another one."""
+        """Use these victims, of a search that was used before, or of another one."""
         now_s, found = time.monotonic(), victims.found
         if now_s >= self._immovable_until_s:  # somebody may have freed them
             self.immovable.clear()

@@ -38,7 +38,7 @@ _NEW_STEPS: Final = (2, 8, 32)
 _NEW_CLASSES: Final = len(_NEW_STEPS) + 1
 _CLASSES: Final = _USES_CLASSES * _NEW_CLASSES
 _COARSER_WEIGHT: Final = 200.0
-"""A coarser class counts as much as so many observed chunks. Those of one prompt come together."""
+"""A coarser class counts as much as so many observed chunks. A prompt's chunks come together."""
 _LEAST_OBSERVED: Final = 1000
 """Uses of chunks before ranks are learned; until then older chunks are worth less."""
 _OBSERVED_MOST: Final = 1 << 20
@@ -47,7 +47,7 @@ _REQUESTS_PER_FIT: Final = 64
 _UNLEARNED: Final = 1e-4
 """Hits per second of a chunk that was used a second ago, before anything is learned."""
 _RETAINED: Final = 16.0
-"""Added to the worth of a retained chunk; others are worth 8 hits per second at most."""
+"""Added to the worth of a retained chunk; any other is worth 8 hits per second at most."""
 _RETAINED_MOST_S: Final = 3600.0
 _SLACK_S: Final = 0.1
 """A hint follows its request at once, and two clocks may tell their times."""
@@ -65,10 +65,10 @@ class Request(NamedTuple):
 
 
 class Hint(NamedTuple):
-    """What is said about a prompt's chunks, for the time after their last use."""
+    """A hint about a prompt's chunks, for the time after their last use."""
 
     time_s: float
-    """When it was said, of the clock of :class:`Request`."""
+    """When it was given, by the clock of :class:`Request`."""
     chunks: Sequence[int] | npt.NDArray[np.uint64]
     retain_s: float
     """They are retained for so many seconds, an hour at most; 0: they are dropped."""
@@ -81,7 +81,7 @@ class _Rows(NamedTuple):
     rows: npt.NDArray[np.int32] = np.zeros(0, dtype=np.int32)
 
     def find(self, chunks: npt.NDArray[np.uint64]) -> npt.NDArray[np.intp]:
-        """Return the row of each, -1 where there is none."""
+        """Return the row of each, or -1."""
         if not len(self.chunks):
             return np.full(len(chunks), -1)
         at = np.minimum(np.searchsorted(self.chunks, chunks), len(self.chunks) - 1)
@@ -140,7 +140,7 @@ class HitDensity:
             self._note_requests(batch)
 
     def note_hints(self, hints: Iterable[Hint]) -> None:
-        """Note what is said about prompts, in order of time. Unknown chunks are left out.
+        """Note hints about prompts, in order of time. Unknown chunks are left out.
 
         Of several times to retain a chunk the last one counts. A use makes void that a chunk is
         dropped, also a use that was noted already.
@@ -279,7 +279,7 @@ class HitDensity:
     def _with_hints(
         self, now_s: float, rows: npt.NDArray[np.intp], worths: npt.NDArray[np.float64]
     ) -> npt.NDArray[np.float64]:
-        """Return the worths of rows with what was said of them.
+        """Return the worths of rows, hints included.
 
         More may be retained than fits. Then those stay that are due soonest, if each comes back
         after as long as the last time.

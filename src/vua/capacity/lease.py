@@ -10,7 +10,7 @@ created exclusively, its time renewed by the holder, and taken over when it has 
 that slept, an NFS client that created twice.
 
 The holder writes down what it found in ``victims``: so one pass over all mtimes is enough for any
-number of processes. Whoever may write there can change the order of eviction, and nothing else: a
+number of processes. A writer of that file can change the order of eviction, and nothing else: a
 victim is looked at again before it goes, and what changed after that file was written stays.
 """
 
@@ -55,7 +55,7 @@ _DONE: Final = "done-"
 _WRITERS: Final = "writers"
 _WRITER: Final = re.compile(r"[0-9a-f]{16}")
 WRITER_S: Final = 600.0
-"""Who has not measured for so long does not count as a writer."""
+"""A process that has not measured for so long does not count as a writer."""
 _LOOKED_AT: Final = 256
 """Files of writers that are looked at, of any number."""
 
@@ -63,7 +63,7 @@ _LOOKED_AT: Final = 256
 def upkeep_directory(root: str | os.PathLike[str]) -> int:
     """Open (and make) the directory of the lease; the caller closes it. Raises OSError.
 
-    The same users may write to it as to ``root``, and all others have no access: it gets the same
+    The same users may write to it as to ``root``, and no other user has access: it gets the same
     group, and that group's rights if these allow writing. If a full file system has no space for
     it, or if something else has its name, ``root`` itself is returned, as a :class:`Bare` one.
     """
@@ -126,7 +126,7 @@ def lease(directory: int) -> Iterator[Lease | None]:
 
 
 def _made(directory: int) -> int | None:
-    """Make the lease, in the place of one that has expired; None while somebody holds it."""
+    """Make the lease, in the place of one that has expired; None while a process holds it."""
     fd = _create(directory)
     if fd is not None or not _expired(directory):
         return fd
@@ -166,7 +166,7 @@ def _expired(directory: int) -> bool:
 class Writers:
     """How many processes write to a cache: each has an empty file in ``.upkeep/writers``.
 
-    It is touched whenever this is asked for, and one that nobody touched for long is deleted. Of
+    It is touched whenever this is asked for, and one that was not touched for long is deleted. Of
     many files some are looked at.
     """
 
@@ -267,7 +267,7 @@ def tell_victims(directory: int, victims: Victims) -> None:
 
 
 def told_victims(directory: int, after_ns: int, now_ns: int) -> Victims | None:
-    """Return what somebody wrote down who began to look after ``after_ns``, if it is still good.
+    """Return what a process wrote down that began to look after ``after_ns``, if it is still good.
 
     What it says of times is believed as far as the file's own time, the server's, allows.
     """

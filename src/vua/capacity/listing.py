@@ -129,7 +129,7 @@ class ChunkNode(NamedTuple):
     files: int
     """Entries, whole or damaged."""
     temporary: bool
-    """Whether files are being written there, or were left behind."""
+    """Whether files are being written there, or were left."""
     pinned: tuple[str, ...]
     """The chunks whose pins hold this one."""
 
@@ -254,7 +254,7 @@ class ListingTotals(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What was found in a fan-out directory."""
+    """The contents of a fan-out directory."""
 
     rows: list[tuple[str, int, int, str | None, str]]
     """Name, bytes, mtime in ns, preceding chunk, digest of a first chunk's extras (hex)."""

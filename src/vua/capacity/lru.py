@@ -1,6 +1,6 @@
 """When a chunk was last used: the modification time of its directory, which only a server sets.
 
-There is no index of uses. A chunk's directory carries the *mtime*: publishing sets it, and readers
+Uses have no index. A chunk's directory carries the *mtime*: publishing sets it, and readers
 and writers set it again (``utimensat``). Access times are never used, so `relatime`, `noatime` and
 network file systems make no difference. No host's own clock is ever written or compared, only times
 from the file system. (The directory and not the file: a network client that sees a file's time

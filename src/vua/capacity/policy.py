@@ -1,7 +1,7 @@
 """Which chunks go first. "Another policy" in docs/architecture.md tells how to replace it.
 
 Eviction deletes the chunks of the lowest *rank* (:mod:`vua.capacity.evictor`). The process that
-looks for victims ranks all chunks; the others take what it found. For LRU the rank is the mtime,
+looks for victims ranks all chunks; the rest take what it found. For LRU the rank is the mtime,
 and a new chunk gets that of its parent less a microsecond (:mod:`vua.capacity.lru`).
 :class:`LeastHitDensity` ranks by expected hits; mtimes are set as for LRU, so a process without
 that knowledge, or another version of VUA, evicts by these.
@@ -51,7 +51,7 @@ class LRU:
         Called for a load, and for the existing prefix of what is stored. New chunks get their
         mtimes from it: without renewal a full directory refuses them.
 
-        A child's mtime must stay older than its parent's, whatever else happens meanwhile: they are
+        A child's mtime must always stay older than its parent's: they are
         set front to back. Never raises for the state of the storage.
 
         Args:
@@ -99,7 +99,7 @@ class LeastHitDensity(LRU):
     def after_fork(self) -> None:
         """Know nothing, with a log of one's own; see :mod:`vua.io.forks`."""
         self._lock, self._reading = threading.Lock(), threading.Lock()
-        """Of what is learned; of the logs, taken first."""
+        """Guards what is learned. The lock of the logs is taken before it."""
         self._log, self._hints = UseLog(self._root), HintLog(self._root)
         self._density = HitDensity()
 
@@ -122,7 +122,7 @@ class LeastHitDensity(LRU):
         return True
 
     def rank(self, now_ns: int) -> Rank:
-        """Rank by hit density; what nobody knows goes before what somebody does.
+        """Rank by hit density; chunks that no process knows go first.
 
         By mtime until enough is known. The log is read after ``now_ns``. What is used or stored
         from then on may not be in it, and its rank is of no use: such chunks are not evicted

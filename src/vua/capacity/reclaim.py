@@ -229,14 +229,14 @@ class Reclaimer:
     # -- for writers ---------------------------------------------------------------------------
 
     def reserve(self, nbytes: int, below: Below = ANYTHING, files: int = 1) -> bool:
-        """Reserve space for files; False: there is none, do not write them.
+        """Reserve space for files; False: no space, do not write them.
 
         Args:
             nbytes: size of all of them.
             below: what may be evicted for them.
             files: how many they are.
 
-        Returns at once if there is space, after ``_WAIT_S`` at the latest if there is none.
+        Returns at once if there is space, after ``_WAIT_S`` at the latest if not.
         """
         with self._changed:
             if self._has_moved():
@@ -620,7 +620,7 @@ class Reclaimer:
         return request.granted
 
     def _wake(self) -> None:
-        """Start the thread if there is none. Called with the lock held."""
+        """Start the thread if none runs. Called with the lock held."""
         if self._thread_running or self._closed:
             return
         self._thread_running = True
@@ -663,7 +663,7 @@ class Reclaimer:
             self._changed.notify_all()
 
     def _serve(self) -> bool:
-        """Answer the first waiting writer; False if there is none."""
+        """Answer the first waiting writer; False if none waits."""
         with self._changed:
             if not self._requests:
                 self._too_slow = False

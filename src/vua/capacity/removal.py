@@ -79,7 +79,7 @@ def evict_chunk(
     """Remove a chunk from sight as a whole and delete it; return the bytes that were freed.
 
     None: it is already gone, or pinned (``pinned`` deletes it anyway), or has got a child since it
-    had ``mtime_ns``, and then reappears at once. Of several concurrent calls one succeeds. Foreign
+    had ``mtime_ns``, and then reappears at once. One of several concurrent calls succeeds. Foreign
     files in its directory stay. A crash leaves a ``trash-`` directory that `vua gc` deletes. Raises
     ImmovableError if it cannot be deleted; then it may be whole or not.
     """
@@ -183,7 +183,7 @@ def _obstacles(space: Space, path: str) -> tuple[bool, bool]:
 
 
 class Remover:
-    """Deletes what it is told to; with ``rehearse`` it remembers that and changes nothing."""
+    """Deletes what a caller names; with ``rehearse`` it remembers that and changes nothing."""
 
     def __init__(self, *, rehearse: bool = False) -> None:
         self.rehearse = rehearse

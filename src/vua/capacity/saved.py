@@ -1,4 +1,4 @@
-"""What loads have saved, as engines note it in the cache directory: for people.
+"""The savings of loads, as engines note them in the cache directory: for people.
 
 Each process has one small file in ``.upkeep/saved`` (`vua.connector.savings`), for the last days
 (UTC). Tools add up all files. A user who may write there can change these numbers, and nothing
@@ -29,13 +29,13 @@ _SANE: Final = 1e15
 
 
 class Totals(NamedTuple):
-    """What prompts found and what their loads saved."""
+    """How much prompts found, and how much their loads saved."""
 
     asked_chunks: int = 0
     found_chunks: int = 0
     loaded_tokens: int = 0
     priced_tokens: int = 0
-    """Those of them for which it is known how long computing takes."""
+    """Loaded tokens for which it is known how long computing takes."""
     saved_s: float = 0.0
     """Seconds of computing them minus seconds of loading them."""
 

@@ -130,7 +130,7 @@ class Sweep:
     """One look at all mtimes, fan by fan, for the chunks that are to go first.
 
     Some fans are a sample. From these comes the rank that ``wanted`` chunks, or a hundredth of all,
-    are not above. What lies below it is found fan by fan, so memory is needed for the victims
+    are not above. Older chunks are found fan by fan, so memory is needed for the victims
     alone, and the first are known when the sample is read. After the last fan they are the exact
     lowest. Costs 2 us per chunk where names are cached. For one thread.
     """
@@ -153,7 +153,7 @@ class Sweep:
             rank: called with names and mtimes.
             now_ns: the server's time before ``rank`` was made.
             latest_ns: an mtime after this is from the future.
-            expired_ns: chunks with an mtime before this are :attr:`expired`, whatever their rank.
+            expired_ns: chunks with an mtime before this are :attr:`expired`, at any rank.
         """
         self.rank, self._latest_ns, self._expired_ns = rank, latest_ns, expired_ns
         self.began_ns, self._began_s = now_ns, time.monotonic()
@@ -268,7 +268,7 @@ class Sweep:
             self._keep(name, names, mtimes_ns, self.rank(names, mtimes_ns))
 
     def drain(self, by_name: Mapping[str, Folders], pulse: Callable[[], None]) -> None:
-        """Look at all the others."""
+        """Look at all the rest."""
         while self._todo:
             pulse()
             if self._todo:  # what is called may have gone on

@@ -110,7 +110,7 @@ class _Pool:
         self._hidden: set[str] = set()
 
     def fd(self, name: str) -> int:
-        """Return a descriptor, valid until some others were asked for. Raises OSError."""
+        """Return a descriptor, valid until more were asked for. Raises OSError."""
         found = self._open.get(name)
         if found is not None:
             return found
@@ -162,8 +162,8 @@ def opened(
 ) -> Iterator[int | None]:
     """Open a directory below ``parent``; None if it is missing or unreadable.
 
-    ``refused`` is told why an existing one cannot be read. Raises OSError if this process has no
-    more descriptors or memory: then the state is unknown.
+    ``refused`` gets the reason if an existing one is unreadable. Raises OSError if this process
+    has no more descriptors or memory: then the state is unknown.
     """
     fd = _open(parent, path, refused)
     try:

@@ -1,6 +1,6 @@
 """A log of requested prompts, shared by all processes that use a directory.
 
-Each process appends to files of its own in ``<root>/.upkeep/uses/`` and reads those of others: no
+Each process appends to files of its own in ``<root>/.upkeep/uses/`` and reads all others: no
 locks, and no server. A record is a request: when it came, and the first eight bytes of the names
 of its prompt's chunks. It costs 8 bytes a chunk, where the chunk itself has a megabyte.
 
@@ -12,7 +12,7 @@ Hints (:class:`HintLog`) have files of their own beside: records whose first num
 milliseconds, for which chunks are retained.
 
 A process reads at most 16 MiB at a time, of the newest files first, whatever lies there: what is
-beyond is skipped for good. Of very many files it looks at the newest 4,096.
+beyond is skipped for good. It looks at the newest 4,096 files at most.
 
 Only the order of eviction depends on it. Records that cannot be written or read are lost; foreign
 files are skipped.
@@ -51,7 +51,7 @@ _FILE_NBYTES: Final = 1 << 20
 _MOST_NBYTES: Final = 4 << 20
 """Bytes read of a file: a full one, and the longest record after that."""
 _ALL_NBYTES: Final = 8 << 20
-"""A million chunks: whoever begins to evict reads them within a second."""
+"""A million chunks: a process that begins to evict reads them within a second."""
 _OWN_NBYTES: Final = 256 << 10
 """What a process keeps at least of its own, however many write."""
 _OWN_FILES: Final = 4
@@ -60,7 +60,7 @@ _READ_NBYTES: Final = 12 << 20
 """What is read at a time; hints have their own budget."""
 _MOST_FILES: Final = 1 << 12
 _LOOKED_AT: Final = 1 << 14
-"""So many files of others a process looks at when it deletes old ones."""
+"""So many files of other processes are looked at when old ones are deleted."""
 _BLOCK_NBYTES: Final = 4096
 """What the smallest file takes."""
 _LIVE_NS: Final = 600 * 10**9
@@ -96,7 +96,7 @@ class UseLog:
     """One process's view of the log of a directory. Not thread-safe."""
 
     _suffix = ".uses"
-    """Of the names of files; those of others are left alone."""
+    """How names of files begin; foreign files are left alone."""
     _read_nbytes = _READ_NBYTES
 
     def __init__(self, root: str | os.PathLike[str], all_nbytes: int = _ALL_NBYTES) -> None:
@@ -106,7 +106,7 @@ class UseLog:
         """
         self._root, self._all_nbytes = Path(root), all_nbytes
         self._own_nbytes = all_nbytes
-        """What this process may keep of its own."""
+        """Bytes that this process may keep of its own."""
         self._writer = secrets.token_hex(8)
         self._begun = 0
         self._path: Path | None = None
@@ -192,7 +192,7 @@ class UseLog:
         return {name: nbytes for _, name, nbytes in heapq.nlargest(_MOST_FILES, files())}
 
     def _new_in(self, directory: int, name: str, most_nbytes: int) -> tuple[bytes, int, float]:
-        """Read what is new in a file, if it is no more than so much.
+        """Read what is new in a file, if that is at most so much.
 
         Returns it, the end of its whole records, and the latest time that they may have.
         """
@@ -289,7 +289,7 @@ class UseLog:
 
     @staticmethod
     def _delete(directory: int, files: list[tuple[int, str, int]], most_nbytes: int) -> None:
-        """Delete the first of these until the others have so many bytes."""
+        """Delete the first of these until the rest has so many bytes."""
         left = sum(nbytes for _, _, nbytes in files) - most_nbytes
         for _, name, nbytes in files:
             if left <= 0:
@@ -300,7 +300,7 @@ class UseLog:
 
 
 class HintLog(UseLog):
-    """What is said about prompts' chunks, for all processes; see :class:`Hint`."""
+    """Hints about prompts' chunks, for all processes; see :class:`Hint`."""
 
     _suffix = ".hints"
     _read_nbytes = _HINTS_READ_NBYTES
@@ -318,7 +318,7 @@ class HintLog(UseLog):
             self._append(np.concatenate([milliseconds, names]), now_s)
 
     def hints(self) -> Iterator[Hint]:
-        """Yield what was said since the last call; as :meth:`UseLog.requests`."""
+        """Yield the hints since the last call; as :meth:`UseLog.requests`."""
         for one in self.requests():
             if len(one.chunks) > 1:
                 yield Hint(one.time_s, one.chunks[1:], float(one.chunks[0]) / 1000)

@@ -252,7 +252,7 @@ class NamespaceCatalog(ABC):
 
     @abstractmethod
     def header(self, chunk: str) -> EntryInfo | None:
-        """Return the header of one of a chunk's entries; None if there is no readable one."""
+        """Return the header of one of a chunk's entries; None if none can be read."""
 
     @abstractmethod
     def shards(self, chunk: str) -> list[Shard | None]:

@@ -1,4 +1,4 @@
-"""What lies in a cache: namespaces, their chunks and files, from names, times and sizes alone.
+"""The contents of a cache: namespaces, their chunks and files, from names, times and sizes alone.
 
 This is what `vua ls` needs, which starts without numpy, sqlite3 and what reads chunks. The catalogs
 (:mod:`vua.catalog.base`) build on it.

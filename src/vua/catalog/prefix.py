@@ -215,7 +215,7 @@ def _explained(problem: Exception) -> str:
 
 
 def usable(groups: Sequence[GroupState]) -> int:
-    """Return the leading chunks after which a computation can go on, given what is stored.
+    """Return the leading chunks after which a computation can continue, given what is stored.
 
     An engine loads no more than that, see :func:`loadable`.
     """
@@ -292,7 +292,7 @@ class Difference:
     """A field in which a stored identity differs from the expected one."""
 
     field: str
-    """Of an identity, or the path of a field of the config that ``model`` is a digest of."""
+    """A member of an identity, or the path of a config's field that ``model`` is a digest of."""
     stored: object
     expected: object
     certain: bool

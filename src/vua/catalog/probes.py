@@ -488,7 +488,7 @@ def _space(root: Path) -> Finding:
 
 
 def _witness(root: Path, security: Security) -> Finding:
-    """What engines have found here by comparing random chunks."""
+    """The results of comparing random chunks, by engines."""
     name, found = "witness", dict[str, SampleCounts]()
     with contextlib.suppress(OSError):
         for path in root.iterdir():

@@ -48,7 +48,7 @@ _LATER: Final = (
     ),
     *("vua.capacity.listing", "vua.catalog.directory", "vua.catalog.probes", "vua.store.namespace"),
 )
-"""What commands import when they need it."""
+"""Modules that commands import when they need them."""
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ class _Interrupts:
 
     @staticmethod
     def _unraisable(problem: sys.UnraisableHookArgs) -> None:
-        """End where Python would print a KeyboardInterrupt and go on: in a destructor."""
+        """End where Python would print a KeyboardInterrupt and continue: in a destructor."""
         if issubclass(problem.exc_type, KeyboardInterrupt):
             _end()
         sys.__unraisablehook__(problem)

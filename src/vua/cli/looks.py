@@ -308,7 +308,7 @@ def _report(
     Args:
         catalog: at what.
         seen: what the last look found; None before the first.
-        pins: known pinned chunks by namespace, to which others are added.
+        pins: known pinned chunks by namespace, to which more are added.
         talk: receives the report.
     """
     usage = catalog.quick_use()

@@ -35,7 +35,7 @@ class LsReport(Report):
     prompts: Mapping[str, Listing] | None = None
     """By namespace its chunks, to be shown in the order of prompts."""
     model: str | None = None
-    """What was asked for; None: everything."""
+    """The part that was asked for; None: everything."""
     saved: Totals | None = None
     """By all engines since midnight, UTC; None: nothing is known."""
 

@@ -1,7 +1,7 @@
-"""What commands print: for people, as JSON for programs, or nothing.
+"""The output of commands: for people, as JSON for programs, or nothing.
 
 A command returns a :class:`Report`; an :class:`Output` shows it. On a terminal tables fit its
-width: names are shortened in the middle, sentences go on in the next line, numbers are never cut.
+width: names are shortened in the middle, sentences continue below, numbers are never cut.
 `rich` gives them colours (none with NO_COLOR). Elsewhere everything is whole, in plain text.
 
 Names in a directory, descriptions, headers and archives may come from an attacker, and a terminal
@@ -392,7 +392,7 @@ def _is_whole(cell: str) -> bool:
 
 
 def _lines(cell: str, width: int) -> list[str]:
-    """Return a cell's lines: a name is shortened, a sentence goes on."""
+    """Return a cell's lines: a name is shortened, a sentence continues."""
     if _width(cell) <= width:
         return [cell]
     if " " not in cell.strip():

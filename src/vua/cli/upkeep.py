@@ -118,7 +118,7 @@ def du(directory: str, *, quick: bool = False) -> DuReport:
 
 @dataclass(frozen=True, slots=True)
 class GcReport(Report):
-    """What was deleted, and what is left."""
+    """How much was deleted, and how much is left."""
 
     directory: str
     dry_run: bool

@@ -25,7 +25,7 @@ class Adapter(NamedTuple):
 
 
 class AdapterNote(NamedTuple):
-    """What workers report about one number."""
+    """The reports of workers about one number."""
 
     adapter: Adapter | None
     """None: it is absent, its content is unknown, or they disagree."""

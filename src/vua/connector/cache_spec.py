@@ -24,7 +24,7 @@ class UncachedError(VUAError):
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """What counts, and for which requests."""
+    """The fields that count, and for which requests."""
 
     config: Mapping[str, object]
     """For `vua.format.identity.config_digest`."""
@@ -76,7 +76,7 @@ class Group:
 def division(groups: Sequence[Group]) -> dict[str, object]:
     """Return what a model's config gets in addition if some layers have windows.
 
-    So the identity distinguishes caches divided into these groups from others.
+    So the identity distinguishes caches divided into these groups.
     """
     if not any(group.layout.window for group in groups):
         return {}
@@ -95,7 +95,7 @@ class Model:
     quantised: bool = False
     """Whether the model computes with quantised weights or activations."""
     engine: EngineIdentity = NOTHING_MORE
-    """What counts in addition for requests with an adapter or an image."""
+    """Fields that count in addition for requests with an adapter or an image."""
     blocks: int = 0
     """Number of blocks in the engine's own cache, of each of its groups."""
     step_tokens: int = 8192
@@ -110,7 +110,7 @@ class Model:
     loads: bool = True
     """Whether the engine's role permits it to load."""
     trusts_itself: bool = True
-    """False: what this engine has stored is compared before its first load, as others' chunks."""
+    """False: what this engine has stored is compared before its first load, as foreign chunks."""
 
     def with_weights(self, fingerprint: str) -> Model:
         """The same cache, now that the weights are known."""

@@ -1,4 +1,4 @@
-"""Settings of the connector: the keys of ``kv_connector_extra_config``; what engines are told.
+"""Settings of the connector: the keys of ``kv_connector_extra_config``; what engines receive.
 
 Every setting is described here and in the two groups from elsewhere (`vua.capacity.limits.Limits`,
 `vua.security.settings.Security`); the table in docs/settings.md is generated from these

@@ -15,7 +15,7 @@ The order of operations is the subtle part; see `vua.device.staging` for the tra
   before anything that may overwrite them. Only the transfer to the host has its own stream, and the
   file is written when that has ended. So the blocks may be freed at once.
 
-There are no hooks per layer: full CUDA graphs skip them, and loads run beside the engine's steps
+VUA has no hooks per layer: full CUDA graphs skip them, and loads run beside the engine's steps
 anyway, see docs/decisions/0009-gds.md.
 
 Loads use a ring of buffers, so that reading, copying and checking overlap. C threads read files

@@ -84,7 +84,7 @@ class FileEventLog:
             self._seen.append(seen)
 
     def take(self) -> list[ChunkEvent]:
-        """Return the events since the last call, in order. O(1) if there are none."""
+        """Return the events since the last call, in order. O(1) without events."""
         if not self._seen:
             return []
         with self._lock:
@@ -169,7 +169,7 @@ class KVEventPublisher(ABC):
                     self._announce(event, names[first:stop])
 
     def ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:
-        """Remember the chunks that workers are told to store; announced when they have."""
+        """Remember the chunks that workers shall store; announced when they have."""
         with self._lock:
             self._ordered(request, keys, chunks)
 

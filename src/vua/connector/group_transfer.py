@@ -199,7 +199,7 @@ class ShardFiles:
     ) -> LoadResult:
         """Read leading chunks into a buffer, and ``scatter`` so many while the job is wanted.
 
-        ``ready`` returns when that may be. Of a job that is not wanted any more nothing counts as
+        ``ready`` returns when that may be. In a job that is not wanted any more nothing counts as
         loaded.
         """
         loaded = self._loader(buffer).load(keys, believed)
@@ -371,7 +371,7 @@ class GroupTransfer:
 
     @property
     def store(self) -> Store:
-        """What chunks are loaded from, and stored in."""
+        """Where chunks are loaded from, and stored."""
         return self.files.store
 
     def reopen(self, store: Store) -> None:
@@ -396,7 +396,7 @@ class GroupTransfer:
     def load(
         self, part: GroupLoad, job: Job[LoadOrder], ready: Callable[[], None]
     ) -> tuple[int, str | None]:
-        """Load until something is missing or the result is no longer wanted.
+        """Load until something is missing or the result is not wanted any more.
 
         ``ready`` returns when the mark of :meth:`mark` has passed: from then on the blocks may be
         written. It is called when something has been read. Returns the token up to which all is in

@@ -35,7 +35,7 @@ _MAX_PAUSE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class LoadDecision:
-    """The decision about one request, and the numbers behind it."""
+    """The decision about one request, and its numbers."""
 
     tokens: int
     """How many to load; 0: all are computed."""
@@ -141,7 +141,7 @@ class PrefillSpeed(Regression):
             self.add(max(1.0, attended / tokens), seconds / tokens)
 
     def seconds(self, tokens: int, before: int = 0, least: int = 1) -> float | None:
-        """Return the time of ``tokens`` after ``before`` others; None before ``least`` steps."""
+        """Return the time of ``tokens`` after ``before`` tokens; None before ``least`` steps."""
         x = min(before + tokens / 2, self.high)  # no line beyond what was measured
         token_s = self.at(x, least)
         return None if token_s is None else tokens * token_s

@@ -1,7 +1,7 @@
 """Lookups of prompts on their own threads: naming chunks and querying the storage for them.
 
 A lookup may take long or hang while the rest of the engine continues. After several that took too
-long there are none for a while (see `vua.io.pool.Breaker`): requests are then neither loaded nor
+long no lookup is made for a while (see `vua.io.pool.Breaker`): requests are then neither loaded nor
 stored.
 """
 
@@ -187,7 +187,7 @@ class Lookups:
         """Look up in ``namespace``, of one store per group; tell ``events`` what is found.
 
         For ``known`` the writers of stored chunks are read, and what is known of them.
-        ``count`` is told what became of each hint. ``clock`` returns seconds.
+        ``count`` gets the outcome of each hint. ``clock`` returns seconds.
         """
         pairs = zip(namespace.stores, model.groups, strict=True)
         self._known = known
@@ -229,7 +229,7 @@ class Lookups:
         self._pool.submit(self._answer, lookup)
 
     def ended(self, lookup: Lookup) -> None:
-        """Heed what was said about the time after a request, which has ended; in the background."""
+        """Heed the hints about the time after a request, which has ended; in the background."""
         options, request = lookup.options, lookup.request
         if (options.retain_s is None and not options.drop) or not self._breaker.allows():
             return
@@ -239,7 +239,7 @@ class Lookups:
             self._pool.submit(lambda job: self._count(self._heed(job.what)), lookup)
 
     def _heed(self, lookup: Lookup) -> str:
-        """Tell the storage what was said; return what became of it, in a word of the metrics."""
+        """Pass the hints to the storage; return what became of them, in a word of the metrics."""
         capacity = self._namespace.capacity
         retain_s = 0.0 if lookup.options.drop else lookup.options.retain_s or 0.0
         try:
@@ -393,7 +393,7 @@ def _embedded(
 ) -> tuple[Sequence[int], list[tuple[int, bytes]]]:
     """Return the token ids of a prompt with embeddings, and a digest of these for each chunk.
 
-    ``ids`` has all of its tokens, perhaps with generated ones behind; None: all are embeddings.
+    ``ids`` has all of its tokens, perhaps with generated ones after them; None: all are embeddings.
     Where there is an embedding the id is 0, as vLLM has it.
     """
     rows = request.prompt_embeds.detach().cpu().contiguous()

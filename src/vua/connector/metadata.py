@@ -152,7 +152,7 @@ class WorkerOutput:
     seen: list[ChunkEvent] = field(default_factory=list)
     """Events of files; empty if events are off."""
     verdicts: list[Verdict] = field(default_factory=list)
-    """Of comparisons that ended; one per worker and order."""
+    """Results of comparisons that ended; one per worker and order."""
     left_epoch: str | None = None
     """The epoch whose weights this engine no longer has; None: none."""
     adapters: dict[int, AdapterNote] = field(default_factory=dict)

@@ -144,7 +144,7 @@ class RequestMetrics:
             self._stats.set("vua_seconds_saved", total.saved_s)
 
     def saves_ordered(self, request_id: str, chunks: int) -> None:
-        """Note that the workers were told to store so many chunks."""
+        """Note that the workers were ordered to store so many chunks."""
         account = self._accounts.get(request_id)
         if account is not None:
             account.saves += chunks

@@ -82,7 +82,7 @@ class Opening:
     ) -> None:
         """Open now what is identified, else when ``identification``, if any, has its result.
 
-        Waits up to a second for that. ``then`` is told what a thread has opened; it must not block.
+        Waits up to a second for that. ``then`` gets what a thread has opened; it must not block.
         ``clock`` returns seconds, for retries. Raises StorageError, LayoutError only for an
         identified model.
         """

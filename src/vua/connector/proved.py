@@ -1,4 +1,4 @@
-"""What engines have found about writers: kept in the cache directory, for all engines of a setup.
+"""The verdicts of engines about writers: kept in the cache directory, for all engines of a setup.
 
 A verdict is a file in ``.upkeep/verdicts`` of the cache: engines of this setup
 (`vua.connector.setup`) have compared this writer's chunks with their own. Either chunks of one kind
@@ -97,14 +97,14 @@ def upkeep_folder(root: Path, name: str) -> int:
 
 
 class KnownWriters:
-    """What engines of one setup know of writers in one namespace. Never raises for the file system.
+    """One setup's knowledge about writers in one namespace. Never raises for the file system.
 
     A writer is the 48 bytes of its name, a kind what :func:`kind_of` returns. Files are read by
     :meth:`learn` and written by a thread; the rest is in memory. Thread-safe.
     """
 
     def __init__(self, root: Path | None, namespace: str, security: Security | None = None) -> None:
-        """Know nothing yet; without a directory (None) nothing is kept for others."""
+        """Know nothing yet; without a directory (None) nothing is kept for other engines."""
         self._root, self._namespace = root, namespace
         self._security = security or Security()
         self._keyring = Keyring(namespace, self._security)

@@ -25,7 +25,7 @@ class Refusal(NamedTuple):
     """Something that is not stored."""
 
     of: str
-    """Of an `engine`, which is then served uncached; or of a `request`."""
+    """It concerns an `engine`, which is then served uncached; or a `request`."""
     why: str
     do: str
     """What to do instead."""

@@ -1,9 +1,9 @@
-"""What is said about one request's KV cache: a client's options, and an orchestrator's hints.
+"""Wishes about one request's KV cache: a client's options, and an orchestrator's hints.
 
 ``{"kv_transfer_params": {"vua": {"store": false, "ttl_s": 3600}}}`` in the body of an OpenAI
 request, or ``SamplingParams(extra_args={"kv_transfer_params": {...}})``. VUA's options are in their
 own object, so that they cannot clash with those of other connectors. A client's options must not be
-able to fail or delay a request, here or in the engine: whatever cannot be understood is ignored,
+able to fail or delay a request, here or in the engine: what cannot be understood is ignored,
 with one line in the log for each kind of mistake. The options are read on the engine's thread, so
 the time for that does not depend on how much a client sent.
 
@@ -80,7 +80,7 @@ class RequestOptions:
     prefetch: bool = False
     """Copy what is stored of it from slower tiers into the directory."""
     outcomes: tuple[str, ...] = ()
-    """What becomes of hints as far as it is known by now, in words of the metrics."""
+    """The outcome of hints as far as it is known by now, in words of the metrics."""
 
 
 _DEFAULT: Final = RequestOptions()
@@ -123,7 +123,7 @@ class OptionReader:
     def _of_actions(self, actions: Any, outcomes: list[str]) -> dict[str, Any]:
         """Return what an orchestrator's actions ask for, the longest of several times.
 
-        Adds to ``outcomes`` why others are refused.
+        Adds to ``outcomes`` why the rest is refused.
         """
         values: dict[str, Any] = {}
         if not isinstance(actions, Sequence):
@@ -203,7 +203,7 @@ class OptionReader:
 
 
 def _retain_s(payload: Mapping[str, Any]) -> float | None:
-    """Return for how long an action retains: the longest of its times; None: that is no number."""
+    """Return for how long an action retains: the longest of its times; None: not a number."""
     directives = payload.get("directives", ())
     if not isinstance(directives, list | tuple):
         return None

@@ -193,7 +193,7 @@ class Origins:
         """Note a request with its first blocks; whether its beginning has its ``origin``.
 
         Args:
-            tables: its block table per cache group; 0 if there is no block.
+            tables: its block table per cache group; 0 for no block.
             cached_tokens: tokens at its start that the engine's own prefix cache had.
             origin: what computes the rest.
         """
@@ -430,7 +430,7 @@ class SaveScheduler:
         return self._origins.begins(tables, cached_tokens, self._origin(state))
 
     def _origin(self, state: RequestState | None) -> Origin:
-        """What computes a request's blocks now."""
+        """The state that computes a request's blocks now."""
         if state is None or state.outdated:
             return MIXED
         return Origin(self._resets, state.adapter)

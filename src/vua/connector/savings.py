@@ -1,4 +1,4 @@
-"""What loads have saved: measured in each engine, and kept in the cache directory for people.
+"""The savings of loads: measured in each engine, and kept in the cache directory for people.
 
 A load saves the time that computing its tokens would have taken, less its own. The price of
 computing is what this engine's prompts take, by their length (:class:`PrefillSpeed`), from three
@@ -42,7 +42,7 @@ _WAITING: Final = 4096
 
 
 class Savings:
-    """Those of one process. Thread-safe. Only :meth:`close` waits for the file system, a second."""
+    """One process's savings. Thread-safe. Only :meth:`close` waits for the disk, a second."""
 
     def __init__(self, prefill: PrefillSpeed, *, wall: Callable[[], float] = time.time) -> None:
         """Price by ``prefill``; ``wall`` returns seconds since 1970."""
@@ -57,7 +57,7 @@ class Savings:
         self._days: dict[str, Totals] = {}
         self._waiting = deque[tuple[str, int, int, int, float]](maxlen=_WAITING)
         self._earlier = PrefillSpeed(0)
-        """Of an engine before this one."""
+        """The file is of an engine before this one."""
         self._writer: threading.Thread | None = None
         """Waits, then writes."""
         self._soon = threading.Event()
@@ -83,7 +83,7 @@ class Savings:
                 self._add(self._today(), Totals(asked, found))
 
     def loaded(self, tokens: int, before: int, seconds: float, rows: int = 1) -> None:
-        """Note that so many tokens of each row came, after others, and how long that took."""
+        """Note that so many tokens of each row came, after earlier ones, and how long that took."""
         with self._lock:
             today = self._today()
             self._waiting.append((today, tokens, before, rows, seconds))
@@ -124,7 +124,7 @@ class Savings:
 
     @property
     def total(self) -> Totals:
-        """What this process has saved in the last days."""
+        """The savings of this process in the last days."""
         with self._lock:
             self._price()
             return add_up(self._days.values())
@@ -148,7 +148,7 @@ class Savings:
         log.info("VUA: %s, since this process began", self.total)
 
     def _write(self) -> None:
-        """Write this process's file; the first time, read those of others and delete old ones."""
+        """Write this process's file; the first time, read all others and delete old ones."""
         with self._lock:
             self._writer, root = None, self._root
         if root is None:

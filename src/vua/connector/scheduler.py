@@ -484,7 +484,7 @@ class SchedulerSide:
 
     @property
     def identity(self) -> Identity | None:
-        """Whose stores orders concern; None before the model is identified: there are no orders.
+        """Whose stores orders concern; None before the model is identified: no orders.
 
         Workers open them with the first step that names them, even if it orders nothing.
         """

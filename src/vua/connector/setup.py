@@ -7,7 +7,7 @@ place: no path, home, address, port, number of a device or time of a file. So th
 have one setup wherever they run, and an engine whose code was replaced has another one.
 
 The code is that of every function that the model's modules can reach: their classes' and their own
-methods and hooks, and from there whatever a function names, holds or defaults to. It is read in
+methods and hooks, and from there all that a function names, holds or defaults to. It is read in
 each worker once the model is loaded (:func:`code_of`), so plug-ins have done their work. A function
 that computes is then known by its bytecode and constants, wherever it came from.
 """
@@ -273,7 +273,7 @@ class Code(NamedTuple):
 
     digest: str
     sources: set[tuple[str, str]]
-    """Of each function: the name of its module, and its file."""
+    """For each function: the name of its module, and its file."""
 
 
 def code_of(

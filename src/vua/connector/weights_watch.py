@@ -370,7 +370,7 @@ class EngineState:
         adapters: AdapterWatch | None = None,
         unknown: str | None = None,
     ) -> None:
-        """Watch the given parts; None: weights never change, there are no adapters.
+        """Watch the given parts; None: weights never change, without adapters.
 
         ``unknown``: why the memory's content is unknown; nothing may then be stored or loaded.
         """

@@ -20,7 +20,7 @@ compares stored chunks of other writers with what it computes (`vua.connector.wo
   probably the odd one: it leaves the namespace.
 
 A comparison loads nothing of its prompt: no token depends on unproved chunks, and no differing
-chunk has been computed on top of them. What this engine itself has stored is trusted, and drawn
+chunk has been computed on top of them. This engine's own chunks are trusted, and drawn
 like the rest.
 """
 

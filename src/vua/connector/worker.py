@@ -240,7 +240,7 @@ class WorkerSide:
         The namespace is opened now if it is known, else in the background as soon as the
         scheduler's half names it, or the search ends. Until it is open, loads end without a token.
         Chunks to save are copied, as far as there are buffers, and written once it is open for the
-        first time; others must be ordered again.
+        first time; the rest must be ordered again.
 
         Args:
             model: the engine's KV cache.

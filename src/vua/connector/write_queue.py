@@ -220,7 +220,7 @@ class WriteQueue:
                 self._open_orders[order.number] = chunks
 
     def _came_to_an_end(self, order: SaveOrder) -> None:
-        """Note that one chunk of an order is no longer under way. For any thread."""
+        """Note that one chunk of an order is not under way any more. For any thread."""
         with self._lock:
             left = self._open_orders.pop(order.number, 0) - 1
             if left > 0:

@@ -274,7 +274,7 @@ class PagedKV:
 
         Block ``block_ids[i]`` holds the tokens from ``i * block_size`` on. ``k_out`` and ``v_out``
         are ``[heads, layers, n_tokens, dim]``, of any dtype of the cache's item size, with any
-        strides; ``v_out`` is ignored if there is no V.
+        strides; ``v_out`` is ignored without V.
 
         Raises:
             InputError: The arguments do not fit; nothing was copied.

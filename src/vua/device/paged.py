@@ -19,10 +19,10 @@ An engine's blocks can also be moved whole: by :class:`WholePages` on the host, 
 :class:`PageRows`, which makes rows of them. So are states of Mamba-like layers.
 
 In vLLM's cache modes "align" and "all" a request's block table has one block per `block_size`
-tokens, as for attention, and a step that ends behind token p leaves the state as of p in block
+tokens, as for attention, and a step that ends after token p leaves the state as of p in block
 (p - 1) // block_size; in mode "align" what came before it is overwritten or freed. A step that goes
-on behind p computed tokens takes it from that same block. So a state can be stored after a step
-that ends with a block, and loaded into the block before the point where the computation goes on.
+on after p computed tokens takes it from that same block. So a state can be stored after a step
+that ends with a block, and loaded into the block before the point where the computation continues.
 (vLLM 0.32:
 `mamba_utils.preprocess_mamba`, `MambaManager`, `Scheduler._mamba_block_aligned_split`.)
 """
@@ -324,7 +324,7 @@ def slots_of(
 class WholePages:
     """Pages in CPU memory that are moved whole, as an engine has them, by a request's block table.
 
-    Of a chunk every page is moved, or only the last one, which holds a state: that is valid behind
+    Of a chunk every page is moved, or only the last one, which holds a state: that is valid after
     the chunk's last token, and in no other place. Threads may use one object at once on different
     blocks.
     """
@@ -365,7 +365,7 @@ class WholePages:
             token_start: the chunk's first token.
             n_tokens: the tokens of a chunk.
             k_out: ``[1, caches, n_tokens, k_dim]`` of uint8, contiguous per cache: the pages one
-                behind the other, then zeros.
+                after the other, then zeros.
             v_out: None.
 
         Raises InputError: the chunk does not begin and end with blocks that the table has.
@@ -388,7 +388,7 @@ class WholePages:
         """Copy pages of some chunks ``[chunks, 1, caches, tokens, k_dim]`` into the cache.
 
         Those of ``n_tokens`` tokens from ``token_start`` on, which is in the first chunk the token
-        after ``skip`` others, as in :meth:`vua.device.cpu_pages.PagedKV.scatter_chunks`.
+        after ``skip`` tokens, as in :meth:`vua.device.cpu_pages.PagedKV.scatter_chunks`.
         """
         size, stop = k_in.shape[3], token_start + n_tokens
         for number, chunk in enumerate(k_in):
@@ -482,7 +482,7 @@ def _refuse(cache: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 _ROW_NBYTES: Final = 4096
-"""Of a row, at most: a kernel's program walks it in a loop that the compiler unrolls."""
+"""Elements of a row, at most: a kernel's program walks it in a loop that the compiler unrolls."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ class Staging:
 
         ``parts`` are the shard's layers in order: one cache, or several where an engine gives some
         layers block tables (and block sizes) of their own. ``adjoining``: memory for all buffers is
-        taken now, one behind the other, so that :meth:`save` moves many by one call; where the
+        taken now, one after the other, so that :meth:`save` moves many by one call; where the
         device has no room for so many, for fewer. ``rows``: of pages that are moved whole; their
         slots take the place of tokens.
 

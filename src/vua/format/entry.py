@@ -82,7 +82,7 @@ _KINDS: Final = bytes(
     )
     for one in range(256)
 )
-"""Of each byte, bits of what it is: a digit, of a name, hexadecimal."""
+"""For each byte, bits of what it is: a digit, of a name, hexadecimal."""
 _VARIABLE_KINDS: Final = b',"created":"%b","writer":"%b","check":"%b' % tuple(
     bytes([KINDS | 1 << bit]) * width
     for bit, width in enumerate((_CREATED_WIDTH, _WRITER_WIDTH, _CHECK_WIDTH))
@@ -260,7 +260,7 @@ class EntryCodec:
     def seal_of(self, header: memoryview) -> tuple[str, npt.NDArray[np.uint8]]:
         """Return nonce and tags ``[blocks, 16]`` of a sealed file that :meth:`table_of` accepted.
 
-        Raises CorruptEntryError if there is no nonce.
+        Raises CorruptEntryError without a nonce.
         """
         stop = self.table_offset - len(self._end)
         found = _VARIABLE.search(header[len(self._start) : stop])

@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any, Final
 
 NOT_COMPUTED: Final = ("files", "logits", "read", "seen", "text")
-"""Reasons of what is no part of the computation of K and V in any engine."""
+"""Reasons of what is not a part of the computation of K and V in any engine."""
 
 
 def tables_of(package: str) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""What makes two KV caches the same.
+"""The conditions under which two KV caches are the same.
 
 An `Identity` names everything that K and V depend on besides the token ids. Its `namespace` is the
 directory that they are stored in, so caches of different identities never mix. It is the same in
@@ -248,7 +248,7 @@ def counted_fields(config: Mapping[str, object]) -> dict[str, object]:
     """Return what :func:`config_digest` digests, by path, in order of paths. For people.
 
     A value longer than 1 KiB is cut and shows its digest, one with a secret's name is left out, and
-    the JSON of all has at most 12 KiB: what is beyond is counted under "...". What this returned is
+    the JSON of all has at most 12 KiB: what is beyond is counted under "...". The result is
     returned unchanged.
 
     >>> counted_fields({"rope": {"theta": 1e4}, "layers": [{"window": 8}], "use_cache": True})

@@ -7,7 +7,7 @@ the page hash of SGLang's HiCache (sha256 over parent digest and uint32 token id
 pass hashes instead of tokens find the same chunks. PYTHONHASHSEED, the engine, and the dtype or
 container of the tokens do not change a name.
 
-What belongs to one request and changes its K/V without being a token (cache salt, LoRA adapter,
+A part of one request that changes its K/V without being a token (cache salt, LoRA adapter,
 image content) enters as *extras*, at the first chunk where it matters. There the parent is replaced
 by a digest over a tag, the parent and the length-prefixed extras.
 
@@ -86,7 +86,7 @@ class ChunkKey(NamedTuple):
     prefix_hash: bytes
     """SHA-256 of parent and tokens, 32 bytes."""
     parent: bytes
-    """What was hashed before the tokens: 32 bytes, or empty for a plain first chunk."""
+    """The bytes hashed before the tokens: 32, or empty for a plain first chunk."""
     start: int
     """Index of the chunk's first token in the prompt."""
     stop: int

@@ -348,7 +348,7 @@ def pages_layout(
 ) -> KVLayout:
     """Return the layout of caches whose pages are stored as an engine lays them out.
 
-    A chunk holds whole pages, one behind the other, and then zeros.
+    A chunk holds whole pages, one after the other, and then zeros.
 
     >>> pages_layout(caches=3, parts=2, row_nbytes=132, chunk_tokens=64, window=512).group
     'p132w512'

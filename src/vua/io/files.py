@@ -60,7 +60,7 @@ def atomic_write(
         path: of the file.
         data: its bytes.
         dir_fd: a descriptor of the directory that ``path`` is relative to.
-        mode: its permissions, whatever the umask.
+        mode: its permissions, under any umask.
         keep: called if a file of that name may exist; True keeps that one. Without ``keep`` the new
             file replaces it. If several write at once with ``keep``, the first one's file stays, if
             the file system has hard links.
@@ -124,7 +124,7 @@ def _sync_directory(path: str, *, dir_fd: int | None = None) -> None:
 def see_to_mode(
     place: str | os.PathLike[str] | int, mode: int, *, dir_fd: int | None = None
 ) -> None:
-    """Give a new file or directory its mode, whatever the umask, unless it has that mode.
+    """Give a new file or directory its mode, under any umask, unless it has that mode.
 
     Some mounts refuse every `chmod`, even to the current mode: then it may have another mode that
     gives its owner the same rights. The set-group-id bit, which a directory inherits from its
@@ -154,7 +154,7 @@ def make_file(
     Args:
         path: of the file; a link is not followed.
         flags: further ones of `os.open`, such as O_EXCL.
-        mode: of a new one, whatever the umask.
+        mode: of a new one, under any umask.
         dir_fd: a descriptor of the directory that ``path`` is relative to.
 
     Raises OSError.
@@ -176,7 +176,7 @@ def make_file(
 def make_folder(
     path: str | os.PathLike[str], mode: int = 0o700, *, dir_fd: int | None = None
 ) -> bool:
-    """Make a directory that has its mode whatever the umask; False if it is there already.
+    """Make a directory that has its mode under any umask; False if it is there already.
 
     Raises OSError.
     """
@@ -250,7 +250,7 @@ def make_directory(parent: int, name: str, mode: int) -> int:
     Args:
         parent: descriptor of the directory above.
         name: of the directory; a link is not followed.
-        mode: of a new one, whatever the umask.
+        mode: of a new one, under any umask.
 
     Raises OSError.
     """

@@ -1,9 +1,9 @@
 """Threads for work that may hang, and a circuit breaker for failing storage.
 
 A thread inside a system call cannot be stopped. So an overdue :class:`Job` is only given up: its
-owner is told, and later results of its thread are discarded. Two rules follow for work in a pool
-with a time limit: it publishes its results only inside :meth:`Job.use`, and memory that its thread
-may still write to is released by that thread.
+owner learns of it, and its thread's later results are discarded. Two rules follow for work in a
+pool with a time limit: it publishes its results only inside :meth:`Job.use`, and memory that its
+thread may still write to is released by that thread.
 
 The threads are daemons: a hanging one does not keep the process from ending. A signal may raise an
 exception (Ctrl-C) anywhere in the thread that waits for a job. With `concurrent.futures`, one
@@ -85,7 +85,7 @@ class Job(Generic[W]):
     def settle(self, *, well: bool | None = None) -> bool:
         """Decide that the work has ended. True only for the first call, whose caller reports it.
 
-        ``well`` is what the pool's breaker is told then; None: nothing.
+        ``well`` is what the pool's breaker gets then; None: nothing.
         """
         with self._lock:
             first = not self._settled
@@ -198,7 +198,7 @@ class Pool(Generic[W]):
             name: of the threads.
             timeout_s: time without progress after which a job is overdue. A queued one counts as
                 progressing as long as any of the threads makes progress.
-            breaker: is told of jobs, see :meth:`Job.settle`; overdue ones have failed.
+            breaker: learns of jobs, see :meth:`Job.settle`; overdue ones have failed.
             late: called with each job that :meth:`give_up` gives up.
             clock: returns seconds.
         """
@@ -279,7 +279,7 @@ class Pool(Generic[W]):
     def map(self, work: Callable[[Job[A]], T], items: Iterable[A]) -> list[T]:
         """Return what ``work(job)`` returns for a job about each item.
 
-        The first error is raised when the jobs under way have ended; the others never start. The
+        The first error is raised when the jobs under way have ended; the rest never starts. The
         same holds for an exception raised by a signal, but a second one ends the wait: no item is
         read or written after an error.
         """
@@ -350,7 +350,7 @@ class Pool(Generic[W]):
         return given_up
 
     def close(self, *, finish: bool = True, timeout_s: float = math.inf) -> bool:
-        """Finish all jobs; returns False, leaving threads behind, if some made no progress.
+        """Finish all jobs; returns False, leaving threads, if some made no progress.
 
         Those are given up as by :meth:`give_up`, but without calling ``late``. In a pool with a
         time limit queued ones are, too, after ``timeout_s``, and with ``finish`` False at once. No
@@ -384,7 +384,7 @@ class Pool(Generic[W]):
 
 
 def _run(shared: _Shared[Any]) -> None:
-    """Run jobs. Each thread counts itself, since whoever started it may be interrupted."""
+    """Run jobs. Each thread counts itself, since the thread that started it may be interrupted."""
     own = threading.current_thread()
     with shared.lock:
         if len(shared.threads) >= shared.most:

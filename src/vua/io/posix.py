@@ -92,21 +92,21 @@ def _bind() -> dict[str, ctypes._NamedFuncPointer]:
 
 
 calls = _bind()
-"""What this system has, by name; what is missing is done in another way."""
+"""The calls of this system, by name; what is missing is done in another way."""
 
 _EXT: Final = 0xEF53
 _LOCAL: Final = frozenset(
     (_EXT, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994, 0x858458F6, 0x794C7630, 0x2FC12FC1)
 )
 """``f_type`` of ext4, XFS, Btrfs, F2FS, tmpfs, ramfs, overlayfs (linux/magic.h) and ZFS (OpenZFS):
-only the kernel opens and closes files there. With others (NFS, FUSE) a server is involved, even if
+only the kernel opens and closes files there. With NFS or FUSE a server is involved, even if
 the path is in the dentry cache, and may hang."""
 
 
 def close_quietly(fd: int) -> None:
     """Close a directory, or a file that was only read; never raises.
 
-    The descriptor is closed whatever a server answers, and what was read is right. Writers call
+    The descriptor is closed with any answer of a server, and what was read is right. Writers call
     `os.close`: network file systems report write errors there.
     """
     with contextlib.suppress(OSError):

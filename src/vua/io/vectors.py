@@ -46,7 +46,7 @@ def _bind() -> dict[str, ctypes._NamedFuncPointer]:
 
 
 calls = _bind()
-"""What this system has, by name; what is missing is done in another way."""
+"""The calls of this system, by name; what is missing is done in another way."""
 
 _view_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory
 _view_from_memory.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int]

@@ -45,7 +45,7 @@ _FREE_SETTINGS: Final = frozenset(
     # a field of its own in the identity; what follows the last layer
     "type_k type_v pooling_type embeddings n_samplers".split()
 )
-"""Fields of llama.cpp's context parameters that K and V do not depend on. All others count."""
+"""Fields of llama.cpp's context parameters that K and V do not depend on. The rest counts."""
 _CONTEXT: Final = ("n_ctx", "n_seq_max", "kv_unified")
 """The size of a context; it counts where `_is_chosen_by_length`."""
 
@@ -356,7 +356,7 @@ class VUALlamaCache(BaseLlamaCache):
     # -- inside -------------------------------------------------------------------------------
 
     def _usable(self) -> VUA | None:
-        """Return the open namespace; None if there is none (yet), or nothing may be stored."""
+        """Return the open namespace; None if none is open yet, or nothing may be stored."""
         return self._stored.usable() if self._may() else None
 
     def _may(self) -> bool:

@@ -310,7 +310,7 @@ class VLLMPagedMemGPUConnector(_PagedConnector):
 
     @torch.inference_mode()
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Copy the KV_BLOB object into the slots of tokens ``start`` to ``end``, and no others.
+        """Copy the KV_BLOB object into the slots of tokens ``start`` to ``end`` alone.
 
         Raises as :meth:`from_gpu` does.
         """
@@ -388,7 +388,7 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
 
     @torch.inference_mode()
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
-        """Copy the object into the slots of tokens ``start`` to ``end``, and no others.
+        """Copy the object into the slots of tokens ``start`` to ``end`` alone.
 
         ``vllm_cached_tokens`` (0 by default): so many leading tokens are already in the cache,
         maybe in shared blocks, and are not written.

@@ -16,7 +16,7 @@ before. LMCache does not pass the tokens, so nothing is shared with other engine
 hashes of tokens: nothing about weights, adapters or settings. So the digest of the files at that
 name counts, or a label that the operator sets. Objects of two checkpoints are never confused if
 each engine serves the files at its name and was started after they were put there. A model whose
-files change is no longer served: engines that loaded them before, and those that load them now, use
+files change is not served: engines that loaded them before, and those that load them now, use
 one name.
 """
 
@@ -505,7 +505,7 @@ class VUAL2Adapter(L2AdapterInterface):
             ]
 
     def _namespace(self, form: _Form, *, create: bool = False) -> Namespace | None:
-        """Return the namespace of such objects; None if there is none yet, or must be none."""
+        """Return the namespace of such objects; None if not yet, or never."""
         files = self._models.digest(form.model)
         if files is None:
             return None

@@ -153,7 +153,7 @@ class EntryStream:
     """Files that are read in order by own threads while the caller uses those that arrived.
 
     File ``f`` goes to chunk slot ``places[f % len(places)]`` and to that row of the headers, once
-    :meth:`wait` was told that the slot may be reused. The threads that read a file also compare it,
+    :meth:`wait` learned that the slot may be reused. The threads that read a file also compare it,
     without the GIL, with what it must be. Not thread-safe.
     """
 
@@ -453,9 +453,9 @@ class OrdinaryChunk(NamedTuple):
     known: bytes
     """Names of entries, each with a final NUL: its directory holds nothing else."""
     aside: str
-    """Of the path to which it is moved first, all but the last four digits."""
+    """The path to which it is moved first, without the last four digits."""
     marks: str
-    """Of the path of another file that goes with it, all but the chunk's name."""
+    """The path of another file that goes with it, without the chunk's name."""
 
 
 _UNTOUCHED, _DELETED, _ASIDE = 0, 1, 3
@@ -468,7 +468,7 @@ class Deletions(NamedTuple):
     settled: int
     """How many of them, from the first on, are not there any more."""
     deleted: npt.NDArray[np.bool_]
-    """Which of these were deleted by this call; the others were gone."""
+    """Which of these were deleted by this call; the rest was gone."""
     nbytes: int
     """What that freed."""
     is_unusual: bool

@@ -42,7 +42,7 @@ class _Cuts(NamedTuple):
     low: npt.NDArray[np.uint64]
     """The first address of K's, V's and discarded extents."""
     reach: list[int]
-    """Bytes from there to the end of the last one; 0 if there are none."""
+    """Bytes from there to the end of the last one; 0 without rows."""
     blocks: list[list[tuple[int, slice]]]
     """Per checksum block: K, V or discarded (0, 1, 2), and which bytes from ``low`` on."""
 

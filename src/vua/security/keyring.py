@@ -38,7 +38,7 @@ _KEY_NBYTES: Final = 32
 _TENANT_TAG: Final = b"vua.tenant.v1"
 _REMEDY: Final = "`vua key FILE` makes a new one"
 _FORBIDDEN: Final = 0o037
-"""Mode bits a key file must not have: any access for others, write or run for the group."""
+"""Mode bits a key file must not have: any access for the world, write or run for the group."""
 _FAULT_S: Final = 60.0
 _FAULTS: Final = 10
 """Log lines per minute and kind of fault: clients may invent salts."""
@@ -65,7 +65,7 @@ class NoKeyError(ConfigError):
 
 @dataclass(slots=True)
 class _Minute:
-    """What was logged about one kind of fault since the minute began."""
+    """The log lines about one kind of fault since the minute began."""
 
     began_s: float
     keys: set[str] = field(default_factory=set)

@@ -142,7 +142,7 @@ class Seal:
             header: of the file; must not change meanwhile.
             places: the indices of these checksum blocks in the file.
 
-        Raises CorruptEntryError if there is no nonce.
+        Raises CorruptEntryError without a nonce.
         """
         nonce, tags = codec.seal_of(header)
         seal_info = SealInfo(self.key_id, nonce)

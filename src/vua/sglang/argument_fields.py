@@ -27,4 +27,4 @@ FAMILIES: Final = ("SGLANG_", "SGL_")
 EXCLUDED_VARIABLES: Final[Mapping[str, Sequence[str]]] = _TABLES["variables"]
 """Word for the reason, variables of these families."""
 COUNTED_VARIABLES: Final = frozenset(_TABLES["counted_variables"])
-"""Variables of no family that count if they are set; others of no family do not."""
+"""Variables of no family that count if they are set; the rest do not."""

@@ -32,7 +32,7 @@ from vua.store.writer import Writers
 log = logger("worker")
 
 KIND: Final = ("",)
-"""Of all prompts: SGLang does not tell a backend which have an adapter."""
+"""It counts for all prompts: SGLang does not tell a backend which have an adapter."""
 _MOST_OPEN: Final = 64
 """Comparisons at once; the oldest is given up for another."""
 

@@ -76,7 +76,7 @@ class Engine:
         """Whether something outside a checkpoint may have been changed."""
         self._snapshot = Snapshot(runner.model)
         self._left: str | None = None
-        """What shows that the weights are not the expected ones; None: they are."""
+        """The sign that the weights are not the expected ones; None: they are."""
         self._next: Path | None = None
         """The directory of the runner's current weights, if an update named it."""
         self._cleared = False
@@ -134,7 +134,7 @@ class Engine:
     def take_directory(self) -> Path | None:
         """Return where new weights were loaded from, once nothing of earlier ones is cached.
 
-        From then on these are the expected ones. None: there are no new ones, or they are unknown.
+        From then on these are the expected ones. None: none are new, or they are unknown.
         """
         with self._lock:
             if self._left is None or self._next is None or not self._cleared:
@@ -274,7 +274,7 @@ def _loaded_names(runner: Any) -> frozenset[str] | None:
 def _tensor_names(
     model: str, revision: str | None, download_dir: str | None
 ) -> frozenset[str] | None:
-    """Return the names of the tensors in a model's safetensors files; None: there are none."""
+    """Return the names of the tensors in a model's safetensors files; None: no files."""
     try:
         files = checkpoint_files(local_directory(model, revision, download_dir))
         return frozenset(_all_names(files))
@@ -293,7 +293,7 @@ def kept_apart(extra_key: str | None, lora_id: str | None) -> str | None:
 
     SGLang appends an adapter's id to a request's ``extra_key``, and names pages by the result. A
     client may send a key that ends with such an id: it gets an ending that no adapter has.
-    Different keys stay different, and all others stay unchanged.
+    Different keys stay different, and all other keys stay unchanged.
 
     Args:
         extra_key: as SGLang made it; with an adapter it ends with ``lora_id``.

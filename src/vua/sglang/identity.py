@@ -8,7 +8,7 @@ All arguments and variables count, except those in the tables of `vua.sglang.arg
 file's name counts with the file's content. Two engines with equal results then differ only in what
 the tables exclude; a value without a canonical form is refused.
 
-Code is no part of it, see `vua.sglang.setup`: engines that run other code compare.
+Code is not a part of it, see `vua.sglang.setup`: engines that run other code compare.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class CacheDescription(NamedTuple):
     groups: dict[str, Group]
     """By the pool of SGLang's that holds these layers; the one of all tokens first."""
     beside: Identity | None
-    """Of what vLLM stores for the same config, if its chunks may be the same; None: there is none.
+    """The one that vLLM has for the same config, if its chunks may be the same; None: none.
     """
 
 

@@ -45,14 +45,14 @@ _KNOWN: Final = frozenset(("sglang", "sgl_kernel", "sitecustomize", "torch", "vu
 
 
 class Setup(NamedTuple):
-    """What an engine is, as far as others must know."""
+    """Facts about an engine that other engines must know."""
 
     digest: str
     """Equal for two engines that compute the same, 64 hex digits; "": unknown."""
     unusual: list[str]
-    """What runs in it beside SGLang, in words."""
+    """Software that runs in it beside SGLang, in words."""
     epoch: str
-    """What names the namespace of an engine that is unusual; "" for others."""
+    """The part of an unusual engine in its namespace's name; "" if it is not."""
 
 
 def setup_of(runner: Any, pools: Iterable[Any] = ()) -> Setup:

@@ -2,7 +2,7 @@
 
 Promises SGLang: loaded pages are those stored for the same tokens, model and weights, byte for
 byte; a page that cannot be loaded, or a storage that fails or hangs, is a miss and never an error;
-a page that is not stored does not end the backup of others. An engine whose pages cannot be
+a page that is not stored does not end the backup of other pages. An engine whose pages cannot be
 identified is served without a stored cache, with a warning; wrong settings end its start.
 
 VUA's own metrics appear beside SGLang's in the same ``/metrics``.

@@ -268,7 +268,7 @@ class Transfers:
         self._stats.add("vua_load_stops_total", label="timeout")
 
     def _read(self, job: Job[_Work]) -> None:
-        """Load, and copy into the pool while somebody waits for it."""
+        """Load, and copy into the pool while a caller waits for it."""
         work, done, reason = job.what, 0, "error"
 
         def scatter(chunks: int) -> None:

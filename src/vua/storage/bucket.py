@@ -49,7 +49,7 @@ class Meta(NamedTuple):
     modified_s: float
     """Seconds since 1970 of the last write; some servers return whole seconds."""
     tag: bytes
-    """Distinguishes these bytes from any others that ever have this name (an ETag)."""
+    """Distinguishes these bytes from all that ever have this name (an ETag)."""
 
 
 class ByteGate:
@@ -100,7 +100,7 @@ _WAYS: Final = ((False, True), (True, True), (False, False), (True, False))
 """Ways of a PUT to S3: with a checksum in a header, as buckets with object lock ask for; with a
 condition, which some servers refuse. The first that a server accepts is used from then on."""
 _LISTED_AGAIN_S: Final = (1.0, 2.0, 4.0)
-"""Pauses before a listing goes on after a failed request: a command may list for an hour."""
+"""Pauses before a listing continues after a failed request: a command may list for an hour."""
 _PASSING: Final = (errno.EIO, errno.EHOSTDOWN)
 """Errors of a server that may answer later."""
 _TRIED: Final = 16
@@ -218,7 +218,7 @@ class Bucket:
     def put(self, key: str, data: bytes | memoryview, *, create: bool = False) -> None:
         """Write an object: visible as a whole, or not at all.
 
-        With ``create`` only if there is none. Raises FileExistsError (some servers ignore the
+        With ``create`` only a new one. Raises FileExistsError (some servers ignore the
         condition, and overwrite), StorageError.
         """
         ways = _WAYS if self.scheme == "s3" else _WAYS[:1]

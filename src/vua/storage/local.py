@@ -243,7 +243,7 @@ class LocalStorage:
 
         Args:
             doubt: check now: a call has failed as in a directory that is gone.
-            make: check now, and make the directory if there is none.
+            make: check now, and make the directory if it is missing.
 
         Raises OSError, VUAError with ``make`` if it cannot be made, or must not be used.
         """

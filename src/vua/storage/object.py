@@ -80,7 +80,7 @@ def write_parents(bucket_path: BucketPath, parents: Iterable[tuple[str, str]]) -
 
 
 class ParentNotes:
-    """What this process knows of a namespace's chunks, and has not written yet. Thread-safe."""
+    """This process's knowledge of a namespace's chunks that is not written yet. Thread-safe."""
 
     def __init__(
         self, bucket_path: BucketPath, clock: Callable[[], float] = time.monotonic
@@ -180,7 +180,7 @@ class ObjectStorage:
         self.times = WriteTimes()
 
     def close(self) -> None:
-        """Write which chunk precedes which; the bucket stays open for others."""
+        """Write which chunk precedes which; the bucket stays open."""
         self._notes.write(ends=True)
 
     def _key(self, name: str) -> str:

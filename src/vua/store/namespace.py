@@ -321,7 +321,7 @@ def described(
     Args:
         read: returns its description.
         layouts: required layouts, one per group of layers.
-        make: describes it if there is no sound description; with ``anew=True`` in any case.
+        make: describes it if no description is sound; with ``anew=True`` in any case.
         open_: opens it then.
 
     Raises LayoutError if it holds other layouts, StorageError.

@@ -1,6 +1,6 @@
 """In which field two identities differ, and which namespace is nearest to an identity. For people.
 
-What the digest of a model's config counted is told by `namespace.json` for people, never believed:
+`namespace.json` names what the digest of a model's config counted, for people, never believed:
 nothing is loaded or stored by what is found here.
 """
 
@@ -22,7 +22,7 @@ class FieldDifference(NamedTuple):
     """A field in which another identity differs from ours."""
 
     field: str
-    """Of an identity, or the path of a field of the config that ``model`` is a digest of."""
+    """A member of an identity, or the path of a config's field that ``model`` is a digest of."""
     ours: object
     theirs: object
 

@@ -1,9 +1,9 @@
 """From a user's path to a namespace in use: a directory, a bucket, or several tiers.
 
 :func:`prepare` checks a path before an engine starts: loading a model takes minutes, so a wrong
-directory must show before that, in one line. What differs between a directory, a bucket and tiers
+directory must show before that, in one line. How a directory, a bucket and tiers differ
 is in a :class:`LocationKind` each, which :func:`kind_of` chooses: for a directory from
-:mod:`vua.store.namespace`; the others from :mod:`vua.store.far`, which is imported only when
+:mod:`vua.store.namespace`; the rest from :mod:`vua.store.far`, which is imported only when
 needed.
 """
 

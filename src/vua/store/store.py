@@ -339,7 +339,7 @@ class Store:
         return present
 
     def holds(self, key: ChunkKey, wanted: Sequence[Shard]) -> bool:
-        """Whether a chunk is stored: in the files ``wanted``, or in others that cover the model."""
+        """Whether a chunk is stored: in the files ``wanted``, or in any that cover the model."""
         if self.search is not None:
             return self.search.holds([key], wanted)[0]
         return self._holds(key.name, [f"/{shard.name}" for shard in wanted])

@@ -158,7 +158,7 @@ class WriteBack:
             self._threads.submit(bring)
 
     def fetch(self, chunks: Sequence[tuple[str, str]]) -> None:
-        """Copy chunks' entries from the slower tiers, soon, whatever the rules say of reads.
+        """Copy chunks' entries from the slower tiers, soon, even if rules exclude reads.
 
         ``chunks``: each one's name and that of the chunk before it ("" for a prompt's first one),
         in the order of the prompt. Returns at once.

@@ -3,7 +3,7 @@
 A writer's name of 48 characters in each header has the kind of engine, a random number per process
 (per engine, if one scheduler speaks for several processes; after its setup, if that is known) and
 as much of the host's name as fits.
-A name is no stronger evidence than the bytes beside it: any process that can write there can write
+A name is not stronger evidence than the bytes beside it: any process that can write there can write
 any name. :class:`Writers` finds the writers of a prompt's chunks by reading few headers.
 """
 
@@ -121,7 +121,7 @@ class Writers:
     """
 
     def __init__(self, store: Store, shards: Sequence[Shard]) -> None:
-        """Read entries of ``store``: those of ``shards``, or others that cover the model."""
+        """Read entries of ``store``: those of ``shards``, or other entries that cover the model."""
         self._store, self._shards = store, tuple(shards)
         self._known: dict[bytes, frozenset[bytes]] = {}
         self._odd: dict[bytes, frozenset[bytes]] = {}

@@ -11,7 +11,7 @@ __all__ = ["FaultyStorage"]
 
 
 class FaultyStorage:
-    """Raises given errors for as long as it is told to; see :class:`Storage`.
+    """Raises given errors for as long as a test asks; see :class:`Storage`.
 
     ``fail`` maps an operation to its error: ``write``, ``open`` and ``read`` (of an entry that is
     not, or is, open), ``remove`` (which then returns False). Other operations work as in ``inner``.

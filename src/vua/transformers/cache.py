@@ -123,7 +123,7 @@ class State:
         self.described, self.mark = described, mark
         weights = described.weights()
         self.sums = b""
-        """Of all bytes, once they are identified."""
+        """The digest of all bytes, once they are identified."""
 
         def check(found: Any, stop: threading.Event) -> Any:
             before = sums(described.model)
@@ -169,12 +169,12 @@ class _Note:
         ids: torch.Tensor,
         computed: Callable[[int, int, int, float], None],
     ) -> None:
-        """``computed`` is told of each prefill, see `StoredLayers.computed`."""
+        """``computed`` learns of each prefill, see `StoredLayers.computed`."""
         self._model, self.state, self.ids = model, state, ids
         self._computed = computed
         self.light, self.tensors = light_mark(model), tensor_mark(model)
         self.paddings: list[int] = []
-        """Of the rows of ``ids``."""
+        """The keys of the rows of ``ids``."""
         self.loaded = 0
         """Columns that the cache was filled with."""
         self._prefill: tuple[int, int, int, float] | None = None
@@ -225,7 +225,7 @@ def reason_of(problem: Exception) -> str:
 
 @contextmanager
 def _describing() -> Iterator[None]:
-    """Turn whatever a model, its config or torch raises into NoIdentityError, but for OSError."""
+    """Turn all that a model, its config or torch raises into NoIdentityError, but for OSError."""
     try:
         yield
     except (NoIdentityError, OSError):
@@ -299,7 +299,7 @@ class PrefixCache:
                 does after a change.
 
         Raises:
-            NoIdentityError: the model's caches cannot be stored; whatever describing it raises.
+            NoIdentityError: the model's caches cannot be stored; for all that describing it raises.
             ConfigError: a setting is wrong, or ``path`` is a file.
             StorageError: the directory cannot be created.
         """

@@ -103,7 +103,7 @@ class StoredLayers:
         self.misfits = False
         """Whether something of another shape was found there."""
         self._told = False
-        """Whether it was said that stored tokens are computed."""
+        """Whether a line has said that stored tokens are computed."""
 
     def close(self) -> None:
         self._savings.close()
@@ -155,7 +155,7 @@ class StoredLayers:
         self._savings.loaded(tokens, 0, took_s, rows)
 
     def computed(self, rows: int, before: int, tokens: int, took_s: float) -> None:
-        """Note how long it took to compute so many tokens of each row, after others."""
+        """Note how long it took to compute so many tokens of each row, after earlier ones."""
         together = rows * tokens
         with self._lock:
             self._policy.prefill.measured(together, together * (before + tokens / 2), took_s)
@@ -212,7 +212,7 @@ class StoredLayers:
 
         Args:
             ids: whole chunks, (T,).
-            layers: K and V of every layer, at least up to token T. Those of a sliding window may
+            layers: K and V of every layer, at least up to token T. A sliding window's may
                 begin later, or with zeros, as :meth:`read` returns them; earlier chunks stay as
                 they are stored, or not.
             may: asked before something is written; False: nothing is.

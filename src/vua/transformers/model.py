@@ -1,4 +1,4 @@
-"""What names the caches of a loaded model, besides what it computes (`vua.transformers.probe`).
+"""The names of a loaded model's caches, besides what it computes (`vua.transformers.probe`).
 
 A model that holds what its files hold is named by every byte of the files, as in every engine; any
 other one, such as one with an adapter, by every byte of its tensors. The comparison is element by
@@ -276,7 +276,7 @@ class Description:
         layers: Sequence[LayerCache],
         start: int,
     ) -> str:
-        """Compute tokens from ``start`` on after others; return how ``layers`` differ there."""
+        """Compute tokens from ``start`` on; return how ``layers`` differ there."""
         past, tokens = DynamicCache(), layers[0].start + layers[0].k.shape[1]
         for number, layer in enumerate(before):
             device = self.probe.devices[number]

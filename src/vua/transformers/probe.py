@@ -2,7 +2,7 @@
 
 A Python process has no end of places where a function can live, so nothing is read from it: two
 models are the same if they compute the same. The prompt has 96 ids, drawn from the vocabulary by a
-seed: 80 at positions 0 to 79, and 16 that go on from there at the far end of the model's positions.
+seed: 80 at positions 0 to 79, and 16 that continue at the far end of the model's positions.
 Models that compute the same differ by rounding alone (`vua.store.agreement`), in every layer and
 every 16 tokens.
 
@@ -33,7 +33,7 @@ _NEAR, _FIRST, _TAIL = 80, 16, 64
 _LONG: Final = 4096
 """Tokens of the long prompt at most."""
 _FULL: Final = 1 / 64
-"""Of the tolerance for products of TF32, what those of float32 need: they have 13 bits more."""
+"""The share of TF32's tolerance that products of float32 need: they have 13 bits more."""
 _BLOCK: Final = 1024
 """Tokens whose first layer is computed at once."""
 

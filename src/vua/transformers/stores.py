@@ -193,7 +193,7 @@ class Stores:
 
     @property
     def measured(self) -> StoredLayers:
-        """What knows how long loads and prefills take."""
+        """The measurements of how long loads and prefills take."""
         return self._own()[1] if self._shared is None else self._shared[1].stored
 
     def to_read(self) -> Iterator[StoredLayers | Engine]:
@@ -227,7 +227,7 @@ class Stores:
 def _settled(
     place: Location, identity: Identity, described: Description, clock: Callable[[], float]
 ) -> str:
-    """Return the name of the probe that the model's agrees with; its own if there is none."""
+    """Return the name of the probe that the model's agrees with; else its own."""
     probe, layout = described.probe, replace(described.layout, chunk_tokens=TOKENS)
     groups = groups_of(layout, [None] * layout.layers)
     name = replace(described.named(identity, "probes"), chunk_tokens=TOKENS)
@@ -235,7 +235,7 @@ def _settled(
     free: torch.Tensor | None = None
 
     def agreeing(ids: torch.Tensor) -> str:
-        """Return the name of the stored probe; "" if there is none, or it does not agree."""
+        """Return the name of the stored probe; "" if none is stored, or it does not agree."""
         nonlocal free
         layers, tokens = (
             ([], 0)

@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def _arrange(config: Any) -> None:
-    """Refuse an engine that would replace a VUA that it names; complete the others."""
+    """Refuse an engine that would replace a VUA that it names; complete the rest."""
     transfer = config.kv_transfer_config
     offloads = getattr(config.cache_config, "kv_offloading_size", None) is not None
     if offloads and transfer is not None and replaced(vars(transfer)):

@@ -40,7 +40,7 @@ from vua.vllm.support import (
 DRAFT: Final = "d1"
 """The kind of a draft model's layers, see `KVLayout.group`."""
 _STATES_ON_CPU: Final = ("GDN_ATTN", "SHORT_CONV")
-"""Kinds of states with which vLLM's CPU backend runs; with the others it fails, without VUA too."""
+"""Kinds of states with which vLLM's CPU backend runs; any other fails, without VUA too."""
 _PLAIN: Final = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}
 _NAMED: Final = tuple(name.removeprefix("torch.") for name in _PLAIN)
 _SCALES: Final = "vllm checkpoint"
@@ -189,7 +189,7 @@ def layer_number(name: str) -> int:
 
 
 def _is_draft(vllm_config: Any, name: str) -> bool:
-    """Whether a cache is a draft's: its layers are numbered behind the model's."""
+    """Whether a cache is a draft's: its layers are numbered after the model's."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method not in DRAFTS:
         return False
@@ -478,7 +478,7 @@ def stored_as(dtype: object, cache_config: Any, *, on_gpu: bool) -> str | None:
 
 
 def _signature(spec: Any, tp_size: int) -> list[object]:
-    """Return what distinguishes states of this kind from others of the same size, for the identity.
+    """Return what distinguishes states of this kind and size, for the identity.
 
     That includes the size of tensor parallelism: a rank's part holds pieces of several projections
     (queries, keys and values of a convolution, each divided separately), so parts are not heads.

@@ -1,7 +1,7 @@
 """What an engine's K and V depend on besides the KV dtype.
 
 The identity is the text config as vLLM resolved it; and, under names that begin with "vua.",
-whatever in vLLM's configuration makes this engine compute something else, see
+all in vLLM's configuration that makes this engine compute something else, see
 `vua.vllm.config_fields`. It walks everything that vLLM's `VllmConfig` holds, as resolved for this
 engine. Two engines with equal settings then differ only in what that table excludes; a value
 without a canonical form is refused.
@@ -145,7 +145,7 @@ def _chosen_by(loader: Any, model_config: Any, root: Path) -> list[Path]:
 def has_secondary(model_class: type) -> bool:
     """Whether a model names further sources of weights, as its loader expects of every model.
 
-    Instances do so in code, and there is no instance here.
+    Instances do so in code, and none exists here.
     """
     functions = [member for base in model_class.__mro__ for member in vars(base).values()]
     codes = [one.__code__ for one in functions if inspect.isfunction(one)]
@@ -300,7 +300,7 @@ def pages_identity(
     groups: Sequence[Group],
     specs: Mapping[str, Any],
 ) -> dict[str, object]:
-    """Return what the bytes of an engine's own pages depend on: whatever may change their form.
+    """Return what the bytes of an engine's own pages depend on: all that may change their form.
 
     ``specs``: vLLM's description of each cache, by name. More than is needed, on purpose: a page is
     understood by no one but an engine that is the same in all of this.

@@ -57,7 +57,7 @@ class Adapters:
         self._load: Callable[[Any], Any] = load
         manager._load_adapter = self._load_and_copy  # type: ignore[union-attr]  # noqa: SLF001
         self._digests: weakref.WeakKeyDictionary[Any, Future[str]] = weakref.WeakKeyDictionary()
-        """Of adapters loaded from files; others have none."""
+        """Digests of adapters loaded from files; no other has one."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vua-adapters")
         self._latest: dict[int, Adapter] = {}
         """The latest known content of each number."""
@@ -67,7 +67,7 @@ class Adapters:
         self._held: dict[int, Adapter] = {}
         self._reported: dict[int, Adapter] = {}
         self._being_read: set[int] = set()
-        """What was present at the latest look, and has no digest yet."""
+        """Adapters present at the latest look that have no digest yet."""
         self._asked: set[int] = set()
         """What the scheduler's half has asked for, still without an answer."""
 
@@ -150,7 +150,7 @@ def adapter_content(adapter: Any) -> Content:
 
 
 def _attributes(value: Any) -> Mapping[str, Any] | None:
-    """Return the content of vLLM's own objects; None for others."""
+    """Return the content of vLLM's own objects; None for any other."""
     if not type(value).__module__.startswith("vllm.lora."):
         return None
     return {name: item for name, item in vars(value).items() if name not in _NAMES}
@@ -252,7 +252,7 @@ class EngineWorker:
         self._calls: Calls = calls
         worker = calls._vua_worker  # noqa: SLF001
         self.runner: Any = getattr(worker, "model_runner", None)
-        """What loads and runs the model."""
+        """The object that loads and runs the model."""
         try:
             self.model: Any = worker.get_model()
         except (AttributeError, NotImplementedError):

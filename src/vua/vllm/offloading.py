@@ -54,7 +54,7 @@ class Notes(OffloadingWorkerMetadata):
     """A worker's report of one step, with what it saw of weights and adapters."""
 
     changed: str = ""
-    """What shows that the weights have changed."""
+    """The sign that the weights have changed."""
     adapters: dict[int, AdapterNote] = field(default_factory=dict)
     unsure: bool = False
     """Whether all bytes of the weights are being compared: the engine slept."""
@@ -88,7 +88,7 @@ class VUAOffloadingConnector(OffloadingConnector):
         check_starts(vllm_config)
         self._warn_once = WarnOnce(log)
         self._terms: dict[str, tuple[Any, Terms]] = {}
-        """Of the requests that have not ended."""
+        """Keys of the requests that have not ended."""
         self._decided: set[str] = set()
         self._unsure_until_s = 0.0
         """Until when requests wait for what the workers say of the weights; 0: that is known."""

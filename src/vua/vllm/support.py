@@ -4,7 +4,7 @@
 VUA's own connector and the tier below vLLM's offloading (`vua.vllm.tier`).
 The connector is written for the newest version; what an older one lacks is handled here.
 docs/vllm.md says which versions were run and which only read. Why something is not stored, and what
-to do: `vua.connector.refusals`. A cache whose form is not known is no reason: its pages are stored
+to do: `vua.connector.refusals`. An unknown form of cache is not a reason: its pages are stored
 as they are.
 """
 
@@ -109,7 +109,7 @@ def arrange(vllm_config: Any) -> None:
 def _arranged(vllm_config: Any, given: Any, *, alone: bool) -> Any:
     """Return an engine's ``kv_transfer_config`` with VUA; raise what speaks against it.
 
-    ``alone``: there is no connector beside VUA.
+    ``alone``: no connector beside VUA.
     """
     if not alone and os.environ.get("VUA_DOOR") != _BESIDE:
         text = "VUA_PATH is set, but --kv-transfer-config names {}: VUA_DOOR={} joins both"
@@ -165,7 +165,7 @@ def door_of(vllm_config: Any) -> tuple[str, str]:
 
 
 def _why_tier(vllm_config: Any) -> str:
-    """Return what the connector would refuse, or was not measured with; empty if there is none."""
+    """Return what the connector would refuse, or was not measured with; empty if nothing."""
     from vllm.platforms import current_platform
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config

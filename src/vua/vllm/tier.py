@@ -97,7 +97,7 @@ class Engine:
     loads: bool = True
     saves: bool = True
     whole: frozenset[int] = frozenset()
-    """Cache groups of which a hit needs all rows. Of others (windows, states) some are stored."""
+    """Cache groups of which a hit needs all rows. Some rows of windows and states are stored."""
     left: str = ""
     """Why nothing is loaded or stored any more; empty while that is not so."""
     unsure: bool = False
@@ -153,7 +153,7 @@ class _Request:
     """Answers of lookups; a row whose load failed counts as missing."""
     asked: set[OffloadKey] = field(default_factory=set)
     pending: list[OffloadKey] = field(default_factory=list)
-    """What this step has asked for."""
+    """Jobs that this step has asked for."""
     late_s: float = 0.0
     """When it stops waiting for answers."""
     lock: threading.Lock = field(default_factory=threading.Lock)

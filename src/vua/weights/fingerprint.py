@@ -9,7 +9,7 @@ that no other user may write, are trusted; damaged ones count as missing. This m
 without it, weights are read again.
 
 `write_note` leaves the digests of a directory's files beside them, in ``.vua-weights``, so that
-they travel with an image or a volume. A note of this user or root counts for files of the same size
+they come with an image or a volume. A note of this user or root counts for files of the same size
 and mtime (in seconds: archives keep no more), if this user can write neither them nor the note, or
 if some tensors that are drawn at random have the digests that it says.
 
@@ -78,7 +78,7 @@ def checkpoint_files(path: str | os.PathLike[str]) -> list[Path]:
     is included.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: none found.
         OSError: the directory cannot be read.
     """
     root = Path(path).absolute()
@@ -155,7 +155,7 @@ def code_digest(folder: Path) -> str:
     """Return 64 hex digits that identify a directory's Python files, at any depth.
 
     Raises:
-        ConfigError: there are none, or one is too large.
+        ConfigError: none found, or one is too large.
         OSError: one cannot be read.
     """
     found = [path for path in folder.rglob("*.py") if path.is_file()]
@@ -253,7 +253,7 @@ def remember(key: str, value: dict[str, Any]) -> None:
 def locked(key: str, stop: threading.Event | None = None) -> Iterator[None]:
     """Keep this user's other processes, and threads, from doing the same work at the same time.
 
-    Waits until the holder ends or dies. Does not wait if there is no directory for the lock.
+    Waits until the holder ends or dies. Does not wait without a directory for the lock.
 
     Raises:
         CancelledError: ``stop`` was set while waiting.
@@ -296,7 +296,7 @@ def _entry_path(folder: Path, key: str) -> Path:
 
 
 def _folder(*, create: bool) -> Path | None:
-    """Return the private directory; None if there is none that only this user may write to."""
+    """Return the private directory; None if other users may write to all of them."""
     if (folder := user_cache("weights")) is None:
         return None
     try:
@@ -350,7 +350,7 @@ class Weights:
     """The files that were asked about."""
     nbytes: int
     read_nbytes: int
-    """Bytes of the files that were read, also by others since `since_s`; the other files' digests
+    """Bytes of the files that were read, by any process since `since_s`; the other files' digests
     were remembered."""
     seconds: float
     """Duration, including waiting for another process that read the same files."""
@@ -396,7 +396,7 @@ def weights_fingerprint(path: str | os.PathLike[str], *, cache: bool = True) -> 
         cache: use and keep remembered digests.
 
     Raises:
-        ConfigError: there are no weights at ``path``, or they change while they are read.
+        ConfigError: no weights at ``path``, or they change while they are read.
         OSError: a file cannot be read.
     """
     return identify_weights(checkpoint_files(path), cache=cache).fingerprint
@@ -537,7 +537,7 @@ _NOTE_FORMAT: Final = "vua.weights-note.v1"
 
 
 def write_note(folder: Path) -> tuple[Path, Weights]:
-    """Digest the weights in a directory anew, and write the note that others believe beside them.
+    """Digest the weights in a directory anew, and write the note beside them, for all processes.
 
     Raises ConfigError, OSError: as `weights_fingerprint`, or the note cannot be written.
     """

@@ -49,7 +49,7 @@ _LOOKS: Final = 600
 _PROBLEMS: Final = 100
 """Damaged files named per namespace."""
 _FEW: Final = 10_000
-"""Of no more chunks all headers are read, to say what is stored in place of a missing one."""
+"""With at most so many chunks all headers are read, to say what a missing one's place has."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class _WatchState:
     namespaces: list[dict[str, Any]] = field(default_factory=list)
     usage: dict[str, object] | None = None
     saved: str = ""
-    """What loads have saved today; "": nothing was looked up."""
+    """The savings of today's loads; "": nothing was looked up."""
     progress: dict[str, object] | None = None
     looks: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=_LOOKS))
     looked_s: float | None = None
@@ -253,7 +253,7 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, *_: object) -> None:
-        """Log what a connection met; the others go on."""
+        """Log what a connection met; the other connections stay."""
         log.debug("a request failed", exc_info=True)  # noqa: LOG014 - called by a handler
 
     @property
