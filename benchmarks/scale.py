@@ -9,7 +9,7 @@ in turn with sparse files: a valid header, and zeros that take no space. On ext4
 and two inodes. At each size every command runs in a process of its own, by turns, and an engine's
 process starts, stores a prompt and loads it. Root's run empties the kernel's memory first. Measured
 are processor time, peak memory and requests: those of a bucket, RPCs of a mount of NFS. Lines are
-fitted to all sizes but the largest one, which they predict; the last columns are predictions from
+fitted to all sizes but the largest one, which they predict; shown is a prediction from
 all, where that one held. Wall time is in the report alone: other work on the machine changes it.
 
 `--engine` measures an engine beside eviction in a full directory: how long a new process takes to
@@ -95,7 +95,7 @@ KEPT_S = 30
 USE = "an engine: store, look up, load"
 WITHIN = 0.25
 """By so much a prediction may be wrong."""
-GOALS = (10**7, 10**8, 10**9)
+GOAL = 10**9
 Line = Callable[[float], float]
 """What a number of chunks costs."""
 BURST = 512
@@ -600,7 +600,7 @@ def predictions(report: dict[str, Any]) -> list[dict[str, Any]]:
             rows.append({
                 "what": name, "measure": what, "measured": [y for _, y in points],
                 "predicted": there, "of_measured": there / points[-1][1] if points[-1][1] else 1.0,
-                "goals": [*map(beyond, GOALS)],
+                "goal": beyond(GOAL),
             })  # fmt: skip
     return rows
 
@@ -614,29 +614,27 @@ def shown(value: float) -> str:
 
 
 def table(*reports: dict[str, Any]) -> str:
-    """Return what was measured at the sizes that all reports have, and predicted; Markdown.
+    """Return what the largest size of each report cost, and what `GOAL` chunks would; Markdown.
 
-    A cell holds a command's measures in the order that the report's first row names. A prediction
-    from a line that missed the largest size is a dash.
+    A cell holds a command's measures in the order that the report's head names. A prediction from
+    a line that missed the largest size is a dash.
     """
-    sizes = sorted(set.intersection(*(set(map(int, one["sizes"])) for one in reports)))
-    goals = [f"10^{len(str(goal)) - 1}" for goal in GOALS]
-    lines = [["", *(f"{n:,}" for n in sizes), "predicted / measured", *goals]]
-    lines.append(["---", *["--:"] * (len(lines[0]) - 1)])
+    heads, cells = [""], dict[str, list[str]]()
     for report in reports:
-        every = sorted(map(int, report["sizes"]))
         rows = predictions(report)
         units = ", ".join(dict.fromkeys(UNITS[row["measure"]] for row in rows))
-        lines.append([f"**{report['kind']}**: {units}", *[""] * (len(lines[0]) - 1)])
+        heads += [f"{report['kind']}, {max(map(int, report['sizes'])):,}: {units}", "10^9"]
         for name in dict.fromkeys(row["what"] for row in rows):
             some = [row for row in rows if row["what"] == name]
-            cells = [[shown(row["measured"][every.index(n)]) for n in sizes] for row in some]
-            for row, line in zip(some, cells, strict=True):
-                holds = abs(row["of_measured"] - 1) <= WITHIN
-                line += [f"{row['of_measured']:.2f}"]
-                line += [shown(one) if holds else "-" for one in row["goals"]]
-            lines.append([name, *("; ".join(each) for each in zip(*cells, strict=True))])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines).replace("|  ", "| ")
+            cells.setdefault(name, []).extend((
+                "; ".join(shown(row["measured"][-1]) for row in some),
+                "; ".join(
+                    shown(row["goal"]) if abs(row["of_measured"] - 1) <= WITHIN else "-"
+                    for row in some
+                ),
+            ))  # fmt: skip
+    lines = [heads, ["---", *["--:"] * (len(heads) - 1)], *([k, *row] for k, row in cells.items())]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines).replace("|  ", "| ")
 
 
 def summary(report: dict[str, Any]) -> str:

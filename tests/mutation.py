@@ -518,19 +518,20 @@ def table(results: list[tuple[Mutant, str]]) -> str:
     lines = [
         f"{len(results) - len(alive)} of {len(results)} were noticed. These survived:",
         "",
-        "| where | error | |",
+        "| where | error | unnoticed by |",
         "|---|---|---|",
     ]
     for mutant, outcome in alive:
         old, new = (" ".join(part.split()).replace("|", "\\|") for part in (mutant.old, mutant.new))
         what = f"{mutant.name}: " if mutant.name else ""
         where = f"{mutant.path.removeprefix('vua/')} `{mutant.function}`"
-        lines.append(f"| {where} | {what}`{old}` -> `{new}` | {outcome} |")
+        by = outcome.removeprefix("**survived** ")
+        lines.append(f"| {where} | {what}`{old}` -> `{new}` | {by} |")
     return "\n".join(lines)
 
 
 def replace_after(path: Path, text: str) -> None:
-    """Put the table behind the mark of a page."""
+    """Put the table after the mark of a page."""
     before = path.read_text().split("<!-- mutations -->", 1)[0]
     path.write_text(f"{before}<!-- mutations -->\n{text}\n")
 
