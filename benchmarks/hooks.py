@@ -45,6 +45,7 @@ from engines import CHUNK
 from house import replace_between
 
 BAR_S: Final = 0.020
+SHOWN_S: Final = 0.001
 NOTHING, OPTIONS, SLOW, OPENED = "nothing", "5 MB of options", "3 s a call", "opened at 3 s"
 ARMS: Final = (NOTHING, OPTIONS, SLOW, OPENED)
 OPTIONS_NBYTES: Final = 5 << 20
@@ -388,16 +389,21 @@ def summary(found: list[tuple[str, dict[str, list[float]]]]) -> dict[str, dict[s
 
 
 def table(rows: dict[str, dict[str, Any]], about: str) -> str:
-    """All hooks: milliseconds."""
+    """The hooks that take a millisecond or more, and how many do not: milliseconds."""
+    most = {
+        hook: max(one["least_max"] for one in arms_of.values()) for hook, arms_of in rows.items()
+    }
+    slow = {hook: arms_of for hook, arms_of in rows.items() if most[hook] >= SHOWN_S}
     lines = [f"| hook, ms: median, least of the rounds' largest | {' | '.join(ARMS)} |"]
     lines.append("|---|" + "--:|" * len(ARMS))
-    for hook, arms_of in rows.items():
+    for hook, arms_of in slow.items():
         cells = [
             f"{1e3 * one['median']:.3f}, {1e3 * one['least_max']:.1f}" if one else "-"
             for one in (arms_of.get(arm) for arm in ARMS)
         ]
         lines.append(f"| `{hook}` | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", about])
+    rest = f"The other {len(rows) - len(slow)} hooks: less than {1e3 * SHOWN_S:g} ms."
+    return "\n".join([*lines, "", f"{rest} {about}"])
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ import ctypes
 import itertools
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -947,6 +948,21 @@ def table(found: dict[str, dict[str, Any]], faces: list[str]) -> str:
     return "\n".join([*lines, "", *(f"Not run: {name}: {why}" for name, why in sorted(reasons))])
 
 
+def slowest(found: dict[str, dict[str, Any]]) -> str:
+    """Within how many seconds the slowest way to use VUA stores again, and in which situations."""
+    groups: dict[float, list[str]] = {}
+    for name, cells in found.items():
+        if seconds := [cell["recovery_s"] for cell in cells.values() if "recovery_s" in cell]:
+            most = max(seconds)
+            ends = most if most == float("inf") else max(1, math.ceil(most))
+            groups.setdefault(ends, []).append(name[0].upper() + name[1:])
+    lines = ["| stores again | after |", "|---|---|"]
+    for most in sorted(groups):
+        within = "never" if most == float("inf") else f"within {most} s"
+        lines.append(f"| {within} | {'. '.join(groups[most])} |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(prog="situations", description=__doc__.splitlines()[0])
@@ -986,7 +1002,7 @@ def main(arguments: list[str] | None = None) -> int:
         page, mark = asked.markdown.read_text(), "<!-- situations -->"
         before, _, rest = page.partition(mark)
         asked.markdown.write_text(
-            f"{before}{mark}\n{table(found, faces)}\n<!-- /situations -->"
+            f"{before}{mark}\n{slowest(found)}\n<!-- /situations -->"
             + rest.partition("<!-- /situations -->")[2]
         )
     print(f"{len(faults)} cells are not as promised: {faults}" if faults else "all as promised")

@@ -139,16 +139,16 @@ def text(report: dict[str, Any]) -> str:
     cells, names = cells_of(report), list(report["subjects"])
     rows = [
         [
-            f'<a id="{anchor(accident)}"></a>{accident}: {words}',
+            f'<a id="{anchor(accident)}"></a>{accident}',
             *(controlled(cells, accident, name) for name in names),
         ]
-        for accident, (words, _) in ACCIDENTS.items()
+        for accident in ACCIDENTS
     ]
     told = [cell(cells.get((one, name), [])) for one in CONTROLS for name in names]
     run = [word for word in told if word not in ("not run", "not yet run")]
     controls = f"{sum(word == 'right' for word in run)} of {len(run)} that were run"
     who = [
-        [name, one["version"], one["engine"], one["level"], one["settings"]]
+        [name, f"{one['version']}, {one['engine']}", one["level"], one["settings"]]
         for name, one in report["subjects"].items()
     ]
     dates = sorted({one["date"] for one in report["cells"]})
@@ -158,7 +158,7 @@ def text(report: dict[str, Any]) -> str:
         f"Run {when}, seeds {', '.join(map(str, seeds))}, {report['machine']}.\n",
         table(["accident", *names], rows),
         f"Controls, the same without the accident, were right: {controls}.\n",
-        table(["who", "version", "engine", "what is compared", "not its default"], who),
+        table(["who", "version, engine", "what is compared", "not its default"], who),
     ]
     return "\n".join(parts)
 
