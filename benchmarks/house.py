@@ -20,7 +20,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +29,6 @@ PUBLIC = ("__init__.py", "config.py", "core.py", "errors.py", "serdes.py")
 DATA_PATH = ("format", "io", "native", "storage", "store")
 ROOMS = ", ".join(DATA_PATH)
 BELOW_ENGINES = (*DATA_PATH, "capacity", "security", "weights")
-SETTINGS = {"ConnectorConfig": "the connector", "VUAConfig": "the library"}
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -40,8 +39,6 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-KIND_TESTS = {"is_url", "is_directory_name"}
-KINDS_OF_PLACES = {"BucketPath", "Path", "Tiers", "Capacity", "BucketCapacity"}
 CHUNK = 64
 ASKING_NBYTES = 128
 """About what looking at how much was read reads itself."""
@@ -100,45 +97,6 @@ def circles(graph: dict[str, set[str]]) -> list[set[str]]:
     return [set(group) for group in found if len(group) > 1]
 
 
-def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Name and lines of every function."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
-
-
-def hashes_payloads(tree: ast.Module) -> bool:
-    """Whether a module computes checksums."""
-    called = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-    names = (getattr(func, "attr", getattr(func, "id", "")) for func in called)
-    return any(name.startswith("xxh3_64") or name == "checksums" for name in names)
-
-
-def asks_kind(tree: ast.Module) -> int:
-    """How often a module asks whether a cache lies in a directory, in a bucket or in several."""
-    lines = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            kinds = {getattr(one, "id", "") for part in node.args[1:] for one in ast.walk(part)}
-            if called in KIND_TESTS or (called == "isinstance" and kinds & KINDS_OF_PLACES):
-                lines.add(node.lineno)
-    return len(lines)
-
-
-def settings(trees: dict[str, ast.Module], name: str) -> str:
-    """How many a class of settings has, and how many with those inside of groups."""
-    classes = {
-        node.name: [part for part in node.body if isinstance(part, ast.AnnAssign)]
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
-    fields = classes.get(name, [])
-    groups = [classes.get(ast.unparse(field.annotation), []) for field in fields]
-    return f"{len(fields)} / {sum(max(1, len(group)) for group in groups)}"
-
-
 def static(checkout: Path) -> Rows:
     """What can be read from the files."""
     source = checkout / "src" / "vua"
@@ -150,27 +108,15 @@ def static(checkout: Path) -> Rows:
     def rooms(*names: str) -> list[Path]:
         return [path for path in python if path.relative_to(source).parts[0] in names]
 
-    def longest(found: Iterator[tuple[str, int]]) -> str:
-        name, many = max(found, key=lambda item: item[1])
-        return f"{many} ({name})"
-
-    rows = {
+    most, longest = max((lines_of([path]), f"{path.relative_to(source)}") for path in python)
+    return {
         "all of src/vua: files / lines of Python": counted(python),
         "all of src/vua: files / lines of C": counted(native),
         f"all of {ROOMS}": counted(rooms(*DATA_PATH)),
         "all below the engines, and flat modules": counted(rooms(*BELOW_ENGINES) + flat),
-        "flat modules beside the public ones": f"{len(flat)}",
         "modules in circles": f"{sum(map(len, circles(graph)))}",
-        "files that compute checksums of payloads": f"{sum(map(hashes_payloads, trees.values()))}",
-        "lines that ask in what kind of place a cache is": f"{sum(map(asks_kind, trees.values()))}",
-        "longest file": longest((f"{p.relative_to(source)}", lines_of([p])) for p in python),
-        "longest function": longest(f for tree in trees.values() for f in functions(tree)),
+        "longest file": f"{most} ({longest})",
     }
-    for name, whose in SETTINGS.items():
-        rows[f"settings of {whose} / with those in groups"] = settings(trees, name)
-    names = sorted({p.relative_to(source).parts[0] for p in python if p.parent != source})
-    rows["`(public)`"] = counted([path for path in source.glob("*.py") if path.name in PUBLIC])
-    return rows | {f"`{name}/`": counted(rooms(name)) for name in names}
 
 
 def child(checkout: Path, script: str, *arguments: object, **environment: str) -> str:
@@ -189,17 +135,6 @@ def child(checkout: Path, script: str, *arguments: object, **environment: str) -
     if done.returncode:
         raise RuntimeError(f"{checkout}:\n{done.stderr[-4000:]}")
     return done.stdout
-
-
-def pulled_in(checkout: Path) -> Rows:
-    """How many modules of VUA the tensor copier for LMCache needs."""
-    script = (
-        "import sys, vua.lmcache.gpu_connector;"
-        "ours = [one for name, one in sys.modules.items() if name.split('.')[0] == 'vua'];"
-        "print(len(ours), '/', sum(not hasattr(one, '__path__') for one in ours))"
-    )
-    name = "modules that vua.lmcache.gpu_connector imports, itself too: all / without packages"
-    return {name: child(checkout, script).strip()}
 
 
 def bytes_read() -> int:
@@ -333,7 +268,7 @@ def main() -> None:
         checkouts = {f"`{commit}`": commit for commit in asked.before} | {"now": ""}
         for title, commit in checkouts.items():
             checkout = archived(commit, Path(name, commit)) if commit else ROOT
-            columns[title], texts = static(checkout) | pulled_in(checkout), list[str]()
+            columns[title], texts = static(checkout), list[str]()
             if not asked.no_ways:
                 rows, texts = ways(checkout, model)
                 columns[title] = rows | columns[title]
