@@ -23,10 +23,10 @@ TURNS = (
     r"\b(?:is|are|was|were) (?:let|told|said|spared)\b",
 )
 """Turns of phrase that a tired reader reads twice, with what to write in their place."""
-MOST_TURNS = 40
+MOST_TURNS = 25
 """In all pages: a few are right where they are."""
 MOST_SPACES_OF_A_NAME = 3
-MOST_TURNS_OF_SOURCE = 220
+MOST_TURNS_OF_SOURCE = 95
 """In docstrings and messages, where "there is none" is often the shortest."""
 MOST_LINES = {"performance.md": 350}
 """Of pages that numbers make longer each time something is measured."""
