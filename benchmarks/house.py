@@ -28,7 +28,6 @@ PUBLIC = ("__init__.py", "config.py", "core.py", "errors.py", "serdes.py")
 """Modules that are meant to lie flat."""
 DATA_PATH = ("format", "io", "native", "storage", "store")
 ROOMS = ", ".join(DATA_PATH)
-BELOW_ENGINES = (*DATA_PATH, "capacity", "security", "weights")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -39,6 +38,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+HOOKS = {"wait_for_save": "a file", "start_load_kv": "bytes"}
+"""Of the connector, and where the way from each ends."""
 CHUNK = 64
 ASKING_NBYTES = 128
 """About what looking at how much was read reads itself."""
@@ -103,7 +104,6 @@ def static(checkout: Path) -> Rows:
     python, native = sorted(source.rglob("*.py")), sorted(source.rglob("*.[ch]"))
     trees = modules(checkout)
     graph = {name: imports_of(tree, set(trees)) - {name} for name, tree in trees.items()}
-    flat = [path for path in source.glob("*.py") if path.name not in PUBLIC]
 
     def rooms(*names: str) -> list[Path]:
         return [path for path in python if path.relative_to(source).parts[0] in names]
@@ -113,7 +113,6 @@ def static(checkout: Path) -> Rows:
         "all of src/vua: files / lines of Python": counted(python),
         "all of src/vua: files / lines of C": counted(native),
         f"all of {ROOMS}": counted(rooms(*DATA_PATH)),
-        "all below the engines, and flat modules": counted(rooms(*BELOW_ENGINES) + flat),
         "modules in circles": f"{sum(map(len, circles(graph)))}",
         "longest file": f"{most} ({longest})",
     }
@@ -195,34 +194,30 @@ def traced(root: str, model: str) -> None:
             time.sleep(0.01)
         read = after_reading(files()[0].stat().st_size // 2)
         loaded = tracer.follow("start_load_kv", read, ask)
-        ask()  # to its end, with what is done behind the bytes
+        ask()  # to its end, with what is done after the bytes
     print("WAYS", json.dumps([saved.functions, loaded.functions, sorted(tracer.files)]))
     sys.stdout.flush()
     os._exit(0)
 
 
 def ways(checkout: Path, model: Path) -> tuple[Rows, list[str]]:
-    """How long the two ways are, with the native code and without; and the ways themselves."""
-    rows, texts = {}, []
-    for native, title in (("off", "in Python"), ("auto", "with native code")):
-        with tempfile.TemporaryDirectory(prefix="vua-house-") as root:
-            script = "import sys, house; house.traced(*sys.argv[1:])"
-            told = child(checkout, script, root, model, VUA_NATIVE=native)
-        *found, called = json.loads(told.rpartition("WAYS ")[2])
-        name = f"files of {ROOMS} (or flat) that a save, a lookup and a load run: files / lines"
-        source = checkout / "src" / "vua"
-        core = [name for name in called if name.split("/")[0] in DATA_PATH or "/" not in name]
-        rows[name] = counted([source / name for name in core if name not in PUBLIC])
-        texts.append("\n    ".join(["core data path:", *core]))
-        for hook, way in zip(("wait_for_save", "start_load_kv"), found, strict=True):
-            end = "a file" if hook == "wait_for_save" else "bytes"
-            before_native = [function for function in way if not function.startswith("native/")]
-            for to, functions in ((f"{end}, {title}", way), ("native code", before_native)):
-                if to != "native code" or native == "auto":
-                    files = {function.split(": ")[0] for function in functions}
-                    name = f"`{hook}` to {to}: functions after the hook / files"
-                    rows[name] = f"{len(functions) - 1} / {len(files)}"
-            texts.append("\n    ".join([f"{hook}, {title}:", *way]))
+    """How long the two ways are with the native code; and the ways themselves."""
+    with tempfile.TemporaryDirectory(prefix="vua-house-") as root:
+        script = "import sys, house; house.traced(*sys.argv[1:])"
+        told = child(checkout, script, root, model, VUA_NATIVE="auto")
+    *found, called = json.loads(told.rpartition("WAYS ")[2])
+    source = checkout / "src" / "vua"
+    core = [name for name in called if name.split("/")[0] in DATA_PATH or "/" not in name]
+    name = f"files of {ROOMS} (or flat) that a save, a lookup and a load run: files / lines"
+    rows = {name: counted([source / name for name in core if name not in PUBLIC])}
+    texts = ["\n    ".join(["core data path:", *core])]
+    for (hook, end), way in zip(HOOKS.items(), found, strict=True):
+        before_native = [function for function in way if not function.startswith("native/")]
+        for to, functions in ((end, way), ("native code", before_native)):
+            files = {function.split(": ")[0] for function in functions}
+            name = f"`{hook}` to {to}: functions after the hook / files"
+            rows[name] = f"{len(functions) - 1} / {len(files)}"
+        texts.append("\n    ".join([f"{hook}:", *way]))
     return rows, texts
 
 
