@@ -280,17 +280,19 @@ def measured(case: Case, work: Path) -> dict[str, Any]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown: a row per model and writer, a column per reader."""
-    lines = [f"| model | written by | {' | '.join(ENGINES)} |", f"|---|---|{'---|' * len(ENGINES)}"]
-    for name, found in report["models"].items():
-        for writer, readers in found["loaded"].items():
-            cells = []
-            for reader in ENGINES:
-                k, v = found["differences"][writer].get(reader, (0, 0))
-                apart = f"{k:.0e} / {v:.0e}" if k or v else "equal"
-                loaded = f"{readers.get(reader)} of {found['possible']}; {apart}"
-                cells.append(loaded if reader in readers else "")
-            lines.append(f"| {name} | {writer} | {' | '.join(cells)} |")
+    """Markdown: a row per writer, a column per reader of first prompts; all models together."""
+    models = report["models"].values()
+    readers = [engine for engine in ENGINES if READS[engine]]
+    lines = [f"| written by | {' | '.join(readers)} |", f"|---|{'---|' * len(readers)}"]
+    for writer in ENGINES:
+        cells = []
+        for reader in readers:
+            read = [one for one in models if reader in one["loaded"][writer]]
+            loaded = sum(one["loaded"][writer][reader] for one in read)
+            apart = max((max(one["differences"][writer][reader]) for one in read), default=0)
+            text = f"{loaded:,} of {sum(one['possible'] for one in read):,}; "
+            cells.append(text + (f"{apart:.0e}" if apart else "equal") if read else "")
+        lines.append(f"| {writer} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

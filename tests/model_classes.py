@@ -47,13 +47,6 @@ class Row(NamedTuple):
     tests: dict[str, str]
     """What was shown -> the test."""
 
-    @property
-    def door(self) -> str:
-        """The way into vLLM, see docs/tier.md."""
-        if self.engine != "vllm":
-            return "-"
-        return "tier" if self.where == LENT else "connector"
-
 
 def _tier(name: str, models: str, **tests: str) -> Row:
     """A class of models by the tier; ``tests``: what was shown -> the end of the test's name."""
@@ -333,47 +326,59 @@ def note(said: str, date: str) -> int:
     return failed
 
 
+def _what(row: Row, results: dict[str, Any]) -> tuple[str, list[str]]:
+    """What was run of a class, and by which versions; nothing passed: no version."""
+    shown, engines = [], set()
+    for what, test in row.tests.items():
+        one = results["tests"].get(test, {"outcome": "not run"})
+        if one["outcome"] == "passed":
+            shown.append(what)
+            engines.add(one["engine"])
+        else:
+            shown.append(f"**{what}: {one['outcome']}**")
+    return ", ".join(shown), sorted(engines)
+
+
 def table(results: dict[str, Any]) -> str:
-    """The matrix, Markdown."""
-    heads = ["class", "for example", "engine", "door", "stored", "where", "what was run", "date"]
-    lines = [heads, ["---"] * len(heads)]
-    for row in ROWS:
-        shown, engines, dates = [], set(), set()
-        for what, test in row.tests.items():
-            one = results["tests"].get(test, {"outcome": "not run"})
-            if one["outcome"] == "passed":
-                shown.append(what)
-                engines.add(one["engine"])
-                dates.add(one["date"])
-            else:
-                shown.append(f"**{what}: {one['outcome']}**")
-        if not engines:
-            continue
-        engine = ", ".join(sorted(engines))
-        date = " and ".join(sorted({min(dates), max(dates)})) if dates else "-"
-        cells = [row.name, row.models, engine, row.door, row.stored, row.where]
-        lines.append([*cells, ", ".join(shown), date])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    """The two matrices, Markdown: the engines' own, and vLLM's below its offloading."""
+    found = [(row, *_what(row, results)) for row in ROWS]
+    own = [["class", "for example", "engine", "stored", "where", "what was run"]]
+    tier = [["class by the tier", "for example", "engine", "what was run"]]
+    for row, what, engines in found:
+        engine = ", ".join(engines)
+        if engines and row.where == LENT:
+            tier.append([row.name, row.models, engine, what])
+        elif engines:
+            own.append([row.name, row.models, engine, row.stored, row.where, what])
+    for lines in (own, tier):
+        lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(
+        "".join(f"| {' | '.join(cells)} |\n" for cells in lines) for lines in (own, tier)
+    )
 
 
 def recipes(results: dict[str, Any]) -> str:
-    """The recipes' results, Markdown."""
-    heads = ["class", "engine", "where", "stored as", "stored", "loaded", "identical", "date"]
-    lines = [heads, ["---"] * len(heads)]
-    for name, one in sorted(results["recipes"].items()):
-        kinds = ", ".join(f"`{group}`" if group else "K and V" for group in one["groups"]) or "-"
-        sizes = [f"{one[f'{what}_bytes'] / 2**20:.1f} MiB" for what in ("stored", "loaded")]
-        same = "yes" if one["passed"] else f"**{one.get('why', 'no')}**"
-        lines.append([name, one["engine"], one["device"], kinds, *sizes, same, one["date"]])
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    """The recipes' results, a sentence."""
+    found = results["recipes"]
+    bad = [
+        f"**{name}: {one.get('why', 'failed')}**"
+        for name, one in sorted(found.items())
+        if not one["passed"]
+    ]
+    shown = "; ".join([f"{len(found) - len(bad)} of {len(found)} recipes passed", *bad])
+    return f"{shown}.\n"
 
 
 def text(results: dict[str, Any]) -> str:
     """What stands between the page's markers."""
     tests = {test for row in ROWS for test in row.tests.values()}
-    ran = sum(results["tests"].get(test, {}).get("outcome") == "passed" for test in tests)
-    counted = f"{ran} of the {len(tests)} tests that the rows name have a result here."
-    return f"{table(results)}\n{counted}\n\n### Recipes\n\n{recipes(results)}"
+    passed = [
+        one for test in tests if (one := results["tests"].get(test, {})).get("outcome") == "passed"
+    ]
+    dates = sorted(one["date"] for one in passed)
+    counted = f"{len(passed)} of the {len(tests)} tests that the rows name have passed here"
+    when = f", from {dates[0]} to {dates[-1]}" if dates else ""
+    return f"{table(results)}\n{counted}{when}. {recipes(results)}"
 
 
 def write(results: dict[str, Any]) -> None:

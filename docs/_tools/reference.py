@@ -25,7 +25,6 @@ from vua.config import VUAConfig
 from vua.connector import config as connector
 from vua.connector.config import ConnectorConfig
 from vua.connector.metrics import METRICS
-from vua.connector.refusals import REFUSALS
 from vua.format.identity import IGNORED_CONFIG_KEYS, INTERLEAVED, NEOX
 from vua.format.layout import ITEMSIZE
 from vua.security.settings import Security
@@ -146,13 +145,6 @@ def metrics() -> str:
     return table(["metric", "kind", "label", "what it says"], rows)
 
 
-def refusals() -> str:
-    """What is not stored."""
-    heads = ["of", "refused, since", "do"]
-    rows = [[one.of, one.why.format("..."), one.do] for one in REFUSALS.values()]
-    return table(heads, rows)
-
-
 def _help(text: object) -> str:
     return re.sub(r"\s+", " ", str(text or "")).replace("%%", "%").replace("|", "\\|")
 
@@ -252,7 +244,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "library-settings": library_settings,
     "directory-limits": directory_limits,
     "metrics": metrics,
-    "refusals": refusals,
     "commands": commands,
     "sizes": sizes,
     "format-dtypes": dtypes,

@@ -9,8 +9,8 @@ layer.
 A layer's distance is, for K and for V separately, the median over the chunk's tokens of ``|computed
 - stored| / |stored|`` (Euclidean, over all heads and elements of the token). It is a median, since
 a few tokens may differ by much without a fault: those that a mixture of experts sends to another
-expert because of a rounding, and those on which attention piles up huge values. docs/vllm.md shows
-measurements by ``benchmarks/witness.py``.
+expert because of a rounding, and those on which attention piles up huge values.
+``benchmarks/witness.py`` measures how far apart engines are.
 
 :class:`Label` applies this to the library, whose user names the model by `VUAConfig.model`,
 unchecked. If tokens are put that are already stored, the given tensors must be the stored ones,

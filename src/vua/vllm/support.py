@@ -3,7 +3,7 @@
 `arrange` completes an engine's configuration: `VUA_PATH` alone is enough. `door_of` chooses between
 VUA's own connector and the tier below vLLM's offloading (`vua.vllm.tier`).
 The connector is written for the newest version; what an older one lacks is handled here.
-docs/vllm.md says which versions were run and which only read. Why something is not stored, and what
+docs/vllm.md says which versions were run. Why something is not stored, and what
 to do: `vua.connector.refusals`. An unknown form of cache is not a reason: its pages are stored
 as they are.
 """
