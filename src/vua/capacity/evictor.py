@@ -34,7 +34,7 @@ from vua.capacity.lease import (
 from vua.capacity.listing import ancestors
 from vua.capacity.lru import MTIME_STEP_NS, is_unchanged, mtime_ns_of, set_mtime
 from vua.capacity.marks import is_unsent
-from vua.capacity.policy import LRU
+from vua.capacity.policy import LRU, RETAINED_RANK
 from vua.capacity.removal import (
     GRACE_S,
     NOTHING,
@@ -70,8 +70,8 @@ to live is over, and after a pass that had to set times itself."""
 _PASSES_SHARE: Final = 1 / 20
 """Share of the time that sweeps may take if ranks change: their results are used longer then."""
 PINNED_SHARE: Final = 0.5
-"""Share of the limit that pins may hold. Beyond it the least recently used pinned chunks are
-evicted when space is needed."""
+"""Share of the limit that pinned and retained chunks may hold. Beyond it those of the lowest rank
+are evicted when space is needed."""
 _IMMOVABLE_S: Final = 600.0
 """Interval of retrying chunks that could not be deleted."""
 _PULSE_CHUNKS: Final = 16
@@ -131,7 +131,7 @@ class Evictor:
         self._kept: set[tuple[str, str]] = set()
         """Chunks that stayed, and their prefixes, as (namespace, chunk), until the next pass."""
         self._held: deque[tuple[Candidate, int]] = deque()
-        """Pinned chunks met since that pass, with their bytes, oldest first."""
+        """Pinned and retained chunks met since that pass, with their bytes, the lowest first."""
         self._held_nbytes = 0
         self.evicted: Callable[[Candidate], None] | None = None
         """Called with each chunk that is evicted here."""
@@ -219,7 +219,8 @@ class Evictor:
             nbytes: how much to free; less is freed when no more may be deleted.
             now_ns: the server's time, as :func:`vua.capacity.lru.next_tick_ns` gives it.
             before_ns: chunks with this mtime or a younger one stay.
-            pins_nbytes: pinned chunks stay up to so many bytes, the last used ones; None: all.
+            pins_nbytes: pinned and retained chunks stay up to so many bytes, those of the highest
+                rank; None: all.
             pulse: called every few chunks, and while it searches, with what is freed so far.
 
         Raises OSError if the directory cannot be listed or written to.
@@ -339,7 +340,9 @@ class Evictor:
                 if run.spares(victim) or (self.spares_unsent and self._stays(victim, by_name, run)):
                     self._spared.append(victim)
                     continue
-                freed += self._evict(victim, by_name, self._victims.seen_ns, run.pins_nbytes)
+                # a chunk that is not retained may have come since the search: the next one finds it
+                take = self._hold if self._is_retained(victim) else self._evict
+                freed += take(victim, by_name, self._victims.seen_ns, run.pins_nbytes)
                 if freed.chunks % _PULSE_CHUNKS == 0:
                     run.pulse(freed)
 
@@ -379,12 +382,17 @@ class Evictor:
         if not len(some):
             return some
         goes = some.spaces == some.spaces[0]
+        if not self._victims.by_mtime:
+            goes &= some.ranks < RETAINED_RANK
         if run.before_ns is not None:
             goes &= some.mtimes_ns < run.before_ns
         if self._kept or self.immovable:
             known = [(space, chunk) for _, _, space, chunk in some]
             goes &= [one not in self._kept and one not in self.immovable for one in known]
         return some[: len(some) if goes.all() else int(goes.argmin())]
+
+    def _is_retained(self, victim: Candidate) -> bool:
+        return not self._victims.by_mtime and victim.rank >= RETAINED_RANK
 
     def _skip_gone(self, by_name: Mapping[str, Space]) -> None:
         """Leave out the first victims where other processes have evicted these: in order, too."""
@@ -561,7 +569,7 @@ class Evictor:
             return NOTHING
         if nbytes is None:
             if is_unchanged(space.fd, victim.chunk, victim.mtime_ns, seen_ns):
-                return self._hold(space, victim, by_name, pins_nbytes)
+                return self._hold(victim, by_name, seen_ns, pins_nbytes)
             self._keep_prefix(space, victim.chunk)
             return NOTHING
         self._tell(victim)
@@ -589,13 +597,14 @@ class Evictor:
 
     def _hold(
         self,
-        space: Space,
         victim: Candidate,
         by_name: Mapping[str, Space],
+        seen_ns: int,
         pins_nbytes: int | None,
     ) -> DeletionTotals:
-        """Note a pinned chunk; if pins hold too much, the least recently used of them go."""
-        freed, nbytes = NOTHING, chunk_nbytes(space, chunk_path(victim.chunk))
+        """Note a pinned or retained chunk; if these hold too much, the lowest of them go."""
+        freed, space = NOTHING, by_name.get(victim.space)
+        nbytes = chunk_nbytes(space, chunk_path(victim.chunk)) if space is not None else 0
         if pins_nbytes is None or not nbytes:  # gone, or emptied
             return freed
         self._held.append((victim, nbytes))
@@ -603,8 +612,8 @@ class Evictor:
         while self._held_nbytes > pins_nbytes:
             first, nbytes = self._held.popleft()
             self._held_nbytes -= nbytes
-            space = by_name[first.space]
-            if not is_unchanged(space.fd, first.chunk, first.mtime_ns, self._victims.seen_ns):
+            space = by_name.get(first.space)
+            if space is None or not is_unchanged(space.fd, first.chunk, first.mtime_ns, seen_ns):
                 continue
             try:
                 gone = self._evict_chunk(space, first.chunk, pinned=True)

@@ -46,7 +46,7 @@ _OBSERVED_MOST: Final = 1 << 20
 _REQUESTS_PER_FIT: Final = 64
 _UNLEARNED: Final = 1e-4
 """Hits per second of a chunk that was used a second ago, before anything is learned."""
-_RETAINED: Final = 16.0
+RETAINED: Final = 16.0
 """Added to the worth of a retained chunk; any other is worth 8 hits per second at most."""
 _RETAINED_MOST_S: Final = 3600.0
 _SLACK_S: Final = 0.1
@@ -289,7 +289,7 @@ class HitDensity:
         holds = self._is_retained(now_s)[rows]
         kept = rows[holds]
         left_s = np.abs(self._last_s[kept] + self._gap_s[kept] - now_s)
-        worths[holds] = _RETAINED + 1 / np.maximum(_SHORTEST_S, left_s)
+        worths[holds] = RETAINED + 1 / np.maximum(_SHORTEST_S, left_s)
         done = np.flatnonzero(self._until_s[rows] < 0)
         if len(done):  # where prompts part, others may come: what they have in common stays
             parents = self._parent[self._depth >= 0]

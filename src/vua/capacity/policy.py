@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from vua.capacity.hit_density import HitDensity
+from vua.capacity.hit_density import RETAINED, HitDensity
 from vua.capacity.lru import ORPHAN_MTIME_NS, touch
 from vua.capacity.scan import Rank, by_mtime
 from vua.capacity.spaces import Column
@@ -27,6 +27,8 @@ from vua.native import ChunkNames
 
 _PER_UNIT: Final = 1e17
 """Ranks are whole numbers of 64 bits: hits per second, at most 16, times this."""
+RETAINED_RANK: Final = int(RETAINED * _PER_UNIT)
+"""Chunks of this rank or a higher one are retained; ranks that are mtimes say nothing of that."""
 _AT_ONCE: Final = 1 << 8
 """Requests, or hints, that are learned at a time: some 20 ms, in which no hint is answered."""
 _UNKNOWN: Final = -(1 << 62)

@@ -257,6 +257,34 @@ class TestLeastHitDensity(DirectoryTest):
             found.append(bool(ranks[1] > ranks[0]))
         self.assertEqual([True, False], found)
 
+    def test_retained_stays(self) -> None:
+        """What was stored since the last search goes before what is retained, within its budget.
+
+        The front of that stays.
+        """
+        retained, before, since = self.once[:3]
+        self.store([retained, before], 500)
+        LeastHitDensity(self.root).hinted(self.names(retained), 60.0, 1000)
+        victims = Evictor(self.root, policy=LeastHitDensity(self.root))
+
+        def left(chunks: int, budget: int) -> list[int]:
+            pins_nbytes = budget * NBYTES
+            victims.evict(chunks * NBYTES, next_tick_ns(self.fd), pins_nbytes=pins_nbytes)
+            there = {one.name.partition("/")[0] for one in self.space.storage.list()}
+            return [
+                max(
+                    [at + 1 for at, name in enumerate(self.names(keys)) if name in there], default=0
+                )
+                for keys in (retained, before, since)
+            ]
+
+        with mock.patch.object(evictor, "_PASSES_SHARE", 1e-6):  # as if the search had taken long
+            self.assertEqual([10, 9, 0], left(1, budget=10))
+            self.store([since], 30)
+            self.assertEqual([10, 0, 7], left(12, budget=10))
+            self.assertEqual([10, 0, 0], left(100, budget=10))
+            self.assertEqual([4, 0, 0], left(100, budget=4))
+
     def test_hints_within_the_budget(self) -> None:
         """So many chunks are retained at most; the same prompt counts once.
 
