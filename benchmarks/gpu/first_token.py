@@ -109,13 +109,15 @@ def transfer_config(connector: str, store: Path) -> dict[str, Any]:
     if connector == "fs":
         store.mkdir(parents=True, exist_ok=True)
         tier = {"type": "fs", "root_dir": str(store)}
-        extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 20 << 30}
-        return config | {"kv_connector_extra_config": extra | {"secondary_tiers": [tier]}}
-    extra = {"shared_storage_path": str(store), "load_policy": "always", "witness_every": 0}
+        tiers = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 20 << 30}
+        return config | {"kv_connector_extra_config": tiers | {"secondary_tiers": [tier]}}
+    extra: dict[str, Any] = {"shared_storage_path": str(store), "load_policy": "always"}
+    extra["witness_every"] = 0  # what is measured are loads
+    extra["timeouts"] = {"lookup_s": 60.0, "io_s": 60.0}  # a busy machine loads, too
     return config | {
         "kv_connector_module_path": module,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,  # what is measured are loads: no witnesses
+        "kv_connector_extra_config": extra,
     }
 
 

@@ -48,7 +48,7 @@ class Case:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
                 "shared_storage_path": str(self.store), "load_policy": "always", "strict": True,
-                "witness_every": 0,
+                "witness_every": 0, "timeouts": {"lookup_s": 60.0, "io_s": 60.0},
             },
         }  # fmt: skip
         settings = {

@@ -36,6 +36,7 @@ from e2e.pictures import make_llava, picture, stand_in_for_torchvision
 from e2e.snapshots import snapshots
 from e2e.trouble import trouble
 from small_models import ENGINE_ENVIRONMENT
+from vua.capacity import reclaim
 from vua.connector import opening
 
 MARK = "VUA-ANSWER "
@@ -60,6 +61,7 @@ def main() -> None:
         importlib.import_module(module)
     stand_in_for_torchvision()
     opening._START_WAIT_S = 60.0  # type: ignore[misc] # an idle machine needs a hundredth of it
+    reclaim._WAIT_S = 60.0  # type: ignore[misc] # likewise
     gc.collect()
     gc.freeze()  # what is here now no later collection looks at...
     gc.unfreeze = lambda: None  # ...also after an engine's shutdown: 2 s for each otherwise
