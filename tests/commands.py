@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from helpers import DirectoryTest, caches_of
+from helpers import ROOT, DirectoryTest, caches_of
 from vua.cli import main
 from vua.core import VUA, VUAConfig
 
 TOKENS = torch.arange(500, 512)
+PAGE = ROOT / "docs" / "commands.md"
 
 
 def run(*arguments: str | Path) -> tuple[int, str, str]:
@@ -37,6 +38,15 @@ def run_json(*arguments: str | Path) -> tuple[int, Any]:
 
 def verbs() -> set[str]:
     return set(re.findall(r"^  ([a-z]+)  ", run("--help")[1], re.MULTILINE))
+
+
+def documented(verb: str) -> set[str]:
+    """The fields that the page lists for a command: of each item what comes before its colon."""
+    for section in re.split(r"^### ", PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]:
+        if verb in section.split("\n", 1)[0].split(", "):
+            heads = re.findall(r"^- ((?:`[^`]+`(?:, )?)+)", section, re.MULTILINE)
+            return {name for head in heads for name in re.findall(r"`([^`]+)`", head)}
+    raise AssertionError(verb)
 
 
 class CliTest(DirectoryTest):

@@ -1,8 +1,8 @@
 """What the site needs beside the pages: a first page, and links that work there, too.
 
-MkDocs calls these functions (`hooks` in mkdocs.yml). The README is the first page. Pages that the
-navigation does not name come at its end. A link to a file that is in the repository, but no page,
-becomes the file's name.
+MkDocs calls these functions (`hooks` in mkdocs.yml). The README is the first page. The page
+Evidence names all pages that the navigation does not. A link to a file that is in the repository,
+but not a page, becomes the file's name.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ WIDE = {
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
-def on_config(config: Any) -> Any:
-    """Adds to the navigation what it does not name."""
-    docs = ROOT / "docs"
-    parts = [part for part in config.nav if isinstance(part, dict)]
-    named = {page for part in parts for pages in part.values() for page in pages}
-    more = [page.name for page in sorted(docs.glob("*.md")) if page.name not in named]
-    if more:
-        config.nav.append({"More": more})
-    decisions = [f"decisions/{page.name}" for page in sorted(docs.glob("decisions/*.md"))]
-    config.nav.append({"Decisions": decisions})
-    return config
-
-
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the README as the first page."""
+    """Adds the README as the first page, and a page that names those outside the navigation."""
     text = (ROOT / "README.md").read_text("utf-8").replace("(docs/", "(").replace('"docs/', '"')
     files.append(File.generated(config, "index.md", content=text))
+    docs, named = ROOT / "docs", str(config.nav)
+    more = [page for page in sorted(docs.glob("*.md")) if f"'{page.name}'" not in named]
+    text = "# Evidence\n\nWhat was measured, promised and decided, and how VUA works inside.\n\n"
+    text += "".join(map(_item, more)) + "\n## Decisions\n\n"
+    text += "".join(map(_item, sorted(docs.glob("decisions/*.md"))))
+    files.append(File.generated(config, "evidence.md", content=text))
     return files
+
+
+def _item(page: Path) -> str:
+    """An item of a list: a link to a page by its title."""
+    title = page.read_text("utf-8").partition("\n")[0].lstrip("# ")
+    return f"- [{title}]({page.relative_to(ROOT / 'docs').as_posix()})\n"
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
@@ -59,8 +58,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         if files.get_file_from_path(there) is not None:
             return found[0]
         if there == "decisions":
-            there = f"{there}/0001-gil-held-cached-reads.md"
-            return f"[{text}]({posixpath.relpath(there, here or '.')})"
+            return f"[{text}]({posixpath.relpath('evidence.md', here or '.')}#decisions)"
         inside = there if page.file.src_uri == "index.md" else posixpath.join("docs", there)
         if not (ROOT / posixpath.normpath(inside)).exists():
             return found[0]  # so that the strict build refuses it

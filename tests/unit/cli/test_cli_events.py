@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import random
-import re
 import shutil
 import threading
 import unittest
@@ -20,7 +19,7 @@ import pytest
 import torch
 
 from buckets import memory_url
-from commands import TOKENS, CliTest, run
+from commands import TOKENS, CliTest, documented, run
 from helpers import (
     DirectoryTest,
     Memory,
@@ -42,7 +41,6 @@ from vua.format.layout import KVLayout, Shard
 from vua.store.namespace import Namespace
 
 KEYS = [key.name for key in keys_of(TOKENS.tolist(), 4)]
-PAGE = Path(__file__).parents[3] / "docs" / "cli.md"
 
 
 def lines(text: str) -> list[dict[str, Any]]:
@@ -86,8 +84,7 @@ class TestEvents(CliTest):
         self.assertEqual([None, *KEYS[:2]], [one["parent_block_hash"] for one in mine])
         self.assertEqual({"STORAGE"}, {one["medium"] for one in found})
         self.assertEqual({4}, {one["block_size"] for one in found})
-        section = PAGE.read_text("utf-8").split("### events", 1)[1].split("###", 1)[0]
-        self.assertEqual(set(found[0]), set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)))
+        self.assertEqual(set(found[0]), documented("events"))
 
     def test_locality(self) -> None:
         """By the file system's kind, or as it is said; a kind that is not known may be shared."""

@@ -1,4 +1,4 @@
-"""`docs/cli.md` says what `--json` prints: no field is missing there, and none is too many."""
+"""`docs/commands.md` says what `--json` prints: no field is missing there, and none is too many."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -16,14 +15,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from buckets import memory_url
-from commands import TOKENS, CliTest, run, run_json, verbs
+from commands import PAGE, TOKENS, CliTest, documented, run, run_json, verbs
 from helpers import caches_of, flip
 from vua.connector.load_policy import PrefillSpeed
 from vua.connector.savings import Savings
 from vua.core import VUA, VUAConfig
 from vua.storage.bucket import Bucket
 
-PAGE: Final = (Path(__file__).parents[3] / "docs" / "cli.md").read_text("utf-8")
 WHOLE: Final = {"identity", "layout", "first_missing", "damaged", "others", "loads", "salts"}
 WHOLE_TOO: Final = {"used_within", "sealed", "authentic", "temporary", "quarantined", "model"}
 WHOLE_OF_BENCH: Final = {
@@ -34,13 +32,6 @@ WHOLE_OF_BENCH: Final = {
     "by_length",
 }
 """Fields that are described as one."""
-
-
-def documented(verb: str) -> set[str]:
-    for section in re.split(r"^### ", PAGE, flags=re.MULTILINE)[1:]:
-        if verb in section.split("\n", 1)[0].split(", "):
-            return set(re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE))
-    raise AssertionError(verb)
 
 
 def fields(value: object, at: str = "") -> Iterator[str]:
@@ -203,7 +194,7 @@ class ExitStatusTest(CliTest):
         }  # fmt: skip
         for status, codes in found.items():
             self.assertEqual({status}, set(codes))
-        listed = re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)
+        listed = re.findall(r"^\| (\d+) \|", PAGE.read_text("utf-8"), re.MULTILINE)
         self.assertEqual(list(found), list(map(int, listed)))
 
     def interrupted(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from commands import run, run_json
-from helpers import ROOT, DirectoryTest
+from commands import documented, run, run_json
+from helpers import DirectoryTest
 
 
 class Server(ThreadingHTTPServer):
@@ -98,10 +97,8 @@ class WarmTest(DirectoryTest):
         row = {"tokens": 7, "found": 4, "problem": ""}
         self.assertEqual([{"line": line, **row} for line in (1, 3, 4, 5)], report["prompts"])
         self.assertEqual((28, 16), (report["tokens"], report["found"]))
-        page = (ROOT / "docs" / "cli.md").read_text("utf-8").split("### warm", 1)[1]
         fields = {*report, *(f"prompts[].{name}" for name in report["prompts"][0])} - {"prompts"}
-        told = re.findall(r"^\| `([^`]+)` \|", page.split("###", 1)[0], re.MULTILINE)
-        self.assertEqual(fields, set(told))
+        self.assertEqual(fields, documented("warm"))
 
     def test_what_is_known(self) -> None:
         """What the server does not say is not told, and a refusal is told; all lines are sent."""

@@ -3,16 +3,14 @@
 Of each page the blocks run in their order, in a new directory: ``python`` as one program, and of
 ``console`` the commands after ``$``, whose output must be what the page shows (``...`` stands for
 anything; ``# exit status 1`` behind a command for another status than 0). Of ``bash`` the commands
-of `vua` and `dev.py` are parsed, not run; ``json`` must be JSON. ``<!-- run: engine -->`` before a
-page's first block: it needs transformers and the real model, and takes longer. ``<!-- part -->``
-on the line before a block of python: a part of a program, which must be Python, but does not run.
+of `vua` and `dev.py` are parsed, not run; ``json`` must be JSON. ``<!-- part -->`` on the line
+before a block of python: a part of a program, which must be Python, but does not run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import io
 import json
 import os
@@ -26,14 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import pytest
-
 from helpers import ROOT
-from real_model import wheel_file
 from vua import cli
 
 BLOCK = re.compile(r"^(<!-- part -->\n)?( *)```(\w+)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
-ENGINE = "<!-- run: engine -->"
 STATUS = re.compile(r"\s+# exit status (\d)$")
 RUN = ("python", "console")
 HELP = [sys.executable, str(ROOT / "dev.py"), "help"]
@@ -144,22 +138,10 @@ class BlockTest(unittest.TestCase):
         """Every block of python and console runs, and shows what the page says."""
         count = 0
         for page in pages():
-            if ENGINE not in page.read_text("utf-8"):
-                with self.subTest(page=page.name):
-                    self.run_page(page)
-                    count += sum(block.language in RUN for block in blocks(page))
-        self.assertLess(2, count)
-
-    @pytest.mark.thorough
-    @unittest.skipUnless(importlib.util.find_spec("transformers"), "transformers is not installed")
-    @unittest.skipUnless(wheel_file(), "the wheel of the real model is not installed")
-    def test_run_with_engine(self) -> None:
-        """Likewise the blocks that need an engine and the real model."""
-        chosen = [page for page in pages() if ENGINE in page.read_text("utf-8")]
-        self.assertTrue(chosen)
-        for page in chosen:
             with self.subTest(page=page.name):
                 self.run_page(page)
+                count += sum(block.language in RUN for block in blocks(page))
+        self.assertLess(2, count)
 
     def test_parse(self) -> None:
         """Every other command exists, with these arguments; JSON is JSON."""

@@ -31,6 +31,8 @@ HERE: Final = {
     "Everything is to go.": "test_everything_is_to_go",
 }
 ELSEWHERE: Final = {
+    "The slowest requests got slower.":
+        "unit/connector/test_load_policy.py: test_hanging_load test_margin",
     '"vLLM is not installed".': "unit/vllm/test_serve.py: test_no_vllm",
     "Nothing hits.": "unit/cli/test_cli_explain.py: test_salt test_nearest test_field_of_config",
     "Nothing hits after a start.": "unit/weights/test_weights.py: test_a_note_travels",

@@ -121,9 +121,9 @@ class GenerationTest(unittest.TestCase):
             longer = torch.cat([out, PROMPT[:, :12]], dim=1)
             self.assertEqual(16, self.ask(input_ids=longer)[1])
 
-    def test_readme(self) -> None:
-        """The README's lines run as they stand, and store."""
-        text = (ROOT / "README.md").read_text("utf-8")
+    def test_start(self) -> None:
+        """The lines of the page Start run as they stand, and store."""
+        text = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
         (block,) = re.findall(r"```python\n([^`]*reuse_prefixes[^`]*)```", text)
         inputs = {**GREEDY, "input_ids": PROMPT}
         code = block.replace("/mnt/kv", str(self.store))
