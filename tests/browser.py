@@ -76,7 +76,7 @@ class Page:
     def open(self, url: str) -> None:
         """Go to a page, and wait until it is loaded."""
         self._call("Page.navigate", url=url)
-        self.until("document.readyState === 'complete' && location.protocol === 'http:'")
+        self.until("document.readyState === 'complete' && location.protocol !== 'about:'")
 
     def run(self, script: str) -> Any:
         """Return the value of an expression in the page, a promise's when it is there."""
