@@ -127,7 +127,7 @@ class SeaweedFS:
 
     def requests(self) -> int:
         """Return how many requests of the S3 protocol it has answered, by its metrics."""
-        with request.urlopen(f"http://127.0.0.1:{self._ports[8]}/metrics", timeout=60) as answer:
+        with request.urlopen(f"http://127.0.0.1:{self._ports[8]}/metrics", timeout=300) as answer:
             lines = answer.read().decode().splitlines()
         name = "SeaweedFS_s3_request_total{"
         return sum(int(float(one.split()[-1])) for one in lines if one.startswith(name))
@@ -197,7 +197,7 @@ def moto() -> str:
     atexit.register(server.stop)
     host, port = server.get_host_and_port()
     made = request.Request(f"http://{host}:{port}/vua", method="PUT")
-    request.urlopen(made, timeout=60).close()
+    request.urlopen(made, timeout=300).close()
     return f"http://{host}:{port}"
 
 
@@ -245,7 +245,7 @@ def _make_container(port: int) -> None:
     digest = hmac.digest(base64.b64decode(_AZURE_KEY), text.encode(), "sha256")
     signature = base64.b64encode(digest).decode()
     headers["Authorization"] = f"SharedKey {_AZURE_ACCOUNT}:{signature}"
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     with contextlib.closing(connection):
         connection.request("PUT", f"/{_AZURE_ACCOUNT}/vua?restype=container", headers=headers)
         answer = connection.getresponse()

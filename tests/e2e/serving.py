@@ -22,7 +22,7 @@ from urllib.error import URLError
 from e2e.engine import ENVIRONMENT
 from e2e.harness import MAX_TOKENS, PROMPT, SOURCE, EngineTest, driver, llama
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 600.0
 
 
 class ServerTest(EngineTest):
@@ -206,7 +206,7 @@ def complete(
         data=json.dumps(body).encode(),
         headers={"Content-Type": "application/json", "X-data-parallel-rank": str(replica)},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
     return tokens
 
@@ -219,7 +219,7 @@ def metric(address: str, name: str) -> float:
 
 def scraped(address: str) -> dict[str, float]:
     """All of the server's metrics, by name and labels."""
-    with urllib.request.urlopen(f"{address}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"{address}/metrics", timeout=300) as answer:
         lines = answer.read().decode().splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
     return {series: float(value) for series, value in pairs}

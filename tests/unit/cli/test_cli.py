@@ -445,7 +445,7 @@ class TestCommand(CliTest):
     def start(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run it as a process of its own."""
         command: Sequence[str] = [sys.executable, "-m", "vua", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
     def test_usage(self) -> None:
         """Unusable questions exit with 2 and say why."""
@@ -553,7 +553,7 @@ class TestCommand(CliTest):
         """When nobody reads on, it stops without a word."""
         command = f"{sys.executable} -m vua ls -l {self.root} | true"
         done = subprocess.run(
-            ["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True
+            ["bash", "-c", command], capture_output=True, text=True, timeout=300, check=True
         )
 
         self.assertEqual("", done.stderr)

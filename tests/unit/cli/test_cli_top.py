@@ -122,7 +122,7 @@ class TestSpread(CliTest):
             arguments = [command[0], str(self.root), *command[1:]]
             code, alone = run_json(*arguments)
             script = [sys.executable, "-c", textwrap.dedent(LARGE), *arguments, "--json"]
-            done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=60)
+            done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=300)
             self.assertEqual((code, ""), (done.returncode, done.stderr))
             self.assertEqual(self.steady(alone), self.steady(json.loads(done.stdout)))
 

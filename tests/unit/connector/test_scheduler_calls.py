@@ -60,11 +60,11 @@ class CallsTest(unittest.TestCase):
         memory = StagingBuffer(store.layout, store.layout.full, 1).memory
         side.matched_tokens(request, 0)
         state = side.states["r"]
-        keys = state.lookup.answer.result(timeout=30).keys  # type: ignore[union-attr]
+        keys = state.lookup.answer.result(timeout=300).keys  # type: ignore[union-attr]
         for at in range(half // CHUNK):
             save_chunk(store, keys[at], memory)
         state.lookup = side.lookups.ask(request, state.options)
-        state.lookup.answer.result(timeout=30)
+        state.lookup.answer.result(timeout=300)
         table = list(range(1, 1 + tokens // CHUNK))
         new = ScheduledRequest("r", half, tokens - half, [table], begins=True)
         called: dict[str, int] = {}

@@ -56,7 +56,7 @@ class TestServe(DirectoryTest):
         return subprocess.run(
             [sys.executable, "-c", SCRIPT, vllm, *arguments],
             env={name: os.environ[name] for name in names if name in os.environ},
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
 
     def test_starts(self) -> None:

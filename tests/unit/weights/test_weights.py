@@ -544,7 +544,7 @@ print(found.fingerprint, found.read_nbytes)
         for process in running:
             process.stdin.write("go\n")
             process.stdin.flush()
-        found = [process.communicate(timeout=60)[0].split() for process in running]
+        found = [process.communicate(timeout=300)[0].split() for process in running]
 
         self.assertEqual(1, len({fingerprint for fingerprint, _ in found}))
         self.assertEqual(
