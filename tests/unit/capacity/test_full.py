@@ -15,8 +15,6 @@ import torch
 
 from commands import run
 from helpers import DirectoryTest, caches_of, without_native_deletion
-from vua.capacity.lease import upkeep_directory
-from vua.capacity.lru import server_now_ns
 from vua.core import VUA, VUAConfig
 
 CACHE = caches_of(layers=1, heads=2, tokens=64, dim=64)
@@ -155,42 +153,6 @@ class FullTest(DirectoryTest):
         self.assertEqual([4] * 40, [vua.put(of(prompt), CACHE) for prompt in range(40)])
         self.assertGreater(len(self.files()), 32)
         self.assertEqual(64, vua.get_closest(of(39)).num_tokens)
-
-    def test_modes(self) -> None:
-        """Where every `chmod` is refused nothing fails: all modes are right already."""
-        refused = PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-        before = os.umask(0o077)
-        self.addCleanup(os.umask, before)
-        with (
-            mock.patch.object(os, "chmod", side_effect=refused),
-            mock.patch.object(os, "fchmod", side_effect=refused),
-            mock.patch.object(Path, "chmod", side_effect=refused),
-        ):
-            self.filled(1)
-        self.assertEqual(4, len(self.files()))
-
-    def test_umask(self) -> None:
-        """Any umask will do, for a user without root's rights, too."""
-        is_root = os.geteuid() == 0
-        for umask in (0o177, 0o077, 0o000, 0o777):
-            with self.subTest(oct(umask)), contextlib.ExitStack() as stack:
-                above = self.root / oct(umask)
-                above.mkdir(mode=0o700)
-                if is_root:
-                    self.root.chmod(0o755)
-                    os.chown(above, 65534, -1)
-                    os.seteuid(65534)
-                    stack.callback(os.seteuid, 0)
-                stack.callback(os.umask, os.umask(umask))
-                with VUA(VUAConfig(split_factor=16), above / "kv") as vua:
-                    self.assertEqual(4, vua.put(of(0), CACHE))
-                    self.assertEqual(64, vua.get_closest(of(0)).num_tokens)
-                upkeep = upkeep_directory(above / "kv")
-                stack.callback(os.close, upkeep)
-                server_now_ns(upkeep)
-                entries = [above / "kv", *(above / "kv").rglob("*")]
-                modes = {one.stat().st_mode & 0o777 for one in entries}
-                self.assertLessEqual(modes, {0o700, 0o600})
 
     def test_hard_links(self) -> None:
         """A snapshot by hard links (`cp -al`) is read, and so is what it was made of."""

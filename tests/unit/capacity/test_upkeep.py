@@ -32,7 +32,6 @@ from vua.capacity.spaces import Space, spaces
 from vua.capacity.usage import measure
 from vua.core import VUA
 from vua.errors import ConfigError
-from vua.format.identity import Identity
 from vua.storage.mark import is_marked
 from vua.storage.names import AFTER
 
@@ -69,8 +68,6 @@ class UpkeepTest(DirectoryTest):
 class TestManyNamespaces(UpkeepTest):
     """More namespaces than descriptors."""
 
-    many, few = 150, 75
-
     @contextmanager
     def descriptors(self, more: int) -> Iterator[None]:
         """Let the process have few descriptors for a while, beside those that it has open."""
@@ -81,39 +78,6 @@ class TestManyNamespaces(UpkeepTest):
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-    def plant(self, many: int) -> list[str]:
-        """Make as many namespaces as it says, of a chunk each; return their names."""
-        (model,) = (path for path in self.root.iterdir() if len(path.name) == 64)
-        file = next(iter(model.rglob("*.safetensors")))
-        described = json.loads((model / "namespace.json").read_bytes())
-        names = []
-        for number in range(many):
-            identity = Identity(model=f"model {number}")
-            chunk = self.root / identity.namespace / "ab" / ("ab" * 32)
-            chunk.mkdir(parents=True)
-            os.link(file, chunk / file.name)
-            said = json.dumps(described | {"identity": identity.describe()})
-            (self.root / identity.namespace / "namespace.json").write_text(said)
-            names.append(identity.namespace)
-        return names
-
-    @pytest.mark.thorough
-    def test_bounds_hold(self) -> None:
-        """Writers keep to the limit, `gc` and `rm` work, measuring counts what is there."""
-        self.plant(self.many)
-        whole = measure(self.root).nbytes
-        with self.descriptors(self.few):
-            self.assertEqual(whole, measure(self.root).nbytes)
-            self.assertEqual(0, run("gc", self.root, "--max-bytes", "1M", "--min-free", "0")[0])
-            most = whole // 2
-            with VUA(config(most), self.root) as vua:
-                for number in range(1, 9):
-                    put(vua, number)
-            self.assertLess(measure(self.root).nbytes, 1.05 * most)
-            code, _ = run_json("rm", self.root, "--all")
-            self.assertEqual(0, code)
-        self.assertEqual([], self.files())
 
     def test_no_descriptor_at_all(self) -> None:
         """Where nothing can be looked at, that is no reason to think that nothing is there."""
