@@ -31,7 +31,7 @@ from vua.store.namespace import Namespace
 
 RUN = """
 import os, resource, sys, time
-import vua.cli.events, vua.cli.looks, vua.catalog.directory
+import vua.cli.events, vua.cli.ui.server, vua.catalog.directory
 from vua.cli import main
 
 def memory(field):
@@ -43,23 +43,11 @@ said = os.dup(1)
 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 start, began_s, code = memory("VmRSS"), time.monotonic(), 0
 if tool == "ui":
-    import pickle
-    class Talk:
-        looks = 0
-        def show(self, *args, **more):
-            pass
-        def tell(self, what, value):
-            pickle.dumps((what, value), 5, buffer_callback=lambda array: None)
-            if what == "problem":
-                sys.exit(value)
-            self.looks += what == "look"
-        def wait(self, seconds=0.0):
-            if self.looks == 2:
-                raise EOFError
-    try:
-        vua.cli.looks.watch(root, Talk())
-    except EOFError:
-        pass
+    from vua.catalog.opening import open_catalog
+    catalog, files = open_catalog(root), vua.cli.ui.server.Files()
+    for _ in range(2):
+        files.read(catalog)
+        vua.cli.ui.server.overview(catalog, files)
 elif tool == "events-2":
     from vua.catalog.opening import open_catalog
     catalog, seen = open_catalog(root), {}

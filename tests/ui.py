@@ -36,21 +36,18 @@ class Served:
         finally:
             line.close()
 
-    def json(self, path: str, body: object = None) -> Any:
-        status, _, content = self.ask("GET" if body is None else "POST", f"/api/{path}", body)
+    def overview(self) -> Any:
+        status, _, content = self.ask("GET", "/api/overview")
         if status != 200:
             raise AssertionError(content)
         return json.loads(content)
 
-    def looked(self, **at_least: int) -> dict[str, Any]:
-        """Wait for the first whole look, and until so much was seen in all looks since."""
+    def looked(self, line: str = "") -> Any:
+        """Wait until files were checked, and the first line begins so; return what is shown."""
 
-        def done() -> dict[str, Any] | None:
-            found: dict[str, Any] = self.json("overview")
-            seen = {k: sum(one[k] for one in found["looks"]) for k in at_least}
-            return (
-                found if found["looked_s"] and all(seen[k] >= at_least[k] for k in seen) else None
-            )
+        def done() -> Any:
+            seen = self.overview()
+            return seen if seen["level"] != "note" and seen["line"].startswith(line) else None
 
         return until(done)
 

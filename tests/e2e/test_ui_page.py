@@ -1,9 +1,12 @@
-"""The page of `vua ui` in a real browser: what is shown, light, dark, narrow."""
+"""The page of `vua ui` in a real browser: what is shown at first sight, light, dark, narrow."""
 
 from __future__ import annotations
 
+import hashlib
 import io
+import os
 import shutil
+import tempfile
 import unittest
 from pathlib import Path
 
@@ -11,14 +14,16 @@ import numpy as np
 import pytest
 
 from browser import CHROMIUM, Page, browser
-from commands import CliTest, run
-from forest import plant
-from helpers import ROOT, until
+from commands import CliTest
+from helpers import ROOT, flip
+from tools import fill
 from ui import served
 
 HOSTILE = "<img src=x onerror=document.title='taken'>"
+SIZES = ((1280, 800), (390, 844))
 UNLIKE = 40
 """Mean difference of two pictures, of 255, from which they show something else."""
+LINE = "document.querySelector('#line').textContent"
 
 
 def thumbnail(png: bytes) -> np.ndarray:
@@ -27,67 +32,48 @@ def thumbnail(png: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(png)).convert("L").resize((24, 24)), dtype=np.float64)
 
 
-def read_spaces(root: Path) -> list[tuple[str, list[str]]]:
-    """The namespaces, and the names of their chunks."""
-    return [(one.parent.name, sorted(chunk.name for chunk in one.parent.glob("??/*")))
-            for one in root.glob("*/namespace.json")]  # fmt: skip
-
-
 @pytest.mark.thorough
 @unittest.skipIf(CHROMIUM is None, "no Chromium is installed")
 class PageTest(CliTest):
-    def ready(self, tab: Page, url: str) -> None:
-        """Open the page and wait for the first look."""
+    def ready(self, tab: Page, url: str, line: str = "Healthy") -> None:
+        """Open the page and wait until its first line begins so."""
         tab.open(url)
-        tab.until("document.querySelector('#lastuse').textContent.includes('hour')")
+        tab.until(f"{LINE}.startsWith('{line}')")
+
+    def check_fits(self, tab: Page, *shown: str) -> None:
+        """Nothing is beside the window, and these elements are in it without scrolling."""
+        width, height = tab.run("[innerWidth, innerHeight]")
+        self.assertLessEqual(tab.run("document.documentElement.scrollWidth"), width)
+        for one in shown:
+            found = f"document.querySelector('{one}')"
+            self.assertLessEqual(tab.run(f"{found}.getBoundingClientRect().bottom"), height, one)
+            self.assertGreater(tab.run(f"{found}.getBoundingClientRect().height"), 0, one)
 
     def test_page(self) -> None:
-        """Names are text, a prompt is explained, a verification runs."""
+        """Names are text; the line, the models and commands are there, and nothing is logged."""
         self.put(HOSTILE, 1)
-        plant(self.root, 300, seed=5)
         with served(self.root) as page, browser() as tab:
-            tab.size(1100, 800)
+            tab.size(*SIZES[0])
             self.ready(tab, page.url)
             self.assertEqual("", tab.run("location.hash"))
             self.assertIn(HOSTILE, tab.run("document.querySelector('#namespaces').textContent"))
             self.assertEqual("VUA", tab.run("document.title"))
-            tab.run(
-                "document.querySelector('#tokens').value = '500 501 502 503 504 505';"
-                "document.querySelector('#explain button').click()"
-            )
-            tab.until("document.querySelector('#answers').textContent.includes('a hit')")
-            self.assertTrue(tab.run("document.querySelector('#textual').hidden"))
-            tab.run("document.querySelector('#verify').click()")
-            tab.until("document.querySelector('#verified').textContent.includes('read')")
+            todo = tab.run("document.querySelector('#todo').textContent")
+            self.assertIn(f"vua gc {self.root} --max-bytes ", todo)
+            self.check_fits(tab, "#line", "#full", "#namespaces", "#todo code")
             self.assertEqual([], tab.logged)
 
-    def test_two_questions(self) -> None:
-        """What is in it, and what to do: in words, with commands to copy."""
-        plant(self.root, 300, seed=5)
-        (space,) = (one for one in read_spaces(self.root) if len(one[1]) > 100)
-        name, chunks = space
-        run("pin", self.root, chunks[0])
+    def test_damaged(self) -> None:
+        """A damaged file is named at first sight, on a narrow window too."""
+        damaged = self.entries()[0]
+        flip(damaged, damaged.stat().st_size - 1)
         with served(self.root) as page, browser() as tab:
-            tab.size(1400, 900)
-            self.ready(tab, page.url)
-            buttons = "[...document.querySelectorAll('#namespaces button')]"
-            tab.run(f"{buttons}.find((one) => one.textContent === '{name[:12]}').click()")
-            tab.until("!document.querySelector('#pinned').hidden")
-            self.assertIn(chunks[0][:12], tab.run("document.querySelector('#pins').textContent"))
-            todo = tab.run("document.querySelector('#todo').textContent")
-            self.assertIn(f"vua rm {self.root} {name[:12]} --dry-run", todo)
-            tab.run(
-                "document.querySelector('#tokens').value = 'a text';"
-                "document.querySelector('#explain button').click()"
-            )
-            answers = "document.querySelector('#answers').textContent"
-            tab.until(f"{answers}.includes('--tokenizer MODELDIR')")
-            was = page.json("overview")["now_s"]
-            tab.until("document.querySelector('#facts').textContent.length > 0")
-            until(lambda: page.json("overview")["now_s"] > was + 2.5)  # the page has asked again
-            self.assertIn("expected a JSON list", tab.run(answers))
-            refused = [one for one in tab.logged if "400" not in one]  # the text above
-            self.assertEqual([], refused)
+            for size in SIZES:
+                tab.size(*size)
+                self.ready(tab, page.url, "Not healthy (damaged files)")
+                self.assertIn(damaged.parent.name[:12], tab.run("document.body.innerText"))
+                self.assertIn("--repair", tab.run("document.querySelector('#todo').innerText"))
+                self.check_fits(tab, "#line", "#wrong")
 
     def test_nothing_stored(self) -> None:
         """An empty directory says how to fill it; a foreign one, why no engine starts there."""
@@ -98,35 +84,49 @@ class PageTest(CliTest):
             if name == "foreign":
                 (place / "notes.txt").write_text("a")
             with served(place) as page, browser() as tab:
-                tab.size(400, 800)
-                tab.open(page.url)
-                tab.until(f"document.querySelector('#nothing').innerText.includes('{word}')")
-                self.assertEqual(
-                    name == "foreign", tab.run("document.querySelector('#begin').hidden")
-                )
-                self.assertLessEqual(tab.run("document.documentElement.scrollWidth"), 400)
+                tab.size(*SIZES[1])
+                self.ready(tab, page.url, "Healthy" if name == "empty" else "Not healthy (owner)")
+                text = tab.run("document.body.innerText")
+                self.assertIn(word, text)
+                self.assertEqual(name == "empty", "serve" in text)
+                self.check_fits(tab, "#line", "#todo")
 
     def test_look(self) -> None:
         """Light, dark and narrow; it looks about as in the documentation."""
-        plant(self.root, 3000, seed=7)
+        for model in ("meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-8B"):
+            self.put(model, 3)
         with served(self.root) as page, browser() as tab:
             for dark, name in ((False, "light"), (True, "dark")):
-                tab.size(1100, 1250, dark=dark)
+                tab.size(*SIZES[0], dark=dark)
                 self.ready(tab, page.url)
                 shown = tab.screenshot()
                 at = Path(ROOT, "docs", "images", f"ui-{name}.png")
                 known, other = thumbnail(at.read_bytes()), thumbnail(shown)
                 self.assertLess(np.abs(known - other).mean(), UNLIKE, name)
                 self.assertGreater(np.abs(255 - known - other).mean(), UNLIKE, name)
-            was = tab.run("document.documentElement.className")
-            tab.run("document.querySelector('#theme').click()")
-            self.assertNotEqual(was, tab.run("document.documentElement.className"))
-            tab.size(400, 800)
-            self.assertLessEqual(tab.run("document.documentElement.scrollWidth"), 400)
+            tab.size(*SIZES[1])
+            self.check_fits(tab, "#line", "#full", "#namespaces")
+
+    def test_many_chunks(self) -> None:
+        """100,000 chunks are counted and shown; of their files a part is read."""
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        with tempfile.TemporaryDirectory(dir=memory) as place:
+            root = Path(place)
+            fill(root, 1024)
+            (space,) = (one for one in root.iterdir() if one.is_dir() and len(one.name) == 64)
+            for number in range(100_000 - 1024):  # names alone: files would take minutes to delete
+                name = hashlib.sha256(b"%d" % number).hexdigest()
+                (space / name[:2] / name).mkdir()
+            with served(root) as page, browser() as tab:
+                tab.size(*SIZES[0])
+                self.ready(tab, page.url)
+                chunks = tab.run("document.querySelector('#namespaces').textContent")
+                passed = tab.run("document.querySelector('#passed').textContent")
+        self.assertIn("100,000", chunks)
+        self.assertIn("a random part of all, read", passed)
 
     def test_without_the_link(self) -> None:
         """Who has no token is told what to do, and sees nothing."""
         with served(self.root) as page, browser() as tab:
-            tab.open(page.url.partition("#")[0])
-            tab.until("document.querySelector('#problem').textContent.includes('vua ui')")
-            self.assertTrue(tab.run("document.querySelector('main').hidden"))
+            self.ready(tab, page.url.partition("#")[0], "open the link that `vua ui` has printed")
+            self.assertTrue(tab.run("document.querySelector('#known').hidden"))

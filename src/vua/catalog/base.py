@@ -84,6 +84,13 @@ class Use:
     """None if only money limits the space."""
     strays: Sequence[str]
 
+    @property
+    def usable_nbytes(self) -> int | None:
+        """What the cache may occupy: its limit, or what is free on the disk; None: any amount."""
+        most, left = self.limits["max_bytes"], self.limits["min_free_bytes"]
+        room = None if self.free_nbytes is None else self.free_nbytes + self.nbytes - (left or 0)
+        return min((max(0, int(one)) for one in (most, room) if one is not None), default=None)
+
 
 @dataclass(slots=True)
 class Collection:

@@ -164,16 +164,20 @@ def is_large(space: Space) -> bool:
 
 
 def spread(work: Callable[[T], R], items: Sequence[T], *, large: bool) -> Iterator[R]:
-    """Yield ``work`` of each item in order; with ``large`` in several processes.
+    """Yield ``work`` of each item in order; ``large``, by the main thread, in several processes.
 
     Then items, ``work`` and results must be picklable; open descriptors stay valid. An exception of
     ``work`` is raised here.
     """
+    if large:
+        import multiprocessing  # noqa: PLC0415 - `vua ls` starts without
+        import threading  # noqa: PLC0415 - likewise
+
+        # What is forked beside other threads may inherit a lock that is held, and hang.
+        large = threading.current_thread() is threading.main_thread()
     if not large:
         yield from map(work, items)
         return
-    import multiprocessing  # noqa: PLC0415 - `vua ls` starts without
-
     # A pool that is interrupted while it starts leaves processes that never end.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -425,10 +425,11 @@ class DirectoryCatalog(DirectoryContents, Catalog):
         yield from others
 
     def findings_at_rest(self, security: Security) -> list[Finding]:
-        """Check owner, space, witness and host."""
-        from vua.catalog.probes import at_rest  # noqa: PLC0415 - likewise
+        """Check owner, write access, space, witness and host."""
+        from vua.catalog.probes import at_rest, may_write  # noqa: PLC0415 - likewise
 
-        return at_rest(self.root, security)
+        owner, *others = at_rest(self.root, security)
+        return [owner, *may_write(self.root), *others]
 
 
 # -- what it takes --------------------------------------------------------------------------------

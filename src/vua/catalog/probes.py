@@ -341,14 +341,26 @@ def _owner(root: Path, security: Security) -> Finding:
     return Finding(name, "ok", text)
 
 
+def may_write(root: Path) -> Iterator[Finding]:
+    """Yield what is wrong if this user may not write here, by owner, mode and mount alone."""
+    if not os.access(root, os.W_OK | os.X_OK, effective_ids=True):
+        mounted = os.statvfs(root).f_flag & os.ST_RDONLY
+        code = errno.EROFS if mounted else errno.EACCES
+        yield _unwritable(root, OSError(code, os.strerror(code)))
+
+
+def _unwritable(root: Path, problem: OSError) -> Finding:
+    text = f"{explained(problem, str(root)).strerror}; until then nothing can be stored here"
+    return Finding("write", "bad", text)
+
+
 def tried(root: Path, demand: Demand) -> Iterator[Finding]:
     """Run all probes in a directory below ``root``, which is removed again."""
     path = f"{root}/{_PREFIX}{secrets.token_hex(4)}"
     try:
         make_folder(path)
     except OSError as problem:
-        text = f"{explained(problem, str(root)).strerror}; until then nothing can be stored here"
-        yield Finding("write", "bad", text)
+        yield _unwritable(root, problem)
         return
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

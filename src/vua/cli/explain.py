@@ -364,17 +364,6 @@ def explain(
     return made[0] if len(made) == 1 else Explanations([one.line for one in prompts], made)
 
 
-def explain_ids(directory: str, ids: bytes, question: Question) -> Explanation:
-    """Explain token ids; the files that ``question`` names are not read.
-
-    Raises as :func:`explain` does.
-    """
-    catalog = open_catalog(directory)
-    found, _ = catalog.contents()
-    answers = _answers(catalog, found, None, Prompt(1, ids), question)
-    return Explanation(directory, None, found, len(ids) // 4, answers)
-
-
 def _answers(
     catalog: Catalog,
     found: Sequence[Description],

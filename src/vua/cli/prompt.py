@@ -69,18 +69,14 @@ def read_ids(file: str) -> bytes:
     The file holds a JSON list of integers, or integers separated by white space. Raises InputError
     for anything else, OSError if it cannot be read.
     """
-    return parse_ids(read_text(file), file)
-
-
-def parse_ids(text: str, source: str) -> bytes:
-    """As `read_ids`, for a text; ``source`` names it in errors. Raises InputError."""
     words: list[Any]
+    text = read_text(file)
     try:
         words = json.loads(text) if text.lstrip().startswith("[") else list(map(int, text.split()))
     except (ValueError, RecursionError) as problem:
-        msg = f"{source}: expected a JSON list of token ids or integers between spaces: {problem}"
+        msg = f"{file}: expected a JSON list of token ids or integers between spaces: {problem}"
         raise InputError(msg) from problem
-    return _ids(words, source)
+    return _ids(words, file)
 
 
 def _ids(words: list[Any], source: str) -> bytes:

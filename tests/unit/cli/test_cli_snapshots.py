@@ -285,7 +285,7 @@ class TextTest(DirectoryTest):
             ["warm", other / "file", "--server", "ftp://x"], ["completion", "dos"],
             ["doctor", empty, "--prefill", "0"], ["doctor", empty, "--token-bytes", "x"],
             ["ls", "s3://user:secret@bucket/x"], ["ls", "ftp://bucket/x"], ["ls", "s3://"],
-            ["ui", empty, "--port", "99999999"], ["ui", empty, "--tokenizer", empty],
+            ["ui", empty, "--port", "99999999"],
         ]  # fmt: skip
         names = {str(self.root): "ROOT", url: "URL"}
         texts = [told(words, names) for words in commands]

@@ -1,10 +1,8 @@
-"""`vua ui` and its HTTP server: one page and its requests, for holders of the token.
+"""`vua ui` and its HTTP server: one page and what it shows, for holders of the token.
 
 Any page in a browser may send requests to this port, under any host name that resolves to it. So a
 request is answered only under a loopback name (DNS can map other names here), and content is sent
 only with the token. The page loads nothing from elsewhere.
-
-:class:`State` answers the page: from reports of the processes that look and verify, and by reading.
 """
 
 from __future__ import annotations
@@ -13,178 +11,240 @@ import contextlib
 import hmac
 import json
 import logging
+import math
+import os
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.resources import files
+from importlib import resources
+from itertools import islice
+from shlex import quote
 from socket import SHUT_RDWR
 from typing import Any, Final
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import click
 
-from vua import __version__
-from vua.catalog.base import Catalog
+from vua.capacity.saved import saved_today
+from vua.capacity.spaces import silent
+from vua.catalog.base import Catalog, Finding, NamespaceCatalog, Use
 from vua.catalog.check import NO_KEYS
+from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
-from vua.cli.explain import Question, explain_ids
-from vua.cli.looks import Child, Talk, watch
-from vua.cli.output import SOUND, Output, Report, plain
-from vua.cli.prompt import Tokenizer, parse_ids
+from vua.cli.output import SOUND, Output, Report, plain, when
 from vua.cli.verify import verify
 from vua.errors import ConfigError, VUAError
-from vua.security.settings import Security
+from vua.io.words import counted, size
+from vua.storage.description import is_namespace_name
 
 log = logging.getLogger(__name__)
 
-_LOOKS: Final = 600
-"""Looks remembered: at least twenty minutes."""
-_PROBLEMS: Final = 100
-"""Damaged files named per namespace."""
-_FEW: Final = 10_000
-"""With at most so many chunks all headers are read, to say what a missing one's place has."""
+_SHOWN: Final = 50
+"""Namespaces that the page lists, the largest."""
+_REST: Final = 5
+"""Seconds of rest per second of a look."""
+_LEAST_REST_S: Final = 2.0
+_OLD_S: Final = 86_400
+"""A model that was not used for so long may be one to delete."""
+_LEVELS: Final = ("bad", "note", "ok")
+_DAMAGED: Final = "damaged files"
+_DAMAGED_MOST: Final = 1000
+"""That are remembered."""
+_READ_NBYTES: Final = 256 << 20
+_READ_CHUNKS: Final = 4096
+"""So much is read at a time to find damaged files: a few seconds' work."""
+_READ_OF_NBYTES: Final = 1 << 40
+"""A larger cache is not read: `verify` reads a 256th of it or more, which takes long."""
+_BETWEEN_READS_S: Final = 600
 
 
-@dataclass(slots=True)
-class _VerifyState:
-    """The progress of a verification, and the last one's result."""
-
-    running: bool = False
-    progress: dict[str, object] | None = None
-    problem: str = ""
-    finished_s: float | None = None
-    report: dict[str, Any] | None = None
+# -- what the page shows --------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _WatchState:
-    """The reports of the looks."""
-
-    namespaces: list[dict[str, Any]] = field(default_factory=list)
-    usage: dict[str, object] | None = None
-    saved: str = ""
-    """The savings of today's loads; "": nothing was looked up."""
-    progress: dict[str, object] | None = None
-    looks: deque[dict[str, object]] = field(default_factory=lambda: deque(maxlen=_LOOKS))
-    looked_s: float | None = None
-    """Time of the last complete look; None: not yet."""
-    problem: str = ""
-
-
-class State:
-    """Thread-safe. Starts two processes: make it before any thread."""
-
-    def __init__(self, directory: str, security: Security, tokenize: Tokenizer | None) -> None:
-        """Start looking at ``directory``; ``tokenize`` makes token ids of a text."""
-        self._directory, self._security, self._tokenize = directory, security, tokenize
-        self._lock = threading.Lock()
-        self._watched, self._verified = _WatchState(), _VerifyState()
-        self._children = [Child(partial(watch, directory), self._hear_watch)]
-        self._verifier = Child(partial(_verify, directory, security), self._hear_verify)
-        self._children.append(self._verifier)
-        for child in self._children:
-            child.listen()
-
-    def close(self) -> None:
-        for child in self._children:
-            child.close()
-
-    def _catalog(self) -> Catalog:
-        return open_catalog(self._directory)
-
-    def _hear_watch(self, what: str, value: Any) -> None:
-        with self._lock:
-            watched = self._watched
-            if what == "look":
-                watched.looked_s, watched.progress, watched.problem = time.time(), None, ""
-                if value is not None:
-                    watched.looks.append({"at_s": watched.looked_s, **value})
-            elif what == "ended":
-                watched.problem = watched.problem or "the process that looks has ended"
-            else:
-                setattr(watched, what, value)
-
-    def _hear_verify(self, what: str, value: Any) -> None:
-        with self._lock:
-            verified = self._verified
-            if what == "progress":
-                verified.progress = value
-                return
-            verified.running, verified.progress = False, None
-            if what == "report":
-                verified.report, verified.finished_s, verified.problem = value, time.time(), ""
-            else:
-                verified.problem = value or "the process that verifies has ended"
-
-    def overview(self) -> dict[str, object]:
-        """Return what is known of the whole directory."""
-        with self._lock:
-            watched = self._watched
-            return {
-                "directory": self._directory,
-                "vua": __version__,
-                "tokenizer": self._tokenize is not None,
-                "usage": watched.usage,
-                "progress": watched.progress,
-                "looked_s": watched.looked_s,
-                "now_s": time.time(),
-                "problem": watched.problem,
-                "namespaces": watched.namespaces,
-                "saved": watched.saved,
-                "looks": list(watched.looks),
-                "verify": asdict(self._verified),
-            }
-
-    def health(self) -> list[dict[str, object]]:
-        """Return the findings of `vua doctor` that need no writing; none for a bucket."""
-        return [asdict(one) for one in self._catalog().findings_at_rest(self._security)]
-
-    def explain(self, asked: dict[str, object]) -> dict[str, object]:
-        """Return why a prompt hits or misses, given ``tokens`` or, with a tokenizer, ``text``."""
-        given = {name: str(asked.get(name) or "") for name in ("tokens", "text", "salt")}
-        if given["text"] and self._tokenize is None:
-            raise ConfigError("a text needs a tokenizer: start with --tokenizer MODELDIR")
-        salt = given["salt"]
-        if given["text"] and self._tokenize is not None:
-            prompts = self._tokenize.prompts(given["text"], "the prompt")
-            if len(prompts) != 1:
-                raise ConfigError(f"explain takes one prompt here, found {len(prompts)}")
-            ids, salt = prompts[0].ids, salt or prompts[0].salt
-        else:
-            ids = parse_ids(given["tokens"], "the prompt")
-        with self._lock:
-            chunks = sum(one["chunks"] for one in self._watched.namespaces)
-        question = Question(salt=salt, quick=chunks > _FEW, security=self._security)
-        return explain_ids(self._directory, ids, question).describe()
-
-    def verify(self) -> None:
-        """Start verifying everything, unless that is in progress."""
-        with self._lock:
-            if not self._verified.running:
-                self._verified.running, self._verified.problem = True, ""
-                self._verifier.ask()
+def overview(catalog: Catalog, files: Files) -> dict[str, Any]:
+    """Return what the page shows, in words. Raises VUAError, OSError."""
+    with catalog.namespaces(silent) as (found, _):
+        rows = sorted((_row(catalog, one) for one in found), key=lambda one: -one["nbytes"])
+    use = catalog.quick_use()
+    nbytes = sum(one["nbytes"] for one in rows) if use is None else use.nbytes
+    usable = None if use is None else use.usable_nbytes
+    checked = files.findings()
+    findings = [*catalog.findings_at_rest(NO_KEYS), *checked]
+    findings.sort(key=lambda one: _LEVELS.index(one.level))
+    bad = [one.name for one in findings if one.level == "bad"]
+    state = f"Not healthy ({', '.join(bad)})" if bad else "Healthy" if checked else "Checking files"
+    parts = [state, size(nbytes) + (" stored" if usable is None else f" of {size(usable)} usable")]
+    saved = saved_today(catalog.where)
+    if saved and saved.loaded_tokens:
+        known = f"{saved.saved_s:,.1f} s saved today" if saved.priced_tokens else ""
+        parts.append(known or "time saved today unknown")
+    summary = "Nothing yet: an engine stores a prompt of 64 tokens or more while it computes it."
+    if rows:
+        chunks = sum(one["chunks"] for one in rows)
+        summary = f"{counted(chunks, 'chunk')} in {counted(len(rows), 'namespace')}"
+        summary += f"; today: {saved}" if saved else ""
+    return {
+        "line": ", ".join(parts),
+        "level": "bad" if bad else "ok" if checked else "note",
+        "directory": plain(catalog.where),
+        "looked": when(time.time()),
+        "nbytes": nbytes,
+        "usable_nbytes": usable,
+        "saved_today": saved and saved.describe(),
+        "findings": [asdict(one) | {"text": plain(one.text)} for one in findings],
+        "summary": summary,
+        "namespaces": rows[:_SHOWN],
+        "more": max(0, len(rows) - _SHOWN),
+        "todo": _todo(quote(catalog.where), rows, use, bad),
+    }
 
 
-def _verify(directory: str, security: Security, talk: Talk) -> None:
-    """Verify at each request, and send the report."""
-    while talk.wait():
-        try:
-            report: Any = verify(directory, security=security, show=talk.show).describe()
-        except (VUAError, OSError) as problem:
-            talk.tell("problem", str(problem))
-            continue
-        for namespace in report["namespaces"]:
-            namespace["damaged"] = len(namespace["problems"])
-            del namespace["problems"][_PROBLEMS:]
-        talk.tell("report", report)
+def _row(catalog: Catalog, space: NamespaceCatalog) -> dict[str, Any]:
+    now = space.snapshot()
+    newest_ns = max((int(one.mtimes_ns.max(initial=0)) for one in now.times.values()), default=0)
+    nbytes = round(now.chunk_nbytes * now.chunks)
+    return {
+        "namespace": now.name,
+        "model": plain(now.model) or f"({catalog.state(space.description)} description)",
+        "chunks": now.chunks,
+        "nbytes": nbytes,
+        "size": size(nbytes),
+        "newest_s": newest_ns / 1e9,
+        "used": when(newest_ns / 1e9)[:16] if now.chunks else "never",
+    }
 
+
+def _todo(
+    place: str, rows: Sequence[dict[str, Any]], use: Use | None, bad: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Return what one may want to do, most urgent first, and the commands for this cache."""
+    todo = []
+    if _DAMAGED in bad:
+        text = "take damaged files out of use: the next save writes them anew"
+        todo.append((text, f"vua verify {place} --repair"))
+    if {*bad} - {_DAMAGED}:
+        todo.append(("test all that an engine needs here", f"vua doctor {place}"))
+    if not rows:
+        text = "start an engine with it, and ask something of 64 tokens or more"
+        return todo or [(text, f"vua-vllm serve MODEL --vua-path {place}")]
+    if use is not None and use.usable_nbytes and use.bounds.max_bytes is None:
+        most = use.usable_nbytes
+        if most > use.nbytes:
+            most = max(use.nbytes, most * 4 // 5)  # nothing is deleted, and some of the disk left
+        given = f"{most >> 30}G" if most >= 10 << 30 else f"{max(1, most >> 20)}M"
+        text = f"limit it, for all engines (now {size(use.limits['max_bytes'] or 0)})"
+        todo.append((text, f"vua gc {place} --max-bytes {given} --set"))
+    if use is not None and use.limits["ttl_s"] is None:
+        text = "delete what was not used for 30 days"
+        todo.append((text, f"vua ttl {place} 30d && vua gc {place}"))
+    oldest = min(rows, key=lambda one: one["newest_s"])
+    if time.time() - oldest["newest_s"] > _OLD_S:
+        text = f"delete {oldest['model']}, last used: {oldest['used']}"
+        todo.append((text, f"vua rm {place} {oldest['namespace'][:SHORT]} --dry-run"))
+    asked = f"vua explain {place} --prompt FILE --model MODELDIR"
+    todo.append(("find out why a prompt misses", asked))
+    return todo
+
+
+class Files:
+    """A sample of the files, read again and again, and the damaged ones found so far."""
+
+    def __init__(self) -> None:
+        self._read = ""
+        """The last sample, in words; "": none was read yet."""
+        self._damaged: dict[str, tuple[str, object]] = {}
+        """By path the reason, and :func:`_stamp` of the file."""
+        self._aside = 0
+
+    def read(self, catalog: Catalog) -> None:
+        """Read some of the files, all if they are few. Raises as `verify`."""
+        use = catalog.quick_use()
+        if use is None or catalog.look_s is not None or use.nbytes > _READ_OF_NBYTES:
+            self._read = "none was read, as that costs; `vua verify DIR --sample 1%` reads some"
+            return
+        share = min(1.0, _READ_NBYTES / max(1, use.nbytes), _READ_CHUNKS / max(1, use.chunks))
+        report = verify(catalog.where, part=share, show=silent)
+        read = sum(one.counts.total() for one in report.results)
+        some = ", a random part of all," if share < 1 else ""
+        self._read = f"{counted(read, 'file')}{some} read at {when(time.time())}"
+        self._aside = sum(len(one.others.get("quarantined", ())) for one in report.results)
+        if share == 1:
+            self._damaged.clear()
+        for one in report.results:
+            for path, _, reason in one.problems[:_DAMAGED_MOST]:
+                whole = f"{one.namespace.path}/{path}"
+                self._damaged[whole] = reason, _stamp(whole)
+
+    def forget(self) -> None:
+        """Forget what was replaced, mended or deleted since."""
+        known = islice(self._damaged.items(), _DAMAGED_MOST)
+        self._damaged = {path: one for path, one in known if one[1] == _stamp(path)}
+
+    def findings(self) -> list[Finding]:
+        """Return what is known, in words; nothing if nothing was read yet."""
+        found = []
+        if self._damaged:
+            names = [f"{_short(path)}: {reason}" for path, (reason, _) in self._damaged.items()]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            text = f"{counted(len(names), 'file')}: {'; '.join(names[:3])}{more} ({self._read})"
+            found.append(Finding(_DAMAGED, "bad", text))
+        if self._aside:
+            text = counted(self._aside, "file", "was", "were")
+            text += " found damaged and put aside; the next save writes what is missing"
+            found.append(Finding(_DAMAGED, "note", text))
+        if self._read and not found:
+            found.append(Finding("files", "ok", self._read))
+        return found
+
+
+def _stamp(path: str) -> object:
+    """Return what changes if a file is written, replaced or given another mode."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_ctime_ns
+
+
+def _short(path: str) -> str:
+    """Return the first digits of each name in a path: namespace, chunk."""
+    return "/".join(one[:SHORT] for one in path.split("/") if is_namespace_name(one)) or path
+
+
+class Watch:
+    """Looks at a cache again and again, in a thread; :attr:`seen` is for the page."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self.seen: dict[str, Any] = {"line": "Looking", "level": "note"}
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        files, read_s, rest_s = Files(), -math.inf, 0.0
+        while True:
+            try:
+                began_s, catalog = time.monotonic(), open_catalog(self._directory)
+                files.forget()
+                self.seen = overview(catalog, files)
+                took_s = time.monotonic() - began_s
+                rest_s = max(catalog.look_s or _LEAST_REST_S, _REST * took_s)
+                if began_s > read_s + _BETWEEN_READS_S:
+                    files.read(catalog)
+                    read_s = began_s
+                    self.seen = overview(catalog, files)
+            except (VUAError, OSError) as problem:
+                line = f"Cannot be looked at: {plain(str(problem))}"
+                self.seen = {**self.seen, "line": line, "level": "bad"}
+                rest_s = max(rest_s, _LEAST_REST_S)
+            time.sleep(rest_s)
+
+
+# -- the server -----------------------------------------------------------------------------------
 
 _PAGE: Final = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -192,12 +252,6 @@ _PAGE: Final = {
     "/ui.js": ("ui.js", "text/javascript; charset=utf-8"),
 }
 """They reveal nothing about the directory, so they need no token."""
-_ASKED: Final[dict[str, tuple[str, Callable[[State, dict[str, Any]], object]]]] = {
-    "/api/overview": ("GET", lambda state, _: state.overview()),
-    "/api/health": ("GET", lambda state, _: state.health()),
-    "/api/explain": ("POST", State.explain),
-    "/api/verify": ("POST", lambda state, _: state.verify()),
-}  # fmt: skip
 _HOSTS: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 _HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -208,52 +262,43 @@ _HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-_MOST_BODY_NBYTES: Final = 16 << 20
 _PATIENCE_S: Final = 60.0
 """Longest time between two parts of a request."""
 _MOST_WAITING: Final = 64
-"""Connections that wait for a request, or send one. One more ends the oldest of them."""
+"""Connections at a time. One more ends the oldest of them."""
 
 
 class Server(ThreadingHTTPServer):
-    """Serves on loopback, each connection in a thread."""
+    """Serves on loopback, each connection in a thread, for one request."""
 
     daemon_threads = True
     request_queue_size = 2 * _MOST_WAITING
 
-    def __init__(self, port: int, state: State) -> None:
+    def __init__(self, port: int, directory: str) -> None:
         """Bind ``port``, 0 for any free one. Raises OSError if it is taken."""
         super().__init__(("127.0.0.1", port), _Handler)
-        self.state, self.token = state, secrets.token_urlsafe(24)
-        self._lock, self._waiting = threading.Lock(), dict[Any, None]()
+        self.watch, self.token = Watch(directory), secrets.token_urlsafe(24)
+        self._lock, self._open = threading.Lock(), dict[Any, None]()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread of its own."""
-        self.await_request(request)
-        super().process_request(request, client_address)
-
-    def await_request(self, connection: Any) -> None:
-        """Count a connection as waiting, and end the oldest of too many."""
+        """Answer a connection in a thread of its own, and end the oldest of too many."""
         with self._lock:
-            self._waiting[connection] = None
-            if len(self._waiting) > _MOST_WAITING:
-                oldest = next(iter(self._waiting))
-                del self._waiting[oldest]
+            self._open[request] = None
+            if len(self._open) > _MOST_WAITING:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
                 with contextlib.suppress(OSError):
                     oldest.shutdown(SHUT_RDWR)
-
-    def has_request(self, connection: Any) -> None:
-        """Count a connection as waiting no more."""
-        with self._lock:
-            self._waiting.pop(connection, None)
+        super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection."""
-        self.has_request(request)
+        with self._lock:
+            self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, *_: object) -> None:
-        """Log what a connection met; the other connections stay."""
+        """Log why a connection ended; the others go on."""
         log.debug("a request failed", exc_info=True)  # noqa: LOG014 - called by a handler
 
     @property
@@ -264,7 +309,6 @@ class Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
-    protocol_version = "HTTP/1.1"
     server_version, sys_version = "vua", ""
     timeout = _PATIENCE_S
 
@@ -272,76 +316,45 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: stderr is for errors."""
 
     def do_GET(self) -> None:
-        """Send the page, or answer it; POST is for prompts and long work."""
+        """Send a file of the page, or what it shows."""
         try:
-            where = urlsplit(self.path)
+            path = urlsplit(self.path).path
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
         except ValueError as problem:
             self._send(HTTPStatus.BAD_REQUEST, {"error": plain(str(problem))})
             return
-        method, work = _ASKED.get(where.path, ("GET", None))
+        said = self.headers.get("Authorization", "").encode()
         if host not in _HOSTS:
             self._send(HTTPStatus.FORBIDDEN, {"error": "this host name is not served"})
-        elif self.command == method and where.path in _PAGE:
-            name, kind = _PAGE[where.path]
-            content = files("vua.cli.ui").joinpath("page", name).read_bytes()
+        elif path in _PAGE:
+            name, kind = _PAGE[path]
+            content = resources.files("vua.cli.ui").joinpath("page", name).read_bytes()
             self._send_bytes(HTTPStatus.OK, content, kind)
-        elif not hmac.compare_digest(
-            self.headers.get("Authorization", "").encode(), f"Bearer {self.server.token}".encode()
-        ):
+        elif not hmac.compare_digest(said, f"Bearer {self.server.token}".encode()):
             self._send(HTTPStatus.FORBIDDEN, {"error": "open the link that `vua ui` has printed"})
-        elif self.command != method:
-            self.do_PUT()
-        elif work is None:
+        elif path != "/api/overview":
             self._send(HTTPStatus.NOT_FOUND, {"error": "no such page"})
         else:
-            self._run(work, {name: given[0] for name, given in parse_qs(where.query).items()})
-
-    do_POST = do_GET  # noqa: N815 - the name that http.server calls
+            self._send(HTTPStatus.OK, self.server.watch.seen)
 
     def do_PUT(self) -> None:
         """Refuse every other method: nothing here changes the directory."""
-        self._send(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "only GET, and POST for some paths"})
+        self._send(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "only GET"})
 
-    do_DELETE = do_HEAD = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_PUT  # noqa: N815
-
-    def _run(self, work: Callable[[State, dict[str, Any]], object], asked: dict[str, Any]) -> None:
-        self.server.has_request(self.connection)
-        try:
-            if self.command == "POST":
-                asked = self._body()
-            self._send(HTTPStatus.OK, work(self.server.state, asked))
-        except (VUAError, OSError, ValueError, RecursionError) as problem:
-            self._send(HTTPStatus.BAD_REQUEST, {"error": plain(str(problem))})
-        finally:
-            self.server.await_request(self.connection)
-
-    def _body(self) -> dict[str, Any]:
-        """Return the JSON object that was sent. Raises ValueError."""
-        nbytes = int(self.headers.get("Content-Length", ""))
-        if not 0 <= nbytes <= _MOST_BODY_NBYTES:
-            self.close_connection = True
-            raise ValueError(f"at most {_MOST_BODY_NBYTES >> 20} MiB can be sent")
-        given = json.loads(self.rfile.read(nbytes))
-        if not isinstance(given, dict):
-            raise ValueError("expected a JSON object")  # noqa: TRY004 - of values, as json raises
-        return given
+    do_POST = do_DELETE = do_HEAD = do_PATCH = do_PUT  # noqa: N815
+    do_OPTIONS = do_TRACE = do_CONNECT = do_PUT  # noqa: N815
 
     def _send(self, status: HTTPStatus, value: object) -> None:
         self._send_bytes(status, json.dumps(value).encode(), "application/json")
 
     def _send_bytes(self, status: HTTPStatus, content: bytes, kind: str) -> None:
-        if status != HTTPStatus.OK:
-            self.close_connection = True  # a body that was not read is no further request
         self.send_response(status)
         for name, value in _HEADERS.items():
             self.send_header(name, value)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(content)))
         if status == HTTPStatus.METHOD_NOT_ALLOWED:
-            self.send_header("Allow", "GET, POST")
-        if self.close_connection:
-            self.send_header("Connection", "close")
+            self.send_header("Allow", "GET")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
@@ -368,34 +381,18 @@ class UiReport(Report):
 @click.option(
     "--port", metavar="N", type=int, default=0, help="of 127.0.0.1; default one that is free"
 )
-@click.option(
-    "--tokenizer", "model", metavar="MODELDIR", help="whose tokenizer.json takes texts to explain"
-)
-def ui(
-    directory: str,
-    *,
-    port: int,
-    model: str | None,
-    security: Security = NO_KEYS,
-    output: Output,
-) -> int:
-    """Serve the page until Ctrl-C; ``model`` is the directory of a tokenizer for pasted texts.
+def ui(directory: str, *, port: int, output: Output) -> int:
+    """Serve the page until Ctrl-C.
 
-    Raises ConfigError if the port is taken or there is no tokenizer, StorageError without such a
-    directory.
+    Raises ConfigError if the port is taken, StorageError without such a directory.
     """
-    # Forks: before this process speaks to a bucket, whose connections no child may have.
-    state = State(directory, security, None if model is None else Tokenizer(model))
+    open_catalog(directory).contents()
     try:
-        open_catalog(directory).contents()
-        try:
-            server = Server(port, state)
-        except (OSError, OverflowError) as problem:
-            text = f"port {port} of 127.0.0.1 cannot be taken: {problem}"
-            raise ConfigError(f"{text}; leave out --port for another") from problem
-        with server:
-            output.show(UiReport(directory, server.url))
-            server.serve_forever()
-    finally:
-        state.close()
+        server = Server(port, directory)
+    except (OSError, OverflowError) as problem:
+        text = f"port {port} of 127.0.0.1 cannot be taken: {problem}; leave out --port for another"
+        raise ConfigError(text) from problem
+    with server:
+        output.show(UiReport(directory, server.url))
+        server.serve_forever()
     return SOUND
