@@ -104,7 +104,7 @@ def _skewed(library: str, what: str, root: Path, *arguments: str) -> list[float]
         )
         for skew in _SKEWS
     ]
-    said = [process.communicate(timeout=100)[0] for process in started]
+    said = [process.communicate(timeout=300)[0] for process in started]
     if any(process.returncode for process in started):
         raise RuntimeError(f"{what} failed in a process with a wrong clock")
     return [float(json.loads(text)) for text in said]

@@ -115,7 +115,9 @@ def _crowd(
         children.append(child)
     while board.is_open(end_s):
         if most is not None:
+            _to_all(children, signal.SIGSTOP)  # at one moment: a busy machine takes long to look
             highest = max(highest, _bytes_below(trial.directory / root))
+            _to_all(children, signal.SIGCONT)
         time.sleep(0.1)
     died = 0
     for child in children:
@@ -128,6 +130,11 @@ def _crowd(
         died += ended[1] != 0 or ended == (0, 0)
     trial.must(f"{root}: every process ends by itself", died == 0, f"{died} of {len(work)} did not")
     return board, highest
+
+
+def _to_all(children: list[int], number: int) -> None:
+    for child in children:
+        os.kill(child, number)
 
 
 def _fill(trial: Trial, root: str, most: int | None, count: int) -> None:
@@ -156,7 +163,7 @@ def _fill(trial: Trial, root: str, most: int | None, count: int) -> None:
 
 
 def _bytes_below(root: Path) -> int:
-    """Return the bytes of all files below a directory, while others write and delete."""
+    """Return the bytes of all files below a directory, some of which may just go."""
     total = 0
     for directory, _, names in os.walk(root):
         for name in names:

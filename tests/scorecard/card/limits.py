@@ -104,7 +104,7 @@ with VUA(config, sys.argv[1]) as vua:
                 status = 0 if len(str(problem)) > 20 else 5
             finally:
                 os._exit(status)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 100
         pid = status = 0
         while not pid and time.monotonic() < until:
             pid, status = os.waitpid(child, os.WNOHANG)
@@ -128,7 +128,7 @@ def fork(trial: Trial) -> None:
     trial.needs_vua("the library")
     root = trial.directory / "forked"
     root.mkdir()
-    status, said = _python(_FORK, root, trial.scale, timeout_s=60 + 2 * trial.scale)
+    status, said = _python(_FORK, root, trial.scale, timeout_s=60 + 100 * trial.scale)
     trial.must("no child hangs or fails without a word", status == 0, said)
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
-import socket
-import stat
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 from unittest import mock
 
+from foreign import FOREIGN, digest, make
 from scorecard.stores import VuaSubject
 from scorecard.subject import Key
 from scorecard.trial import Trial, scored
@@ -22,7 +19,6 @@ from vua.cli import main
 _USER: Final = 12345
 """A user id that owns nothing on any machine."""
 _NBYTES: Final = 4096
-_HEX: Final = "0123456789abcdef" * 4
 _COMMANDS: Final = (
     ("gc",),
     ("gc", "--max-bytes", "1K"),
@@ -49,72 +45,6 @@ def _vua(*words: str | Path) -> tuple[int, str]:
     return status, said.getvalue().strip()[-150:]
 
 
-def _write(root: Path, *names: str) -> None:
-    for name in names:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(hashlib.sha256(name.encode()).digest() * 40)
-
-
-def _links(root: Path) -> None:
-    _write(root, "kept/original.jpg")
-    (root / ".tmp-link").symlink_to(root / "kept")
-    (root / "trash-link").symlink_to(root / "kept")
-    os.link(root / "kept" / "original.jpg", root / "trash-hard")
-
-
-def _special(root: Path) -> None:
-    os.mkfifo(root / "trash-pipe")
-    os.mkfifo(root / ".tmp-pipe")
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(root / "trash-socket"))
-
-
-def _strangers_cache(root: Path) -> None:
-    """Directories and files whose names, and nothing else, are those of a cache of VUA."""
-    _write(root, f"{_HEX}/{_HEX[:2]}/{_HEX}/l0-2.h0-2.safetensors", f"{_HEX}/notes.txt")
-
-
-FOREIGN: Final[dict[str, Callable[[Path], None]]] = {
-    "photographs": lambda root: _write(root, "trash-2023/photos/1.jpg", "2024/2.jpg"),
-    "notes": lambda root: _write(root, "trash-notes.txt", "tmp.txt", "todo"),
-    "work in progress": lambda root: _write(root, ".tmp-work/draft.tex", ".tmp-123"),
-    "home": lambda root: _write(root, ".bashrc", ".ssh/id", ".cache/x/y", "trash/files/a"),
-    "docker": lambda root: _write(root, f"{_HEX}/diff/etc/passwd", f"{_HEX}/link", "l/ABC"),
-    "git": lambda root: _write(root, ".git/objects/ab/cdef", ".git/HEAD", "src/a.py"),
-    "hub": lambda root: _write(root, f"models--a--b/blobs/{_HEX}", "models--a--b/refs/main"),
-    "LMCache": lambda root: _write(root, "model@1@0@ab12.pt", "model@1@0@ab12.data"),
-    "vLLM's tier": lambda root: _write(root, f"{_HEX[:16]}/block_0.bin", f"{_HEX}.bin"),
-    "safetensors": lambda root: _write(root, "model.safetensors", "l0-2.h0-2.safetensors"),
-    "pip": lambda root: _write(root, f"http-v2/0/1/2/3/4/{_HEX}", f"wheels/ab/cd/{_HEX}/a.whl"),
-    "mail": lambda root: _write(root, "cur/1", "new/2", "tmp/3"),
-    "shards of 256": lambda root: _write(root, *(f"{n:02x}/{n:02x}{_HEX[2:]}" for n in range(4))),
-    "digests": lambda root: _write(root, f"{_HEX}/manifest.json", f"{_HEX[::-1]}/data"),
-    "quarantine": lambda root: _write(root, "quarantine/virus.exe", f"{_HEX}/quarantine/a"),
-    "backups": lambda root: _write(root, "trash-0/a", "trash-1/b", ".tmp-0/c"),
-    "links": _links,
-    "pipes and sockets": _special,
-    "a stranger's cache": _strangers_cache,
-    "deep": lambda root: _write(root, "/".join(["trash-a"] * 60)),
-}
-"""Directories that are not VUA's, by what people keep there."""
-
-
-def _digest(root: Path) -> dict[str, tuple[object, ...]]:
-    """Everything below a directory: kind, mode, times, bytes."""
-    found: dict[str, tuple[object, ...]] = {}
-    for place, folders, files in os.walk(root):
-        for name in (*folders, *files):
-            path = Path(place, name)
-            about = path.lstat()
-            data = path.read_bytes() if stat.S_ISREG(about.st_mode) else b""
-            target = str(path.readlink()) if stat.S_ISLNK(about.st_mode) else ""
-            times = (about.st_mtime_ns, about.st_ino, about.st_uid)
-            kept = hashlib.sha256(data).hexdigest()
-            found[str(path.relative_to(root))] = (about.st_mode, *times, kept, target)
-    return found
-
-
 @scored(
     32, "Foreign directories", gate=True, quick=20, full=20,
     bar="gc, rm, verify --repair: in what is not a cache of VUA not one byte or name is changed",
@@ -124,37 +54,25 @@ def foreign(trial: Trial) -> None:
     trial.needs_vua("the command line")
     for name in list(FOREIGN)[: trial.scale]:
         root = trial.directory / "foreign" / name.replace(" ", "-")
-        root.mkdir(parents=True)
-        FOREIGN[name](root)
-        _age(root)
-        before = _digest(root)
+        make(name, root)
+        before = digest(root)
         for command in _COMMANDS:
             _vua(command[0], root, *command[1:])
-        after = _digest(root)
+        after = digest(root)
         changed = sorted(path for path in before if after.get(path) != before[path])
         trial.must(f"{name}: as it was", not changed, ", ".join(changed[:3]))
     cache = trial.make(_NBYTES)
     trial.stored(cache, 4)
-    for name, make in FOREIGN.items():
-        guest = cache.root / f"trash-{name.replace(' ', '-')}"
-        guest.mkdir()
-        make(guest)
-    _age(cache.root)
-    before = _digest(cache.root)
+    for name in FOREIGN:
+        make(name, cache.root / f"trash-{name.replace(' ', '-')}")
+    before = digest(cache.root)
     guests = {path for path in before if path.startswith("trash-")}
     status, said = _vua("gc", cache.root)
-    after = _digest(cache.root)
+    after = digest(cache.root)
     changed = sorted(path for path in guests if after.get(path) != before[path])
     trial.must("what others keep inside a cache is as it was", not changed, ", ".join(changed[:3]))
     trial.must("control: gc ends well", status == 0, said)
     trial.must("control: the entries stay", trial.look(cache, Key(0)) == "hit")
-
-
-def _age(root: Path) -> None:
-    """Make everything look as if it had been left there long ago."""
-    for place, folders, files in os.walk(root, topdown=False):
-        for name in (*files, *folders):
-            os.utime(Path(place, name), (1e9, 1e9), follow_symlinks=False)
 
 
 @scored(
