@@ -104,53 +104,38 @@ COHERE2: dict[str, Any] = {
 
 class OtherEngineTest(EngineTest):
     @pytest.mark.thorough
-    def test_transformers_then_vllm(self) -> None:
-        """VLLM loads every whole chunk that transformers stored, and says what it would have."""
-        for name, path in self._checkpoints():
-            with self.subTest(name):
-                engine = {"model": str(path)}
-                expected = self.baseline(BATCH, engine=engine)
-                self._generate(path, new_tokens=1)
-
-                warm = self.serve(BATCH, engine=engine)
-
-                self.assertEqual(expected, warm.tokens)
-                self.assertEqual(WHOLE, warm.counts["tokens_loaded"])
-
-    @pytest.mark.thorough
-    def test_vllm_then_transformers(self) -> None:
-        """Transformers loads every whole chunk that vLLM stored, and goes on as vLLM did.
-
-        Also where it stores for itself; what it stores then vLLM does not find.
-        """
-        for name, path in self._checkpoints():
-            with self.subTest(name):
-                expected = self.fill(BATCH, engine={"model": str(path)})[0]
-
-                for share in (False, True):
-                    loaded, found = self._generate(path, new_tokens=len(expected), share=share)
-                    self.assertEqual((WHOLE, expected), (loaded, found))
-                self.root = self.root.with_name(f"{name}-alone")
-                self._generate(path, new_tokens=1, share=False)
-                self.assertEqual([0], self.serve(BATCH, engine={"model": str(path)}).cached)
+    def test_what_transformers_keeps(self) -> None:
+        """Transformers loads what vLLM stored also where it does not share; vLLM then not."""
+        (expected,) = self.fill(BATCH)
+        found = self._generate(llama(), new_tokens=len(expected), share=False)
+        self.assertEqual((WHOLE, expected), found)
+        self.root = self.root.with_name("alone")
+        self._generate(llama(), new_tokens=1, share=False)
+        self.assertEqual([0], self.serve(BATCH).cached)
 
     @pytest.mark.thorough
     def test_further_kinds(self) -> None:
         """Kinds whose configurations the engines write differently share both ways, too."""
         for kind, settings in KINDS.items():
-            with self.subTest(kind):
-                path = make(models() / kind, kind, **SIZES | {"num_key_value_heads": 2} | settings)
-                engine = {"model": str(path)}
-                expected = self.baseline(BATCH, engine=engine)
-                self._generate(path, new_tokens=1)
-                warm = self.serve(BATCH, engine=engine)
-                self.root = self.root.with_name(f"{kind}-of-vllm")
-                self.fill(BATCH, engine=engine)
-                loaded, found = self._generate(path, new_tokens=len(expected[0]))
+            sizes = SIZES | {"num_key_value_heads": 2} | settings
+            self.check_both_ways(kind, make(models() / kind, kind, **sizes))
+        qwen3 = make_model(models() / "qwen3-to-share", family="qwen3", seed=3)
+        self.check_both_ways("qwen3", qwen3)
 
-                self.assertEqual([expected, [WHOLE]], [warm.tokens, warm.cached])
-                self.assertEqual([WHOLE, expected[0]], [loaded, found])
-                self.root = self.root.with_name(f"{kind}-next")
+    def check_both_ways(self, kind: str, path: Path) -> None:
+        """Each engine loads every whole chunk that the other one stored, and says the same."""
+        with self.subTest(kind):
+            engine = {"model": str(path)}
+            self.root = self.root.with_name(kind)
+            _, alone = self._generate(path, new_tokens=BATCH.max_tokens)
+            warm = self.serve(BATCH, engine=engine)
+            self.root = self.root.with_name(f"{kind}-of-vllm")
+            cold = self.serve(BATCH, engine=engine)
+            found = self._generate(path, new_tokens=BATCH.max_tokens)
+
+            self.assertEqual([[alone], [WHOLE]], [warm.tokens, warm.cached])
+            self.assertEqual([[alone], [0]], [cold.tokens, cold.cached])
+            self.assertEqual((WHOLE, alone), found)
 
     @pytest.mark.thorough
     def test_kept_apart(self) -> None:
@@ -169,19 +154,7 @@ class OtherEngineTest(EngineTest):
     def test_by_default(self) -> None:
         """Models of further types share in the attention that transformers takes by default."""
         for kind, config in MEET.items():
-            with self.subTest(kind):
-                path = with_biases(models() / f"{kind}-met", kind, **config)
-                expected = self.baseline(BATCH, engine={"model": str(path)})
-                self.root = self.root.with_name(kind)
-                _, alone = self._generate(path, new_tokens=len(expected[0]))
-                found = self.serve(BATCH, engine={"model": str(path)})
-                self.root = self.root.with_name(f"{kind}-of-vllm")
-                self.fill(BATCH, engine={"model": str(path)})
-
-                self.assertEqual(
-                    [expected, expected, [WHOLE]], [[alone], found.tokens, found.cached]
-                )
-                self.assertEqual((WHOLE, alone), self._generate(path, new_tokens=len(alone)))
+            self.check_both_ways(kind, with_biases(models() / f"{kind}-met", kind, **config))
 
     @pytest.mark.thorough
     def test_read_otherwise(self) -> None:
@@ -224,13 +197,6 @@ class OtherEngineTest(EngineTest):
         found = self.serve(BATCH, SETTLE, BATCH, extra=WITNESS)
 
         self.assertEqual([2 * expected, [0, WHOLE]], [found.tokens, found.cached])
-
-    @staticmethod
-    def _checkpoints() -> list[tuple[str, Path]]:
-        return [
-            ("llama", llama()),
-            ("qwen3", make_model(models() / "qwen3-to-share", family="qwen3", seed=3)),
-        ]
 
     def _generate(
         self, path: Path, *, new_tokens: int, share: bool = True
