@@ -232,6 +232,7 @@ class TestAdvice(DirectoryTest):
         "visible": "TestProbes.test_visible",
         "_owner": "TestAdvice.test_owner",
         "tried": "TestAdvice.test_write",
+        "_unwritable": "TestAdvice.test_write",
         "_guarded": "TestDoctor.test_removed_after_failure",
         "_space": "TestAdvice.test_space",
         "_native": "TestDoctor.test_host",
