@@ -41,6 +41,8 @@ INSTALL = {
 INSTALLED = re.compile(
     r"(pip install )(?:'(?:\.|vua)(\[[\w,-]+\])'|(?:\.|vua)(?=[\s`;]|$))", re.MULTILINE
 )
+EVERYWHERE = frozenset({"--help", "--json", "--quiet"})
+"""Options that commands.md explains once."""
 OPEN, CLOSE = "<!-- generated: {} -->", "<!-- /generated -->"
 REGION = re.compile(r"<!-- generated: ([\w-]+) -->\n(.*?)<!-- /generated -->", re.DOTALL)
 UNITS = {
@@ -157,23 +159,18 @@ def _value(one: click.Parameter) -> str:
 
 
 def _usage(name: str, command: click.Command) -> str:
-    """The usage line."""
-    words = [f"vua {name}"]
-    for one in command.params:
-        if "--help" in one.opts:
-            continue
-        if isinstance(one, click.Argument):
-            words.append(_value(one))
-        else:
-            words.append(f"[{one.opts[-1]} {_value(one)}".strip() + "]")
-    return " ".join(words)
+    """The usage line; the table has the options."""
+    words = [_value(one) for one in command.params if isinstance(one, click.Argument)]
+    return " ".join([f"vua {name}", *words, "[OPTIONS]"])
 
 
 def _options(command: click.Command) -> Iterator[list[str]]:
     for one in command.params:
-        if "--help" in one.opts:
-            continue
         shown = _value(one)
+        if EVERYWHERE.intersection(one.opts) or (
+            isinstance(one, click.Argument) and shown == "DIR"
+        ):
+            continue
         if isinstance(one, click.Option):
             shown = f"{', '.join(one.opts)} {shown}".strip()
         text = _help(getattr(one, "help", None) or getattr(one, "text", ""))
@@ -189,9 +186,9 @@ def commands() -> str:
     for name in cli.vua.list_commands(context):
         command = cli.vua.get_command(context, name)
         assert command is not None
-        parts.append(f"## vua {name}\n\n{command.help}\n\n```text\n")
-        parts.append(f"{_usage(name, command)}\n```\n\n")
-        parts.append(table(["argument", ""], list(_options(command))) + "\n")
+        parts.append(f"## vua {name}\n\n{command.help} `{_usage(name, command)}`\n\n")
+        if rows := list(_options(command)):
+            parts.append(table(["argument", ""], rows) + "\n")
     return "".join(parts)
 
 
