@@ -21,7 +21,6 @@ from e2e.harness import (
     PROMPT,
     SETTLE,
     Batch,
-    Driver,
     EngineTest,
     Served,
     make_llava,
@@ -49,21 +48,10 @@ REPLACED = (
     "vllm.model_executor.models.llama.LlamaAttention.forward",
     "vllm.model_executor.layers.linear.UnquantizedLinearMethod.apply",
 )
-WEIGHTS = (
-    "tuned 10 %",
-    "tuned 3 %",
-    "tuned 1 %",
-    "int8 weights",
-    "fp8 weights",
-    "layers swapped",
-    "tokens off by one",
-    "V scaled by 1.05",
-    "K scaled by 1.05",
-)
+WEIGHTS = ("tuned 1 %", "int8 weights", "layers swapped", "V scaled by 1.05", "K scaled by 1.05")
+"""`benchmarks/witness.py` measures all kinds; larger changes of a kind are easier to see."""
 ROPE: dict[str, dict[str, Any]] = {
     "theta x 1.01": {"rope_type": "default", "rope_theta": 10100.0},
-    "theta x 2": {"rope_type": "default", "rope_theta": 20000.0},
-    "linear scaling": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
     "yarn": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -82,15 +70,6 @@ def poison(path: Path) -> None:
 
 
 class WitnessTest(EngineTest):
-    driver: Driver
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        """Start a driver."""
-        super().setUpClass()
-        cls.driver = Driver()
-        cls.addClassCleanup(cls.driver.close)
-
     def setUp(self) -> None:
         """Name the directory for everything else."""
         super().setUp()
@@ -102,7 +81,7 @@ class WitnessTest(EngineTest):
         for prompt in prompts:  # a step more each: what was compared is known by then
             batches += [Batch([prompt], loras=[lora] if lora else ()), SETTLE]
         settings = {"extra": EVERY, **settings}
-        (served,) = run(self.phase(*batches, **settings), by=self.driver)
+        (served,) = run(self.phase(*batches, **settings))
         self.assertIsNone(served.problem)
         return served
 
@@ -169,8 +148,7 @@ class WitnessTest(EngineTest):
                         "HOSTNAME": f"pod{pod}",
                     },
                     trouble={"sample_nbytes": 1 << 10},  # 64 MiB of a model that is not tiny
-                ),
-                by=self.driver,
+                )
             )
             self.assertIsNone(served.problem)
             told = re.search(r"identified in .* \((.*) of (.*) MB read", served.log)
@@ -218,7 +196,7 @@ class WitnessTest(EngineTest):
         batches = [Batch([PROMPT]), SETTLE, *[Batch([PROMPT])] * 8, *[Batch([OTHER])] * 40]
         extra = {**EVERY, "witness_every": 3}
         phase = self.phase(*batches, engine={"block_size": 64}, extra=extra)
-        (served,) = run(phase, by=self.driver)
+        (served,) = run(phase)
 
         self.assertIsNone(served.problem)
         self.assertEqual(0, served.cached[0])
@@ -246,7 +224,7 @@ class WitnessTest(EngineTest):
 
     @pytest.mark.thorough
     def test_confusions(self) -> None:
-        """Twenty engines that compute something else load nothing, say so, and leave."""
+        """Engines that compute something else load nothing, say so, and leave."""
         model = {"layers": 4, "dtype": "bfloat16"}
         base = make_model(self.folder / "base", seed=1, **model)  # type: ignore[arg-type]
         adapter = str(make_adapter(self.folder / "adapter", base))
@@ -260,27 +238,16 @@ class WitnessTest(EngineTest):
         for kind in WEIGHTS:
             other = make_variant(base, self.folder / "variant", kind)
             self.ask(found, kind, lambda other=other: self.confused(other))  # type: ignore[misc]
-        seed = make_model(self.folder / "seed", seed=2, **model)  # type: ignore[arg-type]
-        self.ask(found, "another checkpoint", lambda: self.confused(seed))
         overrides = {name: {"rope_parameters": each} for name, each in ROPE.items()}
         for name, changed in {**overrides, "epsilon": {"rms_norm_eps": 1e-2}}.items():
             engine = {"hf_overrides": changed}
             self.ask(found, name, lambda e=engine: self.confused(base, engine=e))  # type: ignore[misc]
         self.ask(found, "adapter on", lambda: self.confused(base, lora=adapter))
         self.ask(found, "adapter off", lambda: self.confused(base, root=adapted))
-        for name, change in {
-            "weights": {"seed": 3},
-            "alpha": {"alpha": 16},
-            "rank": {"rank": 4},
-        }.items():
-            path = str(make_adapter(self.folder / name, base, **change))
-            self.ask(
-                found,
-                f"adapter of other {name}",
-                lambda p=path: self.confused(base, lora=p, root=adapted),  # type: ignore[misc]
-            )
+        other = str(make_adapter(self.folder / "alpha", base, alpha=16))
+        self.ask(found, "other alpha", lambda: self.confused(base, lora=other, root=adapted))
 
-        self.assertEqual(21, len(found))
+        self.assertEqual(12, len(found))
         self.assert_all_found(found)
 
     @pytest.mark.thorough
@@ -310,7 +277,7 @@ class WitnessTest(EngineTest):
         engine = {"model": str(model), "skip_tokenizer_init": False, **(changes or {})}
         batch = Batch([LOOK], images=[image])
         settings = {"engine": engine, "extra": EVERY, "trouble": ONE_IDENTITY}
-        (served,) = run(self.phase(batch, SETTLE, batch, **settings), by=self.driver)
+        (served,) = run(self.phase(batch, SETTLE, batch, **settings))
         self.assertIsNone(served.problem)
         return served
 
