@@ -194,15 +194,6 @@ class TierTest(EngineTest):
             self.assertEqual(warm.tokens, one.result().tokens)
         self.assertGreaterEqual(min(warm.cached), LEAST)
 
-    def test_a_full_disk(self) -> None:
-        """Nothing is stored, and all is served."""
-        full = self.tier(BATCH, trouble={"full": True})
-
-        warm = self.tier(BATCH)
-
-        self.assertEqual(([0], [0]), (full.cached, warm.cached))
-        self.assertEqual(warm.tokens, full.tokens)
-
     @unittest.skipUnless("avx512f" in CPU, "vLLM needs AVX-512")
     def test_fp8(self) -> None:
         """A cache of eight bits."""
@@ -212,10 +203,10 @@ class TierTest(EngineTest):
         """Prompts with one system prompt: from the second on it is loaded."""
         for model, least in ((architectures.gpt_oss(), 896), (architectures.lfm2(), 512)):
             self.setUp()
-            steps = [step for one in shared(11) for step in (Batch([one]), SETTLE, RESET_ALL)]
+            steps = [step for one in shared(5) for step in (Batch([one]), SETTLE, RESET_ALL)]
             served = self.tier(*steps, engine={"model": str(model)})
             self.assertGreaterEqual(served.cached[1], least)
-            self.assertGreaterEqual(sum(served.cached), 0.95 * 10 * 896)
+            self.assertGreaterEqual(min(served.cached[2:]), 0.95 * 896)
 
     def test_another_setup(self) -> None:
         """Its rows are computed once and compared, then believed, also by others like this one."""
@@ -302,15 +293,6 @@ class TierTest(EngineTest):
         self.assertGreaterEqual(warm.cached[0], LEAST)
         self.assertEqual(cold.tokens, warm.tokens)
 
-    def test_a_storage_that_hangs(self) -> None:
-        """Lookups or reads that do not return cost a miss, and the answer stays."""
-        cold = self.tier(BATCH)
-        short = {"lookup_s": 0.5, "io_s": 0.5}
-
-        for slow in ({"lookup_s": 8.0}, {"read_s": 8.0}):
-            served = self.tier(BATCH, timeouts={**TIMES, **short}, trouble={"slow": slow})
-            self.assertEqual(([0], cold.tokens), (served.cached, served.tokens), slow)
-
     def test_preempted_requests(self) -> None:
         """Two requests that do not fit together are thrown out and continue, with equal tokens."""
         prompts = [PROMPT, random_tokens(700, seed=3)]
@@ -322,15 +304,6 @@ class TierTest(EngineTest):
 
         self.assertGreater(served.counts.get("preemptions", 0), 0)
         self.assertEqual(cold.tokens, served.tokens)
-
-    def test_a_bound(self) -> None:
-        """The directory stays below its limit, and prefixes outlive what follows them."""
-        prompts = [random_tokens(600, seed=seed) for seed in range(8)]
-        self.tier(Batch(prompts, max_tokens=2), limits={"max_bytes": 2 << 20})
-
-        size = sum(path.stat().st_size for path in stored(self.root))
-        self.assertGreater(size, 1 << 20)
-        self.assertLessEqual(size, 2 << 20)
 
 
 if __name__ == "__main__":
