@@ -404,11 +404,6 @@ class Cost(NamedTuple):
 
 
 MEASURES = ("cpu_s", "peak_mb", "requests")
-ENOUGH_S = 5
-"""A command runs again until it took this processor time in all: most of a short one is its start,
-and what it adds by chunk is less than the noise of one run.
-"""
-
 
 LOOP_S = 0.0045
 """What the loop below takes on a quiet core of the machine of the published numbers."""
@@ -461,16 +456,17 @@ def crowd(root: Path, names: int) -> None:
 
 
 def measured(place: str, kind: str, chunks: int, only: Sequence[str], requests: Callable[[], int],
-             rounds: int) -> dict[str, Cost]:  # fmt: skip
+             rounds: int, enough_s: float) -> dict[str, Cost]:  # fmt: skip
     """Measure all commands on a place of so many chunks, by turns: the median time, else the least.
 
-    A short command runs again until it has taken time enough.
+    A short command runs again until it took so much processor time in all: most of it is its start,
+    and what it adds by chunk is less than the noise of one run.
     """
     most, found = 2 * (chunks + 10_000) * CODEC.file_nbytes, {}
     runs: dict[str, list[Cost]] = {name: [] for name in only}
     while todo := [
         name for name in only
-        if len(runs[name]) < rounds or sum(run.cpu_s for run in runs[name]) < ENOUGH_S
+        if len(runs[name]) < rounds or sum(run.cpu_s for run in runs[name]) < enough_s
     ]:  # fmt: skip
         for name in todo:
             command = child(place, "use", most)
@@ -705,7 +701,9 @@ def grown(
             # (`dhash_entries=`), a look takes longer the more names there are. These names make
             # the search equally long at each size.
             crowd(Path(place), sizes[-1] - chunks)
-        for name, cost in measured(place, kind, chunks, only, requests, options.rounds).items():
+        for name, cost in measured(
+            place, kind, chunks, only, requests, options.rounds, options.enough
+        ).items():
             report["costs"][name][str(chunks)] = cost._asdict()
     report["date"] = time.strftime("%Y-%m-%d", time.gmtime())
     return report
@@ -747,6 +745,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--only", type=lambda text: text.split(","), help="these commands")
     parser.add_argument("--rounds", type=int, default=3, help="of a command, at least; of writers")
+    parser.add_argument("--enough", type=float, default=5, help="seconds of a command's processor")
     parser.add_argument("--engine", action="store_true", help="an engine beside eviction")
     parser.add_argument("--prompts", type=int, default=100, help="that a writer stores")
     parser.add_argument("--use", action="store_true", help="with --engine: it is there already")

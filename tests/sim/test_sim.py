@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.thorough]
 FIRST_SEED = int(os.environ.get("VUA_TEST_SEED", "0"))
 QUICK_SEEDS = 10
 """Two of each kind of model."""
-QUICK_STATES = 4
-QUICK_DRAFTS = 3
+QUICK_STATES = 2
+QUICK_DRAFTS = 2
 SOAK_SEEDS = int(os.environ.get("VUA_SIM_SEEDS", "400"))
 TRIES = 30
 """Scenarios in which a bug may show itself; most do in the first."""

@@ -57,8 +57,8 @@ class TestPrograms(unittest.TestCase):
         """What grows with chunks is measured and fitted; the largest size tests the fit."""
         with tempfile.TemporaryDirectory() as name:
             out = Path(name) / "result.json"
-            words = ("--sizes", "64,128,256", "--only", "du", "--rounds", "1", "--out", str(out))
-            done = run("benchmarks/scale.py", f"{name}/kv", *words)
+            words = ("--sizes", "64,128,256", "--only", "du", "--rounds", "1", "--enough", "0")
+            done = run("benchmarks/scale.py", f"{name}/kv", *words, "--out", str(out))
 
             self.assertEqual(0, done.returncode, done.stderr)
             self.assertIn("predictions of the largest size are within 25 %", done.stdout)
@@ -72,7 +72,7 @@ class TestPrograms(unittest.TestCase):
         """The tools on a directory, and its use beside a small one; wrong bytes are an error."""
         with tempfile.TemporaryDirectory() as name:
             out = Path(name) / "result.json"
-            arguments = (f"{name}/kv", "2048", "--seconds", "2", "--out", str(out))
+            arguments = (f"{name}/kv", "2048", "--seconds", "0.2", "--out", str(out))
             done = run("benchmarks/directory.py", *arguments)
 
             self.assertEqual(0, done.returncode, done.stderr)
