@@ -60,7 +60,9 @@ _HEADERS = {"Content-Type": "application/json", "Authorization": "Bearer test"}
 
 def extra_config(root: Path | str, **settings: Any) -> str:
     """The extra configuration with which SGLang uses VUA in a directory or a bucket."""
-    more = {"prefetch_threshold": CHUNK, "load_policy": "always", **settings}  # on a busy machine
+    more: dict[str, Any] = {"prefetch_threshold": CHUNK}
+    more |= {"load_policy": "always", "timeouts": {"lookup_s": 60.0}}  # on a busy machine
+    more |= settings
     arguments = engine_arguments(str(root), **more)
     return str(arguments["hicache_storage_backend_extra_config"])
 
