@@ -70,14 +70,21 @@ class SGLangTest(unittest.TestCase):
         """One server for all tests, each with prompts of its own."""
         cls.root = Path(tempfile.mkdtemp(prefix="vua-test-"))
         cls.addClassCleanup(shutil.rmtree, cls.root, ignore_errors=True)
-        cls.server = Server(
-            real_model(), "--enable-metrics", backend="dynamic", extra=extra_config(cls.root)
-        )
+        cls._start()
         cls.addClassCleanup(cls._close)
 
     @classmethod
     def _close(cls) -> None:
         cls.server.close()  # the latest one
+
+    @classmethod
+    def _start(cls) -> None:
+        extra = extra_config(cls.root)
+        cls.server = Server(real_model(), "--enable-metrics", backend="dynamic", extra=extra)
+
+    def _restart(self) -> None:
+        self.server.close()
+        self._start()
 
     def setUp(self) -> None:
         """Nothing of other tests is in the server's memory."""
@@ -101,6 +108,7 @@ class SGLangTest(unittest.TestCase):
 
     def test_restart(self) -> None:
         """What one server stored another one loads; each says how much came from the storage."""
+        self._restart()  # one to which VUA was attached later counts as another setup
         ids = prompt(1)
         cold = self.fill(ids)
         again = self.server.ask(ids, new=NEW)
@@ -108,10 +116,7 @@ class SGLangTest(unittest.TestCase):
         own = self.server.ask(ids, new=NEW)  # in its own memory now
         self.assertEqual((CHUNKS * CHUNK, 0), (own.cached, own.stored))
 
-        type(self).server.close()
-        type(self).server = Server(
-            real_model(), "--enable-metrics", backend="dynamic", extra=extra_config(self.root)
-        )
+        self._restart()
 
         self.assert_loaded(self.server.ask(ids, new=NEW), cold.tokens)
 
