@@ -147,7 +147,7 @@ class WindowsTest(Row):
 
 @needs_windows
 class DeltaNetTest(Row):
-    """Qwen3-Next: a state behind each prompt, and where a second one leaves it.
+    """Qwen3-Next: a state at each prompt's end, and where another prompt parts from it.
 
     In bfloat16, which is all that vLLM's kernel takes; its state in float32, as with AMX. Every
     second block ends with a chunk: at 320, 640...

@@ -76,7 +76,7 @@ class Group:
 def division(groups: Sequence[Group]) -> dict[str, object]:
     """Return what a model's config gets in addition if some layers have windows.
 
-    So the identity distinguishes caches divided into these groups.
+    So caches that are divided into other groups have another identity.
     """
     if not any(group.layout.window for group in groups):
         return {}

@@ -1,8 +1,8 @@
 """Lookups of prompts on their own threads: naming chunks and querying the storage for them.
 
 A lookup may take long or hang while the rest of the engine continues. After several that took too
-long no lookup is made for a while (see `vua.io.pool.Breaker`): requests are then neither loaded nor
-stored.
+long, VUA makes no lookup for a while (see `vua.io.pool.Breaker`): it then neither loads nor stores
+requests.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class SetupTest(DirectoryTest):
             same = setup(runner(port=31000, log_level="warning", random_seed=5))
         self.assertEqual(found, same)
         storage = {"hicache_storage_backend_extra_config": '{"shared_storage_path": "/kv"}'}
-        self.assertEqual(found, setup(runner(**storage)))  # attached later, it is not there
+        self.assertEqual(found, setup(runner(**storage)))  # a path computes nothing
 
     def test_others(self) -> None:
         """Arguments, variables, and code that replaces SGLang's or torch's are other setups."""
