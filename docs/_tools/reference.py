@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 
 from speed import MODELS, layout_of, token_nbytes
-from vua import cli
+from vua import __version__, cli
 from vua.capacity.limits import Limits
 from vua.config import VUAConfig
 from vua.connector import config as connector
@@ -35,7 +35,7 @@ SOURCE = "."
 INSTALL = {
     ".": "Linux, Python 3.10 to 3.13. VUA is not on a package index yet. Install it from a "
     "checkout, as below, or from a release's wheel:\n"
-    "`'./vua-0.1.0-....whl[vllm]'` in the place of `'.[vllm]'`.\n",
+    f"`'./vua-{__version__}-....whl[vllm]'` in the place of `'.[vllm]'`.\n",
     "vua": "Linux, Python 3.10 to 3.13.\n",
 }
 INSTALLED = re.compile(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from vua.serdes import bytes_to_tensor, tensor_to_bytes
 
-__version__ = "0.1.0"
+__version__ = "0.1.0rc1"
 
 __all__ = [
     "VUA",
