@@ -25,11 +25,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from vua.capacity.lease import upkeep_directory
-from vua.capacity.lru import Bare
+from vua.capacity.lease import upkeep_folder
 from vua.connector.log import logger
 from vua.errors import VUAError
-from vua.io.files import atomic_write, make_directory, make_file
+from vua.io.files import atomic_write, make_file
 from vua.io.pool import Pool
 from vua.io.posix import close_quietly
 from vua.security.keyring import Keyring
@@ -83,17 +82,6 @@ def _believed(path: Path, security: Security) -> bool:
         return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
     except OSError:
         return False
-
-
-def upkeep_folder(root: Path, name: str) -> int:
-    """Open a directory of ``.upkeep``. Raises OSError: it has no space, too."""
-    above = upkeep_directory(root)
-    try:
-        if isinstance(above, Bare):
-            raise OSError(f"{root} has no directory {UPKEEP}")
-        return make_directory(above, name, stat.S_IMODE(os.fstat(above).st_mode))
-    finally:
-        close_quietly(above)
 
 
 class KnownWriters:

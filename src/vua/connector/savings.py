@@ -23,10 +23,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from vua.capacity.lease import upkeep_folder
 from vua.capacity.saved import DAYS, FOLDER, MOST_FILES, Totals, add_up, prefills_of
 from vua.connector.load_policy import MIN_MEASURED, PrefillSpeed
 from vua.connector.log import logger
-from vua.connector.proved import forget_old, upkeep_folder
+from vua.connector.proved import forget_old
 from vua.io.files import atomic_write
 from vua.io.forks import new_lock, watch
 from vua.io.posix import close_quietly
