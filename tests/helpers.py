@@ -24,11 +24,10 @@ import pytest
 import torch
 
 from vua import native
-from vua.capacity.use_log import short_names
 from vua.core import VUA
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
-from vua.native import MemoryMap, bindings
+from vua.native import ChunkNames, MemoryMap, bindings
 from vua.native.entries import Deletions
 from vua.storage.base import WRITTEN
 from vua.storage.mark import UPKEEP, USES
@@ -334,21 +333,16 @@ def in_child(does: Callable[[], object]) -> str:
     return "hung"
 
 
-def write_log(
-    root: Path, requests: Iterable[tuple[float, Sequence[str]]], suffix: str = ".uses"
-) -> None:
-    """Have requests in a directory's log: when they came, and their chunks (64 hex).
-
-    Of ``.hints`` the first chunk is a number: milliseconds for which the others are retained.
-    """
+def write_log(root: Path, requests: Iterable[tuple[float, Sequence[str]]]) -> None:
+    """Have requests in a directory's log: when they came, and their chunks (64 hex)."""
     folder = root / UPKEEP / USES
     folder.mkdir(parents=True, exist_ok=True)
     files = [b""]
     for time_s, chunks in requests:
-        names = short_names(chunks).tolist()
-        record = struct.pack(f"<QI{len(chunks)}Q", int(time_s * 1e6), len(chunks), *names)
+        names = ChunkNames.of(chunks).numbers().tolist()
+        record = struct.pack(f"<{3 + len(chunks)}Q", int(time_s * 1e6), 0, len(chunks), *names)
         if len(files[-1]) + len(record) > 1 << 20:  # a longer one is passed over
             files.append(b"")
         files[-1] += record
     for number, records in enumerate(files):
-        (folder / f"{number:016x}{suffix}").write_bytes(b"VUAuses1" + records)
+        (folder / f"{number:016x}.uses").write_bytes(b"VUAuses2" + records)

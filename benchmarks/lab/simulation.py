@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
-from vua.capacity.hit_density import Hint, HitDensity, Request
+from vua.capacity.hit_density import HitDensity, Record
 from vua.capacity.lru import MTIME_STEP_NS
 
 _APART_NS: Final = 10**7
@@ -161,14 +161,14 @@ class Past:
     """What is learned from requests, independent of what is held: all sizes share one."""
 
     def __init__(self) -> None:
-        self._density, self._unmet = HitDensity(), list[Request]()
+        self._density, self._unmet = HitDensity(), list[Record]()
         self._latest_ns = -1
 
     def note(self, blocks: Sequence[int], now_ns: int) -> None:
         """Note a request, once: each has a time of its own."""
         if now_ns != self._latest_ns:
             self._latest_ns = now_ns
-            self._unmet.append(Request(now_ns / 1e9, blocks))
+            self._unmet.append(Record(now_ns / 1e9, blocks))
 
     @property
     def density(self) -> HitDensity:
@@ -180,7 +180,7 @@ class Past:
 
     def tell(self, blocks: Sequence[int], now_ns: int, retain_s: float) -> None:
         """Note that blocks are retained for so many seconds; 0: dropped."""
-        self.density.note_hints([Hint(now_ns / 1e9, blocks, retain_s)])
+        self.density.note([Record(now_ns / 1e9, blocks, retain_s)])
 
 
 class Dense(Policy):

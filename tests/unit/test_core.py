@@ -263,7 +263,7 @@ class TestRequests(CoreTest):
     def logged(self) -> list[int]:
         """The lengths of the requests in the log, in chunks."""
         self.vua.close()  # finishes what works in the background
-        return [len(request.chunks) for request in UseLog(self.root).requests()]
+        return [len(request.chunks) for request in UseLog(self.root).records()]
 
     def test_one_request_counts_once(self) -> None:
         """A prompt that is asked for, and stored with its answer, is one request."""

@@ -3,17 +3,16 @@
 Eviction deletes the chunks of the lowest *rank* (:mod:`vua.capacity.evictor`). The process that
 looks for victims ranks all chunks; the rest take what it found. For LRU the rank is the mtime,
 and a new chunk gets that of its parent less a microsecond (:mod:`vua.capacity.lru`).
-:class:`LeastHitDensity` ranks by expected hits; mtimes are set as for LRU, so a process without
-that knowledge, or another version of VUA, evicts by these.
+:class:`LeastHitDensity` ranks by expected hits; mtimes are set as for LRU, so a process
+without that knowledge, or another version of VUA, evicts by these.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
-from typing import Final, TypeVar
+from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
@@ -21,21 +20,15 @@ from vua.capacity.hit_density import RETAINED, HitDensity
 from vua.capacity.lru import ORPHAN_MTIME_NS, touch
 from vua.capacity.scan import Rank, by_mtime
 from vua.capacity.spaces import Column
-from vua.capacity.use_log import HintLog, UseLog, short_names
+from vua.capacity.use_log import UseLog
 from vua.io.forks import watch
 from vua.native import ChunkNames
 
+_UNKNOWN: Final = -(1 << 62)  # added to the mtimes of unknown chunks: the oldest one goes first
 _PER_UNIT: Final = 1e17
-"""Ranks are whole numbers of 64 bits: hits per second, at most 16, times this."""
+"""Ranks are whole numbers of 64 bits: hits per second, times this."""
 RETAINED_RANK: Final = int(RETAINED * _PER_UNIT)
 """Chunks of this rank or a higher one are retained; ranks that are mtimes say nothing of that."""
-_AT_ONCE: Final = 1 << 8
-"""Requests, or hints, that are learned at a time: some 20 ms, in which no hint is answered."""
-_UNKNOWN: Final = -(1 << 62)
-"""Added to the mtimes of unknown chunks: these go first, the oldest one first."""
-
-
-T = TypeVar("T")
 
 
 class LRU:
@@ -48,19 +41,16 @@ class LRU:
     """Whether a chunk keeps its rank until it is used. Else all are ranked anew after a while."""
 
     def used(self, directory: int, chunks: Sequence[str]) -> int:
-        """Note the use of a stored prefix: set its mtimes to now.
+        """Note the use of a stored prefix: set its mtimes to now; returns how many were noted.
 
         Called for a load, and for the existing prefix of what is stored. New chunks get their
-        mtimes from it: without renewal a full directory refuses them.
-
-        A child's mtime must always stay older than its parent's: they are
-        set front to back. Never raises for the state of the storage.
+        mtimes from it: without renewal a full directory refuses them. A child's mtime must always
+        stay older than its parent's: they are set front to back. Never raises for the state of the
+        storage.
 
         Args:
             directory: descriptor of the namespace directory.
             chunks: names of chunks, from the prompt's first one on.
-
-        Returns how many were noted.
         """
         return touch(directory, chunks)
 
@@ -83,12 +73,7 @@ class LRU:
 
 
 class LeastHitDensity(LRU):
-    """Evicts the chunk with the fewest expected hits for its space and time; see `HitDensity`.
-
-    It learns from the requests of all processes that use the directory
-    (:mod:`vua.capacity.use_log`). Until it has seen enough it is LRU. Other processes may write
-    anything to that log; it changes only the order of eviction.
-    """
+    """Evicts by what `HitDensity` learns from a directory's log; as LRU until that is enough."""
 
     is_lasting = False
 
@@ -100,63 +85,46 @@ class LeastHitDensity(LRU):
 
     def after_fork(self) -> None:
         """Know nothing, with a log of one's own; see :mod:`vua.io.forks`."""
-        self._lock, self._reading = threading.Lock(), threading.Lock()
-        """Guards what is learned. The lock of the logs is taken before it."""
-        self._log, self._hints = UseLog(self._root), HintLog(self._root)
-        self._density = HitDensity()
+        self._writing, self._learning = threading.Lock(), threading.Lock()
+        self._log, self._density = UseLog(self._root), HitDensity()
 
     def asked(self, chunks: Sequence[str]) -> None:
         """Write a prompt's chunks to the log."""
-        with self._reading:
+        with self._writing:
             self._log.append(chunks)
 
     def hinted(self, chunks: Sequence[str], retain_s: float, most_chunks: int) -> bool:
-        """Write a hint to the log of hints, from which all processes know it."""
+        """Write a hint to the log, from which all processes know it."""
         if retain_s > 0:
-            self._learn()
-            with self._lock:
-                now_s = max(self._log.now_s, self._hints.now_s)
-                others = self._density.retained(now_s, short_names(chunks))
+            with self._learning:
+                self._density.note(self._log.records())
+                names = ChunkNames.of(chunks).numbers()
+                others = self._density.retained(self._log.now_s, names)
             if others + len(chunks) > most_chunks:
                 return False
-        with self._reading:
-            self._hints.tell(chunks, retain_s)
+        with self._writing:
+            self._log.append(chunks, retain_s)
         return True
 
     def rank(self, now_ns: int) -> Rank:
-        """Rank by hit density; chunks that no process knows go first.
+        """Rank by hit density, by mtime until enough is known; unknown chunks go first.
 
-        By mtime until enough is known. The log is read after ``now_ns``. What is used or stored
-        from then on may not be in it, and its rank is of no use: such chunks are not evicted
+        What is used or stored after ``now_ns`` may not be in the log: it is not evicted
         (:func:`vua.capacity.lru.is_unchanged`).
         """
-        self._learn()
-        with self._lock:
-            density = self._density
+        density = self._density
+        with self._learning:
+            density.note(self._log.records())
             if not (density.is_learned or density.is_told):
                 return by_mtime
-            worths = density.worths(now_ns / 1e9)
             known, rows = density.in_order()
-        worth = (worths[rows] * _PER_UNIT).astype(np.int64)
+            worths = (density.worths(now_ns / 1e9)[rows] * _PER_UNIT).astype(np.int64)
 
         def rank(chunks: ChunkNames, mtimes_ns: Column) -> Column:
-            names, ranks = short_names(chunks), mtimes_ns + _UNKNOWN
-            if len(known):
-                at = np.minimum(np.searchsorted(known, names), len(known) - 1)
-                is_known = (known[at] == names) & (mtimes_ns > ORPHAN_MTIME_NS)
-                ranks[is_known] = worth[at[is_known]]
+            names, ranks = chunks.numbers(), mtimes_ns + _UNKNOWN
+            at = np.minimum(np.searchsorted(known, names), len(known) - 1)
+            is_known = (known[at] == names) & (mtimes_ns > ORPHAN_MTIME_NS)
+            ranks[is_known] = worths[at[is_known]]
             return ranks
 
         return rank
-
-    def _learn(self) -> None:
-        """Take in what was logged since the last time."""
-        with self._reading:
-            hints = list(self._hints.hints())  # first: the requests that they are about are logged
-            self._in_parts(self._log.requests(), self._density.note)
-            self._in_parts(iter(hints), self._density.note_hints)
-
-    def _in_parts(self, logged: Iterator[T], note: Callable[[list[T]], None]) -> None:
-        while part := list(islice(logged, _AT_ONCE)):
-            with self._lock:  # others may ask in between
-                note(part)

@@ -8,7 +8,7 @@ import unittest
 
 import numpy as np
 
-from vua.capacity.hit_density import Hint, HitDensity, Request
+from vua.capacity.hit_density import HitDensity, Record
 
 NEW = 1 << 50
 """Chunks from here on nobody has asked for."""
@@ -21,9 +21,9 @@ def taught() -> HitDensity:
     for turn in range(12):
         for place, document in enumerate(loved):
             now_s = 100.0 * turn + 2.5 * place
-            density.note([Request(now_s, document)])
+            density.note([Record(now_s, document)])
             once = chance.randrange(1 << 40)
-            density.note([Request(now_s + 1, [once + n for n in range(9)])])
+            density.note([Record(now_s + 1, [once + n for n in range(9)])])
     return density
 
 
@@ -39,10 +39,10 @@ class TestHitDensity(unittest.TestCase):
     def test_prefix(self) -> None:
         """A chunk is worth as much as the best of those that follow it."""
         density = taught()
-        density.note([Request(1200.0, [NEW, NEW + 1, NEW + 2])])
+        density.note([Record(1200.0, [NEW, NEW + 1, NEW + 2])])
         for at_s in (1210.0, 1220.0):
-            density.note([Request(at_s, [NEW, NEW + 1, NEW + 2, NEW + 3])])
-        density.note([Request(1290.0, [NEW, NEW + 9])])
+            density.note([Record(at_s, [NEW, NEW + 1, NEW + 2, NEW + 3])])
+        density.note([Record(1290.0, [NEW, NEW + 9])])
         worths, rows = density.worths(1300.0), rows_of(density)
         row = [worths[rows[chunk]] for chunk in range(NEW, NEW + 4)]
 
@@ -53,11 +53,11 @@ class TestHitDensity(unittest.TestCase):
     def test_forgets(self) -> None:
         """So many chunks are remembered, those used last, and a chunk before those behind it."""
         density = HitDensity(remembered=4)
-        density.note([Request(0.0, [1, 2, 3, 4, 5])])
+        density.note([Record(0.0, [1, 2, 3, 4, 5])])
         self.assertEqual({1, 2, 3, 4}, {*rows_of(density)})
-        density.note([Request(1.0, [1, 2, 6])])
+        density.note([Record(1.0, [1, 2, 6])])
         self.assertEqual({1, 2, 3, 6}, {*rows_of(density)})
-        density.note([Request(2.0, [7, 8, 9])])
+        density.note([Record(2.0, [7, 8, 9])])
         self.assertEqual({1, 7, 8, 9}, {*rows_of(density)})
         self.assertEqual(0.0, np.abs(density.worths(3.0)[[*rows_of(density).values()]] < 0).sum())
 
@@ -67,7 +67,7 @@ class TestHitDensity(unittest.TestCase):
         requests = []
         for number in range(400):
             chunks = [chance.randrange(20), *(chance.randrange(600) for _ in range(12))]
-            requests.append(Request(3.0 * number, chunks))
+            requests.append(Record(3.0 * number, chunks))
         one_by_one, at_once = HitDensity(), HitDensity()
         for request in requests:
             one_by_one.note([request])
@@ -88,7 +88,7 @@ class TestHitDensity(unittest.TestCase):
         try:
             for first in range(0, many, 1 << 16):
                 numbers = np.arange(first, first + (1 << 16), dtype=np.uint64)
-                density.note([Request(float(first), numbers * np.uint64(0x9E3779B97F4A7C15))])
+                density.note([Record(float(first), numbers * np.uint64(0x9E3779B97F4A7C15))])
             held_nbytes, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -98,7 +98,7 @@ class TestHitDensity(unittest.TestCase):
     def test_clock_goes_back(self) -> None:
         """A request from before counts as of now."""
         density = taught()
-        density.note([Request(-10.0, [0, 1, 2])])
+        density.note([Record(-10.0, [0, 1, 2])])
         self.assertGreater(density.worths(1200.0)[rows_of(density)[0]], 0.0)
 
 
@@ -112,7 +112,7 @@ class TestHints(unittest.TestCase):
             [NEW + 100 * number + n for n in range(4)] for number in range(3)
         )
         for chunks in (self.one, self.two, self.three):
-            self.density.note([Request(1200.0, chunks)])
+            self.density.note([Record(1200.0, chunks)])
 
     def worths(self, now_s: float) -> list[float]:
         """What the last chunk of each document is worth."""
@@ -127,15 +127,19 @@ class TestHints(unittest.TestCase):
 
     def test_retained_through_a_use(self) -> None:
         """A use does not end it, and of two times the last one counts."""
-        self.density.note_hints([Hint(1200.0, self.one, 20.0), Hint(1201.0, self.one, 5.0)])
-        self.density.note([Request(1210.0, self.one)])
+        self.density.note([Record(1200.0, self.one, 20.0), Record(1201.0, self.one, 5.0)])
+        self.density.note([Record(1210.0, self.one)])
         self.assertGreater(self.worths(1219.0)[0], self.worths(1219.0)[1] + 10)
 
     def test_an_hour_at_most(self) -> None:
         """Whoever writes the log retains nothing for longer, whatever time it gives a hint."""
-        self.density.note_hints([
-            Hint(1200.0, self.one, 1e9), Hint(1e9, self.two, 60.0), Hint(1200.0, self.three, 60.0)
-        ])  # fmt: skip
+        self.density.note(
+            [
+                Record(1200.0, self.one, 1e9),
+                Record(1e9, self.two, 60.0),
+                Record(1200.0, self.three, 60.0),
+            ]
+        )
         self.assertEqual(8, self.retained(1201.0))
         self.assertEqual(4, self.retained(4799.0))
         self.assertEqual(0, self.retained(4801.0))
@@ -143,27 +147,27 @@ class TestHints(unittest.TestCase):
     def test_more_retained_than_fits(self) -> None:
         """Of retained chunks those stay that are due soonest, by what they took the last time."""
         for now_s in (1209.0, 1219.0):
-            self.density.note([Request(now_s, self.one)])
-        self.density.note([Request(1220.0, self.two)])
+            self.density.note([Record(now_s, self.one)])
+        self.density.note([Record(1220.0, self.two)])
         every = (self.one, self.two, self.three)
-        self.density.note_hints([Hint(1221.0, each, 60.0) for each in every])
+        self.density.note([Record(1221.0, each, 60.0) for each in every])
         worths = self.worths(1222.0)
         self.assertEqual(sorted(worths, reverse=True), worths)
         self.assertEqual(3, len({*worths}))
-        self.density.note([Request(1222.0, self.one)])
+        self.density.note([Record(1222.0, self.one)])
         after = self.worths(1237.0)
         self.assertGreater(after[1], after[0])
 
     def test_prefix_of_what_is_retained(self) -> None:
         """What comes before a retained chunk is worth as much."""
-        self.density.note_hints([Hint(1200.0, self.one[-1:], 20.0)])
+        self.density.note([Record(1200.0, self.one[-1:], 20.0)])
         self.assertEqual(1, len({*self.of(self.one, 1201.0)}))
 
     def test_dropped(self) -> None:
         """What is dropped goes first; where prompts part, that stays as it was."""
-        self.density.note([Request(1200.5, [*self.one[:2], NEW + 50])])
+        self.density.note([Record(1200.5, [*self.one[:2], NEW + 50])])
         before = self.worths(1202.0)
-        self.density.note_hints([Hint(1201.0, self.one, 600.0), Hint(1201.0, self.one, 0.0)])
+        self.density.note([Record(1201.0, self.one, 600.0), Record(1201.0, self.one, 0.0)])
         after = self.worths(1202.0)
         self.assertEqual([0.0, *before[1:]], after)
         _, parts, own, last = self.of(self.one, 1202.0)  # [NEW, NEW + 1, NEW + 50] goes on
@@ -172,22 +176,22 @@ class TestHints(unittest.TestCase):
 
     def test_a_use_makes_a_drop_void(self) -> None:
         """After a use no drop before it holds, in whatever order both are read."""
-        self.density.note_hints([Hint(1201.0, self.one, 0.0)])
+        self.density.note([Record(1201.0, self.one, 0.0)])
         for chunks in (self.one, self.two, self.three):
-            self.density.note([Request(1210.0, chunks)])
+            self.density.note([Record(1210.0, chunks)])
         self.assertEqual(1, len({*self.worths(1211.0)}))
-        self.density.note_hints([Hint(1202.0, self.one, 0.0)])
+        self.density.note([Record(1202.0, self.one, 0.0)])
         self.assertEqual(1, len({*self.worths(1211.0)}))
-        self.density.note_hints([Hint(1212.0, self.one, 0.0)])
+        self.density.note([Record(1212.0, self.one, 0.0)])
         self.assertEqual(0.0, self.worths(1213.0)[0])
 
     def test_unknown_chunks(self) -> None:
         """A hint about chunks that were not asked for changes nothing, nor one about forgotten."""
-        self.density.note_hints([Hint(1201.0, [1 << 60, (1 << 60) + 1], 5.0)])
+        self.density.note([Record(1201.0, [1 << 60, (1 << 60) + 1], 5.0)])
         self.assertFalse(self.density.is_told)
         self.assertEqual(0, self.retained(1202.0))
         small = HitDensity(remembered=4)
-        small.note([Request(0.0, [1, 2, 3, 4])])
-        small.note_hints([Hint(0.0, [1, 2, 3, 4], 60.0)])
-        small.note([Request(1.0, [5, 6, 7, 8])])
+        small.note([Record(0.0, [1, 2, 3, 4])])
+        small.note([Record(0.0, [1, 2, 3, 4], 60.0)])
+        small.note([Record(1.0, [5, 6, 7, 8])])
         self.assertEqual(0, small.retained(2.0, np.zeros(0, dtype=np.uint64)))

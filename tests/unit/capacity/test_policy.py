@@ -20,6 +20,7 @@ from vua.capacity.reservation import Capacity
 from vua.device.buffers import StagingBuffer
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
+from vua.native import ChunkNames
 from vua.storage.base import WRITTEN
 from vua.store.namespace import Namespace
 from vua.store.store import Store
@@ -205,7 +206,7 @@ class TestLeastHitDensity(DirectoryTest):
         one = Capacity(self.root, self.space.storage)
         self.addCleanup(one.close)
         keys, other = self.prompt(8000, 8001), LeastHitDensity(self.root)
-        names, now_ns = self.names(keys), self.now_ns + SECOND_NS
+        names, now_ns = ChunkNames.of(self.names(keys)), self.now_ns + SECOND_NS
         times = np.array([now_ns, now_ns])
         before = other.rank(now_ns)
         self.assertLess(before(names, times).max(), 0)
@@ -250,7 +251,8 @@ class TestLeastHitDensity(DirectoryTest):
         due, once = self.names(self.loved[440]), self.names(self.once[0])
         LeastHitDensity(self.root).hinted(once, 60.0, 1000)
         policy = LeastHitDensity(self.root)
-        both, times = [due[-1], once[-1]], np.full(2, self.now_ns - SECOND_NS)
+        both = ChunkNames.of([due[-1], once[-1]])
+        times = np.full(2, self.now_ns - SECOND_NS)
         found = []
         for later_s in (30, 70):
             ranks = policy.rank(server_now_ns(self.fd) + later_s * SECOND_NS)(both, times)
@@ -294,10 +296,10 @@ class TestLeastHitDensity(DirectoryTest):
         names = [self.names(keys) for keys in self.once[:3]]
         self.assertTrue(one.hinted(names[0], 600.0, 15))
         self.assertFalse(other.hinted(names[1], 600.0, 15))
-        both, times = [names[0][-1], names[1][-1]], np.full(2, self.now_ns - SECOND_NS)
+        some = ChunkNames.of([names[0][-1], names[1][-1], self.names(self.loved[0])[-1]])
+        times = np.full(3, self.now_ns - SECOND_NS)
         ranked = LeastHitDensity(self.root).rank(self.now_ns + SECOND_NS)
-        ranks = ranked([*both, self.names(self.loved[0])[-1]], np.append(times, times[:1]))
-        self.assertEqual([1, 2, 0], np.argsort(ranks).tolist())
+        self.assertEqual([1, 2, 0], np.argsort(ranked(some, times)).tolist())
         self.assertTrue(other.hinted(names[0], 700.0, 15))
         self.assertTrue(other.hinted(names[1], 600.0, 20))
         self.assertFalse(one.hinted(names[2], 600.0, 20))

@@ -12,8 +12,9 @@ from pathlib import Path
 from unittest import mock
 
 from helpers import DirectoryTest
-from vua.capacity.hit_density import Request
-from vua.capacity.use_log import HintLog, UseLog, short_names
+from vua.capacity.hit_density import Record
+from vua.capacity.use_log import UseLog
+from vua.native import ChunkNames
 from vua.storage.mark import UPKEEP, USES, make_mark
 
 
@@ -23,7 +24,7 @@ def chunk(number: int) -> str:
 
 def stands_for(name: str) -> int:
     """What stands for a chunk in the log."""
-    return int(short_names([name])[0])
+    return int(ChunkNames.of([name]).numbers()[0])
 
 
 class TestUseLog(DirectoryTest):
@@ -35,7 +36,7 @@ class TestUseLog(DirectoryTest):
         self.one, self.other = UseLog(self.root), UseLog(self.root)
 
     def numbers(self, log: UseLog) -> list[list[int]]:
-        return [[*request.chunks] for request in log.requests()]
+        return [[*request.chunks] for request in log.records()]
 
     def files_of_log(self) -> list[Path]:
         return sorted((self.root / UPKEEP / USES).glob("*"))
@@ -46,13 +47,25 @@ class TestUseLog(DirectoryTest):
         self.other.append([chunk(3)])
         both = [[stands_for(chunk(1)), stands_for(chunk(2))], [stands_for(chunk(3))]]
         self.assertEqual(both, self.numbers(self.one))
-        found = [*self.other.requests()]
+        found = [*self.other.records()]
         self.assertEqual(both, [[*request.chunks] for request in found])
         for request in found:
             self.assertAlmostEqual(time.time(), request.time_s, delta=5)
         self.assertEqual([[], []], [self.numbers(self.one), self.numbers(self.other)])
         self.one.append([chunk(1)])
         self.assertEqual([[stands_for(chunk(1))]], self.numbers(self.other))
+
+    def test_hints(self) -> None:
+        """Hints come between the requests, with their time; one about no chunk is left out."""
+        self.one.append([chunk(1), chunk(2)])
+        for retain_s in (2.5, 0.0, 1e12):
+            self.one.append([chunk(2)], retain_s)
+        self.one.append([], 60.0)
+        self.one.append([chunk(3)])
+        one, two, three = (stands_for(chunk(number)) for number in (1, 2, 3))
+        found = [([*record.chunks], record.retain_s) for record in self.other.records()]
+        hints = [([two], retain_s) for retain_s in (2.5, 0.0, 3600.0)]
+        self.assertEqual([([one, two], None), *hints, ([three], None)], found)
 
     def test_nothing_is_kept_in_memory(self) -> None:
         """Who only writes, as an engine's scheduler does, holds nothing of what was written."""
@@ -69,15 +82,14 @@ class TestUseLog(DirectoryTest):
 
     def test_bounded(self) -> None:
         """All files together keep so many bytes; the oldest requests are forgotten."""
-        self.one = UseLog(self.root, all_nbytes=64 << 10)
-        names = [chunk(number) for number in range(100)]
-        for number in range(1000):
+        names = [chunk(number) for number in range(10_000)]
+        for number in range(140):
             self.one.append([chunk(number), *names])
         nbytes = sum(path.stat().st_size for path in self.files_of_log())
-        self.assertLess(nbytes, 80 << 10)
-        self.assertGreater(nbytes, 40 << 10)
+        self.assertLess(nbytes, 9 << 20)
+        self.assertGreater(nbytes, 7 << 20)
         first = [request[0] for request in self.numbers(self.other)]
-        self.assertEqual(stands_for(chunk(999)), first[-1])
+        self.assertEqual([stands_for(chunk(number)) for number in range(40, 140)], first[-100:])
 
     def test_whatever_lies_there(self) -> None:
         """Foreign files, torn records and nonsense are passed over; what is sound is read."""
@@ -87,6 +99,7 @@ class TestUseLog(DirectoryTest):
         whole = mine.read_bytes()
         mine.with_name("torn.uses").write_bytes(whole[:-3])
         mine.with_name("zeros.uses").write_bytes(bytes(1000))
+        mine.with_name("earlier.uses").write_bytes(b"VUAuses1" + whole[8:])
         mine.with_name("long.uses").write_bytes(whole + b"\xff" * 100)
         mine.with_name("notes.txt").write_bytes(whole)
         mine.with_name("folder.uses").mkdir()
@@ -105,7 +118,7 @@ class TestUseLog(DirectoryTest):
         log = UseLog(bare)
         log.append([chunk(1)])
         self.assertEqual([], [*bare.iterdir()])
-        self.assertEqual([], [*log.requests()])
+        self.assertEqual([], [*log.records()])
         (self.root / UPKEEP).mkdir()
         (self.root / UPKEEP / USES).write_bytes(b"in the way")
         self.one.append([chunk(1)])
@@ -125,9 +138,9 @@ class TestBudget(DirectoryTest):
 
     def plant(self, name: str, chunks: int, requests: int = 1, ago_s: float = 60.0) -> Path:
         """A file of requests for so many chunks each, from some time ago."""
-        record = struct.pack("<QI", int(time.time() * 1e6), chunks) + bytes(8 * chunks)
+        record = struct.pack("<QQQ", int(time.time() * 1e6), 0, chunks) + bytes(8 * chunks)
         path = self.folder / name
-        path.write_bytes(b"VUAuses1" + record * requests)
+        path.write_bytes(b"VUAuses2" + record * requests)
         os.utime(path, (time.time() - ago_s,) * 2)
         return path
 
@@ -135,7 +148,7 @@ class TestBudget(DirectoryTest):
         """Bytes of chunks that a process is told, and the most that it held meanwhile."""
         tracemalloc.start()
         try:
-            nbytes = sum(8 * len(one.chunks) for one in log.requests())
+            nbytes = sum(8 * len(one.chunks) for one in log.records())
             return nbytes, tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -148,39 +161,34 @@ class TestBudget(DirectoryTest):
         newest = self.plant("new.uses", 1000, 8, ago_s=-1.0)
         for number in range(24):
             self.plant(f"{number:016x}.uses", 1 << 10, 250)
-        for kind, suffix in ((UseLog, "uses"), (HintLog, "hints")):
-            for number in range(24):
-                (self.folder / f"{number:016x}.uses").rename(self.folder / f"{number}.{suffix}")
-            log = kind(self.root)
-            nbytes, held_nbytes = self.read(log)
-            self.assertLess(nbytes, 12 << 20)
-            self.assertGreater(nbytes, 3 << 20)
-            self.assertLess(held_nbytes, 14 << 20)
-            for number in range(24):
-                (self.folder / f"{number}.{suffix}").rename(self.folder / f"{number:016x}.uses")
+        log = UseLog(self.root)
+        nbytes, held_nbytes = self.read(log)
+        self.assertLess(nbytes, 16 << 20)
+        self.assertGreater(nbytes, 13 << 20)
+        self.assertLess(held_nbytes, 18 << 20)
         log = UseLog(self.root)
         self.assertEqual(8 * 8000, sum(8 * len(one.chunks) for one in islice(self.order(log), 8)))
         self.assertEqual((0, 0), (self.read(log)[0], self.read(log)[0]))
         with newest.open("ab") as stream:
-            stream.write(newest.read_bytes()[8 : 8 + 8012])
+            stream.write(newest.read_bytes()[8 : 8 + 8024])
         self.assertEqual(8000, self.read(log)[0])
 
-    def order(self, log: UseLog) -> list[Request]:
+    def order(self, log: UseLog) -> list[Record]:
         """What is read, that of the newest file first."""
-        return sorted(log.requests(), key=lambda one: len(one.chunks) != 1000)
+        return sorted(log.records(), key=lambda one: len(one.chunks) != 1000)
 
     def test_small_records(self) -> None:
         """Records of one chunk, or none, take no more memory than their bytes."""
         for number in range(12):
             self.plant(f"{number:016x}.uses", number % 2, 100_000)
-        self.assertLess(self.read(UseLog(self.root))[1], 14 << 20)
+        self.assertLess(self.read(UseLog(self.root))[1], 18 << 20)
 
     def test_very_many_files(self) -> None:
         """Of thousands of files the newest are read; a process that begins one deletes old ones."""
         for number in range(6000):
             self.plant(f"{number:016x}.uses", 1, ago_s=1000.0 + number)
         log = UseLog(self.root)
-        requests = [*log.requests()]
+        requests = [*log.records()]
         self.assertEqual(4096, len(requests))
         self.assertIn(stands_for(chunk(1)), [int(one.chunks[0]) for one in requests])
         log.append([chunk(2)])
@@ -210,4 +218,4 @@ class TestBudget(DirectoryTest):
         log = UseLog(self.root)
         with mock.patch("os.pread", grows):
             self.assertEqual(16, self.read(log)[0])
-        self.assertEqual(32, self.read(log)[0])
+        self.assertEqual(16, self.read(log)[0])

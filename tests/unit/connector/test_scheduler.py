@@ -18,7 +18,7 @@ from helpers import keys_of, save_chunk, until
 from scheduling import LAYOUT, answer, bare_connector, request_of, step
 from vua.capacity.limits import Limits
 from vua.capacity.marks import settle_ttl, ttl_s_of
-from vua.capacity.use_log import HintLog
+from vua.capacity.use_log import UseLog
 from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep, WorkerOutput
 from vua.device.buffers import StagingBuffer
@@ -140,7 +140,7 @@ class SchedulerTest(unittest.TestCase):
         """What is said about a prompt is in the directory's log when its request ends, counted."""
         side = self.side()
         store(side, 0, 3)
-        log = HintLog(side.namespace.storage.directory.parent)
+        log = UseLog(side.namespace.storage.directory.parent)
         for name, options, words, retain_s in (
             ("a", {"retain_s": 60}, {"retained": 1}, [60.0, 60.0]),  # at its beginning, too
             ("b", {"drop": True}, {"dropped": 1}, [0.0]),
@@ -158,7 +158,8 @@ class SchedulerTest(unittest.TestCase):
                 noted = list[float]()
 
                 def all_noted(noted: list[float] = noted, many: int = len(retain_s)) -> bool:
-                    noted.extend(one.retain_s for one in log.hints())
+                    hints = (one.retain_s for one in log.records())
+                    noted.extend(retain_s for retain_s in hints if retain_s is not None)
                     return len(noted) >= many
 
                 until(all_noted)  # the lookup's thread may note its own after the count

@@ -19,10 +19,7 @@ from helpers import SOON_S, TESTS, DirectoryTest
 SOURCE = Path(vua.__file__).parent
 MAKERS = {"mkdir", "makedirs", "chmod", "fchmod", "lchmod", "mkdtemp", "mkstemp", "touch"}
 MAKERS |= {"write_text", "write_bytes", "mknod", "mkfifo"}
-ALLOWED = {
-    "io/files.py": "the functions that all others call",
-    "capacity/use_log.py": "it sees to both modes itself",
-}
+ALLOWED = {"io/files.py": "the functions that all others call"}
 PERHAPS = re.compile(rf"""\.({"|".join(MAKERS)})\(|O_CREAT|open\(.*['"][wax]b?\+?['"]""")
 CYCLE = """
     import os, sys, torch

@@ -16,7 +16,6 @@ from helpers import DirectoryTest, Memory, descriptors, has_native, model_arrays
 from layouts import DEEP, SMALL, shards
 from properties import given
 from vua import native
-from vua.capacity.use_log import short_names
 from vua.format.entry import EntryCodec, entry_plan
 from vua.format.layout import KVLayout
 from vua.io.files import Directory
@@ -159,9 +158,10 @@ class TestListChunks(DirectoryTest):
         self.assertEqual(listed, [names[at] for at in range(len(names))])
         self.assertEqual(listed[2:5], [*names[2:5]])
         self.assertEqual([listed[7], listed[1]], [*names[np.array([7, 1])]])
-        self.assertEqual([int(name[:16], 16) for name in listed], short_names(names).tolist())
-        self.assertEqual(short_names(listed).tolist(), short_names(names).tolist())
-        self.assertEqual([], short_names(names[:0]).tolist())
+        self.assertEqual([int(name[:16], 16) for name in listed], names.numbers().tolist())
+        again = native.ChunkNames.of(listed)
+        self.assertEqual(again.numbers().tolist(), names.numbers().tolist())
+        self.assertEqual([], native.ChunkNames.of([]).numbers().tolist())
 
     @pytest.mark.thorough
     def test_many(self) -> None:

@@ -140,7 +140,7 @@ class GenerationTest(unittest.TestCase):
             for _ in range(2):  # stored, then loaded
                 self.ask(input_ids=PROMPT)
             self.ask(input_ids=torch.cat([PROMPT, PROMPT[:, :50]], dim=1))
-        used = [len(one.chunks) for one in UseLog(self.store).requests()]
+        used = [len(one.chunks) for one in UseLog(self.store).records()]
         self.assertEqual([6, 6, 9], [chunks for chunks in used if chunks > 1])  # 1: the probe
 
     @pytest.mark.thorough
