@@ -206,7 +206,7 @@ NAMED: tuple[Named, ...] = (
     ),
     Named(
         "a process deletes logs of others that write",
-        "vua/capacity/use_log.py",
+        "vua/capacity/hit_density.py",
         "now_ns - mtime_ns >= _LIVE_NS",
         "True",
     ),

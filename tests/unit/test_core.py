@@ -29,7 +29,7 @@ from helpers import (
     remove_tree,
 )
 from vua import core
-from vua.capacity.use_log import UseLog
+from vua.capacity.hit_density import UseLog
 from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, InputError, LayoutError, NotWritableError
 from vua.format.parse import parse_entry

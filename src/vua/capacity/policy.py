@@ -16,11 +16,10 @@ from typing import Final
 
 import numpy as np
 
-from vua.capacity.hit_density import RETAINED, HitDensity
+from vua.capacity.hit_density import RETAINED, HitDensity, UseLog
 from vua.capacity.lru import ORPHAN_MTIME_NS, touch
 from vua.capacity.scan import Rank, by_mtime
 from vua.capacity.spaces import Column
-from vua.capacity.use_log import UseLog
 from vua.io.forks import watch
 from vua.native import ChunkNames
 

@@ -28,7 +28,7 @@ LIMITS_FILE: Final = "bounds.json"
 UPKEEP: Final = ".upkeep"
 """The directory of the lease, see :mod:`vua.capacity.lease`."""
 USES: Final = "uses"
-"""A directory in :data:`UPKEEP`, see :mod:`vua.capacity.use_log`."""
+"""A directory in :data:`UPKEEP`, see :mod:`vua.capacity.hit_density`."""
 
 _FORMAT: Final = "vua.root.v1"
 _FORMATS: Final = "vua.root."

@@ -1,4 +1,4 @@
-"""What holds with very many processes: `use_log`, `usage`, and `lease: Writers`."""
+"""What holds with very many processes: `hit_density: UseLog`, `usage`, and `lease: Writers`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 
 from helpers import DirectoryTest
+from vua.capacity.hit_density import UseLog
 from vua.capacity.lease import WRITER_S, Writers, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits
 from vua.capacity.usage import Usage, UsageEstimate
-from vua.capacity.use_log import UseLog
 from vua.storage.mark import UPKEEP, USES, make_mark
 
 CHUNKS = 2048

@@ -314,9 +314,9 @@ class TestReclaim(DirectoryTest):
             1, (source / "capacity" / "lru.py").read_text("utf-8").count("time.time_ns(")
         )
         # A guess, until the first file of a log has told the server's time:
-        deciding.remove(source / "capacity" / "use_log.py")
+        deciding.remove(source / "capacity" / "hit_density.py")
         self.assertEqual(
-            1, (source / "capacity" / "use_log.py").read_text("utf-8").count("time.time(")
+            1, (source / "capacity" / "hit_density.py").read_text("utf-8").count("time.time(")
         )
         deciding.remove(source / "capacity" / "bucket.py")  # buckets refuse hosts with wrong clocks
         self.assertGreater(len(deciding), 10)

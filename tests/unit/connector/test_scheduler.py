@@ -16,9 +16,9 @@ import torch
 
 from helpers import keys_of, save_chunk, until
 from scheduling import LAYOUT, answer, bare_connector, request_of, step
+from vua.capacity.hit_density import UseLog
 from vua.capacity.limits import Limits
 from vua.capacity.marks import settle_ttl, ttl_s_of
-from vua.capacity.use_log import UseLog
 from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep, WorkerOutput
 from vua.device.buffers import StagingBuffer

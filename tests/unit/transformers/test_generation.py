@@ -23,7 +23,7 @@ from commands import run
 from helpers import ROOT, keys_of
 from small_models import make_model
 from vua import InputError, StorageError
-from vua.capacity.use_log import UseLog
+from vua.capacity.hit_density import UseLog
 
 CHUNK = 16
 PROMPT = torch.randint(4, 512, (1, 100), generator=torch.Generator().manual_seed(1))

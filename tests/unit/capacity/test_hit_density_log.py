@@ -1,4 +1,4 @@
-"""Mirrors `vua.capacity.use_log`."""
+"""The log of `vua.capacity.hit_density`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 from helpers import DirectoryTest
-from vua.capacity.hit_density import Record
-from vua.capacity.use_log import UseLog
+from vua.capacity.hit_density import Record, UseLog
 from vua.native import ChunkNames
 from vua.storage.mark import UPKEEP, USES, make_mark
 
