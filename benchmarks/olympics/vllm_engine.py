@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 from importlib import metadata
 from typing import Any
 from unittest import mock
 
-MODULES = (
-    "vllm.entrypoints.llm",
-    "vllm.model_executor.models.llama",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_worker",
-)
+from e2e import engine
 
 
 def prepare() -> None:
     """Import what takes long."""
-    for module in MODULES:
-        importlib.import_module(module)
+    engine.prepare()
 
 
 def version() -> str:

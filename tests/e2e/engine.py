@@ -57,14 +57,10 @@ SERVER_MODULES = ("vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve", "vu
 
 def main() -> None:
     """Answer jobs until there are no more."""
-    for module in MODULES:
-        importlib.import_module(module)
+    prepare()
     stand_in_for_torchvision()
     opening._START_WAIT_S = 60.0  # type: ignore[misc] # an idle machine needs a hundredth of it
     reclaim._WAIT_S = 60.0  # type: ignore[misc] # likewise
-    gc.collect()
-    gc.freeze()  # what is here now no later collection looks at...
-    gc.unfreeze = lambda: None  # ...also after an engine's shutdown: 2 s for each otherwise
     tell({"ready": True})
     for line in sys.stdin:
         job = json.loads(line)
@@ -74,6 +70,26 @@ def main() -> None:
             tell({"end": wait_for(job["end"], job["timeout_s"])})
         else:
             tell(in_process_of_its_own(job))
+
+
+def prepare() -> None:
+    """Import vLLM for forks of this process, and do what each engine in them would do first."""
+    gc.disable()  # to look for garbage would be a quarter of the time, and there is none
+    for module in MODULES:
+        importlib.import_module(module)
+    with suppress(ImportError, AttributeError):  # vLLM 0.28 does not look through all modules
+        from vllm.config.logging import LoggingConfig
+        from vllm.logger import configure_logging_if_needed
+        from vllm.platforms import current_platform
+        from vllm.triton_utils import dispatcher
+
+        current_platform.register_triton_kernel_overrides()
+        dispatcher.register_kernels = lambda _: None
+        configure_logging_if_needed(LoggingConfig())
+    gc.collect()
+    gc.freeze()  # what is here now no later collection looks at...
+    gc.unfreeze = lambda: None  # ...also after an engine's shutdown: 2 s for each otherwise
+    gc.enable()
 
 
 def start_server(arguments: list[str], log: Path, timeout_s: float) -> int:
