@@ -144,17 +144,24 @@ class StartsTest(EngineTest):
     def test_newer_vllm(self) -> None:
         """It starts, compares what it has stored with what it computes, and then loads.
 
-        Control: one that was run loads what it has stored at once.
+        Uncached where a trial fails. Control: one that was run loads what it has stored at once.
         """
-        batch = Batch([PROMPT])
-        extra = {"witness_every": 1000}
-        for trouble, loaded, lines in (({"newer": True}, [0, 0, 640], 1), ({}, [0, 640, 640], 0)):
+        batch, new = Batch([PROMPT]), {"newer": True}
+        blocks = {"does_nothing": ["vua.connector.group_transfer.GroupTransfer._scatter"]}
+        files = {"does_nothing": ["vua.connector.opening.reads_back"]}
+        for at, (trouble, loaded, said) in enumerate(
+            (
+                (new, [0, 0, 640], "equals what this engine computes"),
+                (new | blocks, [0, 0, 0], "put into unused blocks to try them is not there"),
+                (new | files, [0, 0, 0], "stored to try it is not what is read"),
+                ({}, [0, 640, 640], ""),
+            )
+        ):
             with self.subTest(trouble):
-                root = self.root.with_name(f"kv{lines}")
-                served = self.serve(
-                    *(batch, SETTLE, batch, SETTLE, batch), root=root, trouble=trouble, extra=extra
-                )
-                self.assertEqual(loaded, served.cached)
+                root, steps = self.root.with_name(f"kv{at}"), (batch, SETTLE, batch, SETTLE, batch)
+                served = self.serve(*steps, root=root, trouble=trouble)
+                self.assertEqual([None, loaded], [served.problem, served.cached])
                 self.assertEqual(self.baseline(batch) * 3, served.tokens)
-                self.assertEqual(lines, served.log.count("never run with vLLM"))
-                self.assertEqual(lines, served.log.count("equals what this engine computes"))
+                self.assertEqual(bool(trouble), served.log.count("never run with vLLM") == 1)
+                self.assertIn(said, served.log)
+                self.assertEqual(10 if loaded[2] else 0, len(stored(root)))

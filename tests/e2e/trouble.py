@@ -97,6 +97,8 @@ def _patches(described: dict[str, Any]) -> Iterator[Any]:
     """Yield what replaces single functions and values."""
     for name in described.get("raises", ()):
         yield mock.patch(name, side_effect=RuntimeError(f"{name}\nraises this"))
+    for name in described.get("does_nothing", ()):
+        yield mock.patch(name, return_value=None)
     for name in described.get("halves", ()):
         yield _halved(name)
     if described.get("full"):

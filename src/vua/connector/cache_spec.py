@@ -110,7 +110,8 @@ class Model:
     loads: bool = True
     """Whether the engine's role permits it to load."""
     trusts_itself: bool = True
-    """False: what this engine has stored is compared before its first load, as foreign chunks."""
+    """False: the way of chunks is tried first, and what this engine has stored is compared before
+    its first load, as foreign chunks."""
 
     def with_weights(self, fingerprint: str) -> Model:
         """The same cache, now that the weights are known."""

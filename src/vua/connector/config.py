@@ -104,7 +104,8 @@ class ConnectorConfig:
     its own). Lower it for the time to the first token, raise it for throughput."""
     witness_every: int = 1000
     """Before the first load of another process's chunks, compute one prompt and compare it with
-    them. Repeat for one random load in this many. 0 disables the comparison."""
+    them. Repeat for one random load in this many. 0 disables the comparison, except with a vLLM
+    that was not tested."""
     gds_mode: str = "disabled"
     """Whether files are read straight into GPU memory (GPUDirect Storage): `"auto"` where a trial
     at start works, `"required"`, or `"disabled"`."""

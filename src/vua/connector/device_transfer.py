@@ -520,6 +520,16 @@ class DeviceGroupTransfer(GroupTransfer):
             self._direct = (store, reader)
         return self._direct[1]
 
+    def _scatter(
+        self,
+        buffer: DeviceBuffer,
+        keys: Sequence[ChunkKey],
+        part: GroupLoad,
+        order: LoadOrder,
+        chunks: int,
+    ) -> None:
+        self.save_buffers.load(buffer, self._slots(keys[:chunks], part, order.block_ids)).wait()
+
     def _slots(
         self, keys: Sequence[ChunkKey], part: GroupLoad, block_ids: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
@@ -527,7 +537,7 @@ class DeviceGroupTransfer(GroupTransfer):
         start, stop = keys[0].start, keys[-1].stop
         wanted, size = (
             (max(start, part.start), min(stop, part.stop)),
-            self.store.layout.chunk_tokens,
+            self.group.layout.chunk_tokens,
         )
         return [one.slots(block_ids[one.table], start, stop, size, wanted) for one in self._parts]
 

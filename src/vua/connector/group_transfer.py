@@ -339,6 +339,41 @@ class GroupTransfer:
             caches = [kv_caches[name] for name in names[first:stop]]
             self._add_pages(table_of[first], slice(first, stop), caches, layouts)
 
+    def try_blocks(self) -> None:
+        """Put a chunk into blocks, which the engine does not use yet, and take it out again.
+
+        Raises UncachedError: it is another one then.
+        """
+        size, first = self.group.layout.chunk_tokens, 1  # block 0 stands for none
+        ids: list[Any] = [()] * len(self._model.block_sizes)
+        for table in self.group.tables:
+            stop = first + -(-size // self._model.block_sizes[table])
+            ids[table], first = range(first, stop), stop
+        buffer = self.save_buffers.take() if first <= self._model.blocks else None
+        if buffer is None:
+            return
+        key = ChunkKey(b"", b"", 0, size)
+        part = GroupLoad(self.number, 0, size, [key])
+        order = LoadOrder("", ids, [part])
+        bytes_of = [array.view(torch.uint8) for array in buffer.arrays]
+        sent = [one.random_(1, 64).clone() for one in bytes_of]  # finite numbers of any type
+        self._scatter(buffer, [key], part, order, 1)
+        for one in bytes_of:
+            one.zero_()
+        self.gather([buffer], [key], [ids])
+        self.fetch([buffer])
+        whole = not (self.group.page_nbytes or self.group.keeps_state)  # others are padded
+        came = [
+            bool(((one == other) | ((one == 0) & (not whole))).all() and one.any())
+            for one, other in zip(bytes_of, sent, strict=True)
+        ]
+        for one in bytes_of:
+            one.zero_()
+        self._scatter(buffer, [key], part, order, 1)
+        self.save_buffers.give_back(buffer)
+        if not all(came):
+            raise UncachedError("a chunk that was put into unused blocks to try them is not there")
+
     def _names(
         self, kv_caches: Mapping[str, torch.Tensor], layer_of: Mapping[str, int], tables: Tables
     ) -> Sequence[str]:
@@ -456,7 +491,7 @@ class GroupTransfer:
 
     def _scatter(
         self,
-        buffer: StagingBuffer,
+        buffer: Any,
         keys: Sequence[ChunkKey],
         part: GroupLoad,
         order: LoadOrder,

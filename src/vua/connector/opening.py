@@ -9,6 +9,7 @@ determined is never opened; after a failure opening is tried again.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -17,16 +18,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.log import logger
-from vua.errors import VUAError
+from vua.device.buffers import StagingBuffer
+from vua.errors import StorageError, VUAError
 from vua.format.identity import Identity
+from vua.format.keys import ChunkKey
 from vua.io.words import counted
+from vua.storage.base import entry_name
 from vua.storage.description import descriptions
 from vua.store.namespace import Namespace
 from vua.store.nearest import nearest
 from vua.store.place import create_namespace, locate, look_at
+from vua.store.store import Loader, Store
+from vua.store.writer import EntryWriter
 from vua.weights import Identification, Weights
 
 log = logger("scheduler")
@@ -56,6 +64,20 @@ def open_namespace(config: ConnectorConfig, model: Model, identity: Identity) ->
         security=config.security,
         rules=config.worker,
     )
+
+
+def reads_back(store: Store) -> bool:
+    """Whether a chunk of random bytes is read as it was written. True if none can be written."""
+    layout, full = store.layout, store.layout.full
+    key = ChunkKey(secrets.token_bytes(32), b"", 0, layout.chunk_tokens)
+    written, read = (StagingBuffer(layout, full, 1) for _ in range(2))
+    written.bytes[:] = np.frombuffer(secrets.token_bytes(len(written.bytes)), np.uint8)
+    with contextlib.suppress(StorageError):
+        if EntryWriter(store, written.memory).save_all([key]):
+            came = Loader(store, read.memory).load([key]).chunks
+            store.storage.delete(entry_name(key.name, full))
+            return came == 1 and np.array_equal(written.bytes, read.bytes)
+    return True
 
 
 def close_within(close: Callable[[], None], timeout_s: float) -> None:
@@ -178,7 +200,11 @@ class Opening:
 
     def _open(self, identity: Identity) -> OpenedNamespace:
         model = replace(self._model, identity=identity, identified=True)
-        return OpenedNamespace(model, open_namespace(self._config, model, identity))
+        namespace = open_namespace(self._config, model, identity)
+        if not (model.trusts_itself or all(map(reads_back, namespace.stores))):
+            namespace.close()
+            raise StorageError("a chunk that was stored to try it is not what is read")
+        return OpenedNamespace(model, namespace)
 
     def _start(self) -> None:
         """Open the wanted namespace on a thread; called with the lock. One thread at a time."""

@@ -157,7 +157,8 @@ class Witness:
         self._leave: str | None = None
         own = model.identity.epoch != config.epoch  # no other engine writes there
         comparable = any(self._compares(group) for group in model.leading)
-        self.on = self._every > 0 and model.identified and not own and comparable
+        asks = (self._every > 0 and not own) or not model.trusts_itself
+        self.on = model.identified and comparable and asks
         """Whether anything is compared."""
         self._told: set[str] = set()
         """Why prompts were computed, as far as was logged."""
@@ -191,6 +192,10 @@ class Witness:
             found: the answer to its lookup; more than ``local_tokens`` of it could be loaded.
             local_tokens: the hit in the engine's own prefix cache.
         """
+        if not self.on and not self._model.trusts_itself:
+            why = "this vLLM is new, and this kind of cache cannot be compared"
+            self.tell_computed(found.tokens - local_tokens, request.request_id, why)
+            return 0
         if not self.on:
             return found.tokens
         if request.request_id in self._cases:
@@ -212,7 +217,7 @@ class Witness:
         span: tuple[int, int],
     ) -> bool:
         """Whether a prompt whose tokens in ``span`` could be loaded is compared instead."""
-        if request.request_id in self._asked:
+        if request.request_id in self._asked or not self._every:
             return False
         self._asked.add(request.request_id)
         size, longest = self._model.chunk_tokens, self._longest.get(kind)

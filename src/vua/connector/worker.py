@@ -402,8 +402,8 @@ class WorkerSide:
             tables: the engine's cache group of each.
             layouts: the layout of blocks in them.
 
-        Raises UncachedError when their form is unknown, and ConfigError when GPUDirect Storage is
-        required and does not work.
+        Raises UncachedError when their form is unknown or a trial fails, and ConfigError when
+        GPUDirect Storage is required and does not work.
         """
         if self._memory.unknown is not None:
             raise UncachedError(self._memory.unknown)
@@ -424,6 +424,8 @@ class WorkerSide:
         for group in self.groups:
             group.register(kv_caches, layer_of, tables, layouts)
             group.gds = self.gds
+            if not self._model.trusts_itself:
+                group.try_blocks()
         self._registered = True
 
     def shutdown(self) -> None:

@@ -334,7 +334,6 @@ class VUATier(SecondaryTierManager):
         self._own = b""
         self._known: KnownWriters
         """Whose rows are proved: there with the namespace, as are setup and writer."""
-        self._is_tried, self._trying = engine.trusts_itself, threading.Lock()
         self._options = OptionReader()
         self._requests: dict[str, _Request] = {}
         self._asking: list[_Request] = []
@@ -362,8 +361,9 @@ class VUATier(SecondaryTierManager):
         self._opening: Opening | None = None
         with self._tolerant():
             rows = np.asarray(primary_kv_view).view(np.uint8)
-            if not (self._is_tried or self._moves_rows(rows)):
-                self._leave("a row that was copied from vLLM's memory and back is another")
+            if not (engine.trusts_itself or self._moves_rows(rows)):
+                engine.left = "a row that was copied from vLLM's memory and back is another"
+                log.warning("VUA: this engine is served without VUA's tier: %s", engine.left)
             if not engine.left:
                 model = _model(engine, self._layout, config.epoch)
                 self._opening = Opening(model, config, Identification(engine.find_weights))
@@ -420,7 +420,7 @@ class VUATier(SecondaryTierManager):
     def _look(self, job: Job[_Question]) -> None:
         (request, keys), found = job.what, None
         with self._tolerant() as work:
-            if (store := self._tried_store()) is not None:
+            if (store := self._store()) is not None:
                 chunks, full = self._names.of(request, keys, store), store.layout.full
                 if store.search is None:
                     found = store.storage.exists([entry_name(key.name, full) for key in chunks])
@@ -515,7 +515,7 @@ class VUATier(SecondaryTierManager):
         keys, rows, size = move.keys[part], move.rows[part], self._buffer.rows.chunks
         memory = self._buffer.rows.memory
         with self._tolerant() as work:
-            store, kind = self._tried_store(), move.request.terms.kind
+            store, kind = self._store(), move.request.terms.kind
             believed = _Believed(self._known, kind, self._own) if store else None
             while store and at < len(keys) and job.wanted and reason not in _GIVES_UP:
                 run = keys[at : at + size]
@@ -538,7 +538,7 @@ class VUATier(SecondaryTierManager):
         (move, part), outcomes, rest = job.what, list[str](), "error"
         keys, rows, size = move.keys[part], move.rows[part], self._buffer.rows.chunks
         with self._tolerant() as work:
-            store = self._tried_store()
+            store = self._store()
             while store and len(outcomes) < len(keys):
                 at, run = len(outcomes), keys[len(outcomes) : len(outcomes) + size]
                 with job.use() as wanted:
@@ -680,12 +680,6 @@ class VUATier(SecondaryTierManager):
         engine, terms = self._engine, request.terms
         return not (engine.left or engine.unsure or terms.out or terms.epoch != engine.epoch)
 
-    # -- a vLLM that was not run --------------------------------------------------------------
-
-    def _leave(self, why: str) -> None:
-        self._engine.left = why
-        log.warning("VUA: this engine is served without VUA's tier: %s", why)
-
     def _moves_rows(self, rows: np.ndarray[Any, Any]) -> bool:
         """Whether a row of vLLM's memory, which it does not use yet, is copied out and back."""
         last, sample = len(rows) - 1, np.frombuffer(secrets.token_bytes(self._row_nbytes), np.uint8)
@@ -695,27 +689,6 @@ class VUATier(SecondaryTierManager):
         same = np.array_equal(rows[last], sample)
         rows[last] = 0
         return same
-
-    def _tried_store(self) -> Store | None:
-        """Return the store, once a row was written there and read back. On a thread."""
-        if (store := self._store()) is None or self._is_tried:
-            return store
-        with self._trying:
-            if not (self._is_tried or self._reads_back(store)):
-                self._leave("what was written is not what is read")
-            self._is_tried = True
-        return None if self._engine.left else store
-
-    def _reads_back(self, store: Store) -> bool:
-        layout = store.layout
-        key = ChunkKey(secrets.token_bytes(32), b"", 0, layout.chunk_tokens)
-        written, read = (StagingBuffer(layout, layout.full, 1) for _ in range(2))
-        written.bytes[:] = np.frombuffer(secrets.token_bytes(self._row_nbytes), np.uint8)
-        if not EntryWriter(store, written.memory, writer=self._writer).save_all([key]):
-            return True  # there is no space
-        came = Loader(store, read.memory).load([key]).chunks
-        store.storage.delete(entry_name(key.name, layout.full))
-        return came == 1 and np.array_equal(written.bytes, read.bytes)
 
     @contextmanager
     def _tolerant(self) -> Iterator[Any]:
@@ -769,4 +742,6 @@ def _model(engine: Engine, layout: KVLayout, epoch: str) -> Model:
         name=engine.name,
     )
     group = Group(layout, (0,), ((layout.full,),), (0,))
-    return Model(identity, (group,), (tokens,), identified=False)
+    return Model(
+        identity, (group,), (tokens,), identified=False, trusts_itself=engine.trusts_itself
+    )

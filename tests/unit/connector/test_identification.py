@@ -26,12 +26,13 @@ from vua.connector.scheduler import SchedulerSide
 from vua.connector.weights_watch import EngineState
 from vua.connector.worker import WorkerSide
 from vua.device.buffers import StagingBuffer
-from vua.errors import ConfigError
+from vua.errors import ConfigError, StorageError
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
 from vua.security.keyring import write_key
 from vua.security.settings import Security
 from vua.store.namespace import Namespace
+from vua.store.store import Loader, LoadResult
 from vua.weights import Identification, Weights
 
 pytestmark = pytest.mark.vllm
@@ -179,6 +180,17 @@ class UntilKnownTest(unittest.TestCase):
                 until(lambda w=worker, n=name: n == "not known" or not w.saves.pending)
                 self.assertEqual(stored, len([*root.rglob("*.safetensors")]))
                 worker.shutdown()
+
+    def test_a_storage_that_gives_other_bytes(self) -> None:
+        """An engine that is not trusted tries it; nothing of the trial is left."""
+        model = replace(self.model(identified=True), trusts_itself=False)
+        lost = mock.patch.object(Loader, "load", return_value=LoadResult(0, "corrupt"))
+        with lost, self.assertRaisesRegex(StorageError, "is not what is read"):
+            Opening(model, self.config)
+        opened = Opening(model, self.config).take()
+        assert opened is not None
+        opened.namespace.close()
+        self.assertEqual([], [*self.root.rglob("*.safetensors")])
 
     def test_its_own_namespace_is_counted(self) -> None:
         """Where it is empty, the nearest one that is not is named, and the field that differs."""

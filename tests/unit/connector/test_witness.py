@@ -125,11 +125,13 @@ class EngineTest(unittest.TestCase):
         model_epoch: str = "",
         writer: str = "own",
         trusts_itself: bool = True,
+        page_nbytes: int = 0,
         seed: int = 0,
         **settings: Any,
     ) -> Witness:
         """A new engine's."""
-        group = Group(LAYOUT, (0,), ((LAYOUT.full,) * workers,), (0,))
+        shards = ((LAYOUT.full,) * workers,)
+        group = Group(LAYOUT, (0,), shards, (0,), page_nbytes=page_nbytes)
         model = Model(IDENTITY, (group,), (SIZE,), trusts_itself=trusts_itself)
         model = model.in_epoch(model_epoch)
         config = ConnectorConfig(shared_storage_path=str(self.root), **settings)
@@ -350,10 +352,16 @@ class WitnessTest(EngineTest):
     def test_own_chunks_of_an_untested_engine(self) -> None:
         """They are compared before the first load; if they differ nothing of it is loaded."""
         found = found_of(4, own=0)
-        for bad, tokens in (((), 64), (("own",), 0)):
-            witness = self.witness(trusts_itself=False, setup=f"setup {tokens}")
-            self.ask(witness, "a", found, *bad)
-            self.assertEqual(tokens, witness.limit(request_of("b"), found, 0))
+        for every, epoch in ((1000, ""), (0, ""), (1000, "own")):
+            new = {"trusts_itself": False, "witness_every": every, "model_epoch": epoch}
+            for bad, tokens in (((), 64), (("own",), 0)):
+                witness = self.witness(setup=f"{every} {epoch} {tokens}", **new)
+                self.assertEqual(0, self.ask(witness, "a", found, *bad))
+                self.assertEqual(tokens, witness.limit(request_of("b"), found, 0))
+        for trusted, tokens in ((True, 64), (False, 0)):  # mere bytes cannot be compared
+            witness = self.witness(trusts_itself=trusted, page_nbytes=64)
+            for name in "ab":
+                self.assertEqual(tokens, self.ask(witness, name, found))
 
     def test_restart(self) -> None:
         """An engine of the same setup is not asked again; one of another setup is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import unittest
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -106,11 +107,13 @@ class HangingTest(DirectoryTest):
         until(lambda: self.storage.calls)
         self.now_s += 1.1 * IO_S
 
-    def worker(self, memory: Any = None, **settings: Any) -> WorkerSide:
+    def worker(
+        self, memory: Any = None, *, of_vllm: dict[str, Any] | None = None, **settings: Any
+    ) -> WorkerSide:
         """A worker on this test's directory, which computes with ``memory``."""
         settings = {"worker": ONE_THREAD, "timeouts": Timeouts(io_s=IO_S)} | settings
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
-        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
+        model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), **(of_vllm or {}))
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
         return WorkerSide(model, config, Rank(0, 0), memory=memory, clock=self.clock)
 
@@ -167,6 +170,24 @@ class HangingTest(DirectoryTest):
         tables = dict.fromkeys(self.layers, 0)
         with self.assertRaisesRegex(UncachedError, "nobody can tell"):
             side.register(self.layers, dict.fromkeys(self.layers, 0), tables, page_layout)
+
+    def test_blocks_of_a_vllm_that_was_not_run(self) -> None:
+        """They are tried: what is put into unused ones is there, or the engine goes uncached.
+
+        Here the second layer lies where the first one does.
+        """
+        new, apart = {"trusts_itself": False, "blocks": BLOCKS}, torch.zeros(2, BLOCKS, 1, 16, 12)
+        for of_vllm, layers, fits in (
+            ({}, apart[[0, 0]], True),
+            (new, apart, True),
+            (new, (apart[0], apart[0]), False),
+        ):
+            side, raises = self.worker(of_vllm=of_vllm), self.assertRaises(UncachedError)
+            caches = dict(zip(self.layers, layers, strict=True))
+            numbers = {name: at for at, name in enumerate(caches)}
+            with nullcontext() if fits else raises:
+                side.register(caches, numbers, dict.fromkeys(caches, 0), page_layout)
+            self.assertFalse(apart.any())
 
     def test_hanging_load(self) -> None:
         """It is reported as failed in time, and what it reads later reaches nobody's blocks."""

@@ -315,11 +315,13 @@ class TierTest(unittest.TestCase):
         newer = {"trusts_itself": False}
         with mock.patch("ctypes.memmove"):
             self.assertTrue(self.host(engine=newer).engine.left)
-        host = self.host(engine=newer)
         damaged = LoadResult(0, "corrupt")
         with mock.patch.object(Loader, "load", return_value=damaged):
-            self.assertEqual([False] * 8, self.found(host))
-        self.assertTrue(host.engine.left)
+            host = self.host(engine=newer)
+            context, keys = host.request("prompt")
+            self.assertFalse(host.store(context, keys).success)
+            self.assertEqual([False] * 8, host.find(context, keys))
+            host.tier.shutdown()
         self.assertEqual([], stored(self.root))
 
     def test_other_weights(self) -> None:
