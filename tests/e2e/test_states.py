@@ -42,7 +42,7 @@ def engine(**settings: Any) -> dict[str, Any]:
     return {"model": str(qwen3_next())} | same | settings
 
 
-@unittest.skipUnless(WINDOWS_ARE_CACHED, "states are cached with vLLM 0.32 and newer")
+@unittest.skipUnless(WINDOWS_ARE_CACHED, "the tests of states are for vLLM 0.32 and newer")
 class StatesTest(EngineTest):
     """A hit takes K and V of the whole prefix, and the one state behind it."""
 

@@ -33,7 +33,9 @@ class Refusal(NamedTuple):
 
 REFUSALS: Final[Mapping[str, Refusal]] = {
     "device": Refusal(_ENGINE, "KV caches on {} are not supported by VUA's own connector", _TIER),
-    "old_vllm": Refusal(_ENGINE, "{} needs more of vLLM's load interface", "install vLLM 0.32"),
+    "old_vllm": Refusal(
+        _ENGINE, "{} needs more of vLLM's load interface", "install vLLM 0.30 or later"
+    ),
     "context_parallel": Refusal(
         _ENGINE,
         "context parallelism is not supported: a rank has every other token",

@@ -195,7 +195,7 @@ def step_of(output: Any) -> ScheduledStep:
     ]
 
     def tables(name: str) -> Tables:
-        state = output.kv_connector_block_state  # since vLLM 0.32; asked of no older one
+        state = output.kv_connector_block_state  # since vLLM 0.30; asked of no older one
         return state.get_block_ids(name)
 
     return ScheduledStep(requests, tables)

@@ -297,7 +297,7 @@ def can_fail_requests() -> bool:
 
 
 def knows_current_blocks() -> bool:
-    """Whether a step says which blocks a request has now, freed ones left out (vLLM 0.32)."""
+    """Whether a step says which blocks a request has now, freed ones left out (vLLM 0.30)."""
     return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
 
 

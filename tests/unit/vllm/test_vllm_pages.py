@@ -309,7 +309,7 @@ class ClassesTest(GeneratedModelsTest):
         """Leave models with several groups to a vLLM that has what they need."""
         super().setUp()
         if not windows_are_cached():
-            self.skipTest("models with several groups are cached with vLLM 0.32 and newer")
+            self.skipTest("models with several groups are cached with vLLM 0.30 and newer")
 
     def groups(
         self, *tables: dict[str, Any], gpu: bool = True, like: str = "llama", **config: Any
