@@ -44,6 +44,14 @@ class Hit:
     told: bool = False
 
 
+@dataclasses.dataclass
+class Step:
+    """A step's metadata: the connector's own, which may take no attribute, and the audit's."""
+
+    inner: Any
+    told: dict[str, Any]
+
+
 def setting(name: str, default: str = "") -> str:
     """An environment variable, which the engine's processes inherit."""
     return os.environ.get(f"AUDIT_{name}", default)
@@ -241,9 +249,8 @@ def audited(base: Any) -> Any:  # noqa: C901 - one class
             self.audit_scheduler.allocated(request.request_id, blocks, tokens)
 
         def build_connector_meta(self, scheduler_output: Any) -> Any:
-            meta = super().build_connector_meta(scheduler_output)
-            meta.audit = self.audit_scheduler.step(scheduler_output)
-            return meta
+            inner = super().build_connector_meta(scheduler_output)
+            return Step(inner, self.audit_scheduler.step(scheduler_output))
 
         def update_connector_output(self, connector_output: Any) -> None:
             mine = self.audit_scheduler.open.keys()
@@ -255,11 +262,12 @@ def audited(base: Any) -> Any:  # noqa: C901 - one class
             self.audit_worker.caches = dict(kv_caches)
             super().register_kv_caches(kv_caches)
 
+        def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+            super().handle_preemptions(kv_connector_metadata.inner)
+
         def bind_connector_metadata(self, connector_metadata: Any) -> None:
-            super().bind_connector_metadata(connector_metadata)
-            side, told = self.audit_worker, getattr(connector_metadata, "audit", None)
-            if told is None:
-                return
+            super().bind_connector_metadata(connector_metadata.inner)
+            side, told = self.audit_worker, connector_metadata.told
             for request in told["forget"]:
                 side.waiting.pop(request, None)
                 side.copies.pop(request, None)

@@ -82,6 +82,7 @@ class EnginesTest(unittest.TestCase):
     def test_vua(self) -> None:
         """VUA: a good cache is right; what is damaged, or another model's, is no hit."""
         right, flipped, other = self.reports("VUA", "none", "flipped bits", "other weights")
-        self.assertEqual((12, 12, 0), tuple(right[k] for k in ("hits", "audited", "hits_wrong")))
-        self.assertEqual((0, 0), (flipped["hits_wrong"], other["hits_wrong"]))
+        self.assertEqual((right["hits"], 0), (right["audited"], right["hits_wrong"]))
+        self.assertGreater(right["hits"], 6)  # prompts before the weights are known are no hits
+        self.assertEqual((0, 0), (flipped["audited"], flipped["hits_wrong"]))
         self.assertEqual(0, other["hits"])
