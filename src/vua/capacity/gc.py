@@ -326,8 +326,8 @@ def _settle(space: Space, listing: Listing, now_ns: int, remover: Remover) -> De
 def _evict_orphans(space: Space, listing: Listing, remover: Remover) -> DeletionTotals:
     """Delete chunks that no lookup can reach, those nearest to the gap first.
 
-    Each one's parent is looked for again: it may have been stored since. So only chunks that are
-    unreachable now are deleted, whatever happened while the headers were read.
+    Each one's parent is looked for again: it may have been stored while the headers were read. So
+    only chunks that are unreachable now are deleted.
     """
     freed, stack = NOTHING, listing.orphans()
     while stack:

@@ -54,8 +54,8 @@ _BURST_FILES: Final = (8, 512)
 (but never a hundredth of the limit); ext4 creates files slowly after tens of thousands of
 deletes."""
 _PARTS: Final = 64
-"""A writer that finds far too much stored evicts a part of the limit and measures again: others may
-evict at the same time. All writers together take so many steps at least."""
+"""A writer that finds far too much stored evicts a part of the limit and measures again: other
+writers may evict at the same time. All writers together take so many steps at least."""
 _SEARCH_SHARE: Final = 0.95
 """From this share of the limit on victims are looked for, so that they are known when needed."""
 _FEW_VICTIMS: Final = 4096
@@ -91,7 +91,7 @@ _NO_SPACE: Final = (
 
 _NO_INODES: Final = (
     "the file system has few inodes left, and what is stored was used more recently, is pinned, or "
-    "others use them up; delete files, lower min_free_inodes in bounds.json, or see `df -i`"
+    "other programs use them up; delete files, lower min_free_inodes in bounds.json, or see `df -i`"
 )
 
 

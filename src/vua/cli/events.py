@@ -98,7 +98,7 @@ class EventSocket:
             endpoint: where subscribers connect.
             connect: connect to the endpoint, which the subscriber has bound.
             topic: of all messages.
-            replay_endpoint: where missed batches are requested; by default there is none.
+            replay_endpoint: where missed batches are requested; by default nowhere.
             linger_s: how long subscribers have at the end to receive what was sent.
             clock: gives seconds.
 

@@ -116,7 +116,7 @@ def doctor(
 
     Works in a temporary directory below ``directory``, or with temporary objects: some MiB for some
     seconds. ``trusted_uids`` as in the engines' settings, user ids between commas or ``any``.
-    Raises ConfigError if there is no directory, or for invalid user ids.
+    Raises ConfigError for a missing directory or invalid user ids.
     """
     for name, value in (("--prefill", prefill), ("--token-bytes", token_bytes)):
         if value is not None and not value > 0:

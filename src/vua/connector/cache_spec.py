@@ -141,7 +141,7 @@ class Model:
 
         A hit ends with a block. What begins after the last of these ends needs a further chunk; the
         prompt that brings that one stores both. All are useful to an engine that only stores:
-        others load them, in blocks of their own.
+        other engines load them, in their own blocks.
         """
         size, align = self.chunk_tokens, self.align
         return -(-(chunks * size // align * align) // size) if self.loads else chunks

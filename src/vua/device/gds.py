@@ -87,7 +87,7 @@ class Gds:
         if mode == "required" and self.mover is None:
             raise ConfigError(
                 f'gds_mode is "required", but files in {directory} cannot be read straight into '
-                f'{device}: {self.why}. Set it to "auto" or "disabled" to go on without'
+                f'{device}: {self.why}. Set it to "auto" or "disabled" to use host memory'
             )
 
     mover: Mover | None

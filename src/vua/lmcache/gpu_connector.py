@@ -427,8 +427,8 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
         axes = _recognised(tuple(layer.shape), self.hidden_dim_size, latent=self.use_mla)
         if axes is None:
             raise InputError(
-                f"a layer of kvcaches is {_kind(layer)}, which is no known layout, or more than "
-                f"one, for {self.hidden_dim_size} elements per token; name it with axes="
+                f"a layer of kvcaches is {_kind(layer)}, which is an unknown layout, or could be "
+                f"more than one, for {self.hidden_dim_size} elements per token; name it with axes="
             )
         return axes
 

@@ -143,7 +143,9 @@ def summary_of(problem: BaseException) -> str:
     text = str(problem)
     if type(problem).__name__ == "InvalidPathError":
         path = re.search(r'Path "(.{1,200}?)"', text, re.DOTALL)
-        return f"a key that is no path, {path[1] if path else ''!r}; delete it, or move the cache"
+        return (
+            f"a key that is not a path, {path[1] if path else ''!r}; delete it, or move the cache"
+        )
     found = [match.group(1) for match in (_STATUS.search(text), _CODE.search(text)) if match]
     if found:
         return " ".join(dict.fromkeys(found))

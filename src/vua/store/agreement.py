@@ -203,8 +203,8 @@ class Label:
         elif self._default and not (self._put or self._said):
             self._said = True
             log.warning(
-                "%s: VUAConfig.model is not set: what is found there is of whatever model was put "
-                "without it; give each model a label of its own",
+                "%s: VUAConfig.model is not set: what is found there may be of any model that "
+                "was put without it; give each model a label of its own",
                 self._path,
             )
         return not self._why

@@ -46,8 +46,8 @@ _NAMED: Final = tuple(name.removeprefix("torch.") for name in _PLAIN)
 _SCALES: Final = "vllm checkpoint"
 """Where the scales of an fp8 cache come from: a part of the identity."""
 _FP8: Final = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
-"""vLLM's names of the quantised caches that are plain arrays of elements. The others pack scales or
-several elements into a row, or scale every token separately."""
+"""vLLM's names of the quantised caches that are plain arrays of elements. Other caches pack scales
+or several elements into a row, or scale every token separately."""
 
 
 def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> Model:

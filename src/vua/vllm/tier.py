@@ -2,8 +2,8 @@
 
 vLLM's OffloadingConnector copies blocks of any kind of cache between a device and the host's
 memory. A tier below it gets rows of that memory (some blocks of one cache group each), with names,
-and keeps them: here in a directory or bucket of VUA's. Nothing here knows a kind of model. What a
-name stands for beside vLLM's hash is told by :mod:`vua.vllm.offloading`.
+and keeps them: here in a directory or bucket of VUA's. Nothing here knows a kind of model.
+:mod:`vua.vllm.offloading` says what a name stands for beside vLLM's hash.
 
 Rows of engines of the same setup are loaded at once. One of another writer is first computed and
 compared (`vua.connector.proved`): a load refuses it, vLLM computes the prompt and hands its rows

@@ -190,7 +190,7 @@ class OddKeysTest(DirectoryTest):
         for words in (["du"], ["verify"], ["gc", "--max-bytes", "1G"], ["rm", "--all", "--yes"]):
             code, _, err = run(words[0], self.url, *words[1:])
             self.assertEqual(2, code, words)
-            self.assertIn("a key that is no path", err)
+            self.assertIn("a key that is not a path", err)
             self.assertIn("delete it", err)
         for _ in range(5):  # and asks no less often
             with VUA(CONFIG, self.url) as vua:

@@ -298,7 +298,7 @@ class Server(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, *_: object) -> None:
-        """Log why a connection ended; the others go on."""
+        """Log why a connection ended; other connections stay."""
         log.debug("a request failed", exc_info=True)  # noqa: LOG014 - called by a handler
 
     @property
