@@ -24,6 +24,7 @@ from vua.cli.output import Report
 from vua.cli.root import vua
 from vua.connector.config import VLLM_TRANSFER, sglang_arguments
 from vua.errors import ConfigError, StorageError
+from vua.io.files import make_folders
 from vua.security.settings import Security
 from vua.storage.location import directory_of, is_url
 from vua.storage.mark import check_start
@@ -180,6 +181,10 @@ def _docker(path: str) -> tuple[str, ...]:
         state = Path("~/.cache/vua-docker").expanduser()
     except RuntimeError:
         raise ConfigError("no home directory for the container's state: set HOME") from None
+    if not state.is_dir():  # docker would make it as root's
+        make_folders(state)
+        if os.geteuid() == 0:
+            os.chown(state, owner.st_uid, owner.st_gid)
     return (
         *("--gpus", "all", "--ipc=host", "-p", "8000:8000"),
         *("--user", f"{owner.st_uid}:{owner.st_gid}"),

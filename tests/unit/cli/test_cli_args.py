@@ -77,10 +77,14 @@ class ArgsTest(unittest.TestCase):
         self.assertEqual({"path": ODD, "plain_engines": True}, given["adapter_params"])
 
     def test_docker(self) -> None:
-        """It runs as the directory's owner; a missing or unusual one is refused."""
-        with tempfile.TemporaryDirectory(prefix="kv") as name:
+        """It runs as the directory's owner, who can write to the state's directory."""
+        with tempfile.TemporaryDirectory(prefix="kv") as name, mock.patch.dict(os.environ):
+            os.environ["HOME"] = f"{name}/home"
             owner = Path(name).stat()
             words = self.words("docker", name)
+            state = Path(name, "home", ".cache", "vua-docker")
+            self.assertIn(f"{state}:/state", words)
+            self.assertEqual((owner.st_uid, 0o40700), (state.stat().st_uid, state.stat().st_mode))
             self.assertIn(f"{name}:/kv", words)
             self.assertEqual(f"{owner.st_uid}:{owner.st_gid}", words[words.index("--user") + 1])
             missing, odd = f"{name}/no", Path(name, "a b")
@@ -89,8 +93,8 @@ class ArgsTest(unittest.TestCase):
                 code, _, problem = run("args", "docker", path)
                 self.assertEqual(2, code)
                 self.assertIn(said, problem)
-            with mock.patch.dict(os.environ), mock.patch("pwd.getpwuid", side_effect=KeyError):
-                os.environ.pop("HOME", None)
+            os.environ.pop("HOME")
+            with mock.patch("pwd.getpwuid", side_effect=KeyError):
                 code, _, problem = run("args", "docker", name)
             self.assertEqual(2, code)
             self.assertIn("set HOME", problem)
