@@ -76,6 +76,11 @@ class ImageTest(unittest.TestCase):
             [f"v{newest[1]}"], re.findall(r"^ARG VLLM=(\S+)", self.DOCKERFILE, re.MULTILINE)
         )
 
+    def test_base(self) -> None:
+        """`--build-arg BASE=IMAGE` is the only image that is needed."""
+        stages = re.findall(r"^FROM (\S+)", self.DOCKERFILE, re.MULTILINE)
+        self.assertEqual(["${BASE}"] * 2, stages)
+
     def test_left_out(self) -> None:
         """No environment, cache, site, history or compiled file is copied into the image."""
         for name in (".venv/bin/python", ".venv/lib/python3.11/site-packages/vllm/__init__.py",
