@@ -814,7 +814,8 @@ def main(arguments: list[str]) -> int:
     """Runs the target that the command line names."""
     target = TARGETS.get(arguments[0]) if arguments else None
     if target is None:
-        lines = "\n".join(f"  {name:23}{f.__doc__}" for name, f in TARGETS.items())
+        known = ((name, f.__doc__.partition("\n")[0]) for name, f in TARGETS.items())
+        lines = "\n".join(f"  {name:23}{text}" for name, text in known)
         print(f"usage: python3.11 dev.py TARGET [ARGUMENTS]\n{lines}", flush=True)
         return 2 if arguments and arguments[0] not in ("-h", "--help", "help") else 0
     if len(arguments) > 1 and not inspect.signature(target).parameters:
