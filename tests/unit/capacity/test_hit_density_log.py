@@ -178,9 +178,9 @@ class TestBudget(DirectoryTest):
 
     def test_small_records(self) -> None:
         """Records of one chunk, or none, take no more memory than their bytes."""
-        for number in range(12):
-            self.plant(f"{number:016x}.uses", number % 2, 100_000)
-        self.assertLess(self.read(UseLog(self.root))[1], 18 << 20)
+        for number in range(3):
+            self.plant(f"{number:016x}.uses", number % 2, 40_000)
+        self.assertLess(self.read(UseLog(self.root))[1], 4 << 20)
 
     def test_very_many_files(self) -> None:
         """Of thousands of files the newest are read; a process that begins one deletes old ones."""
