@@ -33,16 +33,12 @@ class OlympicsTest(unittest.TestCase):
         return {accident: one["outcome"] for accident, one in found.items()}
 
     def test_vua(self) -> None:
-        """What is stored is found again, and what is damaged, or another model's, is a miss."""
-        accidents = ("restart", "flipped bit", "other weights")
+        """What is stored is found again, and what is damaged is a miss."""
         self.assertEqual(
-            dict(zip(accidents, ("right", "miss", "miss"), strict=True)),
-            self.outcomes("VUA", *accidents),
+            {"restart": "right", "flipped bit": "miss"},
+            self.outcomes("VUA", "restart", "flipped bit"),
         )
 
     def test_a_wrong_answer_is_seen(self) -> None:
         """Control: the `fs` tier loads flipped bits unverified, and other tokens come out."""
-        self.assertEqual(
-            {"restart": "right", "flipped bit": "wrong"},
-            self.outcomes("vLLM fs tier", "restart", "flipped bit"),
-        )
+        self.assertEqual({"flipped bit": "wrong"}, self.outcomes("vLLM fs tier", "flipped bit"))
