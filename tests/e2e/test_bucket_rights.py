@@ -253,8 +253,6 @@ class ReadingEngineTest(harness.EngineTest):
         news = [harness.Batch([harness.tokens(300, seed=seed)]) for seed in (70, 71)]
         expected = self.baseline(stored, *news, stored)
         with User() as user:
-            driver = harness.Driver()
-            self.addCleanup(driver.close)
 
             def served(*batches: harness.Batch, role: str) -> harness.Served:
                 phase = harness.Phase(
@@ -265,7 +263,7 @@ class ReadingEngineTest(harness.EngineTest):
                 )
                 user.requests.clear()
                 with user.enforced():
-                    (answer,) = harness.run(phase, by=driver)
+                    (answer,) = harness.run(phase)
                 self.assertIsNone(answer.problem)
                 return answer
 
