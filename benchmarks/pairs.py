@@ -12,6 +12,8 @@ whole chunk if it reads that writer's namespaces (`READS`), else nothing; to giv
 gave without a cache, and to load nothing for the same tokens in the reverse order, which have to
 give other tokens; else the program fails. *library* is a loop around a model of torch, with
 `VUA.get_closest` and `VUA.put`. vLLM loads without the witness's comparison of the first prompt.
+SGLang compares one of a writer's prompts before it loads any of at most twice that length: so all
+store and are asked a shorter prompt first, of which nothing is counted.
 
 K and V are compared too: the largest difference of what reader and writer have stored for the same
 tokens, over the largest value. With --markdown the table replaces what stands between
@@ -49,7 +51,7 @@ ENGINES = (TRANSFORMERS, VLLM, SGLANG, LIBRARY)
 READS = {
     TRANSFORMERS: (VLLM, SGLANG, LIBRARY),
     VLLM: (TRANSFORMERS, LIBRARY),
-    SGLANG: (),
+    SGLANG: (TRANSFORMERS, VLLM, LIBRARY),
     LIBRARY: (TRANSFORMERS, VLLM),
 }
 """Whose chunks an engine looks for."""
@@ -74,6 +76,11 @@ class Case:
     def possible(self) -> int:
         """Tokens in whole chunks."""
         return len(self.prompt) // CHUNK * CHUNK
+
+    @property
+    def first(self) -> list[int]:
+        """One that begins otherwise, with more than half of the whole chunks."""
+        return self.prompt[CHUNK : (PROMPT_CHUNKS // 2 + 2) * CHUNK + MORE_TOKENS]
 
     @property
     def other(self) -> list[int]:
@@ -199,7 +206,7 @@ class Engines:
 
     def ask(self, engine: str, root: Path, *, other: bool = True) -> Answer:
         """Have an engine answer with a directory: the prompt, and the other prompt."""
-        prompts = [self._case.prompt, self._case.other][: 1 + other]
+        prompts = [self._case.first, self._case.prompt, self._case.other][: 2 + other]
         if engine == SGLANG:
             pairs = self._served(root, prompts)
         elif engine == VLLM:
@@ -210,10 +217,13 @@ class Engines:
         else:
             function = {TRANSFORMERS: by_transformers, LIBRARY: by_library}[engine]
             pairs = child(function.__name__, self._case.path, str(root), prompts)
-        return Answer(*pairs[0], *(pairs[1] if other else (0, [])))
+        return Answer(*pairs[1], *(pairs[2] if other else (0, [])))
 
     def _served(self, root: Path, prompts: list[list[int]]) -> list[tuple[int, list[int]]]:
+        opened = f"VUA: KV cache in {root},"
+        before = self._server.log.count(opened)
         self._server.attach("dynamic", extra_config(root))
+        wait_until("the namespace", lambda: self._server.log.count(opened) > before)
         answers = []
         for prompt in prompts:
             self._server.forget()
@@ -250,7 +260,7 @@ def measured(case: Case, work: Path) -> dict[str, Any]:
         for writer, root in roots.items():
             cold[writer] = engines.ask(writer, root, other=False)
             check(f"{case.name}, empty directory, {writer}", 0, cold[writer].loaded)
-            files = case.possible // CHUNK
+            files = case.possible // CHUNK + len(case.first) // CHUNK
             wait_until(f"{writer}'s chunks", lambda root=root, n=files: len(stored(root)) == n)
         for writer, root in roots.items():
             for reader in (engine for engine in ENGINES if engine != writer):
