@@ -46,6 +46,8 @@ class Row(NamedTuple):
     workers over noise, with vLLM's own descriptions of caches; `described`: by these alone."""
     tests: dict[str, str]
     """What was shown -> the test."""
+    why_tier: str = ""
+    """Why `vua.vllm.support` sends a GPU's engine to the tier; empty: to VUA's own connector."""
 
 
 def _tier(name: str, models: str, **tests: str) -> Row:
@@ -96,6 +98,7 @@ ROWS = (
             "noise": f"{FP8}test_negative_control",
             "TP 2": f"{FP8}test_other_workers",
         },
+        "a cache of fp8",
     ),
     Row(
         *("full and windowed layers", "gpt-oss, Gemma 3", "vllm", CANONICAL, "CPU"),
@@ -125,6 +128,7 @@ ROWS = (
             "::test_row",
             "TP 2": f"{STATES}test_two_workers_running_ahead",
         },
+        "layers with states",
     ),
     Row(
         *("short convolution", "LFM2", "vllm", "canonical and state", "CPU"),
@@ -132,6 +136,7 @@ ROWS = (
             "cold, own hit, restart, damage, noise": f"{CLASSES}ConvolutionTest::test_row",
             "TP 2": f"{CLASSES}ConvolutionTest::test_workers",
         },
+        "layers with states",
     ),
     Row(
         *("draft by EAGLE", "Llama 3 with EAGLE-3", "vllm", CANONICAL, "CPU"),
@@ -142,6 +147,7 @@ ROWS = (
             "preempted": f"{CLASSES}EagleTest::test_preempted",
             "TP 1 to 2": f"{CLASSES}EagleTest::test_workers",
         },
+        "a draft's layers",
     ),
     Row(
         *("draft in the model (MTP)", "ERNIE 4.5, DeepSeek V3", "vllm", CANONICAL, "CPU"),
@@ -151,6 +157,7 @@ ROWS = (
             "preempted": f"{CLASSES}MultiTokenTest::test_preempted",
             "TP 1 to 2": f"{CLASSES}MultiTokenTest::test_workers",
         },
+        "a draft's layers",
     ),
     Row(
         *("guesses by n-grams", "any model", "vllm", CANONICAL, "CPU"),
@@ -185,16 +192,19 @@ ROWS = (
     Row(
         *("indexer", "DeepSeek V3.2, GLM-5", "vllm", "canonical and pages", "described"),
         _pages("test_indexers"),
+        "an indexer",
     ),
     Row(
         "hybrids on a GPU",
         "Qwen3-Next, Qwen 3.5, Nemotron-H",
         *("vllm", "canonical and state", "described"),
         _pages("test_hybrids"),
+        "layers with states",
     ),
     Row(
         *("quantised caches", "int8 per token, nvfp4, turboquant", "vllm", PAGES, "described"),
         _pages("test_quantised"),
+        "a cache of fp8",
     ),
     Row(
         *("heads that differ", "Gemma 4", "vllm", "canonical and pages", "CPU"),
@@ -202,15 +212,18 @@ ROWS = (
             "cold, restart, noise": f"{MODELS}WindowedModelsTest::test_gemma4",
             **_pages("test_heads_that_differ"),
         },
+        "heads that differ",
     ),
     Row(
         *("attention within chunks", "Llama 4, as its line in the log says", "vllm"),
         *(CANONICAL, "CPU"),
         {"cold, restart, noise": f"{MODELS}UncachedModelsTest::test_chunked_attention"},
+        "attention within chunks",
     ),
     Row(
         *("compressed latents", "DeepSeek V4", "vllm", PAGES, "described"),
         _pages("test_compressed"),
+        "compressed latents",
     ),
     Row(
         *("random combinations", "-", "vllm", "any", "simulated"),
@@ -326,30 +339,32 @@ def note(said: str, date: str) -> int:
     return failed
 
 
-def _what(row: Row, results: dict[str, Any]) -> tuple[str, list[str]]:
-    """What was run of a class, and by which versions; nothing passed: no version."""
-    shown, engines = [], set()
+def _what(row: Row, results: dict[str, Any]) -> tuple[str, list[str], str]:
+    """What was run of a class, by which versions, and since when; nothing passed: no version."""
+    shown, engines, dates = [], set(), [""]
     for what, test in row.tests.items():
         one = results["tests"].get(test, {"outcome": "not run"})
         if one["outcome"] == "passed":
             shown.append(what)
             engines.add(one["engine"])
+            dates.append(one["date"])
         else:
             shown.append(f"**{what}: {one['outcome']}**")
-    return ", ".join(shown), sorted(engines)
+    return ", ".join(shown), sorted(engines), min(dates[1:], default="")
 
 
 def table(results: dict[str, Any]) -> str:
     """The two matrices, Markdown: the engines' own, and vLLM's below its offloading."""
     found = [(row, *_what(row, results)) for row in ROWS]
-    own = [["class", "for example", "engine", "stored", "where", "what was run"]]
-    tier = [["class by the tier", "for example", "engine", "what was run"]]
-    for row, what, engines in found:
+    own = [["class", "for example", "engine", "stored", "GPU", "where", "what was run", "date"]]
+    tier = [["class by the tier", "for example", "engine", "what was run", "date"]]
+    for row, what, engines, date in found:
         engine = ", ".join(engines)
         if engines and row.where == LENT:
-            tier.append([row.name, row.models, engine, what])
+            tier.append([row.name, row.models, engine, what, date])
         elif engines:
-            own.append([row.name, row.models, engine, row.stored, row.where, what])
+            door = ("tier" if row.why_tier else "connector") if row.engine == "vllm" else ""
+            own.append([row.name, row.models, engine, row.stored, door, row.where, what, date])
     for lines in (own, tier):
         lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(
@@ -372,13 +387,9 @@ def recipes(results: dict[str, Any]) -> str:
 def text(results: dict[str, Any]) -> str:
     """What stands between the page's markers."""
     tests = {test for row in ROWS for test in row.tests.values()}
-    passed = [
-        one for test in tests if (one := results["tests"].get(test, {})).get("outcome") == "passed"
-    ]
-    dates = sorted(one["date"] for one in passed)
-    counted = f"{len(passed)} of the {len(tests)} tests that the rows name have passed here"
-    when = f", from {dates[0]} to {dates[-1]}" if dates else ""
-    return f"{table(results)}\n{counted}{when}. {recipes(results)}"
+    passed = [results["tests"].get(test, {}).get("outcome") == "passed" for test in tests]
+    counted = f"{sum(passed)} of the {len(tests)} tests that the rows name have passed here."
+    return f"{table(results)}\n{counted} {recipes(results)}"
 
 
 def write(results: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 
 from e2e.engine import ENVIRONMENT
+from model_classes import ROWS
 from small_models import make_model
 
 pytestmark = pytest.mark.vllm
@@ -108,6 +109,8 @@ class DoorsTest(unittest.TestCase):
             "layers with states": self.of_class("is_hybrid"),
             "a draft's layers": self.given("", speculative_config=SimpleNamespace(method="mtp")),
             "an indexer": mock.patch.object(text, "index_topk", 8, create=True),
+            "compressed latents": mock.patch.object(text, "compress_ratios", [4], create=True),
+            "heads that differ": mock.patch.object(text, "global_head_dim", 64, create=True),
             "attention within chunks": self.given("model_config", attention_chunk_size=64),
             "a cache of fp8": self.given("cache_config", cache_dtype="fp8"),
             "pipeline parallelism with several kinds of layers": several,
@@ -123,6 +126,7 @@ class DoorsTest(unittest.TestCase):
         for why, change in self.odd().items():
             with self.subTest(why):
                 self.assertEqual(("tier", why), self.door(change))
+        self.assertLessEqual({one.why_tier for one in ROWS}, {"", *self.odd()})  # docs/models.md
         for device in ("rocm", "xpu"):
             self.assertEqual(("tier", "the device"), self.door(platform=device))
 
