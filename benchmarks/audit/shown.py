@@ -88,7 +88,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", action="append", choices=NAMES)
     parser.add_argument("--fault", action="append", choices=FAULTS)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path, help="a file of figures, whose `audit` this writes")
     given = parser.parse_args()
     rows = []
     for name in given.only or NAMES:
@@ -98,8 +98,10 @@ def main() -> int:
                 print(json.dumps(row), flush=True)
         except (NotRunError, RuntimeError) as problem:
             print(f"{name}: not run: {problem}", file=sys.stderr, flush=True)
-    if given.out:
-        given.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if given.json:
+        found = json.loads(given.json.read_text("utf-8")) if given.json.exists() else {}
+        found["audit"] = rows
+        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0 if rows else 1
 
 
