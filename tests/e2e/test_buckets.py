@@ -14,7 +14,7 @@ import pytest
 from buckets import seaweedfs, speaking_to
 from commands import run as command
 from commands import run_json
-from e2e.harness import PROMPT, Batch, Driver, EngineTest, Phase, Served, run, tokens
+from e2e.harness import PROMPT, Batch, EngineTest, Phase, Served, run, tokens
 from proxy import HARMS, FaultyProxy
 from vua.format.entry import ENCRYPTED
 from vua.format.parse import parse_entry
@@ -32,14 +32,12 @@ class BucketTest(EngineTest):
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Start an engines' process that speaks to a proxy."""
+        """Put a proxy before the server."""
         super().setUpClass()
         cls.server = seaweedfs()
         cls.proxy = FaultyProxy(cls.server.endpoint)
         cls.addClassCleanup(cls.proxy.close)
         cls.enterClassContext(speaking_to(cls.proxy.endpoint))
-        cls.driver = Driver()
-        cls.addClassCleanup(cls.driver.close)
 
     def setUp(self) -> None:
         """Take an empty place; at first the proxy passes everything on."""
@@ -53,7 +51,7 @@ class BucketTest(EngineTest):
         path = [str(self.root.parent / host), url or self.url]
         (self.root.parent / host).mkdir(exist_ok=True)
         phase = Phase(batches, root=self.root, extra={"shared_storage_path": path, **extra})
-        (served,) = run(phase, by=self.driver)
+        (served,) = run(phase)
         self.assertIsNone(served.problem)
         return served
 
@@ -65,12 +63,19 @@ class BucketTest(EngineTest):
             extra={"shared_storage_path": self.url, **extra},
             transfer={"kv_role": role},
         )
-        (served,) = run(phase, by=self.driver)
+        (served,) = run(phase)
         self.assertIsNone(served.problem)
         return served
 
     def arrived(self) -> int:
         return len(self.chunks())
+
+    def all_arrive(self, count: int, known: Batch) -> None:
+        """What a host did not send when its engine ended, at most for 5 s, it sends later."""
+        stop_s = time.monotonic() + 100
+        while self.arrived() < count and time.monotonic() < stop_s:
+            self.on("a", known)  # looks for it when it starts
+        self.assertEqual(count, self.arrived())
 
     def chunks(self, url: str = "") -> dict[str, bytes]:
         """The entries in a bucket, by the names of their chunks: each is of one shard."""
@@ -83,7 +88,7 @@ class BucketTest(EngineTest):
         (expected,) = self.baseline(BATCH)
         cold = self.on("a", BATCH)
         self.assertEqual(([expected], [0]), (cold.tokens, cold.cached))
-        self.assertEqual(10, self.arrived())
+        self.all_arrive(10, BATCH)
         warm = self.on("b", BATCH)
         self.assertEqual(([expected], [640]), (warm.tokens, warm.cached))
         self.assertEqual(640, warm.counts["tokens_loaded"])
@@ -180,13 +185,10 @@ class BucketTest(EngineTest):
             killer.join()
             self.server.start()
         self.assertLess(self.arrived(), 60)
-        stop_s = time.monotonic() + 100
-        while self.arrived() < 60 and time.monotonic() < stop_s:
-            self.on("a", prompts[0])  # looks for what was not sent when it starts
-        self.assertEqual(60, self.arrived())
+        self.all_arrive(60, prompts[0])
 
     def test_five_percent_of_answers_harmed(self) -> None:
-        """500 requests while a twentieth of the answers is harmed: none fails, none differs."""
+        """200 requests while a twentieth of the answers is harmed: none fails, none differs."""
         draw = random.Random(1)
         prompts = [tokens(200, seed=seed) for seed in range(60, 85)]
         once = Batch(prompts, max_tokens=2)
@@ -194,10 +196,10 @@ class BucketTest(EngineTest):
         harms = [harm for harm in HARMS if harm != "stalled"]
         self.proxy.plan = lambda *_: draw.choice(harms) if draw.random() < 0.05 else ""
         loaded = 0
-        for _ in range(4):
-            served = self.on_the_bucket(*[once] * 5)
-            self.assertEqual(expected * 5, served.tokens)
+        for _ in range(2):
+            served = self.on_the_bucket(*[once] * 4)
+            self.assertEqual(expected * 4, served.tokens)
             loaded += served.counts.get("tokens_loaded", 0)
         self.assertGreater(loaded, 0)
         harmed = sum(self.proxy.counts.values()) - self.proxy.counts[""]
-        self.assertGreater(harmed, 10)
+        self.assertGreater(harmed, 5)
