@@ -50,7 +50,7 @@ def vllm_version() -> Version:
 
 WINDOWS_ARE_CACHED = vllm_version() >= Version("0.32")
 needs_windows = unittest.skipUnless(
-    WINDOWS_ARE_CACHED, "sliding windows are cached with vLLM 0.30 and newer"
+    WINDOWS_ARE_CACHED, "the tests of windows are for vLLM 0.32 and newer"
 )
 OTHER_VLLM = next(
     (
