@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import os
 import platform
 import shlex
@@ -291,6 +292,9 @@ def wheels() -> int:
             *("-o", "dist/vua.cdx.json", str(python)),
         ],
     )
+    bill = json.loads((DIST / "vua.cdx.json").read_text(encoding="utf-8"))
+    bill["metadata"]["component"]["version"] = made[0].name.split("-")[1].removesuffix(".tar.gz")
+    (DIST / "vua.cdx.json").write_text(json.dumps(bill, indent=1) + "\n", encoding="utf-8")
     status = man()
     published = [*made, DIST / "vua.cdx.json", DIST / "vua.1"]
     lines = [f"{hashlib.sha256(one.read_bytes()).hexdigest()}  {one.name}\n" for one in published]
