@@ -49,11 +49,18 @@ class ServeTest(ServerTest):
             for start in range(3):
                 complete(address, [start + 1, *PROMPT])
             until(lambda: self.told() == round(scraped(address)[SAVED], 3))
+            until(lambda: self.parted()["64"] >= 3)
+            self.assertGreaterEqual(self.parted()["whole"], 2)
 
     def told(self) -> float | None:
         """The seconds saved that `vua ls` tells."""
         saved_s: float | None = run_json("ls", self.root)[1]["saved_today"]["saved_s"]
         return saved_s
+
+    def parted(self) -> dict[str, int]:
+        """Where prompts parted from what was stored, as `vua explain --recent` tells of a day."""
+        day, *_ = run_json("explain", self.root, "--recent")[1]["days"]
+        return dict(day["parted"])
 
     def warm(self, address: str) -> None:
         """Have `vua warm` ask the server: what is new is stored; a refusal is told."""

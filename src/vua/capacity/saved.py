@@ -1,4 +1,4 @@
-"""The savings of loads, as engines note them in the cache directory: for people.
+"""What loads saved, and how far prompts were found, as engines note it in a directory: for people.
 
 Each process has one small file in ``.upkeep/saved`` (`vua.connector.savings`), for the last days
 (UTC). Tools add up all files. A user who may write there can change these numbers, and nothing
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from heapq import nlargest
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
+from vua.io.words import counted
 from vua.storage.location import directory_of
 from vua.storage.mark import UPKEEP
 
@@ -26,6 +29,15 @@ MOST_FILES: Final = 1024
 """That are read and kept: the latest."""
 _MOST_NBYTES: Final = 1 << 14
 _SANE: Final = 1e15
+_CLASS: Final = re.compile("short|whole|[1-9][0-9]{0,11}")
+_FEW: Final = 8
+"""Nothing is concluded from fewer prompts."""
+_EARLY: Final = 256
+"""Tokens within which a date, a name or a salt is the usual reason."""
+
+Parted: TypeAlias = Counter[str]
+"""Prompts by where what is stored of them ends: ``short`` of a chunk, ``whole``, or within so many
+tokens: those of a chunk, or the next power of two."""
 
 
 class Totals(NamedTuple):
@@ -74,6 +86,37 @@ def saved_today(where: str) -> Totals | None:
     if (root := directory_of(where)) is None:
         return None
     return saved_at(root).get(time.strftime("%Y-%m-%d", time.gmtime()))
+
+
+def advice(parted: Parted) -> str:
+    """Say in one sentence what becomes of most prompts; "" if there are too few to tell."""
+    of = f"of {counted(total := parted.total(), 'prompt')}"
+    if total < _FEW:
+        return ""
+    if parted["whole"] * 2 >= total:
+        return f"{parted['whole']:,} {of} were found whole"
+    if parted["short"] * 2 >= total:
+        return f"{parted['short']:,} {of} are shorter than a chunk: a smaller chunk_tokens?"
+    ends = {int(name): number for name, number in parted.items() if name.isdecimal()}
+    most = max(ends, key=lambda end: (ends[end], -end))
+    within = sum(number for end, number in ends.items() if end <= most)
+    why = "a date, a name or a salt" if most <= _EARLY else "another order, or a cut history"
+    return f"{within:,} {of} part within their first {most:,} tokens: {why}?"
+
+
+def parted_at(root: Path) -> dict[str, dict[str, Parted]]:
+    """Return where prompts of all processes parted, by day (UTC) and namespace; raises nothing."""
+    days: dict[str, dict[str, Parted]] = {}
+    for found in _files(root / UPKEEP / FOLDER):
+        with suppress(TypeError, ValueError, KeyError, AttributeError):
+            for at, each in found["parted"].items():
+                numbers = {name: int(_number(number)) for name, number in each.items()}
+                day, name = at.split(" ")
+                time.strptime(day, "%Y-%m-%d")
+                if all(map(_CLASS.fullmatch, numbers)):
+                    spaces = days.setdefault(day, {})
+                    spaces[name] = spaces.get(name, Parted()) + Parted(numbers)
+    return dict(sorted(days.items())[-DAYS:])
 
 
 def add_up(several: Iterable[Totals]) -> Totals:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from vua.capacity.saved import Parted, advice, parted_at
 from vua.catalog.base import Catalog
 from vua.catalog.check import NO_KEYS
 from vua.catalog.contents import SHORT
@@ -40,6 +42,7 @@ from vua.io.words import counted
 from vua.security.keyring import NoKeyError
 from vua.security.settings import Security
 from vua.storage.description import Description
+from vua.storage.location import directory_of
 from vua.store.place import open_namespace
 
 if TYPE_CHECKING:
@@ -123,11 +126,8 @@ class Answer:
         """The first missing chunk of a group that needs all of them."""
         full = [group for group in self.groups if group.layout.window is None] or self.groups
         gaps = [group.first_missing for group in full]
-        return min((gap for gap in gaps if gap is not None), key=_index, default=None)
-
-
-def _index(chunk: ChunkState) -> int:
-    return chunk.index
+        every = (gap for gap in gaps if gap is not None)
+        return min(every, key=attrgetter("index"), default=None)
 
 
 def verdict(answer: Answer) -> str:
@@ -243,7 +243,7 @@ class Explanation(Report):
         if self.expected is not None:
             _show_expected(self.expected, self.found)
         for answer in self.answers:
-            facts(f"namespace {_named(answer)}", _lines(answer))
+            facts(f"namespace {_named(answer.namespace)}", _lines(answer))
 
     def _depends(self) -> str:
         """Say which of several namespaces counts."""
@@ -305,6 +305,33 @@ class Ordered(Report):
         print(f"{' '.join(map(str, self.order))}: {counted(self.tokens, 'token')} stored{where}")
 
 
+@dataclass(frozen=True, slots=True)
+class Recent(Report):
+    """Where the prompts of the last days part from what is stored."""
+
+    directory: str
+    days: Sequence[tuple[Description, str, Parted]]
+    """Of each namespace the days (UTC), the last one first."""
+
+    def describe(self) -> object:
+        days = [
+            {"namespace": found.name, "day": day, "parted": parted, "verdict": advice(parted)}
+            for found, day, parted in self.days
+        ]
+        return {"directory": self.directory, "days": days}
+
+    def show(self) -> None:
+        if not self.days:
+            told = "engines have noted no prompts in the last days; of buckets they note none"
+            print(f"{self.directory}: {told}")
+        for found, day, parted in self.days:
+            line("", f"{day}  namespace {_named(found)}")
+            print(advice(parted) or "too few prompts to tell why they part")
+            names = sorted(parted, key=lambda name: (name.isalpha(), len(name), name))
+            told = [f"{'within ' * name.isdecimal()}{name}: {parted[name]:,}" for name in names]
+            print(f"  {', '.join(told)}")
+
+
 @command("explain")
 @click.option("--tokens", metavar="FILE", help="token ids: a JSON list, or integers; - stdin")
 @click.option(
@@ -316,6 +343,7 @@ class Ordered(Report):
 @click.option(
     "--order", metavar="FILE", help='JSON {"prefix", "documents"}: their order that hits most'
 )
+@click.option("--recent", is_flag=True, help="where the last days' prompts part from stored ones")
 @click.option("--namespace", metavar="NS", default="", help="first digits of a namespace")
 @click.option("--chunk-tokens", metavar="N", type=int, help="tokens per chunk")
 @click.option(
@@ -326,17 +354,26 @@ class Ordered(Report):
 @click.option("--quick", is_flag=True, help="do not look for other continuations")
 def explain(
     directory: str, *, security: Security = NO_KEYS, **asked: Any
-) -> Explanation | Explanations | Ordered:
+) -> Explanation | Explanations | Ordered | Recent:
     """Report what is stored of a prompt, and why no more; exit status 1 if files are damaged.
 
     ``asked`` are :class:`Question`'s fields. Raises ConfigError, InputError, StorageError.
     """
-    given = [name for name in ("tokens", "prompt", "order") if asked[name] is not None]
+    kinds = ("tokens", "prompt", "order", "recent")
+    given = [name for name in kinds if asked[name] not in (None, False)]
     if not given:
-        raise click.UsageError("one of the arguments --tokens --prompt --order is required")
+        text = " ".join(f"--{name}" for name in kinds)
+        raise click.UsageError(f"one of the arguments {text} is required")
     if len(given) > 1:
         text = f"argument --{given[1]}: not allowed with argument --{given[0]}"
         raise click.UsageError(text)
+    if asked.pop("recent"):
+        found, root = open_catalog(directory).contents()[0], directory_of(directory)
+        days = [*parted_at(root).items()] if root is not None else []
+        return Recent(directory, [
+            (one, day, noted[one.name]) for one in found for day, noted in days[::-1]
+            if one.name in noted and one.name.startswith(asked["namespace"])
+        ])  # fmt: skip
     if asked["model"] is not None:
         asked["model"] = str(model_directory(asked["model"]))
     order = asked.pop("order")
@@ -553,8 +590,7 @@ def _lines(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "last chunk", f"{name}; `vua pin DIR {name}` keeps it and all before it"
 
 
-def _named(answer: Answer) -> str:
-    found = answer.namespace
+def _named(found: Description) -> str:
     model = found.identity.name if found.identity else ""
     return "  ".join(filter(None, (found.name[:SHORT], model, found.engine)))
 

@@ -6,6 +6,8 @@ measured prefills on. Loads before that get their price afterwards. Until then a
 restarted takes the prefills of the latest one of its kind that used this directory. Without any of
 these the time is unknown, not 0.
 
+It also counts where prompts part from what is stored, and keeps no text, tokens or chunk names.
+
 Each process writes a file (`vua.capacity.saved`) a second after the first change, then each ten
 seconds at most, and at the end: a process that is killed loses no more.
 """
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from vua.capacity.lease import upkeep_folder
-from vua.capacity.saved import DAYS, FOLDER, MOST_FILES, Totals, add_up, prefills_of
+from vua.capacity.saved import DAYS, FOLDER, MOST_FILES, Parted, Totals, add_up, advice, prefills_of
 from vua.connector.load_policy import MIN_MEASURED, PrefillSpeed
 from vua.connector.log import logger
 from vua.connector.proved import forget_old
@@ -40,14 +42,18 @@ _POINTS: Final = 16
 """Measured prefills in a file."""
 _WAITING: Final = 4096
 """Loads that wait for a price; older ones never get any."""
+_MOST_PARTED: Final = 16
+"""Days of namespaces in a file: the latest."""
 
 
 class Savings:
     """One process's savings. Thread-safe. Only :meth:`close` waits for the disk, a second."""
 
-    def __init__(self, prefill: PrefillSpeed, *, wall: Callable[[], float] = time.time) -> None:
-        """Price by ``prefill``; ``wall`` returns seconds since 1970."""
-        self._prefill, self._wall, self._lock = prefill, wall, new_lock()
+    def __init__(
+        self, prefill: PrefillSpeed | None = None, *, wall: Callable[[], float] = time.time
+    ) -> None:
+        """Price by ``prefill``, if it is measured; ``wall`` returns seconds since 1970."""
+        self._prefill, self._wall, self._lock = prefill or PrefillSpeed(0), wall, new_lock()
         self._root: Path | None = None
         self._kind, self._mode = "", 0o600
         self._reset()
@@ -56,6 +62,8 @@ class Savings:
     def _reset(self) -> None:
         self._name = secrets.token_hex(8)
         self._days: dict[str, Totals] = {}
+        self._parted: dict[str, Parted] = {}
+        """By day and namespace."""
         self._waiting = deque[tuple[str, int, int, int, float]](maxlen=_WAITING)
         self._earlier = PrefillSpeed(0)
         """The file is of an engine before this one."""
@@ -83,6 +91,21 @@ class Savings:
             with self._lock:
                 self._add(self._today(), Totals(asked, found))
 
+    def parted(self, namespace: str, found: int, asked: int, size: int, before: int = 0) -> None:
+        """Note that of a prompt's whole chunks so many were found, of ``size`` tokens each.
+
+        After ``before`` tokens that were not looked up.
+        """
+        stored, where = before + found * size, "whole" if asked > 0 else "short"
+        if found < asked:
+            where = str(1 << (stored + size - 1).bit_length() if stored else size)
+        with self._lock:
+            at = f"{(today := self._today())} {namespace}"
+            self._parted.setdefault(at, Parted())[where] += 1
+            for old in [*self._parted][:-_MOST_PARTED]:
+                del self._parted[old]
+            self._add(today, Totals())
+
     def loaded(self, tokens: int, before: int, seconds: float, rows: int = 1) -> None:
         """Note that so many tokens of each row came, after earlier ones, and how long that took."""
         with self._lock:
@@ -94,7 +117,8 @@ class Savings:
         return time.strftime("%Y-%m-%d", time.gmtime(self._wall()))
 
     def _add(self, day: str, more: Totals) -> None:
-        self._days[day] = add_up((self._days.get(day, Totals()), more))
+        if any(more):
+            self._days[day] = add_up((self._days.get(day, Totals()), more))
         for old in sorted(self._days)[:-DAYS]:
             del self._days[old]
         self._price()
@@ -146,7 +170,11 @@ class Savings:
 
     def _say(self) -> None:
         self._said_s = time.monotonic()
-        log.info("VUA: %s, since this process began", self.total)
+        with self._lock:
+            why = advice(sum(self._parted.values(), Parted()))
+        total = self.total
+        if said := [str(total)] * bool(total.asked_chunks) + [why] * bool(why):
+            log.info("VUA, since this process began: %s", "; ".join(said))
 
     def _write(self) -> None:
         """Write this process's file; the first time, read all others and delete old ones."""
@@ -161,9 +189,8 @@ class Savings:
                     self._earlier.add(x, y)
             self.total  # noqa: B018 - gives loads their price, as far as there is one now
             with self._lock:
-                days = dict(self._days)
-                points = self._prefill.points[-_POINTS:]
-            text = json.dumps({"kind": self._kind, "prefills": points, "days": days})
+                kept = {"kind": self._kind, "prefills": self._prefill.points[-_POINTS:]}
+                text = json.dumps(kept | {"days": self._days, "parted": self._parted})
             directory = upkeep_folder(root, FOLDER)
             try:
                 atomic_write(self._name, text.encode(), dir_fd=directory, mode=self._mode)

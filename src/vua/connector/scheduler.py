@@ -351,6 +351,7 @@ class SchedulerSide:
         request, seconds = state.request, self._clock() - state.arrived_s
         match = state.lookup.answer.result() if state.lookup else None
         found = (0, 0) if match is None else (match.stored, match.prompt_chunks)
+        asked = match is not None and not state.lookup.not_asked
         self.request_metrics.answered(
             request.request_id,
             outcome,
@@ -358,6 +359,7 @@ class SchedulerSide:
             seconds,
             local_tokens=state.local_tokens,
             found=found,
+            where=(self.namespace.name, self.model.chunk_tokens) if asked else None,
         )
 
     def _state(self, request: Any) -> RequestState | None:

@@ -29,11 +29,13 @@ import numpy as np
 import torch
 from llama_cpp import BaseLlamaCache, LlamaState
 
+from vua.connector.savings import Savings
 from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, StorageError, VUAError
 from vua.format.identity import Identity
 from vua.llama_cpp.state import State, StateForm, parse
 from vua.serdes import DTYPES
+from vua.storage.location import directory_of
 from vua.store.identified import LazyStore, ModelDescription
 from vua.store.place import locate, look_at
 from vua.weights import Weights, checkpoint_files
@@ -239,6 +241,8 @@ class VUALlamaCache(BaseLlamaCache):
         self._described = described_model(llm, self._form, chunk_tokens=chunk_tokens, epoch=epoch)
         self._llm, self._path = weakref.ref(llm), path
         self._said, self._seen = set[str](), list[int]()
+        self._savings = Savings()
+        self._savings.keep_at(directory_of(path), "", self._config.security.file_mode)
         try:
             locate(path)
         except OSError as problem:
@@ -255,6 +259,7 @@ class VUALlamaCache(BaseLlamaCache):
         """
         if (llm := self._llm()) is not None:
             self._save_abandoned(llm)
+        self._savings.close()
         self._stored.close()
 
     def ready(self, timeout_s: float | None = None) -> bool:
@@ -300,7 +305,9 @@ class VUALlamaCache(BaseLlamaCache):
             raise KeyError("nothing is stored")
         self._save_abandoned(llm)
         live = llm.longest_token_prefix(llm.input_ids[: llm.n_tokens].tolist(), tokens)
-        if vua.lookup(tokens)[0] <= live:
+        (stored,), size = vua.lookup(tokens), self._config.split_factor
+        self._savings.parted(self.identity.namespace, stored // size, len(tokens) // size, size)
+        if stored <= live:
             raise KeyError("nothing is stored that has not been computed")
         found = vua.get_closest(tokens)
         if found.num_tokens <= live or not self._fits(found):

@@ -29,6 +29,8 @@ from vua.store.store import Store
 
 _AWAITED: Final = 1024
 """Lookups whose pages may still be passed to be stored; bounds the memory."""
+_CALL: Final = 128
+"""Most pages that SGLang asks for in a call; of a longer prompt it asks again if all are found."""
 
 
 class Reuse:
@@ -50,11 +52,19 @@ class Reuse:
         self._awaited: OrderedDict[str, float] = OrderedDict()
         """By the first page that was not loaded: when it was looked up."""
         self._last_end_s = 0.0
+        self._namespace, self._whole = model.identity.namespace, b""
+        """The last page of a full call that found all: the next call may go on with the prompt."""
 
     def decide(self, keys: Sequence[ChunkKey], found: int) -> int:
         """Return how many of the ``found`` leading chunks of a lookup are to be loaded."""
         self.savings.looked_up(found, len(keys))
         with self._lock:
+            name, size = self._namespace, self._chunk_tokens
+            if self._whole not in (b"", keys[0].before):
+                self.savings.parted(name, 1, 1, size)  # that prompt had no more pages
+            self._whole = keys[-1].prefix_hash if found == len(keys) >= _CALL else b""
+            if not self._whole:
+                self.savings.parted(name, found, len(keys), size, keys[0].start)
             chunks = 0
             if found:
                 decision = self._policy.decide(keys[0].start, keys[found - 1].stop)

@@ -457,14 +457,13 @@ class PrefixCache:
         if (stores := state.stored.usable()) is None:
             return 0
         began_s = clock()
-        found, columns = list[Sequence[LayerCache]](), 0
+        found, columns, longest = list[Sequence[LayerCache]](), 0, [0] * len(rows)
         for place in stores.to_read():
-            longer, more = self._read(stores, place, rows, least=columns)
+            longer, more = self._read(stores, place, rows, columns, longest)
             if more and (isinstance(place, StoredLayers) or place.agrees(rows, longer, more)):
                 found, columns = longer, more
-        chunks = [max(0, columns - row.padding) // self.layout.chunk_tokens for row in rows]
-        asked = sum(len(row.ids) // self.layout.chunk_tokens for row in rows)
-        stores.measured.looked_up(sum(chunks), asked)
+        for row, stored in zip(rows, longest, strict=True):
+            stores.measured.looked_up(max(0, columns - row.padding), stored, len(row.ids))
         if not columns or self._said_of(state.change(whole=False)):
             return 0
         for row, layers in zip(rows, found, strict=True):
@@ -513,11 +512,16 @@ class PrefixCache:
             log.warning("%s; nothing is loaded or stored while that is so", reason)
 
     def _read(
-        self, stores: Stores, place: StoredLayers | Engine, rows: Sequence[Row], least: int = 0
+        self,
+        stores: Stores,
+        place: StoredLayers | Engine,
+        rows: Sequence[Row],
+        least: int,
+        longest: list[int],
     ) -> tuple[list[Sequence[LayerCache]], int]:
         """Return the layers of each row, and how many columns all rows have; 0 if one has none.
 
-        Or if all together have ``least`` at most.
+        Or if all together have ``least`` at most. Raises ``longest``: the tokens stored of each.
 
         A row that is padding up to there has no layers.
         """
@@ -530,6 +534,7 @@ class PrefixCache:
             return [], 0
         for _ in range(_TRIES):
             ends = [place.longest(row.ids[:end]) for row, end in zip(rows, most, strict=True)]
+            longest[:] = map(max, longest, ends)
             columns = min(row.padding + end for row, end in zip(rows, ends, strict=True))
             if columns > padding and worth is None:
                 worth = padding + stores.measured.worth_loading(len(rows), columns - padding)

@@ -141,9 +141,11 @@ class StoredLayers:
         log.log(level, text, tokens, rows, decision, more)
         return decision.tokens
 
-    def looked_up(self, found: int, asked: int) -> None:
-        """Note that of all rows' whole chunks so many were loaded."""
-        self._savings.looked_up(found, asked)
+    def looked_up(self, loaded: int, stored: int, tokens: int) -> None:
+        """Note that of a row's tokens so many were loaded, and so many are stored."""
+        name, size = self._identity.namespace, self._identity.chunk_tokens
+        self._savings.looked_up(loaded // size, tokens // size)
+        self._savings.parted(name, stored // size, (tokens - 1) // size, size)  # one is computed
 
     def loaded(self, rows: int, tokens: int, took_s: float) -> None:
         """Note how long it took to load so many tokens of each row."""

@@ -52,6 +52,7 @@ from vua.connector.metrics import METRICS, Recorder
 from vua.connector.opening import OpenedNamespace, Opening, close_within
 from vua.connector.proved import Kind, KnownWriters
 from vua.connector.request import OptionReader, RequestOptions
+from vua.connector.savings import Savings
 from vua.device.buffers import StagingBuffer
 from vua.errors import ConfigError, VUAError
 from vua.format.entry import written_name
@@ -149,8 +150,8 @@ class _Request:
     context: Any
     """vLLM's ``ReqContext``."""
     options: RequestOptions = field(default_factory=RequestOptions)
-    found: dict[OffloadKey, bool] = field(default_factory=dict)
-    """Answers of lookups; a row whose load failed counts as missing."""
+    found: dict[OffloadKey, bool | None] = field(default_factory=dict)
+    """Answers of lookups; None: there was none, or a load failed, so it counts as missing."""
     asked: set[OffloadKey] = field(default_factory=set)
     pending: list[OffloadKey] = field(default_factory=list)
     """Jobs that this step has asked for."""
@@ -221,6 +222,18 @@ class Names:
             [key for (other, end), key in ends if other == group and end % tokens == 0]
             for group, tokens in self._tokens.items()
         ]
+
+    def parted(self, request: _Request) -> tuple[int, int, int, int] | None:
+        """Return what `Savings.parted` takes of a prompt; None: not all that was asked is known."""
+        asked = [
+            (request.found.get(key), end, self._tokens[group])
+            for (group, end), key in self._ends(request).items()
+            if key in request.asked and int.from_bytes(group, "big") in self._engine.whole
+        ]
+        if not asked or any(found is None for found, *_ in asked):
+            return None
+        found, end, tokens = min(asked)  # the first that is missing
+        return int(bool(found)), 1, tokens, end - tokens
 
     @staticmethod
     def _ends(request: _Request) -> dict[tuple[bytes, int], OffloadKey]:
@@ -334,6 +347,8 @@ class VUATier(SecondaryTierManager):
         self._own = b""
         self._known: KnownWriters
         """Whose rows are proved: there with the namespace, as are setup and writer."""
+        self._savings = Savings()
+        self._savings.keep_at(config.directory, "", config.security.file_mode)
         self._options = OptionReader()
         self._requests: dict[str, _Request] = {}
         self._asking: list[_Request] = []
@@ -391,8 +406,8 @@ class VUATier(SecondaryTierManager):
         usable = request is not None and self._usable(request) and self._engine.loads
         if request is None or not (usable and request.options.load):
             return LookupResult.MISS
-        if (found := request.found.get(key)) is not None:
-            return LookupResult.HIT if found else LookupResult.MISS
+        if key in request.found:
+            return LookupResult.HIT if request.found[key] else LookupResult.MISS
         now_s = time.monotonic()
         request.late_s = request.late_s or now_s + self._config.timeouts.lookup_s
         if self._store() is None:
@@ -433,7 +448,7 @@ class VUATier(SecondaryTierManager):
     def _answer(question: _Question, found: Sequence[bool] | None = None) -> None:
         """Take the storage's answer; without one all rows are missing."""
         request, keys = question
-        request.found.update(zip(keys, found or [False] * len(keys), strict=True))
+        request.found.update(zip(keys, found or [None] * len(keys), strict=True))
 
     def on_request_finished(self, req_context: Any) -> None:
         """Note the use of a prompt, and heed hints about it, on a thread."""
@@ -447,6 +462,8 @@ class VUATier(SecondaryTierManager):
         if store is None or store.capacity is None:
             return
         with self._tolerant():
+            if (parted := self._names.parted(request)) is not None:
+                self._savings.parted(store.namespace, *parted)
             for rows in self._names.chains(request):
                 chain = self._names.of(request, rows, store)
                 store.used(chain, len(chain), storing=True)
@@ -601,9 +618,9 @@ class VUATier(SecondaryTierManager):
             results.append(move.result(self._row_nbytes))
             if move.job.is_promotion:
                 failed = {*move.keys} - {*move.done}
-                move.request.found.update(dict.fromkeys(failed, False))
+                move.request.found.update(dict.fromkeys(failed))
                 for request in self._requests.values() if failed else ():
-                    request.found.update(dict.fromkeys(failed & request.found.keys(), False))
+                    request.found.update(dict.fromkeys(failed & request.found.keys()))
                 outcome = ("partial" if move.done else "failed") if failed else "complete"
                 self._stats.add("vua_loads_total", label=outcome)
         return results
@@ -624,6 +641,7 @@ class VUATier(SecondaryTierManager):
         self._loads.close(finish=False)
         self._saves.close(timeout_s=drain_s)
         self._lookups.close(timeout_s=self._config.timeouts.lookup_s)
+        self._savings.close()
         for job in [job for move in self._moves for job in move.jobs]:
             job.settle()  # waits for a copy under way
         if self._opening is not None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import unittest
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from commands import run, run_json
 from helpers import DirectoryTest, Memory, caches_of, flip, keys_of, model_arrays, save_chunk
 from vua.catalog.prefix import compare, expect
+from vua.connector.savings import Savings
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity, config_digest, named_by
 from vua.format.keys import KeyChain, token_ids
@@ -59,6 +61,60 @@ class ExplainTest(DirectoryTest):
     def chunk(self, index: int) -> Path:
         name = keys_of(TOKENS, 4)[index].name
         return next(path for path in self.files() if path.parent.name == name)
+
+
+class TestRecent(ExplainTest):
+    """Where prompts have parted from what is stored, as engines have noted it."""
+
+    def note(self, name: str, prompts: int, wall: float) -> None:
+        """An engine that has looked up prompts, of which one in five is stored whole."""
+        engine = Savings(wall=lambda: wall)
+        engine.keep_at(self.cache, "", 0o600)
+        for number in range(prompts):
+            engine.parted(name, 0 if number % 5 else 20, 20, 64)
+        engine.close()
+
+    def test_days(self) -> None:
+        """Of each namespace that is there its days are told, the last one first."""
+        self.put(TOKENS)
+        self.put(TOKENS, model="qwen")
+        llama, qwen = (
+            Identity(model=model, chunk_tokens=4, name=model).namespace
+            for model in ("llama", "qwen")
+        )
+        noon = 1_700_000_000.0
+        for _ in range(2):
+            self.note(llama, 10, noon)
+        self.note(llama, 5, noon + 86_400)
+        self.note(qwen, 40, noon)
+        self.note("0" * 64, 40, noon)
+
+        code, out, _ = run("explain", self.cache, "--recent", "--namespace", llama[:8])
+
+        self.assertEqual(0, code)
+        said = "16 of 20 prompts part within their first 64 tokens: a date, a name or a salt?"
+        self.assertEqual(
+            f"2023-11-15  namespace {llama[:12]}  llama\n"
+            "too few prompts to tell why they part\n"
+            "  within 64: 4, whole: 1\n"
+            f"2023-11-14  namespace {llama[:12]}  llama\n"
+            f"{said}\n"
+            "  within 64: 16, whole: 4\n",
+            out,
+        )
+        days = run_json("explain", self.cache, "--recent")[1]["days"]
+        self.assertEqual({llama: 2, qwen: 1}, dict(Counter(day["namespace"] for day in days)))
+        one = {"day": "2023-11-14", "parted": {"64": 16, "whole": 4}, "verdict": said}
+        self.assertIn({"namespace": llama} | one, days)
+
+    def test_nothing_noted(self) -> None:
+        """A directory without notes says so; one question at a time."""
+        self.put(TOKENS)
+        said = "engines have noted no prompts in the last days; of buckets they note none\n"
+        self.assertEqual((0, f"{self.cache}: {said}", ""), run("explain", self.cache, "--recent"))
+        code, _, error = run("explain", self.cache, "--recent", "--order", "x")
+        self.assertEqual(2, code)
+        self.assertIn("--recent: not allowed with argument --order", error)
 
 
 class TestPrefix(ExplainTest):

@@ -22,7 +22,16 @@ from vua.connector.savings import Savings
 from vua.core import VUA, VUAConfig
 from vua.storage.bucket import Bucket
 
-WHOLE: Final = {"identity", "layout", "first_missing", "damaged", "others", "loads", "salts"}
+WHOLE: Final = {
+    "identity",
+    "layout",
+    "first_missing",
+    "damaged",
+    "others",
+    "loads",
+    "salts",
+    "parted",
+}
 WHOLE_TOO: Final = {"used_within", "sealed", "authentic", "temporary", "quarantined", "model"}
 WHOLE_OF_BENCH: Final = {
     "machine",
@@ -71,6 +80,7 @@ class JsonTest(CliTest):
         engine = Savings(PrefillSpeed(64))
         engine.keep_at(self.root, "", 0o600)
         engine.looked_up(1, 2)
+        engine.parted(self.entries()[0].parents[2].name, 0, 1, 4)
         engine.close()
 
     def commands(self) -> dict[str, list[list[object]]]:
@@ -85,7 +95,8 @@ class JsonTest(CliTest):
             "top": [["top", root, "--once", "--interval", "0.01"]],
             "doctor": [["doctor", root]],
             "explain": [["explain", root, "--tokens", beside / "tokens"],
-                        ["explain", root, "--order", beside / "order"]],
+                        ["explain", root, "--order", beside / "order"],
+                        ["explain", root, "--recent"]],
             "export": [["export", root, beside / "tar", "--all"], ["import", root, beside / "tar"]],
             "verify": [["verify", root]],
             "gc": [["gc", root]],

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 from commands import run
 from helpers import DirectoryTest, until
-from vua.capacity.saved import Totals, saved_at, saved_today
+from vua.capacity.saved import Totals, advice, parted_at, saved_at, saved_today
 from vua.connector.load_policy import PrefillSpeed
+from vua.connector.log import logger
 from vua.connector.savings import Savings
 from vua.storage.mark import make_mark
 
@@ -147,3 +151,120 @@ class TestSavings(DirectoryTest):
         self.assertEqual("today: 1.5 s saved, 1,000 tokens loaded, 3 of 4 chunks found", line)
         self.assertIn(line, run("ls", self.root)[1])
         self.assertIn(line, run("top", self.root, "--once", "--interval", "0.05s")[1])
+
+
+NAME, OTHER = "ab" * 32, "cd" * 32
+ENDS = {"short": 3, "64": 20, "128": 1, "512": 2, "whole": 4}
+
+
+class TestParted(DirectoryTest):
+    """Where prompts part from what is stored, in chunks of 64 tokens."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        make_mark(self.root)
+        self.now = NOON
+
+    def engine(self) -> Savings:
+        savings = Savings(wall=lambda: self.now)
+        savings.keep_at(self.root, "k", 0o640)
+        self.addCleanup(savings.close)
+        return savings
+
+    def prompts(self, engine: Savings, name: str = NAME) -> None:
+        """Thirty prompts."""
+        for found, asked, times in ((0, 0, 3), (0, 9, 20), (1, 9, 1), (7, 9, 2), (9, 9, 4)):
+            for _ in range(times):
+                engine.parted(name, found, asked, 64)
+
+    def test_all_processes(self) -> None:
+        """All engines' counts are added up, by day and namespace."""
+        for name in (NAME, NAME, OTHER):
+            engine = self.engine()
+            self.prompts(engine, name)
+            engine.close()
+        self.now += 86_400
+        engine = self.engine()
+        engine.parted(NAME, 1, 9, 64, before=1000)
+        engine.parted(NAME, 5, 9, 48)  # in tokens 240 to 288
+        engine.close()
+        twice = Counter({name: 2 * number for name, number in ENDS.items()})
+        self.assertEqual(
+            {DAY: {NAME: twice, OTHER: ENDS}, "2023-11-15": {NAME: {"2048": 1, "512": 1}}},
+            parted_at(self.root),
+        )
+        self.assertEqual({}, saved_at(self.root), "no loads were measured")
+
+    def test_nothing_of_prompts(self) -> None:
+        """A file has the mode of the cache's files, and numbers alone."""
+        engine = self.engine()
+        self.prompts(engine)
+        engine.close()
+        (path,) = (self.root / ".upkeep" / "saved").iterdir()
+        self.assertEqual(0o640, path.stat().st_mode & 0o777)
+        kept = {"kind": "k", "prefills": [], "days": {}, "parted": {f"{DAY} {NAME}": ENDS}}
+        self.assertEqual(kept, json.loads(path.read_bytes()))
+
+    def test_bounds(self) -> None:
+        """However many days, namespaces and lengths there are, a file is small and is read."""
+        engine = self.engine()
+        for day in range(20):
+            self.now = NOON + 86_400 * day
+            for number in range(20):
+                for length in range(30):
+                    engine.parted(f"{number:064}", 1 << length, 1 << 40, 64)
+        engine.close()
+        (path,) = (self.root / ".upkeep" / "saved").iterdir()
+        self.assertLess(path.stat().st_size, 1 << 14)
+        ((day, spaces),) = parted_at(self.root).items()
+        self.assertEqual("2023-12-03", day)
+        self.assertEqual(30, len(spaces[f"{19:064}"]))
+
+    def test_odd_files(self) -> None:
+        """What makes no sense is left out, whatever bytes there are, and the rest is read."""
+        engine = self.engine()
+        self.prompts(engine)
+        engine.close()
+        (path,) = (self.root / ".upkeep" / "saved").iterdir()
+        at = f"{DAY} {NAME}"
+        for number, parted in enumerate((
+            3, [], None, {DAY: {"64": 1}}, {f"{at} x": {"64": 1}}, {f"2023-99-9 {NAME}": {"64": 1}},
+            {at: 3}, {at: ["64"]}, {at: {"64": "1"}}, {at: {"64": float("nan")}}, {at: {"x": 1}},
+            {at: {"-64": 1}}, {at: {"6_4": 1}}, {at: {"\u0663": 1}}, {at: {"9" * 5000: 1}},
+            {at: {"64": -9}}, {at: {"64": 1e300}}, {at: {"": 1}}, {at: {"64\n": 1}},
+        )):  # fmt: skip
+            path.with_name(f"odd{number}").write_text(json.dumps({"days": {}, "parted": parted}))
+        for number, data in enumerate((b"", b"{", b"\xff" * 99, b"[" * 9999, os.urandom(99))):
+            path.with_name(f"bytes{number}").write_bytes(data)
+        self.assertEqual({DAY: {NAME: ENDS}}, parted_at(self.root))
+
+    def test_advice(self) -> None:
+        """The sentence is of what most prompts do, and there is none of a few."""
+        part = "prompts part within their first"
+        for parted, said in (
+            ({"64": 7}, ""),
+            (ENDS, f"20 of 30 {part} 64 tokens: a date, a name or a salt?"),
+            ({"64": 5, "512": 6}, f"11 of 11 {part} 512 tokens: another order, or a cut history?"),
+            ({"64": 300, "whole": 1000}, "1,000 of 1,300 prompts were found whole"),
+            ({"short": 8}, "8 of 8 prompts are shorter than a chunk: a smaller chunk_tokens?"),
+        ):  # fmt: skip
+            self.assertEqual(said, advice(Counter(parted)))
+
+    def test_each_hour(self) -> None:
+        """A running engine says it once an hour, and each at its end; of a few prompts nothing."""
+        said = "VUA, since this process began: 20 of 30 prompts part within their first 64 tokens"
+        past = SimpleNamespace(**vars(time) | {"monotonic": lambda: time.monotonic() + 3601})
+        engine = self.engine()
+        with self.assertLogs(logger("savings"), "INFO") as logged:
+            with mock.patch("vua.connector.savings.time", past):
+                self.prompts(engine)
+                until(lambda: logged.output)
+            engine.looked_up(1, 2)
+            engine.close()
+        first, last = (record.getMessage() for record in logged.records)
+        self.assertIn(said, first)
+        self.assertIn("began: nothing loaded, 1 of 2 chunks found; 20 of 30 prompts part", last)
+        few = self.engine()
+        few.parted(NAME, 0, 9, 64)
+        with self.assertNoLogs(logger("savings"), "INFO"):
+            few.close()

@@ -19,6 +19,7 @@ from scheduling import LAYOUT, answer, bare_connector, request_of, step
 from vua.capacity.hit_density import UseLog
 from vua.capacity.limits import Limits
 from vua.capacity.marks import settle_ttl, ttl_s_of
+from vua.capacity.saved import parted_at
 from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep, WorkerOutput
 from vua.device.buffers import StagingBuffer
@@ -65,6 +66,7 @@ class SchedulerTest(unittest.TestCase):
         model = Model(identity, (group,), (block,), draft_tokens=draft_tokens)
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.addCleanup(folder.cleanup)
+        self.root = Path(folder.name)
         settings = {"witness_every": 0} | settings
         config = ConnectorConfig(shared_storage_path=folder.name, chunk_tokens=16, **settings)
         side = SchedulerSide(model, config, loads=loads, saves=True, clock=lambda: self.now_s)
@@ -92,6 +94,20 @@ class SchedulerTest(unittest.TestCase):
         self.assertEqual((0, False), answer(side, asked))
         other = request_of("other", skip_reading_prefix_cache=False)
         self.assertEqual((48, True), answer(side, other))
+
+    def test_where_prompts_part(self) -> None:
+        """Each prompt that was looked up is noted once; what is stored of it may be nothing."""
+        side = self.side()
+        side.be_of("ab" * 32)
+        store(side, 0, 3)
+        other = {"prompt_token_ids": [7] * 64}
+        short = {"prompt_token_ids": [7] * 9, "num_tokens": 9}
+        for name, given in (("a", {}), ("b", {}), ("a", {}), ("other", other), ("short", short)):
+            answer(side, request_of(name, **given))
+        name = side.namespace.name
+        side.shutdown()
+        ((_, noted),) = parted_at(self.root).items()
+        self.assertEqual({name: {"64": 2, "16": 1, "short": 1}}, noted)
 
     def test_embeddings(self) -> None:
         """A prompt of tokens and embeddings is named by both, chunk by chunk."""

@@ -16,6 +16,7 @@ import pytest
 
 from helpers import ROOT, DirectoryTest
 from llama import BYTES_FROM, CONTEXT_TOKENS, WHERE, completed, has_llama_cpp, load_gguf, make_gguf
+from vua.capacity.saved import parted_at
 from vua.core import VUA
 from vua.errors import ConfigError, NotWritableError
 from vua.weights import identify_weights
@@ -130,6 +131,19 @@ class TestLlamaCpp(DirectoryTest):
         again, computed = self.evaluated(third, PROMPT[:WHOLE])
         self.assertEqual(completed(self.llm(), PROMPT[:WHOLE]), again)
         self.assertEqual(1, computed)
+
+    def test_where_prompts_part(self) -> None:
+        """Each question is noted by what is stored of it."""
+        first, computing = self.cached()
+        completed(first, PROMPT)  # nothing is stored yet
+        _, cache = self.cached()
+        for prompt in (PROMPT, [*PROMPT[: 2 * CHUNK + 3], *PROMPT[:40]], PROMPT[: CHUNK - 1]):
+            self.loaded(cache, prompt)
+        for one in (computing, cache):
+            one.close()
+        ((_, noted),) = parted_at(self.store).items()
+        ends = {"16": 1, "whole": 1, "64": 1, "short": 1}
+        self.assertEqual({cache.identity.namespace: ends}, noted)
 
     @pytest.mark.thorough
     def test_other_process(self) -> None:

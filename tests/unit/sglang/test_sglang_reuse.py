@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import unittest
+from pathlib import Path
 
+from vua.capacity.saved import parted_at
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.metrics import Recorder
@@ -14,6 +16,7 @@ from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
 from vua.sglang.lookups import Reuse
 from vua.sglang.settings import settings_of
+from vua.storage.mark import make_mark
 
 CHUNK = 64
 LAYOUT = KVLayout(layers=2, kv_heads=2, k_dim=8, v_dim=8, dtype="F32", chunk_tokens=CHUNK)
@@ -74,6 +77,25 @@ class ReuseTest(unittest.TestCase):
         for seed in range(4):
             self.load(10 + seed, 16, 2.0)
         self.assertEqual(0, self.reuse.decide(keys(20, 16), 16))
+
+    def test_where_prompts_part(self) -> None:
+        """Also of prompts that SGLang asks for in several calls, or holds the beginning of."""
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
+            make_mark(Path(root))
+            self.reuse.savings.keep_at(Path(root), "", 0o600)
+            long = keys(1, 300)
+            for asked, found in (
+                (long[:128], 128), (long[128:256], 128), (long[256:], 10),
+                (keys(2, 128), 128),  # and no more of it
+                (keys(4, 7), 7),
+                (keys(5, 7), 0),
+                (keys(6, 60)[20:], 0),  # 1280 tokens are in memory
+            ):  # fmt: skip
+                self.reuse.decide(asked, found)
+            self.reuse.savings.close()
+            ((_, noted),) = parted_at(Path(root)).items()
+        ends = {"32768": 1, "whole": 2, "64": 1, "2048": 1}
+        self.assertEqual({MODEL.identity.namespace: ends}, noted)
 
 
 class SettingsTest(unittest.TestCase):

@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from helpers import SOON_S, in_child, keys_of
 from small_models import Family, make_model
 from vua import ConfigError, InputError
+from vua.capacity.saved import parted_at
 from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity, config_digest, counted_fields, named_by
 from vua.weights import identify_weights, weights_fingerprint
@@ -584,6 +585,21 @@ print(one.namespace == other.namespace, one.name)
         small = self.prefixes(model).load(PROMPT, DynamicCache(config=model.config))
         self.assertEqual((144, WINDOW - 1), (small.num_tokens, small.cache.layers[0].keys.shape[2]))
         self.assertEqual(out.tolist(), generate(model, PROMPT, small.cache).tolist())
+
+    @pytest.mark.thorough
+    def test_where_prompts_part(self) -> None:
+        """What is noted is what is stored of each row, also where it is not loaded."""
+        model = load(self.model_path())
+        self.stored(model)
+        other, both = PROMPT.clone(), torch.cat([PROMPT, PROMPT])
+        other[0, 100], both[1, 3] = 3, 3
+        prefixes = self.prefixes(model)
+        for ids in (PROMPT, other, both, PROMPT[:, :CHUNK]):
+            prefixes.load(ids)
+        prefixes.close()
+        ((_, noted),) = parted_at(self.store).items()
+        ends = {"whole": 2, "128": 1, "16": 1, "short": 1}
+        self.assertEqual({prefixes.identity.namespace: ends}, noted)
 
     @pytest.mark.thorough
     def test_slower_than_computing(self) -> None:

@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob  # noqa: E402
 
 from e2e.damage import flip, stored, truncate  # noqa: E402
 from helpers import SOON_S  # noqa: E402
+from vua.capacity.saved import parted_at  # noqa: E402
 from vua.connector.proved import written  # noqa: E402
 from vua.errors import ConfigError  # noqa: E402
 from vua.security.keyring import tenant_of, write_key  # noqa: E402
@@ -481,6 +482,9 @@ class TierTest(unittest.TestCase):
         with mock.patch.object(LocalStorage, "exists", hangs):
             self.assertEqual([False] * 8, host.find(context, keys))
             goes_on.set()
+        host.tier.on_request_finished(context)
+        host.tier.shutdown()
+        self.assertEqual({}, parted_at(self.root), "nothing is known of where it parts")
 
     def test_a_full_disk(self) -> None:
         """Nothing is stored, nothing raises; what is evicted for space is a miss."""
@@ -522,6 +526,19 @@ class TierTest(unittest.TestCase):
         self.assertEqual(32, len(stored(self.root)))
         for host, (context, keys) in zip(hosts, asked, strict=True):
             self.assertEqual(keys, host.load(context, keys))
+
+    def test_where_prompts_part(self) -> None:
+        """A prompt is noted at its end, by the first row of whole groups that is missing."""
+        self.filled()
+        host = self.host()
+        for name, rows in (("prompt", 8), ("prompt", 12), ("other", 8), ("unasked", 0)):
+            context, asked = host.request(name, rows=rows)
+            host.find(context, asked)
+            host.tier.on_request_finished(context)
+        host.tier.shutdown()
+        ((_, noted),) = parted_at(self.root).items()
+        ((_, ends),) = noted.items()
+        self.assertEqual({"whole": 1, str(16 * TOKENS): 1, str(TOKENS): 1}, ends)
 
     def test_metrics(self) -> None:
         """What is counted has vLLM's own form, and is defined."""
