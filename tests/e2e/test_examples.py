@@ -13,7 +13,7 @@ import pytest
 
 from e2e.harness import SOURCE
 from e2e.sglang_server import PYTHON, Server, extra_config
-from helpers import DirectoryTest
+from helpers import ROOT, DirectoryTest
 from real_model import real_model, wheel_file
 
 pytestmark = pytest.mark.thorough
@@ -26,8 +26,8 @@ PRINTED = re.compile(r"(\d+) of (\d+) tokens loaded", re.MULTILINE)
 @unittest.skipUnless(EXAMPLES.exists(), "not in a checkout")
 @unittest.skipUnless(wheel_file(), "the wheel of the real model is not installed")
 class ExamplesTest(DirectoryTest):
-    def run_example(self, name: str, *more: str) -> list[tuple[int, int]]:
-        """Run it on an empty directory; return of each prompt the tokens loaded, and all."""
+    def output_of(self, name: str, *more: str) -> str:
+        """Run it on an empty directory; return what it prints."""
         shared = ("--path", str(self.root), "--new-tokens", "3")
         done = subprocess.run(
             [sys.executable, str(EXAMPLES / name), *shared, *more],
@@ -37,7 +37,12 @@ class ExamplesTest(DirectoryTest):
             check=False,
         )
         self.assertEqual(0, done.returncode, done.stderr[-3000:])
-        return [(int(loaded), int(length)) for loaded, length in PRINTED.findall(done.stdout)]
+        return done.stdout
+
+    def run_example(self, name: str, *more: str) -> list[tuple[int, int]]:
+        """Run it; return of each prompt the tokens loaded, and all."""
+        prompts = PRINTED.findall(self.output_of(name, *more))
+        return [(int(loaded), int(length)) for loaded, length in prompts]
 
     def test_chat(self) -> None:
         """Each turn loads at least the whole chunks of the prompt before it."""
@@ -63,6 +68,16 @@ class ExamplesTest(DirectoryTest):
         self.assertGreater(all_three, length - 2 * CHUNK_TOKENS)
         self.assertGreater(one, CHUNK_TOKENS)
         self.assertLess(one, all_three)
+
+    def test_prompts_that_hit(self) -> None:
+        """By each advice more is found, and the page has the numbers."""
+        _, *rows = re.findall(r"^\| .*$", self.output_of("prompts_that_hit.py"), re.MULTILINE)
+        page = (ROOT / "docs" / "hits.md").read_text(encoding="utf-8")
+        self.assertEqual(rows, re.findall(r"^\| .* of .* of .*$", page, re.MULTILINE))
+        self.assertEqual(8, len(rows))
+        for row in rows:
+            without, with_it = (int(cell.split()[0]) for cell in row.split("|")[2:4])
+            self.assertGreater(with_it, without + 15, row)
 
     @pytest.mark.vllm
     def test_engines(self) -> None:
