@@ -12,15 +12,17 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from heapq import nlargest
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from vua.io.words import counted
 from vua.storage.location import directory_of
 from vua.storage.mark import UPKEEP
+
+T = TypeVar("T")
 
 FOLDER: Final = "saved"
 DAYS: Final = 8
@@ -29,6 +31,10 @@ MOST_FILES: Final = 1024
 """That are read and kept: the latest."""
 _MOST_NBYTES: Final = 1 << 14
 _SANE: Final = 1e15
+_KEYS: Final = {
+    "days": re.compile("[0-9]{4}-[0-9]{2}-[0-9]{2}"),
+    "parted": re.compile("[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9a-f]{64}"),
+}
 _CLASS: Final = re.compile("short|whole|[1-9][0-9]{0,11}")
 _FEW: Final = 8
 """Nothing is concluded from fewer prompts."""
@@ -66,18 +72,25 @@ class Totals(NamedTuple):
         return f"{time_saved}, {self.loaded_tokens:,} tokens loaded, {found}"
 
 
-def saved_at(root: Path) -> dict[str, Totals]:
-    """Return what all processes saved in a cache's directory, by day (UTC), the last ones.
+def _noted(root: Path, name: str, read: Callable[[Any], T]) -> Iterator[tuple[str, str, T]]:
+    """Yield what all files have of this name, by day (UTC), and by namespace or "".
 
     Raises nothing: what cannot be read or makes no sense is left out.
     """
-    days: dict[str, Totals] = {}
     for found in _files(root / UPKEEP / FOLDER):
         with suppress(TypeError, ValueError, KeyError, AttributeError):
-            theirs = {day: Totals._make(map(_number, each)) for day, each in found["days"].items()}
-            for day, each in theirs.items():
+            noted = [(at[:10], at[11:], read(each)) for at, each in found[name].items()]
+            for day, *_ in noted:
                 time.strptime(day, "%Y-%m-%d")
-                days[day] = add_up((days.get(day, Totals()), each))
+            if all(map(_KEYS[name].fullmatch, found[name])):
+                yield from noted
+
+
+def saved_at(root: Path) -> dict[str, Totals]:
+    """Return what all processes saved in a cache's directory, by day; raises nothing."""
+    days: dict[str, Totals] = {}
+    for day, _, each in _noted(root, "days", lambda one: Totals._make(map(_number, one))):
+        days[day] = add_up((days.get(day, Totals()), each))
     return dict(sorted(days.items())[-DAYS:])
 
 
@@ -86,6 +99,12 @@ def saved_today(where: str) -> Totals | None:
     if (root := directory_of(where)) is None:
         return None
     return saved_at(root).get(time.strftime("%Y-%m-%d", time.gmtime()))
+
+
+def ends_of(parted: Parted) -> str:
+    """Return the numbers in words, the shortest beginnings first."""
+    names = sorted(parted, key=lambda name: (name.isalpha(), len(name), name))
+    return ", ".join(f"{'within ' * name.isdecimal()}{name}: {parted[name]:,}" for name in names)
 
 
 def advice(parted: Parted) -> str:
@@ -105,18 +124,19 @@ def advice(parted: Parted) -> str:
 
 
 def parted_at(root: Path) -> dict[str, dict[str, Parted]]:
-    """Return where prompts of all processes parted, by day (UTC) and namespace; raises nothing."""
+    """Return where prompts of all processes parted, by day and namespace; raises nothing."""
     days: dict[str, dict[str, Parted]] = {}
-    for found in _files(root / UPKEEP / FOLDER):
-        with suppress(TypeError, ValueError, KeyError, AttributeError):
-            for at, each in found["parted"].items():
-                numbers = {name: int(_number(number)) for name, number in each.items()}
-                day, name = at.split(" ")
-                time.strptime(day, "%Y-%m-%d")
-                if all(map(_CLASS.fullmatch, numbers)):
-                    spaces = days.setdefault(day, {})
-                    spaces[name] = spaces.get(name, Parted()) + Parted(numbers)
+    for day, name, each in _noted(root, "parted", _ends):
+        spaces = days.setdefault(day, {})
+        spaces[name] = spaces.get(name, Parted()) + each
     return dict(sorted(days.items())[-DAYS:])
+
+
+def _ends(found: Any) -> Parted:
+    numbers = {name: int(_number(number)) for name, number in found.items()}
+    if min(numbers.values()) < 0 or not all(map(_CLASS.fullmatch, numbers)):
+        raise ValueError(found)
+    return Parted(numbers)
 
 
 def add_up(several: Iterable[Totals]) -> Totals:

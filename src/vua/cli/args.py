@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Final
@@ -20,7 +19,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from vua.cli.command import argument, command
-from vua.cli.output import Report
+from vua.cli.output import Said
 from vua.cli.root import vua
 from vua.connector.config import VLLM_TRANSFER, sglang_arguments
 from vua.errors import ConfigError, StorageError
@@ -33,54 +32,20 @@ from vua.weights import write_note
 SHELLS: Final = ("bash", "zsh", "fish")
 
 
-@dataclass(frozen=True, slots=True)
-class Script(Report):
-    """A completion script."""
-
-    shell: str
-    text: str
-
-    def describe(self) -> object:
-        return {"shell": self.shell, "code": self.text}
-
-    def show(self) -> None:
-        print(self.text)
-
-
 @command("completion", takes_directory=False)
 @argument("shell", "bash, zsh or fish", metavar="SHELL", type=click.Choice(SHELLS))
-def completion(shell: str) -> Script:
+def completion(shell: str) -> Said:
     """Return the script for one of SHELLS; it asks `vua` itself for completions."""
     kind = get_completion_class(shell)
     if kind is None:
         raise ConfigError(f"{shell} is not known to the package click")
-    return Script(shell, kind(vua, {}, "vua", "_VUA_COMPLETE").source())
-
-
-@dataclass(frozen=True, slots=True)
-class Note(Report):
-    """What identified a model's weights."""
-
-    file: str
-    weights: str
-    nbytes: int
-    seconds: float
-
-    def describe(self) -> object:
-        return {
-            "file": self.file,
-            "weights": self.weights,
-            "nbytes": self.nbytes,
-            "seconds": round(self.seconds, 1),
-        }
-
-    def show(self) -> None:
-        print(f"{self.file}: weights {self.weights[:12]}, {self.nbytes / 1e6:.1f} MB read")
+    code = kind(vua, {}, "vua", "_VUA_COMPLETE").source()
+    return Said(code, shell=shell, code=code)
 
 
 @command("identify", takes_directory=False)
 @argument("model", "directory of the model", metavar="MODELDIR")
-def identify(model: str) -> Note:
+def identify(model: str) -> Said:
     """Write a note beside a model's files, so that an image or a volume brings their digests.
 
     Raises ConfigError, OSError.
@@ -89,28 +54,14 @@ def identify(model: str) -> Note:
         text = f"{model}: expected a directory, found nothing; name the directory of the model"
         raise ConfigError(text)
     note, found = write_note(Path(model))
-    return Note(str(note), found.fingerprint, found.nbytes, found.seconds)
+    weights, nbytes, seconds = found.fingerprint, found.nbytes, round(found.seconds, 1)
+    text = f"{note}: weights {weights[:12]}, {nbytes / 1e6:.1f} MB read"
+    return Said(text, file=str(note), weights=weights, nbytes=nbytes, seconds=seconds)
 
 
 ENGINES: Final = ("vllm", "sglang", "lmcache", "docker")
 _UNSAFE: Final = re.compile(r"[\s*?\[\]~\\]")
 """What a shell splits or expands in the result of `$(...)`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments(Report):
-    """What to add to an engine's command line."""
-
-    engine: str
-    words: tuple[str, ...]
-
-    def describe(self) -> object:
-        """Return plain values for programs."""
-        return {"engine": self.engine, "arguments": list(self.words)}
-
-    def show(self) -> None:
-        """Print them in one line."""
-        print(" ".join(self.words))
 
 
 def _json(values: Mapping[str, object]) -> str:
@@ -211,12 +162,14 @@ def _warn(path: str) -> None:
 @click.option(
     "--plain-engines", is_flag=True, help="lmcache: your word that engines only run their files"
 )
-def arguments_of(engine: str, path: str, *, plain_engines: bool = False) -> Arguments:
+def arguments_of(engine: str, path: str, *, plain_engines: bool = False) -> Said:
     """Return the arguments. Raises ConfigError where they cannot be given."""
     where = path
     if not is_url(path):
         where = os.path.abspath(path)  # noqa: PTH100 - links stay
         _warn(where)
     if engine == "lmcache":
-        return Arguments(engine, _lmcache(where, plain_engines=plain_engines))
-    return Arguments(engine, {"vllm": _vllm, "sglang": _sglang, "docker": _docker}[engine](where))
+        words = _lmcache(where, plain_engines=plain_engines)
+    else:
+        words = {"vllm": _vllm, "sglang": _sglang, "docker": _docker}[engine](where)
+    return Said(" ".join(words), engine=engine, arguments=words)

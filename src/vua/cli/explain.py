@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from vua.capacity.saved import Parted, advice, parted_at
+from vua.capacity.saved import advice, ends_of, parted_at
 from vua.catalog.base import Catalog
 from vua.catalog.check import NO_KEYS
 from vua.catalog.contents import SHORT
@@ -33,7 +33,7 @@ from vua.catalog.prefix import (
     usable,
 )
 from vua.cli.command import command
-from vua.cli.output import DAMAGED, SOUND, Report, facts, line, progress
+from vua.cli.output import DAMAGED, SOUND, Report, Said, facts, line, plain, progress
 from vua.cli.prompt import Prompt, model_directory, read_documents, read_prompts
 from vua.errors import ConfigError, explaining
 from vua.format.identity import Identity
@@ -286,50 +286,21 @@ class Explanations(Report):
             one.show()
 
 
-@dataclass(frozen=True, slots=True)
-class Ordered(Report):
-    """The result of `vua explain --order`."""
-
-    directory: str
-    order: Sequence[int]
-    """The documents' places in the file, from 0."""
-    tokens: int
-    """Leading tokens of the prompt that are stored."""
-    namespace: str
-
-    def describe(self) -> object:
-        return asdict(self)
-
-    def show(self) -> None:
-        where = f" in namespace {self.namespace[:SHORT]}" if self.namespace else ""
-        print(f"{' '.join(map(str, self.order))}: {counted(self.tokens, 'token')} stored{where}")
-
-
-@dataclass(frozen=True, slots=True)
-class Recent(Report):
-    """Where the prompts of the last days part from what is stored."""
-
-    directory: str
-    days: Sequence[tuple[Description, str, Parted]]
-    """Of each namespace the days (UTC), the last one first."""
-
-    def describe(self) -> object:
-        days = [
-            {"namespace": found.name, "day": day, "parted": parted, "verdict": advice(parted)}
-            for found, day, parted in self.days
-        ]
-        return {"directory": self.directory, "days": days}
-
-    def show(self) -> None:
-        if not self.days:
-            told = "engines have noted no prompts in the last days; of buckets they note none"
-            print(f"{self.directory}: {told}")
-        for found, day, parted in self.days:
-            line("", f"{day}  namespace {_named(found)}")
-            print(advice(parted) or "too few prompts to tell why they part")
-            names = sorted(parted, key=lambda name: (name.isalpha(), len(name), name))
-            told = [f"{'within ' * name.isdecimal()}{name}: {parted[name]:,}" for name in names]
-            print(f"  {', '.join(told)}")
+def _recent(catalog: Catalog, prefix: str) -> Said:
+    """Say where the prompts of the last days part from what is stored, the last day first."""
+    found, root = catalog.contents()[0], directory_of(catalog.where)
+    noted = [*parted_at(root).items()] if root is not None else []
+    days, told = list[dict[str, object]](), list[str]()
+    for one in found:
+        for day, parted in [(day, spaces.get(one.name)) for day, spaces in noted[::-1]]:
+            if parted and one.name.startswith(prefix):
+                why = advice(parted)
+                days.append({"namespace": one.name, "day": day, "parted": parted, "verdict": why})
+                told += [f"{day}  namespace {plain(_named(one))}"]
+                told += [why or "too few prompts to tell why they part", f"  {ends_of(parted)}"]
+    nothing = "engines have noted no prompts in the last days; of buckets they note none"
+    text = "\n".join(told) or f"{catalog.where}: {nothing}"
+    return Said(text, directory=catalog.where, days=days)
 
 
 @command("explain")
@@ -352,9 +323,7 @@ class Recent(Report):
 @click.option("--salt", metavar="S", default="", help="the requests' cache salt")
 @click.option("--epoch", metavar="E", default="", help="the engine's epoch, with --model")
 @click.option("--quick", is_flag=True, help="do not look for other continuations")
-def explain(
-    directory: str, *, security: Security = NO_KEYS, **asked: Any
-) -> Explanation | Explanations | Ordered | Recent:
+def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Report:
     """Report what is stored of a prompt, and why no more; exit status 1 if files are damaged.
 
     ``asked`` are :class:`Question`'s fields. Raises ConfigError, InputError, StorageError.
@@ -368,12 +337,7 @@ def explain(
         text = f"argument --{given[1]}: not allowed with argument --{given[0]}"
         raise click.UsageError(text)
     if asked.pop("recent"):
-        found, root = open_catalog(directory).contents()[0], directory_of(directory)
-        days = [*parted_at(root).items()] if root is not None else []
-        return Recent(directory, [
-            (one, day, noted[one.name]) for one in found for day, noted in days[::-1]
-            if one.name in noted and one.name.startswith(asked["namespace"])
-        ])  # fmt: skip
+        return _recent(open_catalog(directory), asked["namespace"])
     if asked["model"] is not None:
         asked["model"] = str(model_directory(asked["model"]))
     order = asked.pop("order")
@@ -382,9 +346,10 @@ def explain(
         with explaining(order):
             count, made_of = read_documents(order, question.model)
         more = {"namespace": question.namespace, "salt": question.salt}
-        return Ordered(
-            directory, *order_documents(directory, count, made_of, security=security, **more)
-        )
+        places, tokens, name = order_documents(directory, count, made_of, security=security, **more)
+        where = f" in namespace {name[:SHORT]}" if name else ""
+        text = f"{' '.join(map(str, places))}: {counted(tokens, 'token')} stored{where}"
+        return Said(text, directory=directory, order=places, tokens=tokens, namespace=name)
     if question.block_tokens is not None and question.block_tokens < 1:
         text = f"--block-tokens must be a positive number, found {question.block_tokens}"
         raise ConfigError(text)

@@ -12,8 +12,8 @@ objects. So it is looked at once a minute by default, and `top` shows the cost.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 import click
@@ -26,7 +26,7 @@ from vua.cli.command import command, duration_s
 from vua.cli.output import (
     SOUND,
     Output,
-    Report,
+    Said,
     clear_screen,
     cost,
     progress,
@@ -52,44 +52,17 @@ def between_looks_s(given_s: float | None, catalog: Catalog, usual_s: float) -> 
 # -- vua top --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic(Report):
-    """The changes between two looks."""
-
-    directory: str
-    nbytes: int
-    max_bytes: float | None
-    free_nbytes: int | None
-    seconds: float
-    namespaces: Sequence[Mapping[str, Any]]
-    chunks: int
-    counts: Mapping[str, int]
-    saved: Totals | None
-
-    def describe(self) -> object:
-        return {
-            "directory": self.directory,
-            "nbytes": self.nbytes,
-            "max_bytes": self.max_bytes,
-            "free_nbytes": self.free_nbytes,
-            **requests_of(self.counts),
-            "chunks": self.chunks,
-            "seconds": round(self.seconds, 3),
-            "namespaces": self.namespaces,
-            "saved_today": self.saved and self.saved.describe(),
-        }
-
-    def show(self) -> None:
-        """Print a line for all, and a row per namespace."""
-        text = f"{self.directory}: {counted(self.chunks, 'chunk')}, {size(self.nbytes)}"
-        text += "" if self.max_bytes is None else f" of at most {size(self.max_bytes)}"
-        text += "" if self.free_nbytes is None else f"; {size(self.free_nbytes)} of the disk free"
-        print(f"{text}{cost(self.counts)}; over {self.seconds:.3f} s")
-        if self.saved:
-            print(f"today: {self.saved}")
-        head = ["namespace", "model", " chunks", " size", " new/s", " used/s", " gone/s"]
-        head += [f" used in {text}" for text in ("1 min", "1 h", "1 day")] + ["salts"]
-        table(head, [_row(one) for one in self.namespaces])
+def _show(of: Mapping[str, Any], counts: Mapping[str, int], saved: Totals | None) -> None:
+    """Print a line for all, and a row per namespace."""
+    text = f"{of['directory']}: {counted(of['chunks'], 'chunk')}, {size(of['nbytes'])}"
+    text += "" if of["max_bytes"] is None else f" of at most {size(of['max_bytes'])}"
+    text += "" if of["free_nbytes"] is None else f"; {size(of['free_nbytes'])} of the disk free"
+    print(f"{text}{cost(counts)}; over {of['seconds']:.3f} s")
+    if saved:
+        print(f"today: {saved}")
+    head = ["namespace", "model", " chunks", " size", " new/s", " used/s", " gone/s"]
+    head += [f" used in {text}" for text in ("1 min", "1 h", "1 day")] + ["salts"]
+    table(head, [_row(one) for one in of["namespaces"]])
 
 
 def _row(one: Mapping[str, Any]) -> list[object]:
@@ -136,7 +109,8 @@ def _snapshots(catalog: Catalog, past: Mapping[str, Snapshot]) -> dict[str, Snap
         return {space.name: space.snapshot(past.get(space.name)) for space in found}
 
 
-def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Traffic:
+def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Said:
+    """Return the changes between two looks."""
     newest = (
         int(times.mtimes_ns.max(initial=0)) for one in now.values() for times in one.times.values()
     )
@@ -148,11 +122,19 @@ def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Traf
     if use is not None:
         nbytes, free_nbytes = use.nbytes, use.free_nbytes
     limits = catalog.limits() if use is None else use.limits
-    return Traffic(
-        *(catalog.where, nbytes, limits["max_bytes"], free_nbytes, took_s, rows, chunks),
-        counts=dict(catalog.counts),
-        saved=saved_today(catalog.where),
-    )
+    saved, counts = saved_today(catalog.where), dict(catalog.counts)
+    values = {
+        "directory": catalog.where,
+        "nbytes": nbytes,
+        "max_bytes": limits["max_bytes"],
+        "free_nbytes": free_nbytes,
+        **requests_of(counts),
+        "chunks": chunks,
+        "seconds": round(took_s, 3),
+        "namespaces": rows,
+        "saved_today": saved and saved.describe(),
+    }
+    return Said(partial(_show, values, counts, saved), **values)
 
 
 def _compare(now: Snapshot, now_ns: int, took_s: float) -> dict[str, Any]:

@@ -55,7 +55,7 @@ _ELLIPSIS: Final = "\u2026"
 
 
 class Report(ABC):
-    """The result of a command. Subclasses are frozen dataclasses."""
+    """The result of a command."""
 
     __slots__ = ()
 
@@ -70,6 +70,22 @@ class Report(ABC):
     @abstractmethod
     def show(self) -> None:
         """Print it for people."""
+
+
+class Said(Report):
+    """A text for people, or what prints it, and plain values for programs."""
+
+    def __init__(self, text: str | Callable[[], None], **values: object) -> None:
+        self._text, self._values = text, values
+
+    def describe(self) -> object:
+        return self._values
+
+    def show(self) -> None:
+        if isinstance(self._text, str):
+            print(self._text)
+        else:
+            self._text()
 
 
 class Lazy(list[Any]):

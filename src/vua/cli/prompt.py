@@ -11,20 +11,16 @@ from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
 
 from vua.cli.command import argument, command
-from vua.cli.output import Report
+from vua.cli.output import Said
 from vua.errors import ConfigError, InputError
 from vua.format.keys import token_ids
 from vua.io.files import make_folder
 from vua.security.keyring import SUFFIX, read_key, tenant_of, write_key
-
-if TYPE_CHECKING:
-    pass  # needs an optional package
-
 
 _TAKEN: Final = frozenset(
     ["prompt", "messages", "tools", "chat_template_kwargs", "add_generation_prompt",
@@ -293,25 +289,10 @@ def model_directory(model: str) -> Path:
 # -- vua key --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Key(Report):
-    """A key file."""
-
-    file: str
-    made: bool
-    """Whether it was made now."""
-
-    def describe(self) -> object:
-        return {"file": self.file, "made": self.made}
-
-    def show(self) -> None:
-        print(f"{self.file}: {'made' if self.made else 'there already'}")
-
-
 @command("key", takes_directory=False)
 @argument("path", "file for the key; with --salt a directory", metavar="PATH")
 @click.option("--salt", metavar="S", help="make the key of this cache salt in PATH")
-def key(path: str, *, salt: str | None = None) -> Key:
+def key(path: str, *, salt: str | None = None) -> Said:
     """Make the key file, or check the existing one.
 
     Raises ConfigError for an existing unusable key, OSError.
@@ -329,4 +310,4 @@ def key(path: str, *, salt: str | None = None) -> Key:
     except FileExistsError:
         read_key(file)
         made = False
-    return Key(str(file), made)
+    return Said(f"{file}: {'made' if made else 'there already'}", file=str(file), made=made)

@@ -21,6 +21,7 @@ from vua.cli.output import (
     DAMAGED,
     SOUND,
     Report,
+    Said,
     cost,
     plain,
     print_strays,
@@ -261,44 +262,25 @@ def gc(
 # -- ttl ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Life(Report):
-    """How long unused chunks live."""
-
-    directory: str
-    ttl_s: float | None
-    chunks_with_their_own: int
-    is_kept: bool
-    """Whether per-chunk times to live are applied."""
-
-    def describe(self) -> object:
-        own = self.chunks_with_their_own
-        return {"directory": self.directory, "ttl_s": self.ttl_s, "chunks_with_their_own": own}
-
-    def show(self) -> None:
-        now = self.ttl_s
-        text = (
-            "no time to live" if now is None else f"unused chunks are deleted after {duration(now)}"
-        )
-        own = counted(self.chunks_with_their_own, "chunk")
-        if self.is_kept:
-            print(plain(f"{self.directory}: {text}; with a time to live of their own: {own}"))
-            return
-        print(plain(f"{self.directory}: {text}, by `vua gc` and the bucket's lifecycle rule"))
-        if self.chunks_with_their_own:
-            print(f"with a time to live of their own, which is not kept here: {own}")
-
-
 @command("ttl", as_owner_of=True)
 @argument("seconds", "30m, 12h, 1d, 2w", metavar="[TIME]", type=lifetime_s, required=False)
 @click.option("--off", is_flag=True, help="keep chunks for as long as there is room")
-def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> Life:
+def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> Said:
     """Show, set or (``off``) remove the time without use after which chunks are deleted."""
     catalog = open_catalog(directory)
     if off or seconds is not None:
         catalog.claim()
         catalog.keep({"ttl_s": None if off else Limits(ttl_s=seconds).ttl_s})
-    return Life(directory, catalog.bounds().ttl_s, catalog.own_ttls(), catalog.keeps_own_ttls)
+    now, own = catalog.bounds().ttl_s, catalog.own_ttls()
+    text = "no time to live" if now is None else f"unused chunks are deleted after {duration(now)}"
+    theirs = f"with a time to live of their own{{}}: {counted(own, 'chunk')}"
+    if catalog.keeps_own_ttls:
+        text += f"; {theirs.format('')}"
+    else:
+        text += ", by `vua gc` and the bucket's lifecycle rule"
+        text += f"\n{theirs.format(', which is not kept here')}" if own else ""
+    text = f"{plain(directory)}: {text}"
+    return Said(text, directory=directory, ttl_s=now, chunks_with_their_own=own)
 
 
 # -- pin ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
@@ -36,7 +36,7 @@ from vua.catalog.check import NO_KEYS
 from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
-from vua.cli.output import SOUND, Output, Report, plain, when
+from vua.cli.output import SOUND, Output, Said, plain, when
 from vua.cli.verify import verify
 from vua.errors import ConfigError, VUAError
 from vua.io.words import counted, size
@@ -363,20 +363,6 @@ class _Handler(BaseHTTPRequestHandler):
 # -- the command ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class UiReport(Report):
-    """The page's address."""
-
-    directory: str
-    url: str
-
-    def describe(self) -> object:
-        return {"directory": self.directory, "url": self.url}
-
-    def show(self) -> None:
-        print(f"{self.directory}: open {self.url}\nCtrl-C ends it", flush=True)
-
-
 @command("ui", as_owner_of=True)
 @click.option(
     "--port", metavar="N", type=int, default=0, help="of 127.0.0.1; default one that is free"
@@ -393,6 +379,7 @@ def ui(directory: str, *, port: int, output: Output) -> int:
         text = f"port {port} of 127.0.0.1 cannot be taken: {problem}; leave out --port for another"
         raise ConfigError(text) from problem
     with server:
-        output.show(UiReport(directory, server.url))
+        text = f"{directory}: open {server.url}\nCtrl-C ends it"
+        output.show(Said(text, directory=directory, url=server.url))
         server.serve_forever()
     return SOUND
