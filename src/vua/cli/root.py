@@ -9,7 +9,7 @@ import os
 import sys
 from contextlib import suppress
 from importlib import import_module
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -17,6 +17,9 @@ from vua.cli.command import COMMANDS, ENTRIES, GROUPS, VARIABLE, with_help
 from vua.cli.interrupts import INTERRUPTED, interrupts
 from vua.cli.output import UNUSABLE, guarded, plain
 from vua.errors import StorageError, VUAError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 _INSTEAD: Final = {
     "advise": " any more: `vua top DIR` says what is evicted, and what the cache saves under a "
@@ -40,6 +43,14 @@ class _Commands(click.Group):
             return None
         import_module(f"vua.cli.{ENTRIES[cmd_name].module}")
         return COMMANDS[cmd_name]
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete from the list, as `format_commands`."""
+        from click.shell_completion import CompletionItem  # noqa: PLC0415 - for shells alone
+
+        near = [name for name in ENTRIES if name.startswith(incomplete)]
+        found = [CompletionItem(name, help=ENTRIES[name].text) for name in near]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -22,6 +22,7 @@ from commands import TOKENS, CliTest, run, run_json, verbs
 from helpers import caches_of, flip
 from vua.cli import main
 from vua.cli import output as text
+from vua.cli.command import ENTRIES
 from vua.core import VUA, VUAConfig
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -292,6 +293,12 @@ class TestWords(CliTest):
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         self.assertTrue(done.stdout.endswith("0\n"), done.stdout)
+        asked = {"_VUA_COMPLETE": "bash_complete", "COMP_WORDS": "vua ", "COMP_CWORD": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", code, "", *names, "vua.cli.ls", "vua.cli.args"],
+            env=os.environ | asked, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        self.assertEqual([*(f"plain,{name}" for name in ENTRIES), "0"], done.stdout.split())
         code = (
             "import sys; from vua.cli import main; main(['ls', sys.argv[1]]); "
             "print(*(name for name in sys.argv[2:] if name in sys.modules))"
