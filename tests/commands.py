@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from helpers import ROOT, DirectoryTest, caches_of
+from vua.catalog.opening import open_catalog
 from vua.cli import main
+from vua.cli.ui.server import Files, overview
 from vua.core import VUA, VUAConfig
 
 TOKENS = torch.arange(500, 512)
@@ -34,6 +36,16 @@ def run_json(*arguments: str | Path) -> tuple[int, Any]:
     """Run the command with `--json`; return exit code and report."""
     code, out, _ = run(*arguments, "--json")
     return code, json.loads(out)
+
+
+def told(root: Path) -> str:
+    """What `vua ls` says was saved today; `vua top` and the page say the same."""
+    (line,) = (one for one in run("ls", root)[1].splitlines() if one.startswith("today: "))
+    page = overview(open_catalog(str(root)), Files())["summary"]
+    for text in (run("top", root, "--once", "--interval", "0.05s")[1], page):
+        if line not in text:
+            raise AssertionError(f"{line!r} is not in {text!r}")
+    return line.removeprefix("today: ")
 
 
 def verbs() -> set[str]:

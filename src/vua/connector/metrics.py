@@ -77,13 +77,12 @@ class RequestMetrics:
         seconds: float,
         *,
         local_tokens: int = 0,
-        found: tuple[int, int] = (0, 0),
-        where: tuple[str, int] | None = None,
+        found: tuple[str, int, int, int] | None = None,
     ) -> None:
         """Note the answer to a lookup; later calls for the same request change nothing.
 
         ``local_tokens`` of the prompt are in the engine's own prefix cache already; ``found``:
-        chunks found, of how many; ``where``: in which namespace, with so many tokens per chunk.
+        in this namespace so many chunks, of how many, and the tokens of one; None: not asked.
         """
         if request_id in self._accounts:
             return
@@ -92,9 +91,8 @@ class RequestMetrics:
         self._stats.add("vua_prompt_tokens_total", prompt_tokens)
         self._stats.add("vua_queried_tokens_total", prompt_tokens - local_tokens)
         self._stats.observe("vua_lookup_seconds", seconds)
-        self.savings.looked_up(*found)
-        if where is not None:
-            self.savings.parted(where[0], *found, where[1])
+        if found is not None:
+            self.savings.looked_up(*found)
         self._show_saved()
 
     def computing(self, request: Any, start: int, decision: LoadDecision) -> None:

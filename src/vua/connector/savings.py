@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -33,6 +34,7 @@ from vua.connector.proved import forget_old
 from vua.io.files import atomic_write
 from vua.io.forks import new_lock, watch
 from vua.io.posix import close_quietly
+from vua.storage.location import directory_of, names_of
 from vua.storage.mark import UPKEEP
 
 log = logger("savings")
@@ -77,34 +79,38 @@ class Savings:
         atexit.unregister(self.close)
         self._reset()
 
-    def keep_at(self, root: Path | None, kind: str, mode: int) -> None:
-        """Keep a file of this mode in a cache's directory; None: it is in a bucket.
+    def keep_at(self, where: str | os.PathLike[str] | Sequence[str], kind: str, mode: int) -> None:
+        """Keep a file of this mode in a cache's directory, the nearest of tiers; a bucket has none.
 
         ``kind`` stands for all that decides how long computing takes; "": that is not known.
         """
         with self._lock:
-            self._root, self._kind, self._mode = root, kind, mode
+            self._root, self._kind, self._mode = directory_of(names_of(where)[0]), kind, mode
 
-    def looked_up(self, found: int, asked: int) -> None:
-        """Note that of a prompt's whole chunks so many were found."""
-        if asked:
-            with self._lock:
-                self._add(self._today(), Totals(asked, found))
-
-    def parted(self, namespace: str, found: int, asked: int, size: int, before: int = 0) -> None:
+    def looked_up(
+        self,
+        namespace: str,
+        found: int,
+        asked: int,
+        size: int,
+        before: int = 0,
+        *,
+        ends: bool = True,
+    ) -> None:
         """Note that of a prompt's whole chunks so many were found, of ``size`` tokens each.
 
-        After ``before`` tokens that were not looked up.
+        After ``before`` tokens that were not looked up; ``ends``: no more of the prompt will be.
         """
         stored, where = before + found * size, "whole" if asked > 0 else "short"
         if found < asked:
             where = str(1 << (stored + size - 1).bit_length() if stored else size)
         with self._lock:
             at = f"{(today := self._today())} {namespace}"
-            self._parted.setdefault(at, Parted())[where] += 1
+            if ends:
+                self._parted.setdefault(at, Parted())[where] += 1
             for old in [*self._parted][:-_MOST_PARTED]:
                 del self._parted[old]
-            self._add(today, Totals())
+            self._add(today, Totals(asked, found))
 
     def loaded(self, tokens: int, before: int, seconds: float, rows: int = 1) -> None:
         """Note that so many tokens of each row came, after earlier ones, and how long that took."""

@@ -181,7 +181,7 @@ class SchedulerSide:
         self.witness.be_of(setup, self.writer)
         security = self._config.security
         savings = self.request_metrics.savings
-        savings.keep_at(self._config.directory, setup, security.file_mode)
+        savings.keep_at(self._config.shared_storage_path, setup, security.file_mode)
 
     @property
     def _waits_for_weights(self) -> bool:
@@ -350,8 +350,10 @@ class SchedulerSide:
     def _account(self, state: RequestState, outcome: str) -> None:
         request, seconds = state.request, self._clock() - state.arrived_s
         match = state.lookup.answer.result() if state.lookup else None
-        found = (0, 0) if match is None else (match.stored, match.prompt_chunks)
-        asked = match is not None and not state.lookup.not_asked
+        found = None
+        if match is not None and not state.lookup.not_asked:
+            size = self.model.chunk_tokens
+            found = self.namespace.name, match.stored, match.prompt_chunks, size
         self.request_metrics.answered(
             request.request_id,
             outcome,
@@ -359,7 +361,6 @@ class SchedulerSide:
             seconds,
             local_tokens=state.local_tokens,
             found=found,
-            where=(self.namespace.name, self.model.chunk_tokens) if asked else None,
         )
 
     def _state(self, request: Any) -> RequestState | None:

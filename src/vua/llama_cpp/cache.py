@@ -35,7 +35,6 @@ from vua.errors import ConfigError, StorageError, VUAError
 from vua.format.identity import Identity
 from vua.llama_cpp.state import State, StateForm, parse
 from vua.serdes import DTYPES
-from vua.storage.location import directory_of
 from vua.store.identified import LazyStore, ModelDescription
 from vua.store.place import locate, look_at
 from vua.weights import Weights, checkpoint_files
@@ -242,7 +241,7 @@ class VUALlamaCache(BaseLlamaCache):
         self._llm, self._path = weakref.ref(llm), path
         self._said, self._seen = set[str](), list[int]()
         self._savings = Savings()
-        self._savings.keep_at(directory_of(path), "", self._config.security.file_mode)
+        self._savings.keep_at(path, "", self._config.security.file_mode)
         try:
             locate(path)
         except OSError as problem:
@@ -305,13 +304,15 @@ class VUALlamaCache(BaseLlamaCache):
             raise KeyError("nothing is stored")
         self._save_abandoned(llm)
         live = llm.longest_token_prefix(llm.input_ids[: llm.n_tokens].tolist(), tokens)
-        (stored,), size = vua.lookup(tokens), self._config.split_factor
-        self._savings.parted(self.identity.namespace, stored // size, len(tokens) // size, size)
+        (stored,), size, began_s = vua.lookup(tokens), self._config.split_factor, time.monotonic()
+        name = self.identity.namespace
+        self._savings.looked_up(name, stored // size, len(tokens) // size, size)
         if stored <= live:
             raise KeyError("nothing is stored that has not been computed")
         found = vua.get_closest(tokens)
         if found.num_tokens <= live or not self._fits(found):
             raise KeyError("nothing is stored that has not been computed")
+        self._savings.loaded(found.num_tokens, 0, time.monotonic() - began_s)
         rows = [[_words(pair[array]) for pair in found.data] for array in (0, 1)]
         state = self._form.build(*rows)
         ids = np.full(len(llm.input_ids), _NO_TOKEN, np.intc)

@@ -52,19 +52,21 @@ class Reuse:
         self._awaited: OrderedDict[str, float] = OrderedDict()
         """By the first page that was not loaded: when it was looked up."""
         self._last_end_s = 0.0
-        self._namespace, self._whole = model.identity.namespace, b""
-        """The last page of a full call that found all: the next call may go on with the prompt."""
+        self._namespace = model.identity.namespace
+        self._whole: tuple[bytes, tuple[Any, ...]] = b"", ()
+        """A full call that found all, by its last page: the next may go on with the prompt."""
 
     def decide(self, keys: Sequence[ChunkKey], found: int) -> int:
         """Return how many of the ``found`` leading chunks of a lookup are to be loaded."""
-        self.savings.looked_up(found, len(keys))
         with self._lock:
-            name, size = self._namespace, self._chunk_tokens
-            if self._whole not in (b"", keys[0].before):
-                self.savings.parted(name, 1, 1, size)  # that prompt had no more pages
-            self._whole = keys[-1].prefix_hash if found == len(keys) >= _CALL else b""
-            if not self._whole:
-                self.savings.parted(name, found, len(keys), size, keys[0].start)
+            (last, noted), size = self._whole, self._chunk_tokens
+            if noted:
+                self.savings.looked_up(*noted, ends=last != keys[0].before)
+            noted = self._namespace, found, len(keys), size, keys[0].start
+            full = found == len(keys) >= _CALL
+            self._whole = (keys[-1].prefix_hash, noted) if full else (b"", ())
+            if not full:
+                self.savings.looked_up(*noted)
             chunks = 0
             if found:
                 decision = self._policy.decide(keys[0].start, keys[found - 1].stop)

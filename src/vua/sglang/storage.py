@@ -195,7 +195,7 @@ class OpenPools:
         """None: another rank holds the same, and compares it."""
         if all(part.writes for part in pools.parts.values()):
             mode = config.security.file_mode
-            self.reuse.savings.keep_at(config.directory, pools.setup, mode)
+            self.reuse.savings.keep_at(config.shared_storage_path, pools.setup, mode)
             config = replace(config, epoch=opened.model.identity.epoch)  # compare there, too
             self.comparisons = Comparisons(
                 *(opened.model, stores, config, stats),

@@ -463,7 +463,7 @@ class PrefixCache:
             if more and (isinstance(place, StoredLayers) or place.agrees(rows, longer, more)):
                 found, columns = longer, more
         for row, stored in zip(rows, longest, strict=True):
-            stores.measured.looked_up(max(0, columns - row.padding), stored, len(row.ids))
+            stores.measured.looked_up(stored, len(row.ids))
         if not columns or self._said_of(state.change(whole=False)):
             return 0
         for row, layers in zip(rows, found, strict=True):

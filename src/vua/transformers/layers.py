@@ -95,7 +95,7 @@ class StoredLayers:
         self._policy = LoadPolicy(self._model, config, samples=False, clock=clock)
         self._savings = Savings(self._policy.prefill)
         kind = f"{identity.namespace} {devices()}"
-        self._savings.keep_at(config.directory, kind, config.security.file_mode)
+        self._savings.keep_at(config.shared_storage_path, kind, config.security.file_mode)
         self._layers = sum(len(group.layers) for group in groups)
         self._buffers = BufferPool(VUAConfig.buffer_bytes)
         self._opened = LazyNamespace(root, identity, Access(durable=durable))
@@ -141,11 +141,10 @@ class StoredLayers:
         log.log(level, text, tokens, rows, decision, more)
         return decision.tokens
 
-    def looked_up(self, loaded: int, stored: int, tokens: int) -> None:
-        """Note that of a row's tokens so many were loaded, and so many are stored."""
+    def looked_up(self, stored: int, tokens: int) -> None:
+        """Note that so many of a row's tokens are stored."""
         name, size = self._identity.namespace, self._identity.chunk_tokens
-        self._savings.looked_up(loaded // size, tokens // size)
-        self._savings.parted(name, stored // size, (tokens - 1) // size, size)  # one is computed
+        self._savings.looked_up(name, stored // size, (tokens - 1) // size, size)  # one is computed
 
     def loaded(self, rows: int, tokens: int, took_s: float) -> None:
         """Note how long it took to load so many tokens of each row."""

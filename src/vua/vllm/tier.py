@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import dropwhile, islice
 from types import SimpleNamespace
 from typing import Any, ClassVar, Final, TypeAlias
 from weakref import WeakValueDictionary
@@ -160,6 +160,8 @@ class _Request:
     lock: threading.Lock = field(default_factory=threading.Lock)
     ends: dict[tuple[bytes, int], OffloadKey] = field(default_factory=dict)
     """By cache group and last token: all rows that vLLM has named so far."""
+    rows: int = 0
+    """How many it had named when it first asked: the prompt's."""
 
     @property
     def terms(self) -> Terms:
@@ -223,17 +225,22 @@ class Names:
             for group, tokens in self._tokens.items()
         ]
 
-    def parted(self, request: _Request) -> tuple[int, int, int, int] | None:
-        """Return what `Savings.parted` takes of a prompt; None: not all that was asked is known."""
-        asked = [
-            (request.found.get(key), end, self._tokens[group])
-            for (group, end), key in self._ends(request).items()
-            if key in request.asked and int.from_bytes(group, "big") in self._engine.whole
-        ]
-        if not asked or any(found is None for found, *_ in asked):
+    def looked_up(self, request: _Request) -> tuple[int, int, int, int] | None:
+        """Return what `Savings.looked_up` takes of a prompt; None: an answer is not known."""
+        group, asked = self._whole(b"") or b"", request.asked
+        named = islice(request.ends.items(), request.rows)
+        rows = [(end, key) for (one, end), key in named if one == group]
+        rows = [*dropwhile(lambda row: row[1] not in asked, rows)]  # vLLM has these in memory
+        known = [request.found.get(key, None if key in asked else False) for _, key in rows]
+        if not rows or None in known:
             return None
-        found, end, tokens = min(asked)  # the first that is missing
-        return int(bool(found)), 1, tokens, end - tokens
+        tokens = self._tokens[group]
+        return [*known, False].index(False), len(rows), tokens, rows[0][0] - tokens
+
+    def tokens_of(self, keys: Iterable[OffloadKey]) -> int:
+        """Return how many tokens rows are, counted in one group of which all rows are stored."""
+        group = self._whole(b"")
+        return sum(self._tokens[group] for key in keys if key[-4:] == group)
 
     @staticmethod
     def _ends(request: _Request) -> dict[tuple[bytes, int], OffloadKey]:
@@ -348,7 +355,7 @@ class VUATier(SecondaryTierManager):
         self._known: KnownWriters
         """Whose rows are proved: there with the namespace, as are setup and writer."""
         self._savings = Savings()
-        self._savings.keep_at(config.directory, "", config.security.file_mode)
+        self._savings.keep_at(config.shared_storage_path, "", config.security.file_mode)
         self._options = OptionReader()
         self._requests: dict[str, _Request] = {}
         self._asking: list[_Request] = []
@@ -437,6 +444,7 @@ class VUATier(SecondaryTierManager):
         with self._tolerant() as work:
             if (store := self._store()) is not None:
                 chunks, full = self._names.of(request, keys, store), store.layout.full
+                request.rows = request.rows or len(request.ends)
                 if store.search is None:
                     found = store.storage.exists([entry_name(key.name, full) for key in chunks])
                 else:
@@ -445,7 +453,7 @@ class VUATier(SecondaryTierManager):
             self._answer(job.what, found)
 
     @staticmethod
-    def _answer(question: _Question, found: Sequence[bool] | None = None) -> None:
+    def _answer(question: _Question, found: Sequence[bool | None] | None = None) -> None:
         """Take the storage's answer; without one all rows are missing."""
         request, keys = question
         request.found.update(zip(keys, found or [None] * len(keys), strict=True))
@@ -462,8 +470,8 @@ class VUATier(SecondaryTierManager):
         if store is None or store.capacity is None:
             return
         with self._tolerant():
-            if (parted := self._names.parted(request)) is not None:
-                self._savings.parted(store.namespace, *parted)
+            if (found := self._names.looked_up(request)) is not None:
+                self._savings.looked_up(store.namespace, *found)
             for rows in self._names.chains(request):
                 chain = self._names.of(request, rows, store)
                 store.used(chain, len(chain), storing=True)
@@ -623,6 +631,8 @@ class VUATier(SecondaryTierManager):
                     request.found.update(dict.fromkeys(failed & request.found.keys()))
                 outcome = ("partial" if move.done else "failed") if failed else "complete"
                 self._stats.add("vua_loads_total", label=outcome)
+                tokens = self._names.tokens_of(move.done)
+                self._savings.loaded(tokens, 0, time.monotonic() - move.began_s)
         return results
 
     def _give_up(self) -> None:

@@ -71,7 +71,7 @@ class TestRecent(ExplainTest):
         engine = Savings(wall=lambda: wall)
         engine.keep_at(self.cache, "", 0o600)
         for number in range(prompts):
-            engine.parted(name, 0 if number % 5 else 20, 20, 64)
+            engine.looked_up(name, 0 if number % 5 else 20, 20, 64)
         engine.close()
 
     def test_days(self) -> None:

@@ -79,8 +79,7 @@ class JsonTest(CliTest):
         (self.beside / "order").write_text(json.dumps(order))
         engine = Savings(PrefillSpeed(64))
         engine.keep_at(self.root, "", 0o600)
-        engine.looked_up(1, 2)
-        engine.parted(self.entries()[0].parents[2].name, 0, 1, 4)
+        engine.looked_up(self.entries()[0].parents[2].name, 1, 2, 4)
         engine.close()
 
     def commands(self) -> dict[str, list[list[object]]]:

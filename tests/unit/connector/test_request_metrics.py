@@ -84,7 +84,7 @@ class RequestMetricsTest(unittest.TestCase):
 
     def test_saved(self) -> None:
         """Loads save what this engine takes to compute as much, less their own time."""
-        self.request_metrics.answered("a", "hit", 700, 0.25, found=(10, 10))
+        self.request_metrics.answered("a", "hit", 700, 0.25, found=("ab", 10, 10, 64))
         counted = self.load(None)
         self.assertNotIn("vua_seconds_saved", counted)  # it is unknown
         for _ in range(3):

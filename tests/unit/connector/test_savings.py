@@ -11,12 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from commands import run
-from helpers import DirectoryTest, until
+from commands import run, told
+from helpers import DirectoryTest, caches_of, until
 from vua.capacity.saved import Totals, advice, parted_at, saved_at, saved_today
 from vua.connector.load_policy import PrefillSpeed
 from vua.connector.log import logger
 from vua.connector.savings import Savings
+from vua.core import VUA, VUAConfig
+from vua.security.keyring import write_key
+from vua.security.settings import Security
 from vua.storage.mark import make_mark
 
 NOON = 1_700_000_000.0  # 2023-11-14
@@ -44,12 +47,12 @@ class TestSavings(DirectoryTest):
         """All engines' files are added up, by day."""
         for _ in range(2):
             engine = self.engine()
-            engine.looked_up(3, 4)
+            engine.looked_up(NAME, 3, 4, 64)
             engine.loaded(100, 400, 0.05)
             engine.close()
         self.now += 86_400
         engine = self.engine()
-        engine.looked_up(0, 7)
+        engine.looked_up(NAME, 0, 7, 64)
         engine.close()
         first, second = saved_at(self.root).values()
         self.assertEqual(Totals(8, 6, 200, 200, first.saved_s), first)
@@ -62,7 +65,7 @@ class TestSavings(DirectoryTest):
         """Before three prefills the time is unknown; then all loads get their price."""
         speed = PrefillSpeed(64)
         engine = Savings(speed, wall=lambda: self.now)
-        engine.looked_up(1, 1)
+        engine.looked_up(NAME, 1, 1, 64)
         engine.loaded(100, 0, 0.05, rows=2)
         self.assertIn("unknown time saved", str(engine.total))
         self.assertIsNone(engine.total.describe()["saved_s"])
@@ -84,7 +87,7 @@ class TestSavings(DirectoryTest):
         """A new engine takes the prefills of the latest one of its kind."""
         for kind, prefills in (("k", 3), ("other", 9)):
             engine = self.engine(kind, prefills)
-            engine.looked_up(0, 1)
+            engine.looked_up(NAME, 0, 1, 64)
             engine.close()
         for kind, known in (("k", True), ("x", False), ("", False)):
             engine = self.engine(kind, prefills=0)
@@ -95,13 +98,13 @@ class TestSavings(DirectoryTest):
     def test_written_meanwhile(self) -> None:
         """A running engine's file is there soon."""
         engine = self.engine()
-        engine.looked_up(1, 2)
+        engine.looked_up(NAME, 1, 2, 64)
         until(lambda: saved_at(self.root) == {DAY: Totals(2, 1)})
 
     def test_odd_files(self) -> None:
         """Files that make no sense are left out, whatever is in them."""
         engine = self.engine()
-        engine.looked_up(1, 2)
+        engine.looked_up(NAME, 1, 2, 64)
         engine.close()
         (path,) = (self.root / ".upkeep" / "saved").iterdir()
         good = json.loads(path.read_bytes())
@@ -127,7 +130,7 @@ class TestSavings(DirectoryTest):
         self.addCleanup(answer.set)
         hanging = {"side_effect": lambda *_, **__: answer.wait()}
         with mock.patch("vua.connector.savings.atomic_write", **hanging) as writing:
-            engine.looked_up(1, 2)
+            engine.looked_up(NAME, 1, 2, 64)
             until(lambda: writing.called)
             engine.close()
 
@@ -135,7 +138,7 @@ class TestSavings(DirectoryTest):
         """An engine whose directory is gone goes on."""
         engine = self.engine()
         engine.keep_at(self.root / "gone", "k", 0o600)
-        engine.looked_up(1, 2)
+        engine.looked_up(NAME, 1, 2, 64)
         engine.close()
         self.assertEqual(Totals(2, 1), engine.total)
         self.assertIsNone(saved_today("s3://bucket/x"))
@@ -144,13 +147,34 @@ class TestSavings(DirectoryTest):
         """`vua ls` and `vua top` tell the same sentence."""
         engine = self.engine()
         self.now = Path(self.root).stat().st_mtime
-        engine.looked_up(3, 4)
+        engine.looked_up(NAME, 3, 4, 64)
         engine.loaded(1000, 0, 0.5)
         engine.close()
-        line = f"today: {engine.total}"
-        self.assertEqual("today: 1.5 s saved, 1,000 tokens loaded, 3 of 4 chunks found", line)
-        self.assertIn(line, run("ls", self.root)[1])
-        self.assertIn(line, run("top", self.root, "--once", "--interval", "0.05s")[1])
+        said = "1.5 s saved, 1,000 tokens loaded, 3 of 4 chunks found"
+        self.assertEqual(said, str(engine.total))
+        self.assertIn(f"today: {said}", run("ls", self.root)[1])
+        self.assertIn(f"today: {said}", run("top", self.root, "--once", "--interval", "0.05s")[1])
+
+    def test_kinds(self) -> None:
+        """Log, tools and page tell one number, also of sealed files and of tiers."""
+        write_key(self.root / "key")
+        plain, sealed, near = (self.root / name for name in ("plain", "sealed", "near"))
+        security = Security(key_file=str(self.root / "key"))
+        for root, path, config in (
+            (plain, str(plain), VUAConfig(split_factor=4)),
+            (sealed, str(sealed), VUAConfig(split_factor=4, security=security)),
+            (near, [str(near), str(self.root / "far")], VUAConfig(split_factor=4)),
+        ):
+            with VUA(config, path) as vua:
+                vua.put(list(range(8)), caches_of(layers=1, heads=1, tokens=8, dim=8))
+            engine = Savings()
+            engine.keep_at(path, "", 0o600)
+            engine.looked_up(NAME, 2, 3, 4)
+            engine.loaded(8, 0, 0.5)
+            with self.assertLogs(logger("savings"), "INFO") as logged:
+                engine.close()
+            self.assertIn("8 tokens loaded, 2 of 3 chunks found", told(root))
+            self.assertIn(f"began: {told(root)}", logged.records[-1].getMessage())
 
 
 NAME, OTHER = "ab" * 32, "cd" * 32
@@ -175,7 +199,7 @@ class TestParted(DirectoryTest):
         """Thirty prompts."""
         for found, asked, times in ((0, 0, 3), (0, 9, 20), (1, 9, 1), (7, 9, 2), (9, 9, 4)):
             for _ in range(times):
-                engine.parted(name, found, asked, 64)
+                engine.looked_up(name, found, asked, 64)
 
     def test_all_processes(self) -> None:
         """All engines' counts are added up, by day and namespace."""
@@ -185,15 +209,15 @@ class TestParted(DirectoryTest):
             engine.close()
         self.now += 86_400
         engine = self.engine()
-        engine.parted(NAME, 1, 9, 64, before=1000)
-        engine.parted(NAME, 5, 9, 48)  # in tokens 240 to 288
+        engine.looked_up(NAME, 1, 9, 64, before=1000)
+        engine.looked_up(NAME, 5, 9, 48)  # in tokens 240 to 288
         engine.close()
         twice = Counter({name: 2 * number for name, number in ENDS.items()})
         self.assertEqual(
             {DAY: {NAME: twice, OTHER: ENDS}, "2023-11-15": {NAME: {"2048": 1, "512": 1}}},
             parted_at(self.root),
         )
-        self.assertEqual({}, saved_at(self.root), "no loads were measured")
+        self.assertEqual(729, saved_at(self.root)[DAY].asked_chunks)
 
     def test_nothing_of_prompts(self) -> None:
         """A file has the mode of the cache's files, and numbers alone."""
@@ -202,7 +226,8 @@ class TestParted(DirectoryTest):
         engine.close()
         (path,) = (self.root / ".upkeep" / "saved").iterdir()
         self.assertEqual(0o640, path.stat().st_mode & 0o777)
-        kept = {"kind": "k", "prefills": [], "days": {}, "parted": {f"{DAY} {NAME}": ENDS}}
+        kept = {"kind": "k", "prefills": [], "days": {DAY: [243, 51, 0, 0, 0.0]}}
+        kept["parted"] = {f"{DAY} {NAME}": ENDS}
         self.assertEqual(kept, json.loads(path.read_bytes()))
 
     def test_bounds(self) -> None:
@@ -212,7 +237,7 @@ class TestParted(DirectoryTest):
             self.now = NOON + 86_400 * day
             for number in range(20):
                 for length in range(30):
-                    engine.parted(f"{number:064}", 1 << length, 1 << 40, 64)
+                    engine.looked_up(f"{number:064}", 1 << length, 1 << 40, 64)
         engine.close()
         (path,) = (self.root / ".upkeep" / "saved").iterdir()
         self.assertLess(path.stat().st_size, 1 << 14)
@@ -252,19 +277,19 @@ class TestParted(DirectoryTest):
 
     def test_each_hour(self) -> None:
         """A running engine says it once an hour, and each at its end; of a few prompts nothing."""
-        said = "VUA, since this process began: 20 of 30 prompts part within their first 64 tokens"
+        said = "began: nothing loaded, 51 of 243 chunks found; 20 of 30 prompts part within their"
         past = SimpleNamespace(**vars(time) | {"monotonic": lambda: time.monotonic() + 3601})
         engine = self.engine()
         with self.assertLogs(logger("savings"), "INFO") as logged:
             with mock.patch("vua.connector.savings.time", past):
                 self.prompts(engine)
                 until(lambda: logged.output)
-            engine.looked_up(1, 2)
+            engine.looked_up(NAME, 1, 2, 64)
             engine.close()
         first, last = (record.getMessage() for record in logged.records)
         self.assertIn(said, first)
-        self.assertIn("began: nothing loaded, 1 of 2 chunks found; 20 of 30 prompts part", last)
+        self.assertIn("began: nothing loaded, 52 of 245 chunks found; 20 of 31 prompts part", last)
         few = self.engine()
-        few.parted(NAME, 0, 9, 64)
+        few.looked_up(NAME, 0, 0, 64)
         with self.assertNoLogs(logger("savings"), "INFO"):
             few.close()

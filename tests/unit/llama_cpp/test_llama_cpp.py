@@ -14,9 +14,11 @@ from unittest import mock
 
 import pytest
 
+from commands import told
 from helpers import ROOT, DirectoryTest
 from llama import BYTES_FROM, CONTEXT_TOKENS, WHERE, completed, has_llama_cpp, load_gguf, make_gguf
 from vua.capacity.saved import parted_at
+from vua.connector.log import logger
 from vua.core import VUA
 from vua.errors import ConfigError, NotWritableError
 from vua.weights import identify_weights
@@ -133,14 +135,17 @@ class TestLlamaCpp(DirectoryTest):
         self.assertEqual(1, computed)
 
     def test_where_prompts_part(self) -> None:
-        """Each question is noted by what is stored of it."""
+        """Each question is noted by what is stored of it; tools and log tell one number."""
         first, computing = self.cached()
         completed(first, PROMPT)  # nothing is stored yet
         _, cache = self.cached()
         for prompt in (PROMPT, [*PROMPT[: 2 * CHUNK + 3], *PROMPT[:40]], PROMPT[: CHUNK - 1]):
             self.loaded(cache, prompt)
-        for one in (computing, cache):
-            one.close()
+        computing.close()
+        with self.assertLogs(logger("savings"), "INFO") as logged:
+            cache.close()
+        self.assertIn("began: unknown time saved", logged.records[-1].getMessage())
+        self.assertIn(f" {WHOLE + 2 * CHUNK} tokens loaded", told(self.store))
         ((_, noted),) = parted_at(self.store).items()
         ends = {"16": 1, "whole": 1, "64": 1, "short": 1}
         self.assertEqual({cache.identity.namespace: ends}, noted)

@@ -34,9 +34,11 @@ from vllm.v1.kv_offload.config import (  # noqa: E402
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory  # noqa: E402, F401 - imports in order
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob  # noqa: E402
 
+from commands import told  # noqa: E402
 from e2e.damage import flip, stored, truncate  # noqa: E402
 from helpers import SOON_S  # noqa: E402
 from vua.capacity.saved import parted_at  # noqa: E402
+from vua.connector.log import logger  # noqa: E402
 from vua.connector.proved import written  # noqa: E402
 from vua.errors import ConfigError  # noqa: E402
 from vua.security.keyring import tenant_of, write_key  # noqa: E402
@@ -534,8 +536,14 @@ class TierTest(unittest.TestCase):
         for name, rows in (("prompt", 8), ("prompt", 12), ("other", 8), ("unasked", 0)):
             context, asked = host.request(name, rows=rows)
             host.find(context, asked)
+            if name == "prompt":
+                self.assertEqual(asked[:8], host.load(context, asked[:8]))
             host.tier.on_request_finished(context)
-        host.tier.shutdown()
+        with self.assertLogs(logger("savings"), "INFO") as logged:
+            host.tier.shutdown()
+        said = told(self.root)
+        self.assertIn(f"began: {said}", logged.records[-1].getMessage())
+        self.assertIn(f"{16 * TOKENS:,} tokens loaded, 16 of 28 chunks found", said)
         ((_, noted),) = parted_at(self.root).items()
         ((_, ends),) = noted.items()
         self.assertEqual({"whole": 1, str(16 * TOKENS): 1, str(TOKENS): 1}, ends)
