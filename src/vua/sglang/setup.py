@@ -100,7 +100,8 @@ def _resolve(model: torch.nn.Module) -> None:
     """
     if fused := sys.modules.get("sglang.kernels.fused_op"):
         fused.get_fused_op_backend()
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
         if getattr(module, "_forward_method", ...) is None:
             module._forward_method = module._resolve_forward_method()  # noqa: SLF001 - as it does
 
