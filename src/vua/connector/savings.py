@@ -85,7 +85,8 @@ class Savings:
         ``kind`` stands for all that decides how long computing takes; "": that is not known.
         """
         with self._lock:
-            self._root, self._kind, self._mode = directory_of(names_of(where)[0]), kind, mode
+            self._root = directory_of(next(iter(names_of(where)), None))
+            self._kind, self._mode = kind, mode
 
     def looked_up(
         self,

@@ -135,12 +135,13 @@ class TestSavings(DirectoryTest):
             engine.close()
 
     def test_no_file(self) -> None:
-        """An engine whose directory is gone goes on."""
-        engine = self.engine()
-        engine.keep_at(self.root / "gone", "k", 0o600)
-        engine.looked_up(NAME, 1, 2, 64)
-        engine.close()
-        self.assertEqual(Totals(2, 1), engine.total)
+        """An engine whose directory is gone, or that names none, goes on."""
+        for where in (self.root / "gone", [], "s3://bucket/x"):
+            engine = self.engine()
+            engine.keep_at(where, "k", 0o600)
+            engine.looked_up(NAME, 1, 2, 64)
+            engine.close()
+            self.assertEqual(Totals(2, 1), engine.total)
         self.assertIsNone(saved_today("s3://bucket/x"))
 
     def test_tools(self) -> None:
