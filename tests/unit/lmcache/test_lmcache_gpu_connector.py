@@ -264,8 +264,8 @@ class ErrorsTest(unittest.TestCase):
             ("elements in", MemoryObj(whole.tensor.bfloat16()), 0, 4, good),
             ("elements in", whole, 0, 4, good | {"kvcaches": [(k[..., 1:], k[..., 1:])] * LAYERS}),
             ("a pair", whole, 0, 4, good | {"kvcaches": [(k,)] * LAYERS}),
-            ("no known", whole, 0, 4, good | {"kvcaches": [k[..., :6]] * LAYERS}),
-            ("or more", whole, 0, 4, good | {"kvcaches": [k.new_zeros(2, 2, 4, 2, 8)] * LAYERS}),
+            ("unknown layout", whole, 0, 4, good | {"kvcaches": [k[..., :6]] * LAYERS}),
+            ("be more", whole, 0, 4, good | {"kvcaches": [k.new_zeros(2, 2, 4, 2, 8)] * LAYERS}),
         )
         before = case.bytes
         for words, obj, start, end, arguments in refused:
