@@ -95,7 +95,7 @@ class Dead:
     def call(self, name: str, where: object) -> None:
         path = where if isinstance(where, str) else getattr(where, "__fspath__", str)()
         if threading.get_ident() == self.engine:
-            if self.hook and not path.startswith(CODE):
+            if self.hook and not path.startswith(CODE) and path not in sys.path:
                 hook, self.hook = self.hook, ""
                 stack = "".join(traceback.format_stack(limit=12)[:-2])
                 self.hook = hook
