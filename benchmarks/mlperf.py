@@ -6,7 +6,7 @@
 
 By default with the arguments that MLPerf Storage 3.0 asks for to stress the storage most: the shape
 of Llama 3.1 8B, seed 42, 300 s, no memory above the storage, three trials. Its 200 users are scaled
-to the disk. Of its figures these two count then: bytes read while decoding, and tokens per second
+to the disk. Then two of its figures count: bytes read while decoding, and tokens per second
 of wall clock. Users of this workload share no prefix, so it shows nothing of what a prefix cache
 saves; it measures how fast turns are written and read back.
 

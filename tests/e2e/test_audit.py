@@ -80,7 +80,7 @@ class EnginesTest(unittest.TestCase):
         self.assertEqual((12, 12), tuple(flipped[k] for k in ("audited", "hits_wrong")))
 
     def test_vua(self) -> None:
-        """VUA: a good cache is right; what is damaged, or another model's, is no hit."""
+        """VUA: hits of a good cache are right; damaged chunks and another model's do not hit."""
         right, flipped, other = self.reports("VUA", "none", "flipped bits", "other weights")
         self.assertEqual((right["hits"], 0), (right["audited"], right["hits_wrong"]))
         self.assertGreater(right["hits"], 6)  # prompts before the weights are known are no hits

@@ -12,7 +12,7 @@ Requests and hints are in a log. Each process appends to files of its own in
 ``<root>/.upkeep/uses/`` and reads all others: no locks, and no server. A chunk costs 8 bytes there,
 where it has a megabyte itself. The newest 8 MiB stay, the four newest files of each process, and
 what others wrote within ten minutes: all have the time to read it. A process reads at most 16 MiB
-at a time, of the newest files first, whatever lies there: what is beyond is skipped for good. Only
+at a time, the newest files first; it never reads what is beyond that. Only
 the order of eviction depends on the log. What cannot be written or read is lost.
 """
 
@@ -123,8 +123,8 @@ class HitDensity:
     def note(self, records: Iterable[Record]) -> None:
         """Note requests and hints, about in order of time. What is late counts as coming just now.
 
-        Hints about unknown chunks are left out. Of several times to retain a chunk the last one
-        counts. A use makes void that a chunk is dropped, also a use that was noted already.
+        Hints about unknown chunks are left out. Hints to retain a chunk hold until the latest of
+        their times. A use ends that a chunk is dropped, also a use that was noted already.
         """
         part, chunks = list[Record](), 0
         for one in records:

@@ -247,7 +247,7 @@ class TestParted(DirectoryTest):
         self.assertEqual(30, len(spaces[f"{19:064}"]))
 
     def test_odd_files(self) -> None:
-        """What makes no sense is left out, whatever bytes there are, and the rest is read."""
+        """Invalid values and random bytes are left out, and the rest is read."""
         engine = self.engine()
         self.prompts(engine)
         engine.close()
