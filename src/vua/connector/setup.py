@@ -357,6 +357,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield from _names(each)
 
 
+@functools.cache
 def _digest(code: types.CodeType) -> str:
     """Return a digest of bytecode, constants and names; not of the file and its lines."""
     constants = [
