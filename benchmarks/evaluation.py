@@ -37,6 +37,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
 from engines import CHUNK, Engine, expect, expect_tokens
+from small_models import ENGINE_ENVIRONMENT, make_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "evaluation.md"
@@ -63,8 +64,6 @@ def interval(values: Sequence[float], of: Callable[[Any], Any] = np.median) -> d
 @contextmanager
 def engine_of(place: Path, *, users: int, tokens: int, **extra: Any) -> Iterator[Engine]:
     """An engine with a small model and an empty cache."""
-    from small_models import make_model
-
     model = make_model(place / "model", vocab_size=VOCABULARY, initializer_range=0.06, **SMALL)
     root = Path(tempfile.mkdtemp(dir=place))
     cache_mib = 64 + (users + 1) * (tokens + 256) * 32 // 1024  # 32 KiB a token
@@ -351,6 +350,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--tokens", type=int)
     given = parser.parse_args()
+    os.environ.update(ENGINE_ENVIRONMENT)
     given.rounds = given.rounds or (2 if given.quick else 15)
     given.tokens = given.tokens or (256 if given.quick else 2048)
     found = json.loads(given.json.read_text("utf-8")) if given.json.exists() else {}
