@@ -29,6 +29,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress, cycle, islice
 from operator import attrgetter, is_not
@@ -62,105 +63,20 @@ _VERSION: Final = attrgetter("_version")
 """How often PyTorch wrote to a tensor."""
 
 
-class EngineMemory(Protocol):
-    """The weights of the engine's worker in this process."""
+@dataclass(slots=True, eq=False)
+class EngineMemory:
+    """The engine's worker in this process, whose calls the engine's own package counts."""
 
     model: Any
     """Has ``modules()``, as every `torch.nn.Module`."""
-
-    @property
-    def calls(self) -> int:
-        """How many calls may have changed the weights."""
-
-    @property
-    def last_call(self) -> str:
-        """The name of the latest of these."""
-
-    @property
-    def moves(self) -> int:
-        """How often the weights were taken from the device or put back: the engine slept."""
-
-    def before_moves(self, call: Callable[[], None]) -> None:
-        """Call this whenever that begins: the weights cannot be read meanwhile."""
-
-
-class WeightsWatch:
-    """Watches one worker's model. For the worker's thread."""
-
-    def __init__(self, engine: EngineMemory) -> None:
-        self._engine, self.model = engine, engine.model
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        """The latest reading thread."""
-        engine.before_moves(self._stop_reading)
-        self._comparison: threading.Thread | None = None
-        self._read_from: Snapshot | None = None
-        """Whose bytes are being read, or were."""
-        self.rebase()
-
-    def rebase(self) -> None:
-        """Expect the current weights from now on. Reads 8 KiB of each tensor."""
-        self._calls, self._moves = self._engine.calls, self._engine.moves
-        self.expected = Snapshot(self._engine.model)
-        self._comparison = None
-        if self.expected.on_host:
-            self._read_all()
-
-    def changed(self) -> str | None:
-        """Return what shows that the weights have changed since :meth:`rebase`; None if nothing.
-
-        For each step: compares a number. Includes findings of other threads.
-        """
-        if self._engine.calls != self._calls:
-            return f"a call of {self._engine.last_call!r} into the worker"
-        if self._engine.moves != self._moves:  # they should be the same
-            self.doubt()
-        if self._read_from is not self.expected:  # not while CUDA graphs are captured: no steps yet
-            self._read_all()
-        return self.expected.differs
-
-    def doubt(self) -> None:
-        """Compare every byte in the background; :meth:`changed` gives the result."""
-        expected, self._moves = self.expected, self._engine.moves
-        self._comparison = self._start(expected.compare) if expected.read else None
-        if self._comparison is None:
-            expected.differs = expected.differs or "not all was read before a reset"
-
-    @property
-    def comparing(self) -> bool:
-        """Whether such a comparison is under way."""
-        return self._comparison is not None and self._comparison.is_alive()
-
-    def close(self) -> None:
-        """Read no more of the model."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S)
-
-    def _stop_reading(self) -> None:
-        self.close()
-        self._stop = threading.Event()
-
-    def _read_all(self) -> None:
-        self._read_from = self.expected
-        self._start(self.expected.read_all)
-
-    def _start(self, read: Callable[[threading.Event], None]) -> threading.Thread | None:
-        """Read on a thread, after the previous reader."""
-        before, stop = self._thread, self._stop
-
-        def run() -> None:
-            if before is not None:
-                before.join()
-            read(stop)
-
-        thread = threading.Thread(target=run, name="vua-weights", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no more threads: a doubt then counts as a change
-            return None
-        self._thread = thread
-        return thread
+    calls: int = 0
+    """How many calls may have changed the weights."""
+    last_call: str = ""
+    """The name of the latest of these."""
+    moves: int = 0
+    """How often the weights were taken from the device or put back: the engine slept."""
+    before_moves: list[Callable[[], None]] = field(default_factory=list)
+    """Called whenever that begins: the weights cannot be read meanwhile."""
 
 
 class Snapshot:
@@ -351,8 +267,8 @@ class AdapterWatch(Protocol):
     def record(self) -> None:
         """Record the present adapters: those that the ending step has used."""
 
-    def holds(self, adapter: Adapter | None) -> bool:
-        """Whether an adapter was present at the latest :meth:`record`. Any thread. None: none."""
+    def holds(self, adapter: Adapter) -> bool:
+        """Whether an adapter was present at the latest :meth:`record`. Any thread."""
 
     def news(self, wanted: Iterable[Any]) -> dict[int, AdapterNote]:
         """Return what has changed since the last time, and the answer for each that is wanted."""
@@ -364,9 +280,12 @@ class EngineState:
     For the worker's thread, except :meth:`holds` and the result of :meth:`proof`.
     """
 
+    expected: Snapshot
+    """Of the weights; there if they are watched."""
+
     def __init__(
         self,
-        weights: WeightsWatch | None = None,
+        engine: EngineMemory | None = None,
         adapters: AdapterWatch | None = None,
         unknown: str | None = None,
     ) -> None:
@@ -374,49 +293,105 @@ class EngineState:
 
         ``unknown``: why the memory's content is unknown; nothing may then be stored or loaded.
         """
-        self._weights, self._adapters = weights, adapters
-        self.unknown = unknown
+        self._engine, self._adapters, self.unknown = engine, adapters, unknown
+        self.model = None if engine is None else engine.model
+        """The model that runs; None if it is not watched."""
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        """The latest reading thread."""
+        if engine is not None:
+            engine.before_moves.append(self._stop_reading)
+        self._read_from: Snapshot | None = None
+        """Whose bytes are being read, or were."""
+        self.rebase()
         self._reported = unknown is None
 
-    @property
-    def model(self) -> Any:
-        """The model that runs; None if it is not watched."""
-        return None if self._weights is None else self._weights.model
-
     def rebase(self) -> None:
-        """Expect the current weights."""
+        """Expect the current weights from now on. Reads 8 KiB of each tensor."""
         self._reported = True
-        if self._weights is not None:
-            self._weights.rebase()
+        self._comparison: threading.Thread | None = None
+        if self._engine is not None:
+            self._calls, self._moves = self._engine.calls, self._engine.moves
+            self.expected = Snapshot(self._engine.model)
+            if self.expected.on_host:
+                self._read_all()
 
     def weights_changed(self) -> str | None:
-        """Return what shows that the weights changed; None if nothing does. For every step.
+        """Return what shows that the weights changed since :meth:`rebase`; None if nothing does.
 
-        Unknown weights count as changed once: the engine then leaves the shared namespace.
+        For each step: compares a number. Includes findings of other threads. Unknown weights count
+        as changed once: the engine then leaves the shared namespace.
         """
         if not self._reported:
             return self.unknown
-        return None if self._weights is None else self._weights.changed()
+        if (engine := self._engine) is None:
+            return None
+        if engine.calls != self._calls:
+            return f"a call of {engine.last_call!r} into the worker"
+        if engine.moves != self._moves:  # they should be the same
+            self.doubt()
+        if self._read_from is not self.expected:  # not while CUDA graphs are captured: no steps yet
+            self._read_all()
+        return self.expected.differs
 
     def doubt(self) -> None:
-        """Compare all of the weights in the background: they may have changed.
+        """Compare every byte in the background: the weights may have changed.
 
         :meth:`weights_changed` has the result when :attr:`comparing` ends. Unknown weights count as
         changed.
         """
         self._reported = self.unknown is None
-        if self._weights is not None:
-            self._weights.doubt()
+        if self._engine is None:
+            return
+        expected, self._moves = self.expected, self._engine.moves
+        self._comparison = self._start(expected.compare) if expected.read else None
+        if self._comparison is None:
+            expected.differs = expected.differs or "not all was read before a reset"
 
     @property
     def comparing(self) -> bool:
         """Whether to call :meth:`weights_changed` again before trusting the weights."""
-        return self._weights is not None and self._weights.comparing
+        return self._comparison is not None and self._comparison.is_alive()
+
+    def proof(self) -> Callable[[], bool]:
+        """Return a function that checks, on any thread, for still the same weights.
+
+        If so, they have been since this call.
+        """
+        if self._engine is None:
+            return lambda: True
+        return partial(self.expected.still_at, time.monotonic())
 
     def close(self) -> None:
         """Read no more of the model."""
-        if self._weights is not None:
-            self._weights.close()
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+
+    def _stop_reading(self) -> None:
+        self.close()
+        self._stop = threading.Event()
+
+    def _read_all(self) -> None:
+        self._read_from = self.expected
+        self._start(self.expected.read_all)
+
+    def _start(self, read: Callable[[threading.Event], None]) -> threading.Thread | None:
+        """Read on a thread, after the previous reader."""
+        before, stop = self._thread, self._stop
+
+        def run() -> None:
+            if before is not None:
+                before.join()
+            read(stop)
+
+        thread = threading.Thread(target=run, name="vua-weights", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more threads: a doubt then counts as a change
+            return None
+        self._thread = thread
+        return thread
 
     def record_adapters(self) -> None:
         """See which adapters there are."""
@@ -424,17 +399,8 @@ class EngineState:
             self._adapters.record()
 
     def holds(self, adapter: Adapter | None) -> bool:
-        """Whether an adapter was present at the latest :meth:`record`. None: none is needed."""
+        """Whether an adapter was present when last recorded. None: none is needed."""
         return adapter is None or (self._adapters is not None and self._adapters.holds(adapter))
-
-    def proof(self) -> Callable[[], bool]:
-        """Return a function that checks, on any thread, for still the same weights.
-
-        If so, they have been since this call.
-        """
-        if self._weights is None:
-            return lambda: True
-        return partial(self._weights.expected.still_at, time.monotonic())
 
     def adapter_news(self, wanted: Iterable[Any]) -> dict[int, AdapterNote]:
         """Return the report for the scheduler's half; after a step's forward pass.

@@ -20,6 +20,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 from vua.connector.adapters import Adapter, AdapterNote, Content
 from vua.connector.cache_spec import UncachedError
 from vua.connector.log import logger
-from vua.connector.weights_watch import EngineState, WeightsWatch
+from vua.connector.weights_watch import EngineMemory, EngineState
 
 _VERSION: Final = b"vua.lora.v1"
 _NAMES: Final = frozenset({"id"})
@@ -109,9 +110,8 @@ class Adapters:
             latest = self._latest[number] = Adapter(number, digest, generation)
         return latest
 
-    def holds(self, adapter: Adapter | None) -> bool:
-        """Whether an adapter was present at the latest :meth:`look`. Any thread. None: none."""
-        return adapter is None or self._held.get(adapter.number) == adapter
+    def holds(self, adapter: Adapter) -> bool:
+        return self._held.get(adapter.number) == adapter
 
     def news(self, wanted: Iterable[Any]) -> dict[int, AdapterNote]:
         """Return what has changed since the last time, and the answer for each that is wanted.
@@ -194,14 +194,11 @@ class Calls:
     ``collective_rpc`` that uses ``model_runner`` all come through here. For the worker's thread.
     """
 
-    __slots__ = ("_vua_before_moves", "_vua_calls", "_vua_last", "_vua_moves", "_vua_worker")
+    __slots__ = ("_vua_memory", "_vua_worker")
 
     def __init__(self, worker: Any) -> None:
         object.__setattr__(self, "_vua_worker", worker)
-        object.__setattr__(self, "_vua_calls", 0)
-        object.__setattr__(self, "_vua_last", "")
-        object.__setattr__(self, "_vua_moves", 0)
-        object.__setattr__(self, "_vua_before_moves", [])
+        object.__setattr__(self, "_vua_memory", EngineMemory(None))
 
     @property  # type: ignore[misc] # by mypy, no class has another one than its own
     def __class__(self) -> type:
@@ -209,8 +206,8 @@ class Calls:
 
     def __getattr__(self, name: str) -> Any:
         if name in _MOVES_WEIGHTS:
-            object.__setattr__(self, "_vua_moves", self._vua_moves + 1)
-            for call in self._vua_before_moves:
+            self._vua_memory.moves += 1
+            for call in self._vua_memory.before_moves:
                 call()
         elif name not in _LEAVES_WEIGHTS and not (name == "model_runner" and _by_a_reader()):
             self._vua_note(name)
@@ -221,8 +218,8 @@ class Calls:
         setattr(self._vua_worker, name, value)
 
     def _vua_note(self, name: str) -> None:
-        object.__setattr__(self, "_vua_calls", self._vua_calls + 1)
-        object.__setattr__(self, "_vua_last", name)
+        self._vua_memory.calls += 1
+        self._vua_memory.last_call = name
 
 
 def _by_a_reader() -> bool:
@@ -234,75 +231,49 @@ def _by_a_reader() -> bool:
     return ours and frame.f_code.co_name in _READERS
 
 
-class EngineWorker:
-    """The worker in whose process this is. For its thread."""
+def worker_of(wrapper: Any) -> tuple[EngineMemory, Any]:
+    """Return the memory of a wrapper's worker, and its model runner.
 
-    def __init__(self, wrapper: Any) -> None:
-        """Insert :class:`Calls` between ``wrapper`` (a ``WorkerWrapperBase``) and its worker.
-
-        Raises UncachedError if the wrapper's structure is unknown.
-        """
-        calls = wrapper.__dict__.get("worker")
-        if type(calls) is not Calls:  # another connector of this worker may have done so already
-            calls = Calls(calls)
-            wrapper.worker = calls
-        if wrapper.__dict__.get("worker") is not calls:
-            msg = "the structure of this worker's wrapper is unknown"
-            raise UncachedError(msg)
-        self._calls: Calls = calls
-        worker = calls._vua_worker  # noqa: SLF001
-        self.runner: Any = getattr(worker, "model_runner", None)
-        """The object that loads and runs the model."""
-        try:
-            self.model: Any = worker.get_model()
-        except (AttributeError, NotImplementedError):
-            self.model = None
-        if self.runner is None or not callable(getattr(self.model, "modules", None)):
-            msg = "this worker does not expose its model, so its weights cannot be checked"
-            raise UncachedError(msg)
-
-    @classmethod
-    def find(cls) -> EngineWorker:
-        """Return the worker that is creating a connector right now. Raises UncachedError."""
-        frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
-        while frame is not None:
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, WorkerWrapperBase):
-                return cls(owner)
-            frame = frame.f_back
-        msg = "vLLM did not create this connector inside a worker: its model cannot be found"
+    Inserts :class:`Calls` between ``wrapper`` (a ``WorkerWrapperBase``) and its worker. Raises
+    UncachedError if their structure is unknown.
+    """
+    calls = wrapper.__dict__.get("worker")
+    if type(calls) is not Calls:  # another connector of this worker may have done so already
+        calls = Calls(calls)
+        wrapper.worker = calls
+    if wrapper.__dict__.get("worker") is not calls:
+        raise UncachedError("the structure of this worker's wrapper is unknown")
+    worker, memory = calls._vua_worker, calls._vua_memory  # noqa: SLF001
+    runner = getattr(worker, "model_runner", None)
+    with suppress(AttributeError, NotImplementedError):
+        memory.model = worker.get_model()
+    if runner is None or not callable(getattr(memory.model, "modules", None)):
+        msg = "this worker does not expose its model, so its weights cannot be checked"
         raise UncachedError(msg)
+    return memory, runner
 
-    @property
-    def calls(self) -> int:
-        """How many calls or reads may have changed the weights."""
-        return self._calls._vua_calls  # noqa: SLF001
 
-    @property
-    def moves(self) -> int:
-        """How often the weights were taken from the device or put back: the engine slept."""
-        return self._calls._vua_moves  # noqa: SLF001
-
-    def before_moves(self, call: Callable[[], None]) -> None:
-        """Call this whenever that begins."""
-        self._calls._vua_before_moves.append(call)  # noqa: SLF001
-
-    @property
-    def last_call(self) -> str:
-        """The name of the latest of these."""
-        return self._calls._vua_last  # noqa: SLF001
+def find_worker() -> tuple[EngineMemory, Any]:
+    """Return :func:`worker_of` the wrapper that is creating a connector right now."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, WorkerWrapperBase):
+            return worker_of(owner)
+        frame = frame.f_back
+    msg = "vLLM did not create this connector inside a worker: its model cannot be found"
+    raise UncachedError(msg)
 
 
 def memory_of(vllm_config: Any) -> EngineState:
     """Find the worker that is creating a connector right now, and its model and adapters."""
-    lora = vllm_config.lora_config
     try:
-        engine = EngineWorker.find()
+        memory, runner = find_worker()
     except UncachedError as problem:
         return EngineState(unknown=str(problem))
     try:
-        adapters = None if lora is None else Adapters(engine.runner)
+        adapters = None if vllm_config.lora_config is None else Adapters(runner)
     except UncachedError as problem:
         log.warning("VUA: requests with LoRA adapters are not cached: %s", problem)
         adapters = None
-    return EngineState(WeightsWatch(engine), adapters)
+    return EngineState(memory, adapters)

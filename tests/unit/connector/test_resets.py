@@ -18,7 +18,7 @@ from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.group_transfer import Rank
 from vua.connector.metadata import ConnectorMetadata
 from vua.connector.scheduler import SchedulerSide
-from vua.connector.weights_watch import EngineState, WeightsWatch
+from vua.connector.weights_watch import EngineMemory, EngineState
 from vua.connector.worker import WorkerSide
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
@@ -44,13 +44,10 @@ class ResetTest(unittest.TestCase):
         layout = KVLayout(1, 1, 8, 4, "F32", 16)
         group = Group(layout, (0,), ((layout.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,))
-        self.engine = SimpleNamespace(
-            model=torch.nn.Linear(8, 8), calls=0, last_call="update", moves=0
-        )
-        self.engine.before_moves = lambda _: None
-        self.watch = WeightsWatch(self.engine)
-        until(lambda: self.watch.expected.read)
-        self.worker = WorkerSide(model, config, Rank(0, 0), memory=EngineState(self.watch))
+        self.engine = EngineMemory(torch.nn.Linear(8, 8), last_call="update")
+        self.watch = memory = EngineState(self.engine)
+        until(lambda: memory.expected.read)
+        self.worker = WorkerSide(model, config, Rank(0, 0), memory=memory)
         self.addCleanup(self.worker.shutdown)
         layers = {"model.layers.0": noise(8, 1, 16, 12)}
         tables = {"model.layers.0": 0}

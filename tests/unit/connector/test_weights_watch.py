@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import unittest
 from typing import Any
 
@@ -12,37 +11,25 @@ import torch
 from torch import nn
 
 from helpers import until
-from vua.connector.weights_watch import WeightsWatch, device_digest
-
-
-class Engine:
-    """What is watched: an engine's worker."""
-
-    def __init__(self) -> None:
-        self.model: Any = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(8)).requires_grad_(
-            requires_grad=False
-        )
-        self.calls, self.last_call, self.moves = 0, "", 0
-        self.moving: list[Any] = []
-
-    def before_moves(self, call: Any) -> None:
-        self.moving.append(call)
-
-    def move(self) -> None:
-        """Fall asleep or wake up."""
-        self.moves += 1
-        for call in self.moving:
-            call()
+from vua.connector.weights_watch import EngineMemory, EngineState, device_digest
 
 
 class WeightsWatchTest(unittest.TestCase):
     def setUp(self) -> None:
-        self.engine = Engine()
-        self.model = self.engine.model
-        self.watch = WeightsWatch(self.engine)
+        self.model: Any = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(8)).requires_grad_(
+            requires_grad=False
+        )
+        self.engine = EngineMemory(self.model)
+        self.watch = EngineState(self.engine)
 
     def unchanged(self) -> bool:
-        return self.watch.expected.still_at(time.monotonic())
+        return self.watch.proof()()
+
+    def move(self) -> None:
+        """Fall asleep or wake up."""
+        self.engine.moves += 1
+        for call in self.engine.before_moves:
+            call()
 
     def test_every_way(self) -> None:
         """Each kind of write is noticed, and counts no longer once it is expected."""
@@ -69,33 +56,33 @@ class WeightsWatchTest(unittest.TestCase):
                 self.assertTrue(self.unchanged())
                 way()
                 self.assertFalse(self.unchanged())
-                self.assertIsNotNone(self.watch.changed())
+                self.assertIsNotNone(self.watch.weights_changed())
                 self.watch.rebase()
-                self.assertIsNone(self.watch.changed())
+                self.assertIsNone(self.watch.weights_changed())
 
     def test_a_call(self) -> None:
         """Is noticed by the next step, without a look."""
-        self.assertIsNone(self.watch.changed())
+        self.assertIsNone(self.watch.weights_changed())
         self.engine.calls, self.engine.last_call = 1, "anything"
-        self.assertIn("anything", str(self.watch.changed()))
+        self.assertIn("anything", str(self.watch.weights_changed()))
 
     def test_sleep(self) -> None:
         """Weights that come back the same are the same; others are noticed before they count."""
         for changed in (False, True):
             self.assertTrue(until(lambda: self.watch.expected.read))
-            self.engine.move()
+            self.move()
             self.model[0].weight.data[3, 3] += changed
-            self.engine.move()
-            self.watch.changed()
+            self.move()
+            self.watch.weights_changed()
             self.assertTrue(until(lambda: not self.watch.comparing))
-            self.assertEqual(changed, self.watch.changed() is not None)
+            self.assertEqual(changed, self.watch.weights_changed() is not None)
 
     def test_a_look_of_before(self) -> None:
         """Proves nothing for later; what was proven stays so."""
-        asked = time.monotonic()
-        self.assertTrue(self.watch.expected.still_at(asked))
+        proven = self.watch.proof()
+        self.assertTrue(proven())
         self.model[0].weight.data.mul_(2)
-        self.assertTrue(self.watch.expected.still_at(asked))
+        self.assertTrue(proven())
         self.assertFalse(self.unchanged())
 
     def test_inference_tensors(self) -> None:
@@ -124,25 +111,25 @@ class WeightsWatchTest(unittest.TestCase):
         self.assertTrue(until(lambda: self.watch.expected.read))
         self.watch.doubt()
         until(lambda: not self.watch.comparing)
-        self.assertIsNone(self.watch.changed())
+        self.assertIsNone(self.watch.weights_changed())
 
         self.model[-1].weight.data[777, 3] += 1
         self.assertTrue(all(self.unchanged() for _ in range(50)))  # else this shows nothing
         self.watch.doubt()
         until(lambda: not self.watch.comparing)
-        self.assertIn("other bytes", str(self.watch.changed()))
+        self.assertIn("other bytes", str(self.watch.weights_changed()))
         self.watch.rebase()
         until(lambda: self.watch.expected.read)
         self.watch.doubt()
         until(lambda: not self.watch.comparing)
-        self.assertIsNone(self.watch.changed())
+        self.assertIsNone(self.watch.weights_changed())
 
     def test_a_doubt_before_all_was_read(self) -> None:
         """Nobody can tell: the weights count as changed."""
         self.watch.close()
         self.watch.rebase()  # and nothing is read any more
         self.watch.doubt()
-        self.assertIsNotNone(self.watch.changed())
+        self.assertIsNotNone(self.watch.weights_changed())
 
     def test_digest_on_a_device(self) -> None:
         """Any byte and any order of bytes counts, at any length; a stop ends it."""

@@ -31,11 +31,10 @@ if find_spec("vllm"):
     from vua.connector.group_transfer import Rank
     from vua.connector.metadata import ConnectorMetadata, GroupLoad, LoadOrder, SaveOrder
     from vua.connector.request import SaveHints
-    from vua.connector.weights_watch import EngineState
+    from vua.connector.weights_watch import EngineMemory, EngineState
 
     ONE_THREAD = WorkerResources(load_threads=1)
     LITTLE = WorkerResources(load_threads=1, max_pending_save_mib=1)
-    from vua.connector.weights_watch import WeightsWatch
     from vua.connector.worker import WorkerSide
     from vua.vllm import page_layout
 
@@ -271,8 +270,7 @@ class HangingTest(DirectoryTest):
     @pytest.mark.thorough
     def test_changed_while_loading(self) -> None:
         """A load during which the namespace or the weights change fills no block that counts."""
-        engine = SimpleNamespace(model=torch.nn.Linear(8, 8), calls=0, last_call="update", moves=0)
-        engine.before_moves = lambda _: None
+        engine = EngineMemory(torch.nn.Linear(8, 8), last_call="update")
         other = Identity(model="other", chunk_tokens=16)
 
         def follow_another_namespace() -> None:
@@ -291,7 +289,7 @@ class HangingTest(DirectoryTest):
         ]
         for change, fails in changes:
             with self.subTest(change=change):
-                self.side = self.worker(EngineState(WeightsWatch(engine)))
+                self.side = self.worker(EngineState(engine))
                 layer_of = {name: at for at, name in enumerate(self.layers)}
                 tables = dict.fromkeys(self.layers, 0)
                 self.side.register(self.layers, layer_of, tables, page_layout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 import unittest
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -27,8 +26,8 @@ if find_spec("vllm"):
 
     from vua.connector.adapters import AdapterNote
     from vua.connector.cache_spec import UncachedError
-    from vua.connector.weights_watch import WeightsWatch
-    from vua.vllm.engine_worker import Adapters, EngineWorker, adapter_content, memory_of
+    from vua.connector.weights_watch import EngineState
+    from vua.vllm.engine_worker import Adapters, adapter_content, find_worker, memory_of, worker_of
 
 
 class Worker:
@@ -67,7 +66,7 @@ class EngineWorkerTest(unittest.TestCase):
     def test_calls(self) -> None:
         """Steps and questions count for nothing; everything else counts, also what nobody knows."""
         wrapper = wrapped()
-        engine = EngineWorker(wrapper)
+        engine, _ = worker_of(wrapper)
         self.assertEqual("a step", wrapper.execute_model(None))
         self.assertEqual("cpu", wrapper.device)
         self.assertIsInstance(wrapper.worker, Worker)
@@ -87,26 +86,26 @@ class EngineWorkerTest(unittest.TestCase):
     def test_watched(self) -> None:
         """A look at the weights is no call; a call is noticed without a look."""
         wrapper = wrapped()
-        watch = WeightsWatch(EngineWorker(wrapper))
-        self.assertTrue(watch.expected.still_at(time.monotonic()))
+        watch = EngineState(worker_of(wrapper)[0])
+        self.assertTrue(watch.proof()())
         wrapper.execute_model(None)
-        self.assertIsNone(watch.changed())
+        self.assertIsNone(watch.weights_changed())
         wrapper.anything()
-        self.assertIn("anything", str(watch.changed()))
+        self.assertIn("anything", str(watch.weights_changed()))
 
     def test_found_among_the_callers(self) -> None:
         """By whoever is called by a wrapper; nobody else finds one, and may store nothing."""
 
         class Wrapper(WorkerWrapperBase):
-            def make(self) -> EngineWorker:
-                return EngineWorker.find()
+            def make(self) -> Any:
+                return find_worker()[0].model
 
         wrapper = Wrapper()
         wrapper.worker = Worker()  # type: ignore[assignment]
         first = wrapper.make()
-        self.assertIs(wrapper.make().model, first.model)  # two connectors of one worker
+        self.assertIs(wrapper.make(), first)  # two connectors of one worker
         with self.assertRaises(UncachedError):
-            EngineWorker.find()
+            find_worker()
         memory = memory_of(SimpleNamespace(lora_config=None))
         self.assertIsNotNone(memory.unknown)
         self.assertIsNotNone(memory.weights_changed())
@@ -116,7 +115,7 @@ class EngineWorkerTest(unittest.TestCase):
         wrapper = wrapped()
         wrapper.worker.model = None
         with self.assertRaises(UncachedError):
-            EngineWorker(wrapper)
+            worker_of(wrapper)
 
 
 def lora(scaling: float = 2.0, **tensors: torch.Tensor) -> Any:
