@@ -5,8 +5,10 @@ Includes the description of an engine's step: which requests it computes, and in
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -173,6 +175,10 @@ class WorkerOutput:
     unable: bool = False
     """Whether a worker neither loads nor stores, so that nothing must be ordered."""
 
+    def lacks(self, request_id: str, token: int) -> None:
+        """Add that a request's chunk that begins with ``token`` is not stored."""
+        self.unsaved[request_id] = min(token, self.unsaved.get(request_id, token))
+
     def aggregate(self, other: object) -> WorkerOutput:
         if not isinstance(other, WorkerOutput):
             return self
@@ -196,6 +202,30 @@ class WorkerOutput:
             Counter(self.sure) + Counter(other.sure),
             self.unable or other.unable,
         )
+
+
+class Reporter:
+    """Collects a worker's report between two steps. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._report: WorkerOutput | None = None
+
+    @contextmanager
+    def writing(self) -> Iterator[WorkerOutput]:
+        """Yield the report of the next step, to add to it."""
+        with self._lock:
+            if self._report is None:
+                self._report = WorkerOutput()
+            yield self._report
+
+    def take(self) -> WorkerOutput | None:
+        """Return what was added since the last call; None if nothing was."""
+        if self._report is None:  # without the lock: what is added now waits for the next step
+            return None
+        with self._lock:
+            report, self._report = self._report, None
+        return report
 
 
 _PROMPT_TOKENS: Final = 16

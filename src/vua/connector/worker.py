@@ -40,6 +40,7 @@ from vua.connector.metadata import (
     ComparisonResult,
     ConnectorMetadata,
     LoadOrder,
+    Reporter,
     Verdict,
     WitnessOrder,
     WorkerOutput,
@@ -81,15 +82,12 @@ class _Comparison:
 class Comparisons:
     """One rank's comparisons. Each order gets one verdict. Called from the worker's thread only."""
 
-    def __init__(self, config: ConnectorConfig, *, quantised: bool) -> None:
+    def __init__(self, config: ConnectorConfig, reporter: Reporter, *, quantised: bool) -> None:
         """Start no thread yet; ``quantised`` as in :func:`vua.store.agreement.tolerance`."""
-        self._quantised = quantised
+        self._quantised, self._reporter = quantised, reporter
         self._pool = Pool[_Comparison](
             1, "vua-witness", timeout_s=config.timeouts.io_s, late=self._is_late
         )
-        self._lock = threading.Lock()
-        self._verdicts: list[Verdict] = []
-        self._gone: dict[str, int] = {}
 
     def begin(self, order: WitnessOrder, groups: Sequence[GroupTransfer]) -> None:
         """Copy an order's chunks out of the engine's blocks and compare them in the background."""
@@ -114,25 +112,9 @@ class Comparisons:
         """Answer an order whose chunks this worker cannot copy."""
         self._tell(Verdict(order.number, text="the worker cannot read its blocks"))
 
-    def take(self) -> list[Verdict]:
-        """Return the verdicts since the last call; gives up hanging comparisons."""
+    def give_up(self) -> None:
+        """Answer the orders whose comparisons hang."""
         self._pool.give_up()
-        if not self._verdicts:
-            return []
-        with self._lock:
-            verdicts, self._verdicts = self._verdicts, []
-        return verdicts
-
-    def take_gone(self) -> dict[str, int]:
-        """Return, per request, the first token of what is not stored after all.
-
-        Each request has computed it, and may store it.
-        """
-        if not self._gone:
-            return {}
-        with self._lock:
-            gone, self._gone = self._gone, {}
-        return gone
 
     def _is_late(self, job: Job[_Comparison]) -> None:
         if not job.started:
@@ -201,10 +183,11 @@ class Comparisons:
         return files.agreement(chunk.key, computed, group.group.layers, quantised=self._quantised)
 
     def _tell(self, verdict: Verdict, request_id: str = "", gone: int | None = None) -> None:
-        with self._lock:
-            self._verdicts.append(verdict)
-            if gone is not None:
-                self._gone[request_id] = gone
+        with self._reporter.writing() as report:
+            report.verdicts.append(verdict)
+            if gone is not None:  # the request has computed it, and may store it
+                report.lacks(request_id, gone)
+                report.retry.add(request_id)
 
     @staticmethod
     def _give_back(chunks: Sequence[_ComputedChunk]) -> None:
@@ -271,8 +254,6 @@ class WorkerSide:
         self._opening = Opening(model, config, then=self._has_opened, clock=clock)
         if (opened := self._opening.take()) is not None:
             self._use(opened)
-        self._sent_identity: Identity | None = self._identity
-        """The identity whose stores the scheduler's half knows to be open."""
         self._loads = Pool[LoadOrder](
             *(config.worker.load_threads, "vua-load"),
             timeout_s=config.timeouts.io_s,
@@ -288,13 +269,15 @@ class WorkerSide:
         self._wanted: list[Any] = []
         self._writer = ""
         """The engine's name, used for writing."""
-        self.saves = WriteQueue(config, self._rank, self.stats, watch, self._memory, clock=clock)
-        self._comparisons = Comparisons(config, quantised=model.quantised)
+        self._reporter = Reporter()
+        self.saves = WriteQueue(
+            *(config, self._rank, self.stats, watch, self._memory, self._reporter), clock=clock
+        )
+        self._comparisons = Comparisons(config, self._reporter, quantised=model.quantised)
         self._lock = threading.Condition()
         self._after: Fence | None = None
         self._running = 0
         self._received: set[str] = set()
-        self._load_s: dict[str, float] = {}
         self._failed: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._registered = False
@@ -331,6 +314,8 @@ class WorkerSide:
         opened = self._opening.take()
         if opened is not None:
             self._use(opened)
+            with self._reporter.writing() as report:
+                report.opened[wanted.namespace] = 1
         return opened is not None
 
     def _use(self, opened: OpenedNamespace) -> None:
@@ -546,11 +531,12 @@ class WorkerSide:
         """Report in the next step that a load has ended: at token ``short``, for ``reason``."""
         if reason is not None:
             self.stats.add("vua_load_stops_total", label=reason)
+        if seconds is not None:  # before its end: that is taken first
+            with self._reporter.writing() as report:
+                report.load_s[order.request_id] = seconds
         with self._lock:
             if short is not None:
                 self._fail(order, short)
-            if seconds is not None:
-                self._load_s[order.request_id] = seconds
             self._received.add(order.request_id)
             self._running -= 1
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
@@ -581,30 +567,17 @@ class WorkerSide:
         """Return the report of this step for the scheduler's half; None if it is empty."""
         seen = self.watch.take() if self.watch is not None else []
         wanted, self._wanted = self._wanted, []
-        adapters, verdicts = self._memory.adapter_news(wanted), self._comparisons.take()
+        adapters = self._memory.adapter_news(wanted)
+        self._comparisons.give_up()
         is_open = self._identity is not None and self._identity == self._opening.identity
-        unsaved, retry = self.saves.take_unsaved(self.groups, retries=is_open)
-        for request_id, token in self._comparisons.take_gone().items():
-            unsaved[request_id] = min(token, unsaved.get(request_id, token))
-            retry.add(request_id)
-        opened, ended, sure = self._take_opened(), self.saves.take_ended(), self._take_sure()
-        refused = self._take_refused()
-        news = self._load_s or seen or verdicts or adapters or unsaved or retry or opened or ended
-        if not (news or refused or sure) and self._left is None:
-            return None  # what just ends waits for the next step
-        with self._lock:
-            load_s, self._load_s = self._load_s, {}
-        return WorkerOutput(
-            *(load_s, seen, verdicts, self._left, adapters, unsaved, retry, opened, ended),
-            *(refused, sure),
-        )
-
-    def _take_opened(self) -> dict[str, int]:
-        """Return the namespace that was opened since the last call."""
-        if self._identity is None or self._identity == self._sent_identity:
-            return {}
-        self._sent_identity = self._identity
-        return {self._identity.namespace: 1}
+        self.saves.ask_again(self.groups, retries=is_open)
+        sure, refused, report = self._take_sure(), self._take_refused(), self._reporter.take()
+        if not (seen or adapters or sure or refused) and self._left is None:
+            return report
+        report = report or WorkerOutput()
+        report.seen, report.adapters, report.sure, report.refused = seen, adapters, sure, refused
+        report.left_epoch = self._left
+        return report
 
     def _take_refused(self) -> dict[bytes, bytes]:
         """Return the writers of chunks that were refused since the last call."""

@@ -20,7 +20,7 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.events import FileEventLog
 from vua.connector.group_transfer import GroupTransfer, ShardFiles, outcomes_of
 from vua.connector.log import WarnOnce, logger
-from vua.connector.metadata import SaveOrder
+from vua.connector.metadata import Reporter, SaveOrder
 from vua.connector.metrics import Recorder
 from vua.connector.weights_watch import EngineState
 from vua.errors import StorageError
@@ -143,7 +143,10 @@ class _Hole:
     """How many are missing, as far as they were ordered."""
     again: bool
     """Whether to order it again when there are buffers; False if storage has failed."""
+    is_new: bool = True
+    """Whether it is not reported yet."""
     told: bool = False
+    """Whether the scheduler's half was told to order it again."""
 
 
 class WriteQueue:
@@ -156,15 +159,16 @@ class WriteQueue:
         stats: Recorder,
         watch: FileEventLog | None,
         memory: EngineState,
+        reporter: Reporter,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start threads as ``config`` says; count for ``rank`` in ``stats``, inform ``watch``.
 
-        Copied chunks are stored only if ``memory`` then holds the same weights as before. ``clock``
+        ``reporter`` gets `WorkerOutput.unsaved`, ``retry`` and ``ended``. Copied chunks are stored only if ``memory`` then holds the same weights as before. ``clock``
         returns seconds.
         """
-        self._memory, self._clock = memory, clock
+        self._memory, self._reporter, self._clock = memory, reporter, clock
         self._stats, self._rank, self._watch = stats, rank, watch
         self._writers = WriterCount()
         self._breaker = Breaker("saves", logger("storage"), clock=clock)
@@ -184,10 +188,8 @@ class WriteQueue:
         self._pending = 0
         self._count_pending(0)  # the metric is there from the first step on
         self._holes: dict[str, _Hole] = {}
-        self._unsaved: dict[str, int] = {}
         self._open_orders: dict[int, int] = {}
         """By their numbers: how many of their chunks are under way."""
-        self._ended: list[int] = []
         self._warn_once = WarnOnce(log)
 
     @property
@@ -211,30 +213,17 @@ class WriteQueue:
             self._leave(order, order.start, max(ordered, default=0), again=again)
             self._under_way(order, 0)
 
-    def _under_way(self, order: SaveOrder, chunks: int) -> None:
-        """Note how many of an order's chunks are copied."""
+    def _under_way(self, order: SaveOrder, by: int) -> None:
+        """Note that more or fewer of an order's chunks are under way. For any thread."""
+        if not order.number:
+            return
         with self._lock:
-            if not chunks and order.number:
-                self._ended.append(order.number)
-            elif chunks and order.number:
-                self._open_orders[order.number] = chunks
-
-    def _came_to_an_end(self, order: SaveOrder) -> None:
-        """Note that one chunk of an order is not under way any more. For any thread."""
-        with self._lock:
-            left = self._open_orders.pop(order.number, 0) - 1
-            if left > 0:
+            left = self._open_orders.pop(order.number, 0) + by
+            if left:
                 self._open_orders[order.number] = left
-            elif left == 0:
-                self._ended.append(order.number)
-
-    def take_ended(self) -> dict[int, int]:
-        """Return the orders that have ended since the last call, see `WorkerOutput.ended`."""
-        if not self._ended:
-            return {}
-        with self._lock:
-            ended, self._ended = self._ended, []
-        return dict.fromkeys(ended, 1)
+                return
+        with self._reporter.writing() as report:
+            report.ended[order.number] = 1
 
     def copy_out(self, orders: Sequence[SaveOrder], groups: Sequence[GroupTransfer]) -> None:
         """Copy a step's chunks out of the cache, to be written after :meth:`hand_over`.
@@ -336,33 +325,30 @@ class WriteQueue:
                 token, again = min(token, hole.token), again and hole.again
                 chunks += hole.chunks
             self._holes[order.request_id] = _Hole(token, chunks, again)
-            self._unsaved[order.request_id] = token
+            with self._reporter.writing() as report:
+                report.lacks(order.request_id, token)
             if len(self._holes) > _MAX_HOLES:
                 del self._holes[next(iter(self._holes))]
 
-    def take_unsaved(
-        self, groups: Sequence[GroupTransfer], *, retries: bool = True
-    ) -> tuple[dict[str, int], set[str]]:
-        """Return the report for the scheduler's half, see `WorkerOutput`: ``unsaved``, ``retry``.
+    def ask_again(self, groups: Sequence[GroupTransfer], *, retries: bool = True) -> None:
+        """Report the requests that are to try again, once in each step; none without ``retries``.
 
-        Without ``retries`` no request may try again yet. A request is to try again when there are
-        buffers for all of its missing chunks, or for a quarter of a full step: with one at a time
-        it would be ordered as often.
+        That is when there are buffers for all of a request's missing chunks, or for a quarter of a
+        full step: with one at a time it would be ordered as often.
         """
         if not self._holes:
-            return {}, set()
-        retry = set()
+            return
         with self._lock:
-            unsaved, self._unsaved = self._unsaved, {}
             for request_id, hole in self._holes.items():
-                waits = retries and hole.again and not hole.told and request_id not in unsaved
+                is_new, hole.is_new = hole.is_new, False
+                waits = retries and hole.again and not (hole.told or is_new)
                 if waits and all(
                     group.save_buffers.left >= min(hole.chunks, max(1, group.save_limit // 8))
                     for group in groups
                 ):
                     hole.told = True
-                    retry.add(request_id)
-        return unsaved, retry
+                    with self._reporter.writing() as report:
+                        report.retry.add(request_id)
 
     def forget(self, request_ids: Collection[str]) -> None:
         """Forget requests that have no blocks any more: their missing chunks stay missing."""
@@ -478,7 +464,7 @@ class WriteQueue:
             self._stats.add("vua_chunks_saved_total", label=outcome)
             if outcome not in ("written", "present", "dropped"):
                 self._leave(save.order, key.start, 1, again=False)
-            self._came_to_an_end(save.order)
+            self._under_way(save.order, -1)
             if self._watch is not None and current and outcome in ("written", "present"):
                 self._watch.stored(key, group.shard)
             if outcome == "written":
