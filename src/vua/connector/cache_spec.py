@@ -164,6 +164,15 @@ class Model:
         """The first token of a group to load in order to continue after ``tokens`` tokens."""
         return first_token(self._kind(group), tokens)
 
+    def in_blocks(self, group: Group, chunk: int, tables: Sequence[Sequence[int]]) -> bool:
+        """Whether all blocks of a chunk are in a request's block tables; 0: a freed one."""
+        start, stop = chunk * self.chunk_tokens, (chunk + 1) * self.chunk_tokens
+        return all(
+            all(tables[table][start // block : -(-stop // block)])
+            for table in group.tables
+            for block in (self.block_sizes[table],)
+        )
+
     def loaded_nbytes(self, start: int, stop: int) -> int:
         """The bytes that all workers read, in whole chunks, to load tokens [start, stop)."""
         total = 0

@@ -134,18 +134,13 @@ def to_save(
         return found.keys.run(step.chunks.start, step.chunks.stop)
     if group.keeps_state:
         return state_to_save(model, group, number, found, step, every_tokens)
-    size, wanted = model.chunk_tokens, found.windows[number]
-    keys = []
-    for chunk in (*(chunk for chunk in step.reused if chunk in wanted), *step.chunks):
-        held = all(
-            all(step.tables[table][chunk * size // block : -(-(chunk + 1) * size // block)])
-            for table in group.tables
-            for block in (model.block_sizes[table],)
-        )
-        useful = chunk in wanted or chunk >= found.prompt_chunks  # of unknown end
-        if held and (useful or group in model.leading):
-            keys.append(found.keys[chunk])
-    return keys
+    wanted, leads = found.windows[number], group in model.leading
+    return [
+        found.keys[chunk]
+        for chunk in (*(chunk for chunk in step.reused if chunk in wanted), *step.chunks)
+        if leads or chunk in wanted or chunk >= found.prompt_chunks  # of unknown end
+        if model.in_blocks(group, chunk, step.tables)
+    ]
 
 
 def state_to_save(

@@ -56,8 +56,7 @@ _FAR: Final = 1 << 40
 _MOST_CHUNKS: Final = 8
 """Chunks in one comparison at most."""
 _MOST_KNOWN: Final = 1 << 12
-"""Writers (and kinds of each) remembered in memory; a forgotten one is compared again, or found in
-the cache."""
+"""Writers of whom it is counted whether they agree."""
 _ODD: Final = 2
 """Writers that must differ, at least, before this engine considers itself the odd one."""
 _NAMELESS: Final = frozenset((written_name("").encode(),))
@@ -136,8 +135,8 @@ class Witness:
         place = config.directory, model.identity.namespace, config.security
         self.known, self._tally = KnownWriters(*place), Tally(*place)
         self.be_of(setup, writer)
-        self._proved: dict[tuple[Kind, bytes], bool] = {}
-        self._aside: dict[bytes, bool] = {}
+        self._aside: set[bytes] = set()
+        """Writers that were met and are put aside."""
         self._agreed: set[bytes] = set()
         """Other writers whose latest comparison agreed."""
         self._longest: dict[Kind, int] = {}
@@ -261,28 +260,21 @@ class Witness:
     def _is_proved(self, kind: Kind, writer: bytes) -> bool:
         if writer == self._own:
             return True
-        known = self._proved.get((kind, writer))
-        if known is None:
-            known = self.known.holds(kind, writer)
-            self._know(kind, writer, proved=known)
-            if known:
-                self._longest.setdefault(kind, _FAR)
+        known = self.known.holds(kind, writer)
+        if known:
+            self._longest.setdefault(kind, _FAR)
+            self._agree(writer)
         return known
 
-    def _know(self, kind: Kind, writer: bytes, *, proved: bool) -> None:
-        _shorten(self._proved)
-        self._proved[kind, writer] = proved
-        if proved and not self._aside.get(writer):
-            if len(self._agreed) >= _MOST_KNOWN:
-                self._agreed.pop()
+    def _agree(self, writer: bytes) -> None:
+        if not self._is_aside(writer) and len(self._agreed) < _MOST_KNOWN:
             self._agreed.add(writer)
 
     def _is_aside(self, writer: bytes) -> bool:
-        known = self._aside.get(writer)
-        if known is None:
-            _shorten(self._aside)
-            known = self._aside[writer] = writer != self._own and self.known.is_aside(writer)
-        return known
+        aside = writer != self._own and self.known.is_aside(writer)
+        if aside and len(self._aside) < _MOST_KNOWN:
+            self._aside.add(writer)
+        return aside
 
     def _first_time(
         self,
@@ -293,9 +285,10 @@ class Witness:
         unproved: dict[bytes, int],
     ) -> int | None:
         """Wait for the comparisons that prove these writers, or begin one."""
-        for case in {id(one): one for one in map(self._pending_of(kind), unproved) if one}.values():
-            self._expire(case)
-        cases = [self._pending_of(kind)(writer) for writer in unproved]
+        for writer in unproved:
+            if (pending := self._pending.get((kind, writer))) is not None:
+                self._expire(pending)
+        cases = [self._pending.get((kind, writer)) for writer in unproved]
         if not all(cases) or not self._patience_s:
             awaited = frozenset(unproved)
             if self._begin(request, kind, found, local_tokens, None, awaited):
@@ -309,9 +302,6 @@ class Witness:
         why = f"comparing takes more than {self._patience_s} s: prompts load once it agrees"
         self.tell_computed(left, request.request_id, why)
         return tokens
-
-    def _pending_of(self, kind: Kind) -> Callable[[bytes], _Case | None]:
-        return lambda writer: self._pending.get((kind, writer))
 
     def _draw(self, first: int, stop: int) -> int | None:
         """Return which of these chunks, which could be loaded, is compared: usually none.
@@ -441,27 +431,17 @@ class Witness:
         case.ordered_s = self._clock()
         self._ordered[case.number] = case
         parts: list[tuple[int, Sequence[ChunkKey]]] = []
-        for number, group in enumerate(self._model.groups):
-            held = [
-                found.keys[chunk]
-                for chunk in case.chunks
-                if all(
-                    all(tables[table][chunk * size // block : -(-(chunk + 1) * size // block)])
-                    for table in group.tables
-                    for block in (self._model.block_sizes[table],)
-                )
-            ]
-            if group in self._model.leading and held and self._compares(group):
-                parts.append((number, held))
-                for key in held:
-                    answers = case.expected.get(key.start, 0) + self._model.workers
-                    case.expected[key.start] = answers
+        stored: list[tuple[int, Sequence[ChunkKey]]] = []
         run = found.keys.run(case.computed.start, case.computed.stop)
-        stored: list[tuple[int, Sequence[ChunkKey]]] = [
-            (number, run)
-            for number, group in enumerate(self._model.groups)
-            if group in self._model.leading
-        ]
+        for group in self._model.leading:
+            number = self._model.groups.index(group)
+            stored.append((number, run))
+            held = [at for at in case.chunks if self._model.in_blocks(group, at, tables)]
+            if held and self._compares(group):
+                parts.append((number, [found.keys[chunk] for chunk in held]))
+                for chunk in held:
+                    answers = case.expected.get(chunk * size, 0) + self._model.workers
+                    case.expected[chunk * size] = answers
         blocks = [list(table) for table in tables]
         return WitnessOrder(case.number, blocks, parts, request_id, stored)
 
@@ -495,7 +475,9 @@ class Witness:
     def _conclude(self, case: _Case) -> None:
         """End a comparison: all workers have answered, or it was given up."""
         self._forget(case)
-        differing = sorted(at for at, found in case.found.items() if not _same(found))
+        differing = sorted(
+            at for at, found in case.found.items() if not all(one.same for one in found)
+        )
         whole = {at for at, found in case.found.items() if len(found) >= case.expected.get(at, 1)}
         if case.drawn is not None:
             self._count(case.drawn * self._model.chunk_tokens, whole, differing)
@@ -511,7 +493,7 @@ class Witness:
             for writer in bad:
                 self._put_aside(writer, worst.text)
         for writer in writers - bad:
-            self._know(case.kind, writer, proved=True)
+            self._agree(writer)
             if writer != self._own:
                 self.known.add(case.kind, writer)
         if good:
@@ -532,16 +514,15 @@ class Witness:
         self._judge_oneself()
 
     def _count(self, start: int, whole: set[int], differing: Sequence[int]) -> None:
-        """Count the result of a drawn chunk."""
-        if start in whole or start in differing:
-            same = start not in differing
-            with suppress(RuntimeError):  # the process ends, or has no thread
-                NOTES.submit(lambda _: self._tell(same=same))
+        """Count the result of a drawn chunk, on a thread: that touches the file system."""
 
-    def _tell(self, *, same: bool) -> None:
-        """Count a comparison, on a thread: that touches the file system."""
-        self._tally.add(same=same)
-        self._stats.set("vua_wrong_share_bound", self._tally.counted.bound)
+        def tell(_: object) -> None:
+            self._tally.add(same=start not in differing)
+            self._stats.set("vua_wrong_share_bound", self._tally.counted.bound)
+
+        if start in whole or start in differing:
+            with suppress(RuntimeError):  # the process ends, or has no thread
+                NOTES.submit(tell)
 
     def _no_answer(self, case: _Case) -> None:
         self._stats.add("vua_witnesses_total", label="none")
@@ -561,15 +542,15 @@ class Witness:
             return
         if self._is_aside(writer):
             return
-        self._aside[writer] = True
-        self._agreed.discard(writer)
         self.known.put_aside(writer)
-        self._stats.set("vua_writers_aside", sum(self._aside.values()))
+        self._agreed.discard(writer)
+        self._is_aside(writer)
+        self._stats.set("vua_writers_aside", len(self._aside))
         log.error(_ASIDE, in_words(writer), self._model.identity.namespace, text)
 
     def _judge_oneself(self) -> None:
         """Leave if several writers differ from this engine, and fewer agree with it."""
-        aside = sum(self._aside.values())
+        aside = len(self._aside)
         if aside >= _ODD and aside > len(self._agreed) and self._leave is None:
             self._leave = _LEAVES.format(
                 self._model.identity.namespace,
@@ -582,13 +563,3 @@ def _runs(found: PrefixMatch) -> Iterator[tuple[int, int, frozenset[bytes]]]:
     runs = found.writers or ((0, _NAMELESS),)
     for (start, writers), (stop, _) in pairwise((*runs, (found.stored, _NAMELESS))):
         yield start, stop, writers
-
-
-def _same(found: Iterable[ComparisonResult]) -> bool:
-    return all(one.same for one in found)
-
-
-def _shorten(known: dict[Any, bool]) -> None:
-    """Make space for one more: forget the oldest entry."""
-    if len(known) >= _MOST_KNOWN:
-        del known[next(iter(known))]
