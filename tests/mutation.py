@@ -153,7 +153,7 @@ NAMED: tuple[Named, ...] = (
     Named(
         "nor of one that a GPU would have had",
         "vua/connector/device_transfer.py",
-        "self._weed(buffer, part.keys[at:], loaded.reason, job)",
+        "self._weed(buffer, part.keys[at:], reason, job)",
         "pass",
     ),
     Named(

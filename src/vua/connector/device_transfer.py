@@ -151,28 +151,18 @@ class RingLoads:
                 buffers.append(buffer)
             if len(buffers) < _LEAST:
                 return RingResult(0)
-            return self._load(self._reader, buffers, keys, job, ready, slots)
+            each, kernel = np.arange(self._staging.chunks, dtype=np.uint64), self._kernel
+            places = np.concatenate([each + np.uint64(one.first) for one in buffers])
+            ahead = self._reader.ahead(
+                keys, places, self._into, job.what.believed, hashed=kernel is None
+            )
+            if ahead is None:
+                return RingResult(0)
+            with closing(ahead):
+                result = self._pass_on(ahead, buffers, kernel, len(keys), job, ready, slots)
         finally:
             for buffer in buffers:  # waits for its last transfer
                 self._staging.give_back(buffer)
-
-    def _load(
-        self,
-        reader: EntryReader,
-        buffers: Sequence[DeviceBuffer],
-        keys: Sequence[ChunkKey],
-        job: Job[LoadOrder],
-        ready: Callable[[], None],
-        slots: Slots,
-    ) -> RingResult:
-        chunks, kernel = self._staging.chunks, self._kernel
-        firsts = [np.arange(chunks, dtype=np.uint64) + np.uint64(one.first) for one in buffers]
-        places, believed = np.concatenate(firsts), job.what.believed
-        ahead = reader.ahead(keys, places, self._into, believed, hashed=kernel is None)
-        if ahead is None:
-            return RingResult(0)
-        with closing(ahead):
-            result = self._pass_on(ahead, buffers, keys, job, ready, slots)
         self._store.quarantine.loaded(keys, result.chunks)
         return result
 
@@ -180,15 +170,18 @@ class RingLoads:
         self,
         ahead: ReadAhead,
         buffers: Sequence[DeviceBuffer],
-        keys: Sequence[ChunkKey],
+        kernel: Digests | None,
+        end: int,
         job: Job[LoadOrder],
         ready: Callable[[], None],
         slots: Slots,
     ) -> RingResult:
-        """Send what was read to blocks, buffer after buffer in turn; as :meth:`load`."""
-        chunks, kernel, sent = self._staging.chunks, self._kernel, deque[_Sent]()
+        """Send ``end`` chunks that are read to blocks, buffer after buffer; as :meth:`load`.
+
+        ``kernel``: compares their checksums; None: that is done on the host.
+        """
+        chunks, sent = self._staging.chunks, deque[_Sent]()
         done = first = 0
-        end = len(keys)
         while first < end or sent:
             full = len(sent) == len(buffers) or first == end
             if sent and (full or sent[0].buffer.fence.passed()):
@@ -438,53 +431,39 @@ class DeviceGroupTransfer(GroupTransfer):
     def _load_rest(
         self,
         part: GroupLoad,
-        done: int,
-        job: Job[LoadOrder],
-        ready: Callable[[], None],
-    ) -> tuple[int, str | None]:
-        """Load what follows the first chunks, buffer by buffer, or learn why that is impossible."""
-        buffers: list[DeviceBuffer] = []
-        try:
-            for _ in range(2):
-                buffer = self.load_buffers.take()
-                if buffer is not None:
-                    buffers.append(buffer)
-            if not buffers:
-                return part.reached(done), "unable"
-            return self._load(buffers, part, done, job, ready)
-        finally:
-            for buffer in buffers:  # waits for its last transfer; a hanging read still holds it
-                self.load_buffers.give_back(buffer)
-
-    def _load(
-        self,
-        buffers: Sequence[DeviceBuffer],
-        part: GroupLoad,
         at: int,
         job: Job[LoadOrder],
         ready: Callable[[], None],
     ) -> tuple[int, str | None]:
-        turns = cycle(buffers)
-        while at < len(part.keys):
-            buffer = next(turns)
-            buffer.fence.wait()  # until then its bytes are on their way
-            keys = part.keys[at : at + buffer.host.chunks]
-            path, loaded = self._read(buffer, keys, job.what.believed)
-            job.progress()
-            if loaded.chunks:
-                slots = self._slots(keys[: loaded.chunks], part, job.what.block_ids)
-                ready()
-                with job.use() as wanted:
-                    if not wanted:  # the blocks may be another request's by now
-                        return part.reached(at), None
-                    self.load_buffers.load(buffer, slots, there=path == "gds")
-                at += loaded.chunks
-                self._count(loaded.chunks, path)
-            if loaded.reason is not None:
-                buffer.fence.wait()
-                self._weed(buffer, part.keys[at:], loaded.reason, job)
-                return part.reached(at), loaded.reason
-        return part.reached(at), None
+        """Load what follows the first chunks, by two buffers, or learn why that is impossible."""
+        two = (self.load_buffers.take(), self.load_buffers.take())
+        buffers = [buffer for buffer in two if buffer is not None]
+        if not buffers:
+            return part.reached(at), "unable"
+        reason, turns = None, cycle(buffers)
+        try:
+            while at < len(part.keys) and reason is None:
+                buffer = next(turns)
+                buffer.fence.wait()  # until then its bytes are on their way
+                keys = part.keys[at : at + buffer.host.chunks]
+                path, loaded = self._read(buffer, keys, job.what.believed)
+                job.progress()
+                if loaded.chunks:
+                    slots = self._slots(keys[: loaded.chunks], part, job.what.block_ids)
+                    ready()
+                    with job.use() as wanted:
+                        if not wanted:  # the blocks may be another request's by now
+                            break
+                        self.load_buffers.load(buffer, slots, there=path == "gds")
+                    at += loaded.chunks
+                    self._count(loaded.chunks, path)
+                if (reason := loaded.reason) is not None:
+                    buffer.fence.wait()
+                    self._weed(buffer, part.keys[at:], reason, job)
+        finally:
+            for buffer in buffers:  # waits for its last transfer; a hanging read still holds it
+                self.load_buffers.give_back(buffer)
+        return part.reached(at), reason
 
     def _read(
         self,
@@ -534,11 +513,8 @@ class DeviceGroupTransfer(GroupTransfer):
         self, keys: Sequence[ChunkKey], part: GroupLoad, block_ids: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """Return where the chunks' tokens belong, ``[chunks, tokens]`` per part; -1: nowhere."""
-        start, stop = keys[0].start, keys[-1].stop
-        wanted, size = (
-            (max(start, part.start), min(stop, part.stop)),
-            self.group.layout.chunk_tokens,
-        )
+        start, stop, size = keys[0].start, keys[-1].stop, self.group.layout.chunk_tokens
+        wanted = max(start, part.start), min(stop, part.stop)
         return [one.slots(block_ids[one.table], start, stop, size, wanted) for one in self._parts]
 
     # -- saves --------------------------------------------------------------------------------
