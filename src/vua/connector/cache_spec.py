@@ -63,11 +63,6 @@ class Group:
         """The files that this engine writes for one chunk: each distinct rectangle once."""
         return tuple(dict.fromkeys(shard for row in self.shards for shard in row))
 
-    @property
-    def keeps_state(self) -> bool:
-        """Whether these layers keep a state, see `vua.format.layout`."""
-        return self.layout.keeps_state
-
     def first_needed(self, tokens: int) -> int:
         """The first token whose K/V are needed to continue after ``tokens`` tokens."""
         return first_needed(self.layout, tokens)
@@ -149,7 +144,7 @@ class Model:
     @property
     def whole_blocks(self) -> int:
         """What the tokens that an engine has are a multiple of where a load can begin."""
-        whole = any(group.keeps_state or group.page_nbytes for group in self.groups)
+        whole = any(group.layout.keeps_state or group.page_nbytes for group in self.groups)
         return math.lcm(*self.block_sizes) if whole else 1
 
     @property

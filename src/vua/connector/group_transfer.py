@@ -362,7 +362,7 @@ class GroupTransfer:
             one.zero_()
         self.gather([buffer], [key], [ids])
         self.fetch([buffer])
-        whole = not (self.group.page_nbytes or self.group.keeps_state)  # others are padded
+        whole = not (self.group.page_nbytes or self.group.layout.keeps_state)  # others are padded
         came = [
             bool(((one == other) | ((one == 0) & (not whole))).all() and one.any())
             for one, other in zip(bytes_of, sent, strict=True)

@@ -174,16 +174,6 @@ class RequestMetrics:
                 account.saves,
             )
 
-    # -- per step -----------------------------------------------------------------------------
-
-    def step_scheduled(self, tokens: int, attended: float) -> None:
-        """Note that a step was scheduled, and its work on prompts: see `prompt_work`."""
-        self._policy.prefill.scheduled(tokens, attended)
-
-    def step_ended(self) -> None:
-        """Note that the oldest running step has ended."""
-        self._policy.prefill.ended()
-
 
 Series: TypeAlias = dict[str, dict[str, Any]]
 """``[metric][label value]``: a number for counters and gauges, a list of observations for
@@ -408,28 +398,18 @@ class Recorder:
         return data
 
 
-class _RecordedCounts:
-    """The part of the process's counts that was recorded already, by any half of the connector."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.lock = new_lock()
-
-    def new(self) -> Counter[str]:
-        """Return the counts since the last call, and mark them as recorded."""
-        with self.lock:
-            before, self.counts = self.counts, requests.copy()
-            return self.counts - before
-
-
-_taken: Final = _RecordedCounts()
+_recorded: Final[Counter[str]] = Counter()
+"""The part of the process's counts that was recorded already, by any half of the connector."""
+_recording: Final = new_lock()
 
 
 def record_requests(stats: Recorder) -> None:
     """Record the requests of all buckets since the last call, once per process."""
     if not requests:
         return
-    new = _taken.new()
+    with _recording:
+        new = requests.copy() - _recorded
+        _recorded.update(new)
     for kind in (*KINDS, "failed"):
         if new[kind]:
             stats.add("vua_bucket_requests_total", new[kind], kind)

@@ -111,7 +111,8 @@ class Opening:
         self._model, self._config, self._then, self._clock = model, config, then, clock
         self._changed = threading.Condition()
         self._identification = identification
-        self._wanted: Identity | None = None
+        self.identity: Identity | None = None
+        """Whose namespace is wanted; None before that is known."""
         self._opened: OpenedNamespace | None = None
         self._running: Identity | None = None
         """What a thread is opening; possibly no longer wanted."""
@@ -121,31 +122,26 @@ class Opening:
         if identification is not None:
             self._begin_when_identified(identification)
         elif model.identified:
-            self._wanted = model.identity
+            self.identity = model.identity
             self._opened = self._open(model.identity)
-
-    @property
-    def identity(self) -> Identity | None:
-        """Whose namespace is wanted; None before that is known."""
-        return self._wanted
 
     @property
     def soon(self) -> bool:
         """Whether the wanted namespace is being opened, for the first time."""
-        return self._wanted is not None and self._opened is None and not self._warned
+        return self.identity is not None and self._opened is None and not self._warned
 
     @property
     def searching(self) -> bool:
         """Whether the weights are being identified."""
         search = self._identification
-        return search is not None and self._wanted is None and not (self._warned or self._closed)
+        return search is not None and self.identity is None and not (self._warned or self._closed)
 
     def begin(self, identity: Identity) -> None:
         """Switch to another namespace; returns at once."""
         with self._changed:
-            if identity == self._wanted or self._closed:
+            if identity == self.identity or self._closed:
                 return
-            self._wanted, self._opened, self._again_s = identity, None, None
+            self.identity, self._opened, self._again_s = identity, None, None
             self._warned = False
             self._start()
 
@@ -189,7 +185,7 @@ class Opening:
             self._weights = weights
             identity = self._model.with_weights(weights.fingerprint).identity
             with self._changed:
-                self._wanted = self._running = identity
+                self.identity = self._running = identity
             self._run(identity)
         except CancelledError:
             pass
@@ -208,9 +204,9 @@ class Opening:
 
     def _start(self) -> None:
         """Open the wanted namespace on a thread; called with the lock. One thread at a time."""
-        if self._running is not None or self._wanted is None or self._closed:
+        if self._running is not None or self.identity is None or self._closed:
             return
-        self._running = self._wanted
+        self._running = self.identity
         try:
             threading.Thread(
                 target=self._run, args=(self._running,), name="vua-open", daemon=True
@@ -230,7 +226,7 @@ class Opening:
             self._warned = True
         with self._changed:
             self._running = None
-            if identity == self._wanted and not self._closed:
+            if identity == self.identity and not self._closed:
                 self._opened = opened
                 self._again_s = None if opened else self._clock() + _AGAIN_S
                 if opened is not None and self._warned:

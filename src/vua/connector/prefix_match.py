@@ -92,11 +92,11 @@ def find(
         states.add(stored * size // align * align)
     windows = tuple(
         frozenset(at // size - 1 for at in states if at)
-        if group.keeps_state
+        if group.layout.keeps_state
         else _window_chunks(model, group, ends)
         for group in model.groups
     )
-    kept = frozenset(states if any(group.keeps_state for group in model.groups) else ())
+    kept = frozenset(states if any(group.layout.keeps_state for group in model.groups) else ())
     useful = model.useful_chunks(len(keys))
     return PrefixMatch(keys, tokens, stored, windows, useful, states=kept, most=most)
 

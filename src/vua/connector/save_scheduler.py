@@ -94,7 +94,7 @@ def to_load(
         return GroupLoad(number, start, stop, [])
     group, size = model.groups[number], model.chunk_tokens
     first = model.first_loaded(group, stop)
-    if not group.keeps_state:  # a state cannot be divided
+    if not group.layout.keeps_state:  # a state cannot be divided
         first = max(first, start)
     return GroupLoad(number, first, stop, found.keys.run(first // size, -(-stop // size)))
 
@@ -132,7 +132,7 @@ def to_save(
     group = model.groups[number]
     if group.layout.window is None:
         return found.keys.run(step.chunks.start, step.chunks.stop)
-    if group.keeps_state:
+    if group.layout.keeps_state:
         return state_to_save(model, group, number, found, step, every_tokens)
     wanted, leads = found.windows[number], group in model.leading
     return [

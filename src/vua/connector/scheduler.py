@@ -109,7 +109,7 @@ class SchedulerSide:
         """Until when requests wait for them; None before they are asked."""
         self._options = OptionReader(allow_pins="pins" in config.allow)
         self.states: dict[str, RequestState] = {}
-        self._adapters = AdapterBook(model.workers, config.timeouts.lookup_s, clock=clock)
+        self.adapters = AdapterBook(model.workers, config.timeouts.lookup_s, clock=clock)
         self._loads: list[LoadOrder] = []
         self._patience = StepPatience()
         self.policy = LoadPolicy(model, config, clock=clock)
@@ -230,7 +230,7 @@ class SchedulerSide:
 
         Changed weights begin an epoch.
         """
-        for number in self._adapters.learn(notes.adapters):
+        for number in self.adapters.learn(notes.adapters):
             for state in self.states.values():
                 state.outdated |= state.adapter is not None and state.adapter.number == number
         came = self._saves.learn(self.states, notes.unsaved, notes.retry, notes.ended)
@@ -373,7 +373,7 @@ class SchedulerSide:
             hints = getattr(request, "kv_hints", None)  # from vLLM 0.32 on
             options, adapter = self._options.read(request.kv_transfer_params, hints), None
             if request.lora_request is not None and (options.load or options.store):
-                adapter, answered = self._adapters.find(request.lora_request)
+                adapter, answered = self.adapters.find(request.lora_request)
                 if not answered:
                     self._patience.pause()
                     return None
@@ -476,14 +476,10 @@ class SchedulerSide:
 
     def take_stats(self) -> Series | None:
         """Return what was recorded since the last step; called once at the end of each."""
-        self.request_metrics.step_ended()
+        self.policy.prefill.ended()
         self._saves.step_ended(self.states.values())
         record_requests(self.stats)
         return self.stats.take()
-
-    def take_wanted_adapters(self) -> list[Any]:
-        """Return the LoRA adapters that the workers must report on."""
-        return self._adapters.take_wanted()
 
     @property
     def identity(self) -> Identity | None:
@@ -501,7 +497,7 @@ class SchedulerSide:
     def add_saves(self, orders: ConnectorMetadata, step: ScheduledStep) -> None:
         """Add the chunks that are complete after this step's forward pass, if it has one."""
         orders.idle = not step.requests
-        self.request_metrics.step_scheduled(*prompt_work(step.requests))
+        self.policy.prefill.scheduled(*prompt_work(step.requests))
         if self._may_save or self.witness.watching:
             saves = self._may_save and not self._workers_are_late and not self._unsure
             self._saves.add(orders, self.states, step, saves=saves)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -631,10 +631,6 @@ class WorkerSide:
         gone = [one for one in orders.saves if id(one) not in held]  # an adapter was replaced
         self.saves.refuse(gone, self.groups, again=False)
         self.saves.copy_out([one for one in orders.saves if id(one) in held], self.groups)
-
-    def finished(self, request_ids: Collection[str]) -> None:
-        """Forget what was still to be stored of requests whose blocks are freed now."""
-        self.saves.forget(request_ids)
 
     def take_stats(self) -> Series | None:
         """Return what was recorded since the last step."""

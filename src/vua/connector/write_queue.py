@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 from vua.connector.config import ConnectorConfig
@@ -185,22 +186,18 @@ class WriteQueue:
         """Copied before it was known where to write them."""
         self._first_files: Sequence[ShardFiles] | None = None
         """Where those are written, by the numbers of their groups; empty: nowhere."""
-        self._pending = 0
+        self.pending = 0
+        """How many chunks are copied out and not yet written."""
         self._count_pending(0)  # the metric is there from the first step on
         self._holes: dict[str, _Hole] = {}
         self._open_orders: dict[int, int] = {}
         """By their numbers: how many of their chunks are under way."""
         self._warn_once = WarnOnce(log)
 
-    @property
-    def pending(self) -> int:
-        """How many chunks are copied out and not yet written."""
-        return self._pending
-
     def close(self, timeout_s: float) -> int:
         """Write waiting chunks, for ``timeout_s`` at most; return how many are not stored."""
         self._pool.close(timeout_s=timeout_s)
-        return self._pending
+        return self.pending
 
     def refuse(
         self, orders: Sequence[SaveOrder], groups: Sequence[GroupTransfer], *, again: bool
@@ -296,18 +293,11 @@ class WriteQueue:
                 self._leave(order, key.start, left, again=not paused)
                 break
             taken.append(buffer)
-        saves: list[_Save] = []
-        for key, buffer in zip(keys, taken, strict=False):
-            pin = order.hints.pin and buffer is taken[-1]  # holds those before it too
-            before = saves.pop() if saves else None
-            save = _Save(group, files, [key], [buffer], proven, order, pin)
-            if before is not None and before.buffers[-1].number + 1 == buffer.number:
-                some, memory = [*before.keys, key], [*before.buffers, buffer]
-                save = _Save(group, files, some, memory, proven, order, pin)
-            elif before is not None:
-                saves.append(before)
-            saves.append(save)
-        return saves
+        if not taken:
+            return []
+        whole = _Save(group, files, keys[: len(taken)], taken, proven, order, order.hints.pin)
+        apart = [at for at in range(1, len(taken)) if taken[at - 1].number + 1 != taken[at].number]
+        return [whole.part(*ends) for ends in pairwise((0, *apart, len(taken)))]
 
     def _behind_hole(self, order: SaveOrder, key: ChunkKey) -> bool:
         """Whether a chunk of the request before this one is missing."""
@@ -478,5 +468,5 @@ class WriteQueue:
 
     def _count_pending(self, by: int) -> None:
         with self._lock:
-            self._pending += by
-            self._stats.set("vua_pending_saves", self._pending, str(self._rank))
+            self.pending += by
+            self._stats.set("vua_pending_saves", self.pending, str(self._rank))

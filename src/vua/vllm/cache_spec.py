@@ -61,11 +61,11 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     if not tables:
         raise refused("no_cache")
     groups = _groups_of(vllm_config, tables, config)
-    if all(group.keeps_state for group in groups):
+    if all(group.layout.keeps_state for group in groups):
         raise refused("no_attention")
     specs = [spec for table in tables for spec in _specs_of(table).values()]
     spec = next(spec for spec in specs if not isinstance(spec, MambaSpec))
-    known = [one.layout.dtype for one in groups if not (one.page_nbytes or one.keeps_state)]
+    known = [one.layout.dtype for one in groups if not (one.page_nbytes or one.layout.keeps_state)]
     model, size = vllm_config.model_config, groups[0].layout.chunk_tokens
     try:
         engine = engine_identity(
@@ -306,6 +306,7 @@ def known_kind(spec: Any, vllm_config: Any) -> str | None:
     """
     if type(spec) is MambaSpec:
         return f"s{spec.state_content_size_bytes}"
+    text = getattr(vllm_config.model_config, "hf_text_config", None)
     own = (  # what some backends pack, compress or keep longer by themselves
         *(
             getattr(spec, name, None) is not None
@@ -315,7 +316,7 @@ def known_kind(spec: Any, vllm_config: Any) -> str | None:
         str(getattr(getattr(spec, "cache_role", None), "value", "")) == "indexer",
         str(getattr(spec, "cache_dtype_str", None)) not in ("None", "auto", *_NAMED, *_FP8),
         getattr(spec, "model_version", None) is not None,
-        spec.dtype.itemsize == 1 and hasattr(_text_of(vllm_config), "index_topk"),
+        spec.dtype.itemsize == 1 and hasattr(text, "index_topk"),
         int(getattr(spec, "kv_quant_mode", 0)) > 1,  # neither plain nor of one scale
         _dtype_of(spec, vllm_config) is None,
     )
@@ -324,10 +325,6 @@ def known_kind(spec: Any, vllm_config: Any) -> str | None:
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return ""
     return f"w{spec.sliding_window}" if type(spec) is SlidingWindowSpec else None
-
-
-def _text_of(vllm_config: Any) -> Any:
-    return getattr(vllm_config.model_config, "hf_text_config", None)
 
 
 def _dtype_of(spec: Any, vllm_config: Any) -> str | None:
@@ -357,12 +354,20 @@ def _known_group(vllm_config: Any, size: int, kind: str, caches: Sequence[_Cache
         )
     else:
         layout = _layout(vllm_config, size, kind, spec, len(caches))
+    return _group(vllm_config, layout, caches)
+
+
+def _group(
+    vllm_config: Any, layout: KVLayout, caches: Sequence[_Cache], page_nbytes: int = 0
+) -> Group:
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
     return Group(
         layout,
         tuple(one.number for one in caches),
         worker_shards(layout, pp_size=1, tp_size=tp_size),
         tuple(dict.fromkeys(one.table for one in caches)),
         tuple(one.name for one in caches),
+        page_nbytes,
     )
 
 
@@ -422,34 +427,19 @@ def _pages(
                 break
             row += 1
         taken.add(layout.group)
-        groups.append(
-            Group(
-                layout,
-                tuple(one.number for one in alike),
-                worker_shards(layout, pp_size=1, tp_size=tp_size),
-                tuple(dict.fromkeys(one.table for one in alike)),
-                tuple(one.name for one in alike),
-                nbytes,
-            )
-        )
+        groups.append(_group(vllm_config, layout, alike, nbytes))
     return groups
 
 
 def worker_shards(layout: KVLayout, *, pp_size: int, tp_size: int) -> tuple[tuple[Shard, ...], ...]:
     """Return each worker's rectangle, ``[pp rank][tp rank]``, as vLLM divides a model."""
-    rows = []
-    for pp_rank in range(pp_size):
-        first, last = _layer_range(layout.layers, pp_rank, pp_size)
-        ranges = [_head_range(layout.kv_heads, tp_rank, tp_size) for tp_rank in range(tp_size)]
-        rows.append(tuple(Shard(first, last, *heads, group=layout.group) for heads in ranges))
-    return tuple(rows)
-
-
-def _layer_range(layers: int, rank: int, size: int) -> tuple[int, int]:
     from vllm.distributed.utils import get_pp_indices
 
-    first, last = get_pp_indices(layers, rank, size)
-    return first, last
+    ranges = [_head_range(layout.kv_heads, tp_rank, tp_size) for tp_rank in range(tp_size)]
+    return tuple(
+        tuple(Shard(first, last, *heads, group=layout.group) for heads in ranges)
+        for first, last in (get_pp_indices(layout.layers, rank, pp_size) for rank in range(pp_size))
+    )
 
 
 def _head_range(heads: int, rank: int, size: int) -> tuple[int, int]:

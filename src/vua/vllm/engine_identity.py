@@ -163,10 +163,6 @@ def _quantisation_files(model_config: Any, root: Path) -> list[Path]:
     return [file for name in sorted(set(names)) if (file := root / name).is_file()]
 
 
-_SAME_KERNELS: Final = ("_marlin",)
-"""What vLLM appends to a quantisation where the hardware has a faster kernel for it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Fields that count and their canonical values, by "Class.field"."""
@@ -200,7 +196,7 @@ def settings_of(vllm_config: Any, kv_dtype: torch.dtype) -> Settings:
             continue
         form = setting_form(value, place)
         if place == "ModelConfig.quantization" and form is not None:
-            form = _same_kernels(str(form))
+            form = str(form).removesuffix("_marlin")  # the hardware has a faster kernel for it
         if place == "LoRAConfig.target_modules" and form is not None:
             form = sorted(set(form))  # which modules, in any order
         if _is_neutral(form, NEUTRAL.get(owner, {}).get(name, ())):
@@ -222,12 +218,6 @@ def _fields(config: Any, owner: str) -> Iterator[tuple[str, str, Any]]:
             yield from _fields(value, type(value).__name__)
         elif value is not None or each.name not in holders:
             yield owner, each.name, value
-
-
-def _same_kernels(quantization: str) -> str:
-    for suffix in _SAME_KERNELS:
-        quantization = quantization.removesuffix(suffix)
-    return quantization
 
 
 def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:

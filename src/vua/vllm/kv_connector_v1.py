@@ -419,7 +419,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         with self._guarded():
             orders.loads = side.take_loads()
         with self._guarded():
-            orders.adapters = side.take_wanted_adapters()
+            orders.adapters = side.adapters.take_wanted()
         with self._guarded():
             side.add_saves(orders, step_of(scheduler_output))
         return orders
@@ -577,7 +577,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         if side is None:
             return None, lost
         with self._guarded():
-            side.finished(finished_req_ids)
+            side.saves.forget(finished_req_ids)
         with self._guarded():
             return None, side.take_received(idle=self._idle) | lost
         return None, lost

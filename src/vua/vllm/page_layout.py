@@ -41,7 +41,7 @@ def host_pages(group: Group, caches: Sequence[Tensor], block_size: int) -> Paged
     layout = group.layout
     nbytes, slots = group.page_nbytes or state_nbytes(layout), caches[0].shape[-2]
     if nbytes:
-        return WholePages(caches, nbytes, block_size, last=group.keeps_state)
+        return WholePages(caches, nbytes, block_size, last=layout.keeps_state)
     if not layout.v_dim:
         form = latent_form(slots, layout.k_dim)
     elif layout.k_dim != layout.v_dim:
@@ -57,7 +57,7 @@ def device_pages(
     """Return the same in GPU memory. Raises LayoutError, UncachedError."""
     layout, shape = group.layout, tuple(caches[0].shape)
     if nbytes := group.page_nbytes or state_nbytes(layout):
-        size, last = layout.chunk_tokens, group.keeps_state
+        size, last = layout.chunk_tokens, layout.keeps_state
         return PageRows.of(caches, nbytes, block_size, chunk_tokens=size, last=last)
     axes = axes_of(shape, heads=shard.heads, block_size=block_size, dims=layout.dims)
     return PagedCache.of(caches, axes, k_dim=layout.k_dim if "C" in axes else None)

@@ -56,7 +56,7 @@ class RequestFieldsTest(DirectoryTest):
     def answer(self) -> None:
         """Let the workers say what they hold of what they are asked about."""
         notes = WorkerOutput()
-        for wanted in self.side.take_wanted_adapters():
+        for wanted in self.side.adapters.take_wanted():
             number = wanted.lora_int_id
             digest = self.loaded.get(number)
             held = None if digest is None else Adapter(number, digest, 0)

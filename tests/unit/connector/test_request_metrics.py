@@ -30,8 +30,8 @@ class RequestMetricsTest(unittest.TestCase):
         group = Group(layout, (0,), ((layout.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=64), (group,), (64,))
         config = ConnectorConfig(shared_storage_path="/kv")
-        policy = LoadPolicy(model, config, clock=lambda: self.now)
-        self.request_metrics = RequestMetrics(self.stats, policy, clock=lambda: self.now)
+        self.policy = LoadPolicy(model, config, clock=lambda: self.now)
+        self.request_metrics = RequestMetrics(self.stats, self.policy, clock=lambda: self.now)
 
     def counted(self) -> dict[str, dict[str, Any]]:
         return self.stats.take() or {}
@@ -88,9 +88,9 @@ class RequestMetricsTest(unittest.TestCase):
         counted = self.load(None)
         self.assertNotIn("vua_seconds_saved", counted)  # it is unknown
         for _ in range(3):
-            self.request_metrics.step_scheduled(1000, 500_000)
+            self.policy.prefill.scheduled(1000, 500_000)
             self.now += 2.0
-            self.request_metrics.step_ended()
+            self.policy.prefill.ended()
         counted = self.load(None)  # the one before is known now, too
         self.assertAlmostEqual(2 * 0.78, counted["vua_seconds_saved"][""])
 

@@ -95,7 +95,7 @@ class ThrottledConnectorTest(DirectoryTest):
         self.side.take_loads()
         self.side.add_saves(orders, ScheduledStep([new], lambda _: blocks))
         self.clock.now_s += COMPUTE_S * tokens / 64
-        self.side.request_metrics.step_ended()
+        self.side.policy.prefill.ended()
         return orders.saves
 
     def serve(self) -> str:

@@ -14,7 +14,7 @@ from helpers import until
 from vua.connector.weights_watch import EngineMemory, EngineState, device_digest
 
 
-class WeightsWatchTest(unittest.TestCase):
+class EngineStateTest(unittest.TestCase):
     def setUp(self) -> None:
         self.model: Any = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(8)).requires_grad_(
             requires_grad=False

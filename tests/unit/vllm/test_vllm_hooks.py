@@ -34,6 +34,10 @@ class Broken:
 
         return fail
 
+    @property
+    def saves(self) -> Broken:
+        return self
+
     epoch = "e"
 
 

@@ -62,7 +62,7 @@ def wrapped() -> Any:
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class EngineWorkerTest(unittest.TestCase):
+class WorkerCallsTest(unittest.TestCase):
     def test_calls(self) -> None:
         """Steps and questions count for nothing; everything else counts, also what nobody knows."""
         wrapper = wrapped()

@@ -177,7 +177,7 @@ class GeneratedModelsTest(DirectoryTest):
 
     def play(self, seed: int, *, gpu: bool) -> str:
         """Store and load one model's prompt; return its groups' names."""
-        from vua.connector.opening import open_namespace
+        from vua.connector.opening import Opening
         from vua.connector.prefix_match import find
         from vua.vllm.cache_spec import describe
 
@@ -192,7 +192,9 @@ class GeneratedModelsTest(DirectoryTest):
             model = describe(made, caches, config).with_weights("0" * 64)
         of = {name: group for group in model.groups for name in group.names}
         self.assertEqual({one.name for one in cells}, {*of})
-        known = {name for name, one in of.items() if not (one.page_nbytes or one.keeps_state)}
+        known = {
+            name for name, one in of.items() if not (one.page_nbytes or one.layout.keeps_state)
+        }
         tokens = max(3 * model.chunk_tokens, 2 * model.align) + 5
         keys = KeyChain(token_ids(list(range(7, 7 + tokens))), model.chunk_tokens)
         ours, theirs = (
@@ -203,7 +205,8 @@ class GeneratedModelsTest(DirectoryTest):
             [random.Random(n).sample(range(1, BLOCKS), BLOCKS - 1) for _ in tables] for n in (3, 4)
         ]
         self.save(model, config, ours, tables, ids[0], keys)
-        stores = open_namespace(config, model, model.identity).stores
+        opened: Any = Opening(model, config).take()
+        stores = opened.namespace.stores
         found = find(model, stores, keys, tokens, window_every_tokens=None)
         end = len(keys) * model.chunk_tokens // model.align * model.align
         self.assertEqual([end, True], [found.tokens, end > 0])
@@ -224,7 +227,7 @@ class GeneratedModelsTest(DirectoryTest):
         for number, group in enumerate(model.groups):
             size = model.chunk_tokens
             ends = [at for at in range(len(keys)) if (at + 1) * size % model.align == 0]
-            held = ends if group.keeps_state else range(len(keys))
+            held = ends if group.layout.keeps_state else range(len(keys))
             parts.append((number, [keys[at] for at in held]))
         side = self.worker(model, config, memory, tables)
         orders = ConnectorMetadata(identity=model.identity, saves=[SaveOrder(ids, parts)])
