@@ -22,6 +22,7 @@ from vua.connector.metadata import ConnectorMetadata
 from vua.device.cpu_pages import PagedKV
 from vua.device.paged import WholePages
 from vua.format.keys import KeyChain
+from vua.format.prefix import longest_prefix
 from vua.vllm.kv_connector_v1 import VUAStorageConnector_V1 as Connector
 
 Mutation = Callable[[ExitStack], None]
@@ -226,9 +227,11 @@ def the_first_chunk_of_a_window_is_not_loaded(patches: ExitStack) -> None:
 @mutation(model="hybrid", **UNHINDERED | {"damage": 0.2, "requests": 10}, first_seed=4)
 def windows_are_not_looked_up(patches: ExitStack) -> None:
     """What the layers that attend to everything have is promised."""
-    patches.enter_context(
-        mock.patch("vua.connector.prefix_match.WindowProbe.missing", return_value=None)
-    )
+
+    def longest(kinds: Any, stored: int, most: int, _missing: Any, align: int) -> int:
+        return longest_prefix(kinds, stored, most, lambda *_: None, align)
+
+    patches.enter_context(mock.patch("vua.connector.prefix_match.longest_prefix", longest))
 
 
 STATES: dict[str, Any] = {"model": "states", "prefix_caching": True, "asynchronous": False}

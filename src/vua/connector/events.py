@@ -130,7 +130,7 @@ class KVEventPublisher(ABC):
         """Per chunk the hashes of its unit's blocks; emptied when these are announced as gone."""
         self._queue: list[Any] = []
         self._full = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @abstractmethod
     def stored_event(self, request: Any, start: int, stop: int) -> StoredEvent | None:
@@ -170,28 +170,25 @@ class KVEventPublisher(ABC):
 
     def ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:
         """Remember the chunks that workers shall store; announced when they have."""
-        with self._lock:
-            self._ordered(request, keys, chunks)
-
-    def _ordered(self, request: Any, keys: KeyChain, chunks: range) -> None:
         size = self._unit
-        for first in range(chunks.start // size * size, chunks.stop, size):
-            stop = first + size
-            if stop > len(keys):
-                return
-            names = tuple(key.prefix_hash for key in keys.first(stop)[first:])
-            if self._announced.get(names[-1]) or names[-1] in self._pending:
-                continue
-            event = self._event(request, first, stop)
-            if event is None:
-                return
-            new = names[max(0, chunks.start - first) :]  # those before are stored already
-            left = {ChunkEvent(name, file) for name in new for file in range(self._files)}
-            unit = _Unit(event, names, left)
-            for name in names:
-                self._pending[name] = unit
-        while len(self._pending) > MAX_PENDING:
-            self._pending.popitem(last=False)
+        with self._lock:
+            for first in range(chunks.start // size * size, chunks.stop, size):
+                stop = first + size
+                if stop > len(keys):
+                    return
+                names = tuple(key.prefix_hash for key in keys.first(stop)[first:])
+                if self._announced.get(names[-1]) or names[-1] in self._pending:
+                    continue
+                event = self._event(request, first, stop)
+                if event is None:
+                    return
+                new = names[max(0, chunks.start - first) :]  # those before are stored already
+                left = {ChunkEvent(name, file) for name in new for file in range(self._files)}
+                unit = _Unit(event, names, left)
+                for name in names:
+                    self._pending[name] = unit
+            while len(self._pending) > MAX_PENDING:
+                self._pending.popitem(last=False)
 
     def _event(self, request: Any, first: int, stop: int) -> StoredEvent | None:
         return self.stored_event(request, first * self._chunk_tokens, stop * self._chunk_tokens)
@@ -206,7 +203,7 @@ class KVEventPublisher(ABC):
 
     def _learn(self, one: ChunkEvent) -> None:
         if one.file == _LOST:
-            self._forget()
+            self.forget()
             return
         if one.file == _GONE:
             self._remove(self._announced.pop(one.chunk, []))
@@ -245,13 +242,10 @@ class KVEventPublisher(ABC):
     def forget(self) -> None:
         """After a reset of the cache: withdraw all announcements."""
         with self._lock:
-            self._forget()
-
-    def _forget(self) -> None:
-        hashes = [one for blocks in self._announced.values() for one in blocks]
-        self._announced.clear()
-        self._pending.clear()
-        self._remove(list(dict.fromkeys(hashes)))
+            hashes = [one for blocks in self._announced.values() for one in blocks]
+            self._announced.clear()
+            self._pending.clear()
+            self._remove(list(dict.fromkeys(hashes)))
 
     def take(self) -> list[Any]:
         """Return the events since the last call."""

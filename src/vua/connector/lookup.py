@@ -54,9 +54,13 @@ class Lookup:
         options: RequestOptions,
         breaker: Breaker,
         asked_s: float,
-        adapter: Adapter | None = None,
+        adapter: Adapter | None,
+        media: Media,
     ) -> None:
-        """Ask at ``asked_s``, by the clock of :class:`Lookups`, which answers."""
+        """Ask at ``asked_s``, by the clock of :class:`Lookups`, which answers.
+
+        A request that wants nothing has its answer.
+        """
         self.adapter = adapter
         """The request's LoRA adapter as the workers hold it."""
         self.request = request
@@ -68,7 +72,7 @@ class Lookup:
         self.hints = options.hints if options.store and options.hints != SaveHints() else None
         """For chunks that are already stored; workers apply them to new ones."""
         self.token_ids: Sequence[int] | None = request.prompt_token_ids
-        self.media: list[bytes] | UncachedError = []
+        self.media = media.look_at(request.mm_features)
         """Identifies each image, sound or video of the request."""
         self.asked_s = asked_s
         self.answer: Future[PrefixMatch | None] = Future()
@@ -78,6 +82,8 @@ class Lookup:
         model is not identified yet (``unidentified``; `answer` may then tell what to store)."""
         self._breaker = breaker
         self._late = False
+        if not (options.load or options.store):
+            self.answer.set_result(None)
 
     def __bool__(self) -> bool:
         return self.answer.done()
@@ -106,21 +112,6 @@ class Lookup:
         self._late = True
         self._breaker.went(well=False)
         return True
-
-
-def early(
-    request: Any,
-    options: RequestOptions,
-    asked_s: float,
-    adapter: Adapter | None,
-    media: Media,
-) -> Lookup:
-    """Return the lookup of a request that came before the namespace is open: it waits."""
-    lookup = Lookup(request, options, Breaker(), asked_s, adapter)
-    lookup.media = media.look_at(request.mm_features)
-    if not (options.load or options.store):
-        lookup.answer.set_result(None)
-    return lookup
 
 
 def answer_early(lookup: Lookup, model: Model, config: ConnectorConfig) -> None:
@@ -212,20 +203,19 @@ class Lookups:
         adapter: Adapter | None = None,
     ) -> Lookup:
         """Begin a lookup; none while the storage hangs, or if the request wants none."""
-        lookup = Lookup(request, options, self._breaker, self._clock(), adapter)
-        lookup.media = self._media.look_at(request.mm_features)
+        lookup = Lookup(request, options, self._breaker, self._clock(), adapter, self._media)
         if self._config.save_generated and request.num_output_tokens:  # it was preempted
             lookup.token_ids = list(request.all_token_ids)
-        if not (options.load or options.store):
-            lookup.answer.set_result(None)
-        elif not self._breaker.allows():
-            lookup.leave("paused")
-        else:
+        if lookup:
+            pass  # it wants nothing
+        elif self._breaker.allows():
             self.submit(lookup)
+        else:
+            lookup.leave("paused")
         return lookup
 
     def submit(self, lookup: Lookup) -> None:
-        """Answer a lookup that came before there were threads for it, see :func:`early`."""
+        """Answer a lookup on a thread; also one that came before there were threads for it."""
         self._pool.submit(self._answer, lookup)
 
     def ended(self, lookup: Lookup) -> None:
@@ -243,7 +233,7 @@ class Lookups:
         capacity = self._namespace.capacity
         retain_s = 0.0 if lookup.options.drop else lookup.options.retain_s or 0.0
         try:
-            keys = self._keys(lookup)
+            keys = _keys_of(lookup, self._model, self._namespace.keys)
         except (VUAError, OSError):
             return "not_kept"  # its lookup has said why
         if keys is None or not len(keys):
@@ -277,7 +267,7 @@ class Lookups:
         """Name the prompt's chunks and find the stored ones; None for a prompt without a name."""
         request = lookup.request
         try:
-            keys = self._keys(lookup)
+            keys = _keys_of(lookup, self._model, self._namespace.keys)
             if keys is None:
                 return None
             found = find(
@@ -347,9 +337,6 @@ class Lookups:
             capacity.pin(last)
         if hints.ttl_s is not None:
             capacity.raise_ttls(last, hints.ttl_s)
-
-    def _keys(self, lookup: Lookup) -> KeyChain | None:
-        return _keys_of(lookup, self._model, self._namespace.keys)
 
 
 def _keys_of(

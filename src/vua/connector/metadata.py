@@ -6,10 +6,10 @@ Includes the description of an engine's step: which requests it computes, and in
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any, Final
 
 from vua.connector.adapters import Adapter, AdapterNote, together
@@ -182,26 +182,26 @@ class WorkerOutput:
     def aggregate(self, other: object) -> WorkerOutput:
         if not isinstance(other, WorkerOutput):
             return self
-        slowest = dict(self.load_s)
-        for request_id, took_s in other.load_s.items():
-            slowest[request_id] = max(took_s, slowest.get(request_id, 0.0))
-        unsaved = dict(self.unsaved)
-        for request_id, token in other.unsaved.items():
-            unsaved[request_id] = min(token, unsaved.get(request_id, token))
         return WorkerOutput(
-            slowest,
-            self.seen + other.seen,
-            self.verdicts + other.verdicts,
-            other.left_epoch if self.left_epoch is None else self.left_epoch,
-            together(self.adapters, other.adapters),
-            unsaved,
-            self.retry | other.retry,
-            Counter(self.opened) + Counter(other.opened),
-            Counter(self.ended) + Counter(other.ended),
-            self.refused | other.refused,
-            Counter(self.sure) + Counter(other.sure),
-            self.unable or other.unable,
+            load_s=_merged(self.load_s, other.load_s, max),
+            seen=self.seen + other.seen,
+            verdicts=self.verdicts + other.verdicts,
+            left_epoch=other.left_epoch if self.left_epoch is None else self.left_epoch,
+            adapters=together(self.adapters, other.adapters),
+            unsaved=_merged(self.unsaved, other.unsaved, min),
+            retry=self.retry | other.retry,
+            opened=_merged(self.opened, other.opened, add),
+            ended=_merged(self.ended, other.ended, add),
+            refused=self.refused | other.refused,
+            sure=_merged(self.sure, other.sure, add),
+            unable=self.unable or other.unable,
         )
+
+
+def _merged(one: dict[Any, Any], other: dict[Any, Any], both: Callable[..., Any]) -> dict[Any, Any]:
+    """Return two mappings as one; ``both`` makes one value of two of the same key."""
+    twice = {key: both(one[key], other[key]) for key in one.keys() & other.keys()}
+    return one | other | twice
 
 
 class Reporter:

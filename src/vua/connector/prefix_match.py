@@ -133,8 +133,23 @@ def longest(model: Model, stores: Sequence[Store], keys: Keys, stored: int, most
         stored: how many of them, from the first on, the leading groups have.
         most: tokens to load at most.
     """
-    probe = WindowProbe(model, stores, keys)
-    return longest_prefix(model.kinds, stored, most, probe.missing, model.align)
+    seen: dict[tuple[int, int], bool] = {}
+
+    def is_there(number: int, chunk: int) -> bool:
+        known = seen.get((number, chunk))
+        if known is None:
+            known = len(seen) < _MAX_PROBES
+            known = known and stores[number].holds(keys[chunk], model.groups[number].written)
+            seen[number, chunk] = known
+        return known
+
+    def missing(number: int, chunks: Sequence[int]) -> int | None:
+        """Return the first of a group's chunks that is not stored; None if all are."""
+        if (search := stores[number].search) is not None:  # all at once: it remembers the answers
+            search.holds([keys[chunk] for chunk in chunks], model.groups[number].written)
+        return next((one for one in chunks if not is_there(number, one)), None)
+
+    return longest_prefix(model.kinds, stored, most, missing, model.align)
 
 
 def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]:
@@ -149,26 +164,3 @@ def _window_chunks(model: Model, group: Group, ends: set[int]) -> frozenset[int]
         first = model.first_loaded(group, max(0, hit))
         wanted.update(range(first // size, end))
     return frozenset(wanted)
-
-
-class WindowProbe:
-    """Looks for the chunks that hold windows and states; queries each once."""
-
-    def __init__(self, model: Model, stores: Sequence[Store], keys: Keys) -> None:
-        self._groups = list(zip(model.groups, stores, strict=True))
-        self._keys = keys
-        self._seen: dict[tuple[int, int], bool] = {}
-
-    def missing(self, number: int, chunks: Sequence[int]) -> int | None:
-        """Return the first of a group's chunks that is not stored; None if all are."""
-        group, store = self._groups[number]
-        if store.search is not None:  # all at once: it remembers the answers
-            store.search.holds([self._keys[chunk] for chunk in chunks], group.written)
-        return next((one for one in chunks if not self._there(number, group, store, one)), None)
-
-    def _there(self, number: int, group: Group, store: Store, chunk: int) -> bool:
-        known = self._seen.get((number, chunk))
-        if known is None:
-            known = len(self._seen) < _MAX_PROBES and store.holds(self._keys[chunk], group.written)
-            self._seen[number, chunk] = known
-        return known

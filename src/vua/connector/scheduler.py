@@ -21,7 +21,7 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.events import KVEventPublisher
 from vua.connector.load_policy import NOTHING_STORED, TO_COMPARE, LoadPolicy
 from vua.connector.log import ROOT, logger
-from vua.connector.lookup import Lookup, Lookups, StepPatience, answer_early, early
+from vua.connector.lookup import Lookup, Lookups, StepPatience, answer_early
 from vua.connector.media import Media
 from vua.connector.metadata import (
     ConnectorMetadata,
@@ -39,6 +39,7 @@ from vua.connector.request import OptionReader, RequestOptions
 from vua.connector.save_scheduler import RequestState, SaveScheduler, stop_at_state, to_load
 from vua.connector.witness import Witness
 from vua.format.identity import Identity
+from vua.io.pool import Breaker
 from vua.store.namespace import Namespace
 from vua.store.writer import new_writer
 from vua.weights import Identification
@@ -388,7 +389,7 @@ class SchedulerSide:
     def _ask(self, request: Any, options: RequestOptions, adapter: Adapter | None) -> Lookup:
         if self._open:
             return self.lookups.ask(request, options, adapter)
-        lookup = early(request, options, self._clock(), adapter, self._media)
+        lookup = Lookup(request, options, Breaker(), self._clock(), adapter, self._media)
         if lookup:
             pass  # it wants nothing
         elif self._opening.soon:
