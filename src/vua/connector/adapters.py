@@ -125,16 +125,9 @@ class AdapterBook:
         return changed
 
 
-def content_digest(
-    adapter: Any,
-    version: bytes,
-    attributes: Callable[[Any], Mapping[str, Any] | None] = lambda _: None,
-) -> str:
-    """Return 64 hex digits that identify the content of a loaded adapter, tensors byte for byte.
-
-    Has the arguments, and raises, as :class:`Content`.
-    """
-    return Content(adapter, version, attributes, copied=False).digest()
+def content_digest(adapter: Any, version: bytes) -> str:
+    """Return 64 hex digits that identify the content of a loaded adapter; as :class:`Content`."""
+    return Content(adapter, version, copied=False).digest()
 
 
 class Content:

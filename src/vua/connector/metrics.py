@@ -353,15 +353,12 @@ def summary(data: Series) -> dict[str, int | float]:
     def total(name: str) -> float:
         return sum(data.get(name, {}).values())
 
-    def mean_ms(name: str) -> float:
-        seen = data.get(name, {}).get("", [])
-        return round(1000 * sum(seen) / len(seen), 1) if seen else 0.0
-
+    loads_s = data.get("vua_load_seconds", {}).get("", [])
     return {
         "VUA lookups": total("vua_lookups_total"),
         "loaded tokens": total("vua_loaded_tokens_total"),
         "loaded MiB": round(total("vua_loaded_bytes_total") / 2**20, 1),
-        "mean load ms": mean_ms("vua_load_seconds"),
+        "mean load ms": round(1000 * sum(loads_s) / max(1, len(loads_s)), 1),
         "stopped loads": total("vua_load_stops_total"),
         "computed instead": data.get("vua_load_decisions_total", {}).get("compute", 0),
         "stored MiB": round(total("vua_stored_bytes_total") / 2**20, 1),

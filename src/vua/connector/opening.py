@@ -53,19 +53,6 @@ class OpenedNamespace(NamedTuple):
     """With one store per group of the model."""
 
 
-def open_namespace(config: ConnectorConfig, model: Model, identity: Identity) -> Namespace:
-    """Open an identity's namespace, one store per group. Raises StorageError, LayoutError."""
-    return create_namespace(
-        locate(config.shared_storage_path, security=config.security),
-        identity,
-        [group.layout for group in model.groups],
-        durable=config.durable,
-        bounds=config.limits,
-        security=config.security,
-        rules=config.worker,
-    )
-
-
 def reads_back(store: Store) -> bool:
     """Whether a chunk of random bytes is read as it was written. True if none can be written."""
     layout, full = store.layout, store.layout.full
@@ -195,8 +182,17 @@ class Opening:
             log.exception("VUA: this engine is served without a stored KV cache")
 
     def _open(self, identity: Identity) -> OpenedNamespace:
-        model = replace(self._model, identity=identity, identified=True)
-        namespace = open_namespace(self._config, model, identity)
+        """Open an identity's namespace. Raises StorageError, LayoutError."""
+        model, config = replace(self._model, identity=identity, identified=True), self._config
+        namespace = create_namespace(
+            locate(config.shared_storage_path, security=config.security),
+            identity,
+            [group.layout for group in model.groups],
+            durable=config.durable,
+            bounds=config.limits,
+            security=config.security,
+            rules=config.worker,
+        )
         if not (model.trusts_itself or all(map(reads_back, namespace.stores))):
             namespace.close()
             raise StorageError("a chunk that was stored to try it is not what is read")

@@ -124,17 +124,10 @@ def _counted(
 ) -> dict[str, object]:
     """Return what the engine computes, and how its layers are distributed."""
     counted = {**config, **division(groups)}
-    tables, tp_size = (
-        kv_cache_config.kv_cache_groups,
-        vllm_config.parallel_config.tensor_parallel_size,
-    )
-    specs = [
-        spec
-        for table in tables
-        for spec in getattr(
-            table.kv_cache_spec, "kv_cache_specs", {"": table.kv_cache_spec}
-        ).values()
-    ]
+    tables = kv_cache_config.kv_cache_groups
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    kinds = [table.kv_cache_spec for table in tables]
+    specs = [one for kind in kinds for one in getattr(kind, "kv_cache_specs", {"": kind}).values()]
     if states := [_signature(spec, tp_size) for spec in specs if isinstance(spec, MambaSpec)]:
         counted["vua.states"] = states
     # a kernel may keep a state of the same size in another order

@@ -470,17 +470,10 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         side = self.scheduler
         if side is None:
             return None
-        try:
+        with self._guarded():
             side.reset()
-        except VUAError as problem:
-            log.warning("VUA: the cache could not be reset, it is unchanged: %s", problem)
-            return False
-        except Exception:  # whatever breaks, requests are served
-            if self._config.strict:
-                raise
-            log.exception("VUA: the cache could not be reset")
-            return False
-        return True
+            return True
+        return False
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

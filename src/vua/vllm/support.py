@@ -172,10 +172,8 @@ def _why_tier(vllm_config: Any) -> str:
     text = getattr(model, "hf_text_config", None)
     kept = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
     sizes = (getattr(parallel, f"{one}_context_parallel_size", 1) for one in ("decode", "prefill"))
-    speculative, kinds = (
-        vllm_config.speculative_config,
-        {*(getattr(text, "layer_types", None) or ())},
-    )
+    speculative = vllm_config.speculative_config
+    kinds = {*(getattr(text, "layer_types", None) or ())}
     pipeline = parallel.pipeline_parallel_size > 1
     for holds, why in (
         (not is_tested(), f"vLLM {vllm.__version__} is new"),
@@ -291,14 +289,13 @@ def announce(transfer: Any) -> None:
         )
 
 
-def can_fail_requests() -> bool:
-    """Whether a failed load can be reported for a request as a whole (vLLM 0.30)."""
-    return hasattr(KVConnectorOutput(), "failed_recving")
+def has_load_interface() -> bool:
+    """Whether a load can fail as a whole, and a step says which blocks a request has (vLLM 0.30).
 
-
-def knows_current_blocks() -> bool:
-    """Whether a step says which blocks a request has now, freed ones left out (vLLM 0.30)."""
-    return "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
+    Freed ones left out.
+    """
+    fails = hasattr(KVConnectorOutput(), "failed_recving")
+    return fails and "kv_connector_block_state" in SchedulerOutput.__dataclass_fields__
 
 
 def event_extra_keys(request: Any, blocks: range, block_size: int) -> list[Any] | None:
@@ -405,5 +402,5 @@ def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:
 
 def check_groups(kind: str) -> None:
     """Refuse layers that need more of the load interface than this vLLM has."""
-    if not (can_fail_requests() and knows_current_blocks()):
+    if not has_load_interface():
         raise refused("old_vllm", kind)

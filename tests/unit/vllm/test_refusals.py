@@ -213,7 +213,7 @@ class RefusalsTest(unittest.TestCase):
     def row_old_vllm(self) -> None:
         from vua.vllm import support
 
-        older = mock.patch.object(support, "can_fail_requests", return_value=False)
+        older = mock.patch.object(support, "has_load_interface", return_value=False)
         self.row("old_vllm", lambda: self.described(self.window()), older)
 
     def row_context_parallel(self) -> None:

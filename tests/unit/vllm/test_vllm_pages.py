@@ -467,9 +467,9 @@ class ClassesTest(GeneratedModelsTest):
 
 def windows_are_cached() -> bool:
     """Whether this vLLM has what several groups need."""
-    from vua.vllm.support import can_fail_requests, knows_current_blocks
+    from vua.vllm.support import has_load_interface
 
-    return can_fail_requests() and knows_current_blocks()
+    return has_load_interface()
 
 
 if __name__ == "__main__":
