@@ -95,7 +95,6 @@ class AdapterBook:
         return None, False
 
     def take_wanted(self) -> list[Any]:
-        """Return the adapters to ask the workers about in this step."""
         wanted, self._wanted = self._wanted, {}
         for number in wanted:
             question = self._questions.get(number)

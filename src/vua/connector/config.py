@@ -41,7 +41,6 @@ class Timeouts:
     many are left then. Keep it below the time after which the engine is killed (Kubernetes: 30)."""
 
     def __post_init__(self) -> None:
-        """Refuse values of the wrong type or out of range. Raises ConfigError."""
         _check(self, "timeouts.")
 
 
@@ -65,7 +64,6 @@ class WorkerResources:
     `"always"`, or `"second_use"`: only when the same worker reads it for the second time."""
 
     def __post_init__(self) -> None:
-        """Refuse values of the wrong type or out of range. Raises ConfigError."""
         _check(self, "worker.")
         try:
             TierRules.of(self)
@@ -128,7 +126,6 @@ class ConnectorConfig:
     """Let errors of the connector stop the engine instead of costing hits: for tests."""
 
     def __post_init__(self) -> None:
-        """Refuse values of the wrong type or out of range. Raises ConfigError."""
         _check(self)
         if isinstance(self.load_policy, str) and self.load_policy not in ("faster", "always"):
             raise _refused("load_policy", '"faster", "always" or a number', self.load_policy)

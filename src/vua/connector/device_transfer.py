@@ -313,7 +313,6 @@ class DeviceGroupTransfer(GroupTransfer):
         tables: Tables,
         layouts: PageLayouts,
     ) -> None:
-        """Find this group's layers and prepare their transfers. Raises UncachedError."""
         self._attached: set[DeviceBuffer] = set()
         layout = self.group.layout
         try:

@@ -60,14 +60,12 @@ class FileEventLog:
     """Collects events of one worker's files. Any thread may add; never blocks for long."""
 
     def __init__(self, model: Model) -> None:
-        """Watch the files that decide whether a chunk of ``model`` is stored."""
         self._numbers = {shard: number for number, shard in enumerate(_files(model))}
         self._lock = threading.Lock()
         self._seen: deque[ChunkEvent] = deque(maxlen=MAX_SEEN)
         self._lost = False
 
     def stored(self, key: ChunkKey, shard: Shard) -> None:
-        """Note that a file exists."""
         number = self._numbers.get(shard)
         if number is not None:
             self._note(ChunkEvent(key.prefix_hash, number))
@@ -84,7 +82,6 @@ class FileEventLog:
             self._seen.append(seen)
 
     def take(self) -> list[ChunkEvent]:
-        """Return the events since the last call, in order. O(1) without events."""
         if not self._seen:
             return []
         with self._lock:
@@ -196,7 +193,6 @@ class KVEventPublisher(ABC):
     # -- what workers saw ---------------------------------------------------------------------
 
     def learn(self, seen: Iterable[ChunkEvent]) -> None:
-        """Announce which chunks now have all files, and which are gone."""
         with self._lock:
             for one in seen:
                 self._learn(one)
@@ -248,7 +244,6 @@ class KVEventPublisher(ABC):
             self._remove(list(dict.fromkeys(hashes)))
 
     def take(self) -> list[Any]:
-        """Return the events since the last call."""
         if not self._queue:
             return []
         with self._lock:

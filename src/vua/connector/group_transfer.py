@@ -52,7 +52,6 @@ class CachedLoads:
     def __init__(
         self, store: Store, shard: Shard, pages: PagedKV, memory: MemoryMap, table: int
     ) -> None:
-        """Load ``shard`` into the blocks of ``table``; :meth:`of` calls this."""
         self._pages, self._memory, self._table = pages, memory, table
         self._chunks = memory.chunks(store.layout.chunk_tokens)
         self.loader = Loader(store, memory, target=shard)
@@ -178,7 +177,6 @@ class ShardFiles:
     def read(
         self, buffer: Buffer, keys: Sequence[ChunkKey], believed: Container[bytes] | None = None
     ) -> LoadResult:
-        """Read leading chunks into a buffer, and verify them."""
         return self._loader(buffer).load(keys, believed)
 
     def _loader(self, buffer: Buffer) -> Loader:
@@ -406,7 +404,6 @@ class GroupTransfer:
 
     @property
     def store(self) -> Store:
-        """Where chunks are loaded from, and stored."""
         return self.files.store
 
     def reopen(self, store: Store) -> None:
@@ -497,7 +494,6 @@ class GroupTransfer:
         order: LoadOrder,
         chunks: int,
     ) -> None:
-        """Bring leading chunks from the buffer into their blocks."""
         start, stop = max(keys[0].start, part.start), min(keys[chunks - 1].stop, part.stop)
         skip, arrays = start - keys[0].start, [array[:chunks] for array in buffer.arrays]
         for table, layers, pages in self._places:
@@ -522,7 +518,6 @@ class GroupTransfer:
                 self.tell_gone(key)
 
     def tell_gone(self, key: ChunkKey) -> None:
-        """Note that a chunk cannot be loaded any more, for events."""
         if self.watch is not None:
             self.watch.gone(key.prefix_hash, self.shard)
 

@@ -129,7 +129,6 @@ class PrefillSpeed(Regression):
         self._open.append((self._clock(), tokens, attended))
 
     def ended(self) -> None:
-        """Note that the oldest step not yet ended has ended."""
         if self._open:
             now, (began_s, tokens, attended) = self._clock(), self._open.popleft()
             self.measured(tokens, attended, now - max(began_s, self._last_end_s))
@@ -227,15 +226,12 @@ class LoadPolicy:
         return abs(work_s / self._threads - (self._clock() - max(self._last_end_s, loads[0][1])))
 
     def step_begins(self) -> None:
-        """Note that a new step is being scheduled."""
         self._admitted_s = 0.0
 
     def admitted(self, start: int, stop: int) -> None:
-        """Note that this step computes tokens [start, stop) of a request, or begins to."""
         self._admitted_s += self.prefill.seconds(stop - start, start) or 0.0
 
     def ordered(self, request_id: str, start: int, stop: int, *, rows: int = 1) -> None:
-        """Note that the load of tokens [start, stop) of so many sequences has been ordered."""
         nbytes = rows * self._model.loaded_nbytes(start, stop)
         self._running[request_id] = (nbytes, self._clock(), 0.0)
 

@@ -304,7 +304,6 @@ class Lookups:
         return found
 
     def _name_writers(self, lookup: Lookup, found: PrefixMatch) -> None:
-        """Add the writers of what could be loaded."""
         if self._known is None or not found.stored:
             return
         first, *others = self._writers

@@ -79,7 +79,6 @@ class Media:
         return True
 
     def gone(self, request_id: str) -> None:
-        """Forget a request that has ended."""
         self._jobs.pop(request_id, None)
 
     def look_at(self, features: Sequence[Any]) -> list[bytes] | UncachedError:
@@ -148,7 +147,6 @@ class Media:
         return found
 
     def _digest_all(self, items: Sequence[Any]) -> None:
-        """Digest contents, on a thread."""
         for item in items:
             try:
                 self._digest(item)
@@ -161,7 +159,6 @@ class Media:
 
 
 def _nbytes(value: Any) -> int:
-    """About how many bytes a content has."""
     if isinstance(value, Mapping):
         return sum(_nbytes(getattr(each, "data", each)) for each in value.values())
     if isinstance(value, list | tuple):

@@ -104,7 +104,6 @@ class ComparisonResult:
 
     @property
     def same(self) -> bool:
-        """Whether it equals what this worker has computed."""
         return self.ratio <= 1.0
 
 
@@ -176,7 +175,6 @@ class WorkerOutput:
     """Whether a worker neither loads nor stores, so that nothing must be ordered."""
 
     def lacks(self, request_id: str, token: int) -> None:
-        """Add that a request's chunk that begins with ``token`` is not stored."""
         self.unsaved[request_id] = min(token, self.unsaved.get(request_id, token))
 
     def aggregate(self, other: object) -> WorkerOutput:
@@ -213,14 +211,12 @@ class Reporter:
 
     @contextmanager
     def writing(self) -> Iterator[WorkerOutput]:
-        """Yield the report of the next step, to add to it."""
         with self._lock:
             if self._report is None:
                 self._report = WorkerOutput()
             yield self._report
 
     def take(self) -> WorkerOutput | None:
-        """Return what was added since the last call; None if nothing was."""
         if self._report is None:  # without the lock: what is added now waits for the next step
             return None
         with self._lock:

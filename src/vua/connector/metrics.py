@@ -108,7 +108,6 @@ class RequestMetrics:
             account.decision = decision
 
     def load_ordered(self, request_id: str, start: int, stop: int, decision: LoadDecision) -> None:
-        """Note that the load of tokens [start, stop) was ordered, and why."""
         self._policy.ordered(request_id, start, stop)
         self._chosen(request_id, decision)
         account = self._accounts.get(request_id)
@@ -117,13 +116,11 @@ class RequestMetrics:
             account.promised = account.limit = stop - start
 
     def load_failed(self, request_id: str, good_tokens: int) -> None:
-        """Note that only ``good_tokens`` of the running load were loaded."""
         account = self._accounts.get(request_id)
         if account is not None:
             account.limit = min(account.limit, good_tokens)
 
     def load_ended(self, request_id: str) -> None:
-        """Note that all ranks have ended the load."""
         self._policy.ended(request_id)
         account = self._accounts.get(request_id)
         if account is None or account.ordered_s is None:
@@ -145,13 +142,11 @@ class RequestMetrics:
             self._stats.set("vua_seconds_saved", total.saved_s)
 
     def saves_ordered(self, request_id: str, chunks: int) -> None:
-        """Note that the workers were ordered to store so many chunks."""
         account = self._accounts.get(request_id)
         if account is not None:
             account.saves += chunks
 
     def prompt_ended(self, chunks: int, stored: int, chunk_tokens: int) -> None:
-        """Note that ``stored`` leading ones of a prompt's whole chunks are stored."""
         name = "vua_prompt_chunk_tokens_total"
         self._stats.add(name, stored * chunk_tokens, "yes")
         self._stats.add(name, (chunks - stored) * chunk_tokens, "no")
@@ -382,12 +377,10 @@ class Recorder:
             self._data.setdefault(name, {})[label] = value
 
     def observe(self, name: str, value: float, label: str = "") -> None:
-        """Record one observation of a histogram."""
         with self._lock:
             self._data.setdefault(name, {}).setdefault(label, []).append(value)
 
     def take(self) -> Series | None:
-        """Return what was recorded since the last call; None if nothing was."""
         if not self._data:  # without the lock: values being recorded now wait for the next step
             return None
         with self._lock:

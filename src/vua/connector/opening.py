@@ -119,7 +119,6 @@ class Opening:
 
     @property
     def searching(self) -> bool:
-        """Whether the weights are being identified."""
         search = self._identification
         return search is not None and self.identity is None and not (self._warned or self._closed)
 

@@ -75,7 +75,6 @@ class Families:
 
 
 def _unregister() -> None:
-    """Remove the metrics of an earlier engine of this process."""
     for collector in list(REGISTRY._collector_to_names):  # noqa: SLF001 - there is no public way
         if getattr(collector, "_name", "").removesuffix("_total") in _NAMES:
             REGISTRY.unregister(collector)

@@ -122,7 +122,6 @@ class KnownWriters:
         return self.is_alike(writer) or self._proved.get((kind, writer), False)
 
     def add(self, kind: Kind, writer: bytes) -> None:
-        """Remember that a writer's chunks of a kind are proved."""
         self._keep(self._proved, (kind, writer), there=True)
         if not self.is_alike(writer):
             self._write(kind, writer)
@@ -132,7 +131,6 @@ class KnownWriters:
         return self._put_aside.get(writer, False)
 
     def put_aside(self, writer: bytes) -> None:
-        """Remember that a writer's chunks differ."""
         self._keep(self._put_aside, writer, there=True)
         self._write(None, writer)
 

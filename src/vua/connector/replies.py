@@ -36,7 +36,6 @@ class Replies:
     """
 
     def __init__(self) -> None:
-        """Begin with generated chunks wanted."""
         self._lock = threading.Lock()
         self._firsts: OrderedDict[bytes, None] = OrderedDict()
         self._chunks = self._replies = 0
@@ -45,7 +44,6 @@ class Replies:
 
     @property
     def paused(self) -> bool:
-        """Whether generated chunks are not to be stored."""
         return self._chunks >= MOST_CHUNKS and self._replies > MOST_REPLIES
 
     def asked(self, prefix_hashes: Iterable[bytes]) -> None:

@@ -178,7 +178,6 @@ class OptionReader:
         return {name: value for name, value in values.items() if value is not None}
 
     def _value(self, name: str, value: object) -> Any:
-        """Return a valid value of an option; None otherwise."""
         kind = _KINDS[name]
         if value is None:  # as if it were absent
             return None

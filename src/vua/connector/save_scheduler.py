@@ -75,7 +75,6 @@ class RequestState:
     all that was ordered is being stored."""
 
     def extend(self, new: Tables, *, begins: bool) -> None:
-        """Append blocks to the block table; ``begins``: to a new one."""
         if begins or not self.block_ids:
             self.block_ids = [[] for _ in new]
         for number, blocks in enumerate(new):
@@ -210,7 +209,6 @@ class Origins:
             self.computes(table[first_token // size :], MIXED)
 
     def computes(self, blocks: Iterable[int], origin: Origin) -> None:
-        """Note blocks that are written now."""
         if origin != _FIRST:
             self._of.update(dict.fromkeys(blocks, origin))
         elif self._of:
@@ -289,7 +287,6 @@ class _Copies:
         return since and not own and state.options.hints in (SaveHints(), copy.hints)
 
     def ordered(self, order: SaveOrder, size: int) -> None:
-        """Note an order's chunks."""
         copies = []
         for group, keys in order.parts:
             names, chunks = _names(keys, size)
@@ -348,7 +345,6 @@ class _Copies:
         )
 
     def clear(self) -> None:
-        """Forget all, after a reset."""
         self._of.clear()
         self._orders.clear()
         self._reports.clear()
@@ -425,7 +421,6 @@ class SaveScheduler:
         return self._origins.begins(tables, cached_tokens, self._origin(state))
 
     def _origin(self, state: RequestState | None) -> Origin:
-        """The state that computes a request's blocks now."""
         if state is None or state.outdated:
             return MIXED
         return Origin(self._resets, state.adapter)

@@ -186,7 +186,6 @@ class SchedulerSide:
 
     @property
     def _waits_for_weights(self) -> bool:
-        """Whether requests wait until the workers have compared their weights."""
         ends_s = self._doubt_ends_s
         return self._unsure > 0 and (ends_s is None or self._clock() < ends_s)
 
@@ -334,7 +333,6 @@ class SchedulerSide:
         return tokens, tokens > 0
 
     def _busy(self) -> bool:
-        """Whether some request computes or loads."""
         return any(state.admitted for state in self.states.values())
 
     def _waits(self, state: RequestState, found: PrefixMatch) -> bool:
@@ -425,7 +423,6 @@ class SchedulerSide:
         self.request_metrics.load_ordered(request.request_id, start, stop, state.decision)
 
     def finished(self, request: Any) -> None:
-        """Forget a request that has ended or was aborted."""
         if (state := self.states.pop(request.request_id, None)) is not None:
             self._saves.ended(state)
             if self._open and not state.outdated:
@@ -476,7 +473,6 @@ class SchedulerSide:
         return loads
 
     def take_stats(self) -> Series | None:
-        """Return what was recorded since the last step; called once at the end of each."""
         self.policy.prefill.ended()
         self._saves.step_ended(self.states.values())
         record_requests(self.stats)

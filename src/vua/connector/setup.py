@@ -130,7 +130,6 @@ def package_version(package: str) -> str:
 
 
 def devices() -> list[str]:
-    """Return the kinds of this process's devices."""
     if not torch.cuda.is_available():
         return [torch.backends.cpu.get_cpu_capability()]
     return sorted({torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())})
@@ -227,7 +226,6 @@ class _Code:
         return self._own is not None and package not in self._own and is_installed(package)
 
     def run(self) -> None:
-        """Look at everything that was added."""
         while self._todo:
             value = self._todo.pop()
             if isinstance(value, type):
@@ -256,7 +254,6 @@ class _Code:
                 self.add(f"{_module_name(function)}.{each}", value)
 
     def _module(self, module: types.ModuleType, names: set[str]) -> None:
-        """Add what a function names in a module."""
         if module.__name__.partition(".")[0] in sys.stdlib_module_names:
             return
         for each in sorted(names & vars(module).keys()):
@@ -314,7 +311,6 @@ def code_of(
 
 @functools.cache
 def _installed() -> tuple[str, ...]:
-    """Return where packages are installed."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     paths = {*map(sysconfig.get_path, names), *site.getsitepackages(), site.getusersitepackages()}
     return tuple(f"{os.path.realpath(path)}{os.sep}" for path in paths)

@@ -363,7 +363,6 @@ class EngineState:
         return partial(self.expected.still_at, time.monotonic())
 
     def close(self) -> None:
-        """Read no more of the model."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_CLOSE_S)
@@ -394,7 +393,6 @@ class EngineState:
         return thread
 
     def record_adapters(self) -> None:
-        """See which adapters there are."""
         if self._adapters is not None:
             self._adapters.record()
 

@@ -109,11 +109,9 @@ class Comparisons:
             self._tell(Verdict(order.number, text=f"{problem}"))
 
     def cannot(self, order: WitnessOrder) -> None:
-        """Answer an order whose chunks this worker cannot copy."""
         self._tell(Verdict(order.number, text="the worker cannot read its blocks"))
 
     def give_up(self) -> None:
-        """Answer the orders whose comparisons hang."""
         self._pool.give_up()
 
     def _is_late(self, job: Job[_Comparison]) -> None:
@@ -122,7 +120,6 @@ class Comparisons:
         self._tell(Verdict(job.what.order.number, text="the storage does not answer"))
 
     def close(self, timeout_s: float) -> None:
-        """Finish running comparisons, for ``timeout_s`` at most."""
         self._pool.close(timeout_s=timeout_s)
 
     def _compare(self, job: Job[_Comparison]) -> None:
@@ -580,7 +577,6 @@ class WorkerSide:
         return report
 
     def _take_refused(self) -> dict[bytes, bytes]:
-        """Return the writers of chunks that were refused since the last call."""
         refused: dict[bytes, bytes] = {}
         for group in self.groups if self._identity is not None else ():
             while group.store.refused:
@@ -633,13 +629,11 @@ class WorkerSide:
         self.saves.copy_out([one for one in orders.saves if id(one) in held], self.groups)
 
     def take_stats(self) -> Series | None:
-        """Return what was recorded since the last step."""
         record_requests(self.stats)
         return self.stats.take()
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Events of this rank's stores so far."""
         counts: Counter[str] = Counter()
         for group in self.groups if self._identity is not None else ():
             counts.update(group.store.counts)

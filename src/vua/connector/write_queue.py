@@ -300,7 +300,6 @@ class WriteQueue:
         return [whole.part(*ends) for ends in pairwise((0, *apart, len(taken)))]
 
     def _behind_hole(self, order: SaveOrder, key: ChunkKey) -> bool:
-        """Whether a chunk of the request before this one is missing."""
         hole = self._holes.get(order.request_id)
         return hole is not None and key.start > hole.token
 
@@ -394,7 +393,6 @@ class WriteQueue:
             yield save.part(first, min(first + size, chunks))
 
     def _lose(self, saves: Sequence[_Save]) -> None:
-        """Release the buffers of chunks that are not written."""
         for save in saves:
             save.free()
             self._count_saves(save, ["error"] * len(save.keys), 0.0)
@@ -437,7 +435,6 @@ class WriteQueue:
                 self._count_saves(save, outcomes, self._clock() - began)
 
     def give_up(self) -> None:
-        """Forget the saves that hang; the chunks are not stored."""
         self._pool.give_up()
 
     def _is_late(self, job: Job[_Save]) -> None:

@@ -155,7 +155,6 @@ def _on_gpu() -> bool:
 
 
 def _specs_of(table: Any) -> dict[str, Any]:
-    """Return vLLM's description of each cache of a cache group, by the cache's name."""
     spec = table.kv_cache_spec
     each = getattr(spec, "kv_cache_specs", None)
     return {name: spec if each is None else each[name] for name in table.layer_names}
@@ -365,7 +364,6 @@ def _group(
 
 
 def _layout(vllm_config: Any, size: int, kind: str, spec: Any, layers: int) -> KVLayout:
-    """Describe layers with K and V."""
     stored = _dtype_of(spec, vllm_config)
     heads = _heads_of(kind, spec, vllm_config)
     if stored is None or heads is None:

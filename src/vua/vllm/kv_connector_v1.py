@@ -88,7 +88,6 @@ if TYPE_CHECKING:
 
 
 def enabled(vllm_config: Any) -> bool:
-    """Whether vLLM publishes KV cache events."""
     events = vllm_config.kv_events_config
     return events is not None and bool(events.enable_kv_cache_events)
 
@@ -149,7 +148,6 @@ class VUAStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Sum up for vLLM's periodic log line."""
         return summary(self.data)
 
 
@@ -163,12 +161,10 @@ class VUAPromMetrics(KVConnectorPromMetrics):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
-        """Register all metrics; the arguments are vLLM's."""
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._families = Families(labelnames, [*per_engine_labelvalues.values()], metric_types)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one step's :class:`VUAStats` ``data`` of one engine."""
         self._families.add(transfer_stats_data, self.per_engine_labelvalues[engine_idx])
 
 
@@ -357,7 +353,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     # -- metrics, see `prometheus` -----------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> VUAStats | None:
-        """Return what this half has recorded since the last step."""
         side = self.scheduler or self.worker
         with self._guarded():
             data = None if side is None else side.take_stats()
@@ -366,7 +361,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> VUAStats | None:
-        """Return stats that hold ``data``, or empty ones."""
         return VUAStats(data={} if data is None else data)
 
     @classmethod
@@ -377,11 +371,9 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> VUAPromMetrics:
-        """Register the metrics of vLLM's ``/metrics``."""
         return VUAPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Finish running loads and waiting saves."""
         for side in (self.scheduler, self.worker, self._unused):
             if side is not None:
                 side.shutdown()
@@ -410,7 +402,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 side.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Return this step's orders for the workers."""
         side = self.scheduler
         if side is None:
             return ConnectorMetadata()
@@ -450,7 +441,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 events.learn(notes.seen)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return the KV cache events since the last step, see `events`."""
         with self._guarded():
             return self.events.take() if self.events is not None else ()
         return ()
@@ -478,7 +468,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As :meth:`request_finished`, for engines with several kinds of KV cache."""
         return self.request_finished(request, [])
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
@@ -489,7 +478,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 self.scheduler.be_of(joined(setup_of(self._vllm_config), codes))
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[Any, Any]) -> None:
-        """As :meth:`set_xfer_handshake_metadata`, by ranks of pipeline and tensor parallelism."""
         self.set_xfer_handshake_metadata(metadata)
 
     # -- worker processes ---------------------------------------------------------------------
@@ -502,7 +490,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         return None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take over the worker's cache tensors."""
         if self.worker is None:
             return
         try:
@@ -526,7 +513,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                 side.mark_loads(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Begin the ordered loads; does not wait for them."""
         orders = self._get_connector_metadata()
         self._idle = isinstance(orders, ConnectorMetadata) and orders.idle
         if not isinstance(orders, ConnectorMetadata):
@@ -565,7 +551,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
             side.saves.hand_over()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return (None, requests whose loads have ended)."""
         lost, side = set(self._lost), self.worker
         if side is None:
             return None, lost

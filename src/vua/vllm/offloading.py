@@ -62,7 +62,6 @@ class Notes(OffloadingWorkerMetadata):
     """Why it is not known what the weights are."""
 
     def aggregate(self, other: Any) -> Notes:
-        """Return both together."""
         both: Any = super().aggregate(other)
         return Notes(
             *(both.completed_jobs, both.transfer_stats, self.changed or other.changed),
@@ -158,7 +157,6 @@ class VUAOffloadingConnector(OffloadingConnector):
         }, ""
 
     def shutdown(self) -> None:
-        """Finish what is under way."""
         super().shutdown()
         if self._memory is not None:
             self._memory.close()
@@ -244,7 +242,6 @@ class VUAOffloadingConnector(OffloadingConnector):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """End a request."""
         self._terms.pop(request.request_id, None)
         self._decided.discard(request.request_id)
         self._media.gone(request.request_id)
@@ -309,7 +306,6 @@ class VUAOffloadingConnector(OffloadingConnector):
     # -- workers ------------------------------------------------------------------------------
 
     def get_handshake_metadata(self) -> RunningCode | None:
-        """Return a digest of all code that this worker's model can reach; None: unknown."""
         model = None if self._memory is None else self._memory.model
         with self._guarded():
             return None if model is None else RunningCode(code_of(model, ENGINE.aside).digest)

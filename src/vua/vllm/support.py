@@ -215,7 +215,6 @@ def no_tier(vllm_config: Any) -> str:
 
 
 def _offloading_size(vllm_config: Any) -> float | None:
-    """Return the GiB of ``--kv-offloading-size``, if it is given."""
     size: float | None = getattr(vllm_config.cache_config, "kv_offloading_size", None)
     return size
 
@@ -249,7 +248,6 @@ def _below_offloading(ours: Any, nbytes: int) -> Any:
 
 
 def _transfer(given: Any) -> Any:
-    """Return the ``kv_transfer_config`` of VUA's connector with a user's settings."""
     ours = KVTransferConfig(**VLLM_TRANSFER) if given is None else copy(given)
     if ours.kv_connector is None:
         ours.kv_load_failure_policy = VLLM_TRANSFER["kv_load_failure_policy"]

@@ -136,7 +136,6 @@ class Terms:
 
     @property
     def kind(self) -> Kind:
-        """What is proved separately."""
         return ("", *sorted({tag for _, tag, _ in self.extras}))
 
 
@@ -399,7 +398,6 @@ class VUATier(SecondaryTierManager):
     # -- requests and lookups -----------------------------------------------------------------
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Read what the client and an orchestrator ask for."""
         hints = getattr(req_context, "kv_hints", None)
         options = self._options.read(req_context.kv_transfer_params, hints)
         for outcome in options.outcomes:
@@ -667,7 +665,6 @@ class VUATier(SecondaryTierManager):
         cls,
         extra_config: dict[str, Any],  # noqa: ARG003 - vLLM's
     ) -> dict[str, OffloadingMetricMetadata]:
-        """Return those of VUA's metrics that a tier has."""
         return {
             name: OffloadingCounterMetadata(
                 METRICS[name].documentation, (METRICS[name].label,) * bool(METRICS[name].label)
@@ -676,7 +673,6 @@ class VUATier(SecondaryTierManager):
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return what was counted since the last call."""
         series = self._stats.take()
         stats = OffloadingConnectorStats()
         for name, values in (series or {}).items():
