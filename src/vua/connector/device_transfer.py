@@ -317,27 +317,14 @@ class DeviceGroupTransfer(GroupTransfer):
         layout = self.group.layout
         try:
             super().register(kv_caches, layer_of, tables, layouts)
-            pages = [part.pages for part in self._parts]
-            rows = self._parts[0].rows
+            pages, rows = [part.pages for part in self._parts], self._parts[0].rows
+            buffers = partial(Staging, pages, layout, self.shard, adjoining=True, rows=rows)
             share = _LOAD_NBYTES // len(self._model.groups)
-            self.load_buffers = Staging(
-                pages,
-                layout,
-                self.shard,
+            self.load_buffers = buffers(
                 chunks=max(self.load_chunks, share // self.shard.payload_nbytes(layout)),
                 limit=2 * self.load_threads + 2,
-                adjoining=True,
-                rows=rows,
             )
-            self.save_buffers = Staging(
-                pages,
-                layout,
-                self.shard,
-                chunks=1,
-                limit=self._on_device(pages[0].device),
-                adjoining=True,
-                rows=rows,
-            )
+            self.save_buffers = buffers(chunks=1, limit=self._on_device(pages[0].device))
             self.save_limit = self.save_buffers.limit
             self.load_buffers.prepare(self.load_buffers.limit)  # page-locking takes milliseconds
             self.save_buffers.prepare(self.save_limit)
