@@ -244,15 +244,9 @@ def _finite(value: Any) -> float:
 
 _HINTS: Final = tuple(each.name for each in fields(SaveHints))
 _KINDS: Final = {
-    "store": "bool",
-    "load": "bool",
-    "max_load_tokens": "int",
-    "wait_s": "float",
-    "ttl_s": "float",
-    "pin": "bool",
-    "retain_s": "float",
-    "drop": "bool",
-    "prefetch": "bool",
+    each.name: str(each.type).partition(" ")[0]
+    for each in (*fields(RequestOptions), *fields(SaveHints))
+    if each.name not in ("hints", "outcomes")
 }
 _WORDS: Final = {
     "bool": "true or false",

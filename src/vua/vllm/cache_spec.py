@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -21,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vua.connector.cache_spec import Group, Model, division, local_directory
+from vua.connector.cache_spec import Group, Model, division
 from vua.connector.config import ConnectorConfig
 from vua.connector.refusals import refused
 from vua.errors import ConfigError
@@ -69,8 +68,7 @@ def describe(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) ->
     model, size = vllm_config.model_config, groups[0].layout.chunk_tokens
     try:
         engine = engine_identity(
-            *(vllm_config, spec.dtype, partial(_folder, vllm_config)),
-            other_encoders="other_encoders" in config.allow,
+            vllm_config, spec.dtype, other_encoders="other_encoders" in config.allow
         )
         identity = Identity.of_config(
             _counted(vllm_config, kv_cache_config, engine.config, groups),
@@ -142,10 +140,6 @@ def _name(model: str) -> str:
     path = Path(model)
     in_hub = path.parent.name == "snapshots"
     return path.parent.parent.name.rpartition("--")[2] if in_hub else path.name
-
-
-def _folder(vllm_config: Any, model: str, revision: str | None) -> Path:
-    return local_directory(model, revision, vllm_config.load_config.download_dir)
 
 
 def _on_gpu() -> bool:

@@ -18,7 +18,7 @@ import json
 import multiprocessing
 import platform
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -232,14 +232,14 @@ def _is_neutral(value: object, neutral: tuple[object, ...]) -> bool:
 _TOWERS: Final = ("audio_config", "vision_config")
 """Parts of a model's config that do not matter for prompts without images and sounds."""
 
-Folder = Callable[[str, str | None], Path]
-"""Returns the directory of a model's files at a revision. Raises ConfigError, OSError."""
+
+def _folder(vllm_config: Any, model: str, revision: str | None) -> Path:
+    return local_directory(model, revision, vllm_config.load_config.download_dir)
 
 
 def engine_identity(
     vllm_config: Any,
     kv_dtype: torch.dtype,
-    folder: Folder,
     *,
     other_encoders: bool = False,
 ) -> EngineIdentity:
@@ -259,17 +259,19 @@ def engine_identity(
     config |= _of_longest(model, config)
     if (foreign := _foreign_class(model)) is not None:
         config["vua.class"] = foreign
-    if model.trust_remote_code and (code := _code(model, folder)):
+    if model.trust_remote_code and (code := _code(vllm_config)):
         config["vua.code"] = code
     if settings.always.get("LoadConfig.load_format") == "dummy":
         config["vua.random_weights"] = _random_weights(vllm_config)
     if (draft := _draft(vllm_config)) is not None:
         config["vua.draft"] = draft
     if model.quantization is not None:
-        config["vua.quantization"] = quantization_digest(folder(model.model, model.revision))
+        config["vua.quantization"] = quantization_digest(
+            _folder(vllm_config, model.model, model.revision)
+        )
     if model.architecture not in (model.hf_config.architectures or ())[:1]:
         config["vua.architecture"] = model.architecture
-    media, why = _media(vllm_config, settings, folder, other_encoders=other_encoders)
+    media, why = _media(vllm_config, settings, other_encoders=other_encoders)
     adapters = config_digest(settings.adapters) if settings.adapters else ""
     return EngineIdentity(named_by("vllm", config), adapters, media, why)
 
@@ -374,23 +376,23 @@ def _foreign_class(model: Any) -> str | None:
     return None if found == f"{module}:{own[1]}" else found
 
 
-def _code(model: Any, folder: Folder) -> list[str]:
+def _code(vllm_config: Any) -> list[str]:
     """Return digests of the Python code among the model's own files."""
+    model = vllm_config.model_config
     configs = [model.hf_config.to_dict(), model.hf_text_config.to_dict()]
     maps = [each["auto_map"] for each in configs if isinstance(each.get("auto_map"), Mapping)]
     if not maps:
         return []
     classes = [str(each) for named in maps for each in named.values()]
     elsewhere = {name.split("--")[0] for name in classes if "--" in name}
-    folders = [folder(name, model.code_revision) for name in sorted(elsewhere)]
+    folders = [_folder(vllm_config, name, model.code_revision) for name in sorted(elsewhere)]
     if any("--" not in name for name in classes):
-        folders.append(folder(model.hf_config_path or model.model, model.revision))
+        own = model.hf_config_path or model.model
+        folders.append(_folder(vllm_config, own, model.revision))
     return [code_digest(each) for each in folders]
 
 
-def _media(
-    vllm_config: Any, settings: Settings, folder: Folder, *, other_encoders: bool
-) -> tuple[str, str]:
+def _media(vllm_config: Any, settings: Settings, *, other_encoders: bool) -> tuple[str, str]:
     """Return what images' K and V depend on besides their content, or why they are not cached."""
     model = vllm_config.model_config
     multimodal = model.multimodal_config
@@ -402,7 +404,7 @@ def _media(
     if multimodal.mm_processor_cache_type == "shm" and multimodal.mm_processor_cache_gb > 0:
         return "", str(refused("shared_memory"))
     try:
-        files = processor_digest(folder(model.model, model.revision))
+        files = processor_digest(_folder(vllm_config, model.model, model.revision))
         scales = multimodal.mm_encoder_fp8_scale_path
         return config_digest(
             {

@@ -35,7 +35,7 @@ from vua.connector.refusals import refused
 from vua.connector.save_scheduler import stop_at_state
 from vua.connector.setup import code_of, joined
 from vua.errors import ConfigError, VUAError
-from vua.vllm.cache_spec import _dtype_of, _folder, _name, _specs_of, known_kind
+from vua.vllm.cache_spec import _dtype_of, _name, _specs_of, known_kind
 from vua.vllm.engine_identity import engine_identity, find_weights, pages_identity
 from vua.vllm.engine_worker import memory_of
 from vua.vllm.kv_connector_v1 import RunningCode
@@ -131,7 +131,7 @@ class VUAOffloadingConnector(OffloadingConnector):
             specs = {name: spec for one in tables for name, spec in _specs_of(one).items()}
             dtypes = [spec.dtype for spec in specs.values() if hasattr(spec, "dtype")]
             dtype = (dtypes or [vllm_config.model_config.dtype])[0]
-            known = engine_identity(vllm_config, dtype, partial(_folder, vllm_config))
+            known = engine_identity(vllm_config, dtype)
         except (VUAError, OSError) as problem:
             log.warning("VUA: this engine is served without VUA's tier: %s", problem)
             return {}, str(problem)
