@@ -52,7 +52,6 @@ class Lookup:
         self,
         request: Any,
         options: RequestOptions,
-        breaker: Breaker,
         asked_s: float,
         adapter: Adapter | None,
         media: Media,
@@ -80,7 +79,8 @@ class Lookup:
         self.not_asked = ""
         """Why the storage was not asked: it did not answer earlier lookups (``paused``), or the
         model is not identified yet (``unidentified``; `answer` may then tell what to store)."""
-        self._breaker = breaker
+        self.breaker: Breaker | None = None
+        """Learns of an answer that takes too long."""
         self._late = False
         if not (options.load or options.store):
             self.answer.set_result(None)
@@ -110,7 +110,8 @@ class Lookup:
         if self._late:
             return False
         self._late = True
-        self._breaker.went(well=False)
+        if self.breaker is not None:
+            self.breaker.went(well=False)
         return True
 
 
@@ -168,7 +169,6 @@ class Lookups:
         model: Model,
         namespace: Namespace,
         config: ConnectorConfig,
-        media: Media,
         events: KVEventPublisher | None = None,
         *,
         known: KnownWriters | None = None,
@@ -186,7 +186,7 @@ class Lookups:
         """Decides about generated chunks; None: none are stored."""
         self._writers = [Writers(store, group.written) for store, group in pairs if known]
         self._model, self._namespace, self._config = model, namespace, config
-        self._media, self._clock, self._count = media, clock, count
+        self._clock, self._count = clock, count
         self._events = events
         whole = [group.layout for group in model.groups if group.layout.window is None]
         self._chunk_nbytes = sum(layout.full.payload_nbytes(layout) for layout in whole)
@@ -196,23 +196,15 @@ class Lookups:
         )
         self._warn_once = WarnOnce(log)
 
-    def ask(
-        self,
-        request: Any,
-        options: RequestOptions,
-        adapter: Adapter | None = None,
-    ) -> Lookup:
-        """Begin a lookup; none while the storage hangs, or if the request wants none."""
-        lookup = Lookup(request, options, self._breaker, self._clock(), adapter, self._media)
-        if self._config.save_generated and request.num_output_tokens:  # it was preempted
-            lookup.token_ids = list(request.all_token_ids)
-        if lookup:
-            pass  # it wants nothing
-        elif self._breaker.allows():
+    def ask(self, lookup: Lookup) -> None:
+        """Begin a lookup; not while the storage hangs."""
+        lookup.breaker = self._breaker
+        if self._config.save_generated and lookup.request.num_output_tokens:  # it was preempted
+            lookup.token_ids = list(lookup.request.all_token_ids)
+        if self._breaker.allows():
             self.submit(lookup)
         else:
             lookup.leave("paused")
-        return lookup
 
     def submit(self, lookup: Lookup) -> None:
         """Answer a lookup on a thread; also one that came before there were threads for it."""

@@ -39,7 +39,6 @@ from vua.connector.request import OptionReader, RequestOptions
 from vua.connector.save_scheduler import RequestState, SaveScheduler, stop_at_state, to_load
 from vua.connector.witness import Witness
 from vua.format.identity import Identity
-from vua.io.pool import Breaker
 from vua.store.namespace import Namespace
 from vua.store.writer import new_writer
 from vua.weights import Identification
@@ -148,7 +147,7 @@ class SchedulerSide:
         self.model, self.namespace = model, namespace
         self.witness = self._witness(model)
         self.lookups = Lookups(
-            *(model, namespace, self._config, self._media, self._events),
+            *(model, namespace, self._config, self._events),
             known=self.witness.known if self.witness.on else None,
             count=self._count_hint,
             clock=self._clock,
@@ -385,11 +384,11 @@ class SchedulerSide:
         return state
 
     def _ask(self, request: Any, options: RequestOptions, adapter: Adapter | None) -> Lookup:
-        if self._open:
-            return self.lookups.ask(request, options, adapter)
-        lookup = Lookup(request, options, Breaker(), self._clock(), adapter, self._media)
+        lookup = Lookup(request, options, self._clock(), adapter, self._media)
         if lookup:
             pass  # it wants nothing
+        elif self._open:
+            self.lookups.ask(lookup)
         elif self._opening.soon:
             self._early.append(lookup)
         elif self._opening.searching:

@@ -545,7 +545,7 @@ class RefusalsTest(unittest.TestCase):
 
     def row_adapter(self) -> None:
         """The workers have answered that they do not hold it; a request without it is looked up."""
-        from vua.connector.lookup import Lookups
+        from vua.connector.lookup import Lookup, Lookups
         from vua.connector.media import Media
         from vua.connector.request import RequestOptions
         from vua.store.place import create_namespace, locate
@@ -554,12 +554,13 @@ class RefusalsTest(unittest.TestCase):
         place = locate(self.root / "kv")
         namespace = create_namespace(place, model.identity, [one.layout for one in model.groups])
         self.addCleanup(namespace.close)
-        lookups = Lookups(model, namespace, self.config, Media("s", "", 8))
+        lookups, media = Lookups(model, namespace, self.config), Media("s", "", 8)
         self.addCleanup(lookups.close)
 
         def asked(adapter: Any) -> str:
             request = request_of("a", lora_request=adapter, num_output_tokens=0)
-            found = lookups.ask(request, RequestOptions())
+            found = Lookup(request, RequestOptions(), 0.0, None, media)
+            lookups.ask(found)
             return "" if found.answer.result(60) else "".join(told.output)
 
         with self.assertLogs("vllm.vua", "WARNING") as told:
