@@ -3,11 +3,11 @@
 A chunk is announced as blocks of the engine (their hashes, tokens and size), so that a consumer
 sees one more location of blocks that it knows from the engine's events.
 
-Workers know what happened to files (:class:`FileEventLog`), the scheduler's half knows which chunks
-they are (:class:`KVEventPublisher`); workers' reports come with each step's output. So events come
-with steps: what ends while the engine is idle is announced by the next step. All memory here is
-bounded; what does not fit is not announced, or is announced as removed when it is forgotten: a
-router then knows less, but never relies on deleted chunks.
+The scheduler's half knows which chunks are stored, once all workers have ended an order
+(:class:`KVEventPublisher`), workers know which are gone (:class:`GoneChunks`). Their reports come
+with each step's output, and so do events: what ends while the engine is idle is announced by the
+next step. All memory here is bounded; what does not fit is not announced, or is announced as
+removed when it is forgotten: a router then knows less, but never relies on deleted chunks.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from vua.connector.cache_spec import Model
 from vua.connector.log import logger
-from vua.format.keys import ChunkKey, KeyChain
+from vua.format.keys import KeyChain
 from vua.format.layout import Shard
 
 log = logger("events")
 
-_GONE: Final = -1
-_LOST: Final = -2
-"""A worker could not record which chunks are gone: none counts as stored any more."""
-MAX_SEEN: Final = 1 << 14
-"""Files of one worker between two steps."""
+_LOST: Final = b""
+"""In the place of chunks that a worker could not record: none counts as stored any more."""
+MAX_GONE: Final = 1 << 14
+"""Chunks of one worker between two steps."""
 MAX_PENDING: Final = 1 << 12
 """Units ordered to be stored but not confirmed: more than fit into save buffers."""
 _MAX_ANNOUNCED: Final = 1 << 16
@@ -42,52 +41,30 @@ MAX_QUEUED: Final = 10_000
 each chunk that was announced."""
 
 
-class ChunkEvent(NamedTuple):
-    """An event of a chunk, seen by a worker."""
-
-    chunk: bytes
-    """Prefix hash."""
-    file: int
-    """Which of a chunk's files is stored now, see :func:`_files`; negative: the chunk is gone."""
-
-
-def _files(model: Model) -> list[Shard]:
-    """The files that must all exist for a chunk to count as stored."""
-    return [shard for group in model.leading for shard in group.written]
-
-
-class FileEventLog:
-    """Collects events of one worker's files. Any thread may add; never blocks for long."""
+class GoneChunks:
+    """Collects the chunks that one worker finds gone. Any thread may add; never blocks for long."""
 
     def __init__(self, model: Model) -> None:
-        self._numbers = {shard: number for number, shard in enumerate(_files(model))}
+        self._decisive = {shard for group in model.leading for shard in group.written}
+        """Files that must all exist for a chunk to count as stored."""
         self._lock = threading.Lock()
-        self._seen: deque[ChunkEvent] = deque(maxlen=MAX_SEEN)
-        self._lost = False
-
-    def stored(self, key: ChunkKey, shard: Shard) -> None:
-        number = self._numbers.get(shard)
-        if number is not None:
-            self._note(ChunkEvent(key.prefix_hash, number))
+        self._gone: list[bytes] = []
 
     def gone(self, chunk: bytes, shard: Shard | None = None) -> None:
         """Note that a chunk cannot be loaded: one file is missing, or None: all of it."""
-        if shard is None or shard in self._numbers:
-            self._note(ChunkEvent(chunk, _GONE))
+        if shard is None or shard in self._decisive:
+            with self._lock:
+                if len(self._gone) >= MAX_GONE:
+                    self._gone = [_LOST]
+                self._gone.append(chunk)
 
-    def _note(self, seen: ChunkEvent) -> None:
-        with self._lock:
-            if len(self._seen) == MAX_SEEN:
-                self._lost |= self._seen[0].file == _GONE
-            self._seen.append(seen)
-
-    def take(self) -> list[ChunkEvent]:
-        if not self._seen:
+    def take(self) -> list[bytes]:
+        """Return the prefix hashes since the last call."""
+        if not self._gone:
             return []
         with self._lock:
-            seen, self._seen = self._seen, deque(maxlen=MAX_SEEN)
-            lost, self._lost = self._lost, False
-        return [*([ChunkEvent(b"", _LOST)] if lost else []), *seen]
+            gone, self._gone = self._gone, []
+        return gone
 
 
 class StoredEvent(Protocol):
@@ -102,8 +79,8 @@ class _Unit:
 
     event: StoredEvent
     chunks: tuple[bytes, ...]
-    left: set[ChunkEvent]
-    """Files that no worker has confirmed yet."""
+    left: set[tuple[bytes, int]]
+    """Chunks and groups of which not all workers have stored their parts yet."""
 
 
 class KVEventPublisher(ABC):
@@ -116,7 +93,7 @@ class KVEventPublisher(ABC):
     def __init__(self, model: Model) -> None:
         """Announce chunks of ``model`` as blocks of its first leading cache group."""
         self._chunk_tokens = model.chunk_tokens
-        self._files = len(_files(model))
+        self._groups = [model.groups.index(group) for group in model.leading]
         self._table = model.leading[0].tables[0]
         self._block = model.block_sizes[self._table]
         self._unit = math.lcm(self._chunk_tokens, self._block) // self._chunk_tokens
@@ -180,7 +157,7 @@ class KVEventPublisher(ABC):
                 if event is None:
                     return
                 new = names[max(0, chunks.start - first) :]  # those before are stored already
-                left = {ChunkEvent(name, file) for name in new for file in range(self._files)}
+                left = {(name, group) for name in new for group in self._groups}
                 unit = _Unit(event, names, left)
                 for name in names:
                     self._pending[name] = unit
@@ -192,26 +169,28 @@ class KVEventPublisher(ABC):
 
     # -- what workers saw ---------------------------------------------------------------------
 
-    def learn(self, seen: Iterable[ChunkEvent]) -> None:
+    def stored(self, ended: Iterable[tuple[int, Sequence[bytes]]]) -> None:
+        """Announce chunks that all workers have now: groups, and prefix hashes of each."""
         with self._lock:
-            for one in seen:
-                self._learn(one)
+            for group, names in ended:
+                for name in names:
+                    unit = self._pending.get(name)
+                    if unit is None:
+                        continue
+                    unit.left.discard((name, group))
+                    if not unit.left:
+                        for one in unit.chunks:
+                            self._pending.pop(one, None)
+                        self._announce(unit.event, unit.chunks)
 
-    def _learn(self, one: ChunkEvent) -> None:
-        if one.file == _LOST:
-            self.forget()
-            return
-        if one.file == _GONE:
-            self._remove(self._announced.pop(one.chunk, []))
-            return
-        unit = self._pending.get(one.chunk)
-        if unit is None:
-            return
-        unit.left.discard(one)
-        if not unit.left:
-            for name in unit.chunks:
-                self._pending.pop(name, None)
-            self._announce(unit.event, unit.chunks)
+    def gone(self, chunks: Iterable[bytes]) -> None:
+        """Announce which chunks are gone."""
+        with self._lock:
+            for chunk in chunks:
+                if chunk == _LOST:
+                    self.forget()
+                else:
+                    self._remove(self._announced.pop(chunk, []))
 
     def _announce(self, event: StoredEvent, names: Sequence[bytes]) -> None:
         if len(self._queue) >= MAX_QUEUED - 1:

@@ -21,7 +21,7 @@ import torch
 
 from vua.connector.cache_spec import Group, Model, UncachedError
 from vua.connector.config import ConnectorConfig
-from vua.connector.events import FileEventLog
+from vua.connector.events import GoneChunks
 from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.connector.metrics import Recorder
 from vua.device.buffers import StagingBuffer, StagingPool
@@ -300,7 +300,7 @@ class GroupTransfer:
         self.number, self._stats = number, stats
         self.writer = ""
         """The engine's name, for the headers; set before the first save."""
-        self.watch: FileEventLog | None = None
+        self.watch: GoneChunks | None = None
         """Told of chunks that cannot be loaded."""
         self.group, self._model = model.groups[number], model
         self.shard = self.group.shards[rank.pp][rank.tp]

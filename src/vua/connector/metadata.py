@@ -13,7 +13,6 @@ from operator import add
 from typing import Any, Final
 
 from vua.connector.adapters import Adapter, AdapterNote, together
-from vua.connector.events import ChunkEvent
 from vua.connector.request import SaveHints
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
@@ -150,8 +149,8 @@ class WorkerOutput:
     load_s: dict[str, float] = field(default_factory=dict)
     """Per request id the time of its load that ended in this step, from the first read to the last
     byte in its block; of the slowest worker."""
-    seen: list[ChunkEvent] = field(default_factory=list)
-    """Events of files; empty if events are off."""
+    gone: list[bytes] = field(default_factory=list)
+    """Prefix hashes of chunks that are gone; empty if events are off."""
     verdicts: list[Verdict] = field(default_factory=list)
     """Results of comparisons that ended; one per worker and order."""
     left_epoch: str | None = None
@@ -182,7 +181,7 @@ class WorkerOutput:
             return self
         return WorkerOutput(
             load_s=_merged(self.load_s, other.load_s, max),
-            seen=self.seen + other.seen,
+            gone=self.gone + other.gone,
             verdicts=self.verdicts + other.verdicts,
             left_epoch=other.left_epoch if self.left_epoch is None else self.left_epoch,
             adapters=together(self.adapters, other.adapters),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -307,7 +308,9 @@ class _Copies:
             for copy in copies:
                 if copy.request_id != request_id or not copy.names or copy.chunks[-1] < chunk:
                     continue
-                self._forget(copy, [at for at, one in enumerate(copy.chunks) if one >= chunk])
+                kept = bisect_left(copy.chunks, chunk)
+                self._forget(copy, range(kept, len(copy.names)))
+                copy.names, copy.chunks = copy.names[:kept], copy.chunks[:kept]
                 for other, first in copy.waiting.items():
                     at = max(first, chunk)
                     waiting[other] = min(at, waiting.get(other, at))
@@ -318,7 +321,7 @@ class _Copies:
     ) -> Iterator[tuple[int, list[bytes]]]:
         """Note how many workers have ended orders; yield those that all have ended.
 
-        As the group, and the chunks' prefix hashes.
+        As the group, and the prefix hashes of the chunks that are stored.
         """
         for number, count in ended.items():
             if number not in self._orders:

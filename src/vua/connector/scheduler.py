@@ -236,6 +236,8 @@ class SchedulerSide:
         if self._open:
             self.lookups.note_stored(came)
             self.lookups.learn(notes.refused)
+        if self._events is not None:
+            self._events.stored(came)
         opening = self._opening.identity
         self._workers_open.update(notes.opened)
         if opening is not None and self._workers_open[opening.namespace] >= self.model.workers:

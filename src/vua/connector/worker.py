@@ -27,7 +27,7 @@ from vua import native
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
 from vua.connector.device_transfer import DeviceGroupTransfer, lies_on_device, open_gds
-from vua.connector.events import FileEventLog
+from vua.connector.events import GoneChunks
 from vua.connector.group_transfer import (
     GroupTransfer,
     PageLayouts,
@@ -210,7 +210,7 @@ class WorkerSide:
         model: Model,
         config: ConnectorConfig,
         rank: Rank,
-        watch: FileEventLog | None = None,
+        watch: GoneChunks | None = None,
         memory: EngineState | None = None,
         identification: Identification | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -226,7 +226,7 @@ class WorkerSide:
             model: the engine's KV cache.
             config: the connector's settings.
             rank: which worker this is.
-            watch: told of files; None: no events.
+            watch: told of chunks that are gone; None: no events.
             memory: this worker's weights and adapters; None: constant weights, no adapters.
             identification: the search for the weights, where this process makes one: an engine
                 without a request takes no step that names the namespace.
@@ -268,7 +268,7 @@ class WorkerSide:
         """The engine's name, used for writing."""
         self._reporter = Reporter()
         self.saves = WriteQueue(
-            *(config, self._rank, self.stats, watch, self._memory, self._reporter), clock=clock
+            *(config, self._rank, self.stats, self._memory, self._reporter), clock=clock
         )
         self._comparisons = Comparisons(config, self._reporter, quantised=model.quantised)
         self._lock = threading.Condition()
@@ -562,17 +562,17 @@ class WorkerSide:
 
     def take_notes(self) -> WorkerOutput | None:
         """Return the report of this step for the scheduler's half; None if it is empty."""
-        seen = self.watch.take() if self.watch is not None else []
+        gone = self.watch.take() if self.watch is not None else []
         wanted, self._wanted = self._wanted, []
         adapters = self._memory.adapter_news(wanted)
         self._comparisons.give_up()
         is_open = self._identity is not None and self._identity == self._opening.identity
         self.saves.ask_again(self.groups, retries=is_open)
         sure, refused, report = self._take_sure(), self._take_refused(), self._reporter.take()
-        if not (seen or adapters or sure or refused) and self._left is None:
+        if not (gone or adapters or sure or refused) and self._left is None:
             return report
         report = report or WorkerOutput()
-        report.seen, report.adapters, report.sure, report.refused = seen, adapters, sure, refused
+        report.gone, report.adapters, report.sure, report.refused = gone, adapters, sure, refused
         report.left_epoch = self._left
         return report
 

@@ -18,7 +18,6 @@ from itertools import pairwise
 from typing import Any, Final
 
 from vua.connector.config import ConnectorConfig
-from vua.connector.events import FileEventLog
 from vua.connector.group_transfer import GroupTransfer, ShardFiles, outcomes_of
 from vua.connector.log import WarnOnce, logger
 from vua.connector.metadata import Reporter, SaveOrder
@@ -158,19 +157,19 @@ class WriteQueue:
         config: ConnectorConfig,
         rank: int,
         stats: Recorder,
-        watch: FileEventLog | None,
         memory: EngineState,
         reporter: Reporter,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start threads as ``config`` says; count for ``rank`` in ``stats``, inform ``watch``.
+        """Start threads as ``config`` says; count for ``rank`` in ``stats``.
 
-        ``reporter`` gets `WorkerOutput.unsaved`, ``retry`` and ``ended``. Copied chunks are stored only if ``memory`` then holds the same weights as before. ``clock``
-        returns seconds.
+        Copied chunks are stored only if ``memory`` then holds the same weights as before.
+        ``reporter`` gets `WorkerOutput.unsaved`, ``retry`` and ``ended``. ``clock`` returns
+        seconds.
         """
         self._memory, self._reporter, self._clock = memory, reporter, clock
-        self._stats, self._rank, self._watch = stats, rank, watch
+        self._stats, self._rank = stats, rank
         self._writers = WriterCount()
         self._breaker = Breaker("saves", logger("storage"), clock=clock)
         self._pool = Pool[_Save](
@@ -445,15 +444,11 @@ class WriteQueue:
     def _count_saves(self, save: _Save, outcomes: Sequence[str], seconds: float) -> None:
         group, written = save.group, outcomes.count("written")
         self._count_pending(-len(outcomes))
-        # not for an epoch that was left
-        current = save.files is None or save.files is group.files
         for key, outcome in zip(save.keys, outcomes, strict=True):
             self._stats.add("vua_chunks_saved_total", label=outcome)
             if outcome not in ("written", "present", "dropped"):
                 self._leave(save.order, key.start, 1, again=False)
             self._under_way(save.order, -1)
-            if self._watch is not None and current and outcome in ("written", "present"):
-                self._watch.stored(key, group.shard)
             if outcome == "written":
                 self._stats.observe("vua_save_seconds", seconds / written)
                 if self._rank == 0 and group.number == 0:

@@ -43,7 +43,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from vua.connector.cache_spec import Model, UncachedError
 from vua.connector.config import ConnectorConfig
-from vua.connector.events import FileEventLog, KVEventPublisher
+from vua.connector.events import GoneChunks, KVEventPublisher
 from vua.connector.group_transfer import Rank
 from vua.connector.log import logger
 from vua.connector.metadata import (
@@ -280,7 +280,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
                     identification=Identification(partial(find_weights, vllm_config)),
                 )
             else:
-                watch = FileEventLog(model) if enabled(vllm_config) else None
+                watch = GoneChunks(model) if enabled(vllm_config) else None
                 self.worker = self._make_worker(vllm_config, model, watch)
         except Exception as problem:  # noqa: BLE001 - whatever breaks, the engine starts
             self.events, self._unable = None, True
@@ -319,7 +319,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         self,
         vllm_config: VllmConfig,
         model: Model,
-        watch: FileEventLog | None,
+        watch: GoneChunks | None,
     ) -> WorkerSide:
         from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
 
@@ -438,7 +438,7 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         events = self.events
         if events is not None and isinstance(notes, WorkerOutput):
             with self._guarded():
-                events.learn(notes.seen)
+                events.gone(notes.gone)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         with self._guarded():

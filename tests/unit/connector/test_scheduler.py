@@ -56,12 +56,21 @@ class SchedulerTest(unittest.TestCase):
         layout: KVLayout = LAYOUT,
         block: int = 16,
         draft_tokens: int | None = None,
+        workers: int = 1,
         **settings: Any,
     ) -> Any:
         from vua.connector.cache_spec import Group, Model
+        from vua.connector.events import KVEventPublisher
         from vua.connector.scheduler import SchedulerSide
 
-        group = Group(layout, (0,), ((layout.full,),), (0,))
+        class Publisher(KVEventPublisher):
+            def stored_event(self, _request: Any, start: int, stop: int) -> Any:
+                return SimpleNamespace(block_hashes=[*range(start, stop, block)])
+
+            def removed_event(self, hashes: list[Any]) -> Any:
+                return SimpleNamespace(block_hashes=hashes)
+
+        group = Group(layout, (0,), ((layout.full,) * workers,), (0,))
         identity = Identity(model="m", chunk_tokens=16)
         model = Model(identity, (group,), (block,), draft_tokens=draft_tokens)
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
@@ -69,7 +78,14 @@ class SchedulerTest(unittest.TestCase):
         self.root = Path(folder.name)
         settings = {"witness_every": 0} | settings
         config = ConnectorConfig(shared_storage_path=folder.name, chunk_tokens=16, **settings)
-        side = SchedulerSide(model, config, loads=loads, saves=True, clock=lambda: self.now_s)
+        self.published = Publisher(model)
+        side = SchedulerSide(
+            *(model, config),
+            loads=loads,
+            saves=True,
+            events=self.published,
+            clock=lambda: self.now_s,
+        )
         self.addCleanup(side.shutdown)
         return side
 
@@ -265,6 +281,17 @@ class SchedulerTest(unittest.TestCase):
                     ("b", 16, 3), (order.request_id, order.start, len(order.parts[0][1]))
                 )
                 self.assertEqual([("c", 1)], self.ordered(side, {"c": 0}))
+
+    def test_what_is_announced(self) -> None:
+        """What all workers have stored, once their orders have ended; nothing that is missing."""
+        side = self.side(workers=2)
+        answer(side, request_of("a"))
+        self.ordered(side, {"a": 0})
+        (number,) = self.numbers
+        side.learn(WorkerOutput(ended={number: 1}))
+        self.assertEqual([], self.published.take())
+        side.learn(WorkerOutput(unsaved={"a": 48}, ended={number: 1}))
+        self.assertEqual([[0], [16], [32]], [one.block_hashes for one in self.published.take()])
 
     def test_steps_without_the_draft(self) -> None:
         """Where a request is too long for the draft nothing of its step is stored, or atop of it.

@@ -20,7 +20,7 @@ from helpers import keys_of, remove_tree
 from routers import SocketTest
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
-from vua.format.layout import KVLayout, Shard
+from vua.format.layout import KVLayout
 
 pytestmark = pytest.mark.vllm
 
@@ -45,7 +45,6 @@ if find_spec("vllm"):
 CHUNK = 16
 IDS = list(range(64))
 LAYOUT = KVLayout(1, 2, 8, 8, "BF16", CHUNK)
-RANKS = (Shard(0, 1, 0, 1), Shard(0, 1, 1, 2))
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
@@ -58,11 +57,11 @@ class EventPublisherTest(unittest.TestCase):
         self.keys = KeyChain(token_ids(IDS), CHUNK)
         self.names = [key.prefix_hash for key in self.keys.first(4)]
 
-    def publisher(self, block: int, ranks: tuple[Shard, ...] = (LAYOUT.full,)) -> Any:
-        """A publisher of an engine with blocks of so many tokens, and its workers' watches."""
+    def publisher(self, block: int) -> Any:
+        """A publisher of an engine with blocks of so many tokens, and its worker's watch."""
         model = Model(
             Identity(model="m", chunk_tokens=CHUNK),
-            (Group(LAYOUT, (0,), (ranks,), (0,)),),
+            (Group(LAYOUT, (0,), ((LAYOUT.full,),), (0,)),),
             (block,),
         )
         spec = FullAttentionSpec(
@@ -77,8 +76,7 @@ class EventPublisherTest(unittest.TestCase):
             kv_transfer_config=None,
             parallel_config=parallel,
         )
-        self.watches = [events.FileEventLog(model) for _ in ranks]
-        self.ranks = ranks
+        self.watch = events.GoneChunks(model)
         self.request = SimpleNamespace(
             block_hashes=[b"%d" % at for at in range(64 // block)],
             all_token_ids=IDS,
@@ -89,39 +87,31 @@ class EventPublisherTest(unittest.TestCase):
         )
         return BlockEvents(model, settings, cache)
 
-    def store(
-        self, publisher: Any, chunks: Iterable[int], ranks: Iterable[int] = (0,)
-    ) -> list[Any]:
+    def store(self, publisher: Any, chunks: Iterable[int]) -> list[Any]:
         """Let workers store chunks; return the events that come of it."""
-        joined = WorkerOutput()
-        for rank in ranks:
-            for chunk in chunks:
-                self.watches[rank].stored(self.keys[chunk], self.ranks[rank])
-            joined = joined.aggregate(WorkerOutput(seen=self.watches[rank].take()))
-        publisher.learn(joined.seen)
+        publisher.stored([(0, [self.names[chunk] for chunk in chunks])])
         taken: list[Any] = publisher.take()
         return taken
 
     def lose(self, publisher: Any, chunk: int) -> list[Any]:
         """Let a worker find a chunk gone; return the events that come of it."""
-        self.watches[0].gone(self.names[chunk])
-        publisher.learn(self.watches[0].take())
+        self.watch.gone(self.names[chunk])
+        publisher.gone(self.watch.take())
         taken: list[Any] = publisher.take()
         return taken
 
-    def test_a_chunk_counts_when_all_ranks_have_stored_it(self) -> None:
-        """One rank's file is not enough, in whatever steps they come; nor is one stored twice."""
-        publisher = self.publisher(8, RANKS)
+    def test_chunks_that_are_stored(self) -> None:
+        """Each is announced once, in whatever steps they come, after those before it."""
+        publisher = self.publisher(8)
         publisher.ordered(self.request, self.keys, range(3))
 
-        self.assertEqual([], self.store(publisher, [0, 0, 1], [0]))
-        both = self.store(publisher, [0], [1])
-        late = self.store(publisher, [1, 2], [0, 1])
+        first = self.store(publisher, [0])
+        late = self.store(publisher, [0, 1, 2])
 
-        self.assertEqual([[b"0", b"1"]], [event.block_hashes for event in both])
+        self.assertEqual([[b"0", b"1"]], [event.block_hashes for event in first])
         self.assertEqual([[b"2", b"3"], [b"4", b"5"]], [event.block_hashes for event in late])
-        self.assertEqual([None, b"1", b"3"], [one.parent_block_hash for one in both + late])
-        self.assertEqual([IDS[:16], IDS[16:32], IDS[32:48]], [o.token_ids for o in both + late])
+        self.assertEqual([None, b"1", b"3"], [one.parent_block_hash for one in first + late])
+        self.assertEqual([IDS[:16], IDS[16:32], IDS[32:48]], [o.token_ids for o in first + late])
 
     def test_blocks_longer_than_chunks(self) -> None:
         """A block is announced when all chunks in it are stored, and gone with any of them."""
@@ -177,13 +167,10 @@ class EventPublisherTest(unittest.TestCase):
         """Orders that nobody confirms, events that nobody takes, and files of a stuck scheduler."""
         publisher = self.publisher(16)
         for at in range(events.MAX_PENDING + 10):
-            chain = KeyChain(token_ids([at, *IDS[1:]]), CHUNK)
-            publisher.ordered(self.request, chain, range(1))
-        plain = self.keys
+            publisher.ordered(self.request, self.chain(at), range(1))
         for at, announced in ((0, 0), (9, 0), (10, 1), (11, 1)):  # the oldest are forgotten
-            self.keys = KeyChain(token_ids([at, *IDS[1:]]), CHUNK)
-            self.assertEqual(announced, len(self.store(publisher, [0])), at)
-        self.keys = plain
+            publisher.stored([(0, [self.chain(at)[0].prefix_hash])])
+            self.assertEqual(announced, len(publisher.take()), at)
 
         with self.assertLogs("vllm.vua.events", "WARNING") as logged:
             for _ in range(events.MAX_QUEUED):
@@ -191,10 +178,10 @@ class EventPublisherTest(unittest.TestCase):
                 publisher.announce_found(self.request, self.keys, 0)
         self.assertEqual([events.MAX_QUEUED, 1], [len(publisher.take()), len(logged.output)])
 
-        for _ in range(events.MAX_SEEN + 10):
-            self.watches[0].stored(self.keys[0], self.ranks[0])
-        self.assertEqual(events.MAX_SEEN, len(self.watches[0].take()))
-        self.assertEqual([], self.watches[0].take())
+        for _ in range(events.MAX_GONE + 10):
+            self.watch.gone(self.names[0])
+        self.assertLess(len(self.watch.take()), events.MAX_GONE)
+        self.assertEqual([], self.watch.take())
 
     def chain(self, at: int) -> KeyChain:
         """The chunk of another prompt."""
@@ -231,10 +218,10 @@ class EventPublisherTest(unittest.TestCase):
         publisher = self.publisher(16)
         publisher.announce_found(self.request, self.keys, 2)
         publisher.take()
-        self.watches[0].gone(self.names[0])
-        for _ in range(events.MAX_SEEN):
-            self.watches[0].stored(self.keys[3], self.ranks[0])
-        publisher.learn(WorkerOutput().aggregate(WorkerOutput(seen=self.watches[0].take())).seen)
+        self.watch.gone(self.names[0])
+        for _ in range(events.MAX_GONE):
+            self.watch.gone(self.names[3])
+        publisher.gone(WorkerOutput().aggregate(WorkerOutput(gone=self.watch.take())).gone)
         gone = {one for event in publisher.take() for one in event.block_hashes}
         self.assertEqual({b"0", b"1"}, gone)
 
