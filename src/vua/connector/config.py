@@ -24,7 +24,6 @@ from vua.store.tier_rules import TierRules
 _WHERE: Final = "kv_connector_extra_config"
 _MAY_BE_ZERO: Final = frozenset({"witness_every", "max_pending_save_mib"})
 _MOST: Final = 1e18
-_DEFAULT_LOAD_MARGIN: Final = 1.5
 _ALLOWED: Final = ("inexact_continuation", "other_encoders", "pins")
 
 
@@ -138,12 +137,6 @@ class ConnectorConfig:
     def directory(self) -> Path | None:
         """The directory of the cache, if there is only a directory: no bucket, no tiers."""
         return directory_of(self.shared_storage_path)
-
-    @property
-    def load_margin(self) -> float:
-        """How many times the compute time a load may take; without effect with "always"."""
-        is_number = not isinstance(self.load_policy, str)
-        return float(self.load_policy) if is_number else _DEFAULT_LOAD_MARGIN
 
     @classmethod
     def from_extra_config(

@@ -24,6 +24,7 @@ from typing import Final
 from vua.connector.cache_spec import Model
 from vua.connector.config import ConnectorConfig
 
+_MARGIN: Final = 1.5  # how many times the compute time a load may take
 MIN_MEASURED: Final = 3  # needed to decide, and in a row to accept a change
 _WINDOW: Final = 32  # the latest so many measurements count
 _MIN_SPREAD: Final = 0.25  # a slope needs small and large x that differ by this part of the large
@@ -160,7 +161,10 @@ class LoadPolicy:
         """Know nothing yet; ``samples``: compute the ends of some hits, to measure that."""
         self._model, self._clock, self._threads = model, clock, config.worker.load_threads
         self._samples = samples
-        self._always, self._margin = config.load_policy == "always", config.load_margin
+        policy = config.load_policy
+        self._always, self._margin = policy == "always", _MARGIN
+        if not isinstance(policy, str):
+            self._margin = policy
         self.prefill = PrefillSpeed(model.chunk_tokens, clock=clock)
         """Told of every step, by callers that see steps."""
         self._byte_s = Regression()  # of a load by itself, over 1 / bytes: its slope is fixed cost

@@ -476,8 +476,7 @@ class SaveScheduler:
         for scheduled in step.requests:
             if (state := states.get(scheduled.request_id)) is not None:
                 state.outdated = True
-                for table in state.block_ids:
-                    self._origins.computes(table, MIXED)
+                self._origins.spoils(state.block_ids, 0)
 
     def _note_spilled_adapters(
         self, states: Mapping[str, RequestState], step: ScheduledStep

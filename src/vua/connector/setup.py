@@ -216,14 +216,13 @@ class _Code:
         """Look at what a function or class holds later, unless it is a library's."""
         module = _module_name(value)
         package = module.partition(".")[0]
-        known = package in _LIBRARIES or self._is_installed(package)
+        known = package in _LIBRARIES or (
+            self._own is not None and package not in self._own and is_installed(package)
+        )
         known = known and not even_known
         if not known and not module.startswith(self._aside) and id(value) not in self._seen:
             self._seen[id(value)] = value
             self._todo.append(value)
-
-    def _is_installed(self, package: str) -> bool:
-        return self._own is not None and package not in self._own and is_installed(package)
 
     def run(self) -> None:
         while self._todo:

@@ -58,7 +58,6 @@ from vua.format.keys import ChunkKey
 from vua.io.pool import Breaker, Job, Pool
 from vua.io.words import counted
 from vua.store.agreement import Agreement
-from vua.store.namespace import Namespace
 from vua.store.store import UNJUDGED
 from vua.weights import Identification, Weights
 
@@ -322,7 +321,8 @@ class WorkerSide:
             namespace.share_reads()
         for group, store in zip(self.groups, namespace.stores, strict=True):
             group.reopen(store)
-        self._watch(namespace)
+        if (watch := self.watch) is not None:
+            namespace.capacity.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
         self._identity = opened.model.identity
 
     def _is_current(self, orders: ConnectorMetadata) -> bool:
@@ -362,12 +362,6 @@ class WorkerSide:
             return {}
         self._answered = self._asked
         return {self._asked: 1}
-
-    def _watch(self, namespace: Namespace) -> None:
-        """Inform the watch of chunks that this process evicts."""
-        watch = self.watch
-        if watch is not None:
-            namespace.capacity.on_evicted(lambda chunk: watch.gone(bytes.fromhex(chunk)))
 
     def register(
         self,
