@@ -18,7 +18,7 @@ from torch import Tensor
 from vua.connector.cache_spec import Group, UncachedError
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
 from vua.device.paged import WORDS, PagedCache, PageRows, WholePages
-from vua.errors import LayoutError, VUAError
+from vua.errors import LayoutError
 from vua.format.layout import Shard, state_nbytes
 
 _PROBED: Final = {torch.bfloat16: 0x0400, torch.float16: 0x0400, torch.float32: 0x0080_0000}
@@ -29,14 +29,10 @@ _Writer: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Writes rows k and v, ``[tokens, heads, dim]``, into slots of a cache: (cache, slots, k, v)."""
 
 
-class UnknownFormError(VUAError):
-    """The form of the engine's pages is unknown, so its KV cache stays uncached."""
-
-
 def host_pages(group: Group, caches: Sequence[Tensor], block_size: int) -> PagedKV | WholePages:
     """Return the blocks of some layers of a group in CPU memory; see `group_transfer.PageLayouts`.
 
-    Raises LayoutError, UnknownFormError.
+    Raises LayoutError, UncachedError.
     """
     layout = group.layout
     nbytes, slots = group.page_nbytes or state_nbytes(layout), caches[0].shape[-2]
@@ -90,19 +86,19 @@ def learn_cpu_form(
     is the token slots in a page; ``isa`` names the writer's variant, if not vLLM's.
 
     Raises:
-        UnknownFormError: The writer is missing, converts what it writes, or is not understood.
+        UncachedError: The writer is missing, converts what it writes, or is not understood.
     """
     subject = f"vLLM's CPU pages of {block_size} tokens, head size {head_dim}, {dtype}"
     if dtype not in _PROBED:
-        raise UnknownFormError(f"{subject}: the writer converts, so they cannot be probed")
+        raise UncachedError(f"{subject}: the writer converts, so they cannot be probed")
     try:
         write = engine_writer(dtype, block_size, head_dim, isa)
         form = _probe(write, dtype, block_size, head_dim)
         proved = _proves(form, write, dtype)
     except Exception as error:  # whatever a future engine raises, the form is unknown
-        raise UnknownFormError(f"{subject}: {type(error).__name__}: {error}") from error
+        raise UncachedError(f"{subject}: {type(error).__name__}: {error}") from error
     if not proved:
-        raise UnknownFormError(f"{subject}: the learnt form produces different bytes from vLLM's")
+        raise UncachedError(f"{subject}: the learnt form produces different bytes from vLLM's")
     return form
 
 
@@ -135,7 +131,7 @@ def _probe(write: _Writer, dtype: torch.dtype, block_size: int, head_dim: int) -
         found += (cache.view(integer).flatten().long() - _PROBED[dtype]) * scale
     order = found.argsort()
     if not torch.equal(found[order], numbers):
-        raise UnknownFormError("the writer does more than move elements")
+        raise UncachedError("the writer does more than move elements")
     k, v = order.view(2, block_size, head_dim)
     return PageForm(k, v, 2 * head_dim)
 

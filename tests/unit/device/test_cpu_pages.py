@@ -16,10 +16,11 @@ from forms import column_form, shuffled_form
 
 from helpers import has_native, native_code
 from vua import native
+from vua.connector.cache_spec import UncachedError
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
 from vua.device.paged import spans
 from vua.errors import InputError, LayoutError
-from vua.vllm.page_layout import UnknownFormError, learn_cpu_form
+from vua.vllm.page_layout import learn_cpu_form
 
 SEED = 20251120
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -350,18 +351,18 @@ class FakeEngineTest(PagedTestCase):
         with writer(plain):
             learn_cpu_form(torch.bfloat16, 32, 16)
         for write in (rounds, loses, disturbs, depends, raises):
-            with self.subTest(write.__name__), writer(write), self.assertRaises(UnknownFormError):
+            with self.subTest(write.__name__), writer(write), self.assertRaises(UncachedError):
                 learn_cpu_form(torch.bfloat16, 32, 16)
 
     def test_refuses_quantized_caches(self) -> None:
         """A cache of bytes is refused before anything is written."""
         for dtype in (torch.uint8, torch.float8_e4m3fn):
-            with self.assertRaises(UnknownFormError):
+            with self.assertRaises(UncachedError):
                 learn_cpu_form(dtype, 32, 16)
 
     def test_refuses_without_the_engine(self) -> None:
         """Without vLLM there is no form, and no other error."""
-        with mock.patch.dict(sys.modules, {"vllm": None}), self.assertRaises(UnknownFormError):
+        with mock.patch.dict(sys.modules, {"vllm": None}), self.assertRaises(UncachedError):
             learn_cpu_form(torch.bfloat16, 32, 16)
 
 
@@ -425,5 +426,5 @@ class VllmTest(PagedTestCase):
 
     def test_unsupported_variant(self) -> None:
         """A variant this machine does not have is an unknown form."""
-        with self.assertRaises(UnknownFormError):
+        with self.assertRaises(UncachedError):
             learn_cpu_form(torch.bfloat16, 32, 64, "no such isa")
