@@ -73,9 +73,9 @@ NEW = 1 << 28
 INTERVAL_S = 1
 VUA = [sys.executable, "-m", "vua"]
 COMMANDS = {
-    "du": ["du", "{}"],
+    "du": ["du", "{}", "--exact"],
     "du --quick": ["du", "{}", "--quick"],
-    "ls": ["ls", "{}"],
+    "ls": ["ls", "{}", "--exact"],
     "gc": ["gc", "{}", "--yes"],
     "gc --quick": ["gc", "{}", "--quick", "--yes"],
     "top --once": ["top", "{}", "--once", "--interval", f"{INTERVAL_S}s"],

@@ -605,14 +605,15 @@ def read_listing(
     known: Listing | None = None,
     *,
     headers: bool = True,
+    fans: Sequence[str] | None = None,
 ) -> Listing:
     """List a namespace's chunks, some 40 us each. Other processes may write and delete meanwhile.
 
     Chunks with the same mtime as in ``known``, a listing read before, are not read again (a third
     of the time), and their pins are left out. Without ``headers`` it is not known which chunk
-    precedes which.
+    precedes which. Given ``fans``, those in other fan-out directories are left out.
     """
-    found, fans = Listing(), fans_of(space)
+    found, fans = Listing(), fans_of(space) if fans is None else [*fans]
     if known is None:
         parts_of = spread(partial(_part_of, space, headers=headers), space, fans)
     else:

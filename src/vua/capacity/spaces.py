@@ -54,6 +54,8 @@ _MOST_OPEN: Final = 16
 """Namespaces that are open at a time. Processes often may open 1024 files in all."""
 EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors that mean: this process has no descriptors or memory left, so the state is unknown."""
+SAMPLED: Final = 20_000
+"""So many chunks are counted one by one; of more, what looks alone takes a sample."""
 GONE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE})
 """Errors that mean: the directory is gone."""
 
@@ -209,6 +211,20 @@ def fans_of(space: Space) -> list[str]:
     """Return the names of a namespace's fan-out directories, in order."""
     with listed(space.fd, ".") as entries:
         return sorted(entry.name for entry in entries if is_fan(entry.name))
+
+
+def some_fans(space: Space) -> tuple[list[str], int]:
+    """Return all fan-out directories, and how many of them hold :data:`SAMPLED` chunks.
+
+    These are a fair sample: names are hashes.
+    """
+    fans, names = fans_of(space), 0
+    for many, fan in enumerate(fans, 1):
+        with listed(space.fd, fan) as entries:
+            names += sum(1 for _ in entries)
+        if names >= SAMPLED:
+            return fans, many
+    return fans, len(fans)
 
 
 def columns_of(space: Space, fan: str) -> tuple[ChunkNames, Column]:

@@ -14,6 +14,7 @@ import contextlib
 import math
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
@@ -56,8 +57,8 @@ class NamespaceUse:
     chunks: int
     nbytes: int
     """Bytes of its entries, and of what is in quarantine."""
-    pinned: int
-    """Chunks held by pins."""
+    pinned: int | None
+    """Chunks held by pins; None if they were not all looked at."""
     quarantine: int
     """Bytes of damaged files in quarantine."""
     leftovers: int
@@ -196,25 +197,31 @@ class Snapshot:
 
     name: str
     model: str
+    scale: float = 1.0
+    """So many chunks stand for each one in :attr:`times`, which has a sample of very many."""
     times: dict[str, Times] = field(default_factory=dict)
-    """By fan-out directory: the last use of its chunks."""
+    """By the first two digits of their names: the last use of chunks."""
     chunk_nbytes: float = 0.0
     """Mean size of a chunk."""
     salts: Mapping[str, int] = field(default_factory=dict)
     """First chunks per prefix of their salt's digest, if that is cheap to know."""
     chunks: int = 0
+    """All of them, from those looked at; so are the three that follow."""
     new: int = 0
     """Since the look before; also :attr:`used` and :attr:`gone`."""
     used: int = 0
     gone: int = 0
 
     def add(self, fan: str, now: Times, past: Snapshot | None) -> None:
-        """Add a fan-out directory, and compare it with that of ``past``, which forgets it."""
+        """Add what begins with two digits, and compare it with that of ``past``, which forgets it.
+
+        What a sample left out in ``past`` is not new.
+        """
         self.times[fan] = now
         self.chunks += len(now.chunks)
         old = past.times.pop(fan, None) if past is not None else None
         if old is None:
-            self.new += len(now.chunks)
+            self.new += len(now.chunks) if past is None or past.scale == 1 else 0
             return
         both, here, there = np.intersect1d(
             now.chunks, old.chunks, assume_unique=True, return_indices=True
@@ -223,11 +230,15 @@ class Snapshot:
         self.gone += len(old.chunks) - len(both)
         self.used += int((now.mtimes_ns[here] > old.mtimes_ns[there]).sum())
 
-    def end(self, past: Snapshot | None) -> None:
-        """Count what is gone with its fan-out directory."""
+    def end(self, past: Snapshot | None, fans: Sequence[str]) -> None:
+        """Count what is gone with its fan-out directory, and scale up; all ``fans`` that exist."""
         if past is not None:
-            self.gone += sum(len(one.chunks) for one in past.times.values())
+            gone = (len(one.chunks) for fan, one in past.times.items() if fan not in fans)
+            self.gone += sum(gone)
             past.times.clear()
+        self.scale = len(fans) / len(self.times) if self.times else 1.0
+        for name in ("chunks", "new", "used", "gone"):
+            setattr(self, name, round(getattr(self, name) * self.scale))
 
 
 class NamespaceCatalog(ABC):
@@ -236,6 +247,8 @@ class NamespaceCatalog(ABC):
     name: str
     lists_shards = False
     """Whether :meth:`shards` is known from the listing, and costs nothing."""
+    salted_most = 4096
+    """Of at most so many chunks a snapshot has the salts: that needs a header of each."""
 
     @property
     @abstractmethod
@@ -273,24 +286,68 @@ class NamespaceCatalog(ABC):
     def opened(self, path: str) -> contextlib.AbstractContextManager[OpenFile]:
         """Return a file, open for reading, by its path in the namespace. Raises OSError."""
 
-    @abstractmethod
     def snapshot(self, past: Snapshot | None = None) -> Snapshot:
         """Return the current names and times, and what changed since ``past``.
 
         The times of ``past`` are gone then: so two looks need no more memory than one.
         """
+        (fans, many), found = self.fans(), Snapshot(self.name, self.stated.model)
+        some = list[str]()
+        for fan in fans[:many]:
+            names, mtimes_ns = self.times(fan)
+            found.add(fan, Times.of(names, mtimes_ns), past)
+            some += names[: self.salted_most + 1 - len(some)]
+        found.end(past, fans)
+        if past is not None and not (found.new or found.gone):
+            found.salts = past.salts
+        elif found.chunks <= self.salted_most:
+            found.salts = Counter(one[:SHORT] or "-" for one in self.salts(some))
+        found.chunk_nbytes = self.mean_nbytes(some)
+        return found
 
-    def use(self, show: Show) -> NamespaceUse:
-        """Count the space that the namespace takes. Raises OSError."""
-        total, (quarantine, leftovers) = self.names(show).totals(), self.other_nbytes()
+    @property
+    @abstractmethod
+    def stated(self) -> Description:
+        """Its description as it is, without a look at headers."""
+
+    @abstractmethod
+    def fans(self) -> tuple[Sequence[str], int]:
+        """Return with which two digits names begin, and how many of these are a fair sample."""
+
+    @abstractmethod
+    def times(self, fan: str) -> tuple[Sequence[str], Iterable[int] | npt.NDArray[np.int64]]:
+        """Return the chunks whose names begin with two digits, and when each was used, in ns."""
+
+    @abstractmethod
+    def salts(self, chunks: Sequence[str]) -> Iterable[str]:
+        """Read of which salts (the digest, hex; "": none) those are that begin a prompt."""
+
+    @abstractmethod
+    def mean_nbytes(self, chunks: Sequence[str]) -> float:
+        """Return the mean size of a chunk, or of some of these."""
+
+    def use(self, show: Show, *, exact: bool = True) -> NamespaceUse:
+        """Count the space that the namespace takes; else of very many chunks a sample.
+
+        Raises OSError.
+        """
+        (fans, many), (quarantine, leftovers) = self.fans(), self.other_nbytes()
+        exact |= many == len(fans)
+        total = self.names(show, None if exact else fans[:many]).totals()
+        chunks, nbytes = total.chunks, total.nbytes
+        if not exact:
+            chunks, nbytes = (round(one * len(fans) / many) for one in (chunks, nbytes))
         return NamespaceUse(
-            *(self.name, total.chunks, total.nbytes + quarantine, total.pinned, quarantine),
+            *(self.name, chunks, nbytes + quarantine, total.pinned if exact else None, quarantine),
             *(leftovers, total.oldest_ns, total.newest_ns),
         )
 
     @abstractmethod
-    def names(self, show: Show) -> Listing:
-        """List chunks, with or without their order. Raises OSError."""
+    def names(self, show: Show, fans: Sequence[str] | None = None) -> Listing:
+        """List chunks, or those that begin with such digits, with or without their order.
+
+        Raises OSError.
+        """
 
     @abstractmethod
     def other_nbytes(self) -> tuple[int, int]:
@@ -383,8 +440,10 @@ class Catalog(ABC):
         """
 
     @abstractmethod
-    def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
-        """Count the content of a namespace. Raises OSError."""
+    def content(
+        self, description: Description, show: Show, *, long: bool = False, exact: bool = True
+    ) -> Content:
+        """Count the content of a namespace; else of very many chunks a sample. Raises OSError."""
 
     @abstractmethod
     def namespaces(
@@ -400,14 +459,17 @@ class Catalog(ABC):
         del description, show
         return None
 
-    def use(self, show: Show) -> Use:
-        """Count the space that is taken. Raises OSError, ConfigError."""
+    def use(self, show: Show, *, exact: bool = True) -> Use:
+        """Count the space that is taken; else of very many chunks a sample.
+
+        Raises OSError, ConfigError.
+        """
         with explaining(self.where), self.namespaces(show) as (found, strays):
-            rows, bounds = [one.use(show) for one in found], self.bounds()
+            rows, bounds = [one.use(show, exact=exact) for one in found], self.bounds()
             return Use(
                 sum(one.chunks for one in rows),
                 sum(one.nbytes for one in rows),
-                exact=True,
+                exact=all(one.pinned is not None for one in rows),
                 namespaces=rows,
                 bounds=bounds,
                 limits=self.limits_of(bounds),

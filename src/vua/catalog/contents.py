@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
-from vua.capacity.spaces import Show, Space, fans_of, is_fan, is_trash, listed
+from vua.capacity.spaces import Show, Space, is_fan, is_trash, listed, some_fans
 from vua.errors import explaining
 from vua.format.layout import Shard
 from vua.io.posix import close_quietly
@@ -130,6 +130,8 @@ class Content:
     files: int = 0
     nbytes: int = 0
     newest_s: float | None = None
+    exact: bool = True
+    """Whether everything was counted, not estimated from a sample."""
     entries: Entries = field(default_factory=Entries)
     """Each entry, if they are to be listed; those of a chunk one after the other."""
     strays: list[str] = field(default_factory=list)
@@ -143,12 +145,6 @@ class Content:
         if part.entries:
             self.entries.extend(part.entries)
         self.strays += part.strays
-
-    @property
-    def model(self) -> str:
-        """The model's name, empty if unknown."""
-        identity = self.description.identity
-        return "" if identity is None else identity.name or identity.model
 
 
 # -- several processes ----------------------------------------------------------------------------
@@ -304,16 +300,22 @@ class DirectoryContents:
             return "unknown"
         return "damaged" if os.path.lexists(description.directory / DESCRIPTION) else "missing"
 
-    def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
-        """Walk through the namespace; a large one with several processes."""
+    def content(
+        self, description: Description, show: Show, *, long: bool = False, exact: bool = True
+    ) -> Content:
+        """Walk through the namespace, a large one with several processes, or through a sample."""
         content = Content(description, self.state(description))
         with opened_space(description) as space:
-            names = fans_of(space)
+            every, many = some_fans(space)
+            names = every if long or exact else every[:many]
             parts = over_fans(partial(_count_fan, space, long=long), space, names)
             for number, part in enumerate(parts, 1):
                 content.add(part)
                 show(space.name[:SHORT], number, len(names), amount=content.chunks, unit="chunk")
             content.add(_count_fan(space, "", long=False))
+        content.exact = len(names) == len(every)
+        for name in () if content.exact else ("chunks", "files", "nbytes"):
+            setattr(content, name, round(getattr(content, name) * len(every) / many))
         return content
 
 

@@ -12,12 +12,11 @@ import errno
 import os
 import secrets
 import stat
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.gc import collect
@@ -37,6 +36,7 @@ from vua.capacity.spaces import (
     is_ours,
     listed,
     silent,
+    some_fans,
     spaces,
     trash_in,
 )
@@ -51,8 +51,6 @@ from vua.catalog.base import (
     Finding,
     NamespaceCatalog,
     Removal,
-    Snapshot,
-    Times,
     Use,
     resolve,
 )
@@ -96,13 +94,15 @@ from vua.storage.mark import claim
 from vua.storage.names import QUARANTINE, SUFFIX, chunk_path
 from vua.store.evidence import layouts_by, settled
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
 T = TypeVar("T")
 R = TypeVar("R")
 
-_SALTS_FROM: Final = 4096
-"""Larger namespaces are not searched for salts: that needs a header per chunk."""
-_SAMPLED: Final = 64
-"""Chunks sampled for the mean size."""
+_WEIGHED: Final = 64
+"""Chunks whose files are measured for the mean size."""
 _ANYBODY: Final = Security(trusted_uids="any")
 """Files of all owners are checked: an owner does not make bytes right or wrong."""
 
@@ -116,10 +116,14 @@ class DirectoryNamespace(NamespaceCatalog):
         self._description: Description | None = None
 
     @property
+    def stated(self) -> Description:
+        return read_description(self._root / self.name)
+
+    @property
     def description(self) -> Description:
         """Its description, read at first use, with some headers that confirm it."""
         if self._description is None:
-            self._description = settled(read_description(self._root / self.name))
+            self._description = settled(self.stated)
         return self._description
 
     @property
@@ -161,22 +165,19 @@ class DirectoryNamespace(NamespaceCatalog):
         with open(fd, "rb", buffering=0) as stream:  # noqa: PTH123 - a descriptor
             yield OpenFile(stream)
 
-    def snapshot(self, past: Snapshot | None = None) -> Snapshot:
-        """Read all mtimes, and the sizes of some chunks."""
-        space, identity = self.space, read_description(self._root / self.name).identity
-        model = "" if identity is None else identity.name or identity.model
-        found, some = Snapshot(self.name, model), list[str]()
-        for fan in fans_of(space):
-            names, mtimes_ns = columns_of(space, fan)
-            found.add(fan, Times.of(names, mtimes_ns), past)
-            some += names[: _SALTS_FROM + 1 - len(some)]
-        found.end(past)
-        if found.chunks <= _SALTS_FROM:
-            nodes = (read_node(space, name) for name in some)
-            found.salts = Counter(one.salt.hex()[:SHORT] or "-" for one in nodes if not one.before)
-        weighed = [chunk_nbytes(space, chunk_path(name)) for name in some[:_SAMPLED]]
-        found.chunk_nbytes = sum(weighed) / max(1, len(weighed))
-        return found
+    def fans(self) -> tuple[Sequence[str], int]:
+        return some_fans(self.space)
+
+    def times(self, fan: str) -> tuple[Sequence[str], npt.NDArray[np.int64]]:
+        return columns_of(self.space, fan)
+
+    def salts(self, chunks: Sequence[str]) -> Iterable[str]:
+        nodes = (read_node(self.space, name) for name in chunks)
+        return [one.salt.hex() for one in nodes if not one.before]
+
+    def mean_nbytes(self, chunks: Sequence[str]) -> float:
+        weighed = [chunk_nbytes(self.space, chunk_path(name)) for name in chunks[:_WEIGHED]]
+        return sum(weighed) / max(1, len(weighed))
 
     def listing(self, show: Show, past: Listing | None = None) -> Listing:
         """Read the headers of all chunks, or only of chunks with a new mtime."""
@@ -184,9 +185,9 @@ class DirectoryNamespace(NamespaceCatalog):
             return read_listing(self.space, show, over_fans)
         return read_listing(self.space, show, known=past)
 
-    def names(self, show: Show) -> Listing:
-        """List the directories of all chunks."""
-        return read_listing(self.space, show, over_fans, headers=False)
+    def names(self, show: Show, fans: Sequence[str] | None = None) -> Listing:
+        """List the directories of chunks."""
+        return read_listing(self.space, show, over_fans, headers=False, fans=fans)
 
     def other_nbytes(self) -> tuple[int, int]:
         space, names = self.space, [name for name, _ in trash_in(self.space.fd, roots=False)]

@@ -23,7 +23,7 @@ import io
 import itertools
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -39,8 +39,6 @@ from vua.catalog.base import (
     Collection,
     NamespaceCatalog,
     Removal,
-    Snapshot,
-    Times,
     resolve,
 )
 from vua.catalog.check import Check, Checker, ExpectedEntry, OpenFile, Verification, sampled
@@ -73,21 +71,23 @@ class ListedNamespace(NamespaceCatalog):
     """A namespace whose chunks were listed."""
 
     lists_shards = True
+    salted_most = 256
 
     def __init__(self, description: Description) -> None:
-        self._description, self.name = description, description.name
+        self._stated, self.name = description, description.name
         self.chunks = Listing()
         """All chunks that have an entry."""
         self.quarantine_nbytes = self.leftover_nbytes = 0
 
     @property
-    def description(self) -> Description:
-        """Its description as listed; headers are not read."""
-        return self._description
+    def stated(self) -> Description:
+        return self._stated
+
+    description = stated
 
     @property
     def layouts(self) -> tuple[KVLayout, ...]:
-        return settled(self._description).layouts
+        return settled(self._stated).layouts
 
     # -- what a kind of place does ----------------------------------------------------------------
 
@@ -127,14 +127,22 @@ class ListedNamespace(NamespaceCatalog):
         one = self.chunks.get(chunk)
         return [] if one is None else [self.shard_of(path) for path in one.paths]
 
-    def snapshot(self, past: Snapshot | None = None) -> Snapshot:
-        total, identity = self.chunks.totals(), self._description.identity
-        model = "" if identity is None else identity.name or identity.model
-        found = Snapshot(self.name, model, chunk_nbytes=total.nbytes / max(1, total.chunks))
-        for fan in map("{:02x}".format, range(256)):
-            some = list(self.chunks.names(fan))
-            found.add(fan, Times.of([name for name, _ in some], (ns for _, ns in some)), past)
-        return found
+    def fans(self) -> tuple[Sequence[str], int]:
+        return [f"{fan:02x}" for fan in range(256)], 256
+
+    def times(self, fan: str) -> tuple[Sequence[str], Iterable[int]]:
+        some = list(self.chunks.names(fan))
+        return [name for name, _ in some], [used_ns for _, used_ns in some]
+
+    def salts(self, chunks: Sequence[str]) -> Iterable[str]:
+        listed = [one for one in map(self.chunks.get, chunks) if one is not None]
+        infos = self.each(lambda one: self.read_header(one, one.paths[0]), listed)
+        return ["" if one is None else one.parent for one in infos if one is None or not one.start]
+
+    def mean_nbytes(self, chunks: Sequence[str]) -> float:
+        del chunks
+        total = self.chunks.totals()
+        return total.nbytes / max(1, total.chunks)
 
     def listing(self, show: Show, past: Listing | None = None) -> Listing:
         """Read the headers of new chunks."""
@@ -176,8 +184,8 @@ class ListedNamespace(NamespaceCatalog):
         self.remove_pin(chunk, held)
         return len(held)
 
-    def names(self, show: Show) -> Listing:
-        del show
+    def names(self, show: Show, fans: Sequence[str] | None = None) -> Listing:
+        del show, fans
         return self.chunks
 
     def other_nbytes(self) -> tuple[int, int]:
@@ -256,8 +264,10 @@ class ListedCatalog(Catalog, Generic[N]):
     def is_local(self) -> bool:
         return False
 
-    def content(self, description: Description, show: Show, *, long: bool = False) -> Content:
-        del show
+    def content(
+        self, description: Description, show: Show, *, long: bool = False, exact: bool = True
+    ) -> Content:
+        del show, exact
         content = Content(description, self.state(description))
         for _, items in itertools.groupby(self.items(description), lambda one: one.path[:2]):
             content.add(PartUsage.of(items, long=long))

@@ -144,14 +144,18 @@ def _compare(now: Snapshot, now_ns: int, took_s: float) -> dict[str, Any]:
         "model": now.model,
         "chunks": now.chunks,
         "nbytes": round(now.chunk_nbytes * now.chunks),
+        "exact": now.scale == 1,
         "new_per_s": round(now.new / took_s, 3),
         "new_nbytes_per_s": round(now.new * now.chunk_nbytes / took_s),
         "used_per_s": round(now.used / took_s, 3),
         "gone_per_s": round(now.gone / took_s, 3),
         "used_within": {
-            str(window): sum(
-                int((now_ns - times.mtimes_ns <= window * 10**9).sum())
-                for times in now.times.values()
+            str(window): round(
+                sum(
+                    int((now_ns - times.mtimes_ns <= window * 10**9).sum())
+                    for times in now.times.values()
+                )
+                * now.scale
             )
             for window in _WINDOWS_S
         },

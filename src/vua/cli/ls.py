@@ -65,6 +65,8 @@ class LsReport(Report):
             head = ["namespace", "model", "engine", "dtype"]
             head += [" chunk", " chunks", " files", " size", "newest"]
             table(head, [_row(one) for one in self.contents])
+        if about := [one.description.name[:SHORT] for one in self.contents if not one.exact]:
+            print(f"estimated from a sample: {', '.join(about)}; --exact counts all")
         if self.saved:
             print(f"today: {self.saved}")
         for one in self.contents if self.long else ():
@@ -84,6 +86,7 @@ def _describe(content: Content, *, long: bool) -> dict[str, object]:
         "chunks": content.chunks,
         "files": content.files,
         "nbytes": content.nbytes,
+        "exact": content.exact,
         "newest_s": content.newest_s,
     }
     if long:
@@ -100,7 +103,7 @@ def _row(content: Content) -> list[object]:
     layout = content.description.layout
     return [
         content.description.name[:SHORT],
-        content.model if layout is not None else f"({content.state} description)",
+        content.description.model if layout is not None else f"({content.state} description)",
         content.description.engine or "-",
         layout.dtype if layout is not None else "-",
         layout.chunk_tokens if layout is not None else "-",
@@ -113,7 +116,7 @@ def _row(content: Content) -> list[object]:
 
 def _show_chunks(content: Content, listing: Listing | None) -> None:
     print()
-    line("", f"{content.description.path}  {content.model}".rstrip())
+    line("", f"{content.description.path}  {content.description.model}".rstrip())
     if not content.entries:
         print("no chunks")
         return
@@ -152,14 +155,18 @@ def _in_prompts(listing: Listing, tokens: int) -> Iterator[Sequence[object]]:
     default="name",
     help="the largest or newest first; chunks in the order of prompts; default by name",
 )
+@click.option("--exact", is_flag=True, help="count very many chunks, too, not a sample")
 def ls(
     directory: str,
     *,
     long: bool = False,
     model: str | None = None,
     sort: str = "name",
+    exact: bool = False,
 ) -> LsReport:
     """List the namespaces of a cache; ``sort`` is one of SORTS, "prompt" lists chunks.
+
+    Of a namespace of more than 20,000 chunks in a directory a sample is counted, unless ``exact``.
 
     Raises ConfigError if a directory holds something else, or names do not say the order;
     StorageError.
@@ -172,7 +179,7 @@ def ls(
             f"{directory}: not a cache of VUA, {counted(len(others), 'other name')}; name a cache"
         )
     with progress() as show:
-        contents = [catalog.content(one, show, long=long) for one in found]
+        contents = [catalog.content(one, show, long=long, exact=exact) for one in found]
     if model is not None:
         contents = [one for one in contents if _is_meant(one, model)]
     prompts: dict[str, Listing] | None = None
@@ -192,4 +199,6 @@ def ls(
 
 
 def _is_meant(content: Content, text: str) -> bool:
-    return text.lower() in content.model.lower() or content.description.name.startswith(text)
+    return text.lower() in content.description.model.lower() or content.description.name.startswith(
+        text
+    )

@@ -81,7 +81,8 @@ class DuReport(Report):
             head = ["namespace", " chunks", " size", " pinned", " quarantine", " leftovers"]
             rows = [
                 [
-                    *(one.namespace[:SHORT], one.chunks, size(one.nbytes), one.pinned),
+                    *(one.namespace[:SHORT], one.chunks, size(one.nbytes)),
+                    "-" if one.pinned is None else one.pinned,
                     *(size(one.quarantine), size(one.leftovers)),
                     *("-" if at is None else when(at / 1e9)
                       for at in (one.oldest_ns, one.newest_ns)),
@@ -93,6 +94,7 @@ class DuReport(Report):
         text = f"{self.directory}: {counted(use.chunks, 'chunk')}, {about}{size(use.nbytes)}"
         text += "" if most is None else f" of at most {size(most)}"
         text += "" if use.free_nbytes is None else f"; {size(use.free_nbytes)} of the disk free"
+        text += "" if use.exact else "; estimated from a sample, --exact counts all"
         print(plain(text + cost(self.counts)))
         print_strays(use.strays)
         if self.monthly_dollars is not None:
@@ -101,15 +103,17 @@ class DuReport(Report):
 
 
 @command("du", as_owner_of=True)
-@click.option("--quick", is_flag=True, help="estimate it from a sample")
-def du(directory: str, *, quick: bool = False) -> DuReport:
+@click.option("--quick", is_flag=True, help="estimate all of it from a small sample")
+@click.option("--exact", is_flag=True, help="count very many chunks, too, not a sample")
+def du(directory: str, *, quick: bool = False, exact: bool = False) -> DuReport:
     """Report the space that a cache takes, by namespace; ``quick``: from a sample, if cheaper.
 
+    Of a namespace of more than 20,000 chunks in a directory a sample is counted, unless ``exact``.
     Raises ConfigError, StorageError.
     """
     catalog = open_catalog(directory)
     with progress() as show:
-        use = (catalog.quick_use() if quick else None) or catalog.use(show)
+        use = (catalog.quick_use() if quick else None) or catalog.use(show, exact=exact)
     dollars = catalog.monthly_dollars(use.nbytes)
     return DuReport(directory, use, dict(catalog.counts), dollars)
 

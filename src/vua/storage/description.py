@@ -72,6 +72,11 @@ class Description:
         return name if _ENGINE.fullmatch(name) else ""
 
     @property
+    def model(self) -> str:
+        """The model's name, "" if unknown."""
+        return "" if self.identity is None else self.identity.name or self.identity.model
+
+    @property
     def directory(self) -> Path:
         """The directory's path. Raises ConfigError for a bucket."""
         directory = nearest(self.path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,7 @@ import torch
 
 from commands import TOKENS, CliTest, run, run_json
 from helpers import caches_of, flip
+from vua.capacity import spaces
 from vua.capacity.lru import touch
 from vua.core import VUA, VUAConfig
 
@@ -69,6 +71,68 @@ class TestTop(CliTest):
         self.assertNotIn("\x1b", out)
         self.assertEqual(2, run("top", self.root, "--once", "--interval", "0")[0])
         self.assertEqual(2, run("top", self.root / "absent", "--once")[0])
+
+
+class TestSample(CliTest):
+    """Of very many chunks `ls`, `du` and `top` count a sample."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        for path in self.root.glob("[0-9a-f]*"):
+            shutil.rmtree(path)
+        with VUA(VUAConfig(split_factor=4, model="many"), self.root) as vua:
+            cache = caches_of(layers=1, heads=1, tokens=4000, dim=2, dtype=torch.bfloat16)
+            vua.put(torch.arange(4000), cache)
+        sampled = mock.patch.object(spaces, "SAMPLED", 500)
+        sampled.start()
+        self.addCleanup(sampled.stop)
+
+    def counts(self, *words: str) -> dict[str, tuple[int, int, bool]]:
+        """By command: chunks, bytes, and whether they are said to be exact."""
+        found = {}
+        for name in ("ls", "du", "top"):
+            more = ["--once", "--interval", "0.01"] if name == "top" else words
+            report = run_json(name, self.root, *more)[1]
+            (row,) = report["namespaces"]
+            exact = report["exact"] if name == "du" else row["exact"]
+            found[name] = row["chunks"], row["nbytes"], exact
+        return found
+
+    def test_estimated(self) -> None:
+        """It is about right, and said; with `--exact` all are counted, and so is what is less."""
+        nbytes = sum(path.stat().st_size for path in self.files())
+        for name, (chunks, size, exact) in self.counts().items():
+            with self.subTest(command=name):
+                self.assertFalse(exact)
+                self.assertLess(abs(chunks - 1000), 200)
+                self.assertLess(abs(size / nbytes - 1), 0.2)
+        self.assertIn("--exact", run("ls", self.root)[1])
+        self.assertIn("--exact", run("du", self.root)[1])
+        whole = self.counts("--exact")
+        self.assertEqual([(1000, nbytes, True)] * 2, [whole["ls"], whole["du"]])
+        with mock.patch.object(spaces, "SAMPLED", 1001):
+            self.assertEqual({(1000, nbytes, True)}, {*self.counts().values()})
+
+    def test_traffic(self) -> None:
+        """What is used, new and gone between two looks at a sample is scaled up."""
+        folders = sorted(path.parent for path in self.entries(1000))
+
+        def traffic(_: float) -> None:
+            for at, path in enumerate(folders):
+                if at % 10 == 0:
+                    shutil.rmtree(path)
+                elif at % 2:
+                    os.utime(path)
+
+        with mock.patch("time.sleep", side_effect=traffic):
+            report = run_json("top", self.root, "--once")[1]
+        (row,) = report["namespaces"]
+        used, gone, new = (
+            row[f"{one}_per_s"] * report["seconds"] for one in ("used", "gone", "new")
+        )
+        self.assertLess(abs(gone - 100), 50)
+        self.assertLess(abs(used - 500), 150)
+        self.assertLess(new, 50)
 
 
 class TestRepair(CliTest):

@@ -114,6 +114,7 @@ def _row(catalog: Catalog, space: NamespaceCatalog) -> dict[str, Any]:
         "chunks": now.chunks,
         "nbytes": nbytes,
         "size": size(nbytes),
+        "exact": now.scale == 1,
         "newest_s": newest_ns / 1e9,
         "used": when(newest_ns / 1e9)[:16] if now.chunks else "never",
     }
@@ -142,8 +143,9 @@ def _todo(
     if use is not None and use.limits["ttl_s"] is None:
         text = "delete what was not used for 30 days"
         todo.append((text, f"vua ttl {place} 30d && vua gc {place}"))
-    oldest = min(rows, key=lambda one: one["newest_s"])
-    if time.time() - oldest["newest_s"] > _OLD_S:
+    known = [one for one in rows if one["exact"]]  # a sample may miss the last use
+    oldest = min(known, key=lambda one: one["newest_s"], default=None)
+    if oldest is not None and time.time() - oldest["newest_s"] > _OLD_S:
         text = f"delete {oldest['model']}, last used: {oldest['used']}"
         todo.append((text, f"vua rm {place} {oldest['namespace'][:SHORT]} --dry-run"))
     asked = f"vua explain {place} --prompt FILE --model MODELDIR"
