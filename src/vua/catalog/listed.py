@@ -32,7 +32,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
 from vua.capacity.limits import Limits, nbytes_of
 from vua.capacity.listing import ListedChunk, Listing, parts
 from vua.capacity.removal import NOTHING, DeletionTotals
-from vua.capacity.spaces import Show
+from vua.capacity.spaces import Show, silent
 from vua.catalog.base import (
     Ask,
     Catalog,
@@ -135,9 +135,10 @@ class ListedNamespace(NamespaceCatalog):
         return [name for name, _ in some], [used_ns for _, used_ns in some]
 
     def salts(self, chunks: Sequence[str]) -> Iterable[str]:
-        listed = [one for one in map(self.chunks.get, chunks) if one is not None]
-        infos = self.each(lambda one: self.read_header(one, one.paths[0]), listed)
-        return ["" if one is None else one.parent for one in infos if one is None or not one.start]
+        self.find_befores(silent)
+        first = [one for one in map(self.chunks.get, chunks) if one is not None and not one.before]
+        infos = self.each(lambda one: self.read_header(one, one.paths[0]), first)
+        return ["" if one is None else one.parent for one in infos]
 
     def mean_nbytes(self, chunks: Sequence[str]) -> float:
         del chunks

@@ -21,7 +21,7 @@ MOST = {
     ("ls",): {"list": 3, "get": 1},
     ("ls", "--long"): {"list": 3, "get": 1},
     ("du",): {"list": 3, "get": 3},
-    ("top", "--once", "--interval", "0.001"): {"list": 6, "get": 4 + 2 * CHUNKS},
+    ("top", "--once", "--interval", "0.001"): {"list": 6, "get": 10},
     ("events",): {"list": 4, "get": 5},
     ("verify",): {"list": 3, "get": 1 + 2 * CHUNKS},
     ("pin",): {"list": 3, "get": 2},
