@@ -57,8 +57,10 @@ class NamespaceUse:
     chunks: int
     nbytes: int
     """Bytes of its entries, and of what is in quarantine."""
+    exact: bool
+    """Whether all chunks were looked at, not a sample."""
     pinned: int | None
-    """Chunks held by pins; None if they were not all looked at."""
+    """Chunks held by pins; None if it is not known."""
     quarantine: int
     """Bytes of damaged files in quarantine."""
     leftovers: int
@@ -338,8 +340,8 @@ class NamespaceCatalog(ABC):
         if not exact:
             chunks, nbytes = (round(one * len(fans) / many) for one in (chunks, nbytes))
         return NamespaceUse(
-            *(self.name, chunks, nbytes + quarantine, total.pinned if exact else None, quarantine),
-            *(leftovers, total.oldest_ns, total.newest_ns),
+            *(self.name, chunks, nbytes + quarantine, exact, total.pinned if exact else None),
+            *(quarantine, leftovers, total.oldest_ns, total.newest_ns),
         )
 
     @abstractmethod
@@ -469,7 +471,7 @@ class Catalog(ABC):
             return Use(
                 sum(one.chunks for one in rows),
                 sum(one.nbytes for one in rows),
-                exact=all(one.pinned is not None for one in rows),
+                exact=all(one.exact for one in rows),
                 namespaces=rows,
                 bounds=bounds,
                 limits=self.limits_of(bounds),

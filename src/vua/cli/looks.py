@@ -34,7 +34,7 @@ from vua.cli.output import (
     table,
 )
 from vua.errors import ConfigError, explaining
-from vua.io.words import counted, size
+from vua.io.words import about, counted, size
 
 _INTERVAL_S: Final = 2.0
 _WINDOWS_S: Final = (60, 3600, 86_400)
@@ -54,9 +54,11 @@ def between_looks_s(given_s: float | None, catalog: Catalog, usual_s: float) -> 
 
 def _show(of: Mapping[str, Any], counts: Mapping[str, int], saved: Totals | None) -> None:
     """Print a line for all, and a row per namespace."""
-    text = f"{of['directory']}: {counted(of['chunks'], 'chunk')}, {size(of['nbytes'])}"
+    text = f"{of['directory']}: {counted(of['chunks'], 'chunk', exact=of['exact'])}, "
+    text += about(of["nbytes"], size, exact=of["exact"])
     text += "" if of["max_bytes"] is None else f" of at most {size(of['max_bytes'])}"
     text += "" if of["free_nbytes"] is None else f"; {size(of['free_nbytes'])} of the disk free"
+    text += "" if of["exact"] else "; estimated from a sample"
     print(f"{text}{cost(counts)}; over {of['seconds']:.3f} s")
     if saved:
         print(f"today: {saved}")
@@ -67,9 +69,11 @@ def _show(of: Mapping[str, Any], counts: Mapping[str, int], saved: Totals | None
 
 def _row(one: Mapping[str, Any]) -> list[object]:
     salts = [f"{salt}:{count}" for salt, count in one["salts"].items() if salt != "-"]
-    head = [one["namespace"][:SHORT], one["model"], one["chunks"], size(one["nbytes"])]
+    number = partial(about, exact=one["exact"])
+    head = [one["namespace"][:SHORT], one["model"], number(one["chunks"])]
+    head.append(number(one["nbytes"], size))
     rates = [one["new_per_s"], one["used_per_s"], one["gone_per_s"]]
-    return [*head, *rates, *one["used_within"].values(), " ".join(salts) or "-"]
+    return [*head, *rates, *map(number, one["used_within"].values()), " ".join(salts) or "-"]
 
 
 @command("top")
@@ -130,6 +134,7 @@ def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Said
         "free_nbytes": free_nbytes,
         **requests_of(counts),
         "chunks": chunks,
+        "exact": all(one["exact"] for one in rows),
         "seconds": round(took_s, 3),
         "namespaces": rows,
         "saved_today": saved and saved.describe(),

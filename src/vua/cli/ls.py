@@ -15,7 +15,7 @@ from vua.catalog.opening import open_catalog, open_contents
 from vua.cli.command import command
 from vua.cli.output import Lazy, Report, line, print_strays, progress, table, when
 from vua.errors import ConfigError
-from vua.io.words import counted, size
+from vua.io.words import about, counted, size
 
 if TYPE_CHECKING:
     from vua.capacity.listing import Listing
@@ -55,18 +55,23 @@ class LsReport(Report):
                 "" if self.model is None else f" of {self.model!r}; without --model all are listed"
             )
             print(f"{self.directory}: no namespaces{which}")
+        some = [one.description.name[:SHORT] for one in self.contents if not one.exact]
         if len(self.contents) > 1:
             chunks, nbytes = (
                 sum(getattr(one, name) for one in self.contents) for name in ("chunks", "nbytes")
             )
-            namespaces = counted(len(self.contents), "namespace")
-            line("", f"{self.directory}: {namespaces}, {counted(chunks, 'chunk')}, {size(nbytes)}")
+            namespaces, exact = counted(len(self.contents), "namespace"), not some
+            line(
+                "",
+                f"{self.directory}: {namespaces}, {counted(chunks, 'chunk', exact=exact)}, "
+                f"{about(nbytes, size, exact=exact)}",
+            )
         if self.contents:
             head = ["namespace", "model", "engine", "dtype"]
             head += [" chunk", " chunks", " files", " size", "newest"]
             table(head, [_row(one) for one in self.contents])
-        if about := [one.description.name[:SHORT] for one in self.contents if not one.exact]:
-            print(f"estimated from a sample: {', '.join(about)}; --exact counts all")
+        if some:
+            print(f"estimated from a sample: {', '.join(some)}; --exact counts all")
         if self.saved:
             print(f"today: {self.saved}")
         for one in self.contents if self.long else ():
@@ -107,9 +112,9 @@ def _row(content: Content) -> list[object]:
         content.description.engine or "-",
         layout.dtype if layout is not None else "-",
         layout.chunk_tokens if layout is not None else "-",
-        content.chunks,
-        content.files,
-        size(content.nbytes),
+        about(content.chunks, exact=content.exact),
+        about(content.files, exact=content.exact),
+        about(content.nbytes, size, exact=content.exact),
         when(content.newest_s) if content.newest_s is not None else "-",
     ]
 
@@ -155,7 +160,7 @@ def _in_prompts(listing: Listing, tokens: int) -> Iterator[Sequence[object]]:
     default="name",
     help="the largest or newest first; chunks in the order of prompts; default by name",
 )
-@click.option("--exact", is_flag=True, help="count very many chunks, too, not a sample")
+@click.option("--exact", is_flag=True, help="count very many chunks, not a sample (within 2%)")
 def ls(
     directory: str,
     *,

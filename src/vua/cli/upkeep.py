@@ -31,7 +31,7 @@ from vua.cli.output import (
     when,
 )
 from vua.errors import ConfigError
-from vua.io.words import counted, size
+from vua.io.words import about, counted, size
 from vua.security.settings import Security
 
 _dry_run = click.option("--dry-run", is_flag=True, help="only show what would be deleted")
@@ -81,7 +81,8 @@ class DuReport(Report):
             head = ["namespace", " chunks", " size", " pinned", " quarantine", " leftovers"]
             rows = [
                 [
-                    *(one.namespace[:SHORT], one.chunks, size(one.nbytes)),
+                    *(one.namespace[:SHORT], about(one.chunks, exact=one.exact)),
+                    about(one.nbytes, size, exact=one.exact),
                     "-" if one.pinned is None else one.pinned,
                     *(size(one.quarantine), size(one.leftovers)),
                     *("-" if at is None else when(at / 1e9)
@@ -90,8 +91,9 @@ class DuReport(Report):
                 for one in use.namespaces
             ]  # fmt: skip
             table([*head, "least recently used", "last used"], rows)
-        about, most = "" if use.exact else "about ", use.limits["max_bytes"]
-        text = f"{self.directory}: {counted(use.chunks, 'chunk')}, {about}{size(use.nbytes)}"
+        most = use.limits["max_bytes"]
+        text = f"{self.directory}: {counted(use.chunks, 'chunk', exact=use.exact)}, "
+        text += about(use.nbytes, size, exact=use.exact)
         text += "" if most is None else f" of at most {size(most)}"
         text += "" if use.free_nbytes is None else f"; {size(use.free_nbytes)} of the disk free"
         text += "" if use.exact else "; estimated from a sample, --exact counts all"
@@ -104,7 +106,7 @@ class DuReport(Report):
 
 @command("du", as_owner_of=True)
 @click.option("--quick", is_flag=True, help="estimate all of it from a small sample")
-@click.option("--exact", is_flag=True, help="count very many chunks, too, not a sample")
+@click.option("--exact", is_flag=True, help="count very many chunks, not a sample (within 2%)")
 def du(directory: str, *, quick: bool = False, exact: bool = False) -> DuReport:
     """Report the space that a cache takes, by namespace; ``quick``: from a sample, if cheaper.
 

@@ -39,7 +39,7 @@ from vua.cli.command import command
 from vua.cli.output import SOUND, Output, Said, plain, when
 from vua.cli.verify import verify
 from vua.errors import ConfigError, VUAError
-from vua.io.words import counted, size
+from vua.io.words import about, counted, size
 from vua.storage.description import is_namespace_name
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,9 @@ def overview(catalog: Catalog, files: Files) -> dict[str, Any]:
     summary = "Nothing yet: an engine stores a prompt of 64 tokens or more while it computes it."
     if rows:
         chunks = sum(one["chunks"] for one in rows)
-        summary = f"{counted(chunks, 'chunk')} in {counted(len(rows), 'namespace')}"
+        exact = all(one["exact"] for one in rows)
+        summary = f"{counted(chunks, 'chunk', exact=exact)} in {counted(len(rows), 'namespace')}"
+        summary += "" if exact else ", estimated from a sample"
         summary += f"; today: {saved}" if saved else ""
     return {
         "line": ", ".join(parts),
@@ -112,8 +114,9 @@ def _row(catalog: Catalog, space: NamespaceCatalog) -> dict[str, Any]:
         "namespace": now.name,
         "model": plain(now.model) or f"({catalog.state(space.description)} description)",
         "chunks": now.chunks,
+        "counted": about(now.chunks, exact=now.scale == 1),
         "nbytes": nbytes,
-        "size": size(nbytes),
+        "size": about(nbytes, size, exact=now.scale == 1),
         "exact": now.scale == 1,
         "newest_s": newest_ns / 1e9,
         "used": when(newest_ns / 1e9)[:16] if now.chunks else "never",

@@ -34,7 +34,7 @@ function finding({ level, name, text }) {
 }
 
 function row(one) {
-  const chunks = make("td", one.chunks.toLocaleString("en"), "number less");
+  const chunks = make("td", one.counted, "number less");
   const namespace = inside(make("td", "", "less"), make("code", one.namespace.slice(0, 12)));
   const size = make("td", one.size, "number");
   return inside(make("tr"), make("td", one.model, "model"), namespace, chunks, size,
