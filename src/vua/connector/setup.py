@@ -62,12 +62,13 @@ class Engine(NamedTuple):
 
 def settings_digest(engine: Engine, config: object) -> str:
     """Return a digest of an engine's setup but for its code; ``config`` is in JSON's types."""
+    points = entry_points()
     seen: dict[str, object] = {
         "packages": {name: package_version(name) for name in ("vua", *engine.packages)},
         "plugins": sorted(
             f"{one.name} {one.value} {one.dist and one.dist.version}"
             for group in engine.plugins
-            for one in entry_points(group=group)
+            for one in points.select(group=group)
         ),
         "machine": [platform.machine(), platform.python_version(), *devices()],
         "environment": {
