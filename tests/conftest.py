@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from typing import Any
 
 import pytest
 
+gc.disable()  # until all is imported: to look for garbage would be a fifth of that time
 # No test asks a model hub: where a network answers with errors, transformers and huggingface_hub
 # would try again for minutes. Set before they are imported.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
@@ -17,6 +19,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell starts what runs in the background (`dev.py test &`) with Ctrl-C ignored, and what the
 # tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage from now on, but never look at what was imported."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
