@@ -1,9 +1,9 @@
 """Runs vLLM engines for the tests: `python -m e2e.engine`, one JSON job per line on stdin.
 
-A job is a list of phases, each an engine with what it is to do. Every job runs in a process of its
-own, forked from this one before any engine exists here: a fresh process without the ten seconds
-that importing vLLM takes. Answers are lines on stdout that start with `MARK`; what vLLM prints goes
-into the answer's "log". Ends when stdin does.
+A job is a list of phases, each an engine with what it is to do, or a program. Every job runs in a
+process of its own, forked from this one before any engine exists here: a fresh process without the
+ten seconds that importing vLLM takes. Answers are lines on stdout that start with `MARK`; what vLLM
+prints goes into the answer's "log". Ends when stdin does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import sys
@@ -42,9 +43,12 @@ from vua.connector import opening
 MARK = "VUA-ANSWER "
 ENVIRONMENT = ENGINE_ENVIRONMENT | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 MODULES = (
+    "vllm.entrypoints.launchers.cli_args",
     "vllm.entrypoints.llm",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.worker.cpu_worker",
@@ -76,7 +80,8 @@ def prepare() -> None:
     """Import vLLM for forks of this process, and do what each engine in them would do first."""
     gc.disable()  # to look for garbage would be a quarter of the time, and there is none
     for module in MODULES:
-        importlib.import_module(module)
+        with suppress(ModuleNotFoundError):  # not every vLLM has each
+            importlib.import_module(module)
     with suppress(ImportError, AttributeError):  # vLLM 0.28 does not look through all modules
         from vllm.config.logging import LoggingConfig
         from vllm.logger import configure_logging_if_needed
@@ -128,8 +133,11 @@ def in_process_of_its_own(job: dict[str, Any]) -> dict[str, Any]:
         if child == 0:
             with suppress(BaseException):
                 become_worker(log, job["timeout_s"])
-                phases = [one_phase(phase) for phase in job["phases"]]
-                answer.write_text(json.dumps({"pid": os.getpid(), "phases": phases}))
+                if "program" in job:
+                    done: dict[str, Any] = {"status": run_program(job["program"])}
+                else:
+                    done = {"phases": [one_phase(phase) for phase in job["phases"]]}
+                answer.write_text(json.dumps({"pid": os.getpid(), **done}))
             os._exit(0)
         status = wait_for(child, job["timeout_s"])
         with suppress(ProcessLookupError):
@@ -138,6 +146,22 @@ def in_process_of_its_own(job: dict[str, Any]) -> dict[str, Any]:
         if not answer.exists():
             return {"problem": f"no answer, {status}", "log": text}
         return {**json.loads(answer.read_text()), "log": text}
+
+
+def run_program(words: list[str]) -> int:
+    """Run a program, of a path and its arguments, as Python would; return its exit status."""
+    sys.argv, status = words, 0
+    sys.path.insert(0, str(Path(words[0]).parent))
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        sys.stderr.write("" if isinstance(end.code, int) else f"{end.code or ''}\n")
+    except BaseException:  # noqa: BLE001 - as Python does
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    return status
 
 
 def become_worker(log: Path, timeout_s: float) -> None:

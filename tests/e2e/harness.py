@@ -272,6 +272,13 @@ def run(*phases: Phase, by: Driver | None = None) -> list[Served]:
     return [_served(phase, answer) for phase in answer["phases"]]
 
 
+def run_program(path: Path, *arguments: str) -> tuple[int, str]:
+    """Run a program that needs vLLM; return its exit status and what it says."""
+    words = [str(path), *arguments]
+    answer = driver().do({"program": words, "timeout_s": 2 * JOB_TIMEOUT_S})
+    return answer.get("status", -1), answer["log"]
+
+
 def _served(phase: dict[str, Any], answer: dict[str, Any]) -> Served:
     outputs = [output for batch in phase.get("batches", ()) for output in batch]
     return Served(

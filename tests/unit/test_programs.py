@@ -7,13 +7,17 @@ import tempfile
 import unittest
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import mutation
+from e2e.harness import run_program
 from gpu import first_run
 from helpers import ROOT
 
+WITH_VLLM = ("plain", "cold", "warm", "cases")
+"""Parts of the first run on a GPU; `plain` does `cold` and `warm` on a CPU."""
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 
 
@@ -40,9 +44,10 @@ class TestPrograms(unittest.TestCase):
         """The benchmark with vLLM runs; it ends with an error where tokens or hits are wrong."""
         with tempfile.TemporaryDirectory() as name:
             out = Path(name) / "result.json"
-            done = run("benchmarks/connector.py", "--quick", "--json", str(out), timeout_s=600)
+            program = ROOT / "benchmarks" / "connector.py"
+            status, said = run_program(program, "--quick", "--json", str(out))
 
-            self.assertEqual(0, done.returncode, done.stderr)
+            self.assertEqual(0, status, said[-3000:])
             parts = {"overhead", "time to first token", "after a restart"}
             self.assertLessEqual(parts, json.loads(out.read_text()).keys())
 
@@ -81,15 +86,16 @@ class TestPrograms(unittest.TestCase):
             self.assertEqual(9, len(found["commands"]))
             self.assertFalse(Path(name, "kv").exists())
 
-    @pytest.mark.vllm
-    @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
     @pytest.mark.thorough
     def test_first_gpu_run(self) -> None:
-        """All parts of the first run on a GPU work, small and on the CPU; each checks its bytes."""
+        """All parts of the first run on a GPU work, small and on the CPU; each checks its bytes.
+
+        Those with vLLM are tests of their own.
+        """
         with tempfile.TemporaryDirectory() as name:
             out = Path(name) / "result.tar"
             program = ("benchmarks/gpu/first_run.py", "--out", str(out), "--cpu", "--dir", name)
-            done = run(*program, timeout_s=1200)
+            done = run(*program, "--done", ",".join(WITH_VLLM), timeout_s=1200)
             files = first_run.read(out)
 
         summary = json.loads(files["summary.json"])
@@ -97,7 +103,7 @@ class TestPrograms(unittest.TestCase):
         logs = [files[f"{name}.log"].decode()[-3000:] for name in failed]
         self.assertEqual([], failed, "\n".join(logs))
         self.assertEqual(0, done.returncode, done.stderr[-3000:])
-        self.assertEqual(first_run.NAMES, list(summary))
+        self.assertEqual([one for one in first_run.NAMES if one not in WITH_VLLM], list(summary))
         found = {
             part: json.loads(files[f"{part}.json"]) for part in summary if f"{part}.json" in files
         }
@@ -105,9 +111,25 @@ class TestPrograms(unittest.TestCase):
         self.assertEqual({f"G{n}" for n in (1, 2, 3, 5, 6, 7)}, {row["id"] for row in rows})
         self.assertIn("GDS, verified, to blocks", {row["arm"] for row in rows})
         self.assertEqual({"load", "save"}, {row["way"] for row in found["sweep"]})
-        self.assertTrue(found["cases"]["eager"]["good"])
         self.assertTrue(found["library"][1]["tokens equal"])
-        phases = {phase["phase"]: phase["rows"] for phase in found["plain"]}
+
+    def of_vllm(self, part: str) -> Any:
+        """What a part of the first run finds with vLLM on the CPU."""
+        (words,) = (one.cpu for one in first_run.PARTS if one.name == part)
+        with tempfile.TemporaryDirectory() as name:
+            out = Path(name, "found.json")
+            path, *more = (word.format(dir=name, json=out) for word in words)
+            status, said = run_program(Path(path), *more)
+            self.assertEqual(0, status, said[-3000:])
+            return json.loads(out.read_text())
+
+    @pytest.mark.vllm
+    @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
+    @pytest.mark.thorough
+    def test_first_gpu_run_of_vllm(self) -> None:
+        """The same of an engine in several set-ups, and of times to the first token."""
+        self.assertTrue(self.of_vllm("cases")["eager"]["good"])
+        phases = {phase["phase"]: phase["rows"] for phase in self.of_vllm("plain")}
         self.assertEqual({"plain", "cold", "warm"}, phases.keys())
         loaded = {row["what"]: row for row in phases["warm"] if row["size"] == 256}
         self.assertEqual({"restart", "after a reset"}, loaded.keys())
@@ -122,22 +144,19 @@ class TestPrograms(unittest.TestCase):
     def test_first_tokens_are_judged(self) -> None:
         """What was stored and not loaded, and other tokens than before, are told as failures."""
         with tempfile.TemporaryDirectory() as name:
-            program = ("benchmarks/gpu/first_token.py", "--tiny", "--dir", name)
-            early = run(*program, "warm")
-            cold = run(*program, "cold")
-            results = Path(name, "cold.json")
-            before = json.loads(results.read_text())
-            before["answers"]["64/0"][0] += 1
-            results.write_text(json.dumps(before))
-            for path in Path(name, "vua").rglob("*.safetensors"):
-                path.unlink()
-            warm = run(*program, "warm")
+            program = ROOT / "benchmarks" / "gpu" / "first_token.py"
+            words = ("--tiny", "--dir", name, "warm")
+            early, why = run_program(program, *words)
+            rows = [{"size": size, "what": "computed", "median ms": 1.0} for size in (64, 256)]
+            before = {"answers": {"64/0": [1, 2, 3, 4]}, "rows": rows}
+            Path(name, "cold.json").write_text(json.dumps(before))
+            warm, said = run_program(program, *words)
 
-        self.assertEqual((2, 0, 1), (early.returncode, cold.returncode, warm.returncode))
-        self.assertIn("run that first", early.stderr)
-        self.assertIn("restart, prompt 256/0: 0 tokens cached, not 256", warm.stdout)
-        self.assertIn("restart, prompt 64/0: tokens [", warm.stdout)
-        self.assertNotIn("restart, prompt 64/1: tokens [", warm.stdout)
+        self.assertEqual((2, 1), (early, warm))
+        self.assertIn("run that first", why)
+        self.assertIn("restart, prompt 256/0: 0 tokens cached, not 256", said)
+        self.assertIn("restart, prompt 64/0: tokens [", said)
+        self.assertNotIn("restart, prompt 64/1: tokens [", said)
 
     def test_first_gpu_run_in_time(self) -> None:
         """The limits add up to nine minutes; what matters most comes first."""
