@@ -115,8 +115,9 @@ class ApartTest(EngineTest):
         later = tokens(len(PROMPT), seed=2)
         asked = Batch([PROMPT]), SETTLE, Batch([PROMPT]), Batch([later])
         expected = self.baseline(*asked)
-        names = (*CHANGED, ".data in place", "a step of an optimizer", *REPLACED)
-        cases = [(name, {"share": True}) for name in names] + [(name, {}) for name in REPLACED]
+        names = ("rows of the embedding", "an epsilon", "a patched forward", ".data in place")
+        cases = [(name, {"share": True}) for name in (*names, REPLACED[0])]
+        cases += [(name, {}) for name in REPLACED]
         for name, share in cases:
             with self.subTest(name, **share):
                 self.elsewhere(f"{name} {len(share)}".replace(" ", "-"))

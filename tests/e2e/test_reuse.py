@@ -60,13 +60,12 @@ class PartingTest(EngineTest):
         served = self.serve(*steps, engine=engine)
 
         self.assertEqual([0, second], served.cached[:2])
-        self.assertGreaterEqual(sum(served.cached), 0.95 * len(prompts[1:]) * whole)
         self.assertEqual({whole}, {*served.cached[2:]})
 
     def test_windows(self) -> None:
-        """A window of 128 tokens, and none: 100 prompts load all of it, as without windows."""
+        """A window of 128 tokens, and none: all prompts load all of it, as without windows."""
         shares = gemma3n(*["sliding_attention", "full_attention"] * 2)
-        for model, prompts in ((gpt_oss(), 100), (gemma3(), 11), (shares, 11)):
+        for model, prompts in ((gpt_oss(), 24), (gemma3(), 5), (shares, 5)):
             with self.subTest(model.name):
                 super().setUp()
                 self.check(shared(prompts), 896, 896, model=str(model))
@@ -75,9 +74,9 @@ class PartingTest(EngineTest):
         """A state is stored at half of it, at least; and where a block ends with a chunk."""
         same = {"enable_prefix_caching": True, "max_num_seqs": 1}
         qwen = {"model": str(qwen3_next()), "mamba_ssm_cache_dtype": "float32"}
-        self.check(shared(11), 640, 640, dtype="bfloat16", **qwen, **same)
+        self.check(shared(5), 640, 640, dtype="bfloat16", **qwen, **same)
         super().setUp()
-        self.check(shared(11), 896, 512, model=str(lfm2()), **same)
+        self.check(shared(5), 896, 512, model=str(lfm2()), **same)
 
 
 class ReuseTest(EngineTest):
@@ -162,7 +161,7 @@ class ReuseTest(EngineTest):
     def test_blocks_and_chunks_of_all_sizes(self) -> None:
         """Chunks need not be whole blocks, nor blocks whole chunks."""
         batch = Batch([PROMPT, PROMPT[:500] + TAIL])
-        sizes = [(32, 96), (64, 64), (64, 96), (128, 32), (128, 64), (128, 96)]
+        sizes = [(32, 96), (64, 96), (128, 32), (128, 96)]
         blocks = [32, 64, 128]
         plain = run(*(Phase([batch], engine={"block_size": block}) for block in blocks))
         expected = {block: served.tokens for block, served in zip(blocks, plain, strict=True)}
