@@ -42,6 +42,9 @@ from small_models import ENGINE_ENVIRONMENT, make_model
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "evaluation.md"
 REGION = re.compile(r"<!-- evaluation: (\w+) -->\n.*?<!-- /evaluation -->", re.DOTALL)
+NOT_RUN = "Not run yet: times need a machine that does nothing else."
+SOURCES = ("own", "vua", "computed")
+"""Of a prompt's tokens, in figures by `benchmarks/agentx.py`."""
 SHARES, USERS = (0.0, 0.25, 0.5, 0.75, 1.0), (1, 4, 16)
 VOCABULARY = 4096
 TAIL = 16
@@ -315,6 +318,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
                   + (f"{one['hits_wrong_at_most']:.2f} |" if one["audited"] else "|")
                   for one in rows]  # fmt: skip
         made["audit"] = "\n".join(lines)
+    made["agentx"] = agentx(found["agentx"]) if "agentx" in found else NOT_RUN
     for name in PARTS:
         ran = found.get(name)
         made[name] = (
@@ -326,9 +330,30 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
                 else "."
             )
             if ran
-            else "Not run yet: times need a machine that does nothing else."
+            else NOT_RUN
         )
     return made
+
+
+def agentx(ran: dict[str, Any]) -> str:
+    """The table of what `benchmarks/agentx.py` found."""
+    heads = ("run", "requests, failed", "tokens of prompts", "vLLM's own cache", "VUA", "computed",
+             "saved, s", "MB written, per s saved", "median first token, over alone")  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|---" + "|--:" * (len(heads) - 1) + "|"]
+    for one in ran["rows"]:
+        tokens = " | ".join(f"{one[name]:,}" for name in ("prompt_tokens", *SOURCES))
+        saved, written = one["saved_s"], one["written_nbytes"] / 1e6
+        cost = f"{written:.0f}" + (f", {written / saved:.2f}" if saved and saved > 0 else "")
+        lines.append(
+            f"| {one['run']} | {one['requests']}, {one['failed']} | {tokens} | "
+            + (f"{saved:.1f} | {cost} | " if saved is not None else "| | ")
+            + f"{one['ttft_ms'] / ran['rows'][0]['ttft_ms']:.2f} |"
+        )
+    return "\n".join(lines) + (
+        f"\n\n{ran['date']}, {ran['cpus']} CPUs ({ran['machine']}), load average {ran['load']}, "
+        f"vLLM {ran['vllm']}, aiperf {ran['aiperf']}, {ran['model']}; {', '.join(ran['traces'])}, "
+        f"divided by {ran['divide']}; vLLM itself keeps {ran['cache_tokens']:,} tokens."
+    )
 
 
 def page(found: dict[str, Any]) -> str:
