@@ -9,6 +9,7 @@ import shutil
 import signal
 import struct
 import tempfile
+import threading
 import time
 import traceback
 import unittest
@@ -34,6 +35,7 @@ from vua.storage.mark import UPKEEP, USES
 from vua.store.namespace import Namespace
 from vua.store.store import Store
 from vua.store.writer import EntryWriter
+from vua.weights import Weights, identify_weights
 
 Arrays = list[npt.NDArray[np.uint8]]
 """Per array (K, V): ``[layers, heads, tokens, bytes of a row]``."""
@@ -104,6 +106,19 @@ def native_code(mode: str) -> Iterator[None]:
         mock.patch.object(bindings.choice, "status", None),
     ):
         yield
+
+
+@contextmanager
+def weights_known_later() -> Iterator[threading.Event]:
+    """What begins to identify a model's weights in the block ends once the event is set."""
+    go = threading.Event()
+
+    def later(*args: Any, **settings: Any) -> Weights:
+        go.wait(SOON_S)
+        return identify_weights(*args, **settings)
+
+    with mock.patch("vua.store.identified.identify_weights", later):
+        yield go
 
 
 class DirectoryTest(unittest.TestCase):

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import unittest
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,12 @@ from unittest import mock
 import pytest
 
 from commands import told
-from helpers import ROOT, DirectoryTest
+from helpers import ROOT, DirectoryTest, weights_known_later
 from llama import BYTES_FROM, CONTEXT_TOKENS, WHERE, completed, has_llama_cpp, load_gguf, make_gguf
 from vua.capacity.saved import parted_at
 from vua.connector.log import logger
 from vua.core import VUA
 from vua.errors import ConfigError, NotWritableError
-from vua.weights import identify_weights
 
 CHUNK = 16
 PROMPT = [1, *(BYTES_FROM + byte for byte in range(40, 140))]
@@ -387,14 +385,8 @@ class TestLlamaCpp(DirectoryTest):
         """Until the model's files are read nothing is loaded; what is computed is stored then."""
         from vua.llama_cpp import VUALlamaCache
 
-        llm, go = self.llm(), threading.Event()
-        self.addCleanup(go.set)
-
-        def later(*args: Any, **settings: Any) -> Any:
-            go.wait(60)
-            return identify_weights(*args, **settings)
-
-        with mock.patch("vua.store.identified.identify_weights", later):
+        llm = self.llm()
+        with weights_known_later() as go:
             cache = VUALlamaCache(llm, self.store, chunk_tokens=CHUNK)
             llm.set_cache(cache)
             completed(llm, PROMPT)

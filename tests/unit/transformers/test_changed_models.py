@@ -5,24 +5,20 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import tempfile
-import unittest
-import warnings
-from importlib import util
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from helpers import SOON_S
 from model_changes import CHANGES, ONLY_BEFORE, PLACES
-from small_models import make_model
+from transformers_case import CHUNK, GREEDY, TransformersTest, computed, prompt_of
 from vua import InputError
 
-CHUNK = 16
-PROMPT = torch.randint(4, 512, (1, 100), generator=torch.Generator().manual_seed(1))
+PROMPT = prompt_of(100)
+PROMPT[0, 3::9] = 5  # the row of the embedding that one of the changes is of
 KINDS = (
     "rows of the embedding",
     ".data in place",
@@ -35,7 +31,6 @@ KINDS = (
 )
 """Of the changes: of weights, with and without a sign in the tensor, buffers, values, functions and
 layers. The campaign (`e2e.transformers_campaign`) takes all."""
-GREEDY: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 
 
 def noise() -> torch.Generator:
@@ -43,65 +38,26 @@ def noise() -> torch.Generator:
     return torch.Generator().manual_seed(5)
 
 
-@unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
-class ChangedModelTest(unittest.TestCase):
-    path: Path
+@contextmanager
+def changed(model: Any, name: str) -> Iterator[Any]:
+    """A model while one of its places is changed, or after a change that stays."""
+    if name in PLACES:
+        with PLACES[name](model):
+            yield model
+    else:
+        yield {**CHANGES, **ONLY_BEFORE}[name](model, noise()) or model
 
-    @classmethod
-    def setUpClass(cls) -> None:
-        """A small model, and what it says unchanged."""
-        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        cls.addClassCleanup(folder.cleanup)
-        cls.path = make_model(Path(folder.name, "model"))
 
-    def setUp(self) -> None:
-        """A store of its own."""
-        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
-        self.store = self.folder / "kv"
-        patience = mock.patch("vua.transformers.cache._START_WAIT_S", SOON_S)
-        patience.start()
-        self.addCleanup(patience.stop)
-        catching = warnings.catch_warnings()
-        catching.__enter__()
-        self.addCleanup(catching.__exit__, None, None, None)
-        warnings.simplefilter("ignore")  # transformers' and torch's own
-
-    def load(self, path: Path | None = None, **settings: Any) -> Any:
-        """The model, from its files."""
-        from transformers import AutoModelForCausalLM
-
-        settings = {"attn_implementation": "eager", **settings}
-        model: Any = AutoModelForCausalLM.from_pretrained(path or self.path, **settings)
-        return model.eval()
-
+class ChangedModelTest(TransformersTest):
     def plain(self, model: Any, prompt: torch.Tensor = PROMPT) -> list[int]:
         """What a model says without VUA."""
         torch.manual_seed(7)
         out: list[int] = model.generate(prompt, **GREEDY)[0].tolist()
         return out
 
-    def reusing(self, model: Any) -> Any:
-        """The block, in this test's store."""
-        from vua.transformers import reuse_prefixes
-
-        return reuse_prefixes(model, self.store, chunk_tokens=CHUNK, load_policy="always")
-
     def loaded(self, model: Any) -> int:
         """How many tokens a model finds stored."""
-        from vua.transformers import PrefixCache
-
-        with PrefixCache(model, self.store, chunk_tokens=CHUNK, load_policy="always") as prefixes:
-            prefixes.ready()
-            return prefixes.load(PROMPT).num_tokens
-
-    def clean(self) -> None:
-        """A model as it was loaded finds what it stored itself, and says what it says."""
-        reader = self.load()
-        expected = self.plain(self.load())
-        with self.reusing(reader):
-            self.assertEqual(expected, self.plain(reader))
+        return int(self.prefixes(model).load(PROMPT).num_tokens)
 
     @pytest.mark.thorough
     def test_control(self) -> None:
@@ -114,44 +70,57 @@ class ChangedModelTest(unittest.TestCase):
         self.assertEqual(96, self.loaded(self.load()))
         self.assertEqual(0, self.loaded(self.load(attn_implementation="sdpa")))  # its own
 
-    @pytest.mark.thorough
-    def test_before(self) -> None:
-        """What a changed model stores no clean one finds, nor the reverse; each says its own."""
-        with self.reusing(clean := self.load()):
-            self.plain(clean)
-        unchanged, differ = self.plain(self.load()), 0
-        for name in (*KINDS, *ONLY_BEFORE):
-            with self.subTest(name):
-                other, change = self.load(), {**CHANGES, **ONLY_BEFORE}[name]
-                other = change(other, noise()) or other
-                expected = self.plain(other)
-                differ += expected != unchanged
-                with self.reusing(other):
-                    self.assertEqual(expected, self.plain(other))
-                    self.assertEqual(expected, self.plain(other))
-                self.clean()
-        self.assertGreater(differ, 5)  # changes matter
+    def test_a_function_that_is_replaced(self) -> None:
+        """Of torch's, in the block and before it: own tokens, own caches, none for a clean one."""
+        self.check_changes("a function of torch.nn.functional")
 
     @pytest.mark.thorough
-    def test_inside(self) -> None:
-        """A change between two calls leaves the identity at once; nothing raises."""
-        for name in (*KINDS, "bfloat16", "training mode"):
+    def test_changes(self) -> None:
+        """So with any other change of a model."""
+        self.check_changes(*KINDS, *ONLY_BEFORE, "double", "training mode")
+
+    @pytest.mark.thorough
+    def test_places(self) -> None:
+        """Wherever else a function, a value or a weight may live."""
+        self.check_changes(*PLACES)
+
+    def check_changes(self, *names: str) -> None:
+        """Change a model before a block, and between two calls of one."""
+        other = PROMPT.flip(1)
+        plain, plainly, differ = self.plain(self.load()), self.plain(self.load(), other), 0
+        for name in names:
             with self.subTest(name):
-                self.store, change = self.folder / name.replace(" ", "-"), CHANGES[name]
-                twin = self.load()
-                change(twin, noise())
-                expected = self.plain(twin)
-                model = self.load()
+                self.store = self.root / f"before {name}"
+                with changed(self.load(), name) as model:
+                    expected = self.plain(model)
+                    with self.reusing(model) as prefixes:
+                        self.assertEqual(expected, self.plain(model))
+                        if name in PLACES:
+                            self.assertEqual(96, prefixes.load(PROMPT).num_tokens)
+                        self.assertEqual(expected, self.plain(model))
+                differ += expected != plain
+                self.check_clean(plain, *([0] if expected != plain else [0, 96]))
+                if name in ONLY_BEFORE:
+                    continue
+                self.store, model = self.root / f"between {name}", self.load()
                 with self.reusing(model):
-                    self.plain(model)
-                    change(model, noise())
-                    self.assertEqual(expected, self.plain(model))
-                    other = PROMPT.flip(1)
-                    self.plain(model, other)
-                self.clean()
-                with self.reusing(reader := self.load()):
-                    wanted = self.plain(self.load(), other)
-                    self.assertEqual(wanted, self.plain(reader, other))
+                    self.assertEqual(plain, self.plain(model))
+                    with changed(model, name):
+                        for _ in range(2):
+                            self.assertEqual(expected, self.plain(model))
+                        self.plain(model, other)
+                    if name in PLACES:
+                        self.assertEqual(plain, self.plain(model))
+                self.check_clean(plain, 96)
+                self.check_clean(plainly, 0, 96, prompt=other)
+        self.assertGreater(2 * differ, len(names))  # changes matter
+
+    def check_clean(self, plain: list[int], *loaded: int, prompt: torch.Tensor = PROMPT) -> None:
+        """A model as it was loaded says what it says, and finds one of these numbers of tokens."""
+        reader = self.load()
+        with self.reusing(reader) as prefixes:
+            self.assertIn(prefixes.load(prompt).num_tokens, loaded)
+            self.assertEqual(plain, self.plain(reader, prompt))
 
     def test_within_a_call(self) -> None:
         """A change while tokens are generated: nothing of the call is stored."""
@@ -173,7 +142,7 @@ class ChangedModelTest(unittest.TestCase):
         """A changed model finds in another process what it stored in this one: by its bytes."""
         for name in ("rows of the embedding", "an epsilon", "rounded", "the rotary buffer"):
             with self.subTest(name):
-                self.store = self.folder / name.replace(" ", "-")
+                self.store = self.root / name.replace(" ", "-")
                 found = []
                 for _ in range(2):
                     model = self.load()
@@ -201,62 +170,15 @@ class ChangedModelTest(unittest.TestCase):
     @pytest.mark.thorough
     def test_autocast(self) -> None:
         """What autocast computes is not stored, in the block or by hand."""
-        from vua.transformers import PrefixCache
-
         model = self.load()
         with self.reusing(model), torch.autocast("cpu", torch.bfloat16):
             self.plain(model)
-        with PrefixCache(model, self.store, chunk_tokens=CHUNK, load_policy="always") as prefixes:
-            prefix = prefixes.load(PROMPT)
-            with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-                model(PROMPT, past_key_values=prefix.cache)
-            self.assertEqual(0, prefixes.save(PROMPT, prefix.cache))
+        prefixes = self.prefixes(model)
+        cache = prefixes.load(PROMPT).cache
+        with torch.autocast("cpu", torch.bfloat16):
+            computed(model, PROMPT, cache)
+        self.assertEqual(0, prefixes.save(PROMPT, cache))
         self.assertEqual(0, self.loaded(self.load()))
-
-    def test_a_function_that_is_replaced(self) -> None:
-        """Of torch's, in the block and before it: own tokens, own caches, none for a clean one."""
-        self.check_places("a function of torch.nn.functional")
-
-    @pytest.mark.thorough
-    def test_places(self) -> None:
-        """Wherever else a function, a value or a weight may live."""
-        self.check_places(*PLACES)
-
-    def check_places(self, *names: str) -> None:
-        """Change a place before a block and between two calls of one."""
-        rows = PROMPT.clone()
-        rows[0, 3::9] = 5  # the row of the embedding that one of them changes
-        plain = self.plain(self.load(), rows)
-        for name in names:
-            with self.subTest(name):
-                self.store, place = self.folder / f"before {name}", PLACES[name]
-                model = self.load()
-                with place(model):
-                    expected = self.plain(model, rows)
-                    with self.reusing(model) as prefixes:
-                        prefixes.ready()
-                        self.assertEqual(expected, self.plain(model, rows))
-                        self.assertEqual(96, prefixes.load(rows).num_tokens)
-                        self.assertEqual(expected, self.plain(model, rows))
-                self.check_clean(plain, rows, 0 if expected != plain else 96)
-
-                self.store, model = self.folder / f"between {name}", self.load()
-                with self.reusing(model) as prefixes:
-                    prefixes.ready()
-                    self.assertEqual(plain, self.plain(model, rows))
-                    with place(model):
-                        for _ in range(2):
-                            self.assertEqual(expected, self.plain(model, rows))
-                    self.assertEqual(plain, self.plain(model, rows))
-                self.check_clean(plain, rows, 96)
-
-    def check_clean(self, plain: list[int], prompt: torch.Tensor, loaded: int) -> None:
-        """A model as it was loaded says what it says, and finds so many tokens."""
-        reader = self.load()
-        with self.reusing(reader) as prefixes:
-            prefixes.ready()
-            self.assertEqual(loaded, prefixes.load(prompt).num_tokens)
-            self.assertEqual(plain, self.plain(reader, prompt))
 
     @pytest.mark.thorough
     def test_experts(self) -> None:
@@ -267,7 +189,7 @@ class ChangedModelTest(unittest.TestCase):
         sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
         sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
         torch.manual_seed(0)
-        path = self.folder / "mixtral"
+        path = self.root / "mixtral"
         MixtralForCausalLM(
             MixtralConfig(vocab_size=512, initializer_range=0.25, eos_token_id=None, **sizes)
         ).save_pretrained(path)
@@ -279,13 +201,12 @@ class ChangedModelTest(unittest.TestCase):
         plain = self.plain(self.load(path))
         for inside in (False, True):
             with self.subTest(inside=inside):
-                self.store = self.folder / f"experts {inside}"
+                self.store = self.root / f"experts {inside}"
                 model = self.load(path)
                 with mock.patch.dict(TABLE._global_mapping, {"of_a_test": louder}):
                     if not inside:
                         model.set_experts_implementation("of_a_test")
-                    with self.reusing(model) as prefixes:
-                        prefixes.ready()
+                    with self.reusing(model):
                         model.set_experts_implementation("of_a_test")
                         self.assertNotEqual(plain, self.plain(model))
                 reader = self.load(path)
@@ -295,7 +216,7 @@ class ChangedModelTest(unittest.TestCase):
 
     def test_ids_that_were_edited(self) -> None:
         """A cache is stored for the ids that it was computed for, and for no others."""
-        from transformers import DynamicCache, LogitsProcessor
+        from transformers import LogitsProcessor
 
         class Editing(LogitsProcessor):
             def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -306,17 +227,11 @@ class ChangedModelTest(unittest.TestCase):
         edited[0, 40] = 7
         expected = self.plain(model, edited)
         with self.reusing(model) as prefixes:
-            prefixes.ready()
             with self.assertLogs("vua.transformers", "WARNING") as logs:
                 model.generate(PROMPT.clone(), logits_processor=[Editing()], **GREEDY)
             self.assertIn("K of other tokens than input_ids, from token 40 on", logs.output[0])
-            own = DynamicCache()
-            with torch.no_grad():
-                model(PROMPT, past_key_values=own)
-            loaded = prefixes.load(PROMPT)
-            with torch.no_grad():
-                model(PROMPT, past_key_values=loaded.cache)
-            for cache in (own, loaded.cache):
+            own = computed(model, PROMPT)
+            for cache in (own, computed(model, PROMPT, prefixes.load(PROMPT).cache)):
                 with self.assertRaisesRegex(InputError, "K of other tokens"):
                     prefixes.save(edited, cache)
             self.assertEqual(expected, self.plain(model, edited))
@@ -324,14 +239,10 @@ class ChangedModelTest(unittest.TestCase):
 
     def test_other_beginning(self) -> None:
         """K and V of the same last tokens after another beginning are not stored for this one."""
-        from transformers import DynamicCache
-
-        model, cache = self.load(), DynamicCache()
+        model = self.load()
         other = torch.cat([PROMPT[:, :48].flip(1), PROMPT[:, 48:]], dim=1)
-        with torch.no_grad():
-            model(PROMPT, past_key_values=cache)
+        cache = computed(model, PROMPT)
         with self.reusing(model) as prefixes:
-            prefixes.ready()
             self.plain(model, other[:, :49])
             with self.assertRaisesRegex(InputError, "K of other tokens"):
                 prefixes.save(other, cache)
@@ -348,11 +259,10 @@ class ChangedModelTest(unittest.TestCase):
 
         projection = model.model.layers[-1].self_attn.v_proj
         for hooked in (True, False):
-            store = self.folder / f"first {hooked}"
+            store = self.root / f"first {hooked}"
             handle = projection.register_forward_hook(louder) if hooked else None
-            with PrefixCache(model, store, load_policy="always") as first, torch.no_grad():
-                cache = first.load(PROMPT).cache
-                model(PROMPT, past_key_values=cache)
+            with PrefixCache(model, store, load_policy="always") as first:
+                cache = computed(model, PROMPT, first.load(PROMPT).cache)
                 if handle is not None:
                     handle.remove()
                 with PrefixCache(model, self.store, chunk_tokens=CHUNK) as second:
@@ -378,8 +288,7 @@ class ChangedModelTest(unittest.TestCase):
                 self.handle = mlp.register_forward_hook(lambda *args: args[2] * 3)
                 return scores
 
-        with self.reusing(model) as prefixes:
-            prefixes.ready()
+        with self.reusing(model):
             hooking = Hooking()
             model.generate(PROMPT, logits_processor=[hooking], **GREEDY)
             hooking.handle.remove()
@@ -405,35 +314,30 @@ class ChangedModelTest(unittest.TestCase):
         """`save` refuses rows that beams have moved, in a loaded cache and in one of the user's."""
         from transformers import DynamicCache
 
-        from vua.transformers import PrefixCache
-
-        model = self.load()
+        model, rows = self.load(), torch.cat([PROMPT, PROMPT.flip(1)])
         beams = {"num_beams": 4, "num_return_sequences": 4, **GREEDY, "max_new_tokens": 30}
-        with PrefixCache(model, self.store, chunk_tokens=CHUNK, load_policy="always") as prefixes:
-            for cache in (prefixes.load(PROMPT).cache, DynamicCache()):
-                out = model.generate(PROMPT, past_key_values=cache, **beams)
-                with self.assertRaisesRegex(InputError, "beams"):
-                    prefixes.save(out, cache)
-                prompts = PROMPT.repeat_interleave(4, dim=0)
-                prefixes.save(prompts, cache)
-            rows = torch.cat([PROMPT, PROMPT.flip(1)])
-            own = DynamicCache()
-            out = model.generate(rows, past_key_values=own, **GREEDY)
-            self.assertEqual(6, prefixes.save(out, own))  # control: a batch of one's own
-            self.assertEqual(96, prefixes.load(PROMPT.flip(1)).num_tokens)
-        self.clean()
+        prefixes, own = self.prefixes(model), DynamicCache()
+        for cache in (prefixes.load(PROMPT).cache, DynamicCache()):
+            out = model.generate(PROMPT, past_key_values=cache, **beams)
+            with self.assertRaisesRegex(InputError, "beams"):
+                prefixes.save(out, cache)
+            prefixes.save(PROMPT.repeat_interleave(4, dim=0), cache)
+        out = model.generate(rows, past_key_values=own, **GREEDY)
+        self.assertEqual(6, prefixes.save(out, own))  # control: a batch of one's own
+        self.assertEqual(96, prefixes.load(PROMPT.flip(1)).num_tokens)
+        self.check_clean(self.plain(self.load()), 96)
 
     @pytest.mark.thorough
     def test_what_transformers_makes_of_a_call(self) -> None:
         """Settings, padding token and mask are transformers' own, both ways."""
         from transformers import GenerationConfig
 
-        ids = torch.cat([torch.full((1, 40), 5), PROMPT], dim=1)
+        ids = torch.cat([torch.full((1, 40), 3), PROMPT], dim=1)
         ones = torch.ones_like(ids)
 
         def model() -> Any:
             made = self.load()
-            made.generation_config.pad_token_id, made.generation_config.eos_token_id = 5, None
+            made.generation_config.pad_token_id, made.generation_config.eos_token_id = 3, None
             return made
 
         def ask(asked: Any, **call: Any) -> list[int]:
@@ -444,7 +348,7 @@ class ChangedModelTest(unittest.TestCase):
         inferred, whole = ask(model()), ask(model(), attention_mask=ones)
         self.assertNotEqual(inferred, whole)  # the mask matters
         for first, second in (({}, {"attention_mask": ones}), ({"attention_mask": ones}, {})):
-            self.store = self.folder / f"{len(first)}"
+            self.store = self.root / f"{len(first)}"
             with self.reusing(asked := model()):
                 for call in (first, second, first, second):
                     self.assertEqual(whole if call else inferred, ask(asked, **call))
@@ -467,7 +371,3 @@ class ChangedModelTest(unittest.TestCase):
             model.generation_config.cache_implementation = "dynamic"
             self.assertEqual(expected, self.plain(model))
             self.assertEqual(96, prefixes.load(PROMPT).num_tokens)
-
-
-if __name__ == "__main__":
-    unittest.main()

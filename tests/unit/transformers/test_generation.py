@@ -7,11 +7,6 @@ import functools
 import json
 import re
 import sys
-import tempfile
-import unittest
-import warnings
-from importlib import util
-from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -21,13 +16,11 @@ import torch
 
 from commands import run
 from helpers import ROOT, keys_of
-from small_models import make_model
+from transformers_case import CHUNK, GREEDY, TransformersTest, prompt_of
 from vua import InputError, StorageError
 from vua.capacity.hit_density import UseLog
 
-CHUNK = 16
-PROMPT = torch.randint(4, 512, (1, 100), generator=torch.Generator().manual_seed(1))
-GREEDY: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+PROMPT = prompt_of(100)
 
 
 def padded(*rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -47,30 +40,18 @@ def of_probe(frame: FrameType) -> bool:
     return back is not None
 
 
-@unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
-class GenerationTest(unittest.TestCase):
+class GenerationTest(TransformersTest):
     model: Any
-    path: Path
 
     @classmethod
     def setUpClass(cls) -> None:
-        """A small model."""
-        from transformers import AutoModelForCausalLM
-
-        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        cls.addClassCleanup(folder.cleanup)
-        cls.path = make_model(Path(folder.name, "model"))
-        cls.model = AutoModelForCausalLM.from_pretrained(cls.path, attn_implementation="eager")
+        """One model for all tests."""
+        super().setUpClass()
+        cls.model = cls.load()
 
     def setUp(self) -> None:
-        """A store of its own; counts what the model computes."""
-        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self.addCleanup(folder.cleanup)
-        self.store = Path(folder.name, "kv")
-        catching = warnings.catch_warnings()
-        catching.__enter__()
-        self.addCleanup(catching.__exit__, None, None, None)
-        warnings.simplefilter("ignore")  # transformers' own
+        """Count what the model computes."""
+        super().setUp()
         self.columns: list[int] = []
         compute = type(self.model.model).forward
 
@@ -81,17 +62,7 @@ class GenerationTest(unittest.TestCase):
                 self.columns.append(0 if ids is None else ids.shape[1])
             return compute(module, *args, **named)
 
-        counting = mock.patch.object(type(self.model.model), "forward", counted)
-        counting.start()
-        self.addCleanup(counting.stop)
-
-    def reusing(self, **settings: Any) -> Any:
-        """The block in which the model reuses prefixes of this test's store."""
-        from vua.transformers import reuse_prefixes
-
-        return reuse_prefixes(
-            self.model, self.store, **{"chunk_tokens": CHUNK, "load_policy": "always", **settings}
-        )
+        self.enterContext(mock.patch.object(type(self.model.model), "forward", counted))
 
     def ask(self, **call: Any) -> tuple[list[list[int]], int]:
         """What is generated, and how many columns were computed in the first pass."""
@@ -103,8 +74,7 @@ class GenerationTest(unittest.TestCase):
     def check(self, loaded: int, *, last: str = "", **call: Any) -> None:
         """The same call without VUA, cold and warm: the same tokens; so many columns loaded."""
         expected, width = self.ask(**call)
-        with self.reusing() as prefixes:
-            self.assertTrue(prefixes.ready())
+        with self.reusing(self.model):
             cold = self.ask(**call)
             warm = self.ask(**call)
         self.assertEqual((expected, width), cold, last)
@@ -115,7 +85,7 @@ class GenerationTest(unittest.TestCase):
         self.check(96, input_ids=PROMPT)
         self.assertNotIn("generate", self.model.__dict__)
         self.assertEqual(100, self.ask(input_ids=PROMPT)[1])
-        with self.reusing():
+        with self.reusing(self.model):
             call = {**GREEDY, "max_new_tokens": 16, "min_new_tokens": 16}
             out = self.model.generate(PROMPT, **call)  # what was generated is stored, too
             longer = torch.cat([out, PROMPT[:, :12]], dim=1)
@@ -129,14 +99,13 @@ class GenerationTest(unittest.TestCase):
         code = block.replace("/mnt/kv", str(self.store))
         self.assertNotEqual(block, code)
         exec(code, {"model": self.model, "inputs": inputs})
-        with self.reusing() as prefixes:
+        with self.reusing(self.model) as prefixes:
             self.assertTrue(prefixes.ready())
 
     @pytest.mark.thorough
     def test_one_request_counts_once(self) -> None:
         """A prompt that is loaded, and stored with what was generated, is one logged request."""
-        with self.reusing() as prefixes:
-            self.assertTrue(prefixes.ready())
+        with self.reusing(self.model):
             for _ in range(2):  # stored, then loaded
                 self.ask(input_ids=PROMPT)
             self.ask(input_ids=torch.cat([PROMPT, PROMPT[:, :50]], dim=1))
@@ -146,7 +115,7 @@ class GenerationTest(unittest.TestCase):
     @pytest.mark.thorough
     def test_events(self) -> None:
         """`vua events` tells of what was stored here, by the keys that follow from the tokens."""
-        with self.reusing():
+        with self.reusing(self.model):
             self.ask(input_ids=PROMPT)
         code, out, _ = run("events", self.store)
         self.assertEqual(0, code)
@@ -160,7 +129,7 @@ class GenerationTest(unittest.TestCase):
         """Of a batch as many columns are loaded as all rows have; padding does not matter."""
         rows = PROMPT[0], PROMPT[0, :70].flip(0), PROMPT[0, :83]
         self.check(94, **padded(*rows))  # 30 columns of padding, 64 of 70 tokens
-        with self.reusing():
+        with self.reusing(self.model):
             self.assertEqual(4, self.ask(input_ids=PROMPT)[1])  # stored without the padding
             self.assertEqual(6, self.ask(input_ids=rows[1][None])[1])
             strange = padded(rows[0], PROMPT[0, 3:90])
@@ -184,7 +153,7 @@ class GenerationTest(unittest.TestCase):
                 layer.values = layer.values.flip(2)
             return prefix
 
-        with self.reusing():
+        with self.reusing(self.model):
             self.ask(**batch)
             with mock.patch.object(PrefixCache, "load", forged):
                 wrong, columns = self.ask(**batch)
@@ -205,11 +174,8 @@ class GenerationTest(unittest.TestCase):
             "dynamic": {"cache_implementation": None, "use_cache": True},
         }
         for name, way in ways.items():
-            with (
-                self.subTest(name),
-                tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
-            ):
-                self.store = Path(folder, "kv")
+            with self.subTest(name):
+                self.store = self.root / name
                 self.check(90, last=name, **batch, **way)
 
     @pytest.mark.thorough
@@ -220,9 +186,8 @@ class GenerationTest(unittest.TestCase):
         batch = padded(PROMPT[0], PROMPT[0, :90].flip(0))
         first = self.ask(**batch, max_new_tokens=40)[0]
         end = first[0][103]
-        with self.reusing() as prefixes:
+        with self.reusing(self.model) as prefixes:
             assert isinstance(prefixes, PrefixCache)
-            prefixes.ready()
             with mock.patch.object(prefixes, "save", wraps=prefixes.save) as save:
                 self.model.generate(**batch, eos_token_id=end, pad_token_id=5, max_new_tokens=40)
         stored = save.call_args.args[0]
@@ -247,21 +212,19 @@ class GenerationTest(unittest.TestCase):
 
         streamed = []
         for _ in range(2):
-            with self.reusing() as prefixes:
-                prefixes.ready()
+            with self.reusing(self.model):
                 streamer = Streamer()
                 self.ask(input_ids=PROMPT, streamer=streamer)
             streamed.append((streamer.got, self.columns[0]))
         self.assertEqual(streamed[0][0], streamed[1][0])
         self.assertEqual([100, 4], [columns for _, columns in streamed])
 
-        tokenizer = AutoTokenizer.from_pretrained(self.path)
+        tokenizer = AutoTokenizer.from_pretrained(self.path())
         tokenizer.padding_side = "left"
         text = " ".join(f"t{n}" for n in range(10, 90))
         writes = pipeline("text-generation", model=self.model, tokenizer=tokenizer, device="cpu")
         expected = writes([text, text + " t5 t6 t7"], batch_size=2, **GREEDY)
-        with self.reusing() as prefixes:
-            prefixes.ready()
+        with self.reusing(self.model):
             for _ in range(2):
                 self.columns.clear()
                 again = writes([text, text + " t5 t6 t7"], batch_size=2, **GREEDY)
@@ -303,8 +266,7 @@ class GenerationTest(unittest.TestCase):
 
         for word, call in calls.items():
             expected = run(call)
-            with self.subTest(word), self.reusing() as prefixes:
-                prefixes.ready()
+            with self.subTest(word), self.reusing(self.model):
                 self.model.generate(PROMPT, **GREEDY)
                 with self.assertLogs("vua.transformers", "WARNING") as logs:
                     for _ in range(2):
@@ -314,11 +276,10 @@ class GenerationTest(unittest.TestCase):
 
     def test_trouble(self) -> None:
         """Storage that fails costs a line in the log, never the call."""
-        expected, _ = self.ask(input_ids=PROMPT)
-        with self.reusing() as prefixes:
-            from vua.transformers.layers import StoredLayers
+        from vua.transformers.layers import StoredLayers
 
-            prefixes.ready()
+        expected, _ = self.ask(input_ids=PROMPT)
+        with self.reusing(self.model):
             with (
                 mock.patch.object(
                     StoredLayers, "save", side_effect=StorageError("the disk is gone")
@@ -335,23 +296,15 @@ class GenerationTest(unittest.TestCase):
         """Of `load` and `save` themselves: padding elsewhere, masks of other shapes."""
         from transformers import DynamicCache
 
-        from vua.transformers import PrefixCache
-
         right = {"attention_mask": (torch.arange(100) < 90).long()[None]}
-        with PrefixCache(
-            self.model, self.store, chunk_tokens=CHUNK, load_policy="always"
-        ) as prefixes:
-            refused = {
-                "left end": lambda: prefixes.load(PROMPT, **right),
-                "same shape": lambda: prefixes.save(
-                    PROMPT, DynamicCache(), attention_mask=torch.ones(2, 100)
-                ),
-                "expected one sequence": lambda: prefixes.load(PROMPT[None]),
-            }
-            for message, attempt in refused.items():
-                with self.subTest(message), self.assertRaisesRegex(InputError, message):
-                    attempt()
-
-
-if __name__ == "__main__":
-    unittest.main()
+        prefixes = self.prefixes(self.model)
+        refused = {
+            "left end": lambda: prefixes.load(PROMPT, **right),
+            "same shape": lambda: prefixes.save(
+                PROMPT, DynamicCache(), attention_mask=torch.ones(2, 100)
+            ),
+            "expected one sequence": lambda: prefixes.load(PROMPT[None]),
+        }
+        for message, attempt in refused.items():
+            with self.subTest(message), self.assertRaisesRegex(InputError, message):
+                attempt()

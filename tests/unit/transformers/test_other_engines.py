@@ -5,82 +5,30 @@ A model of transformers that shares stands for vLLM; `tests/e2e/test_engines.py`
 
 from __future__ import annotations
 
-import json
-import tempfile
-import unittest
-import warnings
-from importlib import util
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 
-from helpers import SOON_S
-from small_models import Family, make_model
+from small_models import Family
+from transformers_case import CHUNK, WINDOW, TransformersTest, computed, prompt_of
 
-CHUNK = 16
-PROMPT = torch.randint(4, 512, (1, 150), generator=torch.Generator().manual_seed(1))
-WINDOW = 40
+PROMPT = prompt_of(150)
 WHOLE = PROMPT.shape[1] // CHUNK * CHUNK
 
 
-@unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
-class TestOtherEngines(unittest.TestCase):
-    models: tempfile.TemporaryDirectory[str]
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        """A folder for the models, which all tests share."""
-        cls.models = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        cls.addClassCleanup(cls.models.cleanup)
-
-    def setUp(self) -> None:
-        """A store of its own."""
-        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self.addCleanup(folder.cleanup)
-        self.store = Path(folder.name) / "kv"
-        patience = mock.patch("vua.transformers.cache._START_WAIT_S", SOON_S)
-        patience.start()
-        self.addCleanup(patience.stop)
-        catching = warnings.catch_warnings()
-        catching.__enter__()
-        self.addCleanup(catching.__exit__, None, None, None)
-        warnings.simplefilter("ignore")  # transformers' own
-
+class TestOtherEngines(TransformersTest):
     def model(self, family: Family = "llama", *, otherwise: bool = False) -> Any:
         """The model; ``otherwise``: its files are the same, and it computes something else."""
-        from transformers import AutoModelForCausalLM
-
-        path = Path(self.models.name, family)
-        if not path.exists():
-            make_model(path, family=family)
-            if family == "mistral":
-                config = path / "config.json"
-                edited = json.loads(config.read_text()) | {"sliding_window": WINDOW}
-                config.write_text(json.dumps(edited))
-        model: Any = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+        model = self.load(self.path(family))
         if otherwise:
             model.model.layers[0].post_attention_layernorm.variance_epsilon = 0.5
         return model
 
-    def prefixes(self, model: Any, **settings: Any) -> Any:
-        from vua.transformers import PrefixCache
-
-        prefixes = PrefixCache(
-            model, self.store, **{"chunk_tokens": CHUNK, "load_policy": "always", **settings}
-        )
-        self.addCleanup(prefixes.close)
-        return prefixes
-
     def save(self, model: Any, ids: torch.Tensor = PROMPT, **settings: Any) -> Any:
-        """Let a model compute ids and store them; the cache that it is stored with."""
-        from transformers import DynamicCache
-
-        cache, prefixes = DynamicCache(), self.prefixes(model, **settings)
-        with torch.no_grad():
-            model(ids, past_key_values=cache)
-        self.assertEqual(ids.shape[1] // CHUNK, prefixes.save(ids, cache))
+        """Let a model compute ids and store them; what it is stored with."""
+        prefixes = self.prefixes(model, **settings)
+        self.assertEqual(ids.shape[1] // CHUNK, prefixes.save(ids, computed(model, ids)))
         return prefixes
 
     def by_vllm(self) -> set[str]:
@@ -126,30 +74,22 @@ class TestOtherEngines(unittest.TestCase):
         model = self.model()
         right = self.prefixes(model, share=True)
         self.assertEqual(96, right.load(PROMPT).num_tokens)
-        cache = right.load(PROMPT).cache
-        with torch.no_grad():
-            model(PROMPT[:, 96:], past_key_values=cache)
+        cache = computed(model, PROMPT[:, 96:], right.load(PROMPT).cache)
         self.assertEqual((WHOLE - 96) // CHUNK, right.save(PROMPT, cache))
         self.assertLess(chunks, self.by_vllm())
         self.assertEqual(WHOLE, self.prefixes(self.model()).load(PROMPT).num_tokens)
 
     def test_windows_alone(self) -> None:
         """Loaded windows of another engine are not stored a second time; nor is that an error."""
-        from transformers import DynamicCache
-
         model = self.model("mistral")
         self.assertEqual(WINDOW, model.config.sliding_window)
         self.save(model, share=True)
         prefixes = self.prefixes(model)
         cache = prefixes.load(PROMPT).cache
         self.assertEqual(WHOLE, cache.get_seq_length())
-        with torch.no_grad():
-            model(PROMPT[:, WHOLE:], past_key_values=cache)
+        computed(model, PROMPT[:, WHOLE:], cache)
         self.assertEqual(0, prefixes.save(PROMPT, cache))
-        cache = DynamicCache()
-        with torch.no_grad():
-            model(PROMPT, past_key_values=cache)
-        self.assertEqual(WHOLE // CHUNK, prefixes.save(PROMPT, cache))
+        self.assertEqual(WHOLE // CHUNK, prefixes.save(PROMPT, computed(model, PROMPT)))
 
     def test_not_its_files(self) -> None:
         """A model that is not what its files hold neither finds nor shares."""

@@ -7,75 +7,36 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
-import unittest
-import warnings
-from collections.abc import Sequence
-from importlib import util
-from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from helpers import SOON_S, in_child, keys_of
+from e2e.checkpoints import edit
+from helpers import in_child, keys_of, weights_known_later
 from small_models import Family, make_model
+from transformers_case import CHUNK, GREEDY, WINDOW, TransformersTest, computed, prompt_of
 from vua import ConfigError, InputError
 from vua.capacity.saved import parted_at
-from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity, config_digest, counted_fields, named_by
-from vua.weights import identify_weights, weights_fingerprint
+from vua.weights import weights_fingerprint
 
-CHUNK = 16
-WINDOW = 40
-PROMPT = torch.randint(4, 512, (1, 150), generator=torch.Generator().manual_seed(1))
-NEW_TOKENS = 12
-
-SECOND_PROCESS = """
+PROMPT = prompt_of(150)
+BY_A_PROCESS = """
 import json, sys
-import torch
-from transformers import AutoModelForCausalLM
-from vua.transformers import PrefixCache
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="eager")
-ids = torch.tensor([json.loads(sys.argv[3])])
-with PrefixCache(model, sys.argv[2], chunk_tokens=16) as prefixes:
-    prefix = prefixes.load(ids)
-    out = model.generate(
-        ids, past_key_values=prefix.cache, max_new_tokens=12, min_new_tokens=12, do_sample=False
-    )
-print(json.dumps([prefix.num_tokens, out[0].tolist()]))
+from pathlib import Path
+from e2e.by_transformers import generate
+model, root = map(Path, sys.argv[1:3])
+print(*generate(model, root, json.loads(sys.argv[3]), new=12, share=False))
 """
-
-
-def load(path: Path, **settings: Any) -> Any:
-    """The model at a path."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", **settings)
 
 
 def generate(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """The ids and what the model greedily adds to them."""
-    return cast(
-        "torch.Tensor",
-        model.generate(
-            ids,
-            past_key_values=cache,
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            do_sample=False,
-        ),
-    )
-
-
-def edit_config(path: Path, **changes: Any) -> Path:
-    """Change keys of a checkpoint's config."""
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    (path / "config.json").write_text(json.dumps({**config, **changes}), encoding="utf-8")
-    return path
+    call = {**GREEDY, "max_new_tokens": 12, "min_new_tokens": 12}
+    return cast("torch.Tensor", model.generate(ids, past_key_values=cache, **call))
 
 
 def chunks(ids: torch.Tensor) -> int:
@@ -83,50 +44,7 @@ def chunks(ids: torch.Tensor) -> int:
     return (ids.shape[1] - 1) // CHUNK
 
 
-@unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
-class TestTransformers(unittest.TestCase):
-    models: tempfile.TemporaryDirectory[str]
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        """A folder for the models, which all tests share."""
-        cls.models = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        cls.addClassCleanup(cls.models.cleanup)
-
-    def setUp(self) -> None:
-        """A store of its own."""
-        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
-        self.store = self.folder / "kv"
-        patience = mock.patch("vua.transformers.cache._START_WAIT_S", SOON_S)
-        patience.start()
-        self.addCleanup(patience.stop)
-        catching = warnings.catch_warnings()
-        catching.__enter__()
-        self.addCleanup(catching.__exit__, None, None, None)
-        warnings.simplefilter("ignore")  # transformers' own
-
-    def model_path(self, family: Family = "llama", **sizes: Any) -> Path:
-        """A checkpoint that this class made once."""
-        name = "-".join([family, *(f"{key}{value}" for key, value in sizes.items())])
-        path = Path(self.models.name, name)
-        if not path.exists():
-            make_model(path, family=family, **sizes)
-            if family == "mistral":
-                edit_config(path, sliding_window=WINDOW)
-        return path
-
-    def prefixes(self, model: Any, **settings: Any) -> Any:
-        """A PrefixCache in this test's store."""
-        from vua.transformers import PrefixCache
-
-        prefixes = PrefixCache(
-            model, self.store, **{"chunk_tokens": CHUNK, "load_policy": "always", **settings}
-        )
-        self.addCleanup(prefixes.close)
-        return prefixes
-
+class TestTransformers(TransformersTest):
     def stored(self, model: Any, prompt: torch.Tensor = PROMPT) -> torch.Tensor:
         """What the model generates for the prompt, after storing the prompt's prefix."""
         from transformers import DynamicCache
@@ -139,21 +57,13 @@ class TestTransformers(unittest.TestCase):
     @pytest.mark.thorough
     def test_same_tokens(self) -> None:
         """Whatever part of a prompt is loaded, the same tokens follow, also in later turns."""
-        self.check_same_tokens("llama", cuts=(150, 64, 17))
-
-    @pytest.mark.thorough
-    def test_same_tokens_of_every_family(self) -> None:
-        """As above, for more models and more parts."""
-        self.check_same_tokens("llama", "qwen3", "mistral", cuts=(150, 100, 65, 64, 17, 16, 1))
-
-    def check_same_tokens(self, *families: Family, cuts: Sequence[int]) -> None:
-        """Compare generated tokens after each of these parts of the prompt was loaded."""
         from transformers import DynamicCache
 
+        families: tuple[Family, ...] = ("llama", "qwen3", "mistral")
         for family in families:
-            model = load(self.model_path(family))
+            model = self.load(self.path(family))
             first = self.stored(model)
-            for cut in cuts:
+            for cut in (150, 100, 65, 64, 17, 16, 1):
                 with self.subTest(family, cut=cut):
                     ids = torch.cat([PROMPT[:, :cut], PROMPT[:, :20].flip(1)], dim=1)
                     expected = generate(model, ids, DynamicCache(config=model.config))
@@ -175,13 +85,10 @@ class TestTransformers(unittest.TestCase):
     @pytest.mark.thorough
     def test_loaded_bytes(self) -> None:
         """A loaded cache holds bit for bit what was saved, in any dtype."""
-        from transformers import DynamicCache
-
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             with self.subTest(dtype):
-                model = load(self.model_path(), dtype=dtype)
-                cache = DynamicCache()
-                model(PROMPT, past_key_values=cache)
+                model = self.load(dtype=dtype)
+                cache = computed(model, PROMPT)
                 saved = self.prefixes(model).save(PROMPT, cache)
                 found = self.prefixes(model).load(PROMPT)
 
@@ -193,86 +100,41 @@ class TestTransformers(unittest.TestCase):
     @pytest.mark.thorough
     def test_second_process(self) -> None:
         """Another process finds the prefix and generates the same tokens."""
-        path = self.model_path()
-        expected = self.stored(load(path))
-        ran = subprocess.run(
-            [
-                *(sys.executable, "-W", "ignore", "-c", SECOND_PROCESS),
-                *(str(path), str(self.store), json.dumps(PROMPT[0].tolist())),
-            ],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        )
-
-        self.assertEqual([144, expected[0].tolist()], json.loads(ran.stdout))
-
-    def test_values_matter(self) -> None:
-        """A store with random V gives other tokens: equal tokens prove something."""
-        model = load(self.model_path())
-        expected = self.stored(model)
-        found = self.prefixes(model).load(PROMPT)
-        generator = torch.Generator().manual_seed(2)
-        forged = [
-            (layer.keys, torch.randn(layer.values.shape, generator=generator))
-            for layer in found.cache.layers
+        found = [
+            subprocess.run(
+                [
+                    *(sys.executable, "-W", "ignore", "-c", BY_A_PROCESS, str(self.path())),
+                    *(str(self.store), json.dumps(PROMPT[0].tolist())),
+                ],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout.split(maxsplit=1)
+            for _ in range(2)
         ]
-        store = self.folder / "forged"
-        identity = self.prefixes(model).identity
-        with VUA(VUAConfig(split_factor=CHUNK), store, identity=identity) as vua:
-            vua.put(PROMPT[:, :144], forged)
-        self.store = store
-        wrong = self.prefixes(model).load(PROMPT)
-
-        self.assertEqual(144, wrong.num_tokens)
-        self.assertNotEqual(expected.tolist(), generate(model, PROMPT, wrong.cache).tolist())
+        self.assertEqual([["0", found[1][1]], ["128", found[0][1]]], found)
 
     @pytest.mark.thorough
     def test_other_models(self) -> None:
         """Other weights, settings or dtypes find nothing, even at the same path."""
-        self.stored(load(self.model_path()))
-        path = make_model(self.folder / "changing")
-        same = load(path)
+        self.stored(self.load())
+        path = make_model(self.root / "changing")
+        same = self.load(path)
         self.assertEqual(144, self.prefixes(same).load(PROMPT).num_tokens)
         make_model(path, seed=1)  # replaces it
-        rope = {"rope_type": "default", "rope_theta": 5e5}
+        other = make_model(self.root / "b")
+        edit(other / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
         others = {
-            "new weights, same path": (load(path), {}),
-            "config": (load(edit_config(make_model(self.folder / "b"), rope_parameters=rope)), {}),
-            "dtype": (load(self.model_path(), dtype=torch.bfloat16), {}),
-            "epoch": (load(self.model_path()), {"epoch": "2"}),
-            "chunk": (load(self.model_path()), {"chunk_tokens": 8}),
+            "new weights, same path": (self.load(path), {}),
+            "config": (self.load(other), {}),
+            "dtype": (self.load(dtype=torch.bfloat16), {}),
+            "epoch": (self.load(), {"epoch": "2"}),
+            "chunk": (self.load(), {"chunk_tokens": 8}),
         }
         for name, (model, settings) in others.items():
             with self.subTest(name):
                 self.assertEqual(0, self.prefixes(model, **settings).load(PROMPT).num_tokens)
-
-    @pytest.mark.thorough
-    def test_ten_rows_of_the_embedding(self) -> None:
-        """A checkpoint with a few tokens trained has caches of its own; put back, it has all."""
-        path = make_model(self.folder / "trained")
-        file = path / "model.safetensors"
-        before = file.read_bytes()
-        prompt = torch.cat([torch.arange(100, 110), torch.arange(200, 274)])[None]
-        self.stored(load(path), prompt)
-        tensors = load_file(file)
-        tensors["model.embed_tokens.weight"][100:110] += 0.5
-        save_file(tensors, file, {"format": "pt"})
-        self.assertEqual(0, self.prefixes(load(path)).load(prompt).num_tokens)
-        file.write_bytes(before)
-        self.assertEqual(80, self.prefixes(load(path)).load(prompt).num_tokens)
-
-    def test_other_files_of_the_same_weights(self) -> None:
-        """Sharded otherwise, with other metadata, with a trainer's files beside: all is found."""
-        self.stored(load(self.model_path()))
-        model, path = load(self.model_path()), self.folder / "sharded"
-        model.save_pretrained(path, max_shard_size="300KB")
-        self.assertLess(1, len([*path.glob("*.safetensors")]))
-        (path / "training_args.bin").write_bytes(b"of no use")
-
-        self.assertEqual(144, self.prefixes(load(path)).load(PROMPT).num_tokens)
 
     @pytest.mark.thorough
     def test_until_the_weights_are_known(self) -> None:
@@ -286,17 +148,11 @@ class TestTransformers(unittest.TestCase):
             ("changed", 1 << 30, 2.0, 0),
         ):
             with self.subTest(name):
-                self.store = self.folder / name
-                model, other, go = load(self.model_path()), PROMPT.flip(1), threading.Event()
+                self.store = self.root / name
+                model, other = self.load(), PROMPT.flip(1)
                 expected = self.stored(model)
-                self.addCleanup(go.set)
-
-                def later(*args: Any, go: threading.Event = go, **settings: Any) -> Any:
-                    go.wait(60)
-                    return identify_weights(*args, **settings)
-
                 with (
-                    mock.patch("vua.store.identified.identify_weights", later),
+                    weights_known_later() as go,
                     mock.patch("vua.store.identified._EARLY_NBYTES", most),
                     mock.patch("vua.transformers.cache._START_WAIT_S", 0.01),
                     self.assertLogs("vua.transformers", "INFO") as logs,
@@ -325,12 +181,9 @@ class TestTransformers(unittest.TestCase):
     @pytest.mark.thorough
     def test_forked_child(self) -> None:
         """A forked child loads and saves, though a thread held the lock that it then needs."""
-        from transformers import DynamicCache
-
-        model, other, cache = load(self.model_path()), PROMPT.flip(1), DynamicCache()
+        model, other = self.load(), PROMPT.flip(1)
         self.stored(model)
-        with torch.no_grad():
-            model(input_ids=other, past_key_values=cache)
+        cache = computed(model, other)
         prefixes = self.prefixes(model)
         self.assertEqual(144, prefixes.load(PROMPT).num_tokens)
 
@@ -361,16 +214,10 @@ class TestTransformers(unittest.TestCase):
     @pytest.mark.thorough
     def test_forked_before_the_weights_are_known(self) -> None:
         """A child looks for them itself: the thread that did is not there."""
-        model = load(self.model_path())
+        model = self.load()
         self.stored(model)
-        go = threading.Event()
-
-        def later(*args: Any, **settings: Any) -> Any:
-            go.wait(60)
-            return identify_weights(*args, **settings)
-
         with (
-            mock.patch("vua.store.identified.identify_weights", later),
+            weights_known_later() as go,
             mock.patch("vua.transformers.cache._START_WAIT_S", 0.01),
         ):
             prefixes = self.prefixes(model)
@@ -389,7 +236,7 @@ class TestTransformers(unittest.TestCase):
 
     def test_weights_that_cannot_be_told(self) -> None:
         """Known at once: an error; later: one line in the log, misses, and `ready` says why."""
-        model = load(self.model_path())
+        model = self.load()
         problem = mock.patch(
             "vua.store.identified.identify_weights", side_effect=ConfigError("no way")
         )
@@ -410,8 +257,8 @@ class TestTransformers(unittest.TestCase):
         """The identity has the fields that vLLM gives it, wherever the model lies."""
         from vua.transformers import identity_of, layout_of
 
-        path = self.model_path("qwen3")
-        model = load(path)
+        path = self.path("qwen3")
+        model = self.load(path)
         config = named_by("vllm", model.config.get_text_config().to_dict())
         expected = Identity(
             model=config_digest(config),
@@ -431,43 +278,14 @@ class TestTransformers(unittest.TestCase):
             {k: v for k, v in layout_of(model).describe().items() if k != "chunk_tokens"},
         )
 
-    @pytest.mark.thorough
-    def test_hub_snapshot(self) -> None:
-        """A model named by its hub id is identified by its files in the hub's cache."""
-        code = """
-import sys
-from transformers import AutoModelForCausalLM
-from vua.transformers import identity_of
-one, other = (identity_of(AutoModelForCausalLM.from_pretrained(name)) for name in sys.argv[1:])
-print(one.namespace == other.namespace, one.name)
-"""
-        path, revision = self.model_path(), "0" * 40
-        repo = self.folder / "hub" / "models--some--model"
-        (repo / "refs").mkdir(parents=True)
-        (repo / "refs" / "main").write_text(revision, encoding="utf-8")
-        (repo / "snapshots").mkdir()
-        (repo / "snapshots" / revision).symlink_to(path)
-        env = {"HF_HUB_CACHE": str(repo.parent), "HF_HUB_OFFLINE": "1"}
-        ran = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code, "some/model", str(path)],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        )
-
-        self.assertEqual("True some/model", ran.stdout.strip())
-
     def test_short_inputs(self) -> None:
         """At least one token is left to compute; parts of chunks are not stored."""
         from transformers import DynamicCache
 
-        model = load(self.model_path())
+        model = self.load()
         prefixes = self.prefixes(model)
-        cache = DynamicCache()
-        self.assertEqual(0, prefixes.save(PROMPT, cache))
-        model(PROMPT[:, :40], past_key_values=cache)
+        self.assertEqual(0, prefixes.save(PROMPT, DynamicCache()))
+        cache = computed(model, PROMPT[:, :40])
 
         self.assertEqual(0, prefixes.save(PROMPT[0, :15], cache))
         self.assertEqual(2, prefixes.save(PROMPT[0].tolist(), cache))
@@ -480,33 +298,31 @@ print(one.namespace == other.namespace, one.name)
         """A cache that dropped tokens is refused; one that fits the window, or fills it, is not."""
         from transformers import DynamicCache
 
-        model = load(self.model_path("mistral"))
-        prefixes = self.prefixes(model)
-        trimmed = DynamicCache(config=model.config)
-        out = generate(model, PROMPT, trimmed)
-        with self.assertRaisesRegex(InputError, r"holds tokens 128 to 160 alone.*DynamicCache\(\)"):
-            prefixes.save(out, trimmed)
-        short = DynamicCache(config=model.config)
-        model(PROMPT[:, :35], past_key_values=short)
-        self.assertEqual(2, prefixes.save(PROMPT, short))
-        self.assertEqual(out.tolist(), self.stored_again(prefixes, model).tolist())
-        small = prefixes.load(PROMPT, DynamicCache(config=model.config))
-
-        self.assertEqual((144, WINDOW - 1), (small.num_tokens, small.cache.layers[0].keys.shape[2]))
-        self.assertEqual(out.tolist(), generate(model, PROMPT, small.cache).tolist())
-
-    def stored_again(self, prefixes: Any, model: Any) -> torch.Tensor:
-        """What follows a loaded prefix, after saving the cache that was loaded and extended."""
-        found = prefixes.load(PROMPT)
-        out = generate(model, PROMPT, found.cache)
-        self.assertEqual(chunks(out) - 2, prefixes.save(out, found.cache))
-        return out
+        for model in (self.load(self.path("mistral")), self.mixed()):
+            with self.subTest(model.config.model_type):
+                self.store = self.root / model.config.model_type
+                prefixes = self.prefixes(model)
+                trimmed = DynamicCache(config=model.config)
+                out = generate(model, PROMPT, trimmed)
+                with self.assertRaisesRegex(InputError, r"128 to 160 alone.*DynamicCache\(\)"):
+                    prefixes.save(out, trimmed)
+                self.assertEqual(1, self.count(""))  # the probe
+                short = computed(model, PROMPT[:, :35], DynamicCache(config=model.config))
+                self.assertEqual(2, prefixes.save(PROMPT, short))
+                found = prefixes.load(PROMPT)
+                again = generate(model, PROMPT, found.cache)
+                self.assertEqual(chunks(out) - 2, prefixes.save(again, found.cache))
+                small = prefixes.load(PROMPT, DynamicCache(config=model.config))
+                kept = small.cache.layers[0].keys.shape[2]
+                self.assertEqual((144, WINDOW - 1), (small.num_tokens, kept))
+                self.assertEqual(out.tolist(), again.tolist())
+                self.assertEqual(out.tolist(), generate(model, PROMPT, small.cache).tolist())
 
     def mixed(self) -> Any:
         """A model with a layer that attends to everything between two with a window."""
         from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-        path = Path(self.models.name, "mixed")
+        path = self.models / "mixed"
         if not path.exists():
             kinds = ["sliding_attention", "full_attention", "sliding_attention"]
             torch.manual_seed(5)
@@ -525,9 +341,9 @@ print(one.namespace == other.namespace, one.name)
                 pad_token_id=3,
             )
             Gemma3ForCausalLM(config).save_pretrained(path)
-        return load(path)
+        return self.load(path)
 
-    def files(self, group: str) -> int:
+    def count(self, group: str) -> int:
         """How many files of a group of layers are stored."""
         return sum(path.name.startswith(group) for path in self.store.rglob("*.safetensors"))
 
@@ -538,7 +354,7 @@ print(one.namespace == other.namespace, one.name)
 
         model = self.mixed()
         out = self.stored(model)
-        self.assertEqual((10, 10), (self.files("w40.l0-2"), self.files("l0-1")))
+        self.assertEqual((10, 10), (self.count("w40.l0-2"), self.count("l0-1")))
         for key in keys_of(out[0].tolist(), CHUNK)[:6]:  # what the window of 144 tokens left behind
             next(self.store.rglob(f"{key.name}/w40.*")).unlink()
         for cut, whole in ((150, 144), (140, 0), (40, 0)):
@@ -561,35 +377,19 @@ print(one.namespace == other.namespace, one.name)
         longer = torch.cat([PROMPT[:, :144], PROMPT[:, :60]], dim=1)
         out = generate(model, longer, found.cache)
         expected = generate(model, longer, DynamicCache())
-        self.store = self.folder / "elsewhere"  # where nothing of it is stored
+        self.store = self.root / "elsewhere"  # where nothing of it is stored
         prefixes = self.prefixes(model)
         prefixes.save(out, found.cache)
-        self.assertEqual((0, 13), (prefixes.load(longer[:, :100]).num_tokens, self.files("l0-1")))
+        self.assertEqual((0, 13), (prefixes.load(longer[:, :100]).num_tokens, self.count("l0-1")))
         again = prefixes.load(longer)
         self.assertEqual(192, again.num_tokens)
         self.assertEqual(expected.tolist(), out.tolist())
         self.assertEqual(expected.tolist(), generate(model, longer, again.cache).tolist())
 
     @pytest.mark.thorough
-    def test_default_cache(self) -> None:
-        """The cache that `generate` makes keeps the last window alone: it is refused."""
-        from transformers import DynamicCache
-
-        model = self.mixed()
-        trimmed = DynamicCache(config=model.config)
-        out = generate(model, PROMPT, trimmed)
-        with self.assertRaisesRegex(InputError, "layer 0 holds tokens 128 to 160 alone"):
-            self.prefixes(model).save(out, trimmed)
-        self.assertEqual(1, self.files(""))  # the probe
-        self.stored(model)
-        small = self.prefixes(model).load(PROMPT, DynamicCache(config=model.config))
-        self.assertEqual((144, WINDOW - 1), (small.num_tokens, small.cache.layers[0].keys.shape[2]))
-        self.assertEqual(out.tolist(), generate(model, PROMPT, small.cache).tolist())
-
-    @pytest.mark.thorough
     def test_where_prompts_part(self) -> None:
         """What is noted is what is stored of each row, also where it is not loaded."""
-        model = load(self.model_path())
+        model = self.load()
         self.stored(model)
         other, both = PROMPT.clone(), torch.cat([PROMPT, PROMPT])
         other[0, 100], both[1, 3] = 3, 3
@@ -606,7 +406,7 @@ print(one.namespace == other.namespace, one.name)
         """Where loads take longer than prefills do, prompts are computed; both are measured."""
         from vua.transformers.layers import StoredLayers
 
-        model, now_s, pause_s, read = load(self.model_path()), [0.0], [0.0], StoredLayers.read
+        model, now_s, pause_s, read = self.load(), [0.0], [0.0], StoredLayers.read
         self.stored(model)
 
         def slowly(*args: Any) -> Any:
@@ -648,7 +448,7 @@ print(one.namespace == other.namespace, one.name)
         from vua.store.writer import EntryWriter
         from vua.transformers.cache import State
 
-        model = load(self.model_path())
+        model = self.load()
         out = self.stored(model)
         prefixes = self.prefixes(model)
         prefix = prefixes.load(PROMPT)
@@ -674,83 +474,26 @@ print(one.namespace == other.namespace, one.name)
     @pytest.mark.thorough
     def test_batch_of_windows(self) -> None:
         """In a batch a hit may end within a chunk; its window is read to just there."""
-        from vua.transformers import reuse_prefixes
-
         model = self.mixed()
         mask = torch.ones((2, 150), dtype=torch.long)
         mask[1, :23] = 0
         ids = torch.cat([PROMPT, PROMPT.flip(1)])
         batch = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
         expected = model.generate(**batch)
-        with reuse_prefixes(
-            model, self.store, chunk_tokens=CHUNK, load_policy="always"
-        ) as prefixes:
-            prefixes.ready()
+        with self.reusing(model) as prefixes:
             for _ in range(2):
                 self.assertEqual(expected.tolist(), model.generate(**batch).tolist())
             self.assertEqual(135, prefixes.load(ids, attention_mask=mask).num_tokens)
-
-    def kinds(self) -> dict[str, Any]:
-        """Random models of kinds that only computing tells apart; each named by its own files."""
-        import transformers
-
-        one = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4}
-        gemma = {**one, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 8}
-        gemma |= {"intermediate_size": 64, "sliding_window": 8, "vocab_size_per_layer_input": 64}
-        gemma |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
-        gemma["hidden_size_per_layer_input"] = 8
-        made = {}
-        for name, kind, settings in (
-            ("one head", "Falcon", {**one, "num_hidden_layers": 2, "multi_query": True}),
-            ("shared", "Gemma4", {**gemma, "num_kv_shared_layers": 2, "global_head_dim": 8}),
-            ("two sizes", "Gemma4", {**gemma, "num_kv_shared_layers": 0, "global_head_dim": 16}),
-        ):
-            made_by = getattr(transformers, f"{kind}ForCausalLM", None)
-            if made_by is None:  # an older transformers
-                continue
-            config = getattr(transformers, kind + ("Config" if kind == "Falcon" else "TextConfig"))
-            path = self.folder / name
-            made_by(config(**settings)).save_pretrained(path)
-            made[name] = made_by.from_pretrained(path)
-        return made
-
-    def test_kinds(self) -> None:
-        """What a model computes counts, not what its config lets expect; refused before any use."""
-        from transformers import DynamicCache
-
-        kinds = self.kinds()
-        ids = torch.arange(5, 55)[None]
-        cache = DynamicCache()
-        with torch.no_grad():
-            kinds["one head"](ids, past_key_values=cache)
-        prefixes = self.prefixes(kinds.pop("one head"))
-        self.assertEqual(3, prefixes.save(ids, cache))
-        self.assertEqual((48, 1), (prefixes.load(ids).num_tokens, prefixes.layout.kv_heads))
-        if "shared" not in kinds:
-            return
-        expected, model = generate(kinds["shared"], ids, DynamicCache()), kinds["shared"]
-        prefixes = self.prefixes(model)
-        for loaded in (0, 48):  # two layers of four keep K and V, of which the others attend to
-            found = prefixes.load(ids)
-            self.assertEqual(loaded, found.num_tokens)
-            self.assertEqual(expected.tolist(), generate(model, ids, found.cache).tolist())
-            prefixes.save(ids, found.cache)
-        self.store = self.folder / "kv of two sizes"
-        with self.assertRaisesRegex(ConfigError, "different shapes"):
-            self.prefixes(kinds["two sizes"])
-        self.assertFalse(self.store.exists())
 
     def test_refused_caches(self) -> None:
         """What cannot be stored whole is refused, and the message says why."""
         from transformers import DynamicCache, StaticCache
 
-        model = load(self.model_path())
+        model = self.load()
         prefixes = self.prefixes(model)
-        other = load(self.model_path("llama", layers=3))
-        cache, deep, batch = DynamicCache(), DynamicCache(), DynamicCache()
-        model(PROMPT, past_key_values=cache)
-        other(PROMPT, past_key_values=deep)
-        model(PROMPT.repeat(2, 1), past_key_values=batch)
+        other = self.load(self.path(layers=3))
+        cache, deep = computed(model, PROMPT), computed(other, PROMPT)
+        batch = computed(model, PROMPT.repeat(2, 1))
         half = DynamicCache()
         for number, layer in enumerate(cache.layers):
             half.update(layer.keys.half(), layer.values.half(), number)
@@ -766,36 +509,11 @@ print(one.namespace == other.namespace, one.name)
         for message, attempt in refused.items():
             with self.subTest(message), self.assertRaisesRegex(InputError, message):
                 attempt()
-        self.assertEqual(1, self.files(""))  # the probe
-
-    def test_refused_models(self) -> None:
-        """A model whose caches cannot be identified or shared is refused, with the remedy."""
-        import transformers
-
-        never_loaded = transformers.AutoModelForCausalLM.from_config
-        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-        longrope = {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "short_factor": [1.0] * 16,
-            "long_factor": [2.0] * 16,
-            "original_max_position_embeddings": 64,
-        }
-        refused = {
-            "without K and V per token": never_loaded(transformers.MambaConfig(**sizes)),
-            "prompt's length": load(
-                edit_config(make_model(self.folder / "l"), rope_parameters=longrope)
-            ),
-        }
-        for message, model in refused.items():
-            with self.subTest(message), self.assertRaisesRegex(ConfigError, message):
-                self.prefixes(model)
-        with self.assertRaisesRegex(ConfigError, "^load_policy must be"):
-            self.prefixes(load(self.model_path()), load_policy="soon")
+        self.assertEqual(1, self.count(""))  # the probe
 
     def test_damage(self) -> None:
         """A damaged chunk shortens the prefix, and the same tokens follow."""
-        model = load(self.model_path())
+        model = self.load()
         expected = self.stored(model)
         files = sorted(self.store.rglob("*.safetensors"))
         self.assertTrue(files)
@@ -808,7 +526,3 @@ print(one.namespace == other.namespace, one.name)
 
         self.assertLess(found.num_tokens, 144)
         self.assertEqual(expected.tolist(), generate(model, PROMPT, found.cache).tolist())
-
-
-if __name__ == "__main__":
-    unittest.main()

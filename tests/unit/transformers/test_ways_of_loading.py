@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-import tempfile
 import unittest
-import warnings
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -15,52 +12,25 @@ from unittest import mock
 import pytest
 import torch
 
-from helpers import SOON_S
 from model_changes import CHANGES
-from small_models import make_model
+from transformers_case import GREEDY, TransformersTest, prompt_of
 
 pytestmark = pytest.mark.thorough
 
-CHUNK = 16
-PROMPT = torch.randint(4, 512, (1, 100), generator=torch.Generator().manual_seed(1))
+PROMPT = prompt_of(100)
 WHOLE = 96
-GREEDY: dict[str, Any] = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 HUB_NAME = "someone/tiny"
 
 needs_peft = unittest.skipUnless(util.find_spec("peft"), "peft is not installed")
 
 
-@unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
-class WaysTest(unittest.TestCase):
-    path: Path
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        """A small model."""
-        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        cls.addClassCleanup(folder.cleanup)
-        cls.path = make_model(Path(folder.name, "model"))
+class WaysTest(TransformersTest):
+    attention = None
 
     def setUp(self) -> None:
-        """A store, in which the plain model has stored the prompt."""
-        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
-        self.store = self.folder / "kv"
-        patience = mock.patch("vua.transformers.cache._START_WAIT_S", SOON_S)
-        patience.start()
-        self.addCleanup(patience.stop)
-        catching = warnings.catch_warnings()
-        catching.__enter__()
-        self.addCleanup(catching.__exit__, None, None, None)
-        warnings.simplefilter("ignore")  # transformers', torch's and PEFT's own
-        self.assertEqual((0, ""), self.ask(self.load()))
-
-    def load(self, path: Path | str | None = None, **settings: Any) -> Any:
-        """A model."""
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(path or self.path, **settings).eval()
+        """Let the plain model store the prompt."""
+        super().setUp()
+        self.assertEqual((0, ""), self.found(self.load()))
 
     def changed(self) -> Any:
         """The model with other embeddings."""
@@ -68,22 +38,10 @@ class WaysTest(unittest.TestCase):
         CHANGES["rows of the embedding"](model, torch.Generator().manual_seed(5))
         return model
 
-    def ask(self, model: Any, by: Any = None) -> tuple[int, str]:
-        """How much a model finds stored, and what is said of it; its tokens have to be its own."""
-        from vua.transformers import reuse_prefixes
-
-        say = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT), **GREEDY}
-        expected = (by or model).generate(**say).tolist()
-        with self.assertLogs("vua.transformers", logging.INFO) as logs:
-            logging.getLogger("vua.transformers").info("so that there is a line")
-            with reuse_prefixes(
-                model, self.store, chunk_tokens=CHUNK, load_policy="always"
-            ) as prefixes:
-                prefixes.ready()
-                loaded = prefixes.load(PROMPT).num_tokens
-                for _ in range(2):
-                    self.assertEqual(expected, (by or model).generate(**say).tolist())
-        said = (record.getMessage() for record in logs.records[1:])
+    def found(self, model: Any) -> tuple[int, str]:
+        """How many tokens of the prompt a model finds stored, and what is said of the model."""
+        loaded, records = self.ask(model, PROMPT)
+        said = (record.getMessage() for record in records)
         return loaded, " ".join(text for text in said if "weights identified" not in text)
 
     def assert_own(self, difference: str, *models: Any) -> None:
@@ -92,41 +50,41 @@ class WaysTest(unittest.TestCase):
         The plain model still finds its own.
         """
         for model, expected in zip(models, [0] + [WHOLE] * len(models), strict=False):
-            loaded, said = self.ask(model)
+            loaded, said = self.found(model)
             self.assertEqual(expected, loaded)
             self.assertRegex(said, f"named by its tensors in memory, because .*{difference}")
-        self.assertEqual((WHOLE, ""), self.ask(self.load()))
+        self.assertEqual((WHOLE, ""), self.found(self.load()))
 
     def test_shards(self) -> None:
         """Sharding does not count."""
-        self.load().save_pretrained(self.folder / "shards", max_shard_size="300KB")
-        self.assertEqual((WHOLE, ""), self.ask(self.load(self.folder / "shards")))
-        self.changed().save_pretrained(self.folder / "others", max_shard_size="300KB")
-        self.assertEqual((0, ""), self.ask(self.load(self.folder / "others")))  # as its files say
+        self.load().save_pretrained(self.root / "shards", max_shard_size="300KB")
+        self.assertEqual((WHOLE, ""), self.found(self.load(self.root / "shards")))
+        self.changed().save_pretrained(self.root / "others", max_shard_size="300KB")
+        self.assertEqual((0, ""), self.found(self.load(self.root / "others")))  # as its files say
 
     def test_bin(self) -> None:
         """Of torch's files each element is compared, too; the files name the weights."""
         from vua.transformers import identity_of
         from vua.weights import weights_fingerprint
 
-        folder = self.folder / "bin"
+        folder = self.root / "bin"
         model = self.load()
         model.config.save_pretrained(folder)
         torch.save(model.state_dict(), folder / "pytorch_model.bin")
         self.assertEqual(weights_fingerprint(folder), identity_of(self.load(folder)).weights)
-        self.assertEqual((0, ""), self.ask(self.load(folder)))
-        self.assertEqual((WHOLE, ""), self.ask(self.load(folder)))
+        self.assertEqual((0, ""), self.found(self.load(folder)))
+        self.assertEqual((WHOLE, ""), self.found(self.load(folder)))
         other = self.load(folder)
         CHANGES["rows of a parameter"](other, torch.Generator().manual_seed(5))
         self.assert_own("_proj.weight differs from what the files hold", other)
 
     def test_variant(self) -> None:
         """Other weights beside those that are named."""
-        folder = self.folder / "both"
+        folder = self.root / "both"
         self.load().save_pretrained(folder)
         self.load().save_pretrained(folder, variant="same")
         self.changed().save_pretrained(folder, variant="other")
-        self.assertEqual((WHOLE, ""), self.ask(self.load(folder, variant="same")))
+        self.assertEqual((WHOLE, ""), self.found(self.load(folder, variant="same")))
         self.assert_own(
             "embed_tokens.weight differs from what the files hold",
             *(self.load(folder, variant="other") for _ in range(2)),
@@ -134,11 +92,11 @@ class WaysTest(unittest.TestCase):
 
     def test_subfolder(self) -> None:
         """Other weights below those that are named, or weights below a folder that has none."""
-        folder = self.folder / "above"
+        folder = self.root / "above"
         self.load().save_pretrained(folder)
         self.changed().save_pretrained(folder / "other")
         self.load().save_pretrained(folder / "same")
-        self.assertEqual((WHOLE, ""), self.ask(self.load(folder, subfolder="same")))
+        self.assertEqual((WHOLE, ""), self.found(self.load(folder, subfolder="same")))
         self.assert_own(
             "embed_tokens.weight differs from what the files hold",
             self.load(folder, subfolder="other"),
@@ -148,10 +106,12 @@ class WaysTest(unittest.TestCase):
 
     def test_revision(self) -> None:
         """Each revision in the hub's cache is its own files, whichever of them are there."""
-        hub = self.folder / "hub"
+        from vua.transformers import identity_of
+
+        hub = self.root / "hub"
         place = hub / "models--someone--tiny"
         first, second = "1" * 40, "2" * 40
-        shutil.copytree(self.path, place / "snapshots" / first)
+        shutil.copytree(self.path(), place / "snapshots" / first)
         self.changed().save_pretrained(place / "snapshots" / second)
         (place / "refs").mkdir()
         (place / "refs" / "main").write_text(second)
@@ -161,12 +121,13 @@ class WaysTest(unittest.TestCase):
             self.assert_own(
                 by_tensors, *(self.load(HUB_NAME, revision=one) for one in ("v1", first))
             )
-            self.assertEqual((0, ""), self.ask(self.load(HUB_NAME)))
-            self.assertEqual((WHOLE, ""), self.ask(self.load(HUB_NAME, revision="main")))
+            self.assertEqual((0, ""), self.found(self.load(HUB_NAME)))
+            self.assertEqual((WHOLE, ""), self.found(self.load(HUB_NAME, revision="main")))
             moved = self.load(HUB_NAME, revision="v1")
-        elsewhere = self.folder / "elsewhere"
+        elsewhere = self.root / "elsewhere"
         with mock.patch("huggingface_hub.constants.HF_HUB_CACHE", str(elsewhere)):
-            loaded, said = self.ask(moved)
+            loaded, said = self.found(moved)
+            self.assertEqual(HUB_NAME, identity_of(moved).name)
         self.assertEqual(WHOLE, loaded)
         self.assertIn("neither a directory nor in the hub's cache", said)
 
@@ -175,14 +136,14 @@ class WaysTest(unittest.TestCase):
         from vua.transformers import identity_of
         from vua.weights import weights_fingerprint
 
-        half = self.folder / "half"
+        half = self.root / "half"
         self.load().to(torch.bfloat16).save_pretrained(half)
-        for path, dtype in ((self.path, torch.bfloat16), (half, torch.float32)):
+        for path, dtype in ((self.path(), torch.bfloat16), (half, torch.float32)):
             cast = identity_of(self.load(path, dtype=dtype))
             self.assertEqual(weights_fingerprint(path), cast.weights)
             self.assertEqual({torch.bfloat16: "BF16", torch.float32: "F32"}[dtype], cast.kv_dtype)
-        self.assertEqual((0, ""), self.ask(self.load(half, dtype=torch.float32)))
-        self.assertEqual((WHOLE, ""), self.ask(self.load(half, dtype=torch.float32)))
+        self.assertEqual((0, ""), self.found(self.load(half, dtype=torch.float32)))
+        self.assertEqual((WHOLE, ""), self.found(self.load(half, dtype=torch.float32)))
         rounded = [self.load().to(torch.bfloat16).float() for _ in range(2)]
         self.assert_own("weight differs from what the files hold", *rounded)
 
@@ -190,7 +151,7 @@ class WaysTest(unittest.TestCase):
         """What transformers reads of GGUF is its own model, quantised or not."""
         for quantised in (False, True):
             with self.subTest(quantised=quantised):
-                folder = self.folder / f"gguf-{quantised}"
+                folder = self.root / f"gguf-{quantised}"
                 folder.mkdir()
                 write_gguf(self.load(), folder / "a.gguf", quantised=quantised)
                 loaded = [self.load(folder, gguf_file="a.gguf") for _ in range(2)]
@@ -216,14 +177,12 @@ class WaysTest(unittest.TestCase):
         self.assert_own(own, wrapped(1))
         merged = [wrapped().merge_and_unload() for _ in range(2)]
         self.assert_own("q_proj.weight differs from what the files hold", *merged)
-        self.assertEqual((WHOLE, ""), self.ask(wrapped().unload().eval()))
+        self.assertEqual((WHOLE, ""), self.found(wrapped().unload().eval()))
 
     @needs_peft
     def test_lora_inside(self) -> None:
         """Adapters that are switched inside the block: each state of the model finds its own."""
         from peft import LoraConfig, get_peft_model
-
-        from vua.transformers import reuse_prefixes
 
         torch.manual_seed(3)
         adapter = LoraConfig(
@@ -235,22 +194,19 @@ class WaysTest(unittest.TestCase):
             plain = model.generate(**say).tolist()
         expected = model.generate(**say).tolist()
         self.assertNotEqual(plain, expected)
-        with reuse_prefixes(model, self.store, chunk_tokens=CHUNK) as prefixes:
-            prefixes.ready()
+        with self.reusing(model) as prefixes:
             for turn in range(2):
                 self.assertEqual(expected, model.generate(**say).tolist())
                 with model.disable_adapter():
                     self.assertEqual(WHOLE if turn else 0, prefixes.load(PROMPT).num_tokens)
                     self.assertEqual(plain, model.generate(**say).tolist())
                 self.assertEqual(WHOLE, prefixes.load(PROMPT).num_tokens)
-        self.assertEqual((WHOLE, ""), self.ask(self.load()))
+        self.assertEqual((WHOLE, ""), self.found(self.load()))
 
     @needs_peft
     def test_prompt_tuning(self) -> None:
         """Virtual tokens come as embeddings: computed as ever, and the plain model goes on."""
         from peft import PromptTuningConfig, get_peft_model
-
-        from vua.transformers import reuse_prefixes
 
         model = self.load()
         settings = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=8)
@@ -258,15 +214,12 @@ class WaysTest(unittest.TestCase):
         say = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT), **GREEDY}
         expected = [each.generate(**say).tolist() for each in (wrapper, self.load())]
         self.assertNotEqual(*expected)
-        with reuse_prefixes(
-            wrapper, self.store, chunk_tokens=CHUNK, load_policy="always"
-        ) as prefixes:
-            prefixes.ready()
+        with self.reusing(wrapper) as prefixes:
             for _ in range(2):
                 found = [each.generate(**say).tolist() for each in (wrapper, model)]
                 self.assertEqual(expected, found)
             self.assertEqual(WHOLE, prefixes.load(PROMPT).num_tokens)
-        self.assertEqual((WHOLE, ""), self.ask(self.load()))
+        self.assertEqual((WHOLE, ""), self.found(self.load()))
 
 
 def write_gguf(model: Any, path: Path, *, quantised: bool) -> None:
@@ -303,7 +256,3 @@ def write_gguf(model: Any, path: Path, *, quantised: bool) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-if __name__ == "__main__":
-    unittest.main()

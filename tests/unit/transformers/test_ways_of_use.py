@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
-import tempfile
 import unittest
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import util
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from helpers import SOON_S
-from small_models import make_model
+from e2e.checkpoints import edit
+from transformers_case import GREEDY, TransformersTest, prompt_of
 from vua import ConfigError
 
-CHUNK = 16
-PROMPT = torch.randint(4, 100, (1, 100), generator=torch.Generator().manual_seed(1))
-GREEDY: dict[str, Any] = {
-    "max_new_tokens": 6,
-    "min_new_tokens": 6,
-    "do_sample": False,
-    "pad_token_id": 3,
-}
+PROMPT = prompt_of(100, 100)
 SMALL: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 32,
@@ -132,74 +120,45 @@ class OwnForCausalLM(LlamaForCausalLM):
 MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
 MLA |= {"v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
 MLA |= {"topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
-KINDS: dict[str, Callable[[], Any]] = {
-    "longrope": of("LlamaConfig", rope_parameters=LONGROPE),
-    "LFM2": of("Lfm2Config", layer_types=["conv", "full_attention"]),
-    "DeepSeek V2": of("DeepseekV2Config", **MLA),
-    "DeepSeek V3": of("DeepseekV3Config", **MLA),
-    "Gemma 3 for images": gemma3,
-    "learned positions": of("OPTConfig", ffn_dim=48, word_embed_proj_dim=32),
-    "a table of rotations": of("GPTJConfig", rotary_dim=8),
-    "Mamba": of("MambaConfig"),
-    "an encoder": of("BertGenerationConfig"),
+GEMMA4 = {"num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 8, "sliding_window": 8}
+GEMMA4 |= {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+SHARED = {**GEMMA4, "num_kv_shared_layers": 2, "global_head_dim": 8}
+TWO_SIZES = {**GEMMA4, "num_kv_shared_layers": 0, "global_head_dim": 16}
+NO_TOKENS = "without K and V per token"
+KINDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "longrope": (of("LlamaConfig", rope_parameters=LONGROPE), "changes with the prompt's length"),
+    "LFM2": (of("Lfm2Config", layer_types=["conv", "full_attention"]), NO_TOKENS),
+    "DeepSeek V2": (of("DeepseekV2Config", **MLA), ""),
+    "DeepSeek V3": (of("DeepseekV3Config", **MLA), ""),
+    "Gemma 3 for images": (gemma3, ""),
+    "learned positions": (of("OPTConfig", ffn_dim=48, word_embed_proj_dim=32), ""),
+    "a table of rotations": (of("GPTJConfig", rotary_dim=8), ""),
+    "one head": (of("FalconConfig", multi_query=True), ""),
+    "layers that share K and V": (of("Gemma4TextConfig", **SHARED), ""),
+    "layers of two sizes": (of("Gemma4TextConfig", **TWO_SIZES), "different shapes"),
+    "Mamba": (of("MambaConfig"), NO_TOKENS),
+    "an encoder": (of("BertGenerationConfig"), "cannot be stored"),
 }
+"""Models, and why they are not stored; "": they are."""
 
 
-@unittest.skipUnless(util.find_spec("transformers"), "transformers is not installed")
-class WaysOfUseTest(unittest.TestCase):
-    path: Path
-
-    @classmethod
-    def setUpClass(cls) -> None:
-        """A small Llama."""
-        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        cls.addClassCleanup(folder.cleanup)
-        cls.path = make_model(Path(folder.name, "model"))
+class WaysOfUseTest(TransformersTest):
+    attention = None
 
     def setUp(self) -> None:
-        """A store of its own."""
-        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        self.addCleanup(folder.cleanup)
-        self.store = Path(folder.name, "kv")
-        patience = mock.patch("vua.transformers.cache._START_WAIT_S", SOON_S)
-        patience.start()
-        self.addCleanup(patience.stop)
-        catching = warnings.catch_warnings()
-        catching.__enter__()
-        self.addCleanup(catching.__exit__, None, None, None)
-        warnings.simplefilter("ignore")  # transformers', torch's and PEFT's own
+        """Random models are the same each time."""
+        super().setUp()
         torch.manual_seed(0)
 
-    def load(self, **settings: Any) -> Any:
-        """The Llama."""
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(self.path, **settings).eval()
-
-    def ask(self, model: Any, prompt: torch.Tensor = PROMPT) -> tuple[int, list[str]]:
-        """Tokens loaded by the second of two blocks, and warnings; tokens have to be the model's.
-
-        The tokens are compared with those outside of the block.
-        """
-        from vua.transformers import reuse_prefixes
-
-        say = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt), **GREEDY}
-        expected = model.generate(**say).tolist()
-        with self.assertLogs("vua.transformers", logging.INFO) as logs:
-            logging.getLogger("vua.transformers").info("so that there is a line")
-            for _ in range(2):
-                with reuse_prefixes(
-                    model, self.store, chunk_tokens=CHUNK, load_policy="always"
-                ) as prefixes:
-                    self.assertTrue(prefixes.ready(SOON_S))
-                    loaded = prefixes.load(prompt).num_tokens
-                    self.assertEqual(expected, model.generate(**say).tolist())
-        warned = [one.getMessage() for one in logs.records if one.levelno >= logging.WARNING]
-        return loaded, warned
+    def found(self, model: Any) -> tuple[int, list[str]]:
+        """How many tokens the second of two blocks finds stored, and the warnings of both."""
+        loaded, records = self.ask(model, PROMPT, blocks=2)
+        return loaded, [one.getMessage() for one in records if one.levelname == "WARNING"]
 
     def assert_computed(self, model: Any, reason: str = "") -> None:
         """Nothing is stored, and each block has one line that says why."""
-        loaded, warned = self.ask(model)
+        loaded, warned = self.found(model)
         self.assertEqual((0, 2), (loaded, len(warned)), warned)
         self.assertRegex(warned[0], reason)
         self.assertFalse([*self.store.rglob("*.safetensors")])
@@ -207,12 +166,14 @@ class WaysOfUseTest(unittest.TestCase):
     @pytest.mark.thorough
     def test_kinds(self) -> None:
         """What has K and V per token hits; what has not computes as it did, with a line."""
-        for name, make in KINDS.items():
+        for name, (make, reason) in KINDS.items():
             with self.subTest(name):
-                self.store = self.store.with_name(name)
-                loaded, warned = self.ask(make().eval())
-                hits = name not in {"longrope", "LFM2", "Mamba", "an encoder"}
-                self.assertEqual((96, 0) if hits else (0, 2), (loaded, len(warned)), warned)
+                self.store = self.root / name
+                model = make().eval()
+                if reason:
+                    self.assert_computed(model, reason)
+                else:
+                    self.assertEqual((96, []), self.found(model))
 
     def test_what_no_prefix_can_be_reused_of(self) -> None:
         """Attention to what follows, and rotation by the prompt's length: found by computing."""
@@ -228,16 +189,14 @@ class WaysOfUseTest(unittest.TestCase):
 
     def coded(self, how: str) -> Any:
         """A model whose code came with its files."""
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
-        path = self.store.parent / how
+        path = self.root / how
         self.load().save_pretrained(path)
         (path / "own.py").write_text(CODE)
-        config = json.loads((path / "config.json").read_text())
-        config |= {"how": how, "auto_map": {"AutoModelForCausalLM": "own.OwnForCausalLM"}}
-        (path / "config.json").write_text(json.dumps(config))
+        edit(path / "config.json", how=how, auto_map={"AutoModelForCausalLM": "own.OwnForCausalLM"})
         self.assertEqual(how, AutoConfig.from_pretrained(path).how)
-        return AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()
+        return self.load(path, trust_remote_code=True)
 
     @pytest.mark.thorough
     def test_code_of_the_checkpoint(self) -> None:
@@ -257,7 +216,7 @@ class WaysOfUseTest(unittest.TestCase):
         for name, way in ways.items():
             for inside in (False, True):
                 with self.subTest(name, inside=inside):
-                    self.store = self.store.with_name(f"{name} {inside}")
+                    self.store = self.root / f"{name} {inside}"
                     model = self.coded("plain")
                     with ExitStack() as stack:
                         if not inside:
@@ -270,7 +229,7 @@ class WaysOfUseTest(unittest.TestCase):
                             stack.enter_context(way(model))
                         for _ in range(2):
                             self.assertNotEqual(plain, model.generate(**say).tolist())
-                    loaded, warned = self.ask(self.coded("plain"))
+                    loaded, warned = self.found(self.coded("plain"))
                     self.assertEqual((96, []), (loaded, warned))
 
     @unittest.skipUnless(util.find_spec("peft"), "peft is not installed")
@@ -280,16 +239,16 @@ class WaysOfUseTest(unittest.TestCase):
         from peft import LoraConfig, get_peft_model
 
         adapter = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-        self.assertEqual((96, []), self.ask(get_peft_model(self.load(), adapter).eval()))
+        self.assertEqual((96, []), self.found(get_peft_model(self.load(), adapter).eval()))
 
     @pytest.mark.thorough
     def test_compiled(self) -> None:
         """A model in torch's wrapper, and the plain one afterwards."""
-        self.assertEqual((96, []), self.ask(torch.compile(self.load(), backend="eager")))
-        self.assertEqual((96, []), self.ask(self.load()))
+        self.assertEqual((96, []), self.found(torch.compile(self.load(), backend="eager")))
+        self.assertEqual((96, []), self.found(self.load()))
         inside = self.load()
         inside.forward = torch.compile(inside.forward, backend="eager")
-        self.assertEqual((96, []), self.ask(inside))
+        self.assertEqual((96, []), self.found(inside))
 
     @unittest.skipUnless(util.find_spec("accelerate"), "accelerate is not installed")
     @pytest.mark.thorough
@@ -298,23 +257,21 @@ class WaysOfUseTest(unittest.TestCase):
         from accelerate import cpu_offload
 
         model = cpu_offload(self.load(), execution_device=torch.device("cpu"))
-        self.assertEqual((96, []), self.ask(model))
+        self.assertEqual((96, []), self.found(model))
 
     def test_precisions(self) -> None:
         """A mode of torch that it refuses to name, before the block and inside of it."""
-        from vua.transformers import reuse_prefixes
-
         matmul, model = torch.backends.mkldnn.matmul, self.load()
         self.addCleanup(setattr, matmul, "fp32_precision", matmul.fp32_precision)
         expected = model.generate(PROMPT, **GREEDY).tolist()
-        with reuse_prefixes(model, self.store, chunk_tokens=CHUNK):
+        with self.reusing(model):
             matmul.fp32_precision = "ieee"
             torch.backends.cuda.matmul.fp32_precision = "tf32"
             self.addCleanup(setattr, torch.backends.cuda.matmul, "fp32_precision", "none")
             with self.assertRaises(RuntimeError):  # control: torch raises when it is asked
                 torch.get_float32_matmul_precision()
             self.assertEqual(expected, model.generate(PROMPT, **GREEDY).tolist())
-        self.assertEqual((96, []), self.ask(model))
+        self.assertEqual((96, []), self.found(model))
 
     def test_what_the_caller_got_wrong(self) -> None:
         """A path in place of a model, a setting that is none: these raise."""
@@ -322,9 +279,10 @@ class WaysOfUseTest(unittest.TestCase):
 
         model = self.load()
         wrong: tuple[Callable[[], Any], ...] = (
-            lambda: reuse_prefixes(str(self.path), self.store),
+            lambda: reuse_prefixes(str(self.path()), self.store),
             lambda: reuse_prefixes(model, 7),  # type: ignore[arg-type]
             lambda: reuse_prefixes(model, self.store, chunk_tokens=0),
+            lambda: reuse_prefixes(model, self.store, load_policy="soon"),
         )
         for block in wrong:
             with self.assertRaises((ConfigError, TypeError)), block():
@@ -344,7 +302,3 @@ class WaysOfUseTest(unittest.TestCase):
         full = OSError(28, "No space left on device")
         with mock.patch("vua.transformers.cache.locate", side_effect=full):
             self.assert_computed(self.load(), "No space left")
-
-
-if __name__ == "__main__":
-    unittest.main()
