@@ -18,12 +18,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from transformers import DynamicCache
 
+from vua.connector.cache_spec import Group
 from vua.connector.config import ConnectorConfig
 from vua.core import VUAConfig
 from vua.errors import ConfigError, InputError, VUAError
@@ -189,7 +189,10 @@ class _Note:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return type(None), ()
 
-    def prefill_ended(self) -> None:
+    def prefill_ended(self, k: torch.Tensor | None = None) -> None:
+        """Measure the prefill that may run, once its device has computed ``k``."""
+        if k is not None and k.is_cuda:
+            torch.cuda.current_stream(k.device).synchronize()
         if self._prefill is not None:
             rows, before, columns, began_s = self._prefill
             self._prefill = None
@@ -318,14 +321,17 @@ class PrefixCache:
             described = Description(self._model, **self._settings)
         place, first = locate(path), described
 
-        def opened(identity: Identity, described: Description) -> Stores:
-            return Stores(
-                *(place, identity, described),
-                share=share and described is first,  # a model that changed is not the checkpoint's
+        def stored(identity: Identity, groups: Sequence[Group]) -> StoredLayers:
+            return StoredLayers(
+                *(place, identity, groups),
                 durable=durable,
                 load_policy=policy,
                 clock=lambda: clock(),  # noqa: PLW0108 - tests replace it
             )
+
+        def opened(identity: Identity, described: Description) -> Stores:
+            # a model that changed is not the checkpoint's
+            return Stores(identity, described, stored, share=share and described is first)
 
         self._open = opened
         self._notes = weakref.WeakKeyDictionary[DynamicCache, _Note]()
@@ -464,11 +470,11 @@ class PrefixCache:
                 found, columns = longer, more
         for row, stored in zip(rows, longest, strict=True):
             stores.measured.looked_up(stored, len(row.ids))
-        if not columns or self._said_of(state.change(whole=False)):
+        if not columns or self._say(state.change(whole=False)):
             return 0
         for row, layers in zip(rows, found, strict=True):
             held = columns - row.padding
-            if layers and self._said_of(self._other_ids(row.ids[:held], layers[0])):
+            if layers and self._say(self._other_ids(row.ids[:held], layers[0])):
                 return 0
         for number in range(self.layout.layers):
             mine = [layers[number] if layers else None for layers in found]
@@ -500,16 +506,12 @@ class PrefixCache:
         if (stores := self._state.stored.usable()) is not None:
             stores.measured.computed(rows, before, columns, took_s)
 
-    def _said_of(self, change: str) -> bool:
-        """Whether there is a change that forbids loading or storing; logged once."""
-        if change:
-            self._say(change)
-        return bool(change)
-
-    def _say(self, reason: str) -> None:
-        if reason not in self._said:
+    def _say(self, reason: str) -> bool:
+        """Whether there is a reason to load and store nothing; logged once."""
+        if reason and reason not in self._said:
             self._said.add(reason)
             log.warning("%s; nothing is loaded or stored while that is so", reason)
+        return bool(reason)
 
     def _read(
         self,
@@ -604,13 +606,14 @@ class PrefixCache:
         """
         rows = rows_of(input_ids, attention_mask)
         state, layers = self._current(), self._layers(cache, len(rows))
-        if not layers or state is None or (store := self._saver(state)) is None:
+        if not layers or state is None:
+            return 0
+        early, stores = state.stored.identifying, state.stored.usable()
+        if stores is None and not early:
             return 0
         note = cache.vua_note if isinstance(cache, _NotedCache) else self._notes.get(cache)
         if note is not None:
-            if layers[0].k.is_cuda:
-                torch.cuda.current_stream(layers[0].k.device).synchronize()
-            note.prefill_ended()
+            note.prefill_ended(layers[0].k)
         own = note is not None and note.state in self._states  # else another object has loaded it
         unchanged = _Once(lambda: self._is_unchanged_since(note, state, own=own))
         written, held = 0, min(layer.start + layer.k.shape[2] for layer in layers)
@@ -636,18 +639,11 @@ class PrefixCache:
                 return True
 
             prompt = None if prompt_columns is None else prompt_columns - row.padding
-            written += store(ids, mine, _Once(may), known, prompt)
+            if stores is None:
+                self._keep(state, ids, mine, may, prompt)
+            else:
+                written += stores.save(ids, mine, _Once(may), known, prompt)
         return written
-
-    def _saver(self, state: State) -> Callable[..., int] | None:
-        """Return what stores one prompt, with the arguments of `Stores.save`; None: nothing.
-
-        Before the model is identified it keeps a copy, which is stored then.
-        """
-        early = state.stored.identifying
-        if (stores := state.stored.usable()) is not None:
-            return stores.save
-        return partial(self._keep, state) if early else None
 
     def _keep(
         self,
@@ -655,11 +651,11 @@ class PrefixCache:
         ids: torch.Tensor,
         layers: Sequence[LayerCache],
         may: Callable[[], bool],
-        _: int,
         prompt: int | None,
-    ) -> int:
+    ) -> None:
+        """Keep a copy until the model is identified, and store it then."""
         if not may():
-            return 0
+            return
         cut = [
             LayerCache(k[:, : len(ids) - start], v[:, : len(ids) - start], start)
             for k, v, start in layers
@@ -675,7 +671,6 @@ class PrefixCache:
             return lambda stores: stores.save(held, copied, same, 0, prompt)
 
         state.stored.keep(sum(layer.k.nbytes + layer.v.nbytes for layer in cut), copy)
-        return 0
 
     def _is_unchanged_since(self, note: _Note | None, state: State, *, own: bool) -> bool:
         since = None if note is None else note.state
@@ -685,9 +680,9 @@ class PrefixCache:
         ):  # another object of the same model has loaded
             is_other = not state.is_of(since.described, since.sums)
         changed = "the model changed since the load" if is_other else ""
-        if note is not None and self._said_of(note.change() or changed):
+        if note is not None and self._say(note.change() or changed):
             return False
-        return not self._said_of(state.change(whole=bool(state.sums)))
+        return not self._say(state.change(whole=bool(state.sums)))
 
     def _check_ids(
         self,

@@ -11,7 +11,6 @@ what other engines have stored for these, after a comparison, see `vua.transform
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import sys
 import threading
@@ -25,14 +24,13 @@ from typing import Any, Final
 
 import torch
 import transformers
-from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import load_state_dict
 
-from vua.connector.cache_spec import division
+from vua.connector.cache_spec import division, local_directory
 from vua.connector.setup import setting_form
 from vua.errors import ConfigError
 from vua.format.identity import (
@@ -49,6 +47,7 @@ from vua.transformers.probe import Probe, pairs_of, run
 from vua.transformers.tensors import PIECE_NBYTES, digest, named_tensors, same_bytes
 from vua.weights import Weights, checkpoint_files
 from vua.weights.content import State
+from vua.weights.fingerprint import code_digest
 
 _TORCH: Final = (".bin", ".pt", ".pth")
 
@@ -227,7 +226,14 @@ class Description:
             raise ConfigError(
                 f"caches of a {text.model_type} model cannot be stored: {problem}"
             ) from problem
-        self.layout = layout_of_probe(self.probe, chunk_tokens)
+        self.layout = KVLayout(
+            layers=len(self.probe.pairs),
+            kv_heads=self.probe.kv_heads,
+            k_dim=self.probe.k_dim,
+            v_dim=self.probe.v_dim,
+            dtype=self.probe.dtype,
+            chunk_tokens=chunk_tokens,
+        )
         self.groups = groups_of(self.layout, windows_of(model, self.layout.layers))
         self.of_files = False
         """Whether it was found to hold what its files hold."""
@@ -361,18 +367,6 @@ def layout_of(model: Any, *, chunk_tokens: int = 64) -> KVLayout:
     return Description(unwrapped(model), chunk_tokens=chunk_tokens, epoch="").layout
 
 
-def layout_of_probe(probe: Probe, chunk_tokens: int) -> KVLayout:
-    """Return the layout of caches as a probe has them."""
-    return KVLayout(
-        layers=len(probe.pairs),
-        kv_heads=probe.kv_heads,
-        k_dim=probe.k_dim,
-        v_dim=probe.v_dim,
-        dtype=probe.dtype,
-        chunk_tokens=chunk_tokens,
-    )
-
-
 def windows_of(model: Any, layers: int) -> list[int | None]:
     """Return the tokens of each layer's sliding window; None: it attends to everything.
 
@@ -407,45 +401,31 @@ def _code(model: Any) -> list[str]:
         for module in modules
         if module.__name__.startswith("transformers_modules.")
     }
-    files = sorted(file for folder in folders for file in folder.glob("*.py"))
-    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    return [code_digest(folder) for folder in sorted(folders)]
 
 
 def _checkpoint(model: Any) -> tuple[Path | None, list[Path], str]:
     """Return the model's directory and weight files; and why it has none, if it has none."""
+    folder = None
     try:
-        folder = _weights_folder(model)
-    except ConfigError as problem:
-        return None, [], str(problem)
-    try:
-        return folder, _weight_files(folder), ""
+        folder = _folder(model)
+        whole = folder / "model.safetensors"  # comes before an index, as from_pretrained reads
+        return folder, [whole] if whole.is_file() else checkpoint_files(folder), ""
     except ConfigError as problem:
         return folder, [], str(problem)
 
 
-def _weights_folder(model: Any) -> Path:
+def _folder(model: Any) -> Path:
     name = str(model.config.name_or_path or "")
     if not name:
         raise ConfigError(f"the model names no files, so no files name its caches; {_REMEDY}")
-    if Path(name).is_dir():
-        return Path(name)
     try:  # transformers notes the commit that it has read
-        commit = getattr(model.config, "_commit_hash", None)
-        found = try_to_load_from_cache(name, "config.json", revision=commit)
-    except ValueError:  # no hub id
-        found = None
-    if not isinstance(found, str):
+        return local_directory(name, getattr(model.config, "_commit_hash", None), None)
+    except ConfigError as problem:
         raise ConfigError(
             f"{name!r}, which the model names, is neither a directory nor in the hub's cache, so "
             f"no files name its caches; {_REMEDY}"
-        )
-    return Path(found).parent
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that `from_pretrained` reads: a single file comes before an index."""
-    whole = folder / "model.safetensors"
-    return [whole] if whole.is_file() else checkpoint_files(folder)
+        ) from problem
 
 
 def _name(model: Any, folder: Path | None) -> str:

@@ -92,42 +92,6 @@ def first_keys(model: Any, ids: torch.Tensor, start: int = 0, *, whole: bool = F
     return torch.cat(parts, dim=1)[:, 0 if positions else start :]
 
 
-def apart(
-    computed: Sequence[Pair],
-    stored: Sequence[Pair],
-    dtype: str,
-    *,
-    most: float = 1.0,
-    quantised: bool = False,
-    each: bool = False,
-) -> str:
-    """Return how two computations of the same tokens differ beyond rounding; "" if they do not.
-
-    Args:
-        computed: K and V of each layer.
-        stored: the same of as many layers, of the same shapes.
-        dtype: of both, a safetensors name.
-        most: of `vua.store.agreement.tolerance`.
-        quantised: whether the model computes with quantised numbers.
-        each: whether each token counts; else the median of 16, as a mixture of experts sends some
-            tokens to another expert where another kernel rounds otherwise.
-    """
-    if len(computed) != len(stored):
-        return f"there are {len(computed)} layers, expected {len(stored)}"
-    for number, (one, other) in enumerate(zip(computed, stored, strict=True)):
-        if [part.shape for part in one] != [part.shape for part in other]:
-            return f"layer {number} is of other shapes"
-        for name, mine, theirs in zip("KV", one, other, strict=True):
-            if torch.equal(mine, theirs):
-                continue
-            tokens = distances(mine, theirs)
-            some = (tokens[at : at + _FIRST] for at in range(0, len(tokens), _FIRST))
-            found = max(float(part.max() if each else part.median()) for part in some)
-            if found > most * tolerance(dtype, number, quantised=quantised):
-                return f"{name} of layer {number} differs by {found:.2g} of its size"
-    return ""
-
-
 def pairs_of(cache: DynamicCache, start: int = 0, stop: int | None = None) -> list[Pair]:
     """Return K and V of a cache's only row, of tokens ``start`` to ``stop``."""
     return [
@@ -213,9 +177,29 @@ class Probe:
     def unlike(
         self, computed: Sequence[Pair], stored: Sequence[Pair], *, each: bool = False
     ) -> str:
-        """Return how K and V differ beyond this model's rounding, see `apart`; "" if not."""
+        """Return how two computations differ beyond this model's rounding; "" if they do not.
+
+        Args:
+            computed: K and V of each layer.
+            stored: the same tokens' of as many layers, of the same shapes.
+            each: whether each token counts; else the median of 16, as a mixture of experts sends
+                some tokens to another expert where another kernel rounds otherwise.
+        """
         most = _FULL if self.dtype in {"F32", "F64"} and not _is_tf32() else 1.0
-        return apart(computed, stored, self.dtype, most=most, quantised=self._quantised, each=each)
+        if len(computed) != len(stored):
+            return f"there are {len(computed)} layers, expected {len(stored)}"
+        for number, (one, other) in enumerate(zip(computed, stored, strict=True)):
+            if [part.shape for part in one] != [part.shape for part in other]:
+                return f"layer {number} is of other shapes"
+            for name, mine, theirs in zip("KV", one, other, strict=True):
+                if torch.equal(mine, theirs):
+                    continue
+                tokens = distances(mine, theirs)
+                some = (tokens[at : at + _FIRST] for at in range(0, len(tokens), _FIRST))
+                found = max(float(part.max() if each else part.median()) for part in some)
+                if found > most * tolerance(self.dtype, number, quantised=self._quantised):
+                    return f"{name} of layer {number} differs by {found:.2g} of its size"
+        return ""
 
     def change(self) -> str:
         """Compute the first 16 ids again; return how they differ from the first time."""

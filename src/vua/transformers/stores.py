@@ -20,10 +20,10 @@ from dataclasses import replace
 
 import torch
 
+from vua.connector.cache_spec import Group
 from vua.errors import VUAError
 from vua.format.identity import Identity
 from vua.io.forks import new_lock
-from vua.storage.location import Location
 from vua.transformers.layers import LayerCache, StoredLayers, first_filled, groups_of
 from vua.transformers.model import Description
 from vua.transformers.probe import TOKENS, Pair, digest_of
@@ -127,38 +127,24 @@ class Stores:
 
     def __init__(
         self,
-        place: Location,
         identity: Identity,
         described: Description,
+        stored: Callable[[Identity, Sequence[Group]], StoredLayers],
         *,
         share: bool,
-        durable: bool,
-        load_policy: str | float,
-        clock: Callable[[], float],
     ) -> None:
         """Find or store the probe, and name the namespaces; nothing else is opened yet.
 
         Args:
-            place: the cache's location.
             identity: with the weights.
             described: the model in this state.
+            stored: returns the caches of an identity, of layers in these groups.
             share: store for vLLM.
-            durable: fsync each file.
-            load_policy: as in :class:`vua.connector.config.ConnectorConfig`.
-            clock: returns seconds.
         """
 
-        def stored(name: Identity) -> StoredLayers:
-            return StoredLayers(
-                *(place, name, described.groups),
-                durable=durable,
-                load_policy=load_policy,
-                clock=clock,
-            )
-
         def settled() -> tuple[Identity, StoredLayers]:
-            named = described.named(identity, _settled(place, identity, described, clock))
-            return named, stored(named)
+            named = described.named(identity, _settled(identity, described, stored))
+            return named, stored(named, described.groups)
 
         self._settle, self._lock = settled, new_lock()
         self._settled: tuple[Identity, StoredLayers] | None = None
@@ -168,7 +154,8 @@ class Stores:
         for name, engine in (("vLLM", "vllm"), ("SGLang", "sglang")):
             theirs = described.by_engine(engine, identity.weights)
             if theirs is not None:
-                self._engines.append(Engine(name, stored(theirs), described))
+                there = stored(theirs, described.groups)
+                self._engines.append(Engine(name, there, described))
                 if share and engine == "vllm":
                     self._shared = theirs, self._engines[0]
         if self._shared is None:
@@ -225,13 +212,14 @@ class Stores:
 
 
 def _settled(
-    place: Location, identity: Identity, described: Description, clock: Callable[[], float]
+    identity: Identity,
+    described: Description,
+    caches: Callable[[Identity, Sequence[Group]], StoredLayers],
 ) -> str:
     """Return the name of the probe that the model's agrees with; else its own."""
     probe, layout = described.probe, replace(described.layout, chunk_tokens=TOKENS)
-    groups = groups_of(layout, [None] * layout.layers)
     name = replace(described.named(identity, "probes"), chunk_tokens=TOKENS)
-    stored = StoredLayers(place, name, groups, durable=False, load_policy="always", clock=clock)
+    stored = caches(name, groups_of(layout, [None] * layout.layers))
     free: torch.Tensor | None = None
 
     def agreeing(ids: torch.Tensor) -> str:

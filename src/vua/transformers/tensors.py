@@ -12,11 +12,12 @@ import torch
 import xxhash
 from torch import nn
 
+from vua.connector.weights_watch import device_digest
+
 PIECE_NBYTES: Final = 64 << 20
 _READ_NBYTES: Final = 4 << 20
 """Bytes of a CPU tensor read in one piece: half a millisecond."""
 _MAX_THREADS: Final = 8
-_COLUMNS: Final = 4096
 
 _T = TypeVar("_T")
 
@@ -101,31 +102,25 @@ def digest(model: nn.Module, stop: threading.Event) -> str:
 def sums(model: nn.Module) -> bytes:
     """Return a checksum of all of a model's bytes, read at memory speed; shared memory once.
 
-    Not secure against forgery. On a CPU xxh3-128; elsewhere, on the device, sums over rows and
-    columns, each with its own factor. Raises ValueError if a tensor has no bytes.
+    Not secure against forgery. Raises ValueError if a tensor has no bytes.
     """
     persistent = [tensor for _, tensor in named_tensors(model)]
     buffers = [tensor for tensor in all_tensors(model) if not tensor.is_meta]
-    tensors = _distinct([*persistent, *buffers])
+    flat = [_bytes(tensor) for tensor in _distinct([*persistent, *buffers])]
     pieces = [
-        (tensor, at, min(at + size, tensor.nbytes))
-        for tensor in map(_bytes, tensors)
-        for size in (_READ_NBYTES if tensor.device.type == "cpu" else PIECE_NBYTES,)
-        for at in range(0, tensor.nbytes, size)
+        one[at : at + _READ_NBYTES]
+        for one in flat
+        if one.device.type == "cpu"
+        for at in range(0, len(one), _READ_NBYTES)
     ]
 
-    def one(piece: tuple[torch.Tensor, int, int]) -> bytes:
-        flat, start, stop = piece
-        return xxhash.xxh3_128_digest(memoryview(_array(flat[start:stop])))
+    def one(piece: torch.Tensor) -> bytes:
+        return xxhash.xxh3_128_digest(memoryview(_array(piece)))
 
-    here = [piece for piece in pieces if piece[0].device.type == "cpu"]
-    found = _in_threads(one, here, sum(stop - start for _, start, stop in here))
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for flat, start, stop in pieces:
-        if flat.device.type != "cpu":
-            by_device.setdefault(flat.device, []).append(reduced(flat[start:stop]))
-    found += [bytes(_array(torch.stack(words))) for words in by_device.values()]
-    return xxhash.xxh3_128_digest(b"".join(found))
+    found = _in_threads(one, pieces, sum(len(piece) for piece in pieces))
+    never = threading.Event()
+    digests = [device_digest(one, never) for one in flat if one.device.type != "cpu"]
+    return xxhash.xxh3_128_digest(b"".join(found) + repr(digests).encode())
 
 
 def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -134,22 +129,6 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         place = (tensor.device, tensor.data_ptr(), tensor.nbytes, *tensor.stride())
         found.setdefault(place, tensor)
     return list(found.values())
-
-
-def reduced(piece: torch.Tensor) -> torch.Tensor:
-    """Return three words that represent a piece's bytes, on its device."""
-    words = _words(piece)
-    whole = len(words) // _COLUMNS * _COLUMNS
-    table = words[:whole].view(-1, _COLUMNS)
-    parts = [table.sum(1, dtype=torch.int64), table.sum(0, dtype=torch.int64)]
-    parts.append(words[whole:].to(torch.int64))
-    return torch.stack([(part * _factors(part)).sum() for part in parts])
-
-
-def _factors(part: torch.Tensor) -> torch.Tensor:
-    """Return an odd factor per word, so that swapped words change the sum."""
-    odd = torch.arange(len(part), dtype=torch.int64, device=part.device) * 2 + 1
-    return odd * 0x1E3779B97F4A7C15
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
