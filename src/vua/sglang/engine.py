@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -70,7 +70,8 @@ class Engine:
         self.adapters = _adapters(runner.lora_manager)
         """The content of the LoRA adapters that it was started with, by SGLang's id."""
         self._lock = threading.Lock()
-        self._names = _loaded_names(runner)
+        served = runner.server_args
+        self._names = _tensor_names(served.model_path, served.revision, served.download_dir)
         """The tensors that it was started from; None: unknown."""
         self._beyond = False
         """Whether something outside a checkpoint may have been changed."""
@@ -266,26 +267,18 @@ def _names_given(
         return None
 
 
-def _loaded_names(runner: Any) -> frozenset[str] | None:
-    arguments = runner.server_args
-    return _tensor_names(arguments.model_path, arguments.revision, arguments.download_dir)
-
-
 def _tensor_names(
     model: str, revision: str | None, download_dir: str | None
 ) -> frozenset[str] | None:
     """Return the names of the tensors in a model's safetensors files; None: no files."""
+    names = set[str]()
     try:
-        files = checkpoint_files(local_directory(model, revision, download_dir))
-        return frozenset(_all_names(files))
+        for file in checkpoint_files(local_directory(model, revision, download_dir)):
+            with safe_open(file, "pt") as opened:
+                names.update(opened.keys())
     except (ConfigError, OSError, SafetensorError):
         return None
-
-
-def _all_names(files: Iterable[Path]) -> Iterable[str]:
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            yield from opened.keys()
+    return frozenset(names)
 
 
 def kept_apart(extra_key: str | None, lora_id: str | None) -> str | None:

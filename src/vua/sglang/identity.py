@@ -13,7 +13,6 @@ Code is not a part of it, see `vua.sglang.setup`: engines that run other code co
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -40,17 +39,8 @@ from vua.sglang.argument_fields import (
 )
 from vua.sglang.pools import dtype_of, groups_of
 from vua.weights import identify_weights
+from vua.weights.content import State, Work, read_digest
 from vua.weights.fingerprint import code_digest
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, 64 hex digits. Raises OSError."""
-    digest = hashlib.sha256()  # Python 3.10 has no `hashlib.file_digest`
-    with path.open("rb") as stream:
-        while part := stream.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
-
 
 _EXCLUDED: Final = listed(EXCLUDED)
 _EXCLUDED_VARIABLES: Final = listed(EXCLUDED_VARIABLES)
@@ -153,7 +143,7 @@ def _text(value: str, what: str, folder: Path | None) -> Any:
     try:
         for path in (Path(value), *((folder / value,) if folder else ())):
             if value and path.is_file():
-                return {"file": path.name, "content": file_digest(path)}
+                return {"file": path.name, "content": read_digest(path, State.of(path), Work())}
             if value and path.is_dir():
                 files = sorted(one for one in path.rglob("*") if one.is_file())
                 names = [one.relative_to(path).as_posix() for one in files]

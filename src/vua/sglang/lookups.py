@@ -12,10 +12,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from vua.connector.cache_spec import Model
+from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
 from vua.connector.load_policy import LoadPolicy
 from vua.connector.log import logger
@@ -120,19 +119,6 @@ class Stretch(NamedTuple):
     store: Store
 
 
-@dataclass(frozen=True, slots=True)
-class _Lookup:
-    """One question."""
-
-    model: Model
-    stores: Sequence[Store]
-    keys: KeyRun
-    before: int
-    """How many of the keys come before those to look up."""
-    learn: Callable[[PrefixMatch, Sequence[Stretch]], None]
-    beside: Callable[[], Store | None]
-
-
 class Lookups:
     """Does one rank's lookups. For one thread."""
 
@@ -140,7 +126,7 @@ class Lookups:
         """Wait for answers as the settings say; count in ``stats``."""
         self._limit_s, self._stats = config.timeouts.lookup_s, stats
         self._breaker = Breaker("lookups", logger("storage"))
-        self._pool = Pool[_Lookup](_THREADS, "vua-lookup", timeout_s=config.timeouts.io_s)
+        self._pool = Pool[None](_THREADS, "vua-lookup", timeout_s=config.timeouts.io_s)
 
     def close(self) -> None:
         """Stop the threads; waits for none."""
@@ -168,11 +154,26 @@ class Lookups:
             learn: called on the lookup's thread with what was found and where it lies.
             beside: called there, returns another store that is looked into, of the first group.
         """
-        outcome, found, began = "paused", _match(model, keys, before), time.monotonic()
+        nothing = _match(model, keys, before)
+
+        def answer(job: Job[None]) -> None:
+            found = nothing
+            try:
+                places, stop = _stretches(stores[0], model.groups[0], keys, before, beside)
+                stored = _with_windows(model, stores, keys, before, stop - before)
+                if stored:
+                    match = _match(model, keys, before + stored)
+                    stores[0].used(keys, match.stored)
+                    learn(match, places)
+                    found = match
+            except (VUAError, OSError) as problem:
+                log.warning("VUA: a lookup failed: %s", problem)
+            finally:
+                job.tell(found)
+
+        outcome, found, began = "paused", nothing, time.monotonic()
         if self._breaker.allows():
-            job = self._pool.submit(
-                self._answer, _Lookup(model, stores, keys, before, learn, beside)
-            )
+            job = self._pool.submit(answer)
             in_time = job.wait(self._limit_s)
             self._breaker.went(well=in_time)
             outcome = "timeout"
@@ -184,39 +185,22 @@ class Lookups:
         self._stats.observe("vua_lookup_seconds", time.monotonic() - began)
         return found
 
-    @staticmethod
-    def _answer(job: Job[_Lookup]) -> None:
-        lookup = job.what
-        model, stores, keys, before = lookup.model, lookup.stores, lookup.keys, lookup.before
-        found = _match(model, keys, before)
-        try:
-            places, stop = _stretches(lookup)
-            stored = stop - before
-            if stored and (stored := _with_windows(model, stores, keys, before, stored)):
-                match = _match(model, keys, before + stored)
-                stores[0].used(keys, match.stored)
-                lookup.learn(match, places)
-                found = match
-        except (VUAError, OSError) as problem:
-            log.warning("VUA: a lookup failed: %s", problem)
-        finally:
-            job.tell(found)
 
-
-def _stretches(lookup: _Lookup) -> tuple[list[Stretch], int]:
-    """Return where the stored chunks lie that are looked up, and which is the first missing."""
-    written, keys, at = lookup.model.groups[0].written, lookup.keys, lookup.before
-    found, stores = list[Stretch](), [lookup.stores[0]]
+def _stretches(
+    own: Store, group: Group, keys: KeyRun, before: int, beside: Callable[[], Store | None]
+) -> tuple[list[Stretch], int]:
+    """Return where the stored chunks after ``before`` lie, and which is the first missing."""
+    found, stores, at = list[Stretch](), [own], before
     while at < len(keys):
         for store in stores:
             if store is not (found and found[-1].store) and (
-                count := store.lookup(keys[at:], written)
+                count := store.lookup(keys[at:], group.written)
             ):
                 found.append(Stretch(at, store))
                 at += count
                 break
         else:
-            other = lookup.beside() if len(stores) == 1 else None
+            other = beside() if len(stores) == 1 else None
             if other is None:
                 break
             stores.append(other)
@@ -234,6 +218,8 @@ def _with_windows(
 
     SGLang loads a window only as a whole, so after other pages it must be within these.
     """
+    if not stored:
+        return 0
     size = model.chunk_tokens
     tokens = longest(model, stores, keys, before + stored, len(keys) * size)
     for window in model.groups[1:]:

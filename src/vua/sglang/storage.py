@@ -322,41 +322,22 @@ def check_version() -> None:
 class PagesInPlace(HiCacheStorage):
     """Refuses everything through the other methods."""
 
-    def exists(self, key: str) -> bool:
+    def exists(self, *_: Any, **__: Any) -> bool:
         """Return False: pages are looked up by `batch_exists`."""
         return False
 
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+    def get(self, *_: Any, **__: Any) -> None:
         """Return None: pages go through `batch_get_v1`."""
 
-    def batch_get(
-        self,
-        keys: list[str],
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> list[torch.Tensor | None]:
+    def batch_get(self, keys: list[str], *_: Any, **__: Any) -> list[torch.Tensor | None]:
         """Return None for each: pages go through `batch_get_v1`."""
         return [None] * len(keys)
 
-    def set(
-        self,
-        key: str,
-        value: Any = None,
-        target_location: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
+    def set(self, *_: Any, **__: Any) -> bool:
         """Return False: pages go through `batch_set_v1`."""
         return False
 
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        """Return False: pages go through `batch_set_v1`."""
-        return False
+    batch_set = set  # noqa: A003 - SGLang's name
 
 
 _LABELS: Final = ("model_name", "tp_rank", "pp_rank")
@@ -376,18 +357,12 @@ class Metrics:
         self._lock = threading.Lock()
         self._seen = StorageMetrics()
 
-    def loaded(self, pages: int, nbytes: int, seconds: float) -> None:
+    def moved(self, kind: str, pages: int, nbytes: int, seconds: float) -> None:
+        """Note pages that were loaded ("prefetch"), or passed to be stored ("backup")."""
         if self._enabled and pages:
             with self._lock:
-                self._seen.prefetch_pgs.append(pages)
-                self._seen.prefetch_bandwidth.append(nbytes / max(seconds, 1e-9) / 1e9)
-
-    def saved(self, pages: int, nbytes: int, seconds: float) -> None:
-        """Note pages that were passed to be stored."""
-        if self._enabled and pages:
-            with self._lock:
-                self._seen.backup_pgs.append(pages)
-                self._seen.backup_bandwidth.append(nbytes / max(seconds, 1e-9) / 1e9)
+                getattr(self._seen, f"{kind}_pgs").append(pages)
+                getattr(self._seen, f"{kind}_bandwidth").append(nbytes / max(seconds, 1e-9) / 1e9)
 
     def take(self) -> Any:
         """Return SGLang's ``StorageMetrics`` since the last call; expose VUA's own."""
@@ -487,15 +462,13 @@ class VUAHiCacheStorage(PagesInPlace):
         )  # of this machine, at most
         arguments, directory = self._engine.runner.server_args, self._engine.directory
         if directory is None:
-            self._begin(self._pools, arguments.model_path, arguments.revision)
+            self._begin(self._engine, self._pools, arguments.model_path, arguments.revision)
         else:
-            self._begin(self._pools, str(directory), None)
+            self._begin(self._engine, self._pools, str(directory))
 
-    def _begin(self, pools: Pools, name: str, revision: str | None) -> None:
+    def _begin(self, engine: Engine, pools: Pools, name: str, revision: str | None = None) -> None:
         """Identify the weights in a directory, and then open their namespace."""
-        engine = self._engine
-        loaded_s = 0.0 if engine is None else engine.loaded_s
-        download_dir = None if engine is None else engine.runner.server_args.download_dir
+        loaded_s, download_dir = engine.loaded_s, engine.runner.server_args.download_dir
 
         def identify(stop: threading.Event) -> Weights:
             files = checkpoint_files(local_directory(name, revision, download_dir))
@@ -576,7 +549,7 @@ class VUAHiCacheStorage(PagesInPlace):
         self._stats.add("vua_loads_total", label=outcome)
         self._stats.add("vua_loaded_tokens_total", done * self._config.chunk_tokens)
         self._stats.observe("vua_load_seconds", time.monotonic() - began)
-        self._metrics.loaded(done, done * asked.nbytes, time.monotonic() - began)
+        self._metrics.moved("prefetch", done, done * asked.nbytes, time.monotonic() - began)
         return [at < done for at in range(len(keys))]
 
     def batch_get_v2(
@@ -615,7 +588,7 @@ class VUAHiCacheStorage(PagesInPlace):
             began = time.monotonic()
             if computed.save():
                 seconds = time.monotonic() - began
-                self._metrics.saved(len(keys), len(keys) * computed.nbytes, seconds)
+                self._metrics.moved("backup", len(keys), len(keys) * computed.nbytes, seconds)
         return [True] * len(keys)
 
     def batch_set_v2(
@@ -659,7 +632,7 @@ class VUAHiCacheStorage(PagesInPlace):
                 if directory is None:
                     return None
                 self._leave()
-                self._begin(pools, str(directory), None)
+                self._begin(engine, pools, str(directory))
             opened = None if self._opening is None else self._opening.take()
             if self._usable is None and opened is not None:
                 seed = engine.runner.server_args.random_seed
