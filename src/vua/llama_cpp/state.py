@@ -63,14 +63,17 @@ class StateForm:
         cells[:, 0], cells[:, 1] = np.arange(tokens), 1
         parts += [cells.tobytes(), struct.pack("<II", self.v_transposed, self.layers)]
         for rows in k:
-            parts += [struct.pack("<iQ", self.k_type, rows.shape[1] * rows.itemsize), _packed(rows)]
+            parts += [
+                struct.pack("<iQ", self.k_type, rows.shape[1] * rows.itemsize),
+                rows.tobytes(),
+            ]
         for rows in v:
             if self.v_transposed:
                 head = struct.pack("<iII", self.v_type, rows.itemsize, rows.shape[1])
-                parts += [head, _packed(rows.T)]
+                parts += [head, rows.T.tobytes()]
             else:
                 head = struct.pack("<iQ", self.v_type, rows.shape[1] * rows.itemsize)
-                parts += [head, _packed(rows)]
+                parts += [head, rows.tobytes()]
         return b"".join(parts)
 
 
@@ -200,10 +203,6 @@ def _word(kind: int) -> np.dtype[Any]:
     if kind not in GGML_DTYPES:
         raise _unknown(f"K or V of ggml's type {kind}; {sorted(GGML_DTYPES)} are known")
     return np.dtype(f"<u{ITEMSIZE[GGML_DTYPES[kind]]}")
-
-
-def _packed(rows: Array) -> bytes:
-    return rows.tobytes()
 
 
 def _unknown(what: str) -> ConfigError:
