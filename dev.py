@@ -514,7 +514,6 @@ def sglang(*arguments: str) -> int:
     environment = {**os.environ, "VUA_SGLANG_PYTHON": str(python)}
     tests = (
         "test_sglang.py",
-        "test_sglang_adapters.py",
         "test_sglang_identity.py",
         "test_sglang_warm.py",
         "test_sglang_windows.py",

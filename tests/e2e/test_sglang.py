@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 import unittest
 from functools import cache
@@ -255,14 +253,3 @@ class SGLangTest(unittest.TestCase):
         lines = self.server.call("GET", "/metrics").splitlines()
         found = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(float(line.rpartition(" ")[2]) for line in found)
-
-    def test_verify(self) -> None:
-        """What SGLang stored is sound to `vua verify`."""
-        self.fill(prompt(12))
-        done = subprocess.run(
-            [sys.executable, "-m", "vua", "verify", str(self.root)],
-            check=False,
-            capture_output=True,
-            text=True,
-        )
-        self.assertEqual(0, done.returncode, done.stdout + done.stderr)

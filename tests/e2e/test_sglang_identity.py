@@ -147,6 +147,21 @@ class IdentityTest(unittest.TestCase):
         [fresh] = self.serve(ASK, model=whole)
         self.assertEqual((all_tokens, other), (fresh["stored"], fresh["tokens"]))
 
+    def test_adapters(self) -> None:
+        """An adapter's pages come back to it after a restart, not to another one at its place."""
+        place, root, said = self.root.parent / "one", self.root.parent / "adapters", []
+        for seed in (1, 1, 2):
+            lora = {"lora_paths": [f"one={strong_adapter(place, seed)}"]}
+            lora["lora_backend"] = "torch_native"
+            said.append(self.serve(ASK, {**ASK, "lora": "one"}, root=root, **lora))
+        plain, adapted = (list(answers) for answers in zip(*said, strict=True))
+        for answers in (plain, adapted):
+            self.assertEqual([0, CHUNKS * CHUNK, 0], [answer["stored"] for answer in answers])
+        self.assertEqual([self.tokens] * 3, [answer["tokens"] for answer in plain])
+        first, again, other = (answer["tokens"] for answer in adapted)
+        self.assertEqual(first, again)
+        self.assertNotIn(first, (self.tokens, other))
+
     def test_an_adapters_id(self) -> None:
         """A prompt whose extra key is an adapter's id is computed by the model itself."""
         place = strong_adapter(self.root.parent / "adapter", seed=1)

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from helpers import DirectoryTest
@@ -20,7 +19,7 @@ from vua.connector.metrics import Recorder
 from vua.errors import InputError
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain, token_ids
-from vua.format.layout import KVLayout, Shard
+from vua.format.layout import KVLayout
 from vua.sglang.settings import chunk_keys
 from vua.sglang.transfers import HostPages, Transfers
 from vua.storage.base import Batch, ReadResult, Storage, WriteResult
@@ -38,14 +37,14 @@ def always() -> bool:
     return True
 
 
-def pool(layout: str, heads: int = HEADS, *, latent: bool = False) -> Any:
+def pool(layout: str, *, latent: bool = False) -> Any:
     """A host pool with SGLang's tensors for one of its layouts, all elements different."""
-    tokens, rows = PAGE * PAGES, (1 if latent else heads, DIM)
+    tokens, rows = PAGE * PAGES, (1 if latent else HEADS, DIM)
     dims: dict[str, tuple[int, ...]] = {
         "layer_first": (LAYERS, tokens, *rows),
         "page_first": (tokens, LAYERS, *rows),
         "page_first_direct": (PAGES, LAYERS, PAGE, *rows),
-        "page_head": (PAGES, heads, PAGE, LAYERS, DIM),
+        "page_head": (PAGES, HEADS, PAGE, LAYERS, DIM),
     }
     shape = dims[layout]
     arrays = 1 if latent else 2
@@ -160,11 +159,11 @@ class TransfersTest(DirectoryTest):
         self.keys = KeyChain(token_ids(range(PAGES * PAGE)), PAGE).first(PAGES)
         self.stats = Recorder()
 
-    def transfers(self, one: Any, shard: Shard = LAYOUT.full, io_s: float = 60.0) -> Transfers:
-        """What moves a shard between a pool and the namespace."""
+    def transfers(self, one: Any, io_s: float = 60.0) -> Transfers:
+        """What moves K and V between a pool and the namespace."""
         config = ConnectorConfig(shared_storage_path=str(self.root), timeouts=Timeouts(io_s=io_s))
         pages = HostPages(one, latent=False)
-        made = Transfers(self.namespace.stores[0], shard, pages, config, self.stats)
+        made = Transfers(self.namespace.stores[0], LAYOUT.full, pages, config, self.stats)
         self.addCleanup(made.close)
         return made
 
@@ -172,74 +171,21 @@ class TransfersTest(DirectoryTest):
         """The files of a chunk of the prompt."""
         return [file for file in self.files() if self.keys[at].name in file.parts]
 
-    def test_any_layout_reads_any_other(self) -> None:
-        """What one layout's pool stored another one's loads, to other pages, byte for byte."""
-        source = pool("page_first_direct")
-        self.transfers(source).save(self.keys, range(PAGES), always)
-        for layout in ("layer_first", "page_first", "page_head"):
-            target = pool(layout)
-            target.kv_buffer[:] = -1
-            pages = [5, 0, 4, 1, 3, 2]
-            self.assertEqual(PAGES, self.transfers(target).load(self.keys, pages, always))
-            for number, page in enumerate(pages):
-                for array in range(2):
-                    expected = element(source, array, 2, number * PAGE + 9, 3)
-                    found = element(target, array, 2, page * PAGE + 9, 3)
-                    self.assertTrue(torch.equal(expected, found))
-
-    def test_ranks(self) -> None:
-        """Two ranks store their heads; one rank, and four, load what they need of them."""
-        halves = [pool("page_first", HEADS // 2) for _ in range(2)]
-        halves[1].kv_buffer += 1e5
-        for rank, half in enumerate(halves):
-            shard = Shard(0, LAYERS, 2 * rank, 2 * rank + 2)
-            self.transfers(half, shard).save(self.keys, range(PAGES), always)
-        whole = pool("page_first")
-        self.assertEqual(PAGES, self.transfers(whole).load(self.keys, range(PAGES), always))
-        for head in range(HEADS):
-            expected = element(halves[head // 2], 1, 1, 33, head % 2)
-            self.assertTrue(torch.equal(expected, element(whole, 1, 1, 33, head)))
-            for layout in ("page_head", "page_first_direct"):
-                quarter = pool(layout, 1)
-                loads = self.transfers(quarter, Shard(0, LAYERS, head, head + 1))
-                self.assertEqual(PAGES, loads.load(self.keys, range(PAGES), always))
-                self.assertTrue(torch.equal(expected, element(quarter, 1, 1, 33, 0)))
-
-    @pytest.mark.thorough
-    def test_nothing_is_stored_twice(self) -> None:
-        """What ranks of another number have stored as a whole is not stored anew."""
-        for first, second in ((1, 2), (2, 1), (4, 2), (1, 4)):
-            with self.subTest(first=first, second=second):
-                for path in self.files():
-                    path.unlink()
-                self.save(first)
-                stored = sorted(self.files())
-                self.save(second)
-                self.assertEqual(first * PAGES, len(stored))
-                self.assertEqual(stored, sorted(self.files()))
-        self.files_of(PAGES - 1)[0].unlink()
-        self.save(2)
-        self.assertEqual(2, len(self.files_of(PAGES - 1)))
-
-    def save(self, ranks: int) -> None:
-        each = HEADS // ranks
-        for rank in range(ranks):
-            shard = Shard(0, LAYERS, rank * each, (rank + 1) * each)
-            moves = self.transfers(pool("page_first", each), shard)
-            moves.save(self.keys, range(PAGES), always)
-
     def test_damage(self) -> None:
         """A damaged chunk ends the load before it, and it and what else is damaged goes away."""
-        self.transfers(pool("page_first")).save(self.keys, range(PAGES), always)
+        source, target = pool("page_first"), pool("page_first")
+        self.transfers(source).save(self.keys, range(PAGES), always)
         for at in (2, 4):
             (file,) = self.files_of(at)
             data = bytearray(file.read_bytes())
             data[-5] ^= 1
             file.write_bytes(data)
-        target = pool("page_first")
         target.kv_buffer[:] = -1
         loads = self.transfers(target)
         self.assertEqual(2, loads.load(self.keys, range(PAGES), always))
+        self.assertTrue(
+            torch.equal(source.kv_buffer[:, : 2 * PAGE], target.kv_buffer[:, : 2 * PAGE])
+        )
         self.assertTrue((target.k_buffer[2 * PAGE :] == -1).all())
         loads.close()  # waits for the threads
         self.assertEqual([[], []], [self.files_of(at) for at in (2, 4)])
