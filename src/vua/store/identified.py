@@ -30,14 +30,12 @@ class ModelDescription:
     """The files that hold the weights."""
     others: Identity
     """The other fields of the identity."""
-    check: Callable[[Weights | None, threading.Event], Weights] | None = None
+    check: Callable[[Weights | None, threading.Event], Weights]
     """Returns the final weights, given those of the files (None: no files); the event stops it.
     Raises ConfigError to refuse the model."""
 
     def identify(self, stop: threading.Event) -> Weights:
         """Identify the weights. Raises as `identify_weights` and ``check``."""
-        if self.check is None:
-            return identify_weights(self.files, stop=stop)
         return self.check(identify_weights(self.files, stop=stop) if self.files else None, stop)
 
     def identity(self, weights: Weights) -> Identity:

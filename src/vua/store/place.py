@@ -40,7 +40,11 @@ class LocationKind(Protocol):
     def open(
         self, path: Any, access: Access, layouts: Sequence[KVLayout] | None
     ) -> Namespace | None:
-        """See :func:`open_namespace`."""
+        """See :func:`open_namespace`.
+
+        ``layouts`` are the reader's, for a directory: it is opened with these unless an entry says
+        otherwise.
+        """
         ...
 
     def create(
@@ -77,22 +81,13 @@ def locate(
     return kind_of(root).locate(root, create=create, security=security)
 
 
-def open_namespace(
-    path: Location,
-    *,
-    security: Security | None = None,
-    bounds: Limits | None = None,
-    rules: object = None,
-    layouts: Sequence[KVLayout] | None = None,
-) -> Namespace | None:
+def open_namespace(path: Location, *, security: Security | None = None) -> Namespace | None:
     """Open the namespace at ``path``; None if its layouts are unknown.
 
-    One described tier is enough; then the nearest is described, too. ``layouts`` are the reader's,
-    for a directory: it is opened with these unless an entry says otherwise. Other arguments as
-    for :func:`create_namespace`. Raises OSError; StorageError if it belongs to an untrusted user.
+    One described tier is enough; then the nearest is described, too. Raises OSError; StorageError
+    if it belongs to an untrusted user.
     """
-    access = Access(bounds=bounds, security=security, rules=rules)
-    return kind_of(path).open(path, access, layouts)
+    return kind_of(path).open(path, Access(security=security), None)
 
 
 def create_namespace(

@@ -127,7 +127,7 @@ class State:
 
         def check(found: Any, stop: threading.Event) -> Any:
             before = sums(described.model)
-            found = None if weights.check is None else weights.check(found, stop)
+            found = weights.check(found, stop)
             if sums(described.model) != before or tensor_mark(described.model) != mark[1]:
                 raise NoIdentityError("its tensors changed while they were identified")
             self.sums = before
