@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import DirectoryTest
+from helpers import SOON_S, DirectoryTest
 from vua.connector.cache_spec import Group, Model
-from vua.connector.config import ConnectorConfig
+from vua.connector.config import ConnectorConfig, Timeouts
 from vua.connector.metrics import Recorder
 from vua.connector.proved import written
 from vua.format.identity import Identity
@@ -38,7 +38,11 @@ class Server:
         self.model = Model(Identity(model="test", chunk_tokens=PAGE), (group,), (PAGE,))
         self.namespace = Namespace.create(test.root, self.model.identity, [LAYOUT])
         test.addCleanup(self.namespace.close)
-        config = ConnectorConfig(shared_storage_path=str(test.root), witness_every=every)
+        config = ConnectorConfig(
+            shared_storage_path=str(test.root),
+            witness_every=every,
+            timeouts=Timeouts(lookup_s=SOON_S),  # on a busy machine
+        )
         self.factor, stats = factor, Recorder()
         writer = new_writer("sglang", setup * 64)
         self.compares = Comparisons(
