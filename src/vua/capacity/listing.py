@@ -359,12 +359,16 @@ class Listing:
             )
         )
 
-    def totals(self) -> ListingTotals:
+    def totals(self, *, doomed: bool = False) -> ListingTotals:
+        """Add up all chunks, or those to delete."""
         chunks, nbytes, oldest_ns, newest_ns = self._base.execute(
-            "SELECT count(*), ifnull(sum(nbytes), 0), min(used_ns), max(used_ns) FROM chunks"
+            "SELECT count(*), ifnull(sum(nbytes), 0), min(used_ns), max(used_ns) FROM chunks "
+            "WHERE goes IS NOT NULL OR NOT ?",
+            (doomed,),
         ).fetchone()
         pinned, pinned_nbytes = self._base.execute(
-            "SELECT count(*), ifnull(sum(nbytes), 0) FROM pinned"
+            "SELECT count(*), ifnull(sum(nbytes), 0) FROM pinned WHERE goes IS NOT NULL OR NOT ?",
+            (doomed,),
         ).fetchone()
         return ListingTotals(chunks, nbytes, pinned, pinned_nbytes, oldest_ns, newest_ns)
 
@@ -377,8 +381,8 @@ class Listing:
             )
         )
 
-    def remove(self, name: str) -> None:
-        self._base.execute("DELETE FROM chunks WHERE name = ?", (name,))
+    def remove_doomed(self) -> None:
+        self._base.execute("DELETE FROM chunks WHERE goes IS NOT NULL")
 
     # -- which chunk precedes which ---------------------------------------------------------------
 
@@ -551,8 +555,22 @@ class Listing:
         """Note a chunk to delete, with its place in the order."""
         self._base.execute("UPDATE chunks SET goes = ? WHERE name = ?", (place, chunk))
 
+    def doom_below(self, chunk: str) -> None:
+        """Note to delete a chunk with all that follow it, leaves first; for "" all."""
+        if not chunk:
+            self._base.execute("UPDATE chunks SET goes = 0")
+        for place, name in enumerate(self.below(chunk, leaves_first=True)):
+            self.doom(name, place)
+
+    def spare_pinned(self) -> int:
+        """Delete no chunk that a pin holds; return how many stay for that."""
+        held = self._base.execute(
+            "UPDATE chunks SET goes = NULL WHERE goes >= 0 AND name IN (SELECT name FROM pinned)"
+        )
+        return int(held.rowcount)
+
     def doomed(self) -> Iterator[tuple[int, str]]:
-        """Yield them in order; some may be removed meanwhile."""
+        """Yield them in order."""
         query = "SELECT goes, name FROM chunks WHERE goes IS NOT NULL ORDER BY goes, name"
         return iter(self._base.execute(query))
 

@@ -11,19 +11,21 @@ Engines may write and delete meanwhile: a file that vanishes is skipped.
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import math
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from vua.capacity.limits import Limits
-from vua.capacity.listing import Listing
+from vua.capacity.listing import ListedChunk, Listing
 from vua.capacity.removal import NOTHING, DeletionTotals
 from vua.capacity.spaces import Show, silent
 from vua.catalog.check import OpenFile, Verification
@@ -31,7 +33,7 @@ from vua.catalog.contents import SHORT, Content
 from vua.errors import ConfigError, explaining
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo
-from vua.io.words import size
+from vua.io.words import counted, size
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.description import Description
@@ -251,6 +253,11 @@ class NamespaceCatalog(ABC):
     """Whether :meth:`shards` is known from the listing, and costs nothing."""
     salted_most = 4096
     """Of at most so many chunks a snapshot has the salts: that needs a header of each."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a namespace of VUA, by its description or its chunks."""
+        return True
 
     @property
     @abstractmethod
@@ -539,20 +546,58 @@ class Catalog(ABC):
             show: reports progress.
         """
 
-    @abstractmethod
     def remove(
-        self, names: Sequence[str], *, everything: bool, force: bool, dry_run: bool, ask: Ask,
-        show: Show,
-    ) -> Removal:  # fmt: skip
-        """Delete chunks with all that follow them, or namespaces.
+        self, names: Sequence[str], *, force: bool, dry_run: bool, ask: Ask, show: Show
+    ) -> Removal:
+        """Delete chunks with all that follow them, leaves first, or namespaces.
 
         Args:
-            names: first digits of names.
-            everything: all namespaces, instead of ``names``.
+            names: first digits of names; none for all namespaces.
             force: also pinned chunks.
             dry_run: change nothing, and report what would be deleted.
-            ask: asks before much is deleted.
+            ask: asks before anything is deleted.
             show: reports progress.
+        """
+        whole, some = list[NamespaceCatalog](), dict[NamespaceCatalog, Listing]()
+        with explaining(self.where), self.namespaces(show) as (found, strays):
+            done, picked = Removal(strays=strays), [resolve(found, one) for one in names]
+            picked = picked or [(one, "") for one in found if one.is_ours]
+            for space, chunk in sorted(picked, key=lambda one: one[1]):  # namespaces come first
+                if not (chunk or space.is_ours):
+                    text = f"{space.name} is not a namespace of VUA, it stays unchanged"
+                    raise ConfigError(text)
+                if space in whole:
+                    continue
+                if space not in some:
+                    some[space] = space.listing(show) if chunk else space.names(show)
+                total = some[space].totals()
+                if chunk or (total.pinned and not force):
+                    some[space].doom_below(chunk)
+                    continue
+                whole.append(space)
+                del some[space]
+                done.chunks += total.chunks
+                done.nbytes += total.nbytes + space.other_nbytes()[0]
+            for listing in some.values():
+                done.kept += 0 if force else listing.spare_pinned()
+                total = listing.totals(doomed=True)
+                done.chunks += total.chunks
+                done.nbytes += total.nbytes
+            if (done.chunks or whole) and not dry_run:
+                part = counted(len(whole), "namespace") if whole else "chunks"
+                text = f"{counted(done.chunks, 'chunk')}, {size(done.nbytes)}"
+                ask(f"Delete {part if names else 'everything'} in {self.where} ({text})?")
+            self.delete(doomed(some, show), whole, done, dry_run=dry_run)
+        return done
+
+    @abstractmethod
+    def delete(
+        self, chunks: Iterable[tuple[Any, ListedChunk]], whole: Sequence[Any],
+        done: Removal, *, dry_run: bool = False,
+    ) -> None:  # fmt: skip
+        """Delete chunks, in this order, each with its namespace; and ``whole`` namespaces.
+
+        ``done`` says what all of it is; that is corrected to what was deleted.
         """
 
     def pins_may_hold(self) -> int | None:
@@ -586,6 +631,22 @@ class Catalog(ABC):
 
 
 N = TypeVar("N", bound=NamespaceCatalog)
+
+
+def doomed(listings: Mapping[N, Listing], show: Show) -> Iterator[tuple[N, ListedChunk]]:
+    """Yield the chunks to delete, in order, each with its namespace."""
+    freed, rows = (
+        0,
+        (
+            zip(one.doomed(), itertools.repeat((space, one)), strict=False)
+            for space, one in listings.items()
+        ),
+    )
+    for (_, name), (space, one) in heapq.merge(*rows, key=lambda row: row[0]):
+        if (chunk := one.get(name)) is not None:
+            show(f"{space.name[:SHORT]}: deleting", amount=freed)
+            freed += chunk.nbytes
+            yield space, chunk
 
 
 def resolve(found: Sequence[N], digits: str) -> tuple[N, str]:

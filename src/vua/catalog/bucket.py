@@ -15,7 +15,7 @@ import re
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -33,7 +33,7 @@ from vua.capacity.limits import Limits
 from vua.capacity.listing import ListedChunk
 from vua.capacity.removal import DeletionTotals
 from vua.capacity.spaces import Show, is_fan
-from vua.catalog.base import MAX_FILE_NBYTES, Demand, Finding, Rules
+from vua.catalog.base import MAX_FILE_NBYTES, Demand, Finding, Removal, Rules
 from vua.catalog.check import OpenFile
 from vua.catalog.contents import SHORT, Item
 from vua.catalog.listed import ListedCatalog, ListedNamespace
@@ -321,22 +321,18 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         )
 
     def delete(
-        self,
-        chunks: Sequence[tuple[BucketNamespace, ListedChunk]],
-        whole: Sequence[BucketNamespace] = (),
-        *,
-        dry_run: bool = False,
-    ) -> int:
+        self, chunks: Iterable[tuple[BucketNamespace, ListedChunk]],
+        whole: Sequence[BucketNamespace], done: Removal, *, dry_run: bool = False,
+    ) -> None:  # fmt: skip
         """Delete objects; those of a chunk with its entries first."""
         some = (space.keys([*one.paths, *one.marks]) for space, one in chunks)
         rest = (space.every_key() for space in whole)
         keys = itertools.chain.from_iterable(itertools.chain(rest, some))
-        objects = 0
+        done.objects = 0
         while part := list(itertools.islice(keys, _DELETED)):
-            objects += len(part)
+            done.objects += len(part)
             if not dry_run:
                 self.root.bucket.delete(part)
-        return objects
 
     def sweep(self, namespaces: Sequence[BucketNamespace], *, dry_run: bool) -> DeletionTotals:
         """Delete copies left by renewals."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 import stat
@@ -21,10 +22,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
-from vua.capacity.listing import Listing, ancestors, read_listing, read_node
+from vua.capacity.listing import ListedChunk, Listing, ancestors, read_listing, read_node
 from vua.capacity.lru import mtime_ns_of
 from vua.capacity.marks import count_ttls, pin, unpin
-from vua.capacity.removal import NOTHING, DeletionTotals, Remover, delete_namespace
+from vua.capacity.removal import Remover, delete_namespace
 from vua.capacity.spaces import (
     TRASH,
     Show,
@@ -52,7 +53,6 @@ from vua.catalog.base import (
     NamespaceCatalog,
     Removal,
     Use,
-    resolve,
 )
 from vua.catalog.check import (
     Check,
@@ -74,13 +74,13 @@ from vua.catalog.contents import (
     walk,
     walk_chunk,
 )
-from vua.errors import ConfigError, CorruptEntryError, explaining
+from vua.errors import CorruptEntryError, explaining
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo, parse_entry
 from vua.io import posix
 from vua.io.posix import close_quietly
-from vua.io.words import counted, size
+from vua.io.words import size
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
 from vua.storage.base import entry_name
@@ -114,6 +114,10 @@ class DirectoryNamespace(NamespaceCatalog):
         self._root, self.space = root, space
         self.name = space.name
         self._description: Description | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        return is_ours(self.space)
 
     @property
     def stated(self) -> Description:
@@ -322,58 +326,40 @@ class DirectoryCatalog(DirectoryContents, Catalog):
             strays=strays,
         )
 
-    def remove(
-        self, names: Sequence[str], *, everything: bool, force: bool, dry_run: bool, ask: Ask,
-        show: Show,
-    ) -> Removal:  # fmt: skip
-        """Delete chunk by chunk, leaves first; a namespace by one rename if possible."""
-        done, remover = Removal(), Remover(rehearse=dry_run)
-        with explaining(self.where), self.namespaces(show) as (found, strays):
-            picked = [resolve(found, text) for text in names]
-            picked += [(one, "") for one in found if everything and is_ours(one.space)]
-            whole = {one.name for one, chunk in picked if not chunk}
-            if whole and not dry_run:
-                part = "everything" if everything else f"{counted(len(whole), 'namespace')}"
-                usage = measure(self.where, only=whole)
-                about = f"{counted(usage.chunks, 'chunk')}, {size(usage.nbytes)}"
-                ask(f"Delete {part} in {self.where} ({about})?")
-            for one, chunk in picked:
-                freed, kept = self._remove(one.space, chunk, show, remover, force=force)
-                done.chunks, done.nbytes = done.chunks + freed.chunks, done.nbytes + freed.nbytes
-                done.kept += kept
-        done.left, done.strays = remover.left, strays
-        return done
+    def delete(
+        self, chunks: Iterable[tuple[DirectoryNamespace, ListedChunk]],
+        whole: Sequence[DirectoryNamespace], done: Removal, *, dry_run: bool = False,
+    ) -> None:  # fmt: skip
+        """Delete chunk by chunk; a namespace by one rename if possible."""
+        remover, done.nbytes = Remover(rehearse=dry_run), 0
+        rest = [one for one in whole if dry_run or not self._delete_at_once(one, done, remover)]
+        theirs = ((one, chunk) for one in rest for chunk in one.names(silent).all())
+        for one, chunk in itertools.chain(theirs, chunks):
+            nbytes = remover.evict_chunk(one.space, chunk.name, pinned=bool(chunk.pins))
+            done.nbytes += nbytes or 0
+            if nbytes is None:
+                done.chunks -= 1
+                done.kept += bool(read_node(one.space, chunk.name).pinned)
+        for one in () if dry_run else rest:
+            self._delete(one.name)
+        done.left = remover.left
 
-    def _remove(
-        self, space: Space, chunk: str, show: Show, remover: Remover, *, force: bool
-    ) -> tuple[DeletionTotals, int]:
-        """Delete a namespace, or a chunk with its descendants; also return how many pins kept."""
-        freed, kept = NOTHING, 0
-        if not chunk and not is_ours(space):
-            msg = f"{space.name} is not a namespace of VUA, it stays unchanged"
-            raise ConfigError(msg)
-        listing = read_listing(space, show, over_fans, headers=bool(chunk))
-        whole = not chunk and (force or not listing.totals().pinned)
-        if whole and not remover.rehearse and is_all_ours(space):
-            trash = f"{TRASH}{secrets.token_hex(8)}"
-            with contextlib.suppress(OSError):  # a full file system may refuse it: then one by one
-                (self.root / space.name).rename(self.root / trash)
-                freed = DeletionTotals(len(listing), self._delete(trash))
-                if (self.root / trash).exists():
-                    why = OSError(errno.EPERM, "some of its files cannot be deleted", trash)
-                    remover.immovable[space.name, ""] = why
-                return freed, 0
-        every = (name for name, _ in listing.names())
-        for name in listing.below(chunk, leaves_first=True) if chunk else every:
-            show(f"{space.name[:SHORT]}: deleting", amount=freed.nbytes)
-            nbytes = remover.evict_chunk(space, name, pinned=force)
-            if nbytes is not None:
-                freed += DeletionTotals(1, nbytes)
-            elif read_node(space, name).pinned:
-                kept += 1
-        if whole and not remover.rehearse:
-            self._delete(space.name)
-        return freed, kept
+    def _delete_at_once(
+        self, namespace: DirectoryNamespace, done: Removal, remover: Remover
+    ) -> bool:
+        """Delete a namespace by one rename; False if it has foreign files, or it is refused."""
+        trash = self.root / f"{TRASH}{secrets.token_hex(8)}"
+        if not is_all_ours(namespace.space):
+            return False
+        try:
+            (self.root / namespace.name).rename(trash)
+        except OSError:  # by a full file system
+            return False
+        done.nbytes += self._delete(trash.name)
+        if trash.exists():
+            why = OSError(errno.EPERM, "some of its files cannot be deleted", trash.name)
+            remover.immovable[namespace.name, ""] = why
+        return True
 
     def _delete(self, name: str) -> int:
         fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from vua.capacity.limits import Limits, nbytes_of
 from vua.capacity.listing import ListedChunk, Listing, parts
@@ -39,7 +39,7 @@ from vua.catalog.base import (
     Collection,
     NamespaceCatalog,
     Removal,
-    resolve,
+    doomed,
 )
 from vua.catalog.check import Check, Checker, ExpectedEntry, OpenFile, Verification, sampled
 from vua.catalog.contents import Content, Item, PartUsage
@@ -59,8 +59,6 @@ _AT_ONCE: Final = 256
 """Chunks whose headers are read between two progress reports."""
 _HELD: Final = 64
 """Most entries in memory at a time."""
-_DELETED: Final = 1000
-"""Chunks that are deleted at a time: a bucket's request deletes 1,000 objects."""
 _LAST: Final = 1 << 60
 """No other chunk goes later."""
 T = TypeVar("T")
@@ -208,19 +206,6 @@ class ListedCatalog(Catalog, Generic[N]):
         """List VUA's namespaces, and the names of everything else. Raises StorageError."""
 
     @abstractmethod
-    def delete(
-        self,
-        chunks: Sequence[tuple[N, ListedChunk]],
-        whole: Sequence[N] = (),
-        *,
-        dry_run: bool = False,
-    ) -> int:
-        """Delete chunks, in this order, and whole namespaces with all of VUA's files.
-
-        Returns the number of objects.
-        """
-
-    @abstractmethod
     def write_bounds(self, bounds: Limits) -> None:
         """Replace ``bounds.json``. Raises StorageError."""
 
@@ -359,10 +344,9 @@ class ListedCatalog(Catalog, Generic[N]):
         freed = sum(done.deleted.values(), start=NOTHING)
         if freed.chunks and not dry_run:
             ask(f"Delete {counted(freed.chunks, 'chunk')}, {size(freed.nbytes)}, of {self.where}?")
-            for part in _doomed(found):
-                self.delete(part)
-                for space, chunk in part:
-                    space.chunks.remove(chunk.name)
+            self.delete(doomed({one: one.chunks for one in found}, show), [], Removal())
+            for space in found:
+                space.chunks.remove_doomed()
             self.note_befores(found)
         done.deleted["leftovers"] = self.sweep(found, dry_run=dry_run)
         if keep and not dry_run:
@@ -406,36 +390,6 @@ class ListedCatalog(Catalog, Generic[N]):
                 added += DeletionTotals(1, one.nbytes)
         return added
 
-    def remove(
-        self, names: Sequence[str], *, everything: bool, force: bool, dry_run: bool, ask: Ask,
-        show: Show,
-    ) -> Removal:  # fmt: skip
-        """Find what goes first, and delete it at once."""
-        del everything  # without names it is everything
-        found, strays = self.list_namespaces(show)
-        picked = [resolve(found, name) for name in names] or [(one, "") for one in found]
-        whole: dict[str, N] = {}
-        some: dict[tuple[str, str], tuple[N, ListedChunk]] = {}
-        kept: set[tuple[str, str]] = set()
-        for space, chunk in picked:
-            if not chunk and (force or not space.chunks.totals().pinned):
-                whole[space.name] = space
-                continue
-            below = space.descendants(chunk, show) if chunk else space.matching("")
-            for one in filter(None, map(space.chunks.get, below)):
-                if one.pins and not force:
-                    kept.add((space.name, one.name))
-                else:
-                    some[space.name, one.name] = space, one
-        alone = [one for one in some.values() if one[0].name not in whole]
-        rest = [one.use(show) for one in whole.values()]
-        chunks = len(alone) + sum(one.chunks for one in rest)
-        nbytes = sum(one.nbytes for _, one in alone) + sum(one.nbytes for one in rest)
-        if (alone or whole) and not dry_run:
-            ask(f"Delete {counted(chunks, 'chunk')}, {size(nbytes)}, of {self.where}?")
-        objects = self.delete(alone, [*whole.values()], dry_run=dry_run) if alone or whole else 0
-        return Removal(chunks, nbytes, objects, len(kept), strays=strays)
-
 
 def _is_before(time_ns: int | None, before_ns: int) -> bool:
     return time_ns is not None and time_ns < before_ns
@@ -450,31 +404,17 @@ def choose_victims(
     Pinned ones stay. Returns what both amount to.
     """
     expired = evicted = NOTHING
-    by_need = ((one.by_need(), at) for at, one in enumerate(listings))
-    order = heapq.merge(*itertools.starmap(_from, by_need))
-    for place, (needed_ns, _, name, nbytes, at) in enumerate(order):
+    by_need = (zip(one.by_need(), itertools.repeat(one), strict=False) for one in listings)
+    order = heapq.merge(*by_need, key=lambda row: row[0])
+    for place, ((needed_ns, _, name, nbytes), listing) in enumerate(order):
         if needed_ns < before_ns:
             expired += DeletionTotals(1, nbytes)
         elif expired.nbytes + evicted.nbytes < excess:
             evicted += DeletionTotals(1, nbytes)
         else:
             break
-        listings[at].doom(name, place)
+        listing.doom(name, place)
     return expired, evicted
-
-
-def _doomed(spaces: Sequence[N]) -> Iterator[list[tuple[N, ListedChunk]]]:
-    """Yield the chunks to delete in order, some at a time."""
-    going = ((one.chunks.doomed(), at) for at, one in enumerate(spaces))
-    order = heapq.merge(*itertools.starmap(_from, going))
-    while some := list(itertools.islice(order, _DELETED)):
-        found = ((spaces[at], spaces[at].chunks.get(name)) for _, name, at in some)
-        yield [(space, chunk) for space, chunk in found if chunk is not None]
-
-
-def _from(rows: Iterator[tuple[Any, ...]], at: int) -> Iterator[tuple[Any, ...]]:
-    """Add to rows whose they are."""
-    return ((*row, at) for row in rows)
 
 
 def seals(space: ListedNamespace, chunk: ListedChunk) -> set[str]:
@@ -636,18 +576,14 @@ class StorageCatalog(ListedCatalog[StorageNamespace]):
         self._limit_store.write(bounds)
 
     def delete(
-        self,
-        chunks: Sequence[tuple[StorageNamespace, ListedChunk]],
-        whole: Sequence[StorageNamespace] = (),
-        *,
-        dry_run: bool = False,
-    ) -> int:
+        self, chunks: Iterable[tuple[StorageNamespace, ListedChunk]],
+        whole: Sequence[StorageNamespace], done: Removal, *, dry_run: bool = False,
+    ) -> None:  # fmt: skip
         rest = ((space, one) for space in whole for one in space.chunks.all())
-        objects = 0
+        done.objects = 0
         for space, chunk in itertools.chain(chunks, rest):
             for name in chunk.paths if not dry_run else ():
                 space.storage.delete(name)
             if not dry_run and chunk.pins and isinstance(space.storage, PinnedStorage):
                 space.storage.remove_pins([(chunk.name, one) for one in chunk.pins])
-            objects += len(chunk.paths)
-        return objects
+            done.objects += len(chunk.paths)

@@ -419,10 +419,7 @@ def rm(
     if everything == bool(names):
         raise ConfigError("name what to remove, or use --all")
     with progress() as show:
-        done = catalog.remove(
-            *(names,), everything=everything, force=force, dry_run=dry_run,
-            ask=asking(yes=yes), show=show,
-        )  # fmt: skip
+        done = catalog.remove(names, force=force, dry_run=dry_run, ask=asking(yes=yes), show=show)
     if done.left:
         print(f"{directory}: {done.left}", file=sys.stderr)
     return RmReport(directory, dry_run, done)

@@ -169,6 +169,36 @@ class BucketCliTest(DirectoryTest):
         self.assertEqual(0, run("rm", self.url, "--all")[0])
         self.assertEqual(0, self.stored("llama"))
 
+    def test_rm_as_in_a_directory(self) -> None:
+        """Both delete the same chunks, in whatever way these are named, and report them alike."""
+        _, second, third = self.chunks("llama")
+        space = next(key.split("/")[0] for key in self.entries() if second in key)
+        url, self.url = self.url, str(self.root / "cache")
+        (self.root / "cache").mkdir(mode=0o700)
+        self.put("llama", 3)
+        self.put("qwen", 1)
+        for place in (url, self.url):
+            self.assertEqual(2, run_json("pin", place, second)[1]["pinned"][0]["chunks"])
+        for words, found in (
+            ([second, "--dry-run"], (1, 1, 1)),
+            ([third, second, third, "--dry-run"], (1, 1, 1)),
+            ([second, third, "--pinned", "--dry-run"], (0, 2, 0)),
+            ([second, space, "--dry-run"], (1, 1, 2)),
+            ([second, space, "--pinned", "--dry-run"], (0, 3, 0)),
+            (["--all", "--dry-run"], (1, 2, 2)),
+            ([third[:12]], (0, 1, 0)),
+            (["--all"], (1, 1, 2)),
+            ([second], (1, 0, 1)),
+            ([space, "--pinned"], (0, 2, 0)),
+            (["--all"], (0, 0, 0)),
+        ):
+            with self.subTest(words=words):
+                some = [run_json("rm", place, *words) for place in (url, self.url)]
+                reports = [(code, one["chunks"], one["kept"]) for code, one in some]
+                self.assertEqual([found, found], reports)
+                if "--dry-run" in words:
+                    self.assertEqual(some[0][1]["nbytes"], some[1][1]["nbytes"])
+
     def test_pin_of_the_library(self) -> None:
         """`VUA.pin` writes the same marks, which `gc` keeps to; `VUA.unpin` lifts them."""
         tokens = torch.arange(64)
