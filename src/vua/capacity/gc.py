@@ -20,7 +20,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import Final
 
@@ -38,7 +38,7 @@ from vua.capacity.listing import (
 )
 from vua.capacity.lru import mtime_ns_of, next_tick_ns, set_mtime
 from vua.capacity.policy import LeastHitDensity
-from vua.capacity.removal import GRACE_S, NOTHING, DeletionTotals, Remover, evict_chunk
+from vua.capacity.removal import GRACE_S, NOTHING, Collection, DeletionTotals, Remover, evict_chunk
 from vua.capacity.spaces import (
     Show,
     Space,
@@ -50,7 +50,7 @@ from vua.capacity.spaces import (
     spaces,
     trash_in,
 )
-from vua.capacity.usage import TOLERANCE, Usage, measure, nbytes_per_inode
+from vua.capacity.usage import TOLERANCE, measure, nbytes_per_inode
 from vua.errors import CorruptEntryError
 from vua.format.entry import MAX_HEADER_NBYTES, SEALED
 from vua.format.parse import EntryInfo, parse_entry
@@ -152,48 +152,6 @@ _EVERY_NAME: Final = sys.maxsize
 _LEASE_WAIT_S: Final = 60.0
 
 
-@dataclass(slots=True)
-class Report:
-    """The result of a full pass."""
-
-    limits: ResolvedLimits
-    usage: Usage = field(default=Usage(0, 0, exact=True))
-    lost_keys: DeletionTotals = field(default=NOTHING)
-    """Deleted because the key that sealed it is gone."""
-    evicted: DeletionTotals = field(default=NOTHING)
-    """Deleted because there was too much."""
-    expired: DeletionTotals = field(default=NOTHING)
-    """Deleted because it was not used for its time to live, its own or the directory's."""
-    over_quota: DeletionTotals = field(default=NOTHING)
-    """Deleted because a salt had too much."""
-    orphans: DeletionTotals = field(default=NOTHING)
-    """Deleted because no lookup could reach it any more."""
-    leftovers: DeletionTotals = field(default=NOTHING)
-    """Temporary files and half-deleted chunks; their bytes count too."""
-    emptied: int = 0
-    """Namespaces without a chunk that were deleted."""
-    free_nbytes: int = 0
-    free_inodes: int | None = None
-    """None where the file system does not count them."""
-    pinned_nbytes: int | None = None
-    """None if it was not determined."""
-    pins_most: int = 0
-    """Pinned bytes that stay when space is needed: a share of the lasting limits."""
-    seconds: float = 0.0
-    left: str = ""
-    """A message about chunks that could be neither moved nor deleted."""
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def within(self) -> bool:
-        """Whether the cache is within its limits now, except for what writers add meanwhile."""
-        limits = self.limits
-        enough = self.free_nbytes >= limits.min_free_bytes
-        if self.free_inodes is not None:
-            enough = enough and self.free_inodes >= limits.min_free_inodes
-        return self.usage.nbytes <= limits.max_bytes * (1 + TOLERANCE) and enough
-
-
 def collect(
     root: str | os.PathLike[str],
     limits: ResolvedLimits,
@@ -203,7 +161,7 @@ def collect(
     known: Callable[[], frozenset[str]] | None = None,
     show: Show = silent,
     spread: Spread = in_turn,
-) -> Report:
+) -> Collection:
     """Bring ``root`` within ``limits`` and sweep what is unusable.
 
     Args:
@@ -218,11 +176,11 @@ def collect(
     Raises ConfigError for a directory without the mark (`vua.storage.mark`), OSError if ``root``
     cannot be listed or written to.
     """
-    began_s, report = time.monotonic(), Report(limits=limits)
+    began_s, report = time.monotonic(), Collection(asdict(limits))
     claim(root)
     remover = Remover(rehearse=rehearse)
     standing = ResolvedLimits.of(root, Limits(), refused=lambda _: None)
-    report.pins_most = int(PINNED_SHARE * max(limits.max_bytes, standing.max_bytes))
+    pins_most = int(PINNED_SHARE * max(limits.max_bytes, standing.max_bytes))
     directory = None if rehearse else upkeep_directory(root)
     try:
         now_ns = remover.now_ns(directory)
@@ -244,15 +202,24 @@ def collect(
                 del listing
         show("measuring")
         if directory is None:
-            _rehearse_eviction(root, now_ns, limits, report, remover)
+            _rehearse_eviction(root, now_ns, limits, report, remover, pins_most)
         else:
-            _evict(root, directory, limits, report, show, remover)
-        report.left = remover.left
+            _evict(root, directory, limits, report, show, remover, pins_most)
         report.emptied = _drop_empty(root, now_ns, remover)
     finally:
         if directory is not None:
             close_quietly(directory)
-    _judge_pins(report)
+    report.within = (
+        report.nbytes <= limits.max_bytes * (1 + TOLERANCE)
+        and (report.free_nbytes or 0) >= limits.min_free_bytes
+        and (report.free_inodes is None or report.free_inodes >= limits.min_free_inodes)
+    )
+    if (report.pinned_nbytes or 0) > pins_most:
+        report.problems.append(
+            f"{report.pinned_nbytes} bytes are pinned, more than {PINNED_SHARE:.0%} of the limit: "
+            "pinned chunks beyond that, those not used for longest, go when room is needed"
+        )
+    report.problems += filter(None, [remover.left])
     report.seconds = time.monotonic() - began_s
     return report
 
@@ -284,7 +251,7 @@ def _sweep(
 def _evict_unreadable(
     space: Space,
     known: Callable[[], frozenset[str]],
-    report: Report,
+    report: Collection,
     show: Show,
     spread: Spread,
     remover: Remover,
@@ -357,20 +324,13 @@ def _keep_quota(space: Space, listing: Listing, most: int, remover: Remover) -> 
     return freed
 
 
-def _judge_pins(report: Report) -> None:
-    if (report.pinned_nbytes or 0) > report.pins_most:
-        report.problems.append(
-            f"{report.pinned_nbytes} bytes are pinned, more than {PINNED_SHARE:.0%} of the limit: "
-            "pinned chunks beyond that, those not used for longest, go when room is needed"
-        )
-
-
 def _rehearse_eviction(
     root: str | os.PathLike[str],
     now_ns: int,
     limits: ResolvedLimits,
-    report: Report,
+    report: Collection,
     remover: Remover,
+    pins_most: int,
 ) -> None:
     """Note what would be too old, or too much, after the rest has gone, and what would be left."""
     evictor = Evictor(root, remover.evict_chunk, LeastHitDensity(root))
@@ -378,13 +338,11 @@ def _rehearse_eviction(
     gone = report.lost_keys + report.orphans + report.over_quota + report.expired
     need = _measure(root, limits, report) - gone.nbytes
     if need > 0:
-        report.evicted = evictor.evict(need, now_ns, pins_nbytes=report.pins_most)
+        report.evicted = evictor.evict(need, now_ns, pins_nbytes=pins_most)
     gone += report.evicted
-    usage = report.usage
-    report.usage = usage._replace(
-        nbytes=max(0, usage.nbytes - gone.nbytes), chunks=max(0, usage.chunks - gone.chunks)
-    )
-    report.free_nbytes += gone.nbytes
+    report.nbytes = max(0, report.nbytes - gone.nbytes)
+    report.chunks = max(0, report.chunks - gone.chunks)
+    report.free_nbytes = (report.free_nbytes or 0) + gone.nbytes
 
 
 def _expire(
@@ -401,9 +359,10 @@ def _evict(
     root: str | os.PathLike[str],
     directory: int,
     limits: ResolvedLimits,
-    report: Report,
+    report: Collection,
     show: Show,
     remover: Remover,
+    pins_most: int,
 ) -> None:
     """Evict what is too old or too much, after other passes that look for victims."""
     evictor = Evictor(root, policy=LeastHitDensity(root))
@@ -427,7 +386,7 @@ def _evict(
         need = _measure(root, limits, report)
         if need > 0:
             report.evicted = evictor.evict(
-                need, now_ns, pins_nbytes=report.pins_most, pulse=partial(pulse, need=need)
+                need, now_ns, pins_nbytes=pins_most, pulse=partial(pulse, need=need)
             )
             _measure(root, limits, report)  # other processes write meanwhile
 
@@ -445,16 +404,17 @@ def _drop_empty(root: str | os.PathLike[str], now_ns: int, remover: Remover) -> 
         close_quietly(fd)
 
 
-def _measure(root: str | os.PathLike[str], limits: ResolvedLimits, report: Report) -> int:
+def _measure(root: str | os.PathLike[str], limits: ResolvedLimits, report: Collection) -> int:
     """Note what is occupied and free; return the bytes that must go."""
-    report.usage = measure(root, counted=_EVERY_NAME)
+    usage = measure(root, counted=_EVERY_NAME)
+    report.chunks, report.nbytes, report.exact = usage.chunks, usage.nbytes, usage.exact
     status = os.statvfs(root)
     report.free_nbytes = status.f_bavail * status.f_frsize
     report.free_inodes = status.f_favail if status.f_files else None
     missing_inodes = limits.min_free_inodes - (report.free_inodes or 0)
     return max(
-        report.usage.nbytes - limits.max_bytes,
+        usage.nbytes - limits.max_bytes,
         limits.min_free_bytes - report.free_nbytes,
-        0 if report.free_inodes is None else missing_inodes * nbytes_per_inode(report.usage),
+        0 if report.free_inodes is None else missing_inodes * nbytes_per_inode(usage),
         0,
     )

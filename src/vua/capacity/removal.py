@@ -15,7 +15,8 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from vua.capacity import marks
@@ -67,6 +68,48 @@ class DeletionTotals(NamedTuple):
 
 
 NOTHING: Final = DeletionTotals(0, 0)
+
+
+@dataclass(slots=True)
+class Collection:
+    """What a full pass has deleted, and what is left."""
+
+    limits: Mapping[str, float | None]
+    chunks: int = 0
+    """Chunks that are left."""
+    nbytes: int = 0
+    exact: bool = True
+    within: bool = True
+    """Whether the cache is within its limits now, except for what writers add meanwhile."""
+    lost_keys: DeletionTotals = NOTHING
+    """Deleted because the key that sealed it is gone."""
+    evicted: DeletionTotals = NOTHING
+    """Deleted because there was too much."""
+    expired: DeletionTotals = NOTHING
+    """Deleted because it was not used for its time to live, its own or the cache's."""
+    over_quota: DeletionTotals = NOTHING
+    """Deleted because a salt had too much."""
+    orphans: DeletionTotals = NOTHING
+    """Deleted because no lookup could reach it any more."""
+    leftovers: DeletionTotals = NOTHING
+    """Temporary files and half-deleted chunks; their bytes count too."""
+    free_nbytes: int | None = None
+    """Of the disk; None without one."""
+    free_inodes: int | None = None
+    """None where the file system does not count them."""
+    emptied: int = 0
+    """Namespaces without a chunk that were deleted."""
+    pinned_nbytes: int | None = None
+    """None if it was not determined."""
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    strays: Sequence[str] = ()
+
+    @property
+    def deleted(self) -> dict[str, DeletionTotals]:
+        """What was deleted, by reason."""
+        names = ("lost_keys", "evicted", "expired", "over_quota", "orphans", "leftovers")
+        return {name: getattr(self, name) for name in names}
 
 
 class ImmovableError(OSError):

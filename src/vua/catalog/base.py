@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from vua.capacity.limits import Limits
 from vua.capacity.listing import ListedChunk, Listing
-from vua.capacity.removal import NOTHING, DeletionTotals
+from vua.capacity.removal import Collection
 from vua.capacity.spaces import Show, silent
 from vua.catalog.check import OpenFile, Verification
 from vua.catalog.contents import SHORT, Content
@@ -41,8 +41,6 @@ from vua.storage.location import Location
 
 MAX_FILE_NBYTES: Final = 4 << 30
 """Largest file of a chunk; one that claims to be larger is not read."""
-DELETED: Final = ("lost_keys", "evicted", "expired", "over_quota", "orphans", "leftovers")
-"""Reasons for which `vua gc` deletes."""
 NO_LIMITS: Final = Limits()
 _NAME: Final = re.compile(r"[0-9a-f]{6,64}")
 
@@ -95,30 +93,6 @@ class Use:
         most, left = self.limits["max_bytes"], self.limits["min_free_bytes"]
         room = None if self.free_nbytes is None else self.free_nbytes + self.nbytes - (left or 0)
         return min((max(0, int(one)) for one in (most, room) if one is not None), default=None)
-
-
-@dataclass(slots=True)
-class Collection:
-    """The result of `vua gc`."""
-
-    chunks: int
-    """Chunks that are left."""
-    nbytes: int
-    exact: bool
-    within: bool
-    limits: Mapping[str, float | None]
-    deleted: dict[str, DeletionTotals] = field(
-        default_factory=lambda: dict.fromkeys(DELETED, NOTHING)
-    )
-    free_nbytes: int | None = None
-    free_inodes: int | None = None
-    emptied: int = 0
-    """Deleted namespaces without a chunk."""
-    pinned_nbytes: int | None = None
-    """None if it was not determined."""
-    seconds: float = 0.0
-    problems: list[str] = field(default_factory=list)
-    strays: Sequence[str] = ()
 
 
 @dataclass(slots=True)

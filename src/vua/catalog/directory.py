@@ -25,7 +25,7 @@ from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bound
 from vua.capacity.listing import ListedChunk, Listing, ancestors, read_listing, read_node
 from vua.capacity.lru import mtime_ns_of
 from vua.capacity.marks import count_ttls, pin, unpin
-from vua.capacity.removal import Remover, delete_namespace
+from vua.capacity.removal import Collection, Remover, delete_namespace
 from vua.capacity.spaces import (
     TRASH,
     Show,
@@ -43,11 +43,9 @@ from vua.capacity.spaces import (
 )
 from vua.capacity.usage import measure
 from vua.catalog.base import (
-    DELETED,
     NO_LIMITS,
     Ask,
     Catalog,
-    Collection,
     Demand,
     Finding,
     NamespaceCatalog,
@@ -312,19 +310,8 @@ class DirectoryCatalog(DirectoryContents, Catalog):
                 *(self.root, limits), quick=quick, rehearse=dry_run, known=lost, show=show,
                 spread=over_fans,
             )  # fmt: skip
-            strays = self._strays()
-        return Collection(
-            *(done.usage.chunks, done.usage.nbytes, done.usage.exact, done.within),
-            limits=asdict(limits),
-            deleted={name: getattr(done, name) for name in DELETED},
-            free_nbytes=done.free_nbytes,
-            free_inodes=done.free_inodes,
-            emptied=done.emptied,
-            pinned_nbytes=done.pinned_nbytes,
-            seconds=done.seconds,
-            problems=[*done.problems, *filter(None, [done.left])],
-            strays=strays,
-        )
+            done.strays = self._strays()
+        return done
 
     def delete(
         self, chunks: Iterable[tuple[DirectoryNamespace, ListedChunk]],

@@ -31,12 +31,11 @@ from typing import Final, Generic, Protocol, TypeVar, runtime_checkable
 
 from vua.capacity.limits import Limits, nbytes_of
 from vua.capacity.listing import ListedChunk, Listing, parts
-from vua.capacity.removal import NOTHING, DeletionTotals
+from vua.capacity.removal import NOTHING, Collection, DeletionTotals
 from vua.capacity.spaces import Show, silent
 from vua.catalog.base import (
     Ask,
     Catalog,
-    Collection,
     NamespaceCatalog,
     Removal,
     doomed,
@@ -331,16 +330,14 @@ class ListedCatalog(Catalog, Generic[N]):
         most = total if limits.max_bytes is None else nbytes_of(limits.max_bytes, 0)
         now_ns = int(time.time() * 1e9)
         before_ns = 0 if limits.ttl_s is None else now_ns - int(limits.ttl_s * 1e9)
-        done = Collection(count, total, exact=True, within=True, limits=self.limits_of(limits),
-                          strays=strays)  # fmt: skip
+        done = Collection(self.limits_of(limits), count, total, strays=strays)
         if total > most or any(_is_before(one.oldest_ns, before_ns) for one in totals):
             for space in found:
                 space.find_befores(show)
             chunks = [space.chunks for space in found]
-            expired, evicted = choose_victims(chunks, total - most, before_ns)
-            done.deleted["expired"], done.deleted["evicted"] = expired, evicted
+            done.expired, done.evicted = choose_victims(chunks, total - most, before_ns)
         if lost is not None:
-            done.deleted["lost_keys"] = self._add_unreadable(found, lost, show)
+            done.lost_keys = self._add_unreadable(found, lost, show)
         freed = sum(done.deleted.values(), start=NOTHING)
         if freed.chunks and not dry_run:
             ask(f"Delete {counted(freed.chunks, 'chunk')}, {size(freed.nbytes)}, of {self.where}?")
@@ -348,7 +345,7 @@ class ListedCatalog(Catalog, Generic[N]):
             for space in found:
                 space.chunks.remove_doomed()
             self.note_befores(found)
-        done.deleted["leftovers"] = self.sweep(found, dry_run=dry_run)
+        done.leftovers = self.sweep(found, dry_run=dry_run)
         if keep and not dry_run:
             self.keep({name: value for name, value in asdict(given).items() if value is not None})
         if limits.ttl_s is not None and not dry_run:

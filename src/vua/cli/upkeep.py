@@ -12,7 +12,8 @@ import click
 
 from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits
-from vua.catalog.base import Collection, Removal, Use, key_ids, resolve
+from vua.capacity.removal import Collection
+from vua.catalog.base import Removal, Use, key_ids, resolve
 from vua.catalog.check import NO_KEYS
 from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog

@@ -14,9 +14,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from vua.capacity.gc import Report, collect
+from vua.capacity.gc import collect
 from vua.capacity.limits import Limits, ResolvedLimits
-from vua.capacity.removal import GRACE_S
+from vua.capacity.removal import GRACE_S, Collection
 from vua.capacity.spaces import TRASH
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
@@ -181,7 +181,7 @@ class World:
                 stamp = path.lstat().st_mtime_ns - int(seconds * 1e9)
                 os.utime(path, ns=(stamp, stamp), follow_symlinks=False)
 
-    def collect(self) -> Report:
+    def collect(self) -> Collection:
         return collect(self.root, ResolvedLimits.of(self.root, self.bounds))
 
     def sweep(self) -> None:

@@ -96,7 +96,7 @@ class TestCollect(GcTest):
         report = collect(self.root, self.limits())
         self.assertEqual(before, snapshot())
         self.assertTrue(report.within)
-        self.assertEqual(9, report.usage.chunks)
+        self.assertEqual(9, report.chunks)
 
     def test_orphans(self) -> None:
         """Chunks whose prefix is gone go, at any depth; siblings of the gap stay."""

@@ -153,7 +153,7 @@ class TestEmptied(UpkeepTest):
                 self.assertEqual(16, self.stored(vua, number))
                 nothing = ResolvedLimits.of(self.root, Limits(max_bytes=0, min_free_bytes=0))
                 for _ in range(9):  # what is touched meanwhile stays
-                    if not collect(self.root, nothing).usage.chunks:
+                    if not collect(self.root, nothing).chunks:
                         break
                 (path,) = (path for path in self.root.iterdir() if len(path.name) == 64)
                 os.utime(path, ns=(0, 0))
