@@ -201,10 +201,7 @@ def collect(
                 report.pinned_nbytes = (report.pinned_nbytes or 0) + pinned_nbytes
                 del listing
         show("measuring")
-        if directory is None:
-            _rehearse_eviction(root, now_ns, limits, report, remover, pins_most)
-        else:
-            _evict(root, directory, limits, report, show, remover, pins_most)
+        _evict(root, directory, now_ns, limits, report, show, remover, pins_most)
         report.emptied = _drop_empty(root, now_ns, remover)
     finally:
         if directory is not None:
@@ -324,55 +321,31 @@ def _keep_quota(space: Space, listing: Listing, most: int, remover: Remover) -> 
     return freed
 
 
-def _rehearse_eviction(
-    root: str | os.PathLike[str],
-    now_ns: int,
-    limits: ResolvedLimits,
-    report: Collection,
-    remover: Remover,
-    pins_most: int,
-) -> None:
-    """Note what would be too old, or too much, after the rest has gone, and what would be left."""
-    evictor = Evictor(root, remover.evict_chunk, LeastHitDensity(root))
-    report.expired = _expire(evictor, now_ns, limits)
-    gone = report.lost_keys + report.orphans + report.over_quota + report.expired
-    need = _measure(root, limits, report) - gone.nbytes
-    if need > 0:
-        report.evicted = evictor.evict(need, now_ns, pins_nbytes=pins_most)
-    gone += report.evicted
-    report.nbytes = max(0, report.nbytes - gone.nbytes)
-    report.chunks = max(0, report.chunks - gone.chunks)
-    report.free_nbytes = (report.free_nbytes or 0) + gone.nbytes
-
-
-def _expire(
-    evictor: Evictor,
-    now_ns: int,
-    limits: ResolvedLimits,
-    pulse: Callable[[DeletionTotals], None] = lambda freed: None,  # noqa: ARG005
-) -> DeletionTotals:
-    expired_ns = 0 if limits.ttl_s is None else now_ns - int(limits.ttl_s * 1e9)
-    return evictor.expire(now_ns, expired_ns, pulse)
-
-
 def _evict(
     root: str | os.PathLike[str],
-    directory: int,
+    directory: int | None,
+    now_ns: int,
     limits: ResolvedLimits,
     report: Collection,
     show: Show,
     remover: Remover,
     pins_most: int,
 ) -> None:
-    """Evict what is too old or too much, after other passes that look for victims."""
-    evictor = Evictor(root, policy=LeastHitDensity(root))
-    evictor.immovable = remover.immovable
+    """Evict what is too old or too much, after other passes that look for victims.
+
+    A rehearsal has no ``directory``: it notes what would go, and what would be left.
+    """
+    rehearse = None if directory is not None else remover.evict_chunk
+    evictor = Evictor(root, rehearse, LeastHitDensity(root))
+    evictor.immovable, held = remover.immovable, None
     deadline_s = time.monotonic() + _LEASE_WAIT_S
     with contextlib.ExitStack() as stack:
-        held = stack.enter_context(lease(directory))
-        while held is None and time.monotonic() < deadline_s:
-            time.sleep(0.05)
+        if directory is not None:
             held = stack.enter_context(lease(directory))
+            while held is None and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+                held = stack.enter_context(lease(directory))
+            now_ns = next_tick_ns(directory)
 
         def pulse(freed: DeletionTotals, need: int = 0) -> None:
             if held is not None:
@@ -381,13 +354,20 @@ def _evict(
                 f"{counted(freed.chunks, 'chunk')} evicted", freed.nbytes, need, amount=freed.nbytes
             )
 
-        now_ns = next_tick_ns(directory)
-        report.expired = _expire(evictor, now_ns, limits, pulse)
-        need = _measure(root, limits, report)
+        expired_ns = 0 if limits.ttl_s is None else now_ns - int(limits.ttl_s * 1e9)
+        report.expired = evictor.expire(now_ns, expired_ns, pulse)
+        gone = report.lost_keys + report.orphans + report.over_quota + report.expired
+        need = _measure(root, limits, report) - (gone.nbytes if rehearse else 0)
         if need > 0:
             report.evicted = evictor.evict(
                 need, now_ns, pins_nbytes=pins_most, pulse=partial(pulse, need=need)
             )
+        if rehearse:
+            gone += report.evicted
+            report.nbytes = max(0, report.nbytes - gone.nbytes)
+            report.chunks = max(0, report.chunks - gone.chunks)
+            report.free_nbytes = (report.free_nbytes or 0) + gone.nbytes
+        elif need > 0:
             _measure(root, limits, report)  # other processes write meanwhile
 
 
