@@ -127,7 +127,7 @@ def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Said
         nbytes, free_nbytes = use.nbytes, use.free_nbytes
     limits = catalog.limits() if use is None else use.limits
     saved, counts = saved_today(catalog.where), dict(catalog.counts)
-    values = {
+    values: dict[str, Any] = {
         "directory": catalog.where,
         "nbytes": nbytes,
         "max_bytes": limits["max_bytes"],

@@ -75,8 +75,14 @@ class Report(ABC):
 class Said(Report):
     """A text for people, or what prints it, and plain values for programs."""
 
-    def __init__(self, text: str | Callable[[], None], **values: object) -> None:
-        self._text, self._values = text, values
+    def __init__(
+        self, text: str | Callable[[], None], *, damaged: bool = False, **values: object
+    ) -> None:
+        self._text, self._damaged, self._values = text, damaged, values
+
+    @property
+    def code(self) -> int:
+        return DAMAGED if self._damaged else SOUND
 
     def describe(self) -> object:
         return self._values

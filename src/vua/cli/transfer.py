@@ -37,7 +37,7 @@ from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
 from vua.catalog.prefix import prompt_keys
 from vua.cli.command import argument, as_owner, command
-from vua.cli.output import DAMAGED, SOUND, Output, Report, line, plain, progress
+from vua.cli.output import Output, Said, line, plain, progress
 from vua.cli.prompt import read_prompts
 from vua.errors import (
     ConfigError,
@@ -101,31 +101,6 @@ class _ExportCounts:
     problems: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class ExportReport(Report):
-    """The result of an export."""
-
-    directory: str
-    file: str
-    done: _ExportCounts
-
-    @property
-    def code(self) -> int:
-        return DAMAGED if self.done.problems else SOUND
-
-    def describe(self) -> object:
-        return {"directory": self.directory, "file": self.file, **asdict(self.done)}
-
-    def show(self) -> None:
-        """Print what was left out, and how much was written."""
-        out = sys.stderr if self.file == "-" else sys.stdout
-        for text in self.done.problems:
-            print(plain(f"left out: {text}"), file=out)
-        print(
-            f"{self.file}: {counted(self.done.chunks, 'chunk')}, {size(self.done.nbytes)}", file=out
-        )
-
-
 @command("export")
 @argument("file", "archive to write; - stdout", metavar="FILE")
 @argument("names", "6 or more hex digits of a name", metavar="[NAME]...", nargs=-1)
@@ -137,7 +112,7 @@ class ExportReport(Report):
 @click.option("--all", "everything", is_flag=True, help="everything")
 def export(
     directory: str, file: str, *, security: Security = NO_KEYS, output: Output, **chosen: Any
-) -> ExportReport:
+) -> Said:
     """Write the chosen prefixes to ``file`` (``-``: stdout); exit status 1 if some was damaged.
 
     ``chosen`` are :class:`ExportChoice`'s fields. A file appears under its name when it is
@@ -164,7 +139,15 @@ def export(
         if isinstance(problem, (StorageError, BrokenPipeError)):
             raise
         raise explained(problem, str(problem.filename or directory)) from problem
-    return ExportReport(directory, file, done)
+
+    def show_done() -> None:
+        out = sys.stderr if file == "-" else sys.stdout
+        for text in done.problems:
+            print(plain(f"left out: {text}"), file=out)
+        print(f"{file}: {counted(done.chunks, 'chunk')}, {size(done.nbytes)}", file=out)
+
+    values: dict[str, Any] = {"directory": directory, "file": file, **asdict(done)}
+    return Said(show_done, damaged=bool(done.problems), **values)
 
 
 def _chosen(
@@ -314,37 +297,9 @@ class _ImportCounts:
     problems: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class ImportReport(Report):
-    """The result of an import."""
-
-    directory: str
-    file: str
-    done: _ImportCounts
-
-    @property
-    def code(self) -> int:
-        return DAMAGED if self.done.problems or self.done.refused else SOUND
-
-    def describe(self) -> object:
-        return {"directory": self.directory, "file": self.file, **asdict(self.done)}
-
-    def show(self) -> None:
-        """Print what was refused, and how much was imported."""
-        done = self.done
-        for text in done.problems[:_MOST_PROBLEMS]:
-            line("not taken", text)
-        if len(done.problems) > _MOST_PROBLEMS:
-            print(f"and {len(done.problems) - _MOST_PROBLEMS} more")
-        if done.refused:
-            print(f"{counted(done.refused, 'file')} found no space, or no prefix; see `vua du`")
-        written = f"{counted(done.written, 'file')} written, {size(done.nbytes)}"
-        print(f"{self.directory}: {written}; {done.present} were there")
-
-
 @command("import", makes_it=True)
 @argument("file", "archive to read; - stdin", metavar="FILE")
-def import_(directory: str, file: str) -> ImportReport:
+def import_(directory: str, file: str) -> Said:
     """Import an archive; exit status 1 if some of it was damaged or found no space.
 
     ``file`` may be ``-`` for stdin. Root imports as the directory's owner. Raises InputError for an
@@ -366,7 +321,19 @@ def import_(directory: str, file: str) -> ImportReport:
         if isinstance(problem, StorageError):
             raise
         raise explained(problem, str(problem.filename or directory)) from problem
-    return ImportReport(directory, file, done)
+
+    def show_done() -> None:
+        for text in done.problems[:_MOST_PROBLEMS]:
+            line("not taken", text)
+        if len(done.problems) > _MOST_PROBLEMS:
+            print(f"and {len(done.problems) - _MOST_PROBLEMS} more")
+        if done.refused:
+            print(f"{counted(done.refused, 'file')} found no space, or no prefix; see `vua du`")
+        written = f"{counted(done.written, 'file')} written, {size(done.nbytes)}"
+        print(f"{directory}: {written}; {done.present} were there")
+
+    values: dict[str, Any] = {"directory": directory, "file": file, **asdict(done)}
+    return Said(show_done, damaged=bool(done.problems or done.refused), **values)
 
 
 class _Taker:

@@ -13,7 +13,7 @@ import click
 from vua.capacity.evictor import PINNED_SHARE
 from vua.capacity.limits import Limits
 from vua.capacity.removal import Collection
-from vua.catalog.base import Removal, Use, key_ids, resolve
+from vua.catalog.base import Use, key_ids, resolve
 from vua.catalog.check import NO_KEYS
 from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
@@ -293,45 +293,10 @@ def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> S
 # -- pin ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PinReport(Report):
-    """The result of `vua pin`."""
-
-    directory: str
-    pins: Sequence[Mapping[str, object]]
-    released: bool
-    nbytes: int
-    """Bytes held by these pins, or by all."""
-    most_nbytes: int | None
-    """Pinned bytes that stay when space is needed; None: all of them."""
-
-    def describe(self) -> object:
-        return {"directory": self.directory, "unpinned" if self.released else "pinned": self.pins}
-
-    def show(self) -> None:
-        """Print a row per pin."""
-        rows = [(str(one["namespace"])[:SHORT], one["chunk"], one["chunks"]) for one in self.pins]
-        if rows:
-            table(
-                ["namespace", "chunk", f" chunks {'released' if self.released else 'held'}"], rows
-            )
-        else:
-            print(f"{self.directory}: nothing is pinned")
-        if self.most_nbytes is not None and self.nbytes > self.most_nbytes:
-            print(
-                f"these pins hold {size(self.nbytes)}, and no more than {size(self.most_nbytes)} "
-                f"({PINNED_SHARE:.0%} of the limit) stays when space is needed: the least recently "
-                "used ones are evicted anyway"
-            )
-
-
-@command(
-    "pin",
-    as_owner_of=True,
-)
+@command("pin", as_owner_of=True)
 @argument("names", "6 or more hex digits of a chunk", metavar="[NAME]...", nargs=-1)
 @click.option("--remove", is_flag=True, help="unpin")
-def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> PinReport:
+def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> Said:
     catalog = open_catalog(directory)
     if names:
         catalog.claim()
@@ -360,45 +325,26 @@ def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> 
             nbytes = sum(
                 space.pinned_nbytes(chunks) for space, chunks in some if chunks or not names
             )
-        return PinReport(directory, found, remove, nbytes, catalog.pins_may_hold())
+        most = catalog.pins_may_hold()
+
+    def show_pins() -> None:
+        rows = [(str(one["namespace"])[:SHORT], one["chunk"], one["chunks"]) for one in found]
+        if rows:
+            table(["namespace", "chunk", f" chunks {'released' if remove else 'held'}"], rows)
+        else:
+            print(f"{directory}: nothing is pinned")
+        if most is not None and nbytes > most:
+            print(
+                f"these pins hold {size(nbytes)}, and no more than {size(most)} "
+                f"({PINNED_SHARE:.0%} of the limit) stays when space is needed: the least recently "
+                "used ones are evicted anyway"
+            )
+
+    values: dict[str, Any] = {"unpinned" if remove else "pinned": found}
+    return Said(show_pins, directory=directory, **values)
 
 
 # -- rm -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RmReport(Report):
-    """The result of `vua rm`."""
-
-    directory: str
-    dry_run: bool
-    done: Removal
-
-    @property
-    def code(self) -> int:
-        return DAMAGED if self.done.kept or self.done.left else SOUND
-
-    def describe(self) -> object:
-        done = self.done
-        return {
-            "directory": self.directory,
-            "chunks": done.chunks,
-            "nbytes": done.nbytes,
-            "objects": done.objects,
-            "kept": done.kept,
-            "strays": len(done.strays),
-            "dry_run": self.dry_run,
-        }
-
-    def show(self) -> None:
-        done, word = self.done, "would be removed" if self.dry_run else "removed"
-        print(
-            plain(f"{self.directory}: {counted(done.chunks, 'chunk')} {word}, {size(done.nbytes)}")
-        )
-        if done.kept:
-            stays = counted(done.kept, "pinned chunk", "stays", "stay")
-            print(f"{stays}; with --pinned none does")
-        print_strays(done.strays)
 
 
 @command("rm", as_owner_of=True)
@@ -410,7 +356,7 @@ class RmReport(Report):
 def rm(
     directory: str, names: Sequence[str] = (), *, everything: bool = False, force: bool = False,
     dry_run: bool = False, yes: bool = False,
-) -> RmReport:  # fmt: skip
+) -> Said:  # fmt: skip
     """Delete chunks with all that follow them, or namespaces; exit status 1 if pins kept some.
 
     ``dry_run`` only reports what would be deleted. Files that are not VUA's stay.
@@ -423,4 +369,17 @@ def rm(
         done = catalog.remove(names, force=force, dry_run=dry_run, ask=asking(yes=yes), show=show)
     if done.left:
         print(f"{directory}: {done.left}", file=sys.stderr)
-    return RmReport(directory, dry_run, done)
+
+    def show_removed() -> None:
+        word = "would be removed" if dry_run else "removed"
+        print(plain(f"{directory}: {counted(done.chunks, 'chunk')} {word}, {size(done.nbytes)}"))
+        if done.kept:
+            stays = counted(done.kept, "pinned chunk", "stays", "stay")
+            print(f"{stays}; with --pinned none does")
+        print_strays(done.strays)
+
+    fields = ("chunks", "nbytes", "objects", "kept")
+    values: dict[str, Any] = {name: getattr(done, name) for name in fields}
+    values |= {"strays": len(done.strays), "dry_run": dry_run}
+    damaged = bool(done.kept or done.left)
+    return Said(show_removed, damaged=damaged, directory=directory, **values)
