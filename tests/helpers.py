@@ -25,6 +25,7 @@ import pytest
 import torch
 
 from vua import native
+from vua.capacity.saved import FOLDER
 from vua.core import VUA
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
@@ -48,6 +49,7 @@ ROOT = TESTS.parent
 POISON = 0xA5
 PACKED = -1  # a memory in which chunks lie as they do in files
 SOON_S = 120.0  # how long tests wait for what has to happen: only a failure takes so long
+NOTES = {USES, FOLDER}  # folders of what is noted of requests
 GUARD = 3  # tokens before and after those that a dense memory is about
 
 
@@ -134,8 +136,8 @@ class DirectoryTest(unittest.TestCase):
         return [path for path in found if "quarantine" not in path.parts]
 
     def snapshot(self) -> dict[str, bytes]:
-        """Every file below the directory with its bytes, but for the log of requests."""
-        found = (path for path in self.root.rglob("*") if USES not in path.parts)
+        """Every file below the directory with its bytes, but for what is noted of requests."""
+        found = (path for path in self.root.rglob("*") if NOTES.isdisjoint(path.parts))
         paths = (path for path in found if path.is_file())
         return {str(path.relative_to(self.root)): path.read_bytes() for path in paths}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
@@ -21,12 +22,14 @@ except ModuleNotFoundError as problem:
     raise how_to_get(problem) from None
 
 from vua.config import VUAConfig
+from vua.connector.savings import savings_at
 from vua.format.entry import EntryCodec
 from vua.format.identity import Identity
 from vua.format.keys import KeyChain
 from vua.io.buffers import BufferPool
 from vua.io.pool import Job, Pool
 from vua.security.keyring import NoKeyError, check_keys
+from vua.storage.location import nearest
 from vua.store.agreement import Label
 from vua.store.namespace import Access, Namespace
 from vua.store.place import LazyNamespace, locate
@@ -134,6 +137,7 @@ class VUA:
         self._label = None if identity else Label(self.path, self.config.model, default=unnamed)
         self._buffers = BufferPool(self.config.buffer_bytes)
         self._threads = Pool[None](self.config.threads, "vua")
+        self.savings = savings_at(nearest(self.path), config.security.file_mode)
         log.debug("open %s, namespace %s", self.path, self._identity.namespace[:12])
 
     def __enter__(self) -> VUA:  # noqa: PYI034 - typing.Self needs Python 3.11
@@ -147,6 +151,7 @@ class VUA:
     def close(self) -> None:
         """Wait for running work and release the threads."""
         self._threads.close()
+        self.savings.close()
         self._opened.close()
 
     # -- put ----------------------------------------------------------------------------------
@@ -286,9 +291,12 @@ class VUA:
     def _get(
         self, namespace: Namespace | None, ids: bytes, row: torch.Tensor, device: torch.device
     ) -> ClosestKV:
-        keys, found = self._stored(namespace, ids)
-        trusted = not found or self._label is None or self._label.trusted()
-        if namespace is None or keys is None or not (found and trusted):
+        (keys, found), began_s = self._stored(namespace, ids), time.monotonic()
+        if found and self._label is not None and not self._label.trusted():
+            found = 0
+        size = self.config.split_factor
+        self.savings.looked_up(self._identity.namespace, found, len(ids) // 4 // size, size)
+        if namespace is None or keys is None or not found:
             log.debug("get %d tokens: nothing stored", len(ids) // 4)
             return ClosestKV(row[..., :0], [])
         store = namespace.stores[0]
@@ -310,6 +318,7 @@ class VUA:
         data = [[t[None].to(device) for t in pair] for pair in zip(*arrays, strict=True)]
         if not layout.v_dim:
             data = [[k, k.new_empty((*k.shape[:-1], 0))] for (k,) in data]
+        self.savings.loaded(length, 0, time.monotonic() - began_s)
         return ClosestKV(row[..., :length], data)
 
     @staticmethod

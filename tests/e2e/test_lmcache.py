@@ -26,6 +26,7 @@ from e2e.checkpoints import copied, scaled
 from e2e.harness import PROMPT, SOURCE, Batch, EngineTest, Phase, Served, llama, run
 from e2e.sglang_server import wait_until
 from helpers import flip
+from vua.capacity.saved import saved_at
 
 CHUNK = 64
 WHOLE = (len(PROMPT) - 1) // CHUNK * CHUNK
@@ -119,6 +120,10 @@ class LMCacheServerTest(EngineTest):
         self.assertIsNone(served.problem, served.log[-6000:])
         return served
 
+    def loaded(self) -> int:
+        """The tokens that all servers have told of."""
+        return sum(one.loaded_tokens for one in saved_at(self.root).values())
+
     def files(self) -> list[Path]:
         return sorted(self.root.glob("*/*/*/*.safetensors"))
 
@@ -131,6 +136,7 @@ class LMCacheServerTest(EngineTest):
             wait_until("all chunks", lambda: len(self.files()) == WHOLE // CHUNK)
         with Server(adapter) as server:
             warm = self.ask(server)
+            wait_until("what was loaded is told", lambda: self.loaded() == WHOLE)
         for path in self.files():
             flip(path, path.stat().st_size // 2)
         with Server(adapter) as server:

@@ -69,7 +69,9 @@ class Totals(NamedTuple):
         time_saved = "unknown time saved (fewer than three prefills were measured)"
         if self.priced_tokens:
             time_saved = f"{self.saved_s:,.1f} s saved"
-        return f"{time_saved}, {self.loaded_tokens:,} tokens loaded, {found}"
+        some = 0 < self.priced_tokens < self.loaded_tokens  # others are of faces without a price
+        time_saved += f" by {self.priced_tokens:,} of" if some else ","
+        return f"{time_saved} {self.loaded_tokens:,} tokens loaded, {found}"
 
 
 def _noted(root: Path, name: str, read: Callable[[Any], T]) -> Iterator[tuple[str, str, T]]:
@@ -152,10 +154,10 @@ def _number(value: object) -> float:
 
 def prefills_of(root: Path, kind: str) -> list[tuple[float, float]]:
     """Return (tokens before, seconds per token) of the latest engine of this kind."""
-    for found in _files(root / UPKEEP / FOLDER):
+    for found in _files(root / UPKEEP / FOLDER) if kind else ():
         with suppress(TypeError, ValueError, KeyError):
             points = [(_number(x), _number(y)) for x, y in found["prefills"]]
-            if kind and found["kind"] == kind and points:
+            if found["kind"] == kind and points:
                 return [(x, y) for x, y in points if x >= 0 and y > 0]
     return []
 

@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -134,8 +135,8 @@ class Savings:
             self._writer = threading.Thread(target=self._later, args=(self._soon,), daemon=True)
             with suppress(RuntimeError):  # the process ends, or has no thread
                 self._writer.start()
-            if not self._writes:
-                atexit.register(self.close)
+            atexit.unregister(self.close)
+            atexit.register(self.close)  # also after a close
 
     def _later(self, soon: threading.Event) -> None:
         soon.wait(_EVERY_S if self._writes else _FIRST_S)
@@ -162,7 +163,7 @@ class Savings:
             return add_up(self._days.values())
 
     def close(self) -> None:
-        """Write what is not written yet, and log the sum. A second call does nothing.
+        """Write what is not written yet, and log the sum; if nothing is new, do nothing.
 
         Waits a second at most.
         """
@@ -210,3 +211,11 @@ class Savings:
         self._writes += 1
         if time.monotonic() - self._said_s >= _SAID_EVERY_S:
             self._say()
+
+
+@lru_cache(maxsize=64)
+def savings_at(directory: Path | None, mode: int) -> Savings:
+    """Return this process's savings of a directory, for those that see no prefill: no price."""
+    savings = Savings()
+    savings.keep_at([] if directory is None else directory, "", mode)
+    return savings

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from llama_cpp import BaseLlamaCache, LlamaState
 
-from vua.connector.savings import Savings
 from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, StorageError, VUAError
 from vua.format.identity import Identity
@@ -240,8 +239,6 @@ class VUALlamaCache(BaseLlamaCache):
         self._described = described_model(llm, self._form, chunk_tokens=chunk_tokens, epoch=epoch)
         self._llm, self._path = weakref.ref(llm), path
         self._said, self._seen = set[str](), list[int]()
-        self._savings = Savings()
-        self._savings.keep_at(path, "", self._config.security.file_mode)
         try:
             locate(path)
         except OSError as problem:
@@ -258,7 +255,6 @@ class VUALlamaCache(BaseLlamaCache):
         """
         if (llm := self._llm()) is not None:
             self._save_abandoned(llm)
-        self._savings.close()
         self._stored.close()
 
     def ready(self, timeout_s: float | None = None) -> bool:
@@ -304,15 +300,17 @@ class VUALlamaCache(BaseLlamaCache):
             raise KeyError("nothing is stored")
         self._save_abandoned(llm)
         live = llm.longest_token_prefix(llm.input_ids[: llm.n_tokens].tolist(), tokens)
-        (stored,), size, began_s = vua.lookup(tokens), self._config.split_factor, time.monotonic()
-        name = self.identity.namespace
-        self._savings.looked_up(name, stored // size, len(tokens) // size, size)
+        (stored,), size, name = (
+            vua.lookup(tokens),
+            self._config.split_factor,
+            self.identity.namespace,
+        )
         if stored <= live:
+            vua.savings.looked_up(name, stored // size, len(tokens) // size, size)
             raise KeyError("nothing is stored that has not been computed")
         found = vua.get_closest(tokens)
         if found.num_tokens <= live or not self._fits(found):
             raise KeyError("nothing is stored that has not been computed")
-        self._savings.loaded(found.num_tokens, 0, time.monotonic() - began_s)
         rows = [[_words(pair[array]) for pair in found.data] for array in (0, 1)]
         state = self._form.build(*rows)
         ids = np.full(len(llm.input_ids), _NO_TOKEN, np.intc)

@@ -42,6 +42,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from vua.capacity.limits import Limits
 from vua.connector.cache_spec import UncachedError, local_directory
+from vua.connector.savings import savings_at
 from vua.errors import ConfigError, VUAError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey
@@ -49,6 +50,7 @@ from vua.format.layout import KVLayout
 from vua.io.pool import Job, Pool
 from vua.native import MemoryMap
 from vua.storage.base import entry_name
+from vua.storage.location import nearest
 from vua.store.namespace import Namespace
 from vua.store.place import create_namespace, locate
 from vua.store.writer import EntryWriter, process_writer
@@ -253,6 +255,11 @@ class _Form:
         )
 
     @property
+    def tokens(self) -> int:
+        """How many tokens an object has: LMCache's shapes end in tokens and the width of one."""
+        return max((shape[-2] for shape in self.shapes if len(shape) > 2), default=0)
+
+    @property
     def layout(self) -> KVLayout:
         """Return the layout of an object's file: its bytes, in one row."""
         return KVLayout(
@@ -272,6 +279,7 @@ class _Task:
     left: int
     """Unfinished parts."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    began_s: float = field(default_factory=time.monotonic)
 
 
 class VUAL2Adapter(L2AdapterInterface):
@@ -321,6 +329,7 @@ class VUAL2Adapter(L2AdapterInterface):
         self._threads = int(given.pop("threads", _THREADS))
         self._bounds = Limits(**given)
         self._pool = Pool[None](self._threads, "vua-lmcache")
+        self._savings = savings_at(nearest(self._root), 0o600)
         self._namespaces: dict[tuple[_Form, str], Namespace] = {}
         self._fds = {kind: create_event_notifier() for kind in (_STORE, _LOOKUP, _LOAD)}
         self._done: dict[str, dict[int, Any]] = {kind: {} for kind in self._fds}
@@ -397,6 +406,7 @@ class VUAL2Adapter(L2AdapterInterface):
         """Finish pending work and release threads and descriptors."""
         self._pool.close()
         self._models.close()
+        self._savings.close()
         for namespace in self._namespaces.values():
             namespace.close()
         for notifier in self._fds.values():
@@ -435,9 +445,25 @@ class VUAL2Adapter(L2AdapterInterface):
             task.left -= 1
             if task.left:
                 return
+        self._count(task)
         with self._lock:
             self._done[task.kind][number] = self._result(task)
         self._fds[task.kind].notify()
+
+    def _count(self, task: _Task) -> None:
+        """Count a task's chunks, of which LMCache has an object for each rank and group."""
+        tokens: dict[Any, int] = {}
+        missing = set[Any]()
+        for key, form, found in zip(task.keys, task.forms, task.found, strict=True):
+            chunk = (key.model_name, key.chunk_hash, key.cache_salt)
+            tokens[chunk] = max(tokens.get(chunk, 0), form.tokens if form else 0)
+            missing.update([] if found else [chunk])
+        whole = tokens.keys() - missing
+        if task.kind == _LOOKUP:
+            self._savings.looked_up("", len(whole), len(tokens), 1, ends=False)
+        if task.kind == _LOAD:
+            seconds = time.monotonic() - task.began_s
+            self._savings.loaded(sum(map(tokens.__getitem__, whole)), 0, seconds)
 
     def _result(self, task: _Task) -> Any:
         found = [at for at, one in enumerate(task.found) if one]

@@ -136,10 +136,10 @@ class TestLlamaCpp(DirectoryTest):
         """Each question is noted by what is stored of it; tools and log tell one number."""
         first, computing = self.cached()
         completed(first, PROMPT)  # nothing is stored yet
+        computing.close()
         _, cache = self.cached()
         for prompt in (PROMPT, [*PROMPT[: 2 * CHUNK + 3], *PROMPT[:40]], PROMPT[: CHUNK - 1]):
             self.loaded(cache, prompt)
-        computing.close()
         with self.assertLogs(logger("savings"), "INFO") as logged:
             cache.close()
         self.assertIn("began: unknown time saved", logged.records[-1].getMessage())

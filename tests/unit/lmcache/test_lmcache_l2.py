@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from buckets import seaweedfs, speaking_to
+from commands import told
 from helpers import DirectoryTest, flip, noise
 from vua.errors import ConfigError, NotWritableError
 from vua.storage.bucket import Bucket
@@ -119,7 +120,20 @@ class TestL2Adapter(DirectoryTest):
         expected = [values[at] for at in (3, 0, 0, 0, 6)]
         self.assertEqual([True, False, False, True, True], self.same(expected, found))
         self.assertEqual(3, self.found(second, mixed))
+        second.close()
+        said = f" {(COUNT + 3) * SHAPE[-2]} tokens loaded, {COUNT + 3} of {COUNT + 5} chunks found"
+        self.assertIn(said, told(self.root / "kv"))
         self.assertEqual(1, len(list((self.root / "kv").glob("*/namespace.json"))))
+
+    def test_ranks_and_groups(self) -> None:
+        """The objects of a chunk are counted as one, which is found if all of them are."""
+        values, adapter = self.values(COUNT * 3), self.adapter()
+        fields = ({"kv_rank": 1}, {"kv_rank": 2}, {"object_group_id": 1})
+        keys = [key for given in fields for key in self.keys(**given)]
+        self.store(adapter, keys[:-1], values[:-1])  # the last chunk lacks one
+        self.assertEqual([True] * (3 * COUNT - 1), self.same(values, self.load(adapter, keys))[:-1])
+        adapter.close()
+        self.assertIn(f" {(COUNT - 1) * SHAPE[-2]} tokens loaded, ", told(self.root / "kv"))
 
     def test_kept_apart(self) -> None:
         """Another model, rank, group, salt, dtype, shape or epoch finds nothing."""
