@@ -126,6 +126,7 @@ class RequestMetrics:
         if account is None or account.ordered_s is None:
             return
         seconds, account.ordered_s = self._clock() - account.ordered_s, None
+        waited_s = seconds + (0.0 if account.load_s else account.lookup_s)
         account.load_s += seconds
         account.loaded += account.limit
         complete = account.limit == account.promised
@@ -134,7 +135,7 @@ class RequestMetrics:
         self._stats.observe("vua_load_seconds", seconds)
         if account.limit:
             self._stats.add("vua_loaded_tokens_total", account.limit)
-        self.savings.loaded(account.limit, account.start, seconds)
+        self.savings.loaded(account.limit, account.start, waited_s)
         self._show_saved()
 
     def _show_saved(self) -> None:
@@ -220,7 +221,7 @@ METRICS: Final[dict[str, Metric]] = {
     "vua_seconds_saved": Metric(
         "gauge",
         "Seconds that computing the loaded tokens would have taken, by what prompts of their "
-        "length take in this engine, minus those that the loads took, since the start. Not there "
+        "length take in this engine, minus those of lookups and loads, since the start. Not there "
         "before three prefills are measured, here or in an engine of the same kind before.",
     ),
     "vua_load_decisions_total": Metric(

@@ -1,10 +1,11 @@
 """The savings of loads: measured in each engine, and kept in the cache directory for people.
 
-A load saves the time that computing its tokens would have taken, less its own. The price of
-computing is what this engine's prompts take, by their length (:class:`PrefillSpeed`), from three
+A load saves the time that computing its tokens would have taken, less lookup and load. The price
+of computing is what this engine's prompts take, by their length (:class:`PrefillSpeed`), from three
 measured prefills on. Loads before that get their price afterwards. Until then an engine that was
-restarted takes the prefills of the latest one of its kind that used this directory. Without any of
-these the time is unknown, not 0.
+restarted takes the prefills of the latest one of its kind that used this directory. Loads that are
+much longer than the latest prompts take the prefills of before. Without any of these the time is
+unknown, not 0.
 
 It also counts where prompts part from what is stored, and keeps no text, tokens or chunk names.
 
@@ -23,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -42,7 +44,7 @@ log = logger("savings")
 
 _FIRST_S, _EVERY_S, _SAID_EVERY_S, _END_S = 1.0, 10.0, 3600.0, 1.0
 _POINTS: Final = 16
-"""Measured prefills in a file."""
+"""Measured prefills in a file: the longest."""
 _WAITING: Final = 4096
 """Loads that wait for a price; older ones never get any."""
 _MOST_PARTED: Final = 16
@@ -69,7 +71,7 @@ class Savings:
         """By day and namespace."""
         self._waiting = deque[tuple[str, int, int, int, float]](maxlen=_WAITING)
         self._earlier = PrefillSpeed(0)
-        """The file is of an engine before this one."""
+        """Of the engine before this one, then of this one's past: when prompts were longer."""
         self._writer: threading.Thread | None = None
         """Waits, then writes."""
         self._soon = threading.Event()
@@ -145,9 +147,11 @@ class Savings:
     def _price(self) -> None:
         while self._waiting:
             day, tokens, before, rows, seconds = self._waiting[0]
-            compute_s = self._prefill.seconds(tokens, before, MIN_MEASURED)
-            if compute_s is None:
-                compute_s = self._earlier.seconds(tokens, before, MIN_MEASURED)
+            speeds = [self._prefill, self._earlier]
+            if 2 * self._prefill.high < min(before + tokens / 2, self._earlier.high):
+                speeds.reverse()  # the latest prompts were much shorter than what is priced
+            prices = (one.seconds(tokens, before, MIN_MEASURED) for one in speeds)
+            compute_s = next((price for price in prices if price is not None), None)
             if compute_s is None:
                 return
             self._waiting.popleft()
@@ -197,7 +201,11 @@ class Savings:
                     self._earlier.add(x, y)
             self.total  # noqa: B018 - gives loads their price, as far as there is one now
             with self._lock:
-                kept = {"kind": self._kind, "prefills": self._prefill.points[-_POINTS:]}
+                own, far = self._prefill.points, 2 * self._prefill.high >= self._earlier.high
+                if far and len(own) >= MIN_MEASURED:
+                    self._earlier = copy(self._prefill)
+                longest = sorted(self._earlier.points or own)[-_POINTS:]
+                kept = {"kind": self._kind, "prefills": longest}
                 text = json.dumps(kept | {"days": self._days, "parted": self._parted})
             directory = upkeep_folder(root, FOLDER)
             try:

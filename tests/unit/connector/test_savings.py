@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -11,12 +13,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
+import torch
+
 from commands import run, told
 from helpers import DirectoryTest, caches_of, until
 from vua.capacity.saved import Totals, advice, parted_at, saved_at, saved_today
 from vua.connector.load_policy import PrefillSpeed
 from vua.connector.log import logger
-from vua.connector.savings import Savings
+from vua.connector.savings import Savings, savings_at
 from vua.core import VUA, VUAConfig
 from vua.security.keyring import write_key
 from vua.security.settings import Security
@@ -95,6 +100,32 @@ class TestSavings(DirectoryTest):
             engine.close()
             self.assertEqual(known, engine.total.priced_tokens > 0, kind)
 
+    def test_short_prompts(self) -> None:
+        """Short prompts, whose tokens take five times as long, are not the price of a long load.
+
+        Neither of an engine that has computed long ones before, nor of one that was restarted.
+        """
+        speed = PrefillSpeed(64)
+        for files in (1, 2):
+            engine = Savings(speed, wall=lambda: self.now)
+            engine.keep_at(self.root, "k", 0o600)
+            self.addCleanup(engine.close)
+            for _ in range(3 if files == 1 else 0):
+                speed.measured(1000, 500_000, 2.0)
+            engine.looked_up(NAME, 0, 1, 64)
+            until(lambda files=files: self.kept() == files)
+            for _ in range(40):
+                speed.measured(100, 5_000, 1.0)
+            for tokens, saved_s in ((1000, 2.0), (100, 1.0)):
+                before_s = engine.total.saved_s
+                engine.loaded(tokens, 0, 0.0)
+                self.assertAlmostEqual(saved_s, engine.total.saved_s - before_s)
+            engine.close()
+            speed = PrefillSpeed(64)
+
+    def kept(self) -> int:
+        return len([*(self.root / ".upkeep" / "saved").glob("*")])
+
     def test_written_meanwhile(self) -> None:
         """A running engine's file is there soon."""
         engine = self.engine()
@@ -159,6 +190,7 @@ class TestSavings(DirectoryTest):
     def test_kinds(self) -> None:
         """Log, tools and page tell one number, also of sealed files and of tiers."""
         write_key(self.root / "key")
+        tokens = list(range(8))
         plain, sealed, near = (self.root / name for name in ("plain", "sealed", "near"))
         security = Security(key_file=str(self.root / "key"))
         for root, path, config in (
@@ -166,16 +198,50 @@ class TestSavings(DirectoryTest):
             (sealed, str(sealed), VUAConfig(split_factor=4, security=security)),
             (near, [str(near), str(self.root / "far")], VUAConfig(split_factor=4)),
         ):
-            with VUA(config, path) as vua:
-                vua.put(list(range(8)), caches_of(layers=1, heads=1, tokens=8, dim=8))
-            engine = Savings()
-            engine.keep_at(path, "", 0o600)
-            engine.looked_up(NAME, 2, 3, 4)
-            engine.loaded(8, 0, 0.5)
-            with self.assertLogs(logger("savings"), "INFO") as logged:
-                engine.close()
-            self.assertIn("8 tokens loaded, 2 of 3 chunks found", told(root))
+            with (
+                self.assertLogs(logger("savings"), "INFO") as logged,
+                VUA(config, path) as vua,
+            ):
+                vua.put(tokens, caches_of(layers=1, heads=1, tokens=8, dim=8))
+                vua.get_closest([*tokens, 7, 7, 7, 7])
+            self.assertRegex(told(root), "^unknown time saved .* 8 tokens loaded, 2 of 3 chunks")
             self.assertIn(f"began: {told(root)}", logged.records[-1].getMessage())
+            ((_, noted),) = parted_at(root).items()
+            self.assertEqual([{"16": 1}], [*noted.values()])
+
+    def test_one_file(self) -> None:
+        """However often a process opens a cache, it has one file, which tells the sum."""
+        tokens, cache = list(range(8)), caches_of(layers=1, heads=1, tokens=8, dim=8)
+        for number in range(3):
+            with VUA(VUAConfig(split_factor=4), self.root) as vua, VUA(vua.config, self.root) as it:
+                it.put(tokens, cache)
+                vua.get_closest([torch.tensor(tokens), torch.tensor(tokens[:5])])
+                it.get_closest([7] * 8)
+            said = f" {12 * (number + 1)} tokens loaded, {3 * (number + 1)} of {5 * (number + 1)} "
+            self.assertIn(said, told(self.root))
+        self.assertEqual(1, self.kept())
+
+    def test_some_priced(self) -> None:
+        """Beside an engine that knows its prefills the line says whose time is known."""
+        engine, library = self.engine(), savings_at(self.root, 0o600)
+        self.now = time.time()
+        engine.loaded(1000, 0, 0.5)
+        library.loaded(160, 0, 0.5)
+        for each in (engine, library):
+            each.close()
+        said = "today: 1.5 s saved by 1,000 of 1,160 tokens loaded, "
+        self.assertIn(said, run("ls", self.root)[1])
+
+    @pytest.mark.thorough
+    def test_no_close(self) -> None:
+        """A process that ends without a close tells what it loaded."""
+        tokens = list(range(8))
+        with VUA(VUAConfig(split_factor=4), self.root) as vua:
+            vua.put(tokens, caches_of(layers=1, heads=1, tokens=8, dim=8))
+        text = "import sys, vua; one = vua.VUA(vua.VUAConfig(split_factor=4), sys.argv[1])"
+        text += f"; one.get_closest({tokens}); one.close(); one.get_closest({tokens})"
+        subprocess.run([sys.executable, "-c", text, self.root], check=True)
+        self.assertIn(" 16 tokens loaded, 4 of 4 chunks found", told(self.root))
 
 
 NAME, OTHER = "ab" * 32, "cd" * 32
