@@ -238,8 +238,9 @@ class TestSavings(DirectoryTest):
         tokens = list(range(8))
         with VUA(VUAConfig(split_factor=4), self.root) as vua:
             vua.put(tokens, caches_of(layers=1, heads=1, tokens=8, dim=8))
-        text = "import sys, vua; one = vua.VUA(vua.VUAConfig(split_factor=4), sys.argv[1])"
-        text += f"; one.get_closest({tokens}); one.close(); one.get_closest({tokens})"
+        text = "import sys, vua\nfor at in range(2):\n    one = vua.VUA("
+        text += f"vua.VUAConfig(split_factor=4), sys.argv[1])\n    one.get_closest({tokens})"
+        text += "\n    at or one.close()"
         subprocess.run([sys.executable, "-c", text, self.root], check=True)
         self.assertIn(" 16 tokens loaded, 4 of 4 chunks found", told(self.root))
 
