@@ -338,15 +338,17 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
 def agentx(ran: dict[str, Any]) -> str:
     """The table of what `benchmarks/agentx.py` found."""
     heads = ("run", "requests, failed", "tokens of prompts", "vLLM's own cache", "VUA", "computed",
-             "saved, s", "MB written, per s saved", "median first token, over alone")  # fmt: skip
+             "saved, s", "MB written", "MB per s, so far", "first token, over alone")  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|---" + "|--:" * (len(heads) - 1) + "|"]
+    written = saved = 0.0
     for one in ran["rows"]:
         tokens = " | ".join(f"{one[name]:,}" for name in ("prompt_tokens", *SOURCES))
-        saved, written = one["saved_s"], one["written_nbytes"] / 1e6
-        cost = f"{written:.0f}" + (f", {written / saved:.2f}" if saved and saved > 0 else "")
+        written, saved = written + one["written_nbytes"] / 1e6, saved + (one["saved_s"] or 0.0)
         lines.append(
             f"| {one['run']} | {one['requests']}, {one['failed']} | {tokens} | "
-            + (f"{saved:.1f} | {cost} | " if saved is not None else "| | ")
+            + ("" if one["saved_s"] is None else f"{one['saved_s']:.1f}")
+            + f" | {one['written_nbytes'] / 1e6:.0f} | "
+            + (f"{written / saved:.1f} | " if saved > 0 else "| ")
             + f"{one['ttft_ms'] / ran['rows'][0]['ttft_ms']:.2f} |"
         )
     return "\n".join(lines) + (
