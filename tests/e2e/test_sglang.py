@@ -3,62 +3,44 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import tempfile
 import unittest
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from e2e.by_transformers import generate
 from e2e.damage import CHUNK, chunk_files, flip, stored, vanish
-from e2e.harness import Batch, Phase, Served, run
+from e2e.harness import Batch, Phase, Served, llama, run, tokens
 from e2e.sglang_server import Answer, Server, extra_config, needs_sglang, wait_until
-from real_model import real_model, wheel_file
 
 pytestmark = [pytest.mark.vllm]
 
 OURS = "VUAHiCacheStorage"
 NEW = 6
 CHUNKS = 5
-MODEL_ENGINE = {"dtype": "bfloat16", "max_model_len": 2048, "kv_cache_memory_bytes": 256 << 20}
-
-
-@cache
-def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(real_model())
 
 
 def prompt(seed: int) -> list[int]:
-    """A text of facts with a question: some five chunks, and a few tokens of a sixth."""
-    things = random.Random(seed).sample(range(100, 1000), 60)
-    facts = " ".join(f"Box {seed}-{at} holds {thing} stones." for at, thing in enumerate(things))
-    ids: list[int] = tokenizer().encode(f"{facts}")
-    question: list[int] = tokenizer().encode(f" Question: what does box {seed}-3 hold? Answer:")
-    return [*ids[: CHUNKS * CHUNK], *question]
+    """Five chunks, and a few tokens of a sixth."""
+    return tokens(CHUNKS * CHUNK + 15, seed)
 
 
 def by_transformers(root: Path, ids: list[int], new: int) -> tuple[int, list[int]]:
     """Generate with transformers: (tokens loaded, tokens generated); the prompt is stored."""
-    return generate(real_model(), root, ids, new=new, dtype=torch.bfloat16)
+    return generate(llama(), root, ids, new=new)
 
 
 def by_vllm(root: Path, prompts: list[list[int]], new: int) -> Served:
     """Generate with vLLM, which loads what is stored and stores the prompts."""
-    engine = {"model": str(real_model()), **MODEL_ENGINE}
-    (served,) = run(Phase([Batch(prompts, max_tokens=new)], engine=engine, root=root))
+    (served,) = run(Phase([Batch(prompts, max_tokens=new)], root=root))
     return served
 
 
 @needs_sglang
-@unittest.skipUnless(wheel_file(), "the real model is not installed")
 class SGLangTest(unittest.TestCase):
     server: ClassVar[Server]
     root: ClassVar[Path]
@@ -77,8 +59,8 @@ class SGLangTest(unittest.TestCase):
 
     @classmethod
     def _start(cls) -> None:
-        extra = extra_config(cls.root)
-        cls.server = Server(real_model(), "--enable-metrics", backend="dynamic", extra=extra)
+        words, extra = ("--dtype", "float32", "--enable-metrics"), extra_config(cls.root)
+        cls.server = Server(llama(), *words, backend="dynamic", extra=extra)
 
     def _restart(self) -> None:
         self.server.close()
@@ -140,8 +122,8 @@ class SGLangTest(unittest.TestCase):
         """SGLang loads what vLLM stored after one comparison; vLLM nothing of SGLang's."""
         one, other = prompt(5), prompt(15)
         served = by_vllm(self.root, [one, other], NEW)
-        for ids, tokens, chunks in zip((one, other), served.tokens, (0, CHUNKS), strict=True):
-            self.assert_loaded(self.server.ask(ids, new=NEW), tokens, chunks)
+        for ids, said, chunks in zip((one, other), served.tokens, (0, CHUNKS), strict=True):
+            self.assert_loaded(self.server.ask(ids, new=NEW), said, chunks)
             self.server.forget()
         ids = prompt(6)
         cold = self.fill(ids)
@@ -221,7 +203,7 @@ class SGLangTest(unittest.TestCase):
         """Weights loaded into the running server leave what was stored; the old ones find it."""
         other = Path(tempfile.mkdtemp(prefix="vua-test-")) / "other"
         self.addCleanup(shutil.rmtree, other.parent, ignore_errors=True)
-        shutil.copytree(real_model(), other)
+        shutil.copytree(llama(), other)
         weights = load_file(other / "model.safetensors")
         name = "model.layers.0.self_attn.v_proj.weight"
         weights[name] = weights[name].flip(0).contiguous()
@@ -234,7 +216,7 @@ class SGLangTest(unittest.TestCase):
         self.assertNotEqual(cold.tokens, changed.tokens)
         self.assert_loaded(self.server.ask(ids, new=NEW), changed.tokens)
 
-        self._update(real_model())
+        self._update(llama())
         self.assert_loaded(self.server.ask(ids, new=NEW), cold.tokens)
 
     def _update(self, model: Path) -> None:
