@@ -76,7 +76,11 @@ def begin(arguments: Sequence[str], log: IO[bytes], path: Path | None = None) ->
 
 @contextmanager
 def starting(
-    root: Path, *extra: Sequence[str], forked: bool = False, plain: bool = False
+    root: Path,
+    *extra: Sequence[str],
+    forked: bool = False,
+    plain: bool = False,
+    model: Path | None = None,
 ) -> Iterator[Callable[[], list[str]]]:
     """Starting servers, each with further arguments, on one directory.
 
@@ -87,7 +91,7 @@ def starting(
         started: list[tuple[Popen[bytes] | Fork, str, IO[bytes]]] = []
         for more in extra:
             port, log = free_port(), stack.enter_context(tempfile.NamedTemporaryFile())
-            arguments = [*settings(root, port), *more]
+            arguments = [*settings(root, port, model or llama()), *more]
             if plain:
                 at = arguments.index("--vua-path")
                 process = begin([*arguments[:at], *arguments[at + 2 :]], log, root)
@@ -139,9 +143,9 @@ def free_port() -> int:
     return port
 
 
-def settings(root: Path, port: int) -> list[str]:
+def settings(root: Path, port: int, model: Path) -> list[str]:
     return [
-        *(str(llama()), "--vua-path", str(root)),
+        *(str(model), "--vua-path", str(root)),
         *("--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"),
         *("--dtype", "float32", "--block-size", "32", "--max-model-len", "2048"),
         *("--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"),
