@@ -72,6 +72,8 @@ class Savings:
         self._waiting = deque[tuple[str, int, int, int, float]](maxlen=_WAITING)
         self._earlier = PrefillSpeed(0)
         """Of the engine before this one, then of this one's past: when prompts were longer."""
+        self._kept = list[tuple[float, float]]()
+        """Measured prefills when the file was last written."""
         self._writer: threading.Thread | None = None
         """Waits, then writes."""
         self._soon = threading.Event()
@@ -132,6 +134,9 @@ class Savings:
         for old in sorted(self._days)[:-DAYS]:
             del self._days[old]
         self._price()
+        self._begin()
+
+    def _begin(self) -> None:
         if self._writer is None and self._root is not None:
             self._soon = threading.Event()
             self._writer = threading.Thread(target=self._later, args=(self._soon,), daemon=True)
@@ -171,9 +176,13 @@ class Savings:
 
         Waits a second at most.
         """
-        atexit.unregister(self.close)
         with self._lock:
+            if (
+                self._writes and self._prefill.points != self._kept
+            ):  # computed after the last lookup
+                self._begin()
             writer, soon = self._writer, self._soon
+        atexit.unregister(self.close)
         if writer is not None:
             soon.set()
             with suppress(RuntimeError):  # it could not be started
@@ -201,7 +210,8 @@ class Savings:
                     self._earlier.add(x, y)
             self.total  # noqa: B018 - gives loads their price, as far as there is one now
             with self._lock:
-                own, far = self._prefill.points, 2 * self._prefill.high >= self._earlier.high
+                own = self._kept = self._prefill.points
+                far = 2 * self._prefill.high >= self._earlier.high
                 if far and len(own) >= MIN_MEASURED:
                     self._earlier = copy(self._prefill)
                 longest = sorted(self._earlier.points or own)[-_POINTS:]

@@ -100,6 +100,21 @@ class TestSavings(DirectoryTest):
             engine.close()
             self.assertEqual(known, engine.total.priced_tokens > 0, kind)
 
+    def test_last_prompt(self) -> None:
+        """An engine that is restarted knows the prefills after the last lookup of before."""
+        speed = PrefillSpeed(64)
+        engine = Savings(speed, wall=lambda: self.now)
+        engine.keep_at(self.root, "k", 0o600)
+        engine.looked_up(NAME, 0, 1, 64)
+        until(lambda: saved_at(self.root) == {DAY: Totals(1)})
+        for _ in range(3):
+            speed.measured(1000, 500_000, 2.0)
+        engine.close()
+        engine = self.engine(prefills=0)
+        engine.loaded(100, 0, 0.05)
+        engine.close()
+        self.assertGreater(engine.total.saved_s, 0)
+
     def test_short_prompts(self) -> None:
         """Short prompts, whose tokens take five times as long, are not the price of a long load.
 
