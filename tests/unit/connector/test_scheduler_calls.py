@@ -13,6 +13,8 @@ import pytest
 from helpers import save_chunk
 from vua.connector.cache_spec import Group, Model
 from vua.connector.config import ConnectorConfig
+from vua.connector.lookup import Lookup
+from vua.connector.media import Media
 from vua.connector.metadata import ConnectorMetadata, ScheduledRequest, ScheduledStep
 from vua.connector.scheduler import SchedulerSide
 from vua.device.buffers import StagingBuffer
@@ -63,7 +65,8 @@ class CallsTest(unittest.TestCase):
         keys = state.lookup.answer.result(timeout=300).keys  # type: ignore[union-attr]
         for at in range(half // CHUNK):
             save_chunk(store, keys[at], memory)
-        state.lookup = side.lookups.ask(request, state.options)
+        state.lookup = Lookup(request, state.options, 0.0, None, Media("", "", 0))
+        side.lookups.ask(state.lookup)
         state.lookup.answer.result(timeout=300)
         table = list(range(1, 1 + tokens // CHUNK))
         new = ScheduledRequest("r", half, tokens - half, [table], begins=True)
