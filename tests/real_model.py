@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-__all__ = ["NAME", "real_model", "wheel_file"]
+__all__ = ["NAME", "first_layers", "real_model", "wheel_file"]
 
 NAME: Final = "SmolLM2-135M-Instruct"
 
@@ -51,8 +51,9 @@ def wheel_file() -> Path | None:
 def real_model(directory: str | os.PathLike[str] | None = None) -> Path:
     """Return a Hugging Face directory with the model, its tokenizer and its chat template.
 
-    Makes it (half a minute, 270 MB, weights in bfloat16) if it is missing; it appears whole or not
-    at all, and two processes may make it at once.
+    That is ``VUA_REAL_MODEL`` where this variable names one, as tests do. Otherwise makes it (half
+    a minute, 270 MB, weights in bfloat16) if it is missing; it appears whole or not at all, and two
+    processes may make it at once.
 
     Args:
         directory: where to make it; by default below the user's cache directory
@@ -62,7 +63,8 @@ def real_model(directory: str | os.PathLike[str] | None = None) -> Path:
         FileNotFoundError: the wheel is not installed; the message says how to install it.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = Path(directory or cache / "vua" / "models" / NAME)
+    named = directory or os.environ.get("VUA_REAL_MODEL")
+    target = Path(named or cache / "vua" / "models" / NAME)
     if (target / "config.json").is_file():
         return target
     file = wheel_file()
@@ -83,6 +85,24 @@ def real_model(directory: str | os.PathLike[str] | None = None) -> Path:
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return target
+
+
+def first_layers(at: Path, layers: int = 2) -> Path:
+    """Make a directory with its first layers and its tokenizer: the answers make no sense, soon."""
+    from safetensors.torch import load_file, save_file
+
+    whole, file = real_model(), "model.safetensors"
+    shutil.copytree(whole, at, ignore=shutil.ignore_patterns(file))
+    weights = {
+        name: weight
+        for name, weight in load_file(whole / file).items()
+        if not name.startswith("model.layers.") or int(name.split(".")[2]) < layers
+    }
+    save_file(weights, at / file, metadata={"format": "pt"})
+    config = json.loads((at / "config.json").read_text(encoding="utf-8"))
+    config["num_hidden_layers"] = layers
+    (at / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return at
 
 
 def _convert(file: Path, directory: Path) -> None:

@@ -10,6 +10,7 @@ SGLang starts in the process that computes, but for the sockets to the others.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -145,6 +146,8 @@ def main() -> None:
 
     import vua.sglang.storage  # noqa: F401
 
+    gc.collect()
+    gc.freeze()  # what is here now no fork looks at
     for line in sys.stdin:
         reading, writing = os.pipe()
         if not (child := os.fork()):

@@ -21,11 +21,11 @@ class CampaignTest(unittest.TestCase):
         """Random engines load nothing that they would compute otherwise, and share the rest."""
         seed = int(os.environ.get("VUA_TEST_SEED", "3"))
 
-        found = campaign(count=10, seed=seed, say=lambda _: None)
+        found = campaign(count=7, seed=seed, say=lambda _: None)
 
         self.assertEqual([[], [], []], [found[n] for n in ("wrong", "other tokens", "problems")])
-        self.assertGreaterEqual(found["setups"], 8)
-        self.assertGreater(found["counts"]["chunks with other K and V"], 20)
+        self.assertGreaterEqual(found["setups"], 5)
+        self.assertGreater(found["counts"]["chunks with other K and V"], 10)
         self.assertGreaterEqual(found["shared of what could be"], 0.95, found["missed"])
 
 

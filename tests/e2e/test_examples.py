@@ -1,4 +1,4 @@
-"""The examples on a real model run as they stand, and load what they say they load."""
+"""The examples run as they stand, on the first layers of their model; they load what they say."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import unittest
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from e2e.harness import SOURCE
 from e2e.sglang_server import PYTHON, Server, extra_config
 from helpers import ROOT, DirectoryTest
-from real_model import real_model, wheel_file
+from real_model import first_layers, wheel_file
 
 pytestmark = pytest.mark.thorough
 
@@ -26,12 +29,22 @@ PRINTED = re.compile(r"(\d+) of (\d+) tokens loaded", re.MULTILINE)
 @unittest.skipUnless(EXAMPLES.exists(), "not in a checkout")
 @unittest.skipUnless(wheel_file(), "the wheel of the real model is not installed")
 class ExamplesTest(DirectoryTest):
+    model: ClassVar[Path]
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        """Make a model that computes little."""
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.model = first_layers(Path(folder.name, "model"))
+
     def output_of(self, name: str, *more: str) -> str:
         """Run it on an empty directory; return what it prints."""
         shared = ("--path", str(self.root), "--new-tokens", "3")
         done = subprocess.run(
             [sys.executable, str(EXAMPLES / name), *shared, *more],
-            env=os.environ | {"PYTHONPATH": str(SOURCE), "HF_HUB_OFFLINE": "1"},
+            env=os.environ
+            | {"PYTHONPATH": str(SOURCE), "HF_HUB_OFFLINE": "1", "VUA_REAL_MODEL": str(self.model)},
             capture_output=True,
             text=True,
             check=False,
@@ -85,7 +98,7 @@ class ExamplesTest(DirectoryTest):
         more: list[str] = []
         if PYTHON:
             extra = extra_config(self.root)
-            server = Server(real_model(), "--dtype", "float32", backend="dynamic", extra=extra)
+            server = Server(self.model, "--dtype", "float32", backend="dynamic", extra=extra)
             self.addCleanup(server.close)
             more = ["--sglang", server.url]
         *servers, (loaded, length) = self.run_example("engines.py", *more)

@@ -17,7 +17,7 @@ from commands import run_json
 from e2e.damage import CHUNK
 from e2e.sglang_server import PYTHON, Server, environment, extra_config, needs_sglang
 from helpers import until
-from real_model import real_model, wheel_file
+from real_model import first_layers, wheel_file
 
 pytestmark = [pytest.mark.thorough]
 
@@ -32,6 +32,7 @@ class WarmTest(unittest.TestCase):
         folder = Path(tempfile.mkdtemp(prefix="vua-test-"))
         self.addCleanup(shutil.rmtree, folder, ignore_errors=True)
         self.prompts, self.near = folder / "prompts.jsonl", folder / "near"
+        self.model = first_layers(folder / "model")
 
     def warm(self, texts: list[str], *words: str, status: int = 0) -> list[dict[str, Any]]:
         self.prompts.write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
@@ -48,7 +49,7 @@ class WarmTest(unittest.TestCase):
             "".join(f"Box {at} is {name}. " for at in range(40)) for name in ("red", "new")
         )
         extra = extra_config(self.url, shared_storage_path=[str(self.near), self.url])
-        server = Server(real_model(), backend="dynamic", extra=extra, texts=True)
+        server = Server(self.model, backend="dynamic", extra=extra, texts=True)
         self.addCleanup(server.close)
         (first,) = self.warm([one], "--server", server.url)
         whole = first["tokens"] // CHUNK * CHUNK

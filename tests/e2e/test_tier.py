@@ -203,7 +203,7 @@ class TierTest(EngineTest):
         """Prompts with one system prompt: from the second on it is loaded."""
         for model, least in ((architectures.gpt_oss(), 896), (architectures.lfm2(), 512)):
             self.setUp()
-            steps = [step for one in shared(5) for step in (Batch([one]), SETTLE, RESET_ALL)]
+            steps = [step for one in shared(3) for step in (Batch([one]), SETTLE, RESET_ALL)]
             served = self.tier(*steps, engine={"model": str(model)})
             self.assertGreaterEqual(served.cached[1], least)
             self.assertGreaterEqual(min(served.cached[2:]), 0.95 * 896)

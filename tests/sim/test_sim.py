@@ -90,22 +90,28 @@ class SimulationTest(unittest.TestCase):
         self.play_drafts(range(FIRST_SEED, FIRST_SEED + QUICK_DRAFTS))
 
     def test_bugs_are_caught(self) -> None:
-        """A connector with a bug fails in a scenario in which the real one does not."""
+        """A connector with a bug fails in a scenario in which the real one does not.
+
+        The real one plays the first scenario with each kind of model.
+        """
+        caught = {}
         for name in MUTATIONS:
             with self.subTest(name):
-                self.assert_caught(name)
+                case = self.caught(name)
+                caught.setdefault(case.model, case)
+        for case in caught.values():
+            play(case)
 
-    def assert_caught(self, name: str) -> None:
-        """Find a scenario that shows the bug, and play it without the bug."""
+    def caught(self, name: str) -> Case:
+        """Find a scenario that shows the bug."""
         for seed in range(TRIES):
             case = scenario(name, seed)
             try:
                 with mutated(name):
                     play(case)
             except Wrong:
-                play(case)
-                return
-        self.fail(f"{name} was not caught in {TRIES} scenarios")
+                return case
+        raise AssertionError(f"{name} was not caught in {TRIES} scenarios")
 
     @soak
     def test_many_random_scenarios(self) -> None:

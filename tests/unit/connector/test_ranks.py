@@ -131,14 +131,14 @@ class RanksTest(DirectoryTest):
                 self.assertTrue(torch.equal(expected[name], cache), (sizes, shard, name))
 
     def exchange(self, layout: KVLayout, files: list[int]) -> None:
-        """Every size reads what every size wrote; ``files`` counts those of a chunk."""
-        for sizes, count in zip(SIZES, files, strict=True):
+        """Each size reads what half of all sizes wrote; ``files`` counts those of a chunk."""
+        for at, (sizes, count) in enumerate(zip(SIZES, files, strict=True)):
             with self.subTest(written=sizes):
                 for path in self.files():
                     path.unlink()
                 self.save(layout, sizes)
                 self.assertEqual(count * CHUNKS, len(self.files()))
-                for other in SIZES:
+                for other in SIZES[at // 2 % 2 :: 2]:
                     self.check(layout, other)
 
     def test_many_heads(self) -> None:

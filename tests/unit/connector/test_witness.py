@@ -53,7 +53,7 @@ if find_spec("vllm"):
             return super().limit(request, found, local_tokens)
 
 
-LIVES = int(os.environ.get("VUA_TEST_LIVES", "40"))
+LIVES = int(os.environ.get("VUA_TEST_LIVES", "20"))
 """Simulated engines; docs/vllm.md tells of 200."""
 SIZE = 16
 LAYOUT = KVLayout(1, 1, 8, 8, "F32", SIZE)
