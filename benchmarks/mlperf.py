@@ -6,9 +6,9 @@
 
 By default with the arguments of "Max Storage Stress" in the rules of MLPerf Storage 3.0 (table
 KVCache-1): the shape of Llama 3.1 8B, seed 42, 300 s, no memory above the storage, three trials.
-Its 200 users are scaled to the disk. The rules score the first four figures. Users of this workload
-share no prefix, so it shows nothing of what a prefix cache saves; it measures how fast turns are
-written and read back.
+Its 200 users are scaled to the disk and the memory. The rules score the first four figures. Users
+of this workload share no prefix, so it shows nothing of what a prefix cache saves; it measures how
+fast turns are written and read back.
 
 `kv_cache_benchmark` draws users, prompts and conversations from a seed, and keeps the K and V of
 each turn in a storage tier. Here that tier is the workload's own `NVMeBackend` in one arm (a .npy
@@ -48,6 +48,8 @@ ARGUMENTS = (
 )
 USERS, DISK_NBYTES = 200, 256 << 30
 """The users that MLPerf asks for, and the free disk that they need."""
+USER_NBYTES, OWN_NBYTES = 2000 << 20, 5 << 29
+"""Memory of a user's thread and of the workload, by its own estimate for this shape."""
 FIGURES = {
     "GiB/s read": ("cache_stats", "tier_storage_read_bandwidth_gbps"),
     "tokens per second of storage": ("storage_throughput_tokens_per_sec",),
@@ -213,7 +215,9 @@ def main() -> None:
         be_arm(asked.arm, str(asked.checkout), asked.rest)
         return
     free = shutil.disk_usage(asked.dir or tempfile.gettempdir()).free
-    users = max(1, min(USERS, USERS * free // DISK_NBYTES))
+    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    users = min(USERS, USERS * free // DISK_NBYTES, (memory - OWN_NBYTES) // USER_NBYTES)
+    users = max(1, users)
     arguments = asked.arguments.replace("{users}", str(users))
     rounds: list[dict[str, dict[str, float]]] = []
     with tempfile.TemporaryDirectory(prefix="vua-mlperf-", dir=asked.dir) as name:
