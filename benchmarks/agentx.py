@@ -11,10 +11,11 @@ aiperf makes texts by the hashes. For a CPU `--divide` makes tokens, blocks and 
 times smaller; texts of such small blocks have still fewer tokens than the traces say. With less
 `--cache-tokens` (of `--length` at least) sessions evict each other from vLLM's own cache.
 
-It is no submission, and aiperf says so (`--unsafe-override`): these traces are files, while the
-scenario pins a data set of Hugging Face. Each session is asked once, from its start, in the place
-of half an hour from somewhere within. `--cache-bust none`: the scenario marks the first message of
-each session anew in every run, so a restarted engine could load nothing. All runs ask the same.
+The results cannot be submitted: the scenario needs a data set of Hugging Face, and aiperf takes
+other traces with `--unsafe-override` alone. The scenario asks for half an hour, from a random point
+of each session; here each session is asked once, from its start. The scenario also changes the
+first message of each session in every run, so a restarted engine could load nothing; `--cache-bust
+none` turns that off. All runs ask the same.
 """
 
 from __future__ import annotations

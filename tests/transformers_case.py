@@ -87,7 +87,7 @@ class TransformersTest(DirectoryTest):
         return prefixes
 
     def reusing(self, model: Any, **settings: Any) -> Any:
-        """The block in which a model reuses prefixes of this test's store, likewise."""
+        """A block in which a model reuses prefixes of this test's store; it loads all of them."""
         from vua.transformers import reuse_prefixes
 
         given = {"chunk_tokens": CHUNK, "load_policy": "always", **settings}

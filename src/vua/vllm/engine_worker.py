@@ -244,12 +244,13 @@ def worker_of(wrapper: Any) -> tuple[EngineMemory, Any]:
     if wrapper.__dict__.get("worker") is not calls:
         raise UncachedError("the structure of this worker's wrapper is unknown")
     worker, memory = calls._vua_worker, calls._vua_memory  # noqa: SLF001
-    runner = getattr(worker, "model_runner", None)
-    with suppress(AttributeError, NotImplementedError):
-        memory.model = worker.get_model()
-    if runner is None or not callable(getattr(memory.model, "modules", None)):
+    runner, model = getattr(worker, "model_runner", None), None
+    with suppress(AttributeError, NotImplementedError):  # of workers without a model
+        model = worker.get_model()
+    if runner is None or not callable(getattr(model, "modules", None)):
         msg = "this worker does not expose its model, so its weights cannot be checked"
         raise UncachedError(msg)
+    memory.model = model
     return memory, runner
 
 

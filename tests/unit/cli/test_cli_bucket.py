@@ -170,7 +170,7 @@ class BucketCliTest(DirectoryTest):
         self.assertEqual(0, self.stored("llama"))
 
     def test_rm_as_in_a_directory(self) -> None:
-        """Both delete the same chunks, in whatever way these are named, and report them alike."""
+        """A bucket and a directory delete the same chunks, and report them alike."""
         _, second, third = self.chunks("llama")
         space = next(key.split("/")[0] for key in self.entries() if second in key)
         url, self.url = self.url, str(self.root / "cache")

@@ -101,7 +101,7 @@ class EventPublisherTest(unittest.TestCase):
         return taken
 
     def test_chunks_that_are_stored(self) -> None:
-        """Each is announced once, in whatever steps they come, after those before it."""
+        """Each is announced once, after those before it; a later step names the first one again."""
         publisher = self.publisher(8)
         publisher.ordered(self.request, self.keys, range(3))
 

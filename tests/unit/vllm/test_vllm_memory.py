@@ -111,11 +111,17 @@ class WorkerCallsTest(unittest.TestCase):
         self.assertIsNotNone(memory.weights_changed())
 
     def test_a_worker_that_shows_no_model(self) -> None:
-        """Is refused."""
+        """It is refused, to a second connector, too; the first one keeps what it watches."""
         wrapper = wrapped()
+        memory, _ = worker_of(wrapper)
+        model = memory.model
+        hidden = mock.patch.object(Worker, "get_model", side_effect=NotImplementedError)
+        with hidden, self.assertRaises(UncachedError):
+            worker_of(wrapper)
         wrapper.worker.model = None
         with self.assertRaises(UncachedError):
             worker_of(wrapper)
+        self.assertIs(model, memory.model)
 
 
 def lora(scaling: float = 2.0, **tensors: torch.Tensor) -> Any:
