@@ -263,8 +263,10 @@ class TrialTest(DirectoryTest):
         """A driver that does not answer in time holds up nobody, and is not used later on."""
         go = threading.Event()
         self.addCleanup(go.set)
+        hanging: list[threading.Thread] = []
 
         def hang() -> Mover:
+            hanging.append(threading.current_thread())
             go.wait()
             return PosixMover()
 
@@ -273,9 +275,8 @@ class TrialTest(DirectoryTest):
         with self.assertRaisesRegex(ConfigError, "no answer for 0 s"):
             Gds("required", hang, self.root, CPU, timeout_s=0.05)
         go.set()
-        for thread in threading.enumerate():
-            if thread.name == "vua-gds":
-                thread.join(SOON_S)
+        for thread in hanging:
+            thread.join(SOON_S)
         self.assertIsNone(gds.mover)
         gds.close()
 
