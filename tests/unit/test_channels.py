@@ -8,7 +8,10 @@ import json
 import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
 import unittest
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,25 @@ else:
     import tomli as tomllib
 
 CHANNELS = ROOT / "deploy" / "channels"
+KUSTOMIZE = os.environ.get("VUA_KUSTOMIZE")
+DECODE = {
+    "apiVersion": "apps/v1",
+    "kind": "Deployment",
+    "metadata": {"name": "decode"},
+    "spec": {
+        "selector": {"matchLabels": {"app": "decode"}},
+        "template": {
+            "metadata": {"labels": {"app": "decode"}},
+            "spec": {"containers": [{"name": "modelserver", "image": "vllm/vllm-openai:v0.33.0"}]},
+        },
+    },
+}
+CLAIM = {
+    "apiVersion": "v1",
+    "kind": "PersistentVolumeClaim",
+    "metadata": {"name": "llm-d-kv-cache-storage"},
+}
+"""What stands for llm-d's own deployment and claim."""
 
 
 def objects(name: str) -> Any:
@@ -110,6 +132,50 @@ class ChannelTest(unittest.TestCase):
         wanted = {one.replace("xxhash", "python-xxhash") for one in project["dependencies"]}
         run = {one.replace(" ", "") for one in recipe["requirements"]["run"]}
         self.assertEqual((wanted | {"python"}, __version__), (run, recipe["context"]["version"]))
+
+    def test_rattler(self) -> None:
+        """rattler-build takes the recipe, and none with a field that it does not know."""
+        rattler = pytest.importorskip("rattler_build", reason="`dev.py channels` installs it")
+        text = (CHANNELS / "conda-forge" / "recipe.yaml").read_text("utf-8")
+        variants = rattler.VariantConfig.from_yaml("c_stdlib: [sysroot]")
+        made = rattler.Stage0Recipe.from_yaml(text).render(variants)
+        self.assertEqual(1, len(made))
+        with self.assertRaises(rattler.RattlerBuildError):
+            rattler.Stage0Recipe.from_yaml(text.replace("license_file:", "license_files:"))
+
+    @unittest.skipUnless(KUSTOMIZE, "`dev.py channels` installs kustomize")
+    def test_kustomize(self) -> None:
+        """The overlay for llm-d goes over its deployment, and over none of another name."""
+        made = self.rendered(DECODE)
+        pod = next(one for one in made if one["kind"] == "Deployment")["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        self.assertEqual("vllm-vua:latest", container["image"])
+        self.assertEqual(
+            {"VUA_PATH": "/mnt/files-storage/vua", "XDG_CACHE_HOME": "/mnt/files-storage/state"},
+            {one["name"]: one["value"] for one in container["env"]},
+        )
+        (volume,) = pod["volumes"]
+        self.assertEqual(CLAIM["metadata"]["name"], volume["persistentVolumeClaim"]["claimName"])
+        with self.assertRaisesRegex(AssertionError, "decode"):
+            self.rendered({**DECODE, "metadata": {"name": "prefill"}})
+
+    def rendered(self, deployment: dict[str, Any]) -> list[Any]:
+        """What kustomize makes of the overlay, with what lies below it in llm-d's tree."""
+        root = Path(tempfile.mkdtemp())
+        self.addCleanup(shutil.rmtree, root)
+        place = root / "guides/tiered-prefix-cache/modelserver/gpu/vllm/vua/fs/base"
+        shutil.copytree(CHANNELS / "llm-d", place)
+        below = (place / "../../../base", place / "../../../../../../manifests/pvc")
+        for folder, one in zip(below, (deployment, CLAIM), strict=True):
+            folder.mkdir(parents=True)
+            (folder / "one.yaml").write_text(json.dumps(one), "utf-8")
+            prefix = "namePrefix: gpu-vllm-\n" if one is deployment else ""
+            (folder / "kustomization.yaml").write_text(f"{prefix}resources: [one.yaml]\n", "utf-8")
+        done = subprocess.run(
+            [KUSTOMIZE or "", "build", str(place)], capture_output=True, text=True, check=False
+        )
+        self.assertEqual(0, done.returncode, done.stderr)
+        return list(yaml.safe_load_all(done.stdout))
 
     def test_check(self) -> None:
         """A setting, class, connector or place that VUA does not take is noticed."""
