@@ -69,10 +69,12 @@ class MemoryTest(DirectoryTest):
         finally:
             tracemalloc.stop()
 
-    def check(self, few: int, many: int, *names: str) -> None:
-        """Compare what the tools need for so many chunks."""
+    @pytest.mark.thorough
+    def test_all(self) -> None:
+        """Every tool that looks at all chunks, with 512 of them and with 2,560."""
+        few, many = 512, 2560
         fill(self.root, few)
-        tools = {name: work for name, work in self.commands().items() if name in names or not names}
+        tools = self.commands()
         with Path(os.devnull).open("w", encoding="utf-8") as sink, redirect_stdout(sink):
             for work in tools.values():
                 work()  # what is imported at first use does not count
@@ -82,13 +84,3 @@ class MemoryTest(DirectoryTest):
                 name: (self.peak(work) - least[name]) / (many - few) for name, work in tools.items()
             }
         self.assertEqual({}, {name: nbytes for name, nbytes in each.items() if nbytes > MOST})
-
-    @pytest.mark.thorough
-    def test_worst(self) -> None:
-        """What needed 500 bytes and more for each chunk, before it went by fan-out directories."""
-        self.check(1024, 2048, "gc", "top")
-
-    @pytest.mark.thorough
-    def test_all(self) -> None:
-        """Every tool that looks at all chunks."""
-        self.check(2048, 4096)
