@@ -6,6 +6,7 @@ import unittest
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ from devices import on_cpu_too
 from helpers import DirectoryTest, bits, flip, has_native, keys_of, noise, save_step, until
 from vua.device import xxh3
 from vua.format.layout import KVLayout
+from vua.store.entry_reader import EntryReader
 
 pytestmark = pytest.mark.vllm
 
@@ -185,3 +187,19 @@ class DeviceCheckTest(RingTest):
         self.assertEqual([(0, True), (CHUNKS, False)],
                          [(one.chunks, one.doubted) for one in rings.found])  # fmt: skip
         self.assertEqual(CHUNKS, len(self.files()))
+
+    def test_distrust_meanwhile(self) -> None:
+        """A load whose device is distrusted by another one, while it begins, finds damage, too."""
+        path = self.path(20)
+        flip(path, path.stat().st_size - 1)
+        begin = EntryReader.ahead
+
+        def ahead(reader: EntryReader, *given: Any, **more: Any) -> Any:
+            made = begin(reader, *given, **more)
+            self.group._ring_loads().distrust()
+            return made
+
+        with mock.patch.object(EntryReader, "ahead", ahead):
+            self.load()
+        self.check(20)
+        self.assertFalse(path.exists())
