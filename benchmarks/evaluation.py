@@ -36,6 +36,7 @@ import numpy as np
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 
+import mlperf
 from engines import CHUNK, Engine, expect, expect_tokens
 from small_models import ENGINE_ENVIRONMENT, make_model
 
@@ -318,6 +319,12 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
                   + (f"{one['hits_wrong_at_most']:.2f} |" if one["audited"] else "|")
                   for one in rows]  # fmt: skip
         made["audit"] = "\n".join(lines)
+    if "mlperf" in found:
+        ran = found["mlperf"]
+        made["mlperf"] = (
+            f"{mlperf.table(ran['rounds'])}\n\n{ran['date']}, {ran['cpus']} CPUs "
+            f"({ran['machine']}), {len(ran['rounds'])} rounds of `{ran['arguments']}`."
+        )
     made["agentx"] = agentx(found["agentx"]) if "agentx" in found else NOT_RUN
     for name in PARTS:
         ran = found.get(name)

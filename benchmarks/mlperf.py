@@ -25,6 +25,7 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import shlex
 import shutil
 import statistics
@@ -32,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -190,16 +192,17 @@ def measured(arm: str, checkout: Path, arguments: str, work: Path) -> dict[str, 
 
 
 def table(rounds: list[dict[str, dict[str, float]]]) -> str:
-    """Markdown: each arm's median, and the median of its ratio to files (least to greatest)."""
-    lines = [f"| | {' | '.join(ARMS)} |", f"|---|{'--:|' * len(ARMS)}"]
+    """Markdown: the medians of files, and of each arm's ratios to them (least to greatest)."""
+    others = ARMS[1:]
+    lines = [f"| | {FILE} | {' | '.join(f'{arm}, of that' for arm in others)} |"]
+    lines.append(f"|---|{'--:|' * len(ARMS)}")
     for figure in FIGURES:
-        cells = []
-        for arm in ARMS:
-            values = [found[arm][figure] for found in rounds]
+        middle = statistics.median(found[FILE][figure] for found in rounds)
+        cells = [f"{middle:,.0f}" if middle >= 100 else f"{middle:.3g}"]
+        for arm in others:
             ratios = [found[arm][figure] / found[FILE][figure] for found in rounds]
             low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
-            more = "" if arm == FILE else f"; {middle:.2f} ({low:.2f} to {high:.2f})"
-            cells.append(f"{statistics.median(values):.4g}{more}")
+            cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
         lines.append(f"| {figure} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -211,7 +214,7 @@ def main() -> None:
     parser.add_argument("--arguments", default=ARGUMENTS, help="of the workload")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dir", type=Path, help="work there: on the file system to measure")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--json", type=Path, help="a file of figures, whose `mlperf` this writes")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -232,7 +235,11 @@ def main() -> None:
             print(f"round {turn + 1} of {asked.rounds}", file=sys.stderr)
     print(table(rounds))
     if asked.json:
-        report = {"arguments": arguments, "rounds": rounds}
+        report = json.loads(asked.json.read_text("utf-8")) if asked.json.exists() else {}
+        report["mlperf"] = {
+            "date": datetime.now(timezone.utc).date().isoformat(), "cpus": os.cpu_count(),
+            "machine": platform.machine(), "arguments": arguments, "rounds": rounds,
+        }  # fmt: skip
         asked.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -18,7 +18,7 @@ class EvaluationTest(unittest.TestCase):
         found = json.loads(FIGURES.read_text("utf-8"))
         text = evaluation.PAGE.read_text("utf-8")
         self.assertEqual(evaluation.page(found), text)
-        self.assertEqual(5, len(evaluation.REGION.findall(text)))
+        self.assertEqual(6, len(evaluation.REGION.findall(text)))
         for one in found["audit"]:
             self.assertIn(f"| {one['cache']} | {one['fault']} |", text)
         for one in found.get("agentx", {"rows": []})["rows"]:
