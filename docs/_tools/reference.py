@@ -27,7 +27,6 @@ from vua.connector.config import ConnectorConfig
 from vua.connector.metrics import METRICS
 from vua.format.identity import IGNORED_CONFIG_KEYS, INTERLEAVED, NEOX
 from vua.format.layout import ITEMSIZE
-from vua.security.settings import Security
 
 DOCS = Path(__file__).resolve().parent.parent
 SOURCE = "."
@@ -41,7 +40,7 @@ INSTALL = {
 INSTALLED = re.compile(
     r"(pip install )(?:'(?:\.|vua)(\[[\w,-]+\])'|(?:\.|vua)(?=[\s`;]|$))", re.MULTILINE
 )
-EVERYWHERE = frozenset({"--help", "--json", "--quiet"})
+ONCE = frozenset({"--help", "--json", "--quiet", "--key-file", "--tenant-keys", "--encrypt"})
 """Options that commands.md explains once."""
 OPEN, CLOSE = "<!-- generated: {} -->", "<!-- /generated -->"
 REGION = re.compile(r"<!-- generated: ([\w-]+) -->\n(.*?)<!-- /generated -->", re.DOTALL)
@@ -113,16 +112,13 @@ def connector_settings() -> str:
 
 
 def library_settings() -> str:
-    """Every setting of `VUAConfig`, with those of its group `security`."""
+    """Every setting of `VUAConfig`; those of its group `security` are the connector's."""
     own, rows = descriptions(VUAConfig), []
     for name in VUAConfig._FIELDS:  # noqa: SLF001
         shown = {"threads": "CPU cores, at most 4", "security": "`Security()`"}
         default = shown.get(name, f"`{getattr(VUAConfig, name)!r}`")
         sort = "group" if name == "security" else unit(VUAConfig, name)
         rows.append([f"`{name}`", sort, default, own[name]])
-    for name, text in descriptions(Security).items():
-        default = f"`{getattr(Security(), name)!r}`"
-        rows.append([f"`security.{name}`", unit(Security, name), default, text])
     return table(["setting", "values", "default", "what it does"], rows)
 
 
@@ -167,9 +163,7 @@ def _usage(name: str, command: click.Command) -> str:
 def _options(command: click.Command) -> Iterator[list[str]]:
     for one in command.params:
         shown = _value(one)
-        if EVERYWHERE.intersection(one.opts) or (
-            isinstance(one, click.Argument) and shown == "DIR"
-        ):
+        if ONCE.intersection(one.opts) or (isinstance(one, click.Argument) and shown == "DIR"):
             continue
         if isinstance(one, click.Option):
             shown = f"{', '.join(one.opts)} {shown}".strip()

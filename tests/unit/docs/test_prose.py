@@ -30,6 +30,10 @@ MOST_TURNS_OF_SOURCE = 95
 """In docstrings and messages, where "there is none" is often the shortest."""
 MOST_LINES = {"performance.md": 350}
 """Of pages that numbers make longer each time something is measured."""
+MOST_WORDS_OF_README, MOST_WORDS_OF_PAGES = 900, 29_500
+"""Of docs/ without its decisions and what programs write. To add a page, shorten others."""
+MADE = re.compile(r"<!-- ([a-z]+).*? -->.*?<!-- /\1 -->", re.DOTALL)
+"""What a program writes into a page."""
 MOST_DECISIONS = 30
 MOST_WORDS_OF_A_DECISION = 400
 TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -120,6 +124,17 @@ class ProseTest(unittest.TestCase):
         for name, most in MOST_LINES.items():
             lines = (ROOT / "docs" / name).read_text("utf-8").splitlines()
             self.assertLessEqual(len(lines), most, name)
+
+    def test_length(self) -> None:
+        """The README, and all pages together, do not grow."""
+
+        def length(*chosen: Path) -> int:
+            texts = [MADE.sub("", page.read_text("utf-8")) for page in chosen]
+            return sum(len(re.findall(r"\S*\w\S*", text)) for text in texts)
+
+        docs = [page for page in (ROOT / "docs").rglob("*.md") if "decisions" not in page.parts]
+        self.assertLessEqual(length(ROOT / "README.md"), MOST_WORDS_OF_README)
+        self.assertLessEqual(length(*docs), MOST_WORDS_OF_PAGES)
 
     def test_decisions(self) -> None:
         """Few records, each short: one subject, one record; tables are in performance.md."""
