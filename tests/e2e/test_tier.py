@@ -17,6 +17,7 @@ import pytest
 from e2e import architectures
 from e2e.adapters import ENGINE as ADAPTERS
 from e2e.adapters import strong_adapter
+from e2e.checkpoints import with_biases
 from e2e.damage import flip, stored
 from e2e.harness import (
     PROMPT,
@@ -145,6 +146,18 @@ class TierTest(EngineTest):
     def test_llama4(self) -> None:
         """Attention within chunks of 512 tokens."""
         self.check(model=str(architectures.llama4()))
+
+    def test_prefix_lm(self) -> None:
+        """HRM-Text's K and V depend on later tokens: none is loaded, nor what vLLM's memory has."""
+        model = with_biases(models() / "hrm", "hrm_text", head_dim=32, num_hidden_layers=1)
+        engine = {"model": str(model)}
+        prompts = BATCH, Batch([PROMPT + random_tokens(100, seed=5)], max_tokens=12)
+        expected = [tokens for one in prompts for tokens in self.baseline(one, engine=engine)]
+
+        served = self.tier(prompts[0], SETTLE, prompts[1], engine=engine)
+
+        self.assertEqual(([0, 0], expected), (served.cached, served.tokens))
+        self.assertEqual([], stored(self.root))
 
     @unittest.skipUnless("amx_tile" in CPU, "vLLM's other backend on CPUs continues no prefix")
     def test_deepseek(self) -> None:

@@ -273,7 +273,7 @@ def rule_of(spec: Any, table: Any) -> str | None:
         return "s"
     if kind == "CircularBufferSpec":  # empty wherever a hit may end
         return None
-    if not getattr(spec, "prefix_cacheable", True):
+    if not (getattr(spec, "prefix_cacheable", True) and is_causal(spec)):
         raise refused("no_prefix", kind)
     if kind in ("SlidingWindowSpec", "SlidingWindowMLASpec"):
         check_groups("a sliding window")
@@ -283,6 +283,11 @@ def rule_of(spec: Any, table: Any) -> str | None:
     if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
         raise refused("unknown_rule", kind)
     return ""
+
+
+def is_causal(spec: Any) -> bool:
+    """Whether K and V depend on no later tokens of the prompt, as those of a prefix LM do."""
+    return not getattr(spec, "non_causal", False)
 
 
 def known_kind(spec: Any, vllm_config: Any) -> str | None:

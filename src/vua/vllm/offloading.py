@@ -35,7 +35,7 @@ from vua.connector.refusals import refused
 from vua.connector.save_scheduler import stop_at_state
 from vua.connector.setup import code_of, joined
 from vua.errors import ConfigError, VUAError
-from vua.vllm.cache_spec import _dtype_of, _name, _specs_of, known_kind
+from vua.vllm.cache_spec import _dtype_of, _name, _specs_of, is_causal, known_kind
 from vua.vllm.engine_identity import engine_identity, find_weights, pages_identity
 from vua.vllm.engine_worker import memory_of
 from vua.vllm.kv_connector_v1 import RunningCode
@@ -93,7 +93,7 @@ class VUAOffloadingConnector(OffloadingConnector):
         """Until when requests wait for what the workers say of the weights; 0: that is known."""
         self._steps, self._is_stale = 0, False
         """Steps since vLLM's own cache was emptied; whether it may hold older weights' blocks."""
-        self._was_unsure = False
+        self._was_unsure, self._is_causal = False, True
         self._media, self._adapter_settings = Media("", str(refused("no_images")), 0), ""
         self._memory = memory_of(vllm_config) if role is KVConnectorRole.WORKER else None
         if self._memory is None:
@@ -125,10 +125,13 @@ class VUAOffloadingConnector(OffloadingConnector):
 
     def _identify(self, vllm_config: Any, cache: Any) -> tuple[Mapping[str, object], str]:
         """Return what the pages depend on, or why that is not known."""
+        tables = cache.kv_cache_groups
+        specs = {name: spec for one in tables for name, spec in _specs_of(one).items()}
+        self._is_causal = all(map(is_causal, specs.values()))
         try:
             _check(vllm_config)
-            tables = cache.kv_cache_groups
-            specs = {name: spec for one in tables for name, spec in _specs_of(one).items()}
+            if not self._is_causal:
+                raise refused("no_prefix", "prefix-LM")
             dtypes = [spec.dtype for spec in specs.values() if hasattr(spec, "dtype")]
             dtype = (dtypes or [vllm_config.model_config.dtype])[0]
             known = engine_identity(vllm_config, dtype)
@@ -175,6 +178,8 @@ class VUAOffloadingConnector(OffloadingConnector):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """As vLLM's, once the content of the request's adapter and images is known."""
+        if not self._is_causal:  # vLLM would load what its own memory has
+            return 0, False
         if self._unsure_until_s:
             return (None if time.monotonic() < self._unsure_until_s else 0), False
         terms = self._terms[request.request_id][1]

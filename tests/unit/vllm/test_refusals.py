@@ -434,6 +434,7 @@ class RefusalsTest(unittest.TestCase):
 
         alone = SimpleNamespace(prefix_cacheable=False)
         self.row("no_prefix", lambda: rule_of(alone, SimpleNamespace()))
+        self.row("no_prefix", lambda: self.described(self.spec(non_causal=True)))
 
     def row_chunked(self) -> None:
         """With the variable at 0 vLLM makes full attention of both kinds, by this function."""
