@@ -37,6 +37,7 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
     OffloadingCounterMetadata,
+    OffloadingEvent,
     OffloadingMetricMetadata,
     OffloadKey,
     RequestOffloadingContext,
@@ -311,6 +312,8 @@ class VUATier(SecondaryTierManager):
         path: str | Sequence[str] = "",
         backpressure_detector: Any = None,
         locality: str | None = None,
+        *,
+        enable_kv_events: bool = False,
         **settings: Any,
     ) -> None:
         """Begin to open the cache; waits a second for that at most.
@@ -322,12 +325,16 @@ class VUATier(SecondaryTierManager):
             path: the directory, a bucket's URL, or a list of both; else ``VUA_PATH``.
             backpressure_detector: vLLM's.
             locality: vLLM's name of where the storage is, by which a request may choose tiers.
+            enable_kv_events: whether vLLM's KV cache events tell of rows that were stored; of rows
+                that were evicted, `vua events` tells.
             settings: limits, security, timeouts, worker, durable, epoch, as the connector's.
 
         Raises ConfigError for a wrong setting or path, or below another connector; StorageError.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
+        tells = enable_kv_events and offloading_spec.config.enable_kv_cache_events
+        self.events: list[OffloadingEvent] | None = [] if tells else None
         engine = ENGINES.get(offloading_spec.config.engine_id)
         if engine is None:
             raise ConfigError(
@@ -622,6 +629,9 @@ class VUATier(SecondaryTierManager):
             move = self._finished.popleft()
             self._moves.pop(move, None)
             results.append(move.result(self._row_nbytes))
+            if self.events is not None and results[-1].success and not move.job.is_promotion:
+                where = {"medium": self.medium, "locality": self.locality}
+                self.events.append(OffloadingEvent([*move.job.keys], removed=False, **where))
             if move.job.is_promotion:
                 failed = {*move.keys} - {*move.done}
                 move.request.found.update(dict.fromkeys(failed))
@@ -632,6 +642,11 @@ class VUATier(SecondaryTierManager):
                 tokens = self._names.tokens_of(move.done)
                 self._savings.loaded(tokens, 0, time.monotonic() - move.began_s)
         return results
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return what was stored since the last call."""
+        taken, self.events = self.events or (), None if self.events is None else []
+        return taken
 
     def _give_up(self) -> None:
         for pool in (self._lookups, self._loads, self._saves):

@@ -52,14 +52,14 @@ pytestmark = pytest.mark.vllm
 ROWS, NBYTES, TOKENS = 32, 8192, 16
 
 
-def config(engine_id: str) -> OffloadingConfig:
+def config(engine_id: str, *, events: bool = False) -> OffloadingConfig:
     """What vLLM tells a tier of an engine with two cache groups."""
     groups = [OffloadingGroupConfig(TOKENS, (f"layer.{at}",), at) for at in range(2)]
     parallel = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, is_parallelism_agnostic=False)
     return OffloadingConfig(
         tuple(groups),
         worker_kv_bytes_per_block=NBYTES,
-        enable_kv_cache_events=False,
+        enable_kv_cache_events=events,
         extra_config={},
         engine_id=engine_id,
         model=OffloadingModelConfig("m", "float32"),
@@ -95,7 +95,8 @@ class Host:
             **{"whole": frozenset((0,)), "setup": "ab" * 32, "elements": {0: "F32"}}
             | (engine or {}),
         )
-        spec = SimpleNamespace(config=config(name), blocks_per_chunk=1)
+        events = settings.get("enable_kv_events", False)
+        spec = SimpleNamespace(config=config(name, events=events), blocks_per_chunk=1)
         times = {"lookup_s": SOON_S, "io_s": SOON_S}
         settings = {"path": str(root), "timeouts": times, **settings}
         self.tier = VUATier(spec, memoryview(self.memory), "VUATier", **settings)
@@ -246,6 +247,19 @@ class TierTest(unittest.TestCase):
 
         self.assertEqual([True] * 8, self.found(self.host()))
         self.assertEqual(keys[::-1], host.load(context, keys[::-1]))
+
+    def test_events(self) -> None:
+        """Where that is asked for, vLLM's events tell of what was stored, once."""
+        keys = self.filled()
+        self.assertEqual([], [*self.host().tier.take_events()])
+        host = self.host(enable_kv_events=True)
+        context, _ = host.request("prompt")
+        host.store(context, keys)
+        host.load(context, keys)
+
+        (event,) = host.tier.take_events()
+        self.assertEqual((keys, False), (event.keys, event.removed))
+        self.assertEqual([], [*host.tier.take_events()])
 
     def test_damage(self) -> None:
         """Flipped and cut files are misses, other rows come; they are stored anew."""
