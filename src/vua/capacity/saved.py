@@ -66,7 +66,7 @@ class Totals(NamedTuple):
         found = f"{self.found_chunks:,} of {self.asked_chunks:,} chunks found"
         if not self.loaded_tokens:
             return f"nothing loaded, {found}"
-        time_saved = "unknown time saved (fewer than three prefills were measured)"
+        time_saved = "unknown time saved (its engine has not measured three prefills)"
         if self.priced_tokens:
             time_saved = f"{self.saved_s:,.1f} s saved"
         some = 0 < self.priced_tokens < self.loaded_tokens  # others are of faces without a price

@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -29,6 +30,9 @@ import numpy as np
 import torch
 from llama_cpp import BaseLlamaCache, LlamaState
 
+from vua.connector.load_policy import PrefillSpeed
+from vua.connector.savings import Savings
+from vua.connector.setup import devices
 from vua.core import VUA, ClosestKV, VUAConfig
 from vua.errors import ConfigError, StorageError, VUAError
 from vua.format.identity import Identity
@@ -189,6 +193,7 @@ def _asked(question: str, llm: Any) -> bool:
 log = logging.getLogger(__name__)
 
 _NO_TOKEN = -1
+_SPEED: Final = ("n_batch", "n_ubatch", "n_threads_batch", "flash_attn_type", "offload_kqv")
 
 
 class VUALlamaCache(BaseLlamaCache):
@@ -239,14 +244,13 @@ class VUALlamaCache(BaseLlamaCache):
         self._described = described_model(llm, self._form, chunk_tokens=chunk_tokens, epoch=epoch)
         self._llm, self._path = weakref.ref(llm), path
         self._said, self._seen = set[str](), list[int]()
+        self._prefill, self._asked = PrefillSpeed(chunk_tokens), (0, 0, 0.0)
         try:
             locate(path)
         except OSError as problem:
             self._warn("nothing is loaded or saved while the directory is unusable: %s", problem)
-        config, place = self._config, self._path
-        self._stored = LazyStore(
-            self._described, lambda identity: VUA(config, place, identity=identity), log
-        )
+        opens = partial(_opened, self._config, path, self._prefill, _speed_of(llm))
+        self._stored = LazyStore(self._described, opens, log)
 
     def close(self) -> None:
         """Wait for running work and release the threads. Then nothing is loaded or saved.
@@ -299,6 +303,7 @@ class VUALlamaCache(BaseLlamaCache):
         if llm is None or vua is None or not tokens:
             raise KeyError("nothing is stored")
         self._save_abandoned(llm)
+        self._asked = len(tokens), *_prefilled(llm)
         live = llm.longest_token_prefix(llm.input_ids[: llm.n_tokens].tolist(), tokens)
         (stored,), size, name = (
             vua.lookup(tokens),
@@ -338,6 +343,7 @@ class VUALlamaCache(BaseLlamaCache):
         if not held or not self._may():
             return
         self._seen = held
+        self._note_prefill()
         try:
             state = parse(bytearray(value.llama_state))  # torch wants memory that may be written
             if state.form != self._form:
@@ -375,6 +381,16 @@ class VUALlamaCache(BaseLlamaCache):
             self._warn("nothing is loaded or saved: %s", reason)
         return llm is not None and not reason
 
+    def _note_prefill(self) -> None:
+        """Note what llama.cpp says of the prompt that was asked for last: its end was computed."""
+        (asked, tokens, seconds), llm = self._asked, self._llm()
+        if llm is not None:
+            self._asked = 0, *_prefilled(llm)
+            computed = self._asked[1] - tokens
+            if computed <= asked and self._asked[2] > seconds:
+                attended = computed * (asked - computed / 2)
+                self._prefill.measured(computed, attended, self._asked[2] - seconds)
+
     def _check_is_live(self, state: State, length: int) -> None:
         """Raise ConfigError if a state that a program stores is not what the `Llama` holds now."""
         llm = self._llm()
@@ -390,7 +406,7 @@ class VUALlamaCache(BaseLlamaCache):
 
         `Llama` itself hands over its state only after the last token.
         """
-        if llm._ctx.ctx is None:  # noqa: SLF001 - closed: there is no public way to ask
+        if _is_closed(llm):
             return
         computed = llm.input_ids[: llm.n_tokens].tolist()
         seen, self._seen = self._seen, computed
@@ -415,6 +431,34 @@ class VUALlamaCache(BaseLlamaCache):
             return True
         self._warn("what is stored of %s does not fit it, a miss", self._described.others.name)
         return False
+
+
+def _opened(
+    config: VUAConfig, path: Any, prefill: PrefillSpeed, speed: str, identity: Identity
+) -> VUA:
+    """Open a model's store; loads have the price that ``prefill`` learns for them."""
+    vua = VUA(config, path, identity=identity)
+    vua.savings = Savings(prefill)
+    vua.savings.keep_at(path, f"{identity.namespace} {speed}", config.security.file_mode)
+    return vua
+
+
+def _speed_of(llm: Any) -> str:
+    """Return what decides how long this `Llama` computes, beside its model."""
+    settings = [int(getattr(llm.context_params, name, 0)) for name in _SPEED]
+    return f"{devices()} {llm.model_params.n_gpu_layers} {settings}"
+
+
+def _prefilled(llm: Any) -> tuple[int, float]:
+    """Return how many tokens of prompts llama.cpp has computed, and the seconds that took."""
+    if _is_closed(llm):
+        return 0, 0.0
+    timed = llama_cpp.llama_perf_context(llm.ctx)
+    return timed.n_p_eval, timed.t_p_eval_ms / 1000
+
+
+def _is_closed(llm: Any) -> bool:
+    return llm._ctx.ctx is None  # noqa: SLF001 - there is no public way to ask
 
 
 def _asking() -> Any:

@@ -72,7 +72,7 @@ class TestSavings(DirectoryTest):
         engine = Savings(speed, wall=lambda: self.now)
         engine.looked_up(NAME, 1, 1, 64)
         engine.loaded(100, 0, 0.05, rows=2)
-        self.assertIn("unknown time saved", str(engine.total))
+        self.assertIn("unknown time saved (its engine", str(engine.total))
         self.assertIsNone(engine.total.describe()["saved_s"])
         for _ in range(3):
             speed.measured(1000, 500_000, 2.0)

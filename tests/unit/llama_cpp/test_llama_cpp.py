@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import unittest
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ import pytest
 from commands import told
 from helpers import ROOT, DirectoryTest, weights_known_later
 from llama import BYTES_FROM, CONTEXT_TOKENS, WHERE, completed, has_llama_cpp, load_gguf, make_gguf
-from vua.capacity.saved import parted_at
+from vua.capacity.saved import parted_at, saved_at
 from vua.connector.log import logger
 from vua.core import VUA
 from vua.errors import ConfigError, NotWritableError
@@ -147,6 +148,46 @@ class TestLlamaCpp(DirectoryTest):
         ((_, noted),) = parted_at(self.store).items()
         ends = {"16": 1, "whole": 1, "64": 1, "short": 1}
         self.assertEqual({cache.identity.namespace: ends}, noted)
+
+    def test_seconds_saved(self) -> None:
+        """Loads have the price of what llama.cpp says that prompts took, here and after a restart.
+
+        The one load of the first engine, after two prompts, has no price before the third.
+        """
+        from llama_cpp import llama_perf_context
+
+        def of_prompts(llm: Any) -> tuple[int, float]:
+            timed = llama_perf_context(llm.ctx)
+            return timed.n_p_eval, timed.t_p_eval_ms / 1000
+
+        llm, cache = self.cached()
+        measured = []
+        for first in range(3):
+            llm.reset()
+            tokens, seconds = of_prompts(llm)
+            completed(llm, [1, BYTES_FROM + first, *PROMPT], tokens=1)
+            computed = of_prompts(llm)[0] - tokens
+            measured.append((of_prompts(llm)[1] - seconds) / computed)
+            llm.reset()
+            self.loaded(cache, [1, BYTES_FROM, *PROMPT])
+        cache.close()
+        _, cache = self.cached()
+        self.assertEqual(WHOLE, self.loaded(cache, [1, BYTES_FROM, *PROMPT]))
+        with self.assertLogs(logger("savings"), "INFO") as logged:
+            cache.close()
+
+        (total,) = saved_at(self.store).values()
+        self.assertEqual((4 * WHOLE, 4 * WHOLE), (total.loaded_tokens, total.priced_tokens))
+        files = (self.store / ".upkeep" / "saved").iterdir()
+        before, after = (json.loads(one.read_bytes())["prefills"] for one in files)
+        self.assertEqual(before, after)
+        for mine, (tokens_before, its) in zip(
+            sorted(measured), sorted(before, key=itemgetter(1)), strict=True
+        ):
+            self.assertAlmostEqual(len(PROMPT) / 2, tokens_before, delta=3)
+            self.assertAlmostEqual(mine, its, delta=mine / 50)
+        self.assertIn(" s saved, ", logged.records[-1].getMessage())
+        self.assertEqual(str(total), told(self.store))
 
     @pytest.mark.thorough
     def test_other_process(self) -> None:
