@@ -41,9 +41,11 @@ class InPlace(VUATier):
         self.engine.whole, self.engine.setup = frozenset((0,)), "ab" * 32
         ENGINES[config.engine_id] = self.engine
         self.root = Path(root_dir) / "kv"
-        kept = {name: given.get(name) for name in ("primary_kv_view", "tier_type", "locality")}
+        names = ("primary_kv_view", "tier_type", "locality", "enable_kv_events")
+        kept = {name: given[name] for name in names if name in given}
         super().__init__(offloading_spec=spec, path=str(self.root), **kept)
         self.asked: list[tuple[Any, Any]] = []
+        self._store_job_keys: dict[int, Any] = {}
         self.file_mapper = SimpleNamespace(get_file_name=self.file_of)
         pending = SimpleNamespace(empty=self.is_waiting)
         self._lookup_manager = SimpleNamespace(_pending_results=pending, _lookup_batch=[])
