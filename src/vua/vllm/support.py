@@ -174,6 +174,8 @@ def _why_tier(vllm_config: Any) -> str:
     sizes = (getattr(parallel, f"{one}_context_parallel_size", 1) for one in ("decode", "prefill"))
     speculative = vllm_config.speculative_config
     kinds = {*(getattr(text, "layer_types", None) or ())}
+    apart = getattr(text, "per_layer_attributes", None) or ()  # as transformers 5.19 has Gemma 4
+    heads = getattr(text, "global_head_dim", None) or "head_dim" in apart
     pipeline = parallel.pipeline_parallel_size > 1
     for holds, why in (
         (not is_tested(), f"vLLM {vllm.__version__} is new"),
@@ -184,7 +186,7 @@ def _why_tier(vllm_config: Any) -> str:
         (speculative is not None and speculative.method in DRAFTS, "a draft's layers"),
         (hasattr(text, "index_topk"), "an indexer"),
         (getattr(text, "compress_ratios", None), "compressed latents"),
-        (getattr(text, "global_head_dim", None), "heads that differ"),
+        (heads or "num_key_value_heads" in apart, "heads that differ"),
         (getattr(model, "attention_chunk_size", None), "attention within chunks"),
         (kept not in _PLAIN, f"a cache of {kept}"),
         (pipeline and len(kinds) > 1, "pipeline parallelism with several kinds of layers"),

@@ -130,6 +130,13 @@ class DoorsTest(unittest.TestCase):
         for device in ("rocm", "xpu"):
             self.assertEqual(("tier", "the device"), self.door(platform=device))
 
+    def test_gemma4(self) -> None:
+        """Heads that differ, by transformers' own configuration."""
+        from transformers import Gemma4TextConfig
+
+        gemma = self.given("model_config", hf_text_config=Gemma4TextConfig())
+        self.assertEqual(("tier", "heads that differ"), self.door(gemma))
+
     def test_no_tier(self) -> None:
         """Where vLLM's offloading cannot be, the connector takes all, and it is said."""
         for why, change in self.odd().items():
