@@ -19,7 +19,7 @@ import click
 from click.shell_completion import get_completion_class
 
 from vua.cli.command import argument, command
-from vua.cli.output import Said
+from vua.cli.output import Report
 from vua.cli.root import vua
 from vua.connector.config import VLLM_TRANSFER, sglang_arguments
 from vua.errors import ConfigError, StorageError
@@ -34,18 +34,18 @@ SHELLS: Final = ("bash", "zsh", "fish")
 
 @command("completion", takes_directory=False)
 @argument("shell", "bash, zsh or fish", metavar="SHELL", type=click.Choice(SHELLS))
-def completion(shell: str) -> Said:
+def completion(shell: str) -> Report:
     """Return the script for one of SHELLS; it asks `vua` itself for completions."""
     kind = get_completion_class(shell)
     if kind is None:
         raise ConfigError(f"{shell} is not known to the package click")
     code = kind(vua, {}, "vua", "_VUA_COMPLETE").source()
-    return Said(code, shell=shell, code=code)
+    return Report(code, shell=shell, code=code)
 
 
 @command("identify", takes_directory=False)
 @argument("model", "directory of the model", metavar="MODELDIR")
-def identify(model: str) -> Said:
+def identify(model: str) -> Report:
     """Write a note beside a model's files, so that an image or a volume brings their digests.
 
     Raises ConfigError, OSError.
@@ -56,7 +56,7 @@ def identify(model: str) -> Said:
     note, found = write_note(Path(model))
     weights, nbytes, seconds = found.fingerprint, found.nbytes, round(found.seconds, 1)
     text = f"{note}: weights {weights[:12]}, {nbytes / 1e6:.1f} MB read"
-    return Said(text, file=str(note), weights=weights, nbytes=nbytes, seconds=seconds)
+    return Report(text, file=str(note), weights=weights, nbytes=nbytes, seconds=seconds)
 
 
 ENGINES: Final = ("vllm", "sglang", "lmcache", "docker")
@@ -162,7 +162,7 @@ def _warn(path: str) -> None:
 @click.option(
     "--plain-engines", is_flag=True, help="lmcache: your word that engines only run their files"
 )
-def arguments_of(engine: str, path: str, *, plain_engines: bool = False) -> Said:
+def arguments_of(engine: str, path: str, *, plain_engines: bool = False) -> Report:
     """Return the arguments. Raises ConfigError where they cannot be given."""
     where = path
     if not is_url(path):
@@ -172,4 +172,4 @@ def arguments_of(engine: str, path: str, *, plain_engines: bool = False) -> Said
         words = _lmcache(where, plain_engines=plain_engines)
     else:
         words = {"vllm": _vllm, "sglang": _sglang, "docker": _docker}[engine](where)
-    return Said(" ".join(words), engine=engine, arguments=words)
+    return Report(" ".join(words), engine=engine, arguments=words)

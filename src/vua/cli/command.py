@@ -4,7 +4,7 @@
 
     @command("ls")
     @click.option("-l", "--long", is_flag=True, help="list every chunk")
-    def ls(directory: str, *, long: bool = False) -> LsReport: ...
+    def ls(directory: str, *, long: bool = False) -> Report: ...
 
 The function stays callable. It returns a report (:mod:`vua.cli.output`), or, if it takes ``output``
 and shows its reports itself, an exit status. The given keys are passed as ``security``.

@@ -33,7 +33,7 @@ from vua.catalog.prefix import (
     usable,
 )
 from vua.cli.command import command
-from vua.cli.output import DAMAGED, SOUND, Report, Said, facts, line, plain, progress
+from vua.cli.output import DAMAGED, SOUND, Report, facts, line, plain, progress
 from vua.cli.prompt import Prompt, model_directory, read_documents, read_prompts
 from vua.errors import ConfigError, explaining
 from vua.format.identity import Identity
@@ -207,86 +207,69 @@ def _salted(salt: str) -> str:
     return "without a salt" if salt == "-" else f"with salt {salt}"
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation(Report):
-    """What is stored of a prompt, and why no more."""
+def _explained(
+    directory: str, expected: ModelIdentity | None, found: Sequence[Description], length: int,
+    answers: Sequence[Answer],
+) -> Report:  # fmt: skip
+    """Report what is stored of a prompt of so many tokens; a miss is not damage."""
 
-    directory: str
-    expected: ModelIdentity | None
-    """The model's identity, if a model was given."""
-    found: Sequence[Description]
-    tokens: int
-    answers: Sequence[Answer]
-
-    @property
-    def code(self) -> int:
-        """1 if a file is damaged; a miss is not damage."""
-        damaged = any(group.damaged for answer in self.answers for group in answer.groups)
-        return DAMAGED if damaged else SOUND
-
-    def describe(self) -> dict[str, object]:
-        return {
-            "directory": self.directory,
-            "tokens": self.tokens,
-            "model": None if self.expected is None else _as_fields(self.expected),
-            "namespaces": [_describe(answer) for answer in self.answers],
-        }
-
-    def show(self) -> None:
-        """Print the verdict, then a block for the model, and one per namespace."""
-        if not self.answers:
-            print(f"{self.directory}: no namespace to look at, so nothing is stored: a miss")
-        elif len(self.answers) == 1:
-            line("", f"verdict: {verdict(self.answers[0])}")
+    def show() -> None:
+        if not answers:
+            print(f"{directory}: no namespace to look at, so nothing is stored: a miss")
+        elif len(answers) == 1:
+            line("", f"verdict: {verdict(answers[0])}")
         else:
-            facts(f"verdict: {self._depends()}", self._verdicts())
-        if self.expected is not None:
-            _show_expected(self.expected, self.found)
-        for answer in self.answers:
+            facts(f"verdict: {_which(expected, answers)}", _verdicts(answers))
+        if expected is not None:
+            _show_expected(expected, found)
+        for answer in answers:
             facts(f"namespace {_named(answer.namespace)}", _lines(answer))
 
-    def _depends(self) -> str:
-        """Say which of several namespaces counts."""
-        own = self.expected and self.expected.identity.namespace
-        if any(one.namespace.name == own for one in self.answers):
-            return f"that of namespace {str(own)[:SHORT]}, if no setting of the engine counts"
-        return (
-            "depends on the engine, which looks into one of these namespaces; its log names it at "
-            "the start (--namespace chooses one here)"
-        )
-
-    def _verdicts(self) -> Iterator[tuple[str, str]]:
-        """Yield each namespace's verdict, and in what it differs from the first."""
-        first = self.answers[0].namespace.identity
-        for answer in self.answers:
-            yield answer.namespace.name[:SHORT], verdict(answer)
-            other = answer.namespace.identity
-            if first is not None and other is not None and other != first:
-                yield "", f"unlike the first: {_unlike(first, other)}"
+    damaged = any(group.damaged for answer in answers for group in answer.groups)
+    return Report(
+        show,
+        status=DAMAGED if damaged else SOUND,
+        directory=directory,
+        tokens=length,
+        model=None if expected is None else _as_fields(expected),
+        namespaces=[_describe(answer) for answer in answers],
+    )
 
 
-@dataclass(frozen=True, slots=True)
-class Explanations(Report):
-    """Several prompts of one file."""
+def _which(expected: ModelIdentity | None, answers: Sequence[Answer]) -> str:
+    """Say which of several namespaces counts."""
+    own = expected and expected.identity.namespace
+    if any(one.namespace.name == own for one in answers):
+        return f"that of namespace {str(own)[:SHORT]}, if no setting of the engine counts"
+    return (
+        "depends on the engine, which looks into one of these namespaces; its log names it at "
+        "the start (--namespace chooses one here)"
+    )
 
-    lines: Sequence[int]
-    each: Sequence[Explanation]
 
-    @property
-    def code(self) -> int:
-        return max((one.code for one in self.each), default=SOUND)
+def _verdicts(answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
+    """Yield each namespace's verdict, and in what it differs from the first."""
+    first = answers[0].namespace.identity
+    for answer in answers:
+        yield answer.namespace.name[:SHORT], verdict(answer)
+        other = answer.namespace.identity
+        if first is not None and other is not None and other != first:
+            yield "", f"unlike the first: {_unlike(first, other)}"
 
-    def describe(self) -> object:
-        described = zip(self.lines, self.each, strict=True)
-        return {"prompts": [{"line": line, **one.describe()} for line, one in described]}
 
-    def show(self) -> None:
-        for number, one in zip(self.lines, self.each, strict=True):
+def _of_lines(lines: Sequence[int], each: Sequence[Report]) -> Report:
+    """Report several prompts of one file."""
+
+    def show() -> None:
+        for number, one in zip(lines, each, strict=True):
             print(end=f"line {number}: ")
             one.show()
 
+    told = [{"line": number, **one.values} for number, one in zip(lines, each, strict=True)]
+    return Report(show, status=max((one.status for one in each), default=SOUND), prompts=told)
 
-def _recent(catalog: Catalog, prefix: str) -> Said:
+
+def _recent(catalog: Catalog, prefix: str) -> Report:
     """Say where the prompts of the last days part from what is stored, the last day first."""
     found, root = catalog.contents()[0], directory_of(catalog.where)
     noted = [*parted_at(root).items()] if root is not None else []
@@ -300,7 +283,7 @@ def _recent(catalog: Catalog, prefix: str) -> Said:
                 told += [why or "too few prompts to tell why they part", f"  {ends_of(parted)}"]
     nothing = "engines have noted no prompts in the last days; of buckets they note none"
     text = "\n".join(told) or f"{catalog.where}: {nothing}"
-    return Said(text, directory=catalog.where, days=days)
+    return Report(text, directory=catalog.where, days=days)
 
 
 @command("explain")
@@ -349,7 +332,7 @@ def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Re
         places, tokens, name = order_documents(directory, count, made_of, security=security, **more)
         where = f" in namespace {name[:SHORT]}" if name else ""
         text = f"{' '.join(map(str, places))}: {counted(tokens, 'token')} stored{where}"
-        return Said(text, directory=directory, order=places, tokens=tokens, namespace=name)
+        return Report(text, directory=directory, order=places, tokens=tokens, namespace=name)
     if question.block_tokens is not None and question.block_tokens < 1:
         text = f"--block-tokens must be a positive number, found {question.block_tokens}"
         raise ConfigError(text)
@@ -359,11 +342,11 @@ def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Re
     found, _ = catalog.contents()
     expected = _expected(question)
     made = [
-        Explanation(directory, expected, found, len(prompt.ids) // 4, answers)
+        _explained(directory, expected, found, len(prompt.ids) // 4, answers)
         for prompt in prompts
         for answers in [_answers(catalog, found, expected, prompt, question)]
     ]
-    return made[0] if len(made) == 1 else Explanations([one.line for one in prompts], made)
+    return made[0] if len(made) == 1 else _of_lines([one.line for one in prompts], made)
 
 
 def _answers(

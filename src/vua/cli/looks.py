@@ -26,7 +26,7 @@ from vua.cli.command import command, duration_s
 from vua.cli.output import (
     SOUND,
     Output,
-    Said,
+    Report,
     clear_screen,
     cost,
     progress,
@@ -113,7 +113,7 @@ def _snapshots(catalog: Catalog, past: Mapping[str, Snapshot]) -> dict[str, Snap
         return {space.name: space.snapshot(past.get(space.name)) for space in found}
 
 
-def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Said:
+def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Report:
     """Return the changes between two looks."""
     newest = (
         int(times.mtimes_ns.max(initial=0)) for one in now.values() for times in one.times.values()
@@ -139,7 +139,7 @@ def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Said
         "namespaces": rows,
         "saved_today": saved and saved.describe(),
     }
-    return Said(partial(_show, values, counts, saved), **values)
+    return Report(partial(_show, values, counts, saved), **values)
 
 
 def _compare(now: Snapshot, now_ns: int, took_s: float) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
@@ -23,60 +22,35 @@ if TYPE_CHECKING:
 SORTS: Final = ("name", "size", "newest", "prompt")
 
 
-@dataclass(frozen=True, slots=True)
-class LsReport(Report):
-    """The namespaces of a cache."""
-
-    directory: str
-    contents: Sequence[Content]
-    strays: Sequence[str]
-    """Names and paths of files that are not VUA's."""
-    long: bool
-    prompts: Mapping[str, Listing] | None = None
-    """By namespace its chunks, to be shown in the order of prompts."""
-    model: str | None = None
-    """The part that was asked for; None: everything."""
-    saved: Totals | None = None
-    """By all engines since midnight, UTC; None: nothing is known."""
-
-    def describe(self) -> object:
-        namespaces = [_describe(one, long=self.long) for one in self.contents]
-        return {
-            "directory": self.directory,
-            "namespaces": namespaces,
-            "strays": len(self.strays),
-            "saved_today": self.saved and self.saved.describe(),
-        }
-
-    def show(self) -> None:
-        """Print one row per namespace, and with ``long`` one per chunk."""
-        if not self.contents:
-            which = (
-                "" if self.model is None else f" of {self.model!r}; without --model all are listed"
-            )
-            print(f"{self.directory}: no namespaces{which}")
-        some = [one.description.name[:SHORT] for one in self.contents if not one.exact]
-        if len(self.contents) > 1:
-            chunks, nbytes = (
-                sum(getattr(one, name) for one in self.contents) for name in ("chunks", "nbytes")
-            )
-            namespaces, exact = counted(len(self.contents), "namespace"), not some
-            line(
-                "",
-                f"{self.directory}: {namespaces}, {counted(chunks, 'chunk', exact=exact)}, "
-                f"{about(nbytes, size, exact=exact)}",
-            )
-        if self.contents:
-            head = ["namespace", "model", "engine", "dtype"]
-            head += [" chunk", " chunks", " files", " size", "newest"]
-            table(head, [_row(one) for one in self.contents])
-        if some:
-            print(f"estimated from a sample: {', '.join(some)}; --exact counts all")
-        if self.saved:
-            print(f"today: {self.saved}")
-        for one in self.contents if self.long else ():
-            _show_chunks(one, (self.prompts or {}).get(one.description.name))
-        print_strays(self.strays)
+def _show(
+    directory: str, contents: Sequence[Content], prompts: Mapping[str, Listing], *,
+    long: bool, model: str | None, saved: Totals | None,
+) -> None:  # fmt: skip
+    """Print one row per namespace, and with ``long`` one per chunk."""
+    if not contents:
+        which = "" if model is None else f" of {model!r}; without --model all are listed"
+        print(f"{directory}: no namespaces{which}")
+    some = [one.description.name[:SHORT] for one in contents if not one.exact]
+    if len(contents) > 1:
+        chunks, nbytes = (
+            sum(getattr(one, name) for one in contents) for name in ("chunks", "nbytes")
+        )
+        namespaces, exact = counted(len(contents), "namespace"), not some
+        line(
+            "",
+            f"{directory}: {namespaces}, {counted(chunks, 'chunk', exact=exact)}, "
+            f"{about(nbytes, size, exact=exact)}",
+        )
+    if contents:
+        head = ["namespace", "model", "engine", "dtype"]
+        head += [" chunk", " chunks", " files", " size", "newest"]
+        table(head, [_row(one) for one in contents])
+    if some:
+        print(f"estimated from a sample: {', '.join(some)}; --exact counts all")
+    if saved:
+        print(f"today: {saved}")
+    for one in contents if long else ():
+        _show_chunks(one, prompts.get(one.description.name))
 
 
 def _describe(content: Content, *, long: bool) -> dict[str, object]:
@@ -168,7 +142,7 @@ def ls(
     model: str | None = None,
     sort: str = "name",
     exact: bool = False,
-) -> LsReport:
+) -> Report:
     """List the namespaces of a cache; ``sort`` is one of SORTS, "prompt" lists chunks.
 
     Of a namespace of more than 20,000 chunks in a directory a sample is counted, unless ``exact``.
@@ -187,9 +161,9 @@ def ls(
         contents = [catalog.content(one, show, long=long, exact=exact) for one in found]
     if model is not None:
         contents = [one for one in contents if _is_meant(one, model)]
-    prompts: dict[str, Listing] | None = None
+    prompts: dict[str, Listing] = {}
     if sort == "prompt":
-        prompts, ordered = {}, open_catalog(directory)
+        ordered = open_catalog(directory)
         with progress() as show:
             for one in contents:
                 if (listing := ordered.listing(one.description, show)) is None:
@@ -200,7 +174,18 @@ def ls(
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
         contents.reverse()
     saved = saved_today(directory)
-    return LsReport(directory, contents, strays, long, prompts, model, saved)
+
+    def show_all() -> None:
+        _show(directory, contents, prompts, long=long, model=model, saved=saved)
+        print_strays(strays)
+
+    return Report(
+        show_all,
+        directory=directory,
+        namespaces=[_describe(one, long=long) for one in contents],
+        strays=len(strays),
+        saved_today=saved and saved.describe(),
+    )
 
 
 def _is_meant(content: Content, text: str) -> bool:

@@ -16,7 +16,6 @@ import os
 import re
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, cast
@@ -54,38 +53,14 @@ _WHOLE: Final = re.compile(r"[\d.,:%+-]+( [\d.,:%+-]+)?")
 _ELLIPSIS: Final = "\u2026"
 
 
-class Report(ABC):
-    """The result of a command."""
-
-    __slots__ = ()
-
-    @property
-    def code(self) -> int:
-        return SOUND
-
-    @abstractmethod
-    def describe(self) -> object:
-        """Return plain values for programs."""
-
-    @abstractmethod
-    def show(self) -> None:
-        """Print it for people."""
-
-
-class Said(Report):
-    """A text for people, or what prints it, and plain values for programs."""
+class Report:
+    """The result of a command: a text for people, or what prints it, and values for programs."""
 
     def __init__(
-        self, text: str | Callable[[], None], *, damaged: bool = False, **values: object
+        self, text: str | Callable[[], object], /, *, status: int = SOUND, **values: object
     ) -> None:
-        self._text, self._damaged, self._values = text, damaged, values
-
-    @property
-    def code(self) -> int:
-        return DAMAGED if self._damaged else SOUND
-
-    def describe(self) -> object:
-        return self._values
+        self._text, self.status = text, status
+        self.values: Any = values
 
     def show(self) -> None:
         if isinstance(self._text, str):
@@ -121,14 +96,14 @@ class Output:
             import json  # noqa: PLC0415 - few need it
 
             encoder = json.JSONEncoder(indent=1)
-            pieces = encoder.iterencode(report.describe())
+            pieces = encoder.iterencode(report.values)
             while some := "".join(itertools.islice(pieces, _PIECES)):
                 print(end=some.replace("\x7f", "\\u007f"))
             print()
         elif self.is_for_people:
             report.show()
         sys.stdout.flush()
-        return report.code
+        return report.status
 
 
 def when(seconds: float) -> str:
@@ -278,7 +253,7 @@ def print_strays(strays: Sequence[str]) -> None:
         print(f"{what} not of VUA, and kept: {some}{more}")
 
 
-def requests_of(counts: Mapping[str, int]) -> dict[str, object]:
+def requests_of(counts: Mapping[str, int]) -> dict[str, Any]:
     """Return requests by kind, and their cost at S3's list price, for programs."""
     return {
         "requests": {kind: counts.get(kind, 0) for kind in KINDS},

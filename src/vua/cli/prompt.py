@@ -16,7 +16,7 @@ from typing import Any, Final
 import click
 
 from vua.cli.command import argument, command
-from vua.cli.output import Said
+from vua.cli.output import Report
 from vua.errors import ConfigError, InputError
 from vua.format.keys import token_ids
 from vua.io.files import make_folder
@@ -292,7 +292,7 @@ def model_directory(model: str) -> Path:
 @command("key", takes_directory=False)
 @argument("path", "file for the key; with --salt a directory", metavar="PATH")
 @click.option("--salt", metavar="S", help="make the key of this cache salt in PATH")
-def key(path: str, *, salt: str | None = None) -> Said:
+def key(path: str, *, salt: str | None = None) -> Report:
     """Make the key file, or check the existing one.
 
     Raises ConfigError for an existing unusable key, OSError.
@@ -310,4 +310,4 @@ def key(path: str, *, salt: str | None = None) -> Said:
     except FileExistsError:
         read_key(file)
         made = False
-    return Said(f"{file}: {'made' if made else 'there already'}", file=str(file), made=made)
+    return Report(f"{file}: {'made' if made else 'there already'}", file=str(file), made=made)

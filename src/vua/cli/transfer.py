@@ -37,7 +37,7 @@ from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
 from vua.catalog.prefix import prompt_keys
 from vua.cli.command import argument, as_owner, command
-from vua.cli.output import Output, Said, line, plain, progress
+from vua.cli.output import DAMAGED, SOUND, Output, Report, line, plain, progress
 from vua.cli.prompt import read_prompts
 from vua.errors import (
     ConfigError,
@@ -112,7 +112,7 @@ class _ExportCounts:
 @click.option("--all", "everything", is_flag=True, help="everything")
 def export(
     directory: str, file: str, *, security: Security = NO_KEYS, output: Output, **chosen: Any
-) -> Said:
+) -> Report:
     """Write the chosen prefixes to ``file`` (``-``: stdout); exit status 1 if some was damaged.
 
     ``chosen`` are :class:`ExportChoice`'s fields. A file appears under its name when it is
@@ -147,7 +147,7 @@ def export(
         print(f"{file}: {counted(done.chunks, 'chunk')}, {size(done.nbytes)}", file=out)
 
     values: dict[str, Any] = {"directory": directory, "file": file, **asdict(done)}
-    return Said(show_done, damaged=bool(done.problems), **values)
+    return Report(show_done, status=DAMAGED if done.problems else SOUND, **values)
 
 
 def _chosen(
@@ -299,7 +299,7 @@ class _ImportCounts:
 
 @command("import", makes_it=True)
 @argument("file", "archive to read; - stdin", metavar="FILE")
-def import_(directory: str, file: str) -> Said:
+def import_(directory: str, file: str) -> Report:
     """Import an archive; exit status 1 if some of it was damaged or found no space.
 
     ``file`` may be ``-`` for stdin. Root imports as the directory's owner. Raises InputError for an
@@ -333,7 +333,8 @@ def import_(directory: str, file: str) -> Said:
         print(f"{directory}: {written}; {done.present} were there")
 
     values: dict[str, Any] = {"directory": directory, "file": file, **asdict(done)}
-    return Said(show_done, damaged=bool(done.problems or done.refused), **values)
+    status = DAMAGED if done.problems or done.refused else SOUND
+    return Report(show_done, status=status, **values)
 
 
 class _Taker:

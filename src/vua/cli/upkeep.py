@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import click
 
@@ -22,7 +22,6 @@ from vua.cli.output import (
     DAMAGED,
     SOUND,
     Report,
-    Said,
     cost,
     plain,
     print_strays,
@@ -35,6 +34,8 @@ from vua.errors import ConfigError
 from vua.io.words import about, counted, size
 from vua.security.settings import Security
 
+_LEFT: Final = ("within", "chunks", "nbytes", "exact", "free_nbytes")
+"""What `vua gc --json` says of the cache after it."""
 _dry_run = click.option("--dry-run", is_flag=True, help="only show what would be deleted")
 _yes = click.option("--yes", is_flag=True, help="do not ask (it asks on a terminal only)")
 
@@ -42,73 +43,37 @@ _yes = click.option("--yes", is_flag=True, help="do not ask (it asks on a termin
 # -- du -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class DuReport(Report):
-    """The space that a cache takes."""
-
-    directory: str
-    use: Use
-    counts: Mapping[str, int]
-    """Requests sent, by kind."""
-    monthly_dollars: float | None
-
-    def describe(self) -> object:
-        use = self.use
-        return {
-            "directory": self.directory,
-            "nbytes": use.nbytes,
-            "chunks": use.chunks,
-            "exact": use.exact,
-            "bounds": asdict(use.bounds),
-            "limits": dict(use.limits),
-            "free_nbytes": use.free_nbytes,
-            "strays": len(use.strays),
-            **requests_of(self.counts),
-            "monthly_dollars": self.monthly_dollars,
-            "namespaces": [
-                {
-                    **asdict(one),
-                    "oldest_s": one.oldest_ns and one.oldest_ns / 1e9,
-                    "newest_s": one.newest_ns and one.newest_ns / 1e9,
-                }
-                for one in use.namespaces
-            ],
-        }
-
-    def show(self) -> None:
-        """Print a row per namespace, and a line for all."""
-        use = self.use
-        if use.namespaces:
-            head = ["namespace", " chunks", " size", " pinned", " quarantine", " leftovers"]
-            rows = [
-                [
-                    *(one.namespace[:SHORT], about(one.chunks, exact=one.exact)),
-                    about(one.nbytes, size, exact=one.exact),
-                    "-" if one.pinned is None else one.pinned,
-                    *(size(one.quarantine), size(one.leftovers)),
-                    *("-" if at is None else when(at / 1e9)
-                      for at in (one.oldest_ns, one.newest_ns)),
-                ]
-                for one in use.namespaces
-            ]  # fmt: skip
-            table([*head, "least recently used", "last used"], rows)
-        most = use.limits["max_bytes"]
-        text = f"{self.directory}: {counted(use.chunks, 'chunk', exact=use.exact)}, "
-        text += about(use.nbytes, size, exact=use.exact)
-        text += "" if most is None else f" of at most {size(most)}"
-        text += "" if use.free_nbytes is None else f"; {size(use.free_nbytes)} of the disk free"
-        text += "" if use.exact else "; estimated from a sample, --exact counts all"
-        print(plain(text + cost(self.counts)))
-        print_strays(use.strays)
-        if self.monthly_dollars is not None:
-            dollars = f"${self.monthly_dollars:.2f}"
-            print(f"storage: {dollars} a month at S3's list price; other providers' prices differ")
+def _show_use(directory: str, use: Use, counts: Mapping[str, int], dollars: float | None) -> None:
+    """Print a row per namespace, and a line for all."""
+    if use.namespaces:
+        head = ["namespace", " chunks", " size", " pinned", " quarantine", " leftovers"]
+        rows = [
+            [
+                *(one.namespace[:SHORT], about(one.chunks, exact=one.exact)),
+                about(one.nbytes, size, exact=one.exact),
+                "-" if one.pinned is None else one.pinned,
+                *(size(one.quarantine), size(one.leftovers)),
+                *("-" if at is None else when(at / 1e9) for at in (one.oldest_ns, one.newest_ns)),
+            ]
+            for one in use.namespaces
+        ]
+        table([*head, "least recently used", "last used"], rows)
+    most = use.limits["max_bytes"]
+    text = f"{directory}: {counted(use.chunks, 'chunk', exact=use.exact)}, "
+    text += about(use.nbytes, size, exact=use.exact)
+    text += "" if most is None else f" of at most {size(most)}"
+    text += "" if use.free_nbytes is None else f"; {size(use.free_nbytes)} of the disk free"
+    text += "" if use.exact else "; estimated from a sample, --exact counts all"
+    print(plain(text + cost(counts)))
+    print_strays(use.strays)
+    if dollars is not None:
+        print(f"storage: ${dollars:.2f} a month at S3's list price; other providers' prices differ")
 
 
 @command("du", as_owner_of=True)
 @click.option("--quick", is_flag=True, help="estimate all of it from a small sample")
 @click.option("--exact", is_flag=True, help="count very many chunks, not a sample (within 2%)")
-def du(directory: str, *, quick: bool = False, exact: bool = False) -> DuReport:
+def du(directory: str, *, quick: bool = False, exact: bool = False) -> Report:
     """Report the space that a cache takes, by namespace; ``quick``: from a sample, if cheaper.
 
     Of a namespace of more than 20,000 chunks in a directory a sample is counted, unless ``exact``.
@@ -117,79 +82,60 @@ def du(directory: str, *, quick: bool = False, exact: bool = False) -> DuReport:
     catalog = open_catalog(directory)
     with progress() as show:
         use = (catalog.quick_use() if quick else None) or catalog.use(show, exact=exact)
-    dollars = catalog.monthly_dollars(use.nbytes)
-    return DuReport(directory, use, dict(catalog.counts), dollars)
+    counts, dollars = dict(catalog.counts), catalog.monthly_dollars(use.nbytes)
+    return Report(
+        partial(_show_use, directory, use, counts, dollars),
+        directory=directory,
+        **{name: getattr(use, name) for name in ("nbytes", "chunks", "exact")},
+        bounds=asdict(use.bounds),
+        limits=dict(use.limits),
+        free_nbytes=use.free_nbytes,
+        strays=len(use.strays),
+        **requests_of(counts),
+        monthly_dollars=dollars,
+        namespaces=[
+            {
+                **asdict(one),
+                "oldest_s": one.oldest_ns and one.oldest_ns / 1e9,
+                "newest_s": one.newest_ns and one.newest_ns / 1e9,
+            }
+            for one in use.namespaces
+        ],
+    )
 
 
 # -- gc -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class GcReport(Report):
-    """How much was deleted, and how much is left."""
-
-    directory: str
-    dry_run: bool
-    done: Collection
-    counts: Mapping[str, int]
-
-    @property
-    def code(self) -> int:
-        """0 if it is within its limits, with nothing left undone."""
-        return SOUND if self.done.within and not self.done.problems else DAMAGED
-
-    def describe(self) -> object:
-        done = self.done
-        gone = [freed for name, freed in done.deleted.items() if name != "leftovers"]
-        return {
-            "directory": self.directory,
-            "dry_run": self.dry_run,
-            "within": done.within,
-            "chunks": done.chunks,
-            "nbytes": done.nbytes,
-            "exact": done.exact,
-            "free_nbytes": done.free_nbytes,
-            "limits": dict(done.limits),
-            "deleted": {
-                "chunks": sum(freed.chunks for freed in gone),
-                "nbytes": sum(freed.nbytes for freed in gone),
-                **{name: freed._asdict() for name, freed in done.deleted.items()},
-            },
-            "emptied_namespaces": done.emptied,
-            "pinned_nbytes": done.pinned_nbytes,
-            "seconds": round(done.seconds, 3),
-            "problems": done.problems,
-            "strays": len(done.strays),
-        }
-
-    def show(self) -> None:
-        """Print what was deleted and why, and what is left."""
-        done, limits = self.done, self.done.limits
-        rows = [
-            (name.replace("_", " "), freed.chunks, size(freed.nbytes))
-            for name, freed in done.deleted.items()
-        ]
-        table(["would be deleted" if self.dry_run else "deleted", " chunks", " size"], rows)
-        left = "would be left" if self.dry_run else "left"
-        text = f"{self.directory}: {counted(done.chunks, 'chunk')}, {size(done.nbytes)} {left}, "
-        text += f"{'within' if done.within else 'BEYOND'} its bounds"
-        most, least = limits["max_bytes"], limits["min_free_bytes"]
-        text += "" if most is None else f" of {size(most)}"
-        if least is not None and done.free_nbytes is not None:
-            free = size(done.free_nbytes)
-            text += f" with {size(least)} of the disk left free ({free} are)"
-        print(plain(f"{text}; {done.seconds:.1f} s{cost(self.counts)}"))
-        inodes = limits["min_free_inodes"]
-        if done.free_inodes is not None and inodes is not None and done.free_inodes < inodes:
-            print(
-                f"free inodes of the file system: {done.free_inodes}, to be left: {inodes} "
-                "(min_free_inodes)"
-            )
-        if done.emptied:
-            print(f"{counted(done.emptied, 'empty namespace')} deleted")
-        for problem in done.problems:
-            print(problem)
-        print_strays(done.strays)
+def _show_collected(
+    directory: str, done: Collection, counts: Mapping[str, int], *, dry_run: bool
+) -> None:
+    """Print what was deleted and why, and what is left."""
+    limits = done.limits
+    rows = [
+        (name.replace("_", " "), freed.chunks, size(freed.nbytes))
+        for name, freed in done.deleted.items()
+    ]
+    table(["would be deleted" if dry_run else "deleted", " chunks", " size"], rows)
+    left = "would be left" if dry_run else "left"
+    text = f"{directory}: {counted(done.chunks, 'chunk')}, {size(done.nbytes)} {left}, "
+    text += f"{'within' if done.within else 'BEYOND'} its bounds"
+    most, least = limits["max_bytes"], limits["min_free_bytes"]
+    text += "" if most is None else f" of {size(most)}"
+    if least is not None and done.free_nbytes is not None:
+        text += f" with {size(least)} of the disk left free ({size(done.free_nbytes)} are)"
+    print(plain(f"{text}; {done.seconds:.1f} s{cost(counts)}"))
+    inodes = limits["min_free_inodes"]
+    if done.free_inodes is not None and inodes is not None and done.free_inodes < inodes:
+        print(
+            f"free inodes of the file system: {done.free_inodes}, to be left: {inodes} "
+            "(min_free_inodes)"
+        )
+    if done.emptied:
+        print(f"{counted(done.emptied, 'empty namespace')} deleted")
+    for problem in done.problems:
+        print(problem)
+    print_strays(done.strays)
 
 
 @command("gc", as_owner_of=True)
@@ -235,7 +181,7 @@ def gc(
     security: Security = NO_KEYS,
     min_free_inodes: str | None = None,
     **limits: Any,
-) -> GcReport:
+) -> Report:
     """Bring a cache within its limits and sweep it; exit status 1 if it stays beyond them.
 
     The limits are :class:`Limits`'s fields. ``keep`` writes them to ``bounds.json``; ``lost_keys``
@@ -263,7 +209,25 @@ def gc(
             ask=asking(yes=yes),
             show=show,
         )
-    return GcReport(directory, dry_run, done, dict(catalog.counts))
+    gone = [freed for name, freed in done.deleted.items() if name != "leftovers"]
+    return Report(
+        partial(_show_collected, directory, done, dict(catalog.counts), dry_run=dry_run),
+        status=SOUND if done.within and not done.problems else DAMAGED,
+        directory=directory,
+        dry_run=dry_run,
+        **{name: getattr(done, name) for name in _LEFT},
+        limits=dict(done.limits),
+        deleted={
+            "chunks": sum(freed.chunks for freed in gone),
+            "nbytes": sum(freed.nbytes for freed in gone),
+            **{name: freed._asdict() for name, freed in done.deleted.items()},
+        },
+        emptied_namespaces=done.emptied,
+        pinned_nbytes=done.pinned_nbytes,
+        seconds=round(done.seconds, 3),
+        problems=done.problems,
+        strays=len(done.strays),
+    )
 
 
 # -- ttl ------------------------------------------------------------------------------------------
@@ -272,7 +236,7 @@ def gc(
 @command("ttl", as_owner_of=True)
 @argument("seconds", "30m, 12h, 1d, 2w", metavar="[TIME]", type=lifetime_s, required=False)
 @click.option("--off", is_flag=True, help="keep chunks for as long as there is room")
-def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> Said:
+def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> Report:
     """Show, set or (``off``) remove the time without use after which chunks are deleted."""
     catalog = open_catalog(directory)
     if off or seconds is not None:
@@ -287,7 +251,7 @@ def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> S
         text += ", by `vua gc` and the bucket's lifecycle rule"
         text += f"\n{theirs.format(', which is not kept here')}" if own else ""
     text = f"{plain(directory)}: {text}"
-    return Said(text, directory=directory, ttl_s=now, chunks_with_their_own=own)
+    return Report(text, directory=directory, ttl_s=now, chunks_with_their_own=own)
 
 
 # -- pin ------------------------------------------------------------------------------------------
@@ -296,7 +260,7 @@ def ttl(directory: str, seconds: float | None = None, *, off: bool = False) -> S
 @command("pin", as_owner_of=True)
 @argument("names", "6 or more hex digits of a chunk", metavar="[NAME]...", nargs=-1)
 @click.option("--remove", is_flag=True, help="unpin")
-def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> Said:
+def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> Report:
     catalog = open_catalog(directory)
     if names:
         catalog.claim()
@@ -341,7 +305,7 @@ def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> 
             )
 
     values: dict[str, Any] = {"unpinned" if remove else "pinned": found}
-    return Said(show_pins, directory=directory, **values)
+    return Report(show_pins, directory=directory, **values)
 
 
 # -- rm -------------------------------------------------------------------------------------------
@@ -356,7 +320,7 @@ def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> 
 def rm(
     directory: str, names: Sequence[str] = (), *, everything: bool = False, force: bool = False,
     dry_run: bool = False, yes: bool = False,
-) -> Said:  # fmt: skip
+) -> Report:  # fmt: skip
     """Delete chunks with all that follow them, or namespaces; exit status 1 if pins kept some.
 
     ``dry_run`` only reports what would be deleted. Files that are not VUA's stay.
@@ -381,5 +345,5 @@ def rm(
     fields = ("chunks", "nbytes", "objects", "kept")
     values: dict[str, Any] = {name: getattr(done, name) for name in fields}
     values |= {"strays": len(done.strays), "dry_run": dry_run}
-    damaged = bool(done.kept or done.left)
-    return Said(show_removed, damaged=damaged, directory=directory, **values)
+    status = DAMAGED if done.kept or done.left else SOUND
+    return Report(show_removed, status=status, directory=directory, **values)

@@ -13,8 +13,8 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -62,37 +62,18 @@ _PLAIN: Final = frozenset(
 """Findings without a figure: passed, they are one row; `--json` has them all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis(Report):
-    """All findings."""
-
-    directory: str
-    findings: Sequence[Finding]
-    rules: Rules | None
-    """Lifecycle rules that fit the cache."""
-
-    @property
-    def code(self) -> int:
-        return DAMAGED if any(one.level == "bad" for one in self.findings) else SOUND
-
-    def describe(self) -> object:
-        return {
-            "directory": self.directory,
-            "findings": [asdict(one) for one in self.findings],
-            "lifecycle": self.rules and self.rules.rules,
-        }
-
-    def show(self) -> None:
-        passed = [one.name for one in self.findings if one.level == "ok" and one.name in _PLAIN]
-        rows = [(one.level, one.name, one.text) for one in self.findings if one.name not in passed]
-        if passed:
-            rows.append(("ok", f"{len(passed)} more", ", ".join(passed)))
-        table(["state", "what", "found"], rows)
-        if self.rules is not None:
-            days = counted(self.rules.days, "day")
-            print(f"\nA lifecycle rule that deletes what was not written or renewed for {days}")
-            print("below its prefix, also other programs' objects:")
-            print(json.dumps(self.rules.rules, indent=1))
+def show_findings(findings: Sequence[Finding], rules: Rules | None = None) -> None:
+    """Print findings, and lifecycle rules that fit the cache."""
+    passed = [one.name for one in findings if one.level == "ok" and one.name in _PLAIN]
+    rows = [(one.level, one.name, one.text) for one in findings if one.name not in passed]
+    if passed:
+        rows.append(("ok", f"{len(passed)} more", ", ".join(passed)))
+    table(["state", "what", "found"], rows)
+    if rules is not None:
+        days = counted(rules.days, "day")
+        print(f"\nA lifecycle rule that deletes what was not written or renewed for {days}")
+        print("below its prefix, also other programs' objects:")
+        print(json.dumps(rules.rules, indent=1))
 
 
 @command("doctor")
@@ -111,7 +92,7 @@ class Diagnosis(Report):
 def doctor(
     directory: str, *, trusted_uids: str = "", prefill: float | None = None,
     token_bytes: int | None = None,
-) -> Diagnosis:  # fmt: skip
+) -> Report:  # fmt: skip
     """Probe what VUA needs; exit status 1 if something is bad.
 
     Works in a temporary directory below ``directory``, or with temporary objects: some MiB for some
@@ -129,7 +110,13 @@ def doctor(
     if findings[0].level == "ok":  # it can be reached
         rules, more = catalog.rules()
         findings += more
-    return Diagnosis(directory, findings, rules)
+    return Report(
+        partial(show_findings, findings, rules),
+        status=DAMAGED if any(one.level == "bad" for one in findings) else SOUND,
+        directory=directory,
+        findings=[asdict(one) for one in findings],
+        lifecycle=rules and rules.rules,
+    )
 
 
 def _token_nbytes(catalog: Catalog) -> int:
@@ -158,56 +145,33 @@ def _uids(text: str) -> list[int] | Literal["any"]:
         ) from problem
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport(Report):
-    """The result of `vua verify`."""
-
-    directory: str
-    share: float
-    """Share of the chunks that was read."""
-    results: Sequence[Verification]
-    strays: Sequence[str]
-    ids: frozenset[str]
-    """The given keys."""
-
-    @property
-    def code(self) -> int:
-        """0 if nothing is damaged any more."""
-        return DAMAGED if any(one.damaged for one in self.results) else SOUND
-
-    def describe(self) -> object:
-        return {
-            "directory": self.directory,
-            "sound": self.code == SOUND,
-            "share": self.share,
-            "namespaces": [_describe(one) for one in self.results],
-            "stray": list(self.strays),
-        }
-
-    def show(self) -> None:
-        """Print a row per namespace, a line per problem, and the other files."""
-        if self.results:
-            head = ["namespace", "model", *(f" {outcome}" for outcome in OUTCOMES), " size"]
-            table(head, [_row(one) for one in self.results])
-        else:
-            print(f"{self.directory}: no namespaces")
-        for one in self.results:
-            for path, outcome, reason in one.problems:
-                line(outcome, f"{one.namespace.path}/{path}: {reason}")
-            if one.namespace.is_unknown:
-                print(plain(f"not read: {one.namespace.path} is of another version of VUA"))
-        removed = sum(one.removed for one in self.results)
-        if removed:
-            print(f"{removed} quarantined; the next save writes them anew, `vua gc` removes")
-            print("the chunks after them, which cannot be found meanwhile")
-        for one in self.results:
-            _show_sealed(one, self.ids)
-            _show_others(one)
-        if self.strays:
-            names = ", ".join(f"{self.directory}/{name}" for name in self.strays)
-            print(f"not of a cache: {plain(names)}")
-        if self.share < 1:
-            print(f"a random {self.share:.1%} of the chunks were read")
+def _show_verified(
+    directory: str, results: Sequence[Verification], strays: Sequence[str], ids: frozenset[str],
+    part: float,
+) -> None:  # fmt: skip
+    """Print a row per namespace, a line per problem, and the other files."""
+    if results:
+        head = ["namespace", "model", *(f" {outcome}" for outcome in OUTCOMES), " size"]
+        table(head, [_row(one) for one in results])
+    else:
+        print(f"{directory}: no namespaces")
+    for one in results:
+        for path, outcome, reason in one.problems:
+            line(outcome, f"{one.namespace.path}/{path}: {reason}")
+        if one.namespace.is_unknown:
+            print(plain(f"not read: {one.namespace.path} is of another version of VUA"))
+    removed = sum(one.removed for one in results)
+    if removed:
+        print(f"{removed} quarantined; the next save writes them anew, `vua gc` removes")
+        print("the chunks after them, which cannot be found meanwhile")
+    for one in results:
+        _show_sealed(one, ids)
+        _show_others(one)
+    if strays:
+        names = ", ".join(f"{directory}/{name}" for name in strays)
+        print(f"not of a cache: {plain(names)}")
+    if part < 1:
+        print(f"a random {part:.1%} of the chunks were read")
 
 
 def _model(result: Verification) -> str | None:
@@ -284,57 +248,45 @@ def _show_others(result: Verification) -> None:
     help="only a random part, like 10%",
 )
 def verify(
-    directory: str,
-    *,
-    repair: bool = False,
-    part: float = 1.0,
-    security: Security = NO_KEYS,
-    show: Show | None = None,
-) -> VerifyReport:
+    directory: str, *, repair: bool = False, part: float = 1.0, security: Security = NO_KEYS
+) -> Report:
     """Check everything in a cache.
 
     With ``repair`` the exit status is 0 if all damaged files were quarantined. ``part`` is the
-    share of the chunks to read, chosen at random; ``show`` receives progress, by default it is
-    shown on a terminal. Raises ConfigError if a key of ``security`` cannot be used.
+    share of the chunks to read, chosen at random. Raises ConfigError if a key of ``security``
+    cannot be used.
     """
-    keys = KnownKeys(security)
-    catalog = open_catalog(directory)
+    keys, catalog = KnownKeys(security), open_catalog(directory)
     if repair:
         catalog.claim()
+    with progress() as show:
+        results, strays = verified(catalog, keys, part, show, repair=repair)
+    sound = not any(one.damaged for one in results)
+    return Report(
+        partial(_show_verified, directory, results, strays, keys.ids, part),
+        status=SOUND if sound else DAMAGED,
+        directory=directory,
+        sound=sound,
+        share=part,
+        namespaces=[_describe(one) for one in results],
+        stray=list(strays),
+    )
+
+
+def verified(
+    catalog: Catalog, keys: KnownKeys, part: float, show: Show, *, repair: bool = False
+) -> tuple[list[Verification], list[str]]:
+    """Check a share of every namespace; also return the names of everything else."""
     found, strays = catalog.contents()
-    with progress() if show is None else nullcontext(show) as told:
-        results = [
-            Verification(one, "unknown")
-            if one.is_unknown
-            else catalog.verify(one, keys, part, told, repair=repair)
-            for one in found
-        ]
-    return VerifyReport(directory, part, results, strays, keys.ids)
+    return [
+        Verification(one, "unknown")
+        if one.is_unknown
+        else catalog.verify(one, keys, part, show, repair=repair)
+        for one in found
+    ], strays
 
 
 # -- inspect --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class InspectReport(Report):
-    """The result of `vua inspect`."""
-
-    found: Sequence[tuple[str, Check, Description | None, ExpectedEntry]]
-    """Each file, its namespace's description, and what its path requires."""
-
-    @property
-    def code(self) -> int:
-        outcomes = {check.outcome for _, check, _, _ in self.found}
-        return UNUSABLE if "error" in outcomes else DAMAGED if outcomes - {"sound"} else SOUND
-
-    def describe(self) -> object:
-        return [_describe_file(file, check) for file, check, _, _ in self.found]
-
-    def show(self) -> None:
-        """Print a block per file."""
-        for number, (file, check, namespace, place) in enumerate(self.found):
-            print(end="\n" * bool(number))
-            facts(file, _lines(check, namespace, place))
 
 
 @command("inspect", takes_directory=False)
@@ -345,7 +297,7 @@ class InspectReport(Report):
     nargs=-1,
     required=True,
 )
-def inspect(files: Sequence[str]) -> InspectReport:
+def inspect(files: Sequence[str]) -> Report:
     """Show the headers of files, and whether they are sound.
 
     If the first of ``files`` is a directory, the rest are first digits of its chunks' names: all
@@ -354,7 +306,18 @@ def inspect(files: Sequence[str]) -> InspectReport:
     if Path(files[0]).is_dir() or (len(files) > 1 and not any(map(os.path.lexists, files))):
         files = list(_named(files[0], files[1:]))
     checker = Checker()
-    return InspectReport([(file, *check_at(file, checker)) for file in files])
+    found = [(file, *check_at(file, checker)) for file in files]
+    outcomes = {check.outcome for _, check, _, _ in found}
+    status = UNUSABLE if "error" in outcomes else DAMAGED if outcomes - {"sound"} else SOUND
+
+    def show() -> None:
+        for number, (file, check, namespace, place) in enumerate(found):
+            print(end="\n" * bool(number))
+            facts(file, _lines(check, namespace, place))
+
+    report = Report(show, status=status)
+    report.values = [_describe_file(file, check) for file, check, _, _ in found]
+    return report
 
 
 def _named(directory: str, names: Sequence[str]) -> Iterator[str]:

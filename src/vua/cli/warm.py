@@ -7,8 +7,7 @@ above all whether, and when, it has stored what it computed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any, Final
 from urllib import error, request
 
@@ -23,36 +22,6 @@ _ANSWER_S: Final = 3600.0
 _FIELDS: Final = ("line", "tokens", "found", "problem")
 
 
-@dataclass(frozen=True, slots=True)
-class WarmReport(Report):
-    """What the server answered."""
-
-    rows: Sequence[tuple[int, int | None, int | None, str]]
-    """The values of `_FIELDS` per prompt; None for what the server did not say."""
-
-    @property
-    def code(self) -> int:
-        return DAMAGED if any(row[-1] for row in self.rows) else SOUND
-
-    @property
-    def _sums(self) -> list[int]:
-        return [sum(int(row[at] or 0) for row in self.rows) for at in (1, 2)]
-
-    def describe(self) -> object:
-        tokens, found = self._sums
-        each = [dict(zip(_FIELDS, row, strict=True)) for row in self.rows]
-        return {"tokens": tokens, "found": found, "prompts": each}
-
-    def show(self) -> None:
-        """Print a row per prompt, and one for all."""
-        rows = [*self.rows, ("all", *self._sums, "")]
-        cells = [["-" if cell is None else cell for cell in row] for row in rows]
-        table(["line", " tokens", " found", "problem"], cells)
-        print(
-            "A server stores what it computed after its answer; `vua explain` says what is stored."
-        )
-
-
 @command("warm", takes_directory=False)
 @argument("prompts", 'a prompt a line; .jsonl: the server\'s requests, {"prompt"} or {"messages"}',
           metavar="FILE")  # fmt: skip
@@ -61,7 +30,7 @@ class WarmReport(Report):
 @click.option("--limit", metavar="N", type=int, help="only the first prompts")
 def warm(
     prompts: str, *, server: str, model: str | None = None, limit: int | None = None
-) -> WarmReport:
+) -> Report:
     """Send each prompt, one after the other. Raises ConfigError, InputError, OSError."""
     if limit is not None and limit < 1:
         raise ConfigError(f"--limit must be at least 1, found {limit}")
@@ -75,13 +44,30 @@ def warm(
     address = server.rstrip("/").removesuffix("/v1")
     if model is None and any("model" not in body for _, body in asked):
         model = _model_of(address)
-    rows = []
+    rows = list[tuple[int, int | None, int | None, str]]()
     with progress() as show:
         for number, (line, body) in enumerate(asked, 1):
             rows.append((line, *_answer(address, {"model": model, **body})))
             amount = sum(tokens or 0 for _, tokens, *_ in rows)
             show("warm", number, len(asked), amount=amount, unit="token")
-    return WarmReport(rows)
+    tokens = sum(known or 0 for _, known, _, _ in rows)
+    found = sum(known or 0 for _, _, known, _ in rows)
+
+    def show_rows() -> None:
+        every = [*rows, ("all", tokens, found, "")]
+        cells = [["-" if cell is None else cell for cell in row] for row in every]
+        table(["line", " tokens", " found", "problem"], cells)
+        print(
+            "A server stores what it computed after its answer; `vua explain` says what is stored."
+        )
+
+    return Report(
+        show_rows,
+        status=DAMAGED if any(row[-1] for row in rows) else SOUND,
+        tokens=tokens,
+        found=found,
+        prompts=[dict(zip(_FIELDS, row, strict=True)) for row in rows],
+    )
 
 
 def _model_of(address: str) -> str:

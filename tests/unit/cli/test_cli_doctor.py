@@ -29,7 +29,7 @@ from vua.catalog import probes
 from vua.catalog.base import Demand, Finding
 from vua.catalog.bucket import judged
 from vua.catalog.probes import PROBES, Mount, ProbeDirectory, mount_of
-from vua.cli.verify import Diagnosis
+from vua.cli.verify import show_findings
 from vua.core import VUA, VUAConfig
 from vua.errors import ConfigError
 from vua.io.posix import cached_pages
@@ -147,7 +147,7 @@ class TestDoctor(DirectoryTest):
         self.assertGreater(len(NAMES), len(out.splitlines()))
         bad = Finding("publish", "bad", "a rename replaces")
         with contextlib.redirect_stdout(io.StringIO()) as shown:
-            Diagnosis("d", [Finding("hard links", "ok", "x"), bad], None).show()
+            show_findings([Finding("hard links", "ok", "x"), bad])
         self.assertRegex(shown.getvalue(), r"bad +publish +a rename replaces")
         self.assertRegex(shown.getvalue(), r"ok +1 more +hard links")
 

@@ -36,10 +36,11 @@ from vua.catalog.check import NO_KEYS
 from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
 from vua.cli.command import command
-from vua.cli.output import SOUND, Output, Said, plain, when
-from vua.cli.verify import verify
+from vua.cli.output import SOUND, Output, Report, plain, when
+from vua.cli.verify import verified
 from vua.errors import ConfigError, VUAError
 from vua.io.words import about, counted, size
+from vua.security.keyring import KnownKeys
 from vua.storage.description import is_namespace_name
 
 log = logging.getLogger(__name__)
@@ -173,14 +174,14 @@ class Files:
             self._read = "none was read, as that costs; `vua verify DIR --sample 1%` reads some"
             return
         share = min(1.0, _READ_NBYTES / max(1, use.nbytes), _READ_CHUNKS / max(1, use.chunks))
-        report = verify(catalog.where, part=share, show=silent)
-        read = sum(one.counts.total() for one in report.results)
+        results, _ = verified(catalog, KnownKeys(NO_KEYS), share, silent)
+        read = sum(one.counts.total() for one in results)
         some = ", a random part of all," if share < 1 else ""
         self._read = f"{counted(read, 'file')}{some} read at {when(time.time())}"
-        self._aside = sum(len(one.others.get("quarantined", ())) for one in report.results)
+        self._aside = sum(len(one.others.get("quarantined", ())) for one in results)
         if share == 1:
             self._damaged.clear()
-        for one in report.results:
+        for one in results:
             for path, _, reason in one.problems[:_DAMAGED_MOST]:
                 whole = f"{one.namespace.path}/{path}"
                 self._damaged[whole] = reason, _stamp(whole)
@@ -385,6 +386,6 @@ def ui(directory: str, *, port: int, output: Output) -> int:
         raise ConfigError(text) from problem
     with server:
         text = f"{directory}: open {server.url}\nCtrl-C ends it"
-        output.show(Said(text, directory=directory, url=server.url))
+        output.show(Report(text, directory=directory, url=server.url))
         server.serve_forever()
     return SOUND
