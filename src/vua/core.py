@@ -101,7 +101,7 @@ class VUA:
         Args:
             config: settings.
             path: the directory, the URL of a place in a bucket (``s3://bucket/prefix``), or a list:
-                a directory and slower tiers, see `vua.storage.tiered`.
+                a directory and slower tiers, see `vua.store.tiered`.
             identity: what the K/V depend on, in place of the config's ``model`` and ``epoch``.
 
         Raises:

@@ -10,13 +10,13 @@ from unittest import mock
 import pytest
 
 from buckets import azurite, memory_url, moto, seaweedfs, speaking_to
+from conformance.memory_storage import MemoryStorage
 from conformance.sqlite_storage import SQLiteStorage
 from helpers import has_native, native_code
 from vua.storage.base import Batch, ReadResult, Storage
 from vua.storage.bucket import Bucket
 from vua.storage.local import LocalStorage
 from vua.storage.location import BucketPath
-from vua.storage.memory import MemoryStorage
 from vua.storage.object import ObjectStorage
 from vua.testing import conformance
 

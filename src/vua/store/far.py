@@ -33,7 +33,6 @@ from vua.storage.location import BucketPath, Tiers, is_directory_name, is_url, n
 from vua.storage.mark import check_root
 from vua.storage.names import TEMPORARY
 from vua.storage.object import ObjectStorage
-from vua.storage.tiered import TieredStorage
 from vua.store.evidence import settled
 from vua.store.namespace import (
     Access,
@@ -46,6 +45,7 @@ from vua.store.namespace import (
     is_kept,
 )
 from vua.store.tier_rules import TierRules
+from vua.store.tiered import TieredStorage
 from vua.store.travel import Travel
 
 log = logging.getLogger(__name__)

@@ -249,7 +249,7 @@ _CLOSE_S: Final = 5.0
 
 
 class Travel:
-    """Moves the entries of one namespace; see :class:`vua.storage.tiered.Travels`.
+    """Moves the entries of one namespace; see :class:`vua.store.tiered.Travels`.
 
     Thread-safe. A forked child uploads what it writes itself.
     """

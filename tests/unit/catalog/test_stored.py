@@ -8,6 +8,7 @@ import sqlite3
 from unittest import mock
 
 from commands import CliTest, run, run_json
+from conformance.memory_storage import MemoryStorage
 from conformance.sqlite_storage import SQLiteStorage
 from vua.capacity.limits import Limits
 from vua.capacity.spaces import silent
@@ -17,7 +18,6 @@ from vua.catalog.listed import StorageCatalog
 from vua.errors import ConfigError
 from vua.storage.base import WRITTEN
 from vua.storage.description import Description, read_description
-from vua.storage.memory import MemoryStorage
 from vua.store.travel import whole_batch
 
 

@@ -1,4 +1,4 @@
-"""Mirrors `vua.storage.tiered`."""
+"""Mirrors `vua.store.tiered`."""
 
 from __future__ import annotations
 

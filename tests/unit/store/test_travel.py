@@ -1,4 +1,4 @@
-"""Mirrors `vua.store.travel` and `vua.storage.tiered`: a directory with a bucket behind it."""
+"""Mirrors `vua.store.travel` and `vua.store.tiered`: a directory with a bucket behind it."""
 
 from __future__ import annotations
 
