@@ -42,25 +42,30 @@ log = logging.getLogger(__name__)
 class BucketCapacity:
     """As :class:`vua.capacity.reservation.Capacity` for a directory. Thread-safe.
 
-    Pins are the same marks as in a directory. Per-chunk times to live, and pins that an engine's
-    request asks for, are not supported here: logged once.
+    Bounds nothing, and renews objects while they are used. Pins are the same marks as in a
+    directory. Per-chunk times to live, and pins that an engine's request asks for, are not
+    supported here: logged once.
     """
 
     batch_bytes = 1 << 40
 
-    def __init__(self, bucket_path: BucketPath, bounds: Limits | None = None) -> None:
-        """Bound nothing of the namespace in ``bucket_path``; logs that if ``bounds`` ask for it."""
-        self._bucket_path, where = bucket_path, str(bucket_path.parent)
+    def __init__(self, storage: ObjectStorage, bounds: Limits | None = None) -> None:
+        """Bound nothing of ``storage``; logs that if ``bounds`` ask for it."""
+        self._storage, self._bucket_path = storage, storage.directory
+        self.renewals = [Renewal(storage, bounds)]
         self._warned: set[str] = set()
         self.counts: Counter[str] = Counter()
         if bounds is not None and bounds.max_bytes is not None:
             log.warning(
                 "%s: max_bytes is kept by `vua gc` and the bucket's lifecycle rule, not by writers",
-                where,
+                self._bucket_path.parent,
             )
 
     def close(self) -> None:
-        """Do nothing."""
+        """Finish what is queued, for some seconds at most."""
+        for one in self.renewals:
+            one.close()
+        self._storage.close()
 
     def reserve(
         self,
@@ -76,7 +81,10 @@ class BucketCapacity:
         return Unlimited()
 
     def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
-        """Do nothing."""
+        """Renew old objects among the first ``chunks``, in the background."""
+        del wait, storing
+        for one in self.renewals:
+            one.used(keys, chunks)
 
     def hinted(self, chunks: Sequence[str], retain_s: float, chunk_nbytes: int) -> str:
         """Heed nothing: nothing is evicted here."""

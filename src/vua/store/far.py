@@ -51,28 +51,6 @@ from vua.store.travel import Travel
 log = logging.getLogger(__name__)
 
 
-class RenewingCapacity(BucketCapacity):
-    """The capacity of a bucket, whose objects are renewed while they are used."""
-
-    def __init__(self, storage: ObjectStorage, bounds: Limits | None) -> None:
-        super().__init__(storage.directory, bounds)
-        self._storage = storage
-        self.renewals = [Renewal(storage, bounds)]
-
-    def used(self, keys: Keys, chunks: int, *, wait: bool = False, storing: bool = False) -> None:
-        """Renew old objects among the first ``chunks``, in the background."""
-        super().used(keys, chunks, wait=wait, storing=storing)
-        for one in self.renewals:
-            one.used(keys, chunks)
-
-    def close(self) -> None:
-        """Finish what is queued, for some seconds at most."""
-        for one in self.renewals:
-            one.close()
-        self._storage.close()
-        super().close()
-
-
 class TieredCapacity(Capacity):
     """The capacity of a tiered directory: entries are uploaded, and stay young in buckets."""
 
@@ -230,7 +208,7 @@ class BucketKind:
         if not found.layouts:
             return None
         storage = ObjectStorage(path)
-        capacity = RenewingCapacity(storage, None)
+        capacity = BucketCapacity(storage, None)
         security = access.security or Security()
         return Namespace(path.name, storage, found.layouts, capacity, security)
 
@@ -247,7 +225,7 @@ class BucketKind:
             make,
             lambda: ObjectStorage(path, make),
         )
-        capacity = RenewingCapacity(storage, bounds)
+        capacity = BucketCapacity(storage, bounds)
         return Namespace(identity.namespace, storage, layouts, capacity, security)
 
 

@@ -23,35 +23,20 @@ from vua.store.namespace import Access, DirectoryKind, Namespace, Place
 
 
 class LocationKind(Protocol):
-    """How caches in one kind of location are found, checked and opened."""
+    """How caches in one kind of location are found, checked and opened: as the functions below.
 
-    def locate(self, root: Any, *, create: bool, security: Security | None) -> Location:
-        """See :func:`locate`."""
-        ...
+    A directory is opened with the reader's ``layouts`` unless an entry says otherwise.
+    """
 
-    def look_at(self, root: Any, *, namespace: str = "") -> Place:
-        """See :func:`look_at`."""
-        ...
-
-    def prepare(self, root: Any, security: Security, *, writes: bool) -> Place:
-        """See :func:`prepare`."""
-        ...
-
+    def locate(self, root: Any, *, create: bool, security: Security | None) -> Location: ...
+    def look_at(self, root: Any, *, namespace: str = "") -> Place: ...
+    def prepare(self, root: Any, security: Security, *, writes: bool) -> Place: ...
     def open(
         self, path: Any, access: Access, layouts: Sequence[KVLayout] | None
-    ) -> Namespace | None:
-        """See :func:`open_namespace`.
-
-        ``layouts`` are the reader's, for a directory: it is opened with these unless an entry says
-        otherwise.
-        """
-        ...
-
+    ) -> Namespace | None: ...
     def create(
         self, root: Any, identity: Identity, layouts: Sequence[KVLayout], access: Access
-    ) -> Namespace:
-        """See :func:`create_namespace`."""
-        ...
+    ) -> Namespace: ...
 
 
 _DIRECTORY: Final = DirectoryKind()

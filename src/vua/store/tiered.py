@@ -9,35 +9,11 @@ there into the directory, in the background.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Protocol
+from contextlib import nullcontext, suppress
 
 from vua.storage.base import WRITTEN, Batch, Capabilities, Entry, ReadResult, Storage, WriteResult
 from vua.storage.local import LocalStorage
-
-
-class Travels(Protocol):
-    """Learns which entries could be copied. Returns at once and raises nothing."""
-
-    def wrote(self, names: Sequence[str]) -> None:
-        """Note that entries were written to the nearest tier."""
-        ...
-
-    def close(self) -> None:
-        """Copy what waits, for some seconds at most."""
-        ...
-
-    def reading(self) -> AbstractContextManager[None]:
-        """Return a context for reading entries: copies wait meanwhile."""
-        ...
-
-    def note_read(self, name: str, data: memoryview | int, before: str) -> None:
-        """Note that an entry was read from a slower tier.
-
-        ``data`` are its unverified bytes, or only their number if not all of it was read;
-        ``before`` is the preceding chunk, if known.
-        """
-        ...
+from vua.store.travel import Travel
 
 
 class TieredStorage:
@@ -49,7 +25,7 @@ class TieredStorage:
     def __init__(self, near: LocalStorage, far: Sequence[Storage], where: str) -> None:
         """Read from ``near`` before ``far``, whose first is nearest; ``where`` names those."""
         self.near, self.far, self.where = near, tuple(far), where
-        self.travels: Travels | None = None
+        self.travels: Travel | None = None
         probes = max(tier.capabilities.probes for tier in self.tiers)
         self.capabilities = Capabilities(probes=probes)
 

@@ -19,15 +19,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from vua.capacity.lru import Recent, mtime_ns_of, set_mtime
 from vua.capacity.marks import mark
-from vua.capacity.reservation import Reservation
+from vua.capacity.reservation import Capacity
 from vua.errors import EntryError, StorageError
-from vua.format.keys import ChunkKey
 from vua.format.parse import parse_entry
 from vua.io.forks import watch
 from vua.io.pool import Job, Pool
@@ -46,16 +45,6 @@ _LONGEST_WAIT_S: Final = 1.0
 """Longest such wait."""
 
 
-class Bounds(Protocol):
-    """Bounds the local directory."""
-
-    def reserve(
-        self, keys: Sequence[ChunkKey], nbytes: int, ttl_s: float | None = None
-    ) -> Reservation:
-        """Return reserved space, a context manager."""
-        ...
-
-
 class WriteBack:
     """Copies entries from slower tiers into the directory, between reads.
 
@@ -67,22 +56,16 @@ class WriteBack:
         near: LocalStorage,
         far: Sequence[Storage],
         namespace: str,
-        capacity: Bounds,
+        capacity: Capacity,
         *,
         rules: TierRules,
         counts: Counter[str],
         brought: Callable[[str], None],
     ) -> None:
-        """Start idle; see :class:`vua.store.travel.Travel` for most of the arguments.
+        """Start idle; the arguments are those of :class:`Travel`.
 
-        Args:
-            near: the directory.
-            far: the slower tiers, the nearest first.
-            namespace: 64 hex.
-            capacity: of the directory.
-            rules: the user's settings.
-            counts: receives `brought`, `brought_nbytes` and `not_brought`.
-            brought: called with the name of each entry that was copied.
+        ``counts`` receives `brought`, `brought_nbytes` and `not_brought`; ``brought`` is called
+        with the name of each entry that was copied.
         """
         self._near, self._far, self._namespace = near, tuple(far), namespace
         self._capacity, self._rules, self._brought = capacity, rules, brought
@@ -133,7 +116,11 @@ class WriteBack:
         return False
 
     def note_read(self, name: str, data: memoryview | int, before: str) -> None:
-        """Copy an entry that was read from a slower tier, soon, if rules and memory allow it."""
+        """Copy an entry that was read from a slower tier, soon, if rules and memory allow it.
+
+        ``data`` are its unverified bytes, or only their number if not all of it was read;
+        ``before`` is the preceding chunk, if known. Returns at once and raises nothing.
+        """
         if self._rules.at_second_use and self._read_before.passes(name):
             return
         nbytes = 0 if isinstance(data, int) else len(data)
@@ -249,9 +236,9 @@ _CLOSE_S: Final = 5.0
 
 
 class Travel:
-    """Moves the entries of one namespace; see :class:`vua.store.tiered.Travels`.
+    """Moves the entries of one namespace. Thread-safe.
 
-    Thread-safe. A forked child uploads what it writes itself.
+    A forked child uploads what it writes itself.
     """
 
     def __init__(
@@ -259,7 +246,7 @@ class Travel:
         near: LocalStorage,
         far: Sequence[Storage],
         namespace: str,
-        capacity: Bounds,
+        capacity: Capacity,
         *,
         where: str,
         rules: TierRules | None = None,
@@ -268,7 +255,7 @@ class Travel:
 
         Args:
             near: the directory.
-            far: the slower tiers.
+            far: the slower tiers, the nearest first.
             namespace: 64 hex.
             capacity: of the directory.
             where: names the slower tiers, for the marks: new ones get everything again.
@@ -316,6 +303,7 @@ class Travel:
     # -- to the places behind -------------------------------------------------------------------
 
     def wrote(self, names: Sequence[str]) -> None:
+        """Note that entries were written to the directory; returns at once, raises nothing."""
         if names:
             left = _WAITING - len(self._waiting)
             self._waiting.extend(names[: max(0, left)])
