@@ -189,7 +189,16 @@ def collect(
             report.leftovers = _sweep(root, mine, now_ns, remover)
             if known is not None:
                 for space in mine:
-                    _evict_unreadable(space, known, report, show, spread, remover)
+                    freed, pinned = evict_unreadable(
+                        space, known, show=show, spread=spread, evict_chunk=remover.evict_chunk
+                    )
+                    report.lost_keys += freed
+                    if pinned:
+                        held = counted(pinned, "chunk", "is", "are")
+                        report.problems.append(
+                            f"{space.name[:12]}: {held} pinned and kept, with a lost key; "
+                            "`vua pin DIR` lists pins, `vua rm DIR NAME --pinned` deletes"
+                        )
             for space in [] if quick else mine:
                 listing = read_listing(space, show, spread)
                 report.leftovers += _settle(space, listing, now_ns, remover)
@@ -243,25 +252,6 @@ def _sweep(
     finally:
         close_quietly(fd)
     return freed
-
-
-def _evict_unreadable(
-    space: Space,
-    known: Callable[[], frozenset[str]],
-    report: Collection,
-    show: Show,
-    spread: Spread,
-    remover: Remover,
-) -> None:
-    freed, pinned = evict_unreadable(
-        space, known, show=show, spread=spread, evict_chunk=remover.evict_chunk
-    )
-    report.lost_keys += freed
-    if pinned:
-        report.problems.append(
-            f"{space.name[:12]}: {counted(pinned, 'chunk', 'is', 'are')} pinned and kept, with a "
-            "lost key; `vua pin DIR` lists pins, `vua rm DIR NAME --pinned` deletes"
-        )
 
 
 def _settle(space: Space, listing: Listing, now_ns: int, remover: Remover) -> DeletionTotals:

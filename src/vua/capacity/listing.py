@@ -253,6 +253,14 @@ class ListingTotals(NamedTuple):
     newest_ns: int | None
 
 
+class Continuations(NamedTuple):
+    """Chunks that follow one, or begin prompts, in place of another."""
+
+    others: int
+    with_extras: int
+    """How many of these first chunks have extras: a salt, a LoRA adapter, an image."""
+
+
 class _Part(NamedTuple):
     """The contents of a fan-out directory."""
 
@@ -459,19 +467,12 @@ class Listing:
             (salt,),
         )
 
-    def others(self, before: str, but: str) -> tuple[int, int]:
-        """Count the chunks after one, or first ones for "", and those of them that have extras.
-
-        ``but`` is not counted.
-        """
-        found: tuple[int, int] = next(
-            self._ask(
-                "SELECT count(*), ifnull(sum(salt <> ''), 0) FROM chunks "
-                "WHERE before = ? AND name <> ?",
-                (before, but),
-            )
+    def others(self, before: str, but: str) -> Continuations:
+        """Count the chunks that follow one ("": what begins prompts) in place of another."""
+        query = (
+            "SELECT count(*), ifnull(sum(salt <> ''), 0) FROM chunks WHERE before = ? AND name <> ?"
         )
-        return found
+        return Continuations(*next(self._ask(query, (before, but))))
 
     # -- what changed -----------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from vua.capacity import marks
 from vua.capacity.evictor import AT_ONCE, PINNED_SHARE, SHARED, Evictor
@@ -42,6 +42,7 @@ from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
 from vua.io.forks import watch
 from vua.io.posix import close_quietly
+from vua.storage.local import LocalStorage
 from vua.storage.mark import MARK, how_to_mark, is_marked
 
 log = logging.getLogger(__name__)
@@ -107,17 +108,6 @@ class Below(NamedTuple):
 ANYTHING: Final = Below(None)
 
 
-class WriteTarget(Protocol):
-    """The target of writes: :class:`vua.storage.local.LocalStorage`."""
-
-    moves: int
-    """How often it became another directory."""
-
-    def follow(self, *, doubt: bool = False) -> bool:
-        """Look, now with ``doubt``, whether it is what its path names, and follow that."""
-        ...
-
-
 class StoppedError(Exception):
     """The current eviction must end: its process ends."""
 
@@ -150,7 +140,7 @@ class Reclaimer:
         bounds: Limits,
         counts: Counter[str],
         policy: LRU | None = None,
-        held: WriteTarget | None = None,
+        held: LocalStorage | None = None,
     ) -> None:
         """Prepare for ``root``; add events to ``counts``. Reads and starts nothing until needed.
 

@@ -276,14 +276,14 @@ class Remover:
     def leftover(self, parent: int, name: str) -> DeletionTotals:
         """Delete remains of a crash, in a namespace or beside them."""
         if self.rehearse:
-            return DeletionTotals(1, _nbytes(parent, name))
+            return DeletionTotals(1, nbytes_at(parent, name))
         if _is_directory(parent, name):
             return DeletionTotals(1, delete_chunk(parent, name) or delete_namespace(parent, name))
         return self.file(parent, name)
 
     def file(self, parent: int, path: str) -> DeletionTotals:
         return DeletionTotals(
-            1, _nbytes(parent, path) if self.rehearse else delete_file(parent, path)
+            1, nbytes_at(parent, path) if self.rehearse else delete_file(parent, path)
         )
 
     def empty(self, parent: int, path: str) -> None:
@@ -317,8 +317,8 @@ def _is_directory(parent: int, name: str) -> bool:
         return False
 
 
-def _nbytes(parent: int, path: str) -> int:
-    """The bytes of a file, or of the files in a directory and those below it."""
+def nbytes_at(parent: int, path: str) -> int:
+    """Return the bytes of a file, or of the files in a directory and those below it."""
     total, todo = 0, [path]
     while todo:
         at = todo.pop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, NamedTuple, Protocol, TypeAlias, overload
+from typing import Final, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -112,20 +112,6 @@ def by_mtime(chunks: ChunkNames, mtimes_ns: Column) -> Column:
     return mtimes_ns
 
 
-class Folders(Protocol):
-    """A namespace as a sweep sees it: a :class:`Space`, or a simulated one."""
-
-    name: str
-
-    def fans(self) -> list[str]:
-        """Return the names of its fan-out directories."""
-        ...
-
-    def columns(self, fan: str) -> tuple[ChunkNames, Column]:
-        """Return the names and mtimes of the chunks in one of them."""
-        ...
-
-
 class Sweep:
     """One look at all mtimes, fan by fan, for the chunks that are to go first.
 
@@ -137,7 +123,7 @@ class Sweep:
 
     def __init__(
         self,
-        found: Sequence[Folders],
+        found: Sequence[Space],
         wanted: int,
         rank: Rank = by_mtime,
         now_ns: int = 0,
@@ -247,7 +233,7 @@ class Sweep:
         """Return which of these have no chunk, once all is done. Raises OSError."""
         return [one.name for one in found if self._chunks.get(one.name) == 0 and not one.is_hidden]
 
-    def step(self, by_name: Mapping[str, Folders], chunks: int = 1) -> None:
+    def step(self, by_name: Mapping[str, Space], chunks: int = 1) -> None:
         """Look at one fan more, in the namespaces given by their names.
 
         At more of the same namespace until these hold so many ``chunks``.
@@ -267,7 +253,7 @@ class Sweep:
             mtimes_ns = np.concatenate([one[1] for one in read])
             self._keep(name, names, mtimes_ns, self.rank(names, mtimes_ns))
 
-    def drain(self, by_name: Mapping[str, Folders], pulse: Callable[[], None]) -> None:
+    def drain(self, by_name: Mapping[str, Space], pulse: Callable[[], None]) -> None:
         """Look at all the rest."""
         while self._todo:
             pulse()

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from vua.capacity.limits import Limits
 from vua.capacity.listing import ListedChunk, Listing
 from vua.capacity.removal import Collection
-from vua.capacity.spaces import Show, silent
+from vua.capacity.spaces import Show
 from vua.catalog.check import OpenFile, Verification
 from vua.catalog.contents import SHORT, Content
 from vua.errors import ConfigError, explaining
@@ -346,14 +346,6 @@ class NamespaceCatalog(ABC):
     def ancestors(self, chunk: str) -> Iterator[str]:
         """Yield a chunk and those before it, up to the first one or a gap."""
 
-    def descendants(self, chunk: str, show: Show) -> Iterator[str]:
-        """Yield a chunk and all that follow it, parents before children."""
-        return self.listing(show).below(chunk)
-
-    def in_order(self, show: Show) -> Iterator[str]:
-        """Yield all chunks whose whole prefix is stored, parents before children."""
-        return self.listing(show).in_order()
-
     # -- pins -------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -363,10 +355,6 @@ class NamespaceCatalog(ABC):
     @abstractmethod
     def unpin(self, chunk: str) -> int:
         """Undo :meth:`pin`; return how many chunks are released."""
-
-    def pins(self) -> dict[str, int]:
-        """Return the pinned chunks, each with the number of chunks that its pin holds."""
-        return self.names(silent).pins()
 
     def pinned_nbytes(self, chunks: Sequence[str] | None = None) -> int:
         """Return the bytes held by pins: all of them, or those of ``chunks`` and their prefixes.

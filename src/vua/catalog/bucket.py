@@ -178,6 +178,11 @@ class BucketNamespace(ListedNamespace):
         if whole:
             self.bucket_path.bucket.delete(self.keys([one.path for one in self._notes]))
 
+    def renew(self, chunks: Sequence[ListedChunk]) -> None:
+        """Copy objects at the server: a lifecycle rule uses their times."""
+        keys = [key for chunk in chunks for key in self.keys(chunk.paths)]
+        Bucket.each(self.bucket_path.bucket.try_renew, keys)
+
     def each(self, work: Callable[[ListedChunk], R], chunks: Sequence[ListedChunk]) -> list[R]:
         return Bucket.each(work, chunks)
 
@@ -341,17 +346,6 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         left = [key for space in namespaces for key in space.of_ours(space.leftovers)]
         self.root.bucket.delete(left)
         return DeletionTotals(0, sum(space.leftover_nbytes for space in namespaces) if left else 0)
-
-    def note_befores(self, namespaces: Sequence[BucketNamespace]) -> None:
-        """Write objects that tell it; what cannot be written is read again the next time."""
-        for one in namespaces:
-            with contextlib.suppress(OSError):
-                one.note_befores()
-
-    def renew(self, space: BucketNamespace, chunks: Sequence[ListedChunk]) -> None:
-        """Copy objects at the server: a lifecycle rule uses their times."""
-        keys = [key for chunk in chunks for key in space.keys(chunk.paths)]
-        Bucket.each(self.root.bucket.try_renew, keys)
 
     def findings(self, security: Security, demand: Demand) -> Iterator[Finding]:
         del security

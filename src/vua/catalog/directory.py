@@ -25,7 +25,7 @@ from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bound
 from vua.capacity.listing import ListedChunk, Listing, ancestors, read_listing, read_node
 from vua.capacity.lru import mtime_ns_of
 from vua.capacity.marks import count_ttls, pin, unpin
-from vua.capacity.removal import Collection, Remover, delete_namespace
+from vua.capacity.removal import Collection, Remover, delete_namespace, nbytes_at
 from vua.capacity.spaces import (
     TRASH,
     Show,
@@ -193,7 +193,7 @@ class DirectoryNamespace(NamespaceCatalog):
 
     def other_nbytes(self) -> tuple[int, int]:
         space, names = self.space, [name for name, _ in trash_in(self.space.fd, roots=False)]
-        left = sum(chunk_nbytes(space, name) or _size_of(space, name) for name in names)
+        left = sum(nbytes_at(space.fd, name) for name in names)
         return chunk_nbytes(space, QUARANTINE), left
 
     def ancestors(self, chunk: str) -> Iterator[str]:
@@ -404,16 +404,6 @@ class DirectoryCatalog(DirectoryContents, Catalog):
 
         owner, *others = at_rest(self.root, security)
         return [owner, *may_write(self.root), *others]
-
-
-# -- what it takes --------------------------------------------------------------------------------
-
-
-def _size_of(space: Space, name: str) -> int:
-    with contextlib.suppress(OSError):
-        status = os.stat(name, dir_fd=space.fd, follow_symlinks=False)
-        return status.st_size if stat.S_ISREG(status.st_mode) else 0
-    return 0
 
 
 # -- verifying ------------------------------------------------------------------------------------

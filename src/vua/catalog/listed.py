@@ -41,7 +41,7 @@ from vua.catalog.base import (
     doomed,
 )
 from vua.catalog.check import Check, Checker, ExpectedEntry, OpenFile, Verification, sampled
-from vua.catalog.contents import Content, Item, PartUsage
+from vua.catalog.contents import SHORT, Content, Item, PartUsage
 from vua.errors import ConfigError, EntryError
 from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
@@ -53,7 +53,6 @@ from vua.storage.description import DESCRIPTION, Description
 from vua.storage.names import SUFFIX
 from vua.store.evidence import settled
 
-_SHORT: Final = 12
 _AT_ONCE: Final = 256
 """Chunks whose headers are read between two progress reports."""
 _HELD: Final = 64
@@ -108,6 +107,12 @@ class ListedNamespace(NamespaceCatalog):
         """Call ``work`` for each chunk; concurrently if the storage answers slowly."""
         return [work(one) for one in chunks]
 
+    def note_befores(self) -> None:
+        """Write down what headers told about the order of chunks, for the next time."""
+
+    def renew(self, chunks: Sequence[ListedChunk]) -> None:
+        """Set the time of chunks to now, if something else deletes by times."""
+
     # -- what follows from it ---------------------------------------------------------------------
 
     def matching(self, digits: str) -> list[str]:
@@ -149,11 +154,16 @@ class ListedNamespace(NamespaceCatalog):
         self.find_befores(show)
         return self.chunks
 
+    def renew_pinned(self, before_ns: int) -> None:
+        """Renew the chunks that pins hold, and that were last used before a time."""
+        for some in parts(self.chunks.pinned(before_ns), _AT_ONCE):
+            self.renew(some)
+
     def find_befores(self, show: Show) -> None:
         """Find what precedes each chunk of which it is not known."""
         count, done = len(self.chunks), 0
         for some in parts(self.chunks.unread(), _AT_ONCE):
-            show(f"{self.name[:_SHORT]}: reading headers", done, count)
+            show(f"{self.name[:SHORT]}: reading headers", done, count)
             self.chunks.tell_befores(self.each(self._read_before, some))
             done += len(some)
 
@@ -230,16 +240,6 @@ class ListedCatalog(Catalog, Generic[N]):
         del namespaces, dry_run
         return DeletionTotals(0, 0)
 
-    def note_befores(self, namespaces: Sequence[N]) -> None:
-        """Write down what headers told about the order of chunks, for the next time."""
-
-    def renew(self, space: N, chunks: Sequence[ListedChunk]) -> None:
-        """Set the time of chunks to now, if something else deletes by times."""
-
-    def find_key_ids(self, space: N, chunks: Sequence[ListedChunk]) -> list[set[str]]:
-        """Return the ids of the keys that seal each chunk's entries: "" for an unsealed one."""
-        return space.each(partial(seals, space), chunks)
-
     # -- what follows from it ---------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -287,7 +287,7 @@ class ListedCatalog(Catalog, Generic[N]):
                     result.add(path, done)
                     result.removed += removed
                 run = []
-                show(description.name[:_SHORT], amount=result.nbytes)
+                show(description.name[:SHORT], amount=result.nbytes)
         if wrong := result.wrong_description():
             reason = f"{wrong}; the next save writes it anew"
             result.problems.append((DESCRIPTION, "corrupt", reason))
@@ -331,7 +331,8 @@ class ListedCatalog(Catalog, Generic[N]):
         now_ns = int(time.time() * 1e9)
         before_ns = 0 if limits.ttl_s is None else now_ns - int(limits.ttl_s * 1e9)
         done = Collection(self.limits_of(limits), count, total, strays=strays)
-        if total > most or any(_is_before(one.oldest_ns, before_ns) for one in totals):
+        times_ns = [one.oldest_ns for one in totals if one.oldest_ns is not None]
+        if total > most or min(times_ns, default=now_ns) < before_ns:
             for space in found:
                 space.find_befores(show)
             chunks = [space.chunks for space in found]
@@ -344,22 +345,19 @@ class ListedCatalog(Catalog, Generic[N]):
             self.delete(doomed({one: one.chunks for one in found}, show), [], Removal())
             for space in found:
                 space.chunks.remove_doomed()
-            self.note_befores(found)
+                with contextlib.suppress(OSError):  # then it is read again the next time
+                    space.note_befores()
         done.leftovers = self.sweep(found, dry_run=dry_run)
         if keep and not dry_run:
             self.keep({name: value for name, value in asdict(given).items() if value is not None})
         if limits.ttl_s is not None and not dry_run:
-            self._renew_pinned(found, now_ns - int(limits.ttl_s / 2 * 1e9))
+            for space in found:
+                space.renew_pinned(now_ns - int(limits.ttl_s / 2 * 1e9))
         done.chunks, done.nbytes = done.chunks - freed.chunks, done.nbytes - freed.nbytes
         done.within = done.nbytes <= most
         done.pinned_nbytes = sum(one.pinned_nbytes for one in totals)
         done.seconds = time.monotonic() - began_s
         return done
-
-    def _renew_pinned(self, spaces: Sequence[N], before_ns: int) -> None:
-        for space in spaces:
-            for some in parts(space.chunks.pinned(before_ns), _AT_ONCE):
-                self.renew(space, some)
 
     def _stricter(self, given: Limits) -> Limits:
         """Return the stricter of the given limits and those of ``bounds.json``."""
@@ -377,7 +375,7 @@ class ListedCatalog(Catalog, Generic[N]):
             for some in parts(space.chunks.all(), _AT_ONCE):
                 show("reading headers", done, amount=done, unit="chunk")
                 done += len(some)
-                ids = self.find_key_ids(space, some)
+                ids = space.each(partial(seals, space), some)
                 found += [(space, one, each) for one, each in zip(some, ids, strict=True)
                           if "" not in each and not one.pins]  # fmt: skip
         known, added = lost(), NOTHING
@@ -386,10 +384,6 @@ class ListedCatalog(Catalog, Generic[N]):
                 space.chunks.doom(one.name, _LAST)
                 added += DeletionTotals(1, one.nbytes)
         return added
-
-
-def _is_before(time_ns: int | None, before_ns: int) -> bool:
-    return time_ns is not None and time_ns < before_ns
 
 
 def choose_victims(

@@ -9,21 +9,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from vua.storage.location import scheme_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vua.catalog.base import Catalog
     from vua.catalog.contents import DirectoryContents
 
 
-class Opener(Protocol):
-    """Opens a catalog; with ``create`` of a cache that may be missing and will be written to."""
-
-    def __call__(self, where: str, *, create: bool) -> Catalog:
-        """Raise ConfigError or StorageError if the cache does not exist."""
-        ...
+Opener: TypeAlias = "Callable[..., Catalog]"
+"""Called with a path or URL and ``create``: of a cache that may be missing and will be written to.
+Raises ConfigError or StorageError if the cache does not exist."""
 
 
 def _open_directory(where: str, *, create: bool) -> Catalog:

@@ -242,21 +242,6 @@ def _longest(groups: Sequence[GroupState], most: int, block_tokens: int, align: 
     return longest_prefix(kinds, stored, most, missing, align)
 
 
-@dataclass(frozen=True, slots=True)
-class Continuations:
-    """Stored chunks that follow the last common chunk instead of the missing one."""
-
-    others: int
-    """Other chunks that directly follow it (or first chunks, if none is common)."""
-    with_extras: int
-    """How many of these first chunks have extras: a salt, a LoRA adapter, an image."""
-
-
-def continuations(listing: Listing, gap: ChunkKey, before: str) -> Continuations:
-    """Return what follows chunk ``before`` ("": what begins prompts) instead of ``gap``."""
-    return Continuations(*listing.others(before, gap.name))
-
-
 def first_salts(listing: Listing, first: bytes) -> tuple[dict[str, int], list[str]]:
     """Return the listed prompts by the digest of their salt, and which begin with ``first``.
 

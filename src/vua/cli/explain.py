@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from vua.capacity.listing import Continuations
 from vua.capacity.saved import advice, ends_of, parted_at
 from vua.catalog.base import Catalog
 from vua.catalog.check import NO_KEYS
@@ -17,12 +18,10 @@ from vua.catalog.contents import SHORT
 from vua.catalog.opening import open_catalog
 from vua.catalog.prefix import (
     ChunkState,
-    Continuations,
     Difference,
     GroupState,
     ModelIdentity,
     compare,
-    continuations,
     expect,
     first_salts,
     group_state,
@@ -432,7 +431,7 @@ def _answer(
         salts, same = first_salts(listing, ids[: 4 * answer.size])
         answer = replace(answer, salts=salts, same=same)
     before = keys[gap.index - 1].name if gap.index else ""
-    return replace(answer, others=continuations(listing, gap.key, before))
+    return replace(answer, others=listing.others(before, gap.key.name))
 
 
 # -- for programs -----------------------------------------------------------------------------
@@ -461,7 +460,7 @@ def _describe(answer: Answer) -> dict[str, object]:
         "last_chunk": answer.last_chunk,
         "loads": {str(size): tokens for size, tokens in answer.loads.items()},
         "groups": [_describe_group(group) for group in answer.groups],
-        "others": others and asdict(others),
+        "others": others and others._asdict(),
         "salts": answer.salts,
         "same_tokens": list(answer.same),
         "verdict": verdict(answer),

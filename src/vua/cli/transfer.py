@@ -170,12 +170,12 @@ def _chosen(
     for source, chunk in targets:
         chunks = wanted.setdefault(source, {})
         if not chunk:
-            chunks.update(dict.fromkeys(source.in_order(show)))
+            chunks.update(dict.fromkeys(source.listing(show).in_order()))
             continue
         prefix = [*source.ancestors(chunk)][::-1]
         chunks.update(dict.fromkeys(prefix))
         if choice.following:
-            chunks.update(dict.fromkeys(source.descendants(chunk, show)))
+            chunks.update(dict.fromkeys(source.listing(show).below(chunk)))
     return {source: list(chunks) for source, chunks in wanted.items()}
 
 

@@ -281,7 +281,7 @@ def pins(directory: str, names: Sequence[str] = (), *, remove: bool = False) -> 
             found = [
                 {"namespace": space.name, "chunk": chunk, "chunks": count}
                 for space in spaces
-                for chunk, count in space.pins().items()
+                for chunk, count in space.names(show).pins().items()
             ]
         nbytes = 0
         if not remove:
