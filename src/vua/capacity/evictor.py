@@ -260,7 +260,6 @@ class Evictor:
         self._victims, self._spared = self._victims._replace(found=Candidates.of(())), []
 
     def _expire_own(self, now_ns: int, pulse: Callable[[DeletionTotals], None]) -> DeletionTotals:
-        """Delete the chunks whose own time to live is over."""
         freed = NOTHING
         with spaces(self._root) as found:
             by_name = {space.name: space for space in found}
@@ -415,7 +414,6 @@ class Evictor:
         self._skip(gone)
 
     def _skip(self, many: int = 1) -> None:
-        """Leave out the first victims."""
         self._victims = self._victims._replace(found=self._victims.found[many:])
 
     def _stays(self, victim: Candidate, by_name: Mapping[str, Space], run: _Run) -> bool:

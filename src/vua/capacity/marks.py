@@ -81,11 +81,6 @@ def unpin(space: Space, chunk: str) -> list[str]:
     return [one for one in ancestors(space, chunk) if _quietly(space, one, chunk, unmark)]
 
 
-def pin_prefix(space: Space, names: Sequence[str]) -> int:
-    """Pin a prompt's stored chunks, given front to back; return how many are held."""
-    return len(pin(space, names[-1])) if names else 0
-
-
 def unpin_prefix(space: Space, names: Sequence[str]) -> int:
     """Undo the pins of a prompt and of its prefixes; return how many chunks are released."""
     own = [name for name in names if _is_pin(space, name)]

@@ -304,7 +304,7 @@ class Capacity:
 
         Raises OSError only if this process has no more descriptors.
         """
-        return marks.pin_prefix(self.space, chunks)
+        return len(marks.pin(self.space, chunks[-1])) if chunks else 0
 
     def unpin_prefix(self, chunks: Sequence[str]) -> int:
         """Undo :meth:`pin_prefix` of these chunks and their prefixes; return the number."""

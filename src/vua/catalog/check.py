@@ -156,7 +156,6 @@ class Checker:
 
 
 def _differences(info: EntryInfo, expected: ExpectedEntry) -> Iterator[str]:
-    """Yield the parts of a header that do not fit the file's path."""
     if expected.namespace not in (None, info.namespace):
         yield f"its header says namespace {info.namespace}, it lies in {expected.namespace}"
     if expected.chunk not in (None, info.prefix_hash):

@@ -360,7 +360,6 @@ class ListedCatalog(Catalog, Generic[N]):
         return done
 
     def _stricter(self, given: Limits) -> Limits:
-        """Return the stricter of the given limits and those of ``bounds.json``."""
         both = (given, self.bounds())
         sizes = [nbytes_of(one.max_bytes, 0) for one in both if one.max_bytes is not None]
         times = [one.ttl_s for one in both if one.ttl_s is not None]

@@ -471,7 +471,6 @@ def _opened(ground: ProbeDirectory, name: str) -> Iterator[int]:
 
 
 def _space(root: Path) -> Finding:
-    """Compare free space with the bounds."""
     name = "space"
     try:
         bounds, limits = read_bounds(root), ResolvedLimits.of(root)
@@ -522,7 +521,6 @@ def _witness(root: Path, security: Security) -> Finding:
 
 
 def _native() -> Finding:
-    """Whether the C loops are used."""
     found = native.status()
     level: Level = "bad" if found.refused else "ok" if found.library else "note"
     return Finding("native loop", level, found.text)

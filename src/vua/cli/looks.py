@@ -53,7 +53,6 @@ def between_looks_s(given_s: float | None, catalog: Catalog, usual_s: float) -> 
 
 
 def _show(of: Mapping[str, Any], counts: Mapping[str, int], saved: Totals | None) -> None:
-    """Print a line for all, and a row per namespace."""
     text = f"{of['directory']}: {counted(of['chunks'], 'chunk', exact=of['exact'])}, "
     text += about(of["nbytes"], size, exact=of["exact"])
     text += "" if of["max_bytes"] is None else f" of at most {size(of['max_bytes'])}"
@@ -114,7 +113,6 @@ def _snapshots(catalog: Catalog, past: Mapping[str, Snapshot]) -> dict[str, Snap
 
 
 def _compared(catalog: Catalog, now: dict[str, Snapshot], took_s: float) -> Report:
-    """Return the changes between two looks."""
     newest = (
         int(times.mtimes_ns.max(initial=0)) for one in now.values() for times in one.times.values()
     )

@@ -289,7 +289,6 @@ def _align(names: Sequence[str], rows: Callable[[], Iterable[list[str]]]) -> Non
 
 
 def _print(console: Console | None, *parts: tuple[str, str]) -> None:
-    """Print texts with their styles in one line."""
     if console is None:
         print(plain("".join(text for text, _ in parts).rstrip()))
         return

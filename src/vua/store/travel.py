@@ -331,7 +331,6 @@ class Travel:
             self._up.submit(self._send_all)
 
     def _send_all(self, _: Job[None]) -> None:
-        """Upload until nothing waits."""
         pause_s = _RETRY_S[0]
         while not self._closing.is_set():
             if not self._waiting and not self._looked:

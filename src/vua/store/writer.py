@@ -405,7 +405,6 @@ class EntryWriter:
         return Batch.of(names, transfer, place, check_offset=check_offset)
 
     def _batch_chunks(self) -> int:
-        """Chunks to write per call."""
         nbytes, (low, high) = self.store.codec(self.shard).file_nbytes, _BATCH_CHUNKS
         best_nbytes = self.store.storage.capabilities.batch_nbytes
         chunks, capacity = min(max(best_nbytes // nbytes, low), high), self.store.capacity
