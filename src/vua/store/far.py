@@ -194,13 +194,9 @@ class BucketKind:
         path: BucketPath,
         identity: Identity,
         layouts: Sequence[KVLayout],
-        *,
         security: Security,
-        rules: TierRules,
     ) -> ObjectStorage:
-        del rules
-        make = _describing(path, identity, layouts, security)
-        return ObjectStorage(path, make)
+        return ObjectStorage(path, _describing(path, identity, layouts, security))
 
     def open(self, path: BucketPath, access: Access, layouts: object) -> Namespace | None:
         del layouts
@@ -262,10 +258,11 @@ class TiersKind:
     ) -> Namespace:
         if not root.far:
             return _DIRECTORY.create(root.near, identity, layouts, access)
-        durable, bounds, security, _ = access
-        security, rules = security or Security(), _writing(access.rules)
+        durable, bounds, security, given = access
+        security = security or Security()
+        rules = TierRules() if given is None else TierRules.of(given)
         near = create_storage(root.near, identity, layouts, durable=durable, security=security)
-        far = _open_tiers(root.far, identity, layouts, security, rules)
+        far = _open_tiers(root.far, identity, layouts, security)
         where = ", ".join(str(one.directory.parent) for one in far)
         tiered = TieredStorage(near, far, where)
         bounded = TieredCapacity(tiered, identity.namespace, bounds, rules)
@@ -294,10 +291,6 @@ def description_at(path: Any) -> Description:
     return _tier_kind(path).description(path)
 
 
-def _writing(rules: object) -> TierRules:
-    return TierRules() if rules is None else TierRules.of(rules)
-
-
 def _locate_tier(root: str, *, create: bool, security: Security | None) -> Path | BucketPath:
     """Return the location of a slower tier, reachable or not. Raises ConfigError."""
     kind = _tier_kind(root)
@@ -314,15 +307,13 @@ def _open_tiers(
     identity: Identity,
     layouts: Sequence[KVLayout],
     security: Security,
-    rules: TierRules,
 ) -> list[LocalStorage | ObjectStorage]:
     """Open the slower tiers; an unreachable one is left out, with a warning."""
     found: list[LocalStorage | ObjectStorage] = []
     for root in places:
         path: Any = root / identity.namespace
         try:
-            kind = _tier_kind(root)
-            found.append(kind.tier(path, identity, layouts, security=security, rules=rules))
+            found.append(_tier_kind(root).tier(path, identity, layouts, security))
         except OSError as problem:
             log.warning("%s is left out: %s", root, problem)
     return found

@@ -463,11 +463,8 @@ class DirectoryKind:
         path: Path,
         identity: Identity,
         layouts: Sequence[KVLayout],
-        *,
         security: Security,
-        rules: object,
     ) -> LocalStorage:
-        del rules  # entries are stored as they are
         make = functools.partial(make_namespace, path, identity, layouts, security)
         make()
         return LocalStorage(path, renew=make, security=security)
