@@ -243,9 +243,7 @@ class Touches(Generic[T]):
                 return  # the storage is slow; the order of eviction may be a little wrong
             if self._thread is None:
                 self._thread = Pool(1, "vua-touch")
-            with contextlib.suppress(
-                RuntimeError
-            ):  # no thread could be started, or the process ends
+            with contextlib.suppress(RuntimeError):  # there is no thread, or the process ends
                 self._thread.submit(functools.partial(self._touch, use))
                 self._queued += 1
 

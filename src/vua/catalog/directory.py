@@ -454,11 +454,8 @@ def _check_file(
             close_quietly(fd)
     if not repair or check.outcome == "sound" or item.shard is None:
         return check, False
-    if version is None and item.regular:
-        return (
-            check,
-            False,
-        )  # it cannot be opened, or has further names (hard links): left for its owner
+    if version is None and item.regular:  # it cannot be opened, or has further names (hard links)
+        return check, False
     return check, storage.delete(entry_name(item.chunk, item.shard), version)
 
 

@@ -94,10 +94,8 @@ def _make_mark(bucket_path: BucketPath) -> None:
     try:
         bucket_path.bucket.put(key, mark_text(), create=True)
     except FileExistsError:
-        try:
-            bucket_path.bucket.head(
-                key
-            )  # another process was faster, or this server refuses conditions
+        try:  # another process was faster, or this server refuses conditions
+            bucket_path.bucket.head(key)
         except FileNotFoundError:
             bucket_path.bucket.put(key, mark_text())
 

@@ -69,9 +69,7 @@ def _header(storage: Storage, name: str) -> EntryInfo | None:
 def layouts_by(found: Description, stated: Stated) -> tuple[KVLayout, ...]:
     """Return a namespace's layouts: as described, unless headers say otherwise."""
     layouts = {layout.group: layout for layout in found.layouts}
-    if (
-        not stated.keys() <= layouts.keys()
-    ):  # a group that is described but not stored does not count
+    if not stated.keys() <= layouts.keys():  # what is described but not stored does not count
         layouts = {group: one for group, one in layouts.items() if group in stated}
         layouts |= {group: stated[group] for group in sorted(stated)}
     return tuple((layouts | dict(stated)).values())
