@@ -6,7 +6,6 @@ import doctest
 import errno
 import json
 import os
-import random
 import shutil
 import subprocess
 import time
@@ -18,7 +17,6 @@ from unittest import mock
 
 import pytest
 from hypothesis import strategies as st
-from upkeep import lowest
 
 from helpers import DirectoryTest, descriptors, native_code
 from properties import given, settings
@@ -28,7 +26,6 @@ from vua.capacity.evictor import Evictor
 from vua.capacity.lease import lease, upkeep_directory
 from vua.capacity.limits import Limits, ResolvedLimits, read_bounds, write_bounds
 from vua.capacity.lru import CLOCK, Recent, mtime_ns_of, server_now_ns, set_mtime, touch
-from vua.capacity.spaces import spaces
 from vua.capacity.usage import measure
 from vua.errors import ConfigError, StorageFullError
 from vua.format.keys import KeyChain, token_ids
@@ -178,35 +175,6 @@ class TestSurvey(DirectoryTest):
         guess = measure(self.root, counted=100)
         self.assertFalse(guess.exact)
         self.assertLess(abs(guess.chunks - 304), 90)
-
-    @pytest.mark.thorough
-    def test_oldest(self) -> None:
-        """With little room the very oldest come, in order."""
-        cache = Cache(self.root)
-        for number in range(700):
-            cache.request([number])
-        fd = cache.store.storage.fileno()
-        names = [names_of([number])[0] for number in range(700)]
-        random.Random(0).shuffle(names)
-        for place, name in enumerate(names):
-            set_mtime(fd, name, DAY_NS + place * 1000)
-        with spaces(self.root) as found:
-            some, whole = (lowest(found, many).take().in_order() for many in (50, 5000))
-
-        self.assertEqual(names, [one.chunk for one in whole])
-        self.assertEqual(names[: len(some)], [one.chunk for one in some])
-        self.assertTrue(5 < len(some) < 400, len(some))
-
-    def test_empty(self) -> None:
-        """Namespaces in which no chunk is left are told of, and no others."""
-        cache = Cache(self.root)
-        cache.request([1])
-        with spaces(self.root) as found:
-            self.assertEqual([], lowest(found, 50).empty(found))
-        for chunk in cache.store.storage.directory.glob("*/*"):
-            shutil.rmtree(chunk)
-        with spaces(self.root) as found:
-            self.assertEqual([cache.store.storage.directory.name], lowest(found, 50).empty(found))
 
 
 class TestLease(DirectoryTest):
