@@ -24,6 +24,10 @@ EXAMPLE = "ExampleConnector"
 """vLLM's own connector that stores whole prompts in a directory, for comparison."""
 
 
+FS, TIER = "vLLM's fs tier", "VUA's tier"
+"""Both below vLLM's own offloading."""
+
+
 class Engine:
     """One vLLM in a forked process."""
 
@@ -58,6 +62,8 @@ class Engine:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"shared_storage_path": str(root)},
             }
+        elif name in (FS, TIER):
+            settings["kv_transfer_config"] = offloading(name, str(root))
         elif root is not None:
             settings["kv_transfer_config"] = {
                 "kv_connector": "VUAStorageConnector_V1",
@@ -127,6 +133,22 @@ class Engine:
             time.sleep(0.02)
 
 
+def offloading(name: str, root: str) -> dict[str, Any]:
+    """Return the `kv_transfer_config` of a tier; CUDA's copies are lent."""
+    tier = {"type": "VUATier", "module_path": "vua.vllm.tier", "path": root}
+    is_fs = name == FS
+    return {
+        "kv_connector": "OffloadingConnector" if is_fs else "VUAOffloadingConnector",
+        "kv_connector_module_path": "olympics.offloading_on_cpu" if is_fs else "e2e.tier_on_cpu",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "TieringOffloadingSpec",
+            "cpu_bytes_to_use": 512 << 20,
+            "secondary_tiers": [{"type": "fs", "root_dir": root} if is_fs else tier],
+        },
+    }
+
+
 def serve(pipe: Connection, settings: dict[str, Any], log: IO[bytes]) -> None:
     """An engine's process: answers until it is told to end."""
     from vllm import LLM, SamplingParams
@@ -137,7 +159,9 @@ def serve(pipe: Connection, settings: dict[str, Any], log: IO[bytes]) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=2)
     # as many tokens as a long prompt has, in pieces shorter than a chunk: nothing is stored
     warm_up = [{"prompt_token_ids": [at + 1] * (CHUNK - 1)} for at in range(32)]
-    llm.generate(warm_up, sampling, use_tqdm=False)
+    lent = settings.get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
+    with without_connector(llm) if "spec_name" in lent else nullcontext():  # it keeps blocks
+        llm.generate(warm_up, sampling, use_tqdm=False)
     pipe.send({})
     unstored = {"kv_transfer_params": {"vua": {"store": False}}}
     only_lookups = SamplingParams(
