@@ -5,7 +5,8 @@
     python3 dev.py models --page            # writes the page alone
 
 ROWS names the tests. What they gave, with versions and dates, is kept in
-docs/measurements/models.json; so are results of recipes (`dev.py recipe`).
+docs/measurements/models.json; so are results of recipes (`dev.py recipe`). Those of single
+architectures are in architectures.json beside it, a line each.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from e2e.kinds import KINDS
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "measurements" / "models.json"
+SINGLE = RESULTS.with_name("architectures.json")
 PAGE = ROOT / "docs" / "models.md"
 REGION = re.compile(r"(<!-- models -->\n).*?(<!-- /models -->)", re.DOTALL)
 CANONICAL, PAGES = "canonical", "pages"
@@ -43,7 +47,8 @@ class Row(NamedTuple):
     where: str
     """`CPU`: by a real engine; `CPU, copies lent`: likewise, as a tier below vLLM's offloading,
     whose copies between a GPU and the host's memory the tests lend; `simulated`: by the connector's
-    workers over noise, with vLLM's own descriptions of caches; `described`: by these alone."""
+    workers over noise, with vLLM's own descriptions of caches; `described`: by these alone;
+    `CPU, alone`: a single architecture."""
     tests: dict[str, str]
     """What was shown -> the test."""
     why_tier: str = ""
@@ -71,7 +76,20 @@ CLASSES = "tests/e2e/test_classes.py::"
 DRAFTS = "tests/e2e/test_drafts.py::DraftTest::"
 TIER = "tests/e2e/test_tier.py::TierTest::test_"
 LENT = "CPU, copies lent"
+ARCHITECTURES, ALONE = "tests/e2e/test_architectures.py::", "CPU, alone"
 GENERATED = "tests/unit/vllm/test_vllm_pages.py::GeneratedModelsTest::"
+
+
+def _architectures() -> list[Row]:
+    """A row for each, whose test is named by it."""
+    rows = []
+    for name, kind in KINDS.items():
+        shown = "run" if kind.loaded else "run, whole prompts alone"
+        shown = f"described; of CPUs it is said: {kind.cannot}" if kind.cannot else shown
+        tests = {shown: f"{ARCHITECTURES}TestArchitectures::test_one[{name}]"}
+        rows.append(Row(name, kind.example, "vllm", "", ALONE, tests, kind.why_tier))
+    return rows
+
 
 ROWS = (
     Row(
@@ -273,6 +291,7 @@ ROWS = (
             "noise": "tests/e2e/test_sglang.py::SGLangTest::test_control",
         },
     ),
+    *_architectures(),
 )
 
 
@@ -295,13 +314,19 @@ def load() -> dict[str, Any]:
     if not RESULTS.exists():
         return {"version": 1, "tests": {}, "recipes": {}}
     found: dict[str, Any] = json.loads(RESULTS.read_text("utf-8"))
+    found["tests"] |= json.loads(SINGLE.read_text("utf-8")) if SINGLE.exists() else {}
     return found
 
 
 def save(results: dict[str, Any]) -> None:
     """Keep it."""
-    text = json.dumps(results, indent=1, sort_keys=True) + "\n"
+    tests = results["tests"]
+    single = {name: tests[name] for name in sorted(tests) if name.startswith(ARCHITECTURES)}
+    rest = results | {"tests": {name: tests[name] for name in tests if name not in single}}
+    text = json.dumps(rest, indent=1, sort_keys=True) + "\n"
     RESULTS.write_text(text, encoding="utf-8")
+    lines = (f" {json.dumps(name)}: {json.dumps(one)}" for name, one in single.items())
+    SINGLE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 SAID = re.compile(r"^(?:\[gw\d+\].*?)?(tests/\S+::\S+) (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
@@ -354,22 +379,24 @@ def _what(row: Row, results: dict[str, Any]) -> tuple[str, list[str], str]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The two matrices, Markdown: the engines' own, and vLLM's below its offloading."""
+    """The matrices, Markdown: the engines' own, vLLM's below its offloading, by architecture."""
     found = [(row, *_what(row, results)) for row in ROWS]
     own = [["class", "for example", "engine", "stored", "GPU", "where", "what was run", "date"]]
     tier = [["class by the tier", "for example", "engine", "what was run", "date"]]
+    single = [["architecture", "for example", "engine", "GPU", "what was run", "date"]]
     for row, what, engines, date in found:
         engine = ", ".join(engines)
+        door = ("tier" if row.why_tier else "connector") if row.engine == "vllm" else ""
         if engines and row.where == LENT:
             tier.append([row.name, row.models, engine, what, date])
+        elif engines and row.where == ALONE:
+            single.append([row.name, row.models, engine, door, what, date])
         elif engines:
-            door = ("tier" if row.why_tier else "connector") if row.engine == "vllm" else ""
             own.append([row.name, row.models, engine, row.stored, door, row.where, what, date])
-    for lines in (own, tier):
+    shown = [lines for lines in (own, tier, single) if len(lines) > 1]
+    for lines in shown:
         lines.insert(1, ["---"] * len(lines[0]))
-    return "\n".join(
-        "".join(f"| {' | '.join(cells)} |\n" for cells in lines) for lines in (own, tier)
-    )
+    return "\n".join("".join(f"| {' | '.join(cells)} |\n" for cells in lines) for lines in shown)
 
 
 def recipes(results: dict[str, Any]) -> str:

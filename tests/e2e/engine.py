@@ -85,11 +85,13 @@ def prepare() -> None:
     with suppress(ImportError, AttributeError):  # vLLM 0.28 does not look through all modules
         from vllm.config.logging import LoggingConfig
         from vllm.logger import configure_logging_if_needed
+        from vllm.model_executor.models import registry
         from vllm.platforms import current_platform
         from vllm.triton_utils import dispatcher
 
         current_platform.register_triton_kernel_overrides()
         dispatcher.register_kernels = lambda _: None
+        registry._run_in_subprocess = lambda look: look()  # the first look at a class takes 10 s
         configure_logging_if_needed(LoggingConfig())
     gc.collect()
     gc.freeze()  # what is here now no later collection looks at...

@@ -1,0 +1,122 @@
+"""Each architecture that vLLM serves, with weights that make attention count.
+
+Cold, then by another process the whole prompt, a longer one and one that shares a part; a bit
+flipped in each file; noise in the place of what is stored, with which other tokens come out. Of
+what vLLM cannot run on a CPU, or VUA does not store there, the reason is asked, and VUA describes
+its real configuration, as those of all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from e2e.checkpoints import with_biases
+from e2e.controls import exchange_for_noise
+from e2e.damage import flip, stored
+from e2e.engine import ENVIRONMENT
+from e2e.harness import PROMPT, RESET, Batch, Exchange, Phase, needs_windows, run, tokens
+from e2e.kinds import KINDS, Kind
+
+pytestmark = [pytest.mark.vllm, pytest.mark.soak]
+
+WHOLE = Batch([PROMPT[:642]])
+"""Two tokens are left to compute: states fade, and here they cannot."""
+OTHERS = (Batch([PROMPT[:642] + tokens(300, seed=4)]), Batch([PROMPT[:400] + tokens(150, seed=2)]))
+
+
+class TestArchitectures:
+    @needs_windows
+    @pytest.mark.parametrize("name", KINDS)
+    def test_one(self, name: str, tmp_path: Path) -> None:
+        """Its real configuration is described; a small model of it runs in real engines."""
+        kind = KINDS[name]
+        check_door(name, kind, tmp_path)
+        config = {"architectures": [name], **kind.config}
+        model = with_biases(tmp_path / "model", kind.model_type, **config)
+        check = check_refused if kind.cannot else check_loads
+        check(kind, {"model": str(model), **kind.engine}, tmp_path / "kv")
+
+
+def check_door(name: str, kind: Kind, at: Path) -> None:
+    """On a GPU it takes the door that the table says, and VUA has an identity for it."""
+    import torch
+    from transformers import AutoConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from vua.connector.config import ConnectorConfig
+    from vua.vllm.cache_spec import describe
+    from vua.vllm.support import door_of
+
+    real = AutoConfig.for_model(kind.model_type).to_dict() | {"architectures": [name]}
+    (at / "config.json").write_text(json.dumps(real), encoding="utf-8")
+    given = {"max_model_len": 1024, "skip_tokenizer_init": True, "dtype": "bfloat16"}
+    in_this_process = mock.patch.object(registry, "_run_in_subprocess", lambda look: look())
+    with mock.patch.dict(os.environ, ENVIRONMENT), in_this_process:
+        config = EngineArgs(model=str(at), **given).create_engine_config()
+    spec = FullAttentionSpec(32, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    table = SimpleNamespace(layer_names=["model.layers.0.attn"], kv_cache_spec=spec)
+    caches = SimpleNamespace(kv_cache_groups=[table])
+    asked = {f"is_{one}": lambda one=one: one == "cuda" for one in ("cpu", "cuda", "rocm", "xpu")}
+    gpu = SimpleNamespace(**asked, device_type="cuda")
+    memory = mock.patch("vua.vllm.support._host_nbytes", return_value=8 << 30)
+    with mock.patch("vllm.platforms.current_platform", gpu), memory:
+        door, why = door_of(config)
+        found = describe(config, caches, ConnectorConfig(shared_storage_path=str(at)))
+
+    assert door == ("tier" if kind.why_tier else "connector"), why
+    assert kind.why_tier in why
+    assert len(found.identity.model) == 64
+
+
+def check_loads(kind: Kind, engine: dict[str, Any], root: Path) -> None:
+    """The same tokens in every way, and with noise other ones."""
+    others = OTHERS[: len(kind.loaded)]
+    flipped, noise = (root.with_name(name) for name in ("flipped", "noise"))
+
+    def phase(*batches: Batch | Exchange) -> Phase:
+        steps = [step for batch in batches for step in (RESET, batch)]
+        return Phase(steps, engine, root, environment=kind.environment)
+
+    (cold,) = run(
+        phase(WHOLE, *(replace(one, salt=f"other {at}") for at, one in enumerate(others)))
+    )
+    assert cold.problem is None
+    assert len({*map(tuple, cold.tokens)}) == len(cold.tokens), cold.tokens
+    assert not any(cold.cached)
+    for copy in (flipped, noise):
+        shutil.copytree(root, copy)
+    for path in stored(flipped):
+        flip(path)
+    exchange_for_noise(noise, WHOLE.prompts[0])
+
+    again = (Exchange(flipped, root), WHOLE, Exchange(noise, root), WHOLE)
+    (warm,) = run(phase(WHOLE, *others, *again))
+
+    assert warm.problem is None
+    *right, wrong = warm.tokens
+    assert right == [*cold.tokens, cold.tokens[0]]
+    assert warm.cached == [640, *kind.loaded, 0, 640]
+    assert warm.counts["corrupt"] > 0
+    assert warm.counts["tokens_loaded"] >= 2 * 640 + sum(kind.loaded)
+    assert wrong != cold.tokens[0]
+
+
+def check_refused(kind: Kind, engine: dict[str, Any], root: Path) -> None:
+    """On a CPU vLLM does not run it, or VUA stores nothing: either says why."""
+    bare, served = run(Phase([WHOLE], engine), Phase([WHOLE], engine, root))
+
+    assert kind.cannot in (served.problem or served.log)
+    assert bare.tokens == served.tokens
+    assert (bare.problem is None) == (served.problem is None)
+    assert stored(root) == []
