@@ -61,11 +61,6 @@ def _tier(name: str, models: str, **tests: str) -> Row:
     return Row(name, models, "vllm", "rows", LENT, shown)
 
 
-def _pages(*names: str) -> dict[str, str]:
-    found = {name: f"tests/unit/vllm/test_vllm_pages.py::ClassesTest::{name}" for name in names}
-    return {"which groups are made": found[names[0]]} if len(names) == 1 else found
-
-
 REUSE, MODELS = "tests/e2e/test_reuse.py::ReuseTest::", "tests/e2e/test_models.py::"
 PARALLEL = "tests/e2e/test_parallel.py::TensorParallelTest::"
 FP8 = "tests/e2e/test_pages.py::PagesTest::"
@@ -77,7 +72,8 @@ DRAFTS = "tests/e2e/test_drafts.py::DraftTest::"
 TIER = "tests/e2e/test_tier.py::TierTest::test_"
 LENT = "CPU, copies lent"
 ARCHITECTURES, ALONE = "tests/e2e/test_architectures.py::", "CPU, alone"
-GENERATED = "tests/unit/vllm/test_vllm_pages.py::GeneratedModelsTest::"
+PAGES_OF = "tests/unit/vllm/test_vllm_pages.py::"
+LEFT = "left to the tier"
 
 
 def _architectures() -> list[Row]:
@@ -208,27 +204,27 @@ ROWS = (
         {"restart": "tests/e2e/test_options.py::PoolingTest::test_vectors"},
     ),
     Row(
-        *("indexer", "DeepSeek V3.2, GLM-5", "vllm", "canonical and pages", "described"),
-        _pages("test_indexers"),
+        *("indexer", "DeepSeek V3.2, GLM-5", "vllm", "rows", "described"),
+        {LEFT: f"{PAGES_OF}ClassesTest::test_indexers"},
         "an indexer",
     ),
     Row(
         "hybrids on a GPU",
         "Qwen3-Next, Qwen 3.5, Nemotron-H",
-        *("vllm", "canonical and state", "described"),
-        _pages("test_hybrids"),
+        *("vllm", "rows", "described"),
+        {LEFT: f"{PAGES_OF}ClassesTest::test_hybrids"},
         "layers with states",
     ),
     Row(
-        *("quantised caches", "int8 per token, nvfp4, turboquant", "vllm", PAGES, "described"),
-        _pages("test_quantised"),
+        *("quantised caches", "int8 per token, nvfp4, turboquant", "vllm", "rows", "described"),
+        {LEFT: f"{PAGES_OF}ClassesTest::test_quantised"},
         "a cache of fp8",
     ),
     Row(
         *("heads that differ", "Gemma 4", "vllm", "canonical and pages", "CPU"),
         {
             "cold, restart, noise": f"{MODELS}WindowedModelsTest::test_gemma4",
-            **_pages("test_heads_that_differ"),
+            "which groups are made": f"{PAGES_OF}ClassesTest::test_heads_that_differ",
         },
         "heads that differ",
     ),
@@ -239,16 +235,13 @@ ROWS = (
         "attention within chunks",
     ),
     Row(
-        *("compressed latents", "DeepSeek V4", "vllm", PAGES, "described"),
-        _pages("test_compressed"),
+        *("compressed latents", "DeepSeek V4", "vllm", "rows", "described"),
+        {LEFT: f"{PAGES_OF}ClassesTest::test_compressed"},
         "compressed latents",
     ),
     Row(
         *("random combinations", "-", "vllm", "any", "simulated"),
-        {
-            "by host memory": f"{GENERATED}test_host",
-            "by the ways of GPU memory": f"{GENERATED}test_device",
-        },
+        {"stored and loaded": f"{PAGES_OF}GeneratedModelsTest::test_host"},
     ),
     _tier(
         *("full attention", "Llama"),

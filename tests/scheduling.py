@@ -34,7 +34,7 @@ def bare_connector(path: str, *, encoder_decoder: bool = False, **extra: Any) ->
     engine: Any = SimpleNamespace(
         kv_transfer_config=transfer,
         model_config=SimpleNamespace(
-            dtype="float32", enable_sleep_mode=True, is_encoder_decoder=encoder_decoder
+            dtype="float32", runner_type="pooling", is_encoder_decoder=encoder_decoder
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(),

@@ -44,7 +44,7 @@ from vua.connector.log import logger
 from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.device.gds import DirectReader, Gds
 from vua.device.movers import CuFileMover, Mover, PosixMover
-from vua.device.paged import PagedCache, PageRows, slots_of
+from vua.device.paged import PagedCache, slots_of
 from vua.device.staging import DeviceBuffer, Fence, Staging
 from vua.device.xxh3 import SHORT, DigestCheck, Digests, kernel_for
 from vua.errors import ConfigError, LayoutError
@@ -279,22 +279,6 @@ class _Part(NamedTuple):
     table: int
     block_size: int
     pages: PagedCache
-    rows: PageRows | None
-    """Where pages are moved whole."""
-
-    def slots(
-        self,
-        block_ids: Sequence[int],
-        start: int,
-        stop: int,
-        chunk_tokens: int,
-        wanted: tuple[int, int] | None = None,
-    ) -> torch.Tensor:
-        """Return the slots of chunks' tokens ``[start, stop)``, ``[chunks, slots]``."""
-        if self.rows is not None:
-            return self.rows.slots(block_ids, start, stop, chunk_tokens, wanted=wanted)
-        slots = slots_of(block_ids, self.block_size, start, stop, wanted=wanted)
-        return slots.view(-1, chunk_tokens)
 
 
 class DeviceGroupTransfer(GroupTransfer):
@@ -317,8 +301,8 @@ class DeviceGroupTransfer(GroupTransfer):
         layout = self.group.layout
         try:
             super().register(kv_caches, layer_of, tables, layouts)
-            pages, rows = [part.pages for part in self._parts], self._parts[0].rows
-            buffers = partial(Staging, pages, layout, self.shard, adjoining=True, rows=rows)
+            pages = [part.pages for part in self._parts]
+            buffers = partial(Staging, pages, layout, self.shard, adjoining=True)
             share = _LOAD_NBYTES // len(self._model.groups)
             self.load_buffers = buffers(
                 chunks=max(self.load_chunks, share // self.shard.payload_nbytes(layout)),
@@ -345,8 +329,7 @@ class DeviceGroupTransfer(GroupTransfer):
     def _warm_up(self) -> None:
         """Make an empty transfer both ways: kernels are compiled now, which takes seconds."""
         warm_up(self.load_buffers)
-        size, rows = self.group.layout.chunk_tokens, self._parts[0].rows
-        size = size if rows is None else rows.tokens
+        size = self.group.layout.chunk_tokens
         nowhere = [torch.full((1, size), -1, dtype=torch.int64) for _ in self._parts]
         for staging in (self.save_buffers, self.load_buffers):
             buffer = staging.take()
@@ -361,10 +344,8 @@ class DeviceGroupTransfer(GroupTransfer):
         self, table: int, layers: slice, caches: Sequence[torch.Tensor], layouts: PageLayouts
     ) -> None:
         block_size = self._model.block_sizes[table]
-        found = layouts.device_pages(self.group, self.shard, caches, block_size)
-        rows = found if isinstance(found, PageRows) else None
-        pages = found.cache if isinstance(found, PageRows) else found
-        self._parts = (*self._parts, _Part(table, block_size, pages, rows))
+        pages = layouts.device_pages(self.group, self.shard, caches, block_size)
+        self._parts = (*self._parts, _Part(table, block_size, pages))
 
     def mark(self) -> Fence:
         return self.load_buffers.mark() if self._parts else Fence()
@@ -394,8 +375,7 @@ class DeviceGroupTransfer(GroupTransfer):
         if self.gds is not None and self.gds.mover is not None:
             return self._load_rest(part, 0, job, ready)
         ring, ids = self._ring_loads(), job.what.block_ids
-        slots = self._slots(part.keys, part, ids)
-        came = ring.load(part.keys, job, ready, slots)
+        came = ring.load(part.keys, job, ready, self._slots(part.keys, part, ids))
         self._count(came.chunks, "pinned")
         if came.chunks == len(part.keys) or not came.wanted:
             return part.reached(came.chunks), None
@@ -499,9 +479,16 @@ class DeviceGroupTransfer(GroupTransfer):
         self, keys: Sequence[ChunkKey], part: GroupLoad, block_ids: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         """Return where the chunks' tokens belong, ``[chunks, tokens]`` per part; -1: nowhere."""
-        start, stop, size = keys[0].start, keys[-1].stop, self.group.layout.chunk_tokens
+        start, stop = keys[0].start, keys[-1].stop
         wanted = max(start, part.start), min(stop, part.stop)
-        return [one.slots(block_ids[one.table], start, stop, size, wanted) for one in self._parts]
+        return self._slots_of(block_ids, start, stop, wanted)
+
+    def _slots_of(
+        self, block_ids: BlockTables, start: int, stop: int, wanted: tuple[int, int] | None = None
+    ) -> list[torch.Tensor]:
+        tables = ((block_ids[one.table], one.block_size) for one in self._parts)
+        found = (slots_of(ids, size, start, stop, wanted=wanted) for ids, size in tables)
+        return [slots.view(-1, self.group.layout.chunk_tokens) for slots in found]
 
     # -- saves --------------------------------------------------------------------------------
 
@@ -518,14 +505,8 @@ class DeviceGroupTransfer(GroupTransfer):
             if stretches and stretches[-1][0] is block_ids and stretches[-1][2] == start:
                 start = stretches.pop()[1]
             stretches.append((block_ids, start, key.stop))
-        size = self.group.layout.chunk_tokens
-        slots = [
-            torch.cat(
-                [one.slots(ids[one.table], start, stop, size) for ids, start, stop in stretches]
-            )
-            for one in self._parts
-        ]
-        self.save_buffers.gather(buffers, slots)
+        slots = (self._slots_of(*stretch) for stretch in stretches)
+        self.save_buffers.gather(buffers, [torch.cat(part) for part in zip(*slots, strict=True)])
 
     def fetch(self, buffers: Sequence[DeviceBuffer]) -> None:
         self.save_buffers.enter_thread()

@@ -27,7 +27,7 @@ from vua.connector.metrics import Recorder
 from vua.device.buffers import StagingBuffer, StagingPool
 from vua.device.cpu_pages import PagedKV
 from vua.device.gds import Gds
-from vua.device.paged import PagedCache, PageRows, WholePages
+from vua.device.paged import PagedCache, WholePages
 from vua.device.staging import DeviceBuffer, Fence
 from vua.format.keys import ChunkKey, Keys
 from vua.format.layout import Shard
@@ -110,7 +110,7 @@ class PageLayouts(Protocol):
 
     def device_pages(
         self, group: Group, shard: Shard, caches: Sequence[torch.Tensor], block_size: int
-    ) -> PagedCache | PageRows:
+    ) -> PagedCache:
         """Return the same in GPU memory, of which this rank holds ``shard``."""
 
 

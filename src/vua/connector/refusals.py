@@ -14,7 +14,7 @@ from vua.connector.cache_spec import UncachedError
 _ENGINE: Final = "engine"
 _REQUEST: Final = "request"
 _WITHOUT: Final = "start it without --kv-transfer-config or VUA_PATH"
-_TIER: Final = "set VUA_DOOR=tier"
+_TIER: Final = "set VUA_DOOR=tier, which needs vLLM 0.32 or newer"
 _OR_TIER: Final = f"; or {_TIER}, except on CPUs"
 _TENSORS: Final = (
     f"leave out --pipeline-parallel-size; --tensor-parallel-size divides it, too{_OR_TIER}"
@@ -32,19 +32,9 @@ class Refusal(NamedTuple):
 
 
 REFUSALS: Final[Mapping[str, Refusal]] = {
-    "device": Refusal(_ENGINE, "KV caches on {} are not supported by VUA's own connector", _TIER),
+    "tier_alone": Refusal(_ENGINE, "on GPUs VUA's own connector does not serve {}", _TIER),
     "old_vllm": Refusal(
         _ENGINE, "{} needs more of vLLM's load interface", "install vLLM 0.30 or later"
-    ),
-    "context_parallel": Refusal(
-        _ENGINE,
-        "context parallelism is not supported: a rank has every other token",
-        "leave out --decode-context-parallel-size and --prefill-context-parallel-size" + _OR_TIER,
-    ),
-    "sleep": Refusal(
-        _ENGINE,
-        "sleep mode frees GPU memory that transfers still use",
-        "leave out --enable-sleep-mode" + _OR_TIER,
     ),
     "mixed_blocks": Refusal(  # seen: it lets a block's bytes lie in others
         _ENGINE,
@@ -125,11 +115,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         "vLLM's kernels for CPUs keep no {} states at the ends of blocks",
         f"{_WITHOUT}, and with --no-enable-prefix-caching",
     ),
-    "no_prefix": Refusal(
-        _ENGINE,
-        "a {} KV cache of which vLLM itself caches no prefix",
-        _WITHOUT,
-    ),
+    "no_prefix": Refusal("a {} KV cache of which vLLM itself caches no prefix", _WITHOUT),
     "chunked": Refusal(
         _ENGINE,
         "layers that attend within chunks of {} tokens (Llama 4)",

@@ -15,8 +15,8 @@ of the engine's tensor, one letter each, in the order of its shape::
 Strides are the tensor's own, so one name covers every order and padding in memory. Nothing here
 moves a byte; `vua.device.copy` does.
 
-An engine's blocks can also be moved whole: by :class:`WholePages` on the host, and on any device by
-:class:`PageRows`, which makes rows of them. So are states of Mamba-like layers.
+In CPU memory an engine's blocks can also be moved whole (:class:`WholePages`). So are states of
+Mamba-like layers.
 
 In vLLM's cache modes "align" and "all" a request's block table has one block per `block_size`
 tokens, as for attention, and a step that ends after token p leaves the state as of p in block
@@ -479,102 +479,3 @@ def _rows(chunk: Tensor, nbytes: int) -> list[np.ndarray[Any, Any]]:
 def _refuse(cache: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     msg = f"expected pages without gaps, found strides {cache.strides}"
     raise LayoutError(msg)
-
-
-_ROW_NBYTES: Final = 4096
-"""Elements of a row, at most: a kernel's program walks it in a loop that the compiler unrolls."""
-
-
-@dataclass(frozen=True, slots=True)
-class PageRows:
-    """How whole pages are moved as rows by what moves K and V: as many slots as a page has rows."""
-
-    cache: PagedCache
-    page_nbytes: int
-    pages: int
-    """Of a chunk."""
-    block_size: int
-    """Tokens of a block of the block table."""
-    last: bool
-    """Whether a chunk has its last page alone."""
-
-    @classmethod
-    def of(
-        cls,
-        caches: Sequence[Tensor],
-        nbytes: int,
-        block_size: int,
-        *,
-        chunk_tokens: int,
-        last: bool,
-    ) -> PageRows:
-        """Describe pages, on any device; arguments as :class:`WholePages`. Raises LayoutError."""
-        found = [page_bytes(cache, nbytes) for cache in caches]
-        kinds = {(one.shape, one.stride()) for one in found}
-        if len(kinds) > 1 or found[0].dim() > 3:
-            raise LayoutError(f"expected pages of one form in at most two pieces, found {kinds}")
-        row = _row_of(nbytes)
-        views = [
-            one.view(len(one), nbytes // row, row) if one.dim() == 2 else one.unsqueeze(2)
-            for one in found
-        ]
-        cache = PagedCache.of(views, "BND" if found[0].dim() == 2 else "BHND")
-        pages = 1 if last else chunk_tokens // block_size
-        return cls(cache, nbytes, pages, block_size, last)
-
-    @property
-    def tokens(self) -> int:
-        """Slots of a chunk."""
-        return self.pages * self.cache.layout.block_size
-
-    def arrays(self, chunks: Tensor, caches: int) -> Tensor:
-        """Return rows ``[chunks, heads, caches, slots, dim]`` of chunks ``[chunks, bytes]``."""
-        heads, (dim,) = self.cache.layout.heads, self.cache.layout.dims
-        step = dim if heads == 1 else self.page_nbytes
-        return chunks.as_strided(
-            (len(chunks), heads, caches, self.tokens, dim),
-            (chunks.stride(0), dim, chunks.shape[1] // caches, step, 1),
-            int(chunks.storage_offset()),
-        )
-
-    def slots(
-        self,
-        block_ids: Sequence[SupportsIndex],
-        start: int,
-        stop: int,
-        chunk_tokens: int,
-        *,
-        wanted: tuple[int, int] | None = None,
-    ) -> Tensor:
-        """Return the slots of chunks' tokens ``start`` to ``stop``, ``[chunks, slots]``.
-
-        As :func:`slots_of`; of a page that is not ``wanted`` whole the slots are negative.
-        """
-        each, size = self.cache.layout.block_size, self.block_size
-        low, high = wanted or (start, stop)
-        if high % size or (not self.last and (low % size or start % size)):
-            raise InputError(f"pages of tokens {low}..{high}: expected multiples of {size}")
-        if not self.last:
-            inside = (low // size * each, high // size * each)
-            found = slots_of(
-                block_ids, each, start // size * each, stop // size * each, wanted=inside
-            )
-            return found.view(-1, self.tokens)
-        ends = range(start + chunk_tokens, stop + 1, chunk_tokens)
-        return torch.stack(
-            [
-                slots_of(block_ids, each, (end // size - 1) * each, end // size * each)
-                if low < end <= high and end % size == 0
-                else torch.full((each,), -1, dtype=torch.int64)
-                for end in ends
-            ]
-        )
-
-
-def _row_of(nbytes: int) -> int:
-    """Return how many bytes of a page are one row: as many as divide it, in whole words."""
-    for word in (16, 8, 4, 2, 1):
-        fitting = (n for n in range(_ROW_NBYTES, 0, -word) if nbytes % n == 0)
-        if nbytes % word == 0 and (row := next(fitting, 0)):
-            return row
-    return 1

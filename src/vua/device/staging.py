@@ -34,7 +34,7 @@ from torch import Tensor
 from vua.device.buffers import StagingBuffer, StagingPool
 from vua.device.copy import choose, gather, scatter
 from vua.device.moves import Job, check_slots, plan
-from vua.device.paged import PagedCache, PageRows
+from vua.device.paged import PagedCache
 from vua.device.xxh3 import DigestCheck
 from vua.errors import InputError, LayoutError
 from vua.format.layout import ITEMSIZE, KVLayout, Shard
@@ -151,23 +151,19 @@ class Staging:
         chunks: int,
         limit: int,
         adjoining: bool = False,
-        rows: PageRows | None = None,
     ) -> None:
         """Lend at most ``limit`` buffers of ``chunks`` chunks of ``shard``, made when first needed.
 
         ``parts`` are the shard's layers in order: one cache, or several where an engine gives some
         layers block tables (and block sizes) of their own. ``adjoining``: memory for all buffers is
         taken now, one after the other, so that :meth:`save` moves many by one call; where the
-        device has no room for so many, for fewer. ``rows``: of pages that are moved whole; their
-        slots take the place of tokens.
+        device has no room for so many, for fewer.
 
         Raises LayoutError if together they do not hold exactly the shard.
         """
         found = {(p.layout.heads, p.layout.dims, p.itemsize, p.device) for p in parts}
         layers = sum(part.layers for part in parts)
         wanted = (shard.heads, layout.dims, ITEMSIZE[layout.dtype])
-        if rows is not None:
-            wanted = (rows.cache.layout.heads, rows.cache.layout.dims, 1)
         if {here[:3] for here in found} != {wanted} or len(found) > 1 or layers != shard.layers:
             raise LayoutError(
                 f"{layers} layers with (heads, row lengths, item size, device) {found}; shard "
@@ -175,8 +171,7 @@ class Staging:
             )
         self._parts, self._device, self.chunks = tuple(parts), parts[0].device, chunks
         self.device = self._device
-        self._rows = rows
-        self._tokens = layout.chunk_tokens if rows is None else rows.tokens
+        self._tokens = layout.chunk_tokens
         self._shapes = [(shard.heads, shard.layers, self._tokens, dim) for dim in layout.dims]
         self._made: dict[StagingBuffer, DeviceBuffer] = {}
         self._jobs: dict[tuple[int, int, int], list[Job]] = {}
@@ -385,8 +380,6 @@ class Staging:
     def _with_mirror(self, nbytes: npt.NDArray[np.uint8], chunks: int) -> _Memory:
         """Give host memory for so many chunks a mirror on the device. Raises OutOfMemoryError."""
         host = torch.from_numpy(nbytes)
-        if self._rows is not None:
-            host.zero_()  # what lies behind pages is never written
         shape = (len(self._parts), chunks, self._tokens)
         if not self._cuda:
             return _Memory(host, host, torch.empty(shape, dtype=torch.int64))
@@ -394,8 +387,7 @@ class Staging:
         # up to now, but ours would not wait for it. And on its device: threads begin on the first.
         with torch.cuda.stream(self._load_stream):
             slots = torch.empty(shape, dtype=torch.int64, pin_memory=True)
-            make = torch.empty_like if self._rows is None else torch.zeros_like
-            mirror = make(host, device=self._device)
+            mirror = torch.empty_like(host, device=self._device)
         self._load_stream.synchronize()
         # Pinned where it lies: torch's own allocator rounds up to powers of two. Where the system
         # refuses, transfers are still right, but hold up the thread that queues them.
@@ -460,8 +452,6 @@ class Staging:
     def _arrays(self, run: _Run) -> list[Tensor]:
         """K, and V if there is one, of a run: ``[chunks, heads, layers, tokens, dim]``."""
         pieces = run.bytes_of(run.memory.mirror).view(run.stop - run.first, -1)
-        if self._rows is not None:
-            return [self._rows.arrays(pieces, self._shapes[0][1])]
         arrays, at, size = [], 0, self._parts[0].itemsize
         for *shape, dim in self._shapes:
             stop = at + math.prod(shape) * dim * size

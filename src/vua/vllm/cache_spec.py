@@ -128,8 +128,7 @@ def _counted(
     specs = [one for kind in kinds for one in getattr(kind, "kv_cache_specs", {"": kind}).values()]
     if states := [_signature(spec, tp_size) for spec in specs if isinstance(spec, MambaSpec)]:
         counted["vua.states"] = states
-    # a kernel may keep a state of the same size in another order
-    if any(group.page_nbytes for group in groups) or (states and _on_gpu()):
+    if any(group.page_nbytes for group in groups):
         caches = {name: spec for table in tables for name, spec in _specs_of(table).items()}
         counted["vua.pages"] = pages_identity(vllm_config, kv_cache_config, groups, caches)
     return counted
@@ -160,6 +159,8 @@ class _Cache(NamedTuple):
     table: int
     """The number of vLLM's cache group."""
     name: str
+    rule: str
+    """What of it a hit needs, see :func:`rule_of`."""
     spec: Any
     """vLLM's description of it."""
     number: int
@@ -190,30 +191,30 @@ def _groups_of(
     """Return the kinds of layers, those with full attention first.
 
     ``tables``: vLLM's cache groups. Each cache is of a known form, or its pages are stored as they
-    are. Raises UncachedError.
+    are, on CPUs. Raises UncachedError.
     """
-    caches, rules = list[_Cache](), dict[str, str | None]()
-    for number, table in enumerate(tables):
-        for name, spec in _specs_of(table).items():
-            rules[name] = rule_of(spec, table)
-            if rules[name] is not None:
-                caches.append(_Cache(number, name, spec, layer_number(name)))
+    caches = [
+        _Cache(number, name, rule_of(spec, table), spec, layer_number(name))
+        for number, table in enumerate(tables)
+        for name, spec in _specs_of(table).items()
+    ]
     if len(tables) > 1:  # with one kind of layer, too
         check_groups("a model with several KV cache groups")
     if any(isinstance(one.spec, MLAAttentionSpec) for one in caches):
         check_latent(vllm_config, config)
     caches.sort(key=lambda one: (one.number, one.name))
     known, paged = _divided(vllm_config, caches)
+    if paged and _on_gpu():
+        raise refused("tier_alone", f"such a {type(paged[0].spec).__name__}")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:  # of other ranks' no names are known
         if paged or len(tables) > 1:
             raise refused("pipeline_groups")
         (kind,) = known
         return (_pipelined(vllm_config, config.chunk_tokens, kind, known[kind][0].spec),)
-    whole = [*paged, *(one for one in caches if _on_gpu() and isinstance(one.spec, MambaSpec))]
-    size = math.lcm(*(one.spec.block_size for one in whole))  # a chunk cuts no page
+    size = math.lcm(*(one.spec.block_size for one in paged))  # a chunk cuts no page
     size *= -(-config.chunk_tokens // size)
     groups = [_known_group(vllm_config, size, kind, known[kind]) for kind in sorted(known)]
-    groups += _pages(vllm_config, size, paged, rules)
+    groups += _pages(vllm_config, size, paged)
     return tuple(
         sorted(groups, key=lambda one: (one.layout.window is not None, bool(one.page_nbytes)))
     )
@@ -252,10 +253,10 @@ def _divided(
     return known, sorted(paged, key=lambda one: (one.number, one.name))
 
 
-def rule_of(spec: Any, table: Any) -> str | None:
+def rule_of(spec: Any, table: Any) -> str:
     """Return what of a cache a hit needs: ``""`` for all, ``w<n>`` for a window, ``s`` for a state.
 
-    None where a hit needs nothing of it. Raises UncachedError where that is not known.
+    Raises UncachedError where that is not known.
 
     Args:
         spec: vLLM's description of the cache.
@@ -264,15 +265,15 @@ def rule_of(spec: Any, table: Any) -> str | None:
     kind = type(spec).__name__
     if getattr(table, "host_resident", False) or not getattr(table, "enable_kv_transfer", True):
         raise refused("on_host")
+    if _on_gpu() and kind not in ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"):
+        raise refused("tier_alone", f"a {kind}")
     if kind == "MambaSpec":
         check_groups("a state-space model")
-        if not _on_gpu() and (states := spec.mamba_type.name) not in _STATES_ON_CPU:
+        if (states := spec.mamba_type.name) not in _STATES_ON_CPU:
             raise refused("states_on_cpu", states)
         if spec.mamba_cache_mode not in ("align", "all"):
             raise refused("states_unaligned", spec.mamba_cache_mode)
         return "s"
-    if kind == "CircularBufferSpec":  # empty wherever a hit may end
-        return None
     if not (getattr(spec, "prefix_cacheable", True) and is_causal(spec)):
         raise refused("no_prefix", kind)
     if kind in ("SlidingWindowSpec", "SlidingWindowMLASpec"):
@@ -388,20 +389,14 @@ def _pipelined(vllm_config: Any, size: int, kind: str, spec: Any) -> Group:
     return Group(layout, tuple(range(layout.layers)), worker_shards(layout, **sizes), (0,))
 
 
-def _pages(
-    vllm_config: Any,
-    size: int,
-    caches: Sequence[_Cache],
-    rules: Mapping[str, str | None],
-) -> list[Group]:
+def _pages(vllm_config: Any, size: int, caches: Sequence[_Cache]) -> list[Group]:
     """Describe the caches whose pages are stored as they are: those alike are a group."""
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     kinds = dict[tuple[str, int, int, int], list[_Cache]]()
     for one in caches:
         latent = type(one.spec).__name__ in ("MLAAttentionSpec", "SlidingWindowMLASpec")
         page, parts = int(one.spec.real_page_size_bytes), 1 if latent else tp_size
-        key = (rules[one.name] or "", page, one.spec.block_size, parts)
-        kinds.setdefault(key, []).append(one)
+        kinds.setdefault((one.rule, page, one.spec.block_size, parts), []).append(one)
     groups, taken = list[Group](), set[str]()
     for (rule, nbytes, tokens, parts), alike in sorted(kinds.items()):
         row = -(-nbytes // tokens)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vua.connector.cache_spec import Group, UncachedError
 from vua.device.cpu_pages import PagedKV, PageForm, fused_form, latent_form
-from vua.device.paged import WORDS, PagedCache, PageRows, WholePages
+from vua.device.paged import WORDS, PagedCache, WholePages
 from vua.errors import LayoutError
 from vua.format.layout import Shard, state_nbytes
 
@@ -49,12 +49,9 @@ def host_pages(group: Group, caches: Sequence[Tensor], block_size: int) -> Paged
 
 def device_pages(
     group: Group, shard: Shard, caches: Sequence[Tensor], block_size: int
-) -> PagedCache | PageRows:
-    """Return the same in GPU memory. Raises LayoutError, UncachedError."""
+) -> PagedCache:
+    """Return the same in GPU memory. Raises LayoutError."""
     layout, shape = group.layout, tuple(caches[0].shape)
-    if nbytes := group.page_nbytes or state_nbytes(layout):
-        size, last = layout.chunk_tokens, layout.keeps_state
-        return PageRows.of(caches, nbytes, block_size, chunk_tokens=size, last=last)
     axes = axes_of(shape, heads=shard.heads, block_size=block_size, dims=layout.dims)
     return PagedCache.of(caches, axes, k_dim=layout.k_dim if "C" in axes else None)
 

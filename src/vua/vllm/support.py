@@ -4,8 +4,8 @@
 VUA's own connector and the tier below vLLM's offloading (`vua.vllm.tier`).
 The connector is written for the newest version; what an older one lacks is handled here.
 docs/vllm.md says which versions were run. Why something is not stored, and what
-to do: `vua.connector.refusals`. An unknown form of cache is not a reason: its pages are stored
-as they are.
+to do: `vua.connector.refusals`. On CPUs an unknown form of cache is not a reason: its pages are
+stored as they are.
 """
 
 from __future__ import annotations
@@ -74,6 +74,11 @@ _BESIDE: Final = "beside"
 _DOORS: Final = ("connector", "tier", _BESIDE)
 _PLAIN: Final = ("auto", "bfloat16", "float16", "float32")
 """KV caches whose elements are the model's."""
+_OTHER_HEADS: Final = (
+    *("attention_other_setting", "block_configs", "global_head_dim"),
+    *("swa_head_dim", "swa_num_key_value_heads"),
+)
+"""Fields of models some of whose layers have other heads (Step 3.5, Nemotron, Gemma 4, MiMo)."""
 _SHARED: Final = Path("/dev/shm")  # noqa: S108 - where vLLM maps it
 _LEAST_NBYTES: Final = 1 << 30
 _MOST_NBYTES: Final = 32 << 30
@@ -158,14 +163,17 @@ def door_of(vllm_config: Any) -> tuple[str, str]:
         raise ConfigError(f"VUA_DOOR is tier, but {cannot}")
     if named in ("connector", "tier"):
         return named, "VUA_DOOR names it"
-    why = "--kv-offloading-size" if offloads_too else _why_tier(vllm_config)
+    why = "--kv-offloading-size" if offloads_too else why_tier(vllm_config)
     if why and not cannot:
         return "tier", why
     return "connector", f"{why}, but {cannot}" if why else "a layout that other engines share"
 
 
-def _why_tier(vllm_config: Any) -> str:
-    """Return what the connector would refuse, or was not measured with; empty if nothing."""
+def why_tier(vllm_config: Any, *, alone: bool = False) -> str:
+    """Return what the connector refuses on GPUs, or was not measured with; empty if nothing.
+
+    ``alone``: only what it refuses.
+    """
     from vllm.platforms import current_platform
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -174,26 +182,28 @@ def _why_tier(vllm_config: Any) -> str:
     sizes = (getattr(parallel, f"{one}_context_parallel_size", 1) for one in ("decode", "prefill"))
     speculative = vllm_config.speculative_config
     kinds = {*(getattr(text, "layer_types", None) or ())}
-    apart = getattr(text, "per_layer_attributes", None) or ()  # as transformers 5.19 has Gemma 4
-    heads = getattr(text, "global_head_dim", None) or "head_dim" in apart
+    # transformers 5.19 has Gemma 4 so
+    apart = {*(getattr(text, "per_layer_attributes", None) or ())}
+    heads = any(getattr(text, name, None) for name in _OTHER_HEADS)
     pipeline = parallel.pipeline_parallel_size > 1
-    for holds, why in (
-        (not is_tested(), f"vLLM {vllm.__version__} is new"),
-        (not (current_platform.is_cpu() or current_platform.is_cuda()), "the device"),
+    refuses = (
+        (not (current_platform.is_cpu() or current_platform.is_cuda()), "this device"),
         (max(sizes) > 1, "context parallelism"),
         (getattr(model, "enable_sleep_mode", False), "sleep mode"),
         (model.is_hybrid or model.has_inner_state, "layers with states"),
         (speculative is not None and speculative.method in DRAFTS, "a draft's layers"),
         (hasattr(text, "index_topk"), "an indexer"),
         (getattr(text, "compress_ratios", None), "compressed latents"),
-        (heads or "num_key_value_heads" in apart, "heads that differ"),
+    )
+    unmeasured = (
+        (not is_tested(), f"vLLM {vllm.__version__} is new"),
+        (heads or apart & {"head_dim", "num_key_value_heads"}, "heads that differ"),
         (getattr(model, "attention_chunk_size", None), "attention within chunks"),
         (kept not in _PLAIN, f"a cache of {kept}"),
         (pipeline and len(kinds) > 1, "pipeline parallelism with several kinds of layers"),
-    ):
-        if holds:
-            return why
-    return ""
+    )
+    every = refuses if alone else (*refuses, *unmeasured)
+    return next((why for holds, why in every if holds), "")
 
 
 def no_tier(vllm_config: Any) -> str:
@@ -207,7 +217,7 @@ def no_tier(vllm_config: Any) -> str:
     places, few = hasattr(ReqContext, "get_offload_key_position"), nbytes < _LEAST_NBYTES
     for holds, why in (
         (current_platform.is_cpu(), "vLLM's offloading does not run on CPUs"),
-        (not places, "a tier needs vLLM 0.32"),
+        (not places, "a tier needs vLLM 0.32 or newer"),
         (getattr(vllm_config.parallel_config, "nnodes", 1) > 1, "a tier has one node"),
         (few and _offloading_size(vllm_config) is None, little),
     ):
@@ -333,23 +343,17 @@ def check_engine(vllm_config: Any) -> None:
     """Refuse engines whose K and V depend on more than the identity covers."""
     from vllm.platforms import current_platform
 
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model = vllm_config.model_config
     runner = getattr(model, "runner_type", "generate")
-    if not (current_platform.is_cpu() or current_platform.is_cuda()):
-        raise refused("device", current_platform.device_type)
+    if not current_platform.is_cpu() and (why := why_tier(vllm_config, alone=True)):
+        raise refused("tier_alone", why)
     computed = str(getattr(model, "dtype", "")).removeprefix("torch.")
     kept = getattr(vllm_config.cache_config, "cache_dtype", "auto")
     aside = current_platform.is_cpu() and kept in ("bfloat16", "float16") and kept != computed
-    sizes = (getattr(parallel, f"{one}_context_parallel_size", 1) for one in ("decode", "prefill"))
-    continues = runner == "generate" or getattr(model, "is_prefix_caching_supported", False)
-    for holds, name, *found in (
-        (max(sizes) > 1, "context_parallel"),
-        (getattr(model, "enable_sleep_mode", False), "sleep"),
-        (aside, "mixed_blocks", kept),
-        (not continues, "pooling", runner),
-    ):
-        if holds:
-            raise refused(str(name), *found)
+    if aside:
+        raise refused("mixed_blocks", kept)
+    if not (runner == "generate" or getattr(model, "is_prefix_caching_supported", False)):
+        raise refused("pooling", runner)
     check_drafts(vllm_config)
 
 

@@ -7,7 +7,6 @@ import unittest
 from collections.abc import Iterable
 from importlib.util import find_spec
 from itertools import product
-from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -156,55 +155,6 @@ class FormsTest(DirectoryTest):
             with self.subTest(cache):
                 self.assertIsNone(stored_as(torch.uint8, cache, on_gpu=True))
         self.assertIsNone(stored_as(torch.uint8, fp8, on_gpu=False))
-
-    def test_platforms(self) -> None:
-        """CUDA is served, and fp8 there; other devices are not."""
-        from vua.connector.cache_spec import UncachedError
-        from vua.vllm.support import check_engine
-
-        cache = SimpleNamespace(cache_dtype="fp8")
-        config = SimpleNamespace(
-            model_config=SimpleNamespace(
-                runner_type="generate", dtype=torch.bfloat16, hf_text_config=SimpleNamespace()
-            ),
-            parallel_config=SimpleNamespace(),
-            speculative_config=None,
-            cache_config=cache,
-        )
-
-        def on(kind: str) -> Any:
-            platform = SimpleNamespace(
-                is_cpu=lambda: kind == "cpu",
-                is_cuda=lambda: kind == "cuda",
-                is_rocm=lambda: kind == "rocm",
-                device_type=kind,
-            )
-            return mock.patch("vllm.platforms.current_platform", platform)
-
-        with on("cuda"):
-            check_engine(config)
-        with on("xpu"), self.assertRaisesRegex(UncachedError, "xpu"):
-            check_engine(config)
-        with on("rocm"), self.assertRaisesRegex(UncachedError, "VUA_DOOR=tier"):
-            check_engine(config)
-        for place, name, word in (
-            ("parallel_config", "decode_context_parallel_size", "leave out --decode-context"),
-            ("parallel_config", "prefill_context_parallel_size", "leave out --decode-context"),
-            ("model_config", "enable_sleep_mode", "leave out --enable-sleep-mode"),
-            ("model_config", "runner_type", "start it without --kv-transfer-config"),
-        ):
-            part = attrgetter(place)(config)
-            setattr(part, name, 2)
-            with self.subTest(name), on("cuda"), self.assertRaisesRegex(UncachedError, word):
-                check_engine(config)
-            delattr(part, name)
-        config.model_config.runner_type = "pooling"
-        config.model_config.is_prefix_caching_supported = True  # each token sees earlier ones
-        with on("cuda"):
-            check_engine(config)
-        config.model_config.hf_text_config.index_topk = 2048  # its indexer's keys are pages
-        with on("cuda"):
-            check_engine(config)
 
     def test_pages_that_a_backend_packs_by_itself(self) -> None:
         """Specs that say so have no canonical kind: their shapes look like other layouts."""

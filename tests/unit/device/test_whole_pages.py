@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vua.device.copy import gather, scatter
-from vua.device.paged import PageRows, WholePages
+from vua.device.paged import WholePages
 from vua.errors import InputError, LayoutError
 from vua.format.layout import pages_layout, state_layout
 
@@ -105,7 +104,7 @@ def forms() -> dict[str, tuple[torch.Tensor, list[torch.Tensor], int]]:
 
 
 class PagesTest(unittest.TestCase):
-    """Every page of a chunk, for each order in memory; on the host, and as rows as on a GPU."""
+    """Every page of a chunk, for each order in memory."""
 
     PAGES = 2
     TOKENS = 4
@@ -120,37 +119,27 @@ class PagesTest(unittest.TestCase):
         flat = [cache.contiguous().view(torch.uint8).reshape(9, -1) for cache in caches]
         return torch.stack(flat)[:, :, :nbytes].numpy().copy()
 
-    def move(self, way: str, *given: Any) -> None:
+    def move(self, *given: Any) -> None:
         """Gather chunks out of blocks, and scatter them into others."""
         caches, nbytes, layout, out_ids, in_ids, others, part = given
         size = layout.chunk_tokens
         chunks = torch.full((3, 1, 2, size, layout.k_dim), 7, dtype=torch.uint8)
         start, stop = part
-        if way == "host":
-            pages = WholePages(caches, nbytes, self.TOKENS, last=False)
-            for at, chunk in enumerate(chunks):
-                pages.gather(out_ids, at * size, size, chunk, None)
-            pages = WholePages(others, nbytes, self.TOKENS, last=False)
-            skip, first = start % size, start // size
-            last = -(-stop // size)
-            pages.scatter_chunks(in_ids, start, stop - start, skip, chunks[first:last], None)
-        else:
-            chunks.zero_()
-            form = {"chunk_tokens": size, "last": False}
-            rows = PageRows.of(caches, nbytes, self.TOKENS, **form)
-            flat = chunks.view(3, -1)
-            gather(rows.cache, rows.slots(out_ids, 0, 3 * size, size), rows.arrays(flat, 2))
-            rows = PageRows.of(others, nbytes, self.TOKENS, **form)
-            slots = rows.slots(in_ids, 0, 3 * size, size, wanted=part)
-            scatter(rows.cache, slots, rows.arrays(flat, 2))
+        pages = WholePages(caches, nbytes, self.TOKENS, last=False)
+        for at, chunk in enumerate(chunks):
+            pages.gather(out_ids, at * size, size, chunk, None)
+        pages = WholePages(others, nbytes, self.TOKENS, last=False)
+        skip, first = start % size, start // size
+        last = -(-stop // size)
+        pages.scatter_chunks(in_ids, start, stop - start, skip, chunks[first:last], None)
         self.rows = chunks.reshape(3, 2, -1).numpy()
 
     def test_every_form(self) -> None:
         """Pages come into other blocks as they are; in a chunk's file they have one order."""
-        for (name, (memory, caches, nbytes)), way, part in itertools.product(
-            forms().items(), ("host", "rows"), ((0, 24), (4, 20))
+        for (name, (memory, caches, nbytes)), part in itertools.product(
+            forms().items(), ((0, 24), (4, 20))
         ):
-            with self.subTest(name, way=way, part=part):
+            with self.subTest(name, part=part):
                 row = -(-nbytes // self.TOKENS)
                 layout = pages_layout(caches=2, parts=1, row_nbytes=row, chunk_tokens=8)
                 self.fill(memory, 1)
@@ -162,7 +151,7 @@ class PagesTest(unittest.TestCase):
                 raw = other.clone()
                 out_ids, in_ids = [3, 1, 4, 8, 5, 7], [2, 7, 6, 1, 4, 3]
 
-                self.move(way, caches, nbytes, layout, out_ids, in_ids, others, part)
+                self.move(caches, nbytes, layout, out_ids, in_ids, others, part)
 
                 for at in range(part[0] // 4, part[1] // 4):
                     expected[:, in_ids[at]] = before[:, out_ids[at]]
@@ -175,19 +164,6 @@ class PagesTest(unittest.TestCase):
                     np.testing.assert_array_equal(pages, self.rows[:, :, : 2 * nbytes])
                 self.assertFalse(self.rows[:, :, 2 * nbytes :].any())
 
-    def test_both_ways_are_one(self) -> None:
-        """What a GPU's kernels put into a file is what the host does."""
-        for name, (memory, caches, nbytes) in forms().items():
-            with self.subTest(name):
-                row = -(-nbytes // self.TOKENS)
-                layout = pages_layout(caches=2, parts=1, row_nbytes=row, chunk_tokens=8)
-                self.fill(memory, 1)
-                given = (caches, nbytes, layout, [3, 1, 4, 8, 5, 7], [1, 2, 3, 4, 5, 6])
-                self.move("host", *given, forms()[name][1], (0, 24))
-                host = self.rows.copy()
-                self.move("rows", *given, forms()[name][1], (0, 24))
-                np.testing.assert_array_equal(host, self.rows)
-
     def test_no_page_is_cut(self) -> None:
         """Tokens that are no whole pages are refused, and blocks that nobody has."""
         _, caches, nbytes = forms()["LBHK"]
@@ -196,21 +172,3 @@ class PagesTest(unittest.TestCase):
         for table, start, count in (([1, 2], 1, 4), ([1, 2], 0, 3), ([1], 0, 8), ([1, 0], 0, 8)):
             with self.assertRaises(InputError):
                 pages.scatter_chunks(table, start, count, start, chunks, None)
-        rows = PageRows.of(caches, nbytes, self.TOKENS, chunk_tokens=8, last=False)
-        for wanted in ((1, 8), (0, 7)):
-            with self.assertRaises(InputError):
-                rows.slots([1, 2], 0, 8, 8, wanted=wanted)
-
-    def test_states_as_rows(self) -> None:
-        """Of a state the last block of a chunk is moved, of chunks that are wanted."""
-        memory = self.fill(torch.zeros(6, 2, 128, dtype=torch.int8), 3)
-        caches = [memory[:, 0], memory[:, 1]]
-        rows = PageRows.of(caches, NBYTES, 4, chunk_tokens=8, last=True)
-        self.assertEqual((1, 1, 100), (rows.pages, rows.tokens, rows.cache.layout.dims[0]))
-        slots = rows.slots([0, 3, 0, 5], 0, 16, 8, wanted=(10, 16))
-        self.assertEqual([[-1], [5]], slots.tolist())
-        chunk = torch.zeros(1, 2 * 8 * 13, dtype=torch.uint8)
-        gather(rows.cache, slots[1:], rows.arrays(chunk, 2))
-        found = chunk.view(2, -1)
-        np.testing.assert_array_equal(memory[5, :, :NBYTES].view(torch.uint8), found[:, :NBYTES])
-        self.assertFalse(found[:, NBYTES:].any())

@@ -110,7 +110,7 @@ class DoorsTest(unittest.TestCase):
             "a draft's layers": self.given("", speculative_config=SimpleNamespace(method="mtp")),
             "an indexer": mock.patch.object(text, "index_topk", 8, create=True),
             "compressed latents": mock.patch.object(text, "compress_ratios", [4], create=True),
-            "heads that differ": mock.patch.object(text, "global_head_dim", 64, create=True),
+            "heads that differ": mock.patch.object(text, "swa_head_dim", 64, create=True),
             "attention within chunks": self.given("model_config", attention_chunk_size=64),
             "a cache of fp8": self.given("cache_config", cache_dtype="fp8"),
             "pipeline parallelism with several kinds of layers": several,
@@ -126,9 +126,12 @@ class DoorsTest(unittest.TestCase):
         for why, change in self.odd().items():
             with self.subTest(why):
                 self.assertEqual(("tier", why), self.door(change))
+                older = mock.patch("vua.vllm.support.ReqContext", object)
+                cannot = f"{why}, but a tier needs vLLM 0.32 or newer"
+                self.assertEqual(("connector", cannot), self.door(self.odd()[why], older))
         self.assertLessEqual({one.why_tier for one in ROWS}, {"", *self.odd()})  # docs/models.md
         for device in ("rocm", "xpu"):
-            self.assertEqual(("tier", "the device"), self.door(platform=device))
+            self.assertEqual(("tier", "this device"), self.door(platform=device))
 
     def test_gemma4(self) -> None:
         """Heads that differ, by transformers' own configuration."""

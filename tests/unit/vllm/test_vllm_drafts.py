@@ -118,8 +118,11 @@ class DraftTest(unittest.TestCase):
         cases: tuple[tuple[str, dict[str, Any]], ...] = (
             ("draft_model", {"method": "draft_model"}),
             ("dflash", {"method": "dflash"}),
-            ("fewer ranks", {"method": "eagle", "draft_parallel_config": alone}),
-            ("some steps", {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 2, 3]]}),
+            ("draft_tensor", {"method": "eagle", "draft_parallel_config": alone}),
+            (
+                "per_batch_size",
+                {"method": "mtp", "num_speculative_tokens_per_batch_size": [[1, 2, 3]]},
+            ),
         )
         for reason, given in cases:
             made = SimpleNamespace(

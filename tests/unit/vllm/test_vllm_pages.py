@@ -48,13 +48,6 @@ def with_platform(*, gpu: bool) -> Any:
     return mock.patch("vllm.platforms.current_platform", platform)
 
 
-def by_staging() -> Any:
-    """Take the ways of GPU memory for tensors on the CPU."""
-    from vua.connector import device_transfer
-
-    return mock.patch.object(device_transfer, "STAGED_DEVICES", {"cuda", "cpu"})
-
-
 def engine_config(**more: Any) -> Any:
     """Return vLLM's configuration of an engine."""
     from vllm.engine.arg_utils import EngineArgs
@@ -175,21 +168,18 @@ class GeneratedModelsTest(DirectoryTest):
         side.register(memories, layer_of, number, page_layout)
         return side
 
-    def play(self, seed: int, *, gpu: bool) -> str:
+    def play(self, seed: int) -> str:
         """Store and load one model's prompt; return its groups' names."""
         from vua.connector.opening import Opening
         from vua.connector.prefix_match import find
         from vua.vllm.cache_spec import describe
 
-        chance = random.Random(f"pages {seed} {gpu}")
+        chance = random.Random(f"pages {seed}")
         single = not windows_are_cached() or chance.random() < 0.2
         tables, cells = self.draw(chance, single=single)
-        root = self.root / f"{seed}-{gpu}"
-        config = ConnectorConfig(shared_storage_path=str(root), chunk_tokens=16)
+        config = ConnectorConfig(shared_storage_path=str(self.root / f"{seed}"), chunk_tokens=16)
         caches = SimpleNamespace(kv_cache_groups=tables, num_blocks=BLOCKS)
-        made = self.config()
-        with with_platform(gpu=gpu):
-            model = describe(made, caches, config).with_weights("0" * 64)
+        model = describe(self.config(), caches, config).with_weights("0" * 64)
         of = {name: group for group in model.groups for name in group.names}
         self.assertEqual({one.name for one in cells}, {*of})
         known = {
@@ -275,21 +265,11 @@ class GeneratedModelsTest(DirectoryTest):
 
     @pytest.mark.thorough
     def test_host(self) -> None:
-        """Models in CPU memory."""
-        self.check(gpu=False)
-
-    @pytest.mark.thorough
-    def test_device(self) -> None:
-        """Models by the ways of GPU memory, over tensors on the CPU."""
-        self.enterContext(by_staging())
-        self.check(gpu=True)
-
-    def check(self, *, gpu: bool) -> None:
-        """Play some; pages, windows, states and known forms are all among them."""
+        """Pages, windows, states and known forms are all among them."""
         seen = []
         for seed in range(FIRST_SEED, FIRST_SEED + MODELS):
             with self.subTest(seed=seed):
-                seen.append(self.play(seed, gpu=gpu))
+                seen.append(self.play(seed))
             if seed % 4 == 0:
                 gc.collect()  # some 150 MB of buffers and caches per model refer to each other
         kinds = Counter(name[0] for names in seen for name in names.split())
@@ -300,17 +280,16 @@ class GeneratedModelsTest(DirectoryTest):
 
 
 @unittest.skipUnless(find_spec("vllm"), "vLLM is not installed")
-class ClassesTest(GeneratedModelsTest):
-    """Models of the classes that people serve: which groups they have, on a GPU.
+class ClassesTest(unittest.TestCase):
+    """Classes that people serve on GPUs: the connector leaves them to the tier, and says so.
 
     Each with its own class of configuration, as vLLM resolves it, and with caches of small sizes.
     """
 
-    test_host = test_device = None  # type: ignore[assignment] # the other class's
-
     def setUp(self) -> None:
-        """Leave models with several groups to a vLLM that has what they need."""
+        """Let vLLM read no environment but ours; models with several groups need vLLM 0.30."""
         super().setUp()
+        self.enterContext(mock.patch.dict(os.environ, ENVIRONMENT))
         if not windows_are_cached():
             self.skipTest("models with several groups are cached with vLLM 0.30 and newer")
 
@@ -335,73 +314,61 @@ class ClassesTest(GeneratedModelsTest):
             spec = wrapped if others else first
             named.append(SimpleNamespace(layer_names=[*specs], kv_cache_spec=spec))
         caches = SimpleNamespace(kv_cache_groups=named, num_blocks=BLOCKS)
-        settings = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=256)
+        settings = ConnectorConfig(shared_storage_path="/kv", chunk_tokens=256)
         with with_platform(gpu=gpu):
             self.model = describe(made, caches, settings)
         return [group.layout.group for group in self.model.groups]
 
+    def left_to_the_tier(self, what: str, *tables: dict[str, Any], **given: Any) -> None:
+        """On a GPU this is refused, with what to do."""
+        from vua.connector.cache_spec import UncachedError
+
+        words = f"does not serve {what}: set VUA_DOOR=tier, which needs vLLM 0.32 or newer"
+        with self.assertRaisesRegex(UncachedError, words):
+            self.groups(*tables, **given)
+
     def test_indexers(self) -> None:
-        """DeepSeek V3.2 and GLM-5: latents are known, an indexer's keys beside them are pages."""
+        """DeepSeek V3.2 and GLM-5; latents alone are the connector's."""
         from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
         latent = {"block_size": 64, "num_kv_heads": 1, "head_size": 576, "dtype": torch.bfloat16}
         keys = latent | {"head_size": 132, "dtype": torch.uint8}
-        specs = {
-            f"model.layers.{layer}.{name}": MLAAttentionSpec(**sizes)
-            for layer in range(3)
-            for name, sizes in (("attn", latent), ("indexer.k_cache", keys))
-        }
+        latents = {f"model.layers.{n}.attn": MLAAttentionSpec(**latent) for n in range(3)}
+        indexers = {f"model.layers.{n}.indexer": MLAAttentionSpec(**keys) for n in range(3)}
         for like in ("deepseek_v32", "glm_moe_dsa"):
-            self.assertEqual(["", "p132"], self.groups(specs, like=like))
-        known, pages = self.model.groups
-        self.assertEqual(((0, 1, 2), (0, 1, 2)), (known.layers, pages.layers))
-        self.assertEqual((1, 3), (pages.layout.kv_heads, pages.layout.layers))
-        packed = latent | {"head_size": 656, "dtype": torch.uint8, "cache_dtype_str": "fp8_ds_mla"}
-        specs |= {f"model.layers.{one}.attn": MLAAttentionSpec(**packed) for one in range(3)}
-        topk = {"kv_cache_dtype": "fp8", "hf_overrides": {"index_topk": 64}}
-        self.assertEqual(["p132", "p656"], self.groups(specs, **topk))
-        self.assertEqual("U8", self.model.identity.kv_dtype)
+            self.left_to_the_tier("an indexer", latents | indexers, like=like)
+        self.left_to_the_tier("such a MLAAttentionSpec", latents | indexers)
+        self.assertEqual([""], self.groups(latents))
 
     def test_hybrids(self) -> None:
-        """Qwen3-Next and Nemotron-H: chunks are whole blocks, so a hit may end with each."""
+        """Qwen3-Next, Qwen 3.5 and Nemotron-H, also where the configuration does not tell."""
         from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-        for mode in ("align", "all"):
-            state = MambaSpec(
-                block_size=528,
-                shapes=((3, 64), (4, 8, 8)),
-                dtypes=(torch.bfloat16, torch.float32),
-                page_size_padded=1 << 20,
-                mamba_cache_mode=mode,
-                num_speculative_blocks=2,
-            )
-            full = FullAttentionSpec(
-                block_size=528, num_kv_heads=2, head_size=32, dtype=torch.bfloat16
-            )
-            for like in ("qwen3_next", "qwen3_5", "nemotron_h"):
-                states = {"layers.0.gdn": state, "layers.1.gdn": state}
-                found = self.groups(states, {"layers.2.attn": full}, like=like)
-                self.assertEqual(["", "s1408"], found)
-                self.assertEqual((528, 528), (self.model.chunk_tokens, self.model.align))
+        state = MambaSpec(
+            block_size=528,
+            shapes=((3, 64), (4, 8, 8)),
+            dtypes=(torch.bfloat16, torch.float32),
+            mamba_cache_mode="align",
+        )
+        full = FullAttentionSpec(block_size=528, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+        for like in ("qwen3_next", "qwen3_5", "nemotron_h"):
+            tables = {"layers.0.gdn": state}, {"layers.1.attn": full}
+            self.left_to_the_tier("a MambaSpec", *tables, like=like)
 
     def test_quantised(self) -> None:
-        """Scales beside elements, several elements in a byte: pages; fp8 of one scale is known."""
+        """Scales beside elements, several elements in a byte; fp8 of one scale is known."""
         from vllm.v1.kv_cache_interface import FullAttentionSpec
 
         same = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.uint8}
-        for more, expected, dtype in (
-            ({}, [""], "fp8"),
-            ({"state_content_bytes": 72}, ["p144"], "fp8"),
-            ({"num_head_slots": 1, "state_content_bytes": 52}, ["p52"], "fp8"),
-        ):
-            specs = dict.fromkeys(
-                (f"model.layers.{n}.attn" for n in range(2)), FullAttentionSpec(**same, **more)
-            )
-            self.assertEqual(expected, self.groups(specs, kv_cache_dtype=dtype))
-        self.assertEqual(2 * 16 // 2 * 52, self.model.groups[0].page_nbytes)
+        for more in ({"state_content_bytes": 72}, {"num_head_slots": 1, "state_content_bytes": 52}):
+            specs = {f"layers.{n}.attn": FullAttentionSpec(**same, **more) for n in range(2)}
+            self.left_to_the_tier("such a FullAttentionSpec", specs, kv_cache_dtype="fp8")
+        plain = {"layers.0.attn": FullAttentionSpec(**same)}
+        self.assertEqual([""], self.groups(plain, kv_cache_dtype="fp8"))
+        self.assertEqual("F8_E4M3", self.model.identity.kv_dtype)
 
     def test_heads_that_differ(self) -> None:
-        """Gemma 4: layers with other heads than the model says are pages beside the others."""
+        """Gemma 4: on a CPU such layers are pages beside the others."""
         from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
         same = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
@@ -409,9 +376,11 @@ class ClassesTest(GeneratedModelsTest):
         full = FullAttentionSpec(**same | {"num_kv_heads": 1, "head_size": 64})
         windows = {f"layers.{n}.attn": window for n in range(2)}
         for like in ("gemma4", "gemma4_text"):
-            found = self.groups(windows, {"layers.2.attn": full}, like=like)
-            self.assertEqual(["p256", "w128"], found)
+            tables = windows, {"layers.2.attn": full}
+            self.assertEqual(["p256", "w128"], self.groups(*tables, like=like, gpu=False))
             self.assertEqual("BF16", self.model.identity.kv_dtype)
+            self.left_to_the_tier("such a FullAttentionSpec", *tables, like=like)
+        self.assertEqual(["w128"], self.groups(windows))
 
     def test_compressed(self) -> None:
         """DeepSeek V4: latents of 4 and of 128 tokens each, windows, a ring that no hit needs."""
@@ -420,49 +389,15 @@ class ClassesTest(GeneratedModelsTest):
         if not hasattr(found, "CircularBufferSpec"):
             self.skipTest("this vLLM has no such caches")
         same = {"block_size": 256, "num_kv_heads": 1, "head_size": 584, "dtype": torch.uint8}
-        tables = (
-            {"layers.0.attn": found.MLAAttentionSpec(**same, tokens_per_state=4)},
-            {"layers.1.attn": found.MLAAttentionSpec(**same, tokens_per_state=128)},
-            {
-                "layers.0.swa": found.SlidingWindowMLASpec(
-                    **same | {"block_size": 64}, sliding_window=128
-                )
-            },
-            {"layers.1.ring": found.CircularBufferSpec(**same | {"block_size": 7})},
-        )
-        found = self.groups(*tables, like="deepseek_v4", kv_cache_dtype="fp8")
-        self.assertEqual(["p5", "p146", "p584w128"], found)
-        self.assertEqual((256, 256, 64, 1), self.model.block_sizes)
-        self.assertEqual(256, self.model.align)
-
-    def test_what_stays_refused(self) -> None:
-        """Each with what to do."""
-        from vllm.v1 import kv_cache_interface as found
-
-        from vua.connector.cache_spec import UncachedError
-
-        same = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
-        full = found.FullAttentionSpec(**same)
-        state = found.MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
-        cases = (
-            ("--enable-prefix-caching", {"a.0": full}, {"a.1": state}),
-            ("it is unknown", {"a.0": found.SinkFullAttentionSpec(**same, sink_len=4)}),
-            ("without attention", {"a.1": found.MambaSpec(**self.state())}),
-        )
-        for reason, *tables in cases:
-            with self.subTest(reason), self.assertRaisesRegex(UncachedError, reason):
-                self.groups(*tables)
-        from vua.vllm.cache_spec import rule_of
-
-        for name, value in {"host_resident": True, "enable_kv_transfer": False}.items():
-            with self.assertRaisesRegex(UncachedError, "HiSparse"):
-                rule_of(full, SimpleNamespace(**{name: value}))
-
-    @staticmethod
-    def state() -> dict[str, Any]:
-        """A state at the ends of blocks."""
-        sizes = {"block_size": 16, "shapes": ((2, 2),), "dtypes": (torch.float32,)}
-        return sizes | {"mamba_cache_mode": "align"}
+        latents = {"layers.0.attn": found.MLAAttentionSpec(**same, tokens_per_state=4)}
+        window = found.SlidingWindowMLASpec(**same | {"block_size": 64}, sliding_window=128)
+        ring = found.CircularBufferSpec(**same | {"block_size": 7})
+        given = {"like": "deepseek_v4", "kv_cache_dtype": "fp8"}
+        tables = latents, {"layers.0.swa": window}, {"layers.1.ring": ring}
+        self.left_to_the_tier("an indexer", *tables, **given)
+        del given["like"]
+        self.left_to_the_tier("a SlidingWindowMLASpec", *tables, **given)
+        self.left_to_the_tier("such a MLAAttentionSpec", latents, **given)
 
 
 def windows_are_cached() -> bool:
