@@ -15,10 +15,6 @@ _ENGINE: Final = "engine"
 _REQUEST: Final = "request"
 _WITHOUT: Final = "start it without --kv-transfer-config or VUA_PATH"
 _TIER: Final = "set VUA_DOOR=tier, which needs vLLM 0.32 or newer"
-_OR_TIER: Final = f"; or {_TIER}, except on CPUs"
-_TENSORS: Final = (
-    f"leave out --pipeline-parallel-size; --tensor-parallel-size divides it, too{_OR_TIER}"
-)
 
 
 class Refusal(NamedTuple):
@@ -87,14 +83,8 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "draft_layers": Refusal(
         _ENGINE, "the layers of a draft by {} cannot be found", "use ngram, or report it"
     ),
-    "draft_pipeline": Refusal(_ENGINE, "{} together with pipeline parallelism", _TENSORS),
-    "draft_ranks": Refusal(
-        _ENGINE,
-        "{} with a draft on fewer ranks than the model",
-        "leave out draft_tensor_parallel_size" + _OR_TIER,
-    ),
-    "draft_some_steps": Refusal(
-        _ENGINE, "{} for some steps only", "leave out num_speculative_tokens_per_batch_size"
+    "draft_setting": Refusal(
+        _ENGINE, "{} together with {}", "leave that out; --tensor-parallel-size divides drafts"
     ),
     "latent": Refusal(
         _ENGINE,
@@ -126,16 +116,12 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
         "a {} KV cache: it is unknown which of its tokens a hit needs",
         f"report the model; until then {_WITHOUT}",
     ),
-    "pipeline_groups": Refusal(
+    "pipeline": Refusal(
         _ENGINE,
-        "several kinds of KV cache, or pages of an unknown form, together with pipeline "
-        "parallelism",
-        _TENSORS,
-    ),
-    "pipeline_shared": Refusal(
-        _ENGINE,
-        "layers that share KV caches, together with pipeline parallelism",
-        _TENSORS,
+        "several kinds of KV cache, pages of an unknown form, or layers that share caches, "
+        "together with pipeline parallelism",
+        f"leave out --pipeline-parallel-size; --tensor-parallel-size divides it, too; or on GPUs "
+        f"{_TIER}",
     ),
     "no_images": Refusal(_REQUEST, "the model takes no images", "send text alone"),
     "other_encoder": Refusal(

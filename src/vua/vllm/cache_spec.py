@@ -208,7 +208,7 @@ def _groups_of(
         raise refused("tier_alone", f"such a {type(paged[0].spec).__name__}")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:  # of other ranks' no names are known
         if paged or len(tables) > 1:
-            raise refused("pipeline_groups")
+            raise refused("pipeline")
         (kind,) = known
         return (_pipelined(vllm_config, config.chunk_tokens, kind, known[kind][0].spec),)
     size = math.lcm(*(one.spec.block_size for one in paged))  # a chunk cuts no page
@@ -265,7 +265,9 @@ def rule_of(spec: Any, table: Any) -> str:
     kind = type(spec).__name__
     if getattr(table, "host_resident", False) or not getattr(table, "enable_kv_transfer", True):
         raise refused("on_host")
-    if _on_gpu() and kind not in ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"):
+    is_window = kind in ("SlidingWindowSpec", "SlidingWindowMLASpec")
+    known = is_window or kind in ("FullAttentionSpec", "MLAAttentionSpec")
+    if _on_gpu() and not known:
         raise refused("tier_alone", f"a {kind}")
     if kind == "MambaSpec":
         check_groups("a state-space model")
@@ -276,14 +278,14 @@ def rule_of(spec: Any, table: Any) -> str:
         return "s"
     if not (getattr(spec, "prefix_cacheable", True) and is_causal(spec)):
         raise refused("no_prefix", kind)
-    if kind in ("SlidingWindowSpec", "SlidingWindowMLASpec"):
-        check_groups("a sliding window")
-        return f"w{spec.sliding_window + getattr(spec, 'extra_retained_tokens', 0)}"
     if kind == "ChunkedLocalAttentionSpec":
         raise refused("chunked", spec.attention_chunk_size)
-    if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
+    if not known:
         raise refused("unknown_rule", kind)
-    return ""
+    if not is_window:
+        return ""
+    check_groups("a sliding window")
+    return f"w{spec.sliding_window + getattr(spec, 'extra_retained_tokens', 0)}"
 
 
 def is_causal(spec: Any) -> bool:
@@ -383,7 +385,7 @@ def _pipelined(vllm_config: Any, size: int, kind: str, spec: Any) -> Group:
     """Describe the layers of an engine with pipeline parallelism. Raises UncachedError."""
     text, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config
     if getattr(text, "num_kv_shared_layers", 0):
-        raise refused("pipeline_shared")
+        raise refused("pipeline")
     sizes = {"pp_size": parallel.pipeline_parallel_size, "tp_size": parallel.tensor_parallel_size}
     layout = _layout(vllm_config, size, kind, spec, text.num_hidden_layers)
     return Group(layout, tuple(range(layout.layers)), worker_shards(layout, **sizes), (0,))

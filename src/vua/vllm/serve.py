@@ -62,7 +62,7 @@ def _usage() -> str:
 def _refused() -> str:
     """What is not stored: of which, why, and what to do."""
     return "".join(
-        f"{one.of}: {one.why.format('...')}\n    {one.do}\n" for one in REFUSALS.values()
+        f"{one.of}: {one.why.replace('{}', '...')}\n    {one.do}\n" for one in REFUSALS.values()
     )
 
 

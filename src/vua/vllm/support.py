@@ -385,13 +385,13 @@ def check_drafts(vllm_config: Any) -> None:
     check_groups(named)
     own = speculative.draft_parallel_config.tensor_parallel_size
     steps = getattr(speculative, "num_speculative_tokens_per_batch_size", None)
-    for holds, name in (
-        (parallel.pipeline_parallel_size > 1, "draft_pipeline"),
-        (own != parallel.tensor_parallel_size, "draft_ranks"),
-        (steps, "draft_some_steps"),
+    for holds, setting in (
+        (parallel.pipeline_parallel_size > 1, "--pipeline-parallel-size"),
+        (own != parallel.tensor_parallel_size, "draft_tensor_parallel_size"),
+        (steps, "num_speculative_tokens_per_batch_size"),
     ):
         if holds:
-            raise refused(name, named)
+            raise refused("draft_setting", named, setting)
 
 
 def check_latent(vllm_config: Any, config: ConnectorConfig) -> None:

@@ -72,7 +72,7 @@ class TestServe(DirectoryTest):
         lines = done.stdout.splitlines()[:-1]
         self.assertEqual(2 * len(REFUSALS), len(lines))
         for one, why, do in zip(REFUSALS.values(), lines[::2], lines[1::2], strict=True):
-            self.assertEqual(f"{one.of}: {one.why.format('...')}", why)
+            self.assertEqual(f"{one.of}: {one.why.replace('{}', '...')}", why)
             self.assertEqual(f"    {one.do}", do)
             self.assertGreater(len(one.do.split()), 1, one)
 

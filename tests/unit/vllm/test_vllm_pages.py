@@ -396,7 +396,8 @@ class ClassesTest(unittest.TestCase):
         tables = latents, {"layers.0.swa": window}, {"layers.1.ring": ring}
         self.left_to_the_tier("an indexer", *tables, **given)
         del given["like"]
-        self.left_to_the_tier("a SlidingWindowMLASpec", *tables, **given)
+        self.left_to_the_tier("a CircularBufferSpec", *tables, **given)
+        self.left_to_the_tier("such a SlidingWindowMLASpec", *tables[1:2], **given)
         self.left_to_the_tier("such a MLAAttentionSpec", latents, **given)
 
 
