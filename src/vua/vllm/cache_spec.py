@@ -213,7 +213,10 @@ def _groups_of(
         return (_pipelined(vllm_config, config.chunk_tokens, kind, known[kind][0].spec),)
     size = math.lcm(*(one.spec.block_size for one in paged))  # a chunk cuts no page
     size *= -(-config.chunk_tokens // size)
-    groups = [_known_group(vllm_config, size, kind, known[kind]) for kind in sorted(known)]
+    groups = [
+        _group(vllm_config, _layout(vllm_config, size, kind, alike[0].spec, len(alike)), alike)
+        for kind, alike in sorted(known.items())
+    ]
     groups += _pages(vllm_config, size, paged)
     return tuple(
         sorted(groups, key=lambda one: (one.layout.window is not None, bool(one.page_nbytes)))
@@ -236,7 +239,7 @@ def _divided(
             kind = DRAFT if not kind else None
         if kind is not None and not isinstance(spec, MambaSpec):
             size = (_heads_of(kind, spec, vllm_config), spec.head_size, spec.head_size_v)
-            dtype = _dtype_of(spec, vllm_config)
+            dtype = stored_as(spec, vllm_config)
             twice = one.number in {each.number for each in known.get(kind, ())}
             alike = sizes.get(kind, size) == size and {*dtypes} <= {dtype} and not twice
             if alike and size[0] is not None:
@@ -312,18 +315,13 @@ def known_kind(spec: Any, vllm_config: Any) -> str | None:
         getattr(spec, "model_version", None) is not None,
         spec.dtype.itemsize == 1 and hasattr(text, "index_topk"),
         int(getattr(spec, "kv_quant_mode", 0)) > 1,  # neither plain nor of one scale
-        _dtype_of(spec, vllm_config) is None,
+        stored_as(spec, vllm_config) is None,
     )
     if any(own):
         return None
     if type(spec) in (FullAttentionSpec, MLAAttentionSpec):
         return ""
     return f"w{spec.sliding_window}" if type(spec) is SlidingWindowSpec else None
-
-
-def _dtype_of(spec: Any, vllm_config: Any) -> str | None:
-    """Return how a cache's elements are stored; None where they are no array that is known."""
-    return stored_as(spec.dtype, vllm_config.cache_config, on_gpu=_on_gpu())
 
 
 def _heads_of(kind: str, spec: Any, vllm_config: Any) -> int | None:
@@ -334,21 +332,6 @@ def _heads_of(kind: str, spec: Any, vllm_config: Any) -> int | None:
     latent = isinstance(spec, MLAAttentionSpec)
     heads = 1 if latent else int(model.get_total_num_kv_heads())
     return heads if spec.num_kv_heads == max(1, heads // tp_size) else None
-
-
-def _known_group(vllm_config: Any, size: int, kind: str, caches: Sequence[_Cache]) -> Group:
-    """Describe the layers of one kind whose form is known, in chunks of ``size`` tokens."""
-    spec, tp_size = caches[0].spec, vllm_config.parallel_config.tensor_parallel_size
-    if isinstance(spec, MambaSpec):
-        layout = state_layout(
-            layers=len(caches),
-            parts=1 if getattr(spec, "tp_replicated", False) else tp_size,
-            nbytes=spec.state_content_size_bytes,
-            chunk_tokens=size,
-        )
-    else:
-        layout = _layout(vllm_config, size, kind, spec, len(caches))
-    return _group(vllm_config, layout, caches)
 
 
 def _group(
@@ -366,7 +349,13 @@ def _group(
 
 
 def _layout(vllm_config: Any, size: int, kind: str, spec: Any, layers: int) -> KVLayout:
-    stored = _dtype_of(spec, vllm_config)
+    """Describe so many layers of one kind whose form is known, in chunks of ``size`` tokens."""
+    if isinstance(spec, MambaSpec):
+        tp_size = vllm_config.parallel_config.tensor_parallel_size
+        parts = 1 if getattr(spec, "tp_replicated", False) else tp_size
+        nbytes = spec.state_content_size_bytes
+        return state_layout(layers=layers, parts=parts, nbytes=nbytes, chunk_tokens=size)
+    stored = stored_as(spec, vllm_config)
     heads = _heads_of(kind, spec, vllm_config)
     if stored is None or heads is None:
         raise refused("unknown_rule", type(spec).__name__)  # pages are stored where it is so
@@ -438,20 +427,21 @@ def _head_range(heads: int, rank: int, size: int) -> tuple[int, int]:
     return head, head + 1
 
 
-def stored_as(dtype: object, cache_config: Any, *, on_gpu: bool) -> str | None:
-    """Return a safetensors name for how elements of ``dtype`` are stored; None: that is not known.
+def stored_as(spec: Any, vllm_config: Any) -> str | None:
+    """Return a safetensors name for how a cache's elements are stored; None: that is not known.
 
     A cache of fp8 holds K and V divided by scales. vLLM takes these from the checkpoint, which the
     weights' fingerprint covers, or they are 1; if it keeps some layers in another dtype, two
     engines' bytes are not equal for certain. On the CPU vLLM's own writer converts, so its page
     form cannot be learnt.
     """
-    kind = str(getattr(cache_config, "cache_dtype", "auto"))
-    if kind in _FP8 and on_gpu:
-        mixed = bool(getattr(cache_config, "kv_cache_dtype_skip_layers", None))
-        single = str(dtype) in ("torch.uint8", "torch.float8_e4m3fn", "torch.float8_e5m2")
+    cache, dtype = vllm_config.cache_config, str(spec.dtype)
+    kind = str(getattr(cache, "cache_dtype", "auto"))
+    if kind in _FP8 and _on_gpu():
+        mixed = bool(getattr(cache, "kv_cache_dtype_skip_layers", None))
+        single = dtype in ("torch.uint8", "torch.float8_e4m3fn", "torch.float8_e5m2")
         return _FP8[kind] if single and not mixed else None
-    return _PLAIN.get(str(dtype))
+    return _PLAIN.get(dtype)
 
 
 def _signature(spec: Any, tp_size: int) -> list[object]:

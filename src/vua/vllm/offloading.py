@@ -35,7 +35,7 @@ from vua.connector.refusals import refused
 from vua.connector.save_scheduler import stop_at_state
 from vua.connector.setup import code_of, joined
 from vua.errors import ConfigError, VUAError
-from vua.vllm.cache_spec import _dtype_of, _name, _specs_of, is_causal, known_kind
+from vua.vllm.cache_spec import _name, _specs_of, is_causal, known_kind, stored_as
 from vua.vllm.engine_identity import engine_identity, find_weights, pages_identity
 from vua.vllm.engine_worker import memory_of
 from vua.vllm.kv_connector_v1 import RunningCode
@@ -352,7 +352,7 @@ def _elements(vllm_config: Any, cache: Any) -> dict[int, str]:
         specs = list(_specs_of(table).values())
         plain = [hasattr(one, "head_size") and known_kind(one, vllm_config) for one in specs]
         if all(isinstance(kind, str) for kind in plain):
-            found[at] = str(_dtype_of(specs[0], vllm_config))
+            found[at] = str(stored_as(specs[0], vllm_config))
     return found
 
 

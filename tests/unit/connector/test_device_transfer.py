@@ -141,20 +141,20 @@ class FormsTest(DirectoryTest):
 
     def test_dtypes(self) -> None:
         """fp8 is stored where its scales are the checkpoint's, and on a GPU alone."""
-        fp8 = SimpleNamespace(cache_dtype="fp8")
-        self.assertEqual("F8_E4M3", stored_as(torch.uint8, fp8, on_gpu=True))
-        two = SimpleNamespace(cache_dtype="fp8_e5m2")
-        self.assertEqual("F8_E5M2", stored_as(torch.uint8, two, on_gpu=True))
-        auto = SimpleNamespace(cache_dtype="auto")
-        self.assertEqual("BF16", stored_as(torch.bfloat16, auto, on_gpu=True))
-        for kind, more in (
-            ("fp8", {"kv_cache_dtype_skip_layers": ["0"]}),
-            *((kind, {}) for kind in ("fp8_ds_mla", "int8_per_token_head", "nvfp4", "fp8_inc")),
-        ):
-            cache = SimpleNamespace(cache_dtype=kind, **more)
-            with self.subTest(cache):
-                self.assertIsNone(stored_as(torch.uint8, cache, on_gpu=True))
-        self.assertIsNone(stored_as(torch.uint8, fp8, on_gpu=False))
+
+        def stored(dtype: torch.dtype, kind: str, *, gpu: bool = True, **more: Any) -> str | None:
+            cache, spec = SimpleNamespace(cache_dtype=kind, **more), SimpleNamespace(dtype=dtype)
+            platform = SimpleNamespace(is_cpu=lambda: not gpu)
+            with mock.patch("vllm.platforms.current_platform", platform):
+                return stored_as(spec, SimpleNamespace(cache_config=cache))
+
+        self.assertEqual("F8_E4M3", stored(torch.uint8, "fp8"))
+        self.assertEqual("F8_E5M2", stored(torch.uint8, "fp8_e5m2"))
+        self.assertEqual("BF16", stored(torch.bfloat16, "auto"))
+        self.assertIsNone(stored(torch.uint8, "fp8", kv_cache_dtype_skip_layers=["0"]))
+        for kind in ("fp8_ds_mla", "int8_per_token_head", "nvfp4", "fp8_inc"):
+            self.assertIsNone(stored(torch.uint8, kind), kind)
+        self.assertIsNone(stored(torch.uint8, "fp8", gpu=False))
 
     def test_pages_that_a_backend_packs_by_itself(self) -> None:
         """Specs that say so have no canonical kind: their shapes look like other layouts."""
