@@ -31,8 +31,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import cycle
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -43,8 +42,8 @@ from vua.connector.group_transfer import BlockTables, GroupTransfer, PageLayouts
 from vua.connector.log import logger
 from vua.connector.metadata import GroupLoad, LoadOrder
 from vua.device.gds import DirectReader, Gds
-from vua.device.movers import CuFileMover, Mover, PosixMover
-from vua.device.paged import PagedCache, slots_of
+from vua.device.movers import CuFileMover, PosixMover
+from vua.device.paged import slots_of
 from vua.device.staging import DeviceBuffer, Fence, Staging
 from vua.device.xxh3 import SHORT, DigestCheck, Digests, kernel_for
 from vua.errors import ConfigError, LayoutError
@@ -256,11 +255,6 @@ def lies_on_device(kv_caches: Mapping[str, torch.Tensor]) -> bool:
     return {cache.device.type for cache in kv_caches.values()} <= STAGED_DEVICES
 
 
-def mover_for(device: torch.device) -> Mover:
-    """Open what can move files directly to a device. Raises StorageError."""
-    return PosixMover() if device.type == "cpu" else CuFileMover(device)
-
-
 def open_gds(config: ConnectorConfig, device: torch.device) -> Gds | None:
     """Begin to try GPUDirect Storage, if configured. Raises ConfigError: required, and fails."""
     if config.gds_mode == "disabled":
@@ -270,23 +264,15 @@ def open_gds(config: ConnectorConfig, device: torch.device) -> Gds | None:
         if config.gds_mode == "required":
             raise ConfigError('gds_mode is "required", but the cache is not just a directory')
         return None
-    return Gds(config.gds_mode, partial(mover_for, device), root, device)
-
-
-class _Part(NamedTuple):
-    """Layers of one block table."""
-
-    table: int
-    block_size: int
-    pages: PagedCache
+    mover = partial(CuFileMover, device)
+    return Gds(config.gds_mode, PosixMover if device.type == "cpu" else mover, root, device)
 
 
 class DeviceGroupTransfer(GroupTransfer):
-    """As `GroupTransfer`, for tensors on a GPU. Loads have two buffers: one is read, one sent."""
+    """As `GroupTransfer`, for tensors on a GPU."""
 
     load_buffers: Staging
     save_buffers: Staging
-    _parts: Sequence[_Part] = ()
     _ring: tuple[Store, RingLoads] | None = None
     _direct: tuple[Store, DirectReader] | None = None
 
@@ -301,7 +287,7 @@ class DeviceGroupTransfer(GroupTransfer):
         layout = self.group.layout
         try:
             super().register(kv_caches, layer_of, tables, layouts)
-            pages = [part.pages for part in self._parts]
+            pages = [pages for _, _, pages in self._places]
             buffers = partial(Staging, pages, layout, self.shard, adjoining=True)
             share = _LOAD_NBYTES // len(self._model.groups)
             self.load_buffers = buffers(
@@ -314,7 +300,7 @@ class DeviceGroupTransfer(GroupTransfer):
             self.save_buffers.prepare(self.save_limit)
             self._warm_up()
         except LayoutError as problem:
-            self._parts = ()
+            self._places = []
             raise UncachedError(str(problem)) from problem
 
     def _on_device(self, device: torch.device) -> int:
@@ -330,7 +316,7 @@ class DeviceGroupTransfer(GroupTransfer):
         """Make an empty transfer both ways: kernels are compiled now, which takes seconds."""
         warm_up(self.load_buffers)
         size = self.group.layout.chunk_tokens
-        nowhere = [torch.full((1, size), -1, dtype=torch.int64) for _ in self._parts]
+        nowhere = [torch.full((1, size), -1, dtype=torch.int64) for _ in self._places]
         for staging in (self.save_buffers, self.load_buffers):
             buffer = staging.take()
             if buffer is not None:
@@ -340,22 +326,20 @@ class DeviceGroupTransfer(GroupTransfer):
                     staging.load(buffer, nowhere)
                 staging.give_back(buffer)
 
-    def _add_pages(
-        self, table: int, layers: slice, caches: Sequence[torch.Tensor], layouts: PageLayouts
-    ) -> None:
-        block_size = self._model.block_sizes[table]
-        pages = layouts.device_pages(self.group, self.shard, caches, block_size)
-        self._parts = (*self._parts, _Part(table, block_size, pages))
+    def _pages_of(
+        self, caches: Sequence[torch.Tensor], block_size: int, layouts: PageLayouts
+    ) -> Any:
+        return layouts.device_pages(self.group, self.shard, caches, block_size)
 
     def mark(self) -> Fence:
-        return self.load_buffers.mark() if self._parts else Fence()
+        return self.load_buffers.mark() if self._places else Fence()
 
     def fence(self) -> None:
-        if self._parts:
+        if self._places:
             self.load_buffers.join()
 
     def close(self) -> None:
-        if self._parts:
+        if self._places:
             mover = None if self.gds is None else self.gds.mover
             if mover is not None:
                 for buffer in self._attached:
@@ -366,20 +350,20 @@ class DeviceGroupTransfer(GroupTransfer):
     # -- loads --------------------------------------------------------------------------------
 
     def load(
-        self, part: GroupLoad, job: Job[LoadOrder], ready: Callable[[], None]
+        self, part: GroupLoad, job: Job[LoadOrder], ready: Callable[[], None], at: int = 0
     ) -> tuple[int, str | None]:
         """See :meth:`GroupTransfer.load`; when it returns the blocks are complete on the GPU."""
-        if not self._parts:
+        if not self._places:
             return part.start, "unable"
         self.load_buffers.enter_thread()
         if self.gds is not None and self.gds.mover is not None:
-            return self._load_rest(part, 0, job, ready)
+            return super().load(part, job, ready, at)
         ring, ids = self._ring_loads(), job.what.block_ids
         came = ring.load(part.keys, job, ready, self._slots(part.keys, part, ids))
         self._count(came.chunks, "pinned")
         if came.chunks == len(part.keys) or not came.wanted:
             return part.reached(came.chunks), None
-        reached, reason = self._load_rest(part, came.chunks, job, ready)
+        reached, reason = super().load(part, job, ready, came.chunks)
         if came.doubted and reached > part.keys[came.chunks].start:
             log.warning(
                 "VUA: checksums are compared on the host: the GPU reported correct bytes as wrong"
@@ -394,42 +378,25 @@ class DeviceGroupTransfer(GroupTransfer):
             self._ring = (store, RingLoads(store, self.shard, self.load_buffers, left=left))
         return self._ring[1]
 
-    def _load_rest(
+    def _load_run(
         self,
+        buffer: DeviceBuffer,
+        keys: Sequence[ChunkKey],
         part: GroupLoad,
-        at: int,
         job: Job[LoadOrder],
         ready: Callable[[], None],
-    ) -> tuple[int, str | None]:
-        """Load what follows the first chunks, by two buffers, or learn why that is impossible."""
-        two = (self.load_buffers.take(), self.load_buffers.take())
-        buffers = [buffer for buffer in two if buffer is not None]
-        if not buffers:
-            return part.reached(at), "unable"
-        reason, turns = None, cycle(buffers)
-        try:
-            while at < len(part.keys) and reason is None:
-                buffer = next(turns)
-                buffer.fence.wait()  # until then its bytes are on their way
-                keys = part.keys[at : at + buffer.host.chunks]
-                path, loaded = self._read(buffer, keys, job.what.believed)
-                job.progress()
-                if loaded.chunks:
-                    slots = self._slots(keys[: loaded.chunks], part, job.what.block_ids)
-                    ready()
-                    with job.use() as wanted:
-                        if not wanted:  # the blocks may be another request's by now
-                            break
-                        self.load_buffers.load(buffer, slots, there=path == "gds")
-                    at += loaded.chunks
-                    self._count(loaded.chunks, path)
-                if (reason := loaded.reason) is not None:
-                    buffer.fence.wait()
-                    self._weed(buffer, part.keys[at:], reason, job)
-        finally:
-            for buffer in buffers:  # waits for its last transfer; a hanging read still holds it
-                self.load_buffers.give_back(buffer)
-        return part.reached(at), reason
+    ) -> tuple[str, LoadResult]:
+        path, loaded = self._read(buffer, keys, job.what.believed)
+        job.progress()
+        if loaded.chunks:
+            slots = self._slots(keys[: loaded.chunks], part, job.what.block_ids)
+            ready()
+            with job.use() as wanted:
+                if not wanted:  # the blocks may be another request's by now
+                    return path, LoadResult(0)
+                self.load_buffers.load(buffer, slots, there=path == "gds")
+            buffer.fence.wait()
+        return path, loaded
 
     def _read(
         self,
@@ -486,7 +453,7 @@ class DeviceGroupTransfer(GroupTransfer):
     def _slots_of(
         self, block_ids: BlockTables, start: int, stop: int, wanted: tuple[int, int] | None = None
     ) -> list[torch.Tensor]:
-        tables = ((block_ids[one.table], one.block_size) for one in self._parts)
+        tables = ((block_ids[at], self._model.block_sizes[at]) for at, _, _ in self._places)
         found = (slots_of(ids, size, start, stop, wanted=wanted) for ids, size in tables)
         return [slots.view(-1, self.group.layout.chunk_tokens) for slots in found]
 

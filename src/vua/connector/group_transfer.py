@@ -319,7 +319,7 @@ class GroupTransfer:
         )
         self._cached: list[CachedLoads] = []
         """Those that no thread uses."""
-        self._places: list[tuple[int, slice, PagedKV | WholePages]] = []
+        self._places: list[tuple[int, slice, Any]] = []
         """Where the layers are: (cache group, which of this rank's layers, the pages)."""
 
     def register(
@@ -334,8 +334,9 @@ class GroupTransfer:
         table_of = [tables[name] for name in names]
         edges = [n for n in range(1, len(names)) if table_of[n] != table_of[n - 1]]
         for first, stop in pairwise([0, *edges, len(names)]):
-            caches = [kv_caches[name] for name in names[first:stop]]
-            self._add_pages(table_of[first], slice(first, stop), caches, layouts)
+            caches, table = [kv_caches[name] for name in names[first:stop]], table_of[first]
+            pages = self._pages_of(caches, self._model.block_sizes[table], layouts)
+            self._places.append((table, slice(first, stop), pages))
 
     def try_blocks(self) -> None:
         """Put a chunk into blocks, which the engine does not use yet, and take it out again.
@@ -384,23 +385,16 @@ class GroupTransfer:
                 raise UncachedError(msg)
             return named
         layers = self.group.layers[part]
-        theirs = {layer for group in self._model.groups for layer in group.layers}
-        theirs -= {*self.group.layers}  # a draft's layers may have a table with the model's
-        found = {
-            layer_of[name]: name
-            for name in kv_caches
-            if tables[name] in self.group.tables and layer_of[name] not in theirs
-        }
+        found = {layer_of[name]: name for name in kv_caches if tables[name] in self.group.tables}
         if sorted(found) != list(layers):
             msg = f"expected the layers {list(layers)}, found {sorted(found)}"
             raise UncachedError(msg)
         return [found[layer] for layer in layers]
 
-    def _add_pages(
-        self, table: int, layers: slice, caches: Sequence[torch.Tensor], layouts: PageLayouts
-    ) -> None:
-        pages = layouts.host_pages(self.group, caches, self._model.block_sizes[table])
-        self._places.append((table, layers, pages))
+    def _pages_of(
+        self, caches: Sequence[torch.Tensor], block_size: int, layouts: PageLayouts
+    ) -> Any:
+        return layouts.host_pages(self.group, caches, block_size)
 
     @property
     def store(self) -> Store:
@@ -426,9 +420,9 @@ class GroupTransfer:
         """Release what transfers used, after the last of them."""
 
     def load(
-        self, part: GroupLoad, job: Job[LoadOrder], ready: Callable[[], None]
+        self, part: GroupLoad, job: Job[LoadOrder], ready: Callable[[], None], at: int = 0
     ) -> tuple[int, str | None]:
-        """Load until something is missing or the result is not wanted any more.
+        """Load from chunk ``at`` on until something is missing or the result is not wanted.
 
         ``ready`` returns when the mark of :meth:`mark` has passed: from then on the blocks may be
         written. It is called when something has been read. Returns the token up to which all is in
@@ -437,39 +431,49 @@ class GroupTransfer:
         if not self._places:
             return part.start, "unable"
         spare, buffer, cached = self._cached, None, self._cached_loads()
-        reason, at = None, 0
+        reason = None
         try:
             while at < len(part.keys) and reason is None:
-                ready()
-                with job.use() as wanted:
-                    if not wanted:  # the blocks may be another request's by now
-                        break
-                    done = 0
-                    if cached is not None:
+                done, path = 0, "blocks"
+                if cached is not None:
+                    ready()
+                    with job.use() as wanted:
+                        if not wanted:  # the blocks may be another request's by now
+                            break
                         aimed = cached.aim(part, at, job.what)
                         done = cached.loader.load_cached(aimed, job.what.believed)
-                path = "blocks"
-                if done == 0:
-                    buffer, path = buffer or self.load_buffers.take(), "slab"
+                if not done:
+                    buffer = buffer or self.load_buffers.take()
                     if buffer is None:
                         return part.reached(at), "unable"
-                    keys, order = part.keys[at : at + buffer.chunks], job.what
-                    scatter = partial(self._scatter, buffer, keys, part, order)
-                    loaded = self.files.load_run(
-                        *(buffer, keys, job, scatter), ready=ready, believed=order.believed
-                    )
+                    keys = part.keys[at : at + self.load_buffers.chunks]
+                    path, loaded = self._load_run(buffer, keys, part, job, ready)
                     done, reason = loaded.chunks, loaded.reason
                     self._weed(buffer, part.keys[at + done :], reason, job)
                 job.progress()
-                if done:
-                    at += done
-                    self._count(done, path)
+                if not done:  # none is there, or wanted
+                    break
+                at += done
+                self._count(done, path)
         finally:
             if cached is not None:
                 spare.append(cached)
             if buffer is not None:  # not earlier: a hanging read may still write to it
                 self.load_buffers.give_back(buffer)
         return part.reached(at), reason
+
+    def _load_run(
+        self,
+        buffer: Any,
+        keys: Sequence[ChunkKey],
+        part: GroupLoad,
+        job: Job[LoadOrder],
+        ready: Callable[[], None],
+    ) -> tuple[str, LoadResult]:
+        """Load leading chunks through a buffer; return the path that they took, too."""
+        scatter, believed = partial(self._scatter, buffer, keys, part, job.what), job.what.believed
+        loaded = self.files.load_run(buffer, keys, job, scatter, ready=ready, believed=believed)
+        return "slab", loaded
 
     def _count(self, chunks: int, path: str) -> None:
         nbytes = chunks * self.shard.payload_nbytes(self.group.layout)
@@ -482,7 +486,7 @@ class GroupTransfer:
         if len(self._places) > 1:
             return None
         ((table, _, pages),) = self._places
-        if isinstance(pages, WholePages):
+        if not isinstance(pages, PagedKV):
             return None
         return CachedLoads.of(self.store, self.shard, pages, table)
 
