@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,6 @@ from torch import Tensor
 
 from vua.device.paged import WORDS, PagedCache
 from vua.errors import InputError, LayoutError
-
-_RUN_TOKENS: Final = 4
-"""Mean length of runs from which one call per run is faster than indexing, on a CPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,11 +113,23 @@ def move(job: Job, *, store: bool) -> None:
     """
     # An engine may have made its cache in inference mode, the only mode that can write it then.
     with torch.inference_mode():
-        runs = _runs(job) if job.cache.device.type == "cpu" else None
-        if runs is None:
-            _move_indexed(job, store=store)
-        else:
-            _move_runs(job, runs, store=store)
+        slots, tokens = job.slots.flatten(), job.slots.shape[1]
+        touched = slots >= 0
+        some = None if bool(touched.all()) else touched.nonzero().flatten()
+        if some is not None:
+            slots = slots[some]
+        block, slot = slots // job.cache.layout.block_size, slots % job.cache.layout.block_size
+        for pages, chunk in zip(job.cache.arrays, job.chunks, strict=True):
+            for page, rows in zip(pages, chunk.permute(2, 0, 3, 1, 4), strict=True):
+                page = page.view(job.word)  # noqa: PLW2901 - the same bytes
+                if some is None and store:  # rows are [chunks, tokens, heads, words]
+                    page[block, slot] = rows.reshape(-1, *rows.shape[2:])
+                elif some is None:
+                    rows.copy_(page[block, slot].view(rows.shape))
+                elif store:
+                    page[block, slot] = rows[some // tokens, some % tokens]
+                else:
+                    rows[some // tokens, some % tokens] = page[block, slot]
 
 
 def runs(slots: npt.NDArray[np.int64], block_size: int) -> Runs:
@@ -137,53 +146,3 @@ def runs(slots: npt.NDArray[np.int64], block_size: int) -> Runs:
     wanted = flat[first] >= 0
     first, counts = first[wanted], counts[wanted]
     return Runs(first, flat[first], counts)
-
-
-def _runs(job: Job) -> list[tuple[int, int, int, int]] | None:
-    """List the runs as (chunk, token, slot, tokens); None if they are too short for calls."""
-    tokens = max(1, job.slots.shape[1])
-    first, slot, counts = runs(job.slots.numpy(), job.cache.layout.block_size)
-    if len(first) * _RUN_TOKENS > counts.sum():
-        return None if len(first) else []
-    parts = (first // tokens, first % tokens, slot, counts)
-    return list(zip(*(part.tolist() for part in parts), strict=True))
-
-
-def _move_runs(job: Job, runs: list[tuple[int, int, int, int]], *, store: bool) -> None:
-    """Copy run by run, each for all heads and as many equidistant layers as possible."""
-    layout, scale = job.cache.layout, job.word.itemsize // job.cache.itemsize
-    for pages, spans, chunk in zip(job.cache.arrays, job.cache.spans, job.chunks, strict=True):
-        for low, layers, stride in spans:
-            page = pages[low].view(job.word)
-            block, slot, head, _ = page.stride()
-            for number, token, place, count in runs:
-                start = place // layout.block_size * block + place % layout.block_size * slot
-                paged = page.as_strided(
-                    (layout.heads, layers, count, page.shape[-1]),
-                    (head, stride // scale, slot, 1),
-                    int(page.storage_offset()) + start,
-                )
-                dense = chunk[number, :, low : low + layers, token : token + count]
-                target, source = (paged, dense) if store else (dense, paged)
-                # In this thread alone: torch would wait for cores that an engine keeps busy.
-                np.copyto(target.numpy(), source.numpy())
-
-
-def _move_indexed(job: Job, *, store: bool) -> None:
-    slots, tokens = job.slots.flatten(), job.slots.shape[1]
-    touched = slots >= 0
-    some = None if bool(touched.all()) else touched.nonzero().flatten()
-    if some is not None:
-        slots = slots[some]
-    block, slot = slots // job.cache.layout.block_size, slots % job.cache.layout.block_size
-    for pages, chunk in zip(job.cache.arrays, job.chunks, strict=True):
-        for page, rows in zip(pages, chunk.permute(2, 0, 3, 1, 4), strict=True):
-            page = page.view(job.word)  # noqa: PLW2901 - the same bytes
-            if some is None and store:  # rows are [chunks, tokens, heads, words]
-                page[block, slot] = rows.reshape(-1, *rows.shape[2:])
-            elif some is None:
-                rows.copy_(page[block, slot].view(rows.shape))
-            elif store:
-                page[block, slot] = rows[some // tokens, some % tokens]
-            else:
-                rows[some // tokens, some % tokens] = page[block, slot]

@@ -190,8 +190,6 @@ class PagedCache:
         self.arrays = tuple(tuple(t.detach().view(word) for t in array) for array in arrays)
         """``[K, V][layer]``: the rows as integers, ``[blocks, slots, heads, dim]``."""
         places = [[t.data_ptr() for t in array] for array in self.arrays]
-        self.spans = tuple(spans(array) for array in self.arrays)
-        """Per array: (first layer, layers, elements from one to the next) of equidistant layers."""
         self.table = torch.tensor(places, dtype=torch.int64).to(self.device)
         """Addresses of the first rows, ``[arrays, layers]``, on the cache's device."""
         steps = [s for r in layout.arrays for s in (r.block, r.slot, r.head, r.dim)]

@@ -276,12 +276,8 @@ class MovesTest(unittest.TestCase):
         self.assertTrue(proves(self.move or choose(self.device).move, self.device))
 
 
-class RunsTest(MovesTest):
-    """PyTorch's other way: neighbours copied by one call, here however short the runs are."""
-
-    def setUp(self) -> None:
-        """Never fall back to indexing."""
-        self.enterContext(mock.patch.object(moves, "_RUN_TOKENS", 1))
+class RunsTest(unittest.TestCase):
+    """Neighbours on both sides, which are copied at once."""
 
     def test_runs(self) -> None:
         """Runs end with blocks, chunks and wherever a slot is not the next one."""
