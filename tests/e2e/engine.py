@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -244,8 +245,9 @@ def with_engine(phase: dict[str, Any]) -> dict[str, Any]:
         finally:
             llm.llm_engine.engine_core.shutdown()
             worker = getattr(side, "worker", None)
-            counts |= dict(worker.counts) if worker is not None else {}
-            del llm, side, worker
+            groups = [one for one in getattr(worker, "groups", ()) if hasattr(one, "files")]
+            counts |= sum((one.store.counts for one in groups), Counter[str]())
+            del llm, side, worker, groups
             gc.collect()
     return {"batches": batches, "counts": counts, "blocks": blocks}
 

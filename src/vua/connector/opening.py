@@ -107,7 +107,14 @@ class Opening:
         self._warned = self._closed = False
         self._weights: Weights | None = None
         if identification is not None:
-            self._begin_when_identified(identification)
+            identification.answer.add_done_callback(self._identified)
+            with self._changed:
+                done = self._changed.wait_for(lambda: self._opened or self._warned, _START_WAIT_S)
+            if not done:
+                log.info(
+                    "VUA: the weights are being identified (read once, then remembered); until "
+                    "that is done nothing is loaded"
+                )
         elif model.identified:
             self.identity = model.identity
             self._opened = self._open(model.identity)
@@ -152,16 +159,6 @@ class Opening:
             self._closed, self._again_s = True, None
         if self._identification is not None:
             self._identification.close()
-
-    def _begin_when_identified(self, identification: Identification) -> None:
-        identification.answer.add_done_callback(self._identified)
-        with self._changed:
-            done = self._changed.wait_for(lambda: self._opened or self._warned, _START_WAIT_S)
-        if not done:
-            log.info(
-                "VUA: the weights are being identified (read once, then remembered); until that is "
-                "done nothing is loaded"
-            )
 
     def _identified(self, answer: Future[Weights]) -> None:
         try:

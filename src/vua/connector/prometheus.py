@@ -15,6 +15,11 @@ _SECONDS: Final = (
 """Buckets from a lookup in a warm page cache to a load from a slow disk."""
 
 _PLAIN: Final[Mapping[type, Any]] = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+_KINDS: Final[Mapping[str, tuple[type, dict[str, Any]]]] = {
+    "counter": (Counter, {}),
+    "gauge": (Gauge, {"multiprocess_mode": "mostrecent"}),  # processes share one value
+    "histogram": (Histogram, {"buckets": _SECONDS}),
+}
 
 
 class Families:
@@ -34,20 +39,16 @@ class Families:
                 gauges, which are not there before they have a value.
             types: replaces Prometheus's own types.
         """
-        _unregister()
+        names = {name.removesuffix("_total") for name in METRICS}
+        for collector in list(REGISTRY._collector_to_names):  # noqa: SLF001 - no public way
+            if getattr(collector, "_name", "").removesuffix("_total") in names:
+                REGISTRY.unregister(collector)
         self._families: dict[str, Any] = {}
         self._children: dict[tuple[object, ...], Any] = {}
         for name, metric in METRICS.items():
-            names = [*labelnames, metric.label] if metric.label else list(labelnames)
-            if metric.kind == "histogram":
-                made = types[Histogram](name, metric.documentation, names, buckets=_SECONDS)
-            elif metric.kind == "gauge":  # processes share one value
-                made = types[Gauge](
-                    name, metric.documentation, names, multiprocess_mode="mostrecent"
-                )
-            else:
-                made = types[Counter](name, metric.documentation, names)
-            self._families[name] = made
+            own, shown = [metric.label] if metric.label else [], metric.documentation
+            kind, settings = _KINDS[metric.kind]
+            self._families[name] = types[kind](name, shown, [*labelnames, *own], **settings)
             for label in metric.values or (("",) if metric.kind != "gauge" else ()):
                 for engine in engines:
                     self._child(name, label, engine)
@@ -72,12 +73,3 @@ class Families:
             own = [label] if METRICS[name].label else []
             self._children[key] = self._families[name].labels(*engine, *own)
         return self._children[key]
-
-
-def _unregister() -> None:
-    for collector in list(REGISTRY._collector_to_names):  # noqa: SLF001 - there is no public way
-        if getattr(collector, "_name", "").removesuffix("_total") in _NAMES:
-            REGISTRY.unregister(collector)
-
-
-_NAMES: Final = frozenset(name.removesuffix("_total") for name in METRICS)

@@ -292,7 +292,8 @@ class SchedulerSide:
         *,
         loads: bool,
     ) -> tuple[int | None, bool]:
-        self._patience.wait(state.lookup, self._busy)
+        states = self.states.values()
+        self._patience.wait(state.lookup, lambda: any(one.admitted for one in states))
         if not state.lookup:
             if self._clock() - state.lookup.asked_s < self._config.timeouts.lookup_s:
                 return None, False
@@ -332,9 +333,6 @@ class SchedulerSide:
                 self.witness.tell_computed(limit - start, state.request.request_id, why)
         tokens = state.decision.tokens
         return tokens, tokens > 0
-
-    def _busy(self) -> bool:
-        return any(state.admitted for state in self.states.values())
 
     def _waits(self, state: RequestState, found: PrefixMatch) -> bool:
         """Whether to look again later: the client said that the prompt is being written."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -625,10 +624,3 @@ class WorkerSide:
     def take_stats(self) -> Series | None:
         record_requests(self.stats)
         return self.stats.take()
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        counts: Counter[str] = Counter()
-        for group in self.groups if self._identity is not None else ():
-            counts.update(group.store.counts)
-        return counts

@@ -64,26 +64,22 @@ def environment_that_counts(vllm_config: Any) -> dict[str, object]:
 
     Nothing for ordinary engines. A batch-invariant one shares only with those that round alike.
     """
-    found: dict[str, object] = {}
-    if counting := _set():
-        found["vua.vllm_environment"] = counting
-    if "VLLM_BATCH_INVARIANT" in counting:
-        found["vua.batch_invariant"] = _rounding(vllm_config)
-    return found
-
-
-def _set() -> dict[str, str]:
-    """Return the variables that are set and count, by name."""
     from vllm import envs
 
+    found: dict[str, object] = {}
     excluded = listed(EXCLUDED)
-    return {
+    counting = {
         name: os.environ[name]
         for name in sorted(envs.environment_variables)
         if name in os.environ
         and name not in excluded
         and os.environ[name].strip() not in NEUTRAL.get(name, ())
     }
+    if counting:
+        found["vua.vllm_environment"] = counting
+    if "VLLM_BATCH_INVARIANT" in counting:
+        found["vua.batch_invariant"] = _rounding(vllm_config)
+    return found
 
 
 def _rounding(vllm_config: Any) -> list[object]:

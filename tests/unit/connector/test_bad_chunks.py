@@ -91,7 +91,7 @@ class BadChunkTest(DirectoryTest):
                 self.path(3).unlink()
                 self.assertEqual([1, 3, 4], self.load())
                 self.assertEqual({7, 8, 9, 10}, self.side.take_failed_blocks())
-                self.assertEqual(2, self.side.counts["corrupt"])
+                self.assertEqual(2, self.side.groups[0].store.counts["corrupt"])
 
     def compared(self, *numbers: int) -> WorkerOutput:
         """Compare these chunks of a request that has computed all; return what is told of it."""
@@ -122,7 +122,7 @@ class BadChunkTest(DirectoryTest):
                 numbers = {key.prefix_hash: at for at, key in enumerate(self.keys)}
                 self.assertEqual([1, 3, 4], [numbers[chunk] for chunk in told.gone])
                 self.assertEqual([{"r": 16}, {"r"}], [told.unsaved, told.retry])
-                self.assertEqual(2, self.side.counts["corrupt"])
+                self.assertEqual(2, self.side.groups[0].store.counts["corrupt"])
                 order = SaveOrder([[1, 2, 3, 4, 5]], [(0, self.keys[1:])], request_id="r")
                 save_step(self.side, ConnectorMetadata(saves=[order]))
                 until(lambda: self.side.saves.pending == 0)
@@ -168,7 +168,7 @@ class BadChunkTest(DirectoryTest):
                 ):
                     self.assertEqual([], self.load())
                 self.assertEqual({6, 7, 8, 9, 10}, self.side.take_failed_blocks())
-                self.assertEqual(1, self.side.counts["locked"])
+                self.assertEqual(1, self.side.groups[0].store.counts["locked"])
 
     def test_direct_reads_of_other_bytes(self) -> None:
         """Files that are right although they came wrong into device memory: that way is given up.
