@@ -93,7 +93,7 @@ class Sweep:
     def measure_loads(self, chunks: int, buffers: int, rounds: int) -> list[dict[str, object]]:
         """Load by a ring of buffers of so many chunks, with each number of threads."""
         staging, rows = self.staging(chunks, buffers), []
-        warm_up(staging)
+        warm_up(staging, [torch.full((1, self.layout.chunk_tokens), -1)])
         ring = RingLoads(self.store, self.layout.full, staging, left=0)
         part = GroupLoad(0, 0, self.keys[-1].stop, self.keys)
         pool = Pool[LoadOrder](1, "none", timeout_s=600.0)

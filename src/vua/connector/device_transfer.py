@@ -227,18 +227,22 @@ class RingLoads:
         return check
 
 
-def warm_up(staging: Staging) -> None:
-    """Compile the checksum comparison, in the form used later: that takes seconds."""
+def warm_up(staging: Staging, nowhere: Sequence[torch.Tensor]) -> None:
+    """Move and compare nothing: kernels are compiled now, which takes seconds.
+
+    ``nowhere``: the slots -1 of one chunk, for each part.
+    """
     kernel, buffer = kernel_for(staging.device), staging.take()
     if buffer is None:
         return
     if kernel is not None:
         one, size = np.zeros(1, dtype=np.int64), np.array([1 << 10], dtype=np.int64)
-        headers = staging.headers(1, PAGE).reshape(1, PAGE)
+        table = (staging.headers(1, PAGE).reshape(1, PAGE), 0, np.zeros(1, dtype=np.uint64))
         with staging.aside():
-            table = (headers, 0, np.zeros(1, dtype=np.uint64))
             DigestCheck(buffer.device_bytes, PAGE, (one, size), table, kernel).queue(1)
-    staging.give_back(buffer)
+    staging.save([buffer], nowhere)
+    staging.load(buffer, nowhere)
+    staging.give_back(buffer)  # waits for all
 
 
 log = logger("worker")
@@ -298,7 +302,9 @@ class DeviceGroupTransfer(GroupTransfer):
             self.save_limit = self.save_buffers.limit
             self.load_buffers.prepare(self.load_buffers.limit)  # page-locking takes milliseconds
             self.save_buffers.prepare(self.save_limit)
-            self._warm_up()
+            nowhere = [torch.full((1, layout.chunk_tokens), -1, dtype=torch.int64)] * len(pages)
+            for staging in (self.save_buffers, self.load_buffers):
+                warm_up(staging, nowhere)
         except LayoutError as problem:
             self._places = []
             raise UncachedError(str(problem)) from problem
@@ -311,20 +317,6 @@ class DeviceGroupTransfer(GroupTransfer):
         return max(
             1, min(self.save_limit, free_nbytes // self.shard.payload_nbytes(self.group.layout))
         )
-
-    def _warm_up(self) -> None:
-        """Make an empty transfer both ways: kernels are compiled now, which takes seconds."""
-        warm_up(self.load_buffers)
-        size = self.group.layout.chunk_tokens
-        nowhere = [torch.full((1, size), -1, dtype=torch.int64) for _ in self._places]
-        for staging in (self.save_buffers, self.load_buffers):
-            buffer = staging.take()
-            if buffer is not None:
-                if staging is self.save_buffers:
-                    staging.save([buffer], nowhere)
-                else:
-                    staging.load(buffer, nowhere)
-                staging.give_back(buffer)
 
     def _pages_of(
         self, caches: Sequence[torch.Tensor], block_size: int, layouts: PageLayouts

@@ -92,11 +92,11 @@ class KVEventPublisher(ABC):
 
     def __init__(self, model: Model) -> None:
         """Announce chunks of ``model`` as blocks of its first leading cache group."""
-        self._chunk_tokens = model.chunk_tokens
+        self._tokens = model.chunk_tokens
         self._groups = [model.groups.index(group) for group in model.leading]
         self._table = model.leading[0].tables[0]
         self._block = model.block_sizes[self._table]
-        self._unit = math.lcm(self._chunk_tokens, self._block) // self._chunk_tokens
+        self._unit = math.lcm(self._tokens, self._block) // self._tokens
         """Chunks that begin and end with a block."""
         self._pending: OrderedDict[bytes, _Unit] = OrderedDict()
         """By each of their chunks."""
@@ -137,7 +137,7 @@ class KVEventPublisher(ABC):
                 else:
                     runs.append([first, first + size])
         for first, stop in runs:
-            event = self._event(request, first, stop)
+            event = self.stored_event(request, first * self._tokens, stop * self._tokens)
             if event is not None:
                 with self._lock:
                     self._announce(event, names[first:stop])
@@ -153,7 +153,7 @@ class KVEventPublisher(ABC):
                 names = tuple(key.prefix_hash for key in keys.first(stop)[first:])
                 if self._announced.get(names[-1]) or names[-1] in self._pending:
                     continue
-                event = self._event(request, first, stop)
+                event = self.stored_event(request, first * self._tokens, stop * self._tokens)
                 if event is None:
                     return
                 new = names[max(0, chunks.start - first) :]  # those before are stored already
@@ -163,9 +163,6 @@ class KVEventPublisher(ABC):
                     self._pending[name] = unit
             while len(self._pending) > MAX_PENDING:
                 self._pending.popitem(last=False)
-
-    def _event(self, request: Any, first: int, stop: int) -> StoredEvent | None:
-        return self.stored_event(request, first * self._chunk_tokens, stop * self._chunk_tokens)
 
     # -- what workers saw ---------------------------------------------------------------------
 
@@ -199,7 +196,7 @@ class KVEventPublisher(ABC):
                 log.warning("VUA: KV cache events are not fetched; some are not published")
             return
         self._queue.append(event)
-        each = self._unit * self._chunk_tokens // self._block
+        each = self._unit * self._tokens // self._block
         for at in range(0, len(names), self._unit):
             place = at // self._unit * each
             hashes = event.block_hashes[place : place + each]
