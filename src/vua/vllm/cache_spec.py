@@ -206,11 +206,15 @@ def _groups_of(
     known, paged = _divided(vllm_config, caches)
     if paged and _on_gpu():
         raise refused("tier_alone", f"such a {type(paged[0].spec).__name__}")
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:  # of other ranks' no names are known
-        if paged or len(tables) > 1:
+    text, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config
+    sizes = {"pp_size": parallel.pipeline_parallel_size, "tp_size": parallel.tensor_parallel_size}
+    if sizes["pp_size"] > 1:  # of other ranks' no names are known
+        if paged or len(tables) > 1 or getattr(text, "num_kv_shared_layers", False):
             raise refused("pipeline")
-        (kind,) = known
-        return (_pipelined(vllm_config, config.chunk_tokens, kind, known[kind][0].spec),)
+        ((kind, (first, *_)),) = known.items()
+        layers, size = text.num_hidden_layers, config.chunk_tokens
+        layout = _layout(vllm_config, size, kind, first.spec, layers)
+        return (Group(layout, tuple(range(layers)), worker_shards(layout, **sizes), (0,)),)
     size = math.lcm(*(one.spec.block_size for one in paged))  # a chunk cuts no page
     size *= -(-config.chunk_tokens // size)
     groups = [
@@ -368,16 +372,6 @@ def _layout(vllm_config: Any, size: int, kind: str, spec: Any, layers: int) -> K
         chunk_tokens=size,
         group=kind,
     )
-
-
-def _pipelined(vllm_config: Any, size: int, kind: str, spec: Any) -> Group:
-    """Describe the layers of an engine with pipeline parallelism. Raises UncachedError."""
-    text, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config
-    if getattr(text, "num_kv_shared_layers", 0):
-        raise refused("pipeline")
-    sizes = {"pp_size": parallel.pipeline_parallel_size, "tp_size": parallel.tensor_parallel_size}
-    layout = _layout(vllm_config, size, kind, spec, text.num_hidden_layers)
-    return Group(layout, tuple(range(layout.layers)), worker_shards(layout, **sizes), (0,))
 
 
 def _pages(vllm_config: Any, size: int, caches: Sequence[_Cache]) -> list[Group]:
