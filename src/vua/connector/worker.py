@@ -525,20 +525,15 @@ class WorkerSide:
             with self._reporter.writing() as report:
                 report.load_s[order.request_id] = seconds
         with self._lock:
-            if short is not None:
-                self._fail(order, short)
+            if short is not None and self._model.plain:
+                (part,), (table,), block = order.parts, order.block_ids, self._model.align
+                self._failed_blocks.update(table[short // block : -(-part.stop // block)])
+            elif short is not None:  # tokens before a gap are useless: windows there are nowhere
+                self._failed.add(order.request_id)
             self._received.add(order.request_id)
             self._running -= 1
             self.stats.set("vua_pending_loads", self._running, str(self._rank))
             self._lock.notify()
-
-    def _fail(self, order: LoadOrder, reached: int) -> None:
-        """Note what was not loaded: blocks from a token on, or the request as a whole."""
-        if self._model.plain:
-            (part,), (table,), block = order.parts, order.block_ids, self._model.align
-            self._failed_blocks.update(table[reached // block : -(-part.stop // block)])
-        else:  # tokens before a gap are useless: the windows there are not in any block
-            self._failed.add(order.request_id)
 
     def take_received(self, *, idle: bool) -> set[str]:
         """Return the requests whose loads have ended, successfully or not, each once.
