@@ -151,12 +151,6 @@ NAMED: tuple[Named, ...] = (
         "pass",
     ),
     Named(
-        "nor of one that a GPU would have had",
-        "vua/connector/device_transfer.py",
-        "self._weed(buffer, part.keys[at:], reason, job)",
-        "pass",
-    ),
-    Named(
         "what a GPU reads wrong by itself it goes on reading",
         "vua/connector/device_transfer.py",
         'gds.give_up("it read bytes that differ from the file")',

@@ -71,8 +71,8 @@ class MemoryTest(DirectoryTest):
 
     @pytest.mark.thorough
     def test_all(self) -> None:
-        """Every tool that looks at all chunks, with 512 of them and with 2,560."""
-        few, many = 512, 2560
+        """Every tool that looks at all chunks, with 2,048 of them and with 4,096."""
+        few, many = 2048, 4096
         fill(self.root, few)
         tools = self.commands()
         with Path(os.devnull).open("w", encoding="utf-8") as sink, redirect_stdout(sink):
