@@ -11,6 +11,7 @@ from e2e.by_transformers import generate
 from e2e.checkpoints import SIZES, with_biases
 from e2e.damage import CHUNK, stored
 from e2e.harness import PROMPT, SETTLE, Batch, EngineTest, llama, make, models
+from e2e.kinds import ROUTED
 from small_models import make_model
 
 pytestmark = pytest.mark.vllm
@@ -66,14 +67,8 @@ MEET: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": False, "bias": False, "alibi": False},
     "glm4_moe": {
         **KV,
-        "first_k_dense_replace": 1,
+        **ROUTED,
         "head_dim": 32,
-        "moe_intermediate_size": 64,
-        "n_group": 1,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "topk_group": 1,
     },
     "gpt_neox": {},
     "mixtral": {**KV, "num_local_experts": 4},
