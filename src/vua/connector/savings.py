@@ -75,8 +75,10 @@ class Savings:
         self._kept = list[tuple[float, float]]()
         """Measured prefills when the file was last written."""
         self._writer: threading.Thread | None = None
-        """Waits, then writes."""
-        self._soon = threading.Event()
+        """Waits, then writes; None once what it writes is decided."""
+        self._latest: threading.Thread | None = None
+        """The same, until :meth:`close` has waited for it."""
+        self._soon, self._disk = threading.Event(), new_lock()
         self._writes, self._said_s = 0, time.monotonic()
 
     def after_fork(self) -> None:
@@ -140,6 +142,7 @@ class Savings:
         if self._writer is None and self._root is not None:
             self._soon = threading.Event()
             self._writer = threading.Thread(target=self._later, args=(self._soon,), daemon=True)
+            self._latest = self._writer
             with suppress(RuntimeError):  # the process ends, or has no thread
                 self._writer.start()
             atexit.unregister(self.close)
@@ -147,7 +150,8 @@ class Savings:
 
     def _later(self, soon: threading.Event) -> None:
         soon.wait(_EVERY_S if self._writes else _FIRST_S)
-        self._write()
+        with self._disk:  # the one before may still write what is older
+            self._write()
 
     def _price(self) -> None:
         while self._waiting:
@@ -177,11 +181,9 @@ class Savings:
         Waits a second at most.
         """
         with self._lock:
-            if (
-                self._writes and self._prefill.points != self._kept
-            ):  # computed after the last lookup
+            if self._days and self._prefill.points != self._kept:  # after the last lookup
                 self._begin()
-            writer, soon = self._writer, self._soon
+            writer, soon, self._latest = self._latest, self._soon, None
         atexit.unregister(self.close)
         if writer is not None:
             soon.set()
@@ -199,9 +201,8 @@ class Savings:
 
     def _write(self) -> None:
         """Write this process's file; the first time, read all others and delete old ones."""
-        with self._lock:
-            self._writer, root = None, self._root
-        if root is None:
+        if (root := self._root) is None:
+            self._writer = None
             return
         folder = root / UPKEEP / FOLDER
         try:
@@ -210,6 +211,7 @@ class Savings:
                     self._earlier.add(x, y)
             self.total  # noqa: B018 - gives loads their price, as far as there is one now
             with self._lock:
+                self._writer = None  # what comes from here on needs another
                 own = self._kept = self._prefill.points
                 far = 2 * self._prefill.high >= self._earlier.high
                 if far and len(own) >= MIN_MEASURED:

@@ -18,7 +18,7 @@ import torch
 
 from commands import run, told
 from helpers import DirectoryTest, caches_of, until
-from vua.capacity.saved import Totals, advice, parted_at, saved_at, saved_today
+from vua.capacity.saved import Totals, advice, parted_at, prefills_of, saved_at, saved_today
 from vua.connector.load_policy import PrefillSpeed
 from vua.connector.log import logger
 from vua.connector.savings import Savings, savings_at
@@ -114,6 +114,19 @@ class TestSavings(DirectoryTest):
         engine.loaded(100, 0, 0.05)
         engine.close()
         self.assertGreater(engine.total.saved_s, 0)
+
+    def test_closed_while_writing(self) -> None:
+        """An engine that ends during its first write keeps what it measured meanwhile."""
+        speed, go = PrefillSpeed(64), threading.Event()
+        engine = Savings(speed, wall=lambda: self.now)
+        engine.keep_at(self.root, "k", 0o600)
+        with mock.patch("vua.connector.savings.forget_old", side_effect=lambda *_: go.wait()):
+            engine.looked_up(NAME, 0, 1, 64)
+            until(lambda: saved_at(self.root) == {DAY: Totals(1)})
+            speed.measured(1000, 500_000, 2.0)
+            engine.close()
+            go.set()
+        until(lambda: prefills_of(self.root, "k"))
 
     def test_short_prompts(self) -> None:
         """Short prompts, whose tokens take five times as long, are not the price of a long load.
