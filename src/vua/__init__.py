@@ -55,7 +55,6 @@ _MODULES = ("core", "errors", "llama_cpp", "lmcache", "serdes", "testing", "tran
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name, or a module that users name by its path."""
     if name not in _WHERE and name not in _MODULES:
         msg = f"module 'vua' has no attribute {name!r}"
         raise AttributeError(msg)

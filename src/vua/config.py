@@ -130,7 +130,6 @@ class VUAConfig:
             raise ConfigError(msg)
 
     def __repr__(self) -> str:
-        """Return the call that makes an equal config."""
         shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self._FIELDS)
         return f"{type(self).__name__}({shown})"
 

@@ -141,11 +141,9 @@ class VUA:
         log.debug("open %s, namespace %s", self.path, self._identity.namespace[:12])
 
     def __enter__(self) -> VUA:  # noqa: PYI034 - typing.Self needs Python 3.11
-        """Return the object itself."""
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Close."""
         self.close()
 
     def close(self) -> None:
@@ -208,7 +206,6 @@ class VUA:
         return self._opened.to_write([layout])  # raises for another one, unless it was emptied
 
     def _stored_chunks(self, store: Store, keys: KeyChain, cache: Cache) -> int:
-        """Return how many chunks are stored, after comparing one of them with ``cache``."""
         stored = store.lookup(keys)
         if self._label is not None:
             self._label.compare(store, keys[stored - 1] if stored else None, cache)
@@ -323,7 +320,6 @@ class VUA:
 
     @staticmethod
     def _stored(namespace: Namespace | None, ids: bytes) -> tuple[KeyChain | None, int]:
-        """Return the names of a sequence's chunks, and how many leading ones are stored."""
         if namespace is None:
             return None, 0
         try:

@@ -234,7 +234,6 @@ class Renewal:
             self._touches.touch([keys[index].name for index in range(chunks)])
 
     def _renew(self, chunks: Sequence[str]) -> None:
-        """Check chunks that were not checked lately, and renew the old ones."""
         try:
             life_s = self._life()
             for chunk in chunks:

@@ -185,7 +185,6 @@ class Evictor:
                 self._gather(sweep)
 
     def _adopt(self, now_ns: int) -> bool:
-        """Use the victims that another process has found; whether there are any."""
         if not self.shares:
             return False
         directory = upkeep_directory(self._root)
@@ -256,7 +255,6 @@ class Evictor:
         return freed + self._expire(now_ns, expired_ns, pulse) if expired_ns else freed
 
     def _forget(self) -> None:
-        """Forget victims whose ranks, or times, are too old."""
         self._victims, self._spared = self._victims._replace(found=Candidates.of(())), []
 
     def _expire_own(self, now_ns: int, pulse: Callable[[DeletionTotals], None]) -> DeletionTotals:
@@ -417,7 +415,6 @@ class Evictor:
         self._victims = self._victims._replace(found=self._victims.found[many:])
 
     def _stays(self, victim: Candidate, by_name: Mapping[str, Space], run: _Run) -> bool:
-        """Whether a chunk is skipped because it is not uploaded yet; counts those that go."""
         space = by_name.get(victim.space)
         if space is None or not is_unsent(space, victim.chunk):
             return False
@@ -432,7 +429,6 @@ class Evictor:
         run: _Run,
         freed: DeletionTotals,
     ) -> bool:
-        """Find more victims; whether there may be any."""
         pulse = partial(run.pulse, freed)
         sweep = self._sweep
         if sweep is None:
@@ -467,7 +463,6 @@ class Evictor:
         latest_ns: int = LATEST_NS,
         expired_ns: int = 0,
     ) -> Sweep:
-        """Begin a sweep in the place of one that may be under way."""
         rank = self._policy.rank(now_ns)
         self._sweep = Sweep(mine, wanted, rank, now_ns, latest_ns=latest_ns, expired_ns=expired_ns)
         return self._sweep
@@ -517,7 +512,6 @@ class Evictor:
                     close_quietly(directory)
 
     def _use(self, victims: Victims, *, goes_on: bool = False) -> None:
-        """Use these victims, of a search that was used before, or of another one."""
         now_s, found = time.monotonic(), victims.found
         if now_s >= self._immovable_until_s:  # somebody may have freed them
             self.immovable.clear()
@@ -532,7 +526,6 @@ class Evictor:
         self._victims, self._spared = victims._replace(found=found.in_order()), []
 
     def _drop(self, empty: Sequence[str], now_ns: int) -> None:
-        """Delete namespaces that have been empty for a while."""
         if not (empty and self._is_real):
             return
         fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -574,7 +567,6 @@ class Evictor:
         return DeletionTotals(1, nbytes)
 
     def _pass_over(self, victim: Candidate, problem: OSError) -> None:
-        """Remember a chunk that cannot go; the first one is logged."""
         self.immovable[victim.space, victim.chunk] = problem
         self.counts["immovable"] += 1
         if not self._warned:
@@ -582,7 +574,6 @@ class Evictor:
             log.warning("%s: %s", self._root, told_immovable(self.immovable))
 
     def _keep_prefix(self, space: Space, chunk: str) -> None:
-        """Note that a chunk stays, if it exists, and its prefix with it."""
         for one in ancestors(space, chunk):
             if (space.name, one) in self._kept:
                 break
@@ -645,5 +636,4 @@ class _Run:
     """Chunks that had gone when that began; -1: none has begun."""
 
     def spares(self, victim: Candidate) -> bool:
-        """Whether this victim stays: it is part of the stored prompt, or younger."""
         return self.before_ns is not None and victim.mtime_ns >= self.before_ns

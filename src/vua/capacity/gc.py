@@ -238,7 +238,6 @@ def _is_old(mtime_ns: int, now_ns: int) -> bool:
 def _sweep(
     root: str | os.PathLike[str], found: list[Space], now_ns: int, remover: Remover
 ) -> DeletionTotals:
-    """Delete temporary files and half-deleted directories that are old enough."""
     freed = NOTHING
     for space in found:
         for name, mtime_ns in list(trash_in(space.fd, roots=False)):
@@ -255,7 +254,6 @@ def _sweep(
 
 
 def _settle(space: Space, listing: Listing, now_ns: int, remover: Remover) -> DeletionTotals:
-    """Delete temporary files in chunks, and chunks without any file, that are old enough."""
     freed = NOTHING
     for chunk in listing.unsettled:
         path, mtime_ns = chunk_path(chunk), mtime_ns_of(space.fd, chunk)
@@ -297,7 +295,6 @@ def _evict_orphans(space: Space, listing: Listing, remover: Remover) -> Deletion
 
 
 def _keep_quota(space: Space, listing: Listing, most: int, remover: Remover) -> DeletionTotals:
-    """Evict the oldest of every salt that occupies more than ``most`` bytes."""
     freed = NOTHING
     for salt, has_nbytes in listing.salts_over(most):
         excess = has_nbytes - most
@@ -362,7 +359,6 @@ def _evict(
 
 
 def _drop_empty(root: str | os.PathLike[str], now_ns: int, remover: Remover) -> int:
-    """Delete namespaces that are empty and unused for a while; return how many."""
     fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with spaces(root) as found:
@@ -375,7 +371,6 @@ def _drop_empty(root: str | os.PathLike[str], now_ns: int, remover: Remover) -> 
 
 
 def _measure(root: str | os.PathLike[str], limits: ResolvedLimits, report: Collection) -> int:
-    """Note what is occupied and free; return the bytes that must go."""
     usage = measure(root, counted=_EVERY_NAME)
     report.chunks, report.nbytes, report.exact = usage.chunks, usage.nbytes, usage.exact
     status = os.statvfs(root)

@@ -106,7 +106,6 @@ class HitDensity:
     """Learns from requests and hints what chunks are worth. Not thread-safe."""
 
     def __init__(self, remembered: int = _REMEMBERED) -> None:
-        """Start with nothing known; remember at most so many chunks."""
         self._remembered, self._many = remembered, 0
         self._names: _Numbers = np.array([(1 << 64) - 1], dtype=np.uint64)
         self._rows = np.array([-1], dtype=np.int32)
@@ -298,13 +297,11 @@ def _bins(ages_s: _Floats) -> _Rows:
 
 
 def _counted(classes: npt.NDArray[np.integer[Any]], ages_s: _Floats) -> _Floats:
-    """Return how many there are by class and bin of the time."""
     cells = classes.astype(np.intp) * _BINS + _bins(ages_s)
     return np.bincount(cells, minlength=int(np.prod(_SHAPE))).reshape(_SHAPE).astype(np.float64)
 
 
 def _between(density: _Floats, classes: npt.NDArray[np.uint8], ages_s: _Floats) -> _Floats:
-    """Return the density of classes at some ages, interpolated between the bins' edges."""
     bins = np.minimum(_bins(ages_s), _BINS - 2)
     part = np.minimum(1.0, (ages_s - _EDGES_S[bins]) / _WIDTHS_S[bins])
     low, high = density[classes, bins], density[classes, bins + 1]
@@ -338,7 +335,6 @@ class UseLog:
     """One process's view of the log of a directory. One thread may append while another reads."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        """Use the log of ``root``; touches nothing yet."""
         self._root, self._folder = Path(root), Path(root) / UPKEEP / USES
         self._writer, self._path = secrets.token_hex(8), Path()
         self._left_nbytes = 0  # of this process's file; 0: it is to begin one

@@ -182,7 +182,6 @@ class Writers:
     """
 
     def __init__(self) -> None:
-        """Take a name."""
         self._name = secrets.token_hex(8)
         self._known, self._is_there = 1, False
 

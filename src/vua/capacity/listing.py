@@ -262,8 +262,6 @@ class Continuations(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The contents of a fan-out directory."""
-
     rows: list[tuple[str, int, int, str | None, str]]
     """Name, bytes, mtime in ns, preceding chunk, digest of a first chunk's extras (hex)."""
     pins: list[tuple[str, str]]
@@ -408,7 +406,6 @@ class Listing:
         return ((one.name, one.before or "") for one in self.all(where))
 
     def _ask(self, query: str, values: Sequence[object] | dict[str, Any] = ()) -> Iterator[Any]:
-        """Ask for what follows what."""
         self._base.execute("CREATE INDEX IF NOT EXISTS following ON chunks (before)")
         return iter(self._base.execute(query, values))
 
@@ -581,7 +578,6 @@ class Listing:
 
 
 def _only_in(one: Iterator[R], other: Iterator[R]) -> Iterator[R]:
-    """Yield what is in the first of two sorted sequences alone."""
     there = next(other, None)
     for here in one:
         while there is not None and there < here:  # type: ignore[operator]

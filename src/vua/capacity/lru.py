@@ -262,7 +262,7 @@ class Recent:
     """
 
     def __init__(self, interval_s: float, most: int = 1 << 16) -> None:
-        """Let the same name pass once per ``interval_s``; remember at most ``room`` names."""
+        """Let the same name pass once per ``interval_s``; remember at most ``most`` names."""
         self._interval_s, self._most = interval_s, most
         self._seen: OrderedDict[str, float] = OrderedDict()
         self._lock = new_lock()

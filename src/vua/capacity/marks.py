@@ -48,7 +48,6 @@ def unmark(directory: int, chunk: str, name: str) -> bool:
 
 
 def _inside(directory: int, chunk: str, work: Callable[[int], None]) -> bool:
-    """Call ``work`` with a chunk's directory, open; return whether that succeeded."""
     try:
         fd = open_beneath(directory, chunk_path(chunk))
         try:

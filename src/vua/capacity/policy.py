@@ -77,7 +77,6 @@ class LeastHitDensity(LRU):
     is_lasting = False
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        """Learn from the log of ``root``; reads and writes nothing yet."""
         self._root = root
         self.after_fork()
         watch(self)
@@ -88,7 +87,6 @@ class LeastHitDensity(LRU):
         self._log, self._density = UseLog(self._root), HitDensity()
 
     def asked(self, chunks: Sequence[str]) -> None:
-        """Write a prompt's chunks to the log."""
         with self._writing:
             self._log.append(chunks)
 

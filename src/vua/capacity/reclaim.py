@@ -114,8 +114,6 @@ class StoppedError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Space that a writer waits for."""
-
     nbytes: int
     below: Below
     files: int = 1
@@ -296,7 +294,6 @@ class Reclaimer:
 
     @property
     def _is_due(self) -> bool:
-        """Whether :meth:`work_ahead` has something to do."""
         now_s = time.monotonic()
         if now_s >= self._expire_from_s or self._estimate.is_ageing:
             return True
@@ -305,7 +302,6 @@ class Reclaimer:
 
     @property
     def _knows_victims(self) -> bool:
-        """Whether something can be evicted without a search."""
         return bool(self._evictor.left)
 
     def _is_search_due(self, now_s: float) -> bool:
@@ -319,7 +315,6 @@ class Reclaimer:
         return self._estimate.missing(int(limits.max_bytes * (1 - _SEARCH_SHARE))) > 0
 
     def _burst_bytes(self) -> int:
-        """Bytes to free beside what is needed."""
         limits, (few, most) = self._estimate.limits, _BURST_FILES
         if limits is None:
             return most * self._largest_bytes
@@ -367,7 +362,6 @@ class Reclaimer:
         return False
 
     def _part_bytes(self) -> int:
-        """Bytes to free before the next measurement, where far too much is stored."""
         limits, writers = self._estimate.limits, self._estimate.writers
         return 0 if limits is None else limits.max_bytes // (_PARTS * writers)
 
@@ -394,7 +388,6 @@ class Reclaimer:
         return True
 
     def _refresh(self, nbytes: int) -> None:
-        """Find out what is not known, or known for too long, to say whether ``nbytes`` fit."""
         estimate = self._estimate
         if estimate.is_stale or estimate.missing(nbytes) > 0:
             self._follow()
@@ -447,7 +440,6 @@ class Reclaimer:
         return waits
 
     def _follow(self) -> bool:
-        """Check now whether the target of writes became another directory."""
         if self._held is not None:
             with contextlib.suppress(OSError):
                 self._held.follow(doubt=True)
@@ -653,7 +645,6 @@ class Reclaimer:
             self._changed.notify_all()
 
     def _serve(self) -> bool:
-        """Answer the first waiting writer; False if none waits."""
         with self._changed:
             if not self._requests:
                 self._too_slow = False
@@ -675,7 +666,6 @@ class Reclaimer:
         return True
 
     def _between(self, held: Lease | None) -> None:
-        """Between two steps of a search: stop at the end, serve who can be served without one."""
         self._pulse(held)
         estimate = self._estimate
         if self._requests and estimate.is_stale:

@@ -216,7 +216,6 @@ def _where(space: Space, chunk: str) -> str:
 
 
 def _obstacles(space: Space, path: str) -> tuple[bool, bool]:
-    """Whether pins hold a chunk's directory, and whether it contains foreign files."""
     held = foreign = False
     with listed(space.fd, path) as entries:
         for entry in entries:
@@ -392,7 +391,6 @@ def delete_namespace(parent: int, name: str) -> int:
 
 
 def _delete_part(fd: int, name: str) -> int:
-    """Delete one entry of a namespace's directory, or VUA's part of it."""
     if is_fan(name):
         with listed(fd, name) as entries:
             chunks = [one.name for one in entries if is_chunk(one, name)]

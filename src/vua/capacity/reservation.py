@@ -60,7 +60,6 @@ class Pending:
     """The chunks that are being written, and their future mtimes. Thread-safe."""
 
     def __init__(self, wait_s: float) -> None:
-        """Wait at most ``wait_s`` seconds for another thread."""
         self._wait_s = wait_s
         self.after_fork()
         watch(self)
@@ -112,8 +111,6 @@ _BATCH_SHARE: Final = 1 / 256
 
 
 class _Use(NamedTuple):
-    """A request for a prompt."""
-
     chunks: Sequence[str]
     """Names, from the prompt's first one on."""
     touched: int
@@ -377,7 +374,6 @@ class Reservation:
         self._pending: list[str] = []
 
     def __enter__(self) -> Reservation:  # noqa: PYI034 - Self is in typing from 3.11 on
-        """Ask for the space; :attr:`granted` tells."""
         capacity, keys = self._capacity, self._keys
         self._pending = capacity.pending.enter([key.name for key in keys])
         try:

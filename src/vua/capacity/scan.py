@@ -202,7 +202,6 @@ class Sweep:
 
     @property
     def took_ns(self) -> int:
-        """How long ago it began."""
         return int((time.monotonic() - self._began_s) * 1e9)
 
     @property

@@ -76,7 +76,6 @@ class Space:
     __slots__ = ("_fd", "_pool", "name")
 
     def __init__(self, name: str, fd: int, pool: _Pool | None = None) -> None:
-        """Use the open descriptor ``fd``, or those of ``pool``."""
         self.name, self._fd, self._pool = name, fd, pool
 
     @property
@@ -369,7 +368,6 @@ def trash_in(parent: int, *, roots: bool) -> Iterator[tuple[str, int]]:
 
 
 def _is_all_ours(parent: int, name: str, *, namespace: bool) -> bool:
-    """Whether a half-deleted directory contains only names that VUA uses there."""
     with listed(parent, name) as entries:
         if not namespace:
             return all(is_chunk_file(one) for one in entries)

@@ -136,7 +136,6 @@ def _measure(space: Space, counted: int, sized: int) -> Usage | None:
 
 
 def _merged(picked: list[str], count: int, some: Sequence[str], most: int) -> list[str]:
-    """Return a random part of ``count`` chunks, ``picked`` from them, and of ``some`` further."""
     if count + len(some) <= most:
         return [*picked, *some]
     share = count / (count + len(some))

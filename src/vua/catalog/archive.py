@@ -188,7 +188,6 @@ class Reader:
 
 @contextlib.contextmanager
 def _damage_told(what: str) -> Iterator[None]:
-    """Turn `tarfile`'s exceptions for damage into InputError."""
     try:
         yield
     except (tarfile.TarError, UnicodeDecodeError) as problem:

@@ -374,7 +374,6 @@ class Catalog(ABC):
     """Whether per-chunk times to live are applied."""
 
     def __init__(self, where: str, place: Location) -> None:
-        """Use ``place``, which the operator calls ``where``."""
         self.where, self.place = where, place
 
     # -- what it is -------------------------------------------------------------------------------

@@ -126,7 +126,6 @@ class BucketNamespace(ListedNamespace):
         self.beside += self.chunks.end()
 
     def _note(self, item: Item) -> None:
-        """Note a file of VUA that is neither a chunk's entry nor its mark."""
         self.beside.append(item.path)
         if item.kind == "temporary" and item.modified_s < time.time() - _LEFTOVER_S:
             self.leftovers.append(item.path)
@@ -137,7 +136,6 @@ class BucketNamespace(ListedNamespace):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is a namespace of VUA: by its description, or by chunks in it."""
         description = self.description
         return description.identity is not None or description.is_unknown or len(self.chunks) > 0
 
@@ -193,7 +191,6 @@ class BucketNamespace(ListedNamespace):
         unpin_in_bucket(self.bucket_path, chunk, held)
 
     def listed(self, chunk: str) -> list[str]:
-        """Return the names of entries and marks."""
         one = self.chunks.get(chunk)
         paths = () if one is None else (*one.paths, *one.marks)
         names = (path.rpartition("/")[2] for path in paths)
@@ -267,7 +264,6 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         return bucket_contents(self.root)
 
     def state(self, description: Description) -> str:
-        """Request the object if nothing sound was read."""
         if description.layout is not None:
             return "ok"
         if description.is_unknown:
@@ -294,7 +290,6 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         return Bucket.each(work, items)
 
     def list_namespaces(self, show: Show) -> tuple[Sequence[BucketNamespace], Sequence[str]]:
-        """List all objects, after checking that the prefix is a cache."""
         if not self._is_asked:
             locate(self.where, create=False)
             self._is_asked = True
@@ -317,7 +312,6 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         write_bucket_bounds(self.root, bounds)
 
     def own_ttls(self) -> int:
-        """Count them; they are not applied in buckets."""
         return sum(
             kind_at(each.key.removeprefix(f"{bucket_path.key}/")) == "ttl"
             for one in bucket_descriptions(self.root)
@@ -340,7 +334,6 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
                 self.root.bucket.delete(part)
 
     def sweep(self, namespaces: Sequence[BucketNamespace], *, dry_run: bool) -> DeletionTotals:
-        """Delete copies left by renewals."""
         if dry_run:
             return DeletionTotals(0, 0)
         left = [key for space in namespaces for key in space.of_ours(space.leftovers)]
@@ -367,7 +360,6 @@ def _item(bucket_path: BucketPath, meta: Meta) -> Item:
 
 
 def _holds_entry(bucket: Bucket, key: str) -> bool:
-    """Whether an object holds an entry, by its content."""
     with contextlib.suppress(OSError):
         data = bucket.get(key, 0, _HEADER_NBYTES)[1]
         with contextlib.suppress(CorruptEntryError):
@@ -471,7 +463,6 @@ def _listing(bucket: Bucket, key: str) -> Finding:
 
 
 def _speed(bucket: Bucket, key: str, demand: Demand) -> Finding:
-    """Read an object several times at once, as loads do; the first time opens connections."""
     head_s = statistics.median(_timed(lambda: bucket.head(key)) for _ in range(_HEADS))
 
     problems: list[OSError] = []

@@ -95,7 +95,6 @@ class Checker:
     """Checks files one after the other with one buffer. Not thread-safe."""
 
     def __init__(self, keys: KnownKeys | None = None) -> None:
-        """Also check the seals of files sealed with one of ``keys``."""
         self._keys = keys or KnownKeys(NO_KEYS)
         self._buffer = memoryview(bytearray(_BUFFER_NBYTES))
 
@@ -291,7 +290,6 @@ def check_at(where: str, checker: Checker) -> tuple[Check, Description | None, E
 
 
 def _object_at(url: str) -> BucketPath:
-    """Return an object's location: below its cache's, if it has one."""
     from vua.storage.bucket import Bucket  # noqa: PLC0415 - a directory's commands start without
 
     parts = url.split("/")

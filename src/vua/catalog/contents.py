@@ -273,7 +273,6 @@ class DirectoryContents:
     """A cache in a directory, as far as `vua ls` looks into it."""
 
     def __init__(self, where: str, root: Path) -> None:
-        """Use ``root``, which the operator calls ``where``."""
         self.where, self.root = where, root
 
     @classmethod

@@ -141,7 +141,6 @@ class DirectoryNamespace(NamespaceCatalog):
         return mtime_ns_of(self.space.fd, chunk) is not None
 
     def header(self, chunk: str) -> EntryInfo | None:
-        """Read the first sound file."""
         with contextlib.suppress(OSError, CorruptEntryError):
             for name in self.listed(chunk):
                 if name.endswith(SUFFIX):
@@ -188,7 +187,6 @@ class DirectoryNamespace(NamespaceCatalog):
         return read_listing(self.space, show, known=past)
 
     def names(self, show: Show, fans: Sequence[str] | None = None) -> Listing:
-        """List the directories of chunks."""
         return read_listing(self.space, show, over_fans, headers=False, fans=fans)
 
     def other_nbytes(self) -> tuple[int, int]:
@@ -206,7 +204,6 @@ class DirectoryNamespace(NamespaceCatalog):
         return len(unpin(self.space, chunk))
 
     def pinned_nbytes(self, chunks: Sequence[str] | None = None) -> int:
-        """Weigh all pinned chunks, or those of these prefixes."""
         if chunks is None:
             return self.names(silent).totals().pinned_nbytes
         space = self.space
@@ -222,7 +219,6 @@ class DirectoryCatalog(DirectoryContents, Catalog):
         Catalog.__init__(self, where, root)
 
     def is_local(self) -> bool:
-        """Decide by the type of the file system."""
         fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             return posix.is_local(fd)
@@ -246,12 +242,10 @@ class DirectoryCatalog(DirectoryContents, Catalog):
             yield [DirectoryNamespace(self.root, space) for space in found], others
 
     def listing(self, description: Description, show: Show) -> Listing | None:
-        """Read the headers of all chunks."""
         with opened_space(description) as space:
             return read_listing(space, show, over_fans)
 
     def quick_use(self, given: Limits = NO_LIMITS) -> Use:
-        """Weigh the files of some chunks."""
         with explaining(self.where):
             usage, bounds = measure(self.root), read_bounds(self.root)
             return Use(
@@ -275,12 +269,10 @@ class DirectoryCatalog(DirectoryContents, Catalog):
         return read_bounds(self.root)
 
     def limits_of(self, bounds: Limits) -> Mapping[str, float | None]:
-        """Read them again; the file system resolves shares."""
         del bounds
         return asdict(ResolvedLimits.of(self.root, Limits()))
 
     def keep(self, news: Mapping[str, object]) -> None:
-        """Rewrite the file, without its unusable parts."""
         with explaining(self.where):
             known = read_bounds(self.root, lambda _: None)
             write_bounds(self.root, replace(known, **news))  # type: ignore[arg-type]
@@ -294,7 +286,6 @@ class DirectoryCatalog(DirectoryContents, Catalog):
         lost: Callable[[], frozenset[str]] | None = None, dry_run: bool = False,
         ask: Ask, show: Show,
     ) -> Collection:  # fmt: skip
-        """Run the full pass of :mod:`vua.capacity.gc`."""
         with explaining(self.where):
             lasting = {name: one for name, one in asdict(given).items() if one is not None}
             own = replace(read_bounds(self.root, lambda _: None), **lasting) if keep else given
@@ -317,7 +308,6 @@ class DirectoryCatalog(DirectoryContents, Catalog):
         self, chunks: Iterable[tuple[DirectoryNamespace, ListedChunk]],
         whole: Sequence[DirectoryNamespace], done: Removal, *, dry_run: bool = False,
     ) -> None:  # fmt: skip
-        """Delete chunk by chunk; a namespace by one rename if possible."""
         remover, done.nbytes = Remover(rehearse=dry_run), 0
         rest = [one for one in whole if dry_run or not self._delete_at_once(one, done, remover)]
         theirs = ((one, chunk) for one in rest for chunk in one.names(silent).all())
@@ -364,7 +354,6 @@ class DirectoryCatalog(DirectoryContents, Catalog):
     def verify(
         self, description: Description, keys: KnownKeys, share: float, show: Show, *, repair: bool
     ) -> Verification:
-        """Read files; a large namespace's with several processes."""
         result = Verification(description, self.state(description))
         try:
             with opened_space(description) as space:
@@ -390,7 +379,6 @@ class DirectoryCatalog(DirectoryContents, Catalog):
         return result
 
     def findings(self, security: Security, demand: Demand) -> Iterator[Finding]:
-        """Probe the file system in a temporary directory."""
         from vua.catalog.probes import at_rest, tried  # noqa: PLC0415 - of `vua doctor` alone
 
         owner, *others = at_rest(self.root, security)
@@ -399,7 +387,6 @@ class DirectoryCatalog(DirectoryContents, Catalog):
         yield from others
 
     def findings_at_rest(self, security: Security) -> list[Finding]:
-        """Check owner, write access, space, witness and host."""
         from vua.catalog.probes import at_rest, may_write  # noqa: PLC0415 - likewise
 
         owner, *others = at_rest(self.root, security)

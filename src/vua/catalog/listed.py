@@ -148,7 +148,6 @@ class ListedNamespace(NamespaceCatalog):
         return total.nbytes / max(1, total.chunks)
 
     def listing(self, show: Show, past: Listing | None = None) -> Listing:
-        """Read the headers of new chunks."""
         if past is not None:
             self.chunks.tell_befores(past.befores())
         self.find_befores(show)
@@ -172,7 +171,6 @@ class ListedNamespace(NamespaceCatalog):
         return chunk.name, (info.parent or "") if info is not None and info.start else ""
 
     def ancestors(self, chunk: str) -> Iterator[str]:
-        """Read the headers that are not known yet."""
         seen: set[str] = set()
         while (one := self.chunks.get(chunk)) is not None and chunk not in seen:
             yield chunk
@@ -300,7 +298,6 @@ class ListedCatalog(Catalog, Generic[N]):
                 "max_bytes_per_salt": None, "min_free_inodes": None}  # fmt: skip
 
     def own_ttls(self) -> int:
-        """Return 0: chunks have no own times to live here."""
         return 0
 
     def keep(self, news: Mapping[str, object]) -> None:

@@ -329,7 +329,6 @@ def at_rest(root: Path, security: Security) -> list[Finding]:
 
 
 def _owner(root: Path, security: Security) -> Finding:
-    """Whether an engine of this user would start with this directory."""
     name = "owner"
     try:
         check_owner(root, security)
@@ -393,7 +392,6 @@ def _guarded(
 
 
 def _speed(ground: ProbeDirectory, demand: Demand) -> Finding:
-    """Write a few MiB, read them, and read them after the page cache has dropped them."""
     content = np.random.default_rng(0).bytes(_FILE_NBYTES)
     names = [f"speed-{number}" for number in range(_FILES)]
     small = [f"small-{number}" for number in range(_SMALL_FILES)]
@@ -450,7 +448,6 @@ def _drop(ground: ProbeDirectory, name: str) -> None:
 
 
 def _is_cached(ground: ProbeDirectory, name: str) -> bool:
-    """Whether the page in a file's middle is in the page cache, according to the kernel."""
     page = np.empty(4096, dtype=np.uint8)
     where = np.array([[page.ctypes.data, page.nbytes]], dtype=np.uint64)
     with _opened(ground, name) as fd:
@@ -499,7 +496,6 @@ def _space(root: Path) -> Finding:
 
 
 def _witness(root: Path, security: Security) -> Finding:
-    """The results of comparing random chunks, by engines."""
     name, found = "witness", dict[str, SampleCounts]()
     with contextlib.suppress(OSError):
         for path in root.iterdir():

@@ -36,7 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def __getattr__(name: str) -> object:
-    """Import the command line as `click` knows it."""
     if name == "vua":
         from vua.cli.root import vua  # noqa: PLC0415 - see above
 

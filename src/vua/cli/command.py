@@ -258,8 +258,6 @@ def _sentence(text: str) -> str:
 
 
 class _Argument(click.Argument):
-    """An argument that the help explains."""
-
     def __init__(self, *words: Any, text: str = "", **more: Any) -> None:
         super().__init__(*words, **more)
         self.text = text
@@ -271,7 +269,6 @@ def argument(name: str, text: str, **more: Any) -> Callable[[F], F]:
 
 
 def _key_options() -> list[click.Parameter]:
-    """The keys, as in the engines' settings; see :func:`_security`."""
     return [
         click.Option(
             ["--key-file"], metavar="FILE", help="the directory's own key: the same as the engines'"
@@ -322,7 +319,6 @@ class _Command(click.Command):
                 formatter.write_dl(told)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write examples."""
         del ctx
         with formatter.section("Examples"):
             for one in EXAMPLES[self.name or ""]:
@@ -352,7 +348,6 @@ class _OfDirectory(_Command):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None,
         **extra: Any,
     ) -> click.Context:  # fmt: skip
-        """Parse the words, or these with the omitted directory."""
         home = os.environ.get(VARIABLE, "")
         try:
             context = super().make_context(info_name, [*args], parent, **extra)

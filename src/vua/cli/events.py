@@ -71,8 +71,6 @@ _END: Final = (-1).to_bytes(8, "big", signed=True)
 
 @dataclass(slots=True)
 class _Replay:
-    """A peer's request."""
-
     next: int
     """Number of the next batch for it."""
     since_s: float
@@ -204,7 +202,6 @@ class EventSocket:
             return
 
     def _tell(self, text: str) -> None:
-        """Log a problem with a peer, once a minute."""
         if self._clock() - self._told_s >= _QUIET_S:
             self._told_s = self._clock()
             log.warning("%s", text)
@@ -246,7 +243,6 @@ class EventSocket:
             self._tell(f"more than {_PEERS} peers ask for missed batches: one is not answered")
 
     def _send_again(self) -> bool:
-        """Send each peer a part of its replay; return whether any of them received something."""
         moved, now_s = False, self._clock()
         for who, replay in list(self._replays.items()):
             took, ended = self._replay_to(who, replay)
@@ -361,8 +357,6 @@ def events(
 
 
 class _Lines:
-    """A line of JSON on stdout per event, hashes in hex."""
-
     newcomers = False
 
     def publish(self, batch: Sequence[Mapping[str, Any]]) -> None:
@@ -392,7 +386,6 @@ def content(catalog: Catalog, past: Mapping[str, StoredNamespace]) -> dict[str, 
 def _content_of(
     space: NamespaceCatalog, past: StoredNamespace | None, show: Show
 ) -> StoredNamespace | None:
-    """Look at a namespace; after the first time only at changes."""
     layouts = past.layouts if past else space.layouts
     if not layouts:
         return None
@@ -403,7 +396,6 @@ def _content_of(
 
 
 def _is_whole(layouts: Sequence[KVLayout], shards: Iterable[Shard | None]) -> bool:
-    """Whether a chunk's files hold every group of layers that stores every chunk."""
     full = [one for one in layouts if one.window is None] or layouts
     there = [shard for shard in shards if shard is not None]
     return all(cover(one.full, there) is not None for one in full)

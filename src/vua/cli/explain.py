@@ -176,7 +176,6 @@ def _reason(answer: Answer, gap: ChunkState) -> str:
 
 
 def _of_others(answer: Answer, first: ChunkState) -> str:
-    """What the other prompts say of a first chunk that is missing."""
     others, size, salts = answer.others, answer.size, answer.salts or {}
     if others is None or not others.others:
         return "no prompt is stored here"
@@ -210,8 +209,6 @@ def _explained(
     directory: str, expected: ModelIdentity | None, found: Sequence[Description], length: int,
     answers: Sequence[Answer],
 ) -> Report:  # fmt: skip
-    """Report what is stored of a prompt of so many tokens; a miss is not damage."""
-
     def show() -> None:
         if not answers:
             print(f"{directory}: no namespace to look at, so nothing is stored: a miss")
@@ -236,7 +233,6 @@ def _explained(
 
 
 def _which(expected: ModelIdentity | None, answers: Sequence[Answer]) -> str:
-    """Say which of several namespaces counts."""
     own = expected and expected.identity.namespace
     if any(one.namespace.name == own for one in answers):
         return f"that of namespace {str(own)[:SHORT]}, if no setting of the engine counts"
@@ -247,7 +243,6 @@ def _which(expected: ModelIdentity | None, answers: Sequence[Answer]) -> str:
 
 
 def _verdicts(answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
-    """Yield each namespace's verdict, and in what it differs from the first."""
     first = answers[0].namespace.identity
     for answer in answers:
         yield answer.namespace.name[:SHORT], verdict(answer)
@@ -257,8 +252,6 @@ def _verdicts(answers: Sequence[Answer]) -> Iterator[tuple[str, str]]:
 
 
 def _of_lines(lines: Sequence[int], each: Sequence[Report]) -> Report:
-    """Report several prompts of one file."""
-
     def show() -> None:
         for number, one in zip(lines, each, strict=True):
             print(end=f"line {number}: ")
@@ -269,7 +262,6 @@ def _of_lines(lines: Sequence[int], each: Sequence[Report]) -> Report:
 
 
 def _recent(catalog: Catalog, prefix: str) -> Report:
-    """Say where the prompts of the last days part from what is stored, the last day first."""
     found, root = catalog.contents()[0], directory_of(catalog.where)
     noted = [*parted_at(root).items()] if root is not None else []
     days, told = list[dict[str, object]](), list[str]()
@@ -355,7 +347,6 @@ def _answers(
     prompt: Prompt,
     question: Question,
 ) -> list[Answer]:
-    """Return an answer per matching namespace, the most usable first."""
     answers = [
         _answer(catalog, namespace, differences, prompt, question)
         for namespace, differences in _candidates(found, expected, question)
@@ -381,7 +372,6 @@ def _expected(question: Question) -> ModelIdentity | None:
 def _candidates(
     found: Sequence[Description], expected: ModelIdentity | None, question: Question
 ) -> list[tuple[Description, list[Difference] | None]]:
-    """Return the namespaces to look at, with their differences from the model's."""
     if question.namespace:
         named = [one for one in found if one.name.startswith(question.namespace)]
         if not named:
@@ -543,7 +533,6 @@ def _named(found: Description) -> str:
 
 
 def _unlike(first: Identity, other: Identity) -> str:
-    """Name the fields in which two identities differ, with both values."""
     found = compare(ModelIdentity(first, (), ()), other)
     more = f" and {len(found) - 3} more" * (len(found) > 3)
     return (

@@ -24,8 +24,6 @@ _PATIENCE_S = 1.0
 
 
 class _Interrupts:
-    """What SIGINT does in this process."""
-
     def __init__(self) -> None:
         self._owner, self._works, self._handled = 0, False, 0
         self.came = False
@@ -40,7 +38,6 @@ class _Interrupts:
         sys.unraisablehook = self._unraisable
 
     def __enter__(self) -> None:
-        """Let SIGINT raise KeyboardInterrupt: the work begins."""
         self._works = self._owner != 0
 
     def __exit__(self, *_: object) -> None:
@@ -65,7 +62,6 @@ class _Interrupts:
                 _end()
 
     def ended(self, status: int) -> int:
-        """Return the status of a command that has ended; an interrupted process ends here."""
         if self.came:
             _end()  # Python would wait for threads that wait for a storage
         return status

@@ -26,7 +26,6 @@ def _show(
     directory: str, contents: Sequence[Content], prompts: Mapping[str, Listing], *,
     long: bool, model: str | None, saved: Totals | None,
 ) -> None:  # fmt: skip
-    """Print one row per namespace, and with ``long`` one per chunk."""
     if not contents:
         which = "" if model is None else f" of {model!r}; without --model all are listed"
         print(f"{directory}: no namespaces{which}")

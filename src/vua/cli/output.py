@@ -73,7 +73,6 @@ class Lazy(list[Any]):
     """A list for JSON, whose items are made when they are printed, and not kept."""
 
     def __init__(self, make: Callable[[], Iterable[object]]) -> None:
-        """Use what ``make`` returns."""
         super().__init__()
         self._make = make
 
@@ -137,7 +136,6 @@ class _Guarded:
         self._encoding = stream.encoding or "utf-8"
 
     def shown(self, text: str) -> str:
-        """Return ``text`` as the stream shows it, with the rest escaped."""
         lines = "\n".join(map(plain, text.split("\n")))
         return lines.encode(self._encoding, "backslashreplace").decode(self._encoding)
 
@@ -159,7 +157,6 @@ def guarded() -> Iterator[None]:
 
 
 def _beyond(stream: TextIO) -> TextIO:
-    """Return the unguarded stream, for intended control sequences."""
     return stream.beyond if isinstance(stream, _Guarded) else stream
 
 
@@ -170,7 +167,6 @@ def clear_screen() -> None:
 
 
 def _is_screen(stream: TextIO | None) -> bool:
-    """Whether a stream is a terminal that can do more than print lines."""
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -186,7 +182,6 @@ def _console() -> Console | None:
 
 
 def _screen_columns() -> int | None:
-    """Return the terminal's width; None if stdout is none."""
     return _terminal_columns() if sys.stdout.isatty() else None
 
 
@@ -269,7 +264,6 @@ def cost(counts: Mapping[str, int]) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return ``text`` in one line as stdout shows it."""
     return sys.stdout.shown(plain(text)) if isinstance(sys.stdout, _Guarded) else plain(text)
 
 
@@ -304,7 +298,6 @@ def _print(console: Console | None, *parts: tuple[str, str]) -> None:
 def _fit(
     screen: int, names: Sequence[str], cells: Sequence[Sequence[str]], *, has_head: bool = True
 ) -> None:
-    """Print rows that fit the terminal; if it is too narrow, each as a block of lines."""
     console = _console()
     head = [name.strip() for name in names]
     rows = [*([head] if has_head else []), *cells]
@@ -324,7 +317,6 @@ def _print_row(
     widths: Sequence[int],
     style: str,
 ) -> None:
-    """Print one row, in as many lines as its longest sentence needs."""
     columns = [_lines(cell, width) for cell, width in zip(row, widths, strict=True)]
     for number in range(max(map(len, columns))):
         parts: list[tuple[str, str]] = []
@@ -378,7 +370,6 @@ def _widths(screen: int, names: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def _least(column: Sequence[str], width: int, *, folds: bool) -> int:
-    """Return how narrow a column of names, sentences or moments may get."""
     whole = [_width(one) for one in column if _is_whole(one) and not (folds and " " in one)]
     return max([min(width, _LEAST), *whole])
 
@@ -421,7 +412,6 @@ def _shortened(name: str, width: int) -> str:
 
 
 def _start(text: str, width: int) -> str:
-    """Return the longest beginning of ``text`` that is at most so wide, one character at least."""
     stop = min(len(text), width)
     while stop > 1 and _width(text[:stop]) > width:
         stop -= 1
@@ -429,7 +419,6 @@ def _start(text: str, width: int) -> str:
 
 
 def _width(text: str) -> int:
-    """Return how many columns of a terminal a text takes."""
     if text.isascii():
         return len(text)
     return sum(1 + (east_asian_width(one) in "WF") for one in text if not combining(one))
@@ -464,8 +453,6 @@ def progress_line(text: str, done: int, total: int, amount: int, unit: str, seco
 
 
 class _Line:
-    """One line on a terminal, updated a few times a second."""
-
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._shown_s = _beyond(stream), 0.0
         self._part, self._began_s, self._done = ("", 0), 0.0, 0

@@ -84,7 +84,6 @@ def _ids(words: list[Any], source: str) -> bytes:
 
 
 def _json(text: str) -> Any:
-    """Return a JSON value, or None for what is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -212,7 +211,6 @@ class Tokenizer:
         return list(self._made.encode(text, add_special_tokens=special).ids)
 
     def _prompt(self, request: dict[str, Any], line: int, source: str) -> Prompt:
-        """Return what vLLM's server makes of a request."""
         where = f"{source}, line {line}"
         unknown = sorted(request.keys() - _TAKEN - _OTHER)
         if unknown:

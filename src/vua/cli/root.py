@@ -45,7 +45,6 @@ class _Commands(click.Group):
         return COMMANDS[cmd_name]
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete from the list, as `format_commands`."""
         from click.shell_completion import CompletionItem  # noqa: PLC0415 - for shells alone
 
         near = [name for name in ENTRIES if name.startswith(incomplete)]
@@ -144,7 +143,6 @@ def _run(words: list[str]) -> int:  # noqa: PLR0911 - a status for each way to e
 
 
 def _refuse(problem: click.UsageError) -> int:
-    """Report a usage error in one line, below the line of usage."""
     context, text, hint = problem.ctx, problem.format_message().rstrip("."), ""
     path = "vua" if context is None else context.command_path
     if isinstance(problem, click.MissingParameter) and problem.param is not None:

@@ -338,8 +338,6 @@ def import_(directory: str, file: str) -> Report:
 
 
 class _Taker:
-    """Imports members, one after the other."""
-
     def __init__(
         self, root: Location, reader: Reader, done: _ImportCounts, stack: ExitStack
     ) -> None:
@@ -461,7 +459,6 @@ class _Taker:
 
 
 def _stored_end(store: Store, chunk: str) -> int | None:
-    """Return the end in a stored chunk's header; None without one."""
     kinds = ("", AUTHENTIC, ENCRYPTED)
     for shard, kind in itertools.product(store.shards(chunk), kinds):
         with suppress(OSError, EntryError, UntrustedError, LayoutError):

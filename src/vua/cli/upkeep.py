@@ -44,7 +44,6 @@ _yes = click.option("--yes", is_flag=True, help="do not ask (it asks on a termin
 
 
 def _show_use(directory: str, use: Use, counts: Mapping[str, int], dollars: float | None) -> None:
-    """Print a row per namespace, and a line for all."""
     if use.namespaces:
         head = ["namespace", " chunks", " size", " pinned", " quarantine", " leftovers"]
         rows = [
@@ -110,7 +109,6 @@ def du(directory: str, *, quick: bool = False, exact: bool = False) -> Report:
 def _show_collected(
     directory: str, done: Collection, counts: Mapping[str, int], *, dry_run: bool
 ) -> None:
-    """Print what was deleted and why, and what is left."""
     limits = done.limits
     rows = [
         (name.replace("_", " "), freed.chunks, size(freed.nbytes))

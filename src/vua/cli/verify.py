@@ -149,7 +149,6 @@ def _show_verified(
     directory: str, results: Sequence[Verification], strays: Sequence[str], ids: frozenset[str],
     part: float,
 ) -> None:  # fmt: skip
-    """Print a row per namespace, a line per problem, and the other files."""
     if results:
         head = ["namespace", "model", *(f" {outcome}" for outcome in OUTCOMES), " size"]
         table(head, [_row(one) for one in results])
@@ -321,7 +320,6 @@ def inspect(files: Sequence[str]) -> Report:
 
 
 def _named(directory: str, names: Sequence[str]) -> Iterator[str]:
-    """Yield the files of chunks in a cache's directory by the first digits of their names."""
     if not names:
         text = f"{directory} is a directory; name a chunk of it, as `vua ls --long` shows"
         raise ConfigError(text)

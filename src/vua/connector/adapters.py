@@ -45,8 +45,6 @@ def together(one: Mapping[int, AdapterNote], other: Mapping[int, AdapterNote]) -
 
 @dataclass(slots=True)
 class _Question:
-    """A question to the workers."""
-
     request: Any
     asked_s: float
     sent: bool = False

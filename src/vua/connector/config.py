@@ -221,7 +221,6 @@ def _group(name: str, kind: type, given: object) -> object:
 
 
 def _check_name(name: str, names: list[str], group: str = "") -> None:
-    """Refuse a name that does not exist, with the nearest of all settings, in any group."""
     if name not in names:
         hint = _nearest(name, [*defaults(), *_GROUPS, "shared_storage_path"])
         raise ConfigError(f"{_WHERE} has no key {group + name!r}; {hint}")
@@ -244,7 +243,6 @@ def _refused(name: str, expected: str, found: object) -> ConfigError:
 
 
 def _check(settings: Any, group: str = "") -> None:
-    """Refuse values of another type than their default's, and numbers out of range."""
     for one in fields(settings):
         value, kind = getattr(settings, one.name), str(one.type)
         if one.name in _GROUPS:

@@ -74,8 +74,6 @@ class RingResult(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A buffer being sent to blocks."""
-
     buffer: DeviceBuffer
     first: int
     stop: int
@@ -83,7 +81,6 @@ class _Sent(NamedTuple):
     check: DigestCheck | None
 
     def right(self) -> int:
-        """Wait for it; return the chunk up to which all is right."""
         self.buffer.fence.wait()
         count = self.stop - self.first
         return self.first + (count if self.check is None else self.check.right(count))
@@ -209,7 +206,6 @@ class RingLoads:
         return RingResult(done)
 
     def _check_of(self, buffer: DeviceBuffer, kernel: Digests) -> DigestCheck:
-        """Return what compares a buffer's chunks, for the holder of the buffer."""
         check = self._checks.get(buffer)
         if check is None:
             plan, codec = self._transfer.plan, self._codec

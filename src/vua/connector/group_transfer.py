@@ -470,7 +470,6 @@ class GroupTransfer:
         job: Job[LoadOrder],
         ready: Callable[[], None],
     ) -> tuple[str, LoadResult]:
-        """Load leading chunks through a buffer; return the path that they took, too."""
         scatter, believed = partial(self._scatter, buffer, keys, part, job.what), job.what.believed
         loaded = self.files.load_run(buffer, keys, job, scatter, ready=ready, believed=believed)
         return "slab", loaded

@@ -210,14 +210,12 @@ class LoadPolicy:
         return LoadDecision(end - start, reason, load_s, compute_s)
 
     def _predict(self, start: int, stop: int, rows: int) -> tuple[float | None, float | None]:
-        """Return the seconds to load and to compute; None: unmeasured."""
         load_s = self._own_s(rows * self._model.loaded_nbytes(start, stop))
         load_s = None if load_s is None else self._queue_s() + load_s
         compute_s = self.prefill.seconds(stop - start, start, MIN_MEASURED)
         return load_s, None if compute_s is None else self._admitted_s + rows * compute_s
 
     def _own_s(self, nbytes: int) -> float | None:
-        """Return a load's own time; a long one takes as much per byte as the longer half."""
         byte_s = self._byte_s.at(max(1 / nbytes, self._byte_s.low), MIN_MEASURED)
         return None if byte_s is None else nbytes * byte_s
 

@@ -25,7 +25,6 @@ class WarnOnce:
         self._log, self._causes = to, set[str]()
 
     def __call__(self, cause: str, text: str) -> None:
-        """Warn of ``text``, unless there was a warning for ``cause`` before."""
         if cause not in self._causes:
             self._causes.add(cause)
             self._log.warning("VUA: %s", text)

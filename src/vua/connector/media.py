@@ -167,7 +167,6 @@ def _nbytes(value: Any) -> int:
 
 
 def _position(feature: Any) -> tuple[bytes, ...]:
-    """Return where the tokens of a feature are, and which of them represent parts of it."""
     place = feature.mm_position
     where = f"{place.offset}+{place.length}:{feature.modality}".encode()
     chosen = getattr(place, "is_embed", None)

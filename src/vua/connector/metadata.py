@@ -196,7 +196,6 @@ class WorkerOutput:
 
 
 def _merged(one: dict[Any, Any], other: dict[Any, Any], both: Callable[..., Any]) -> dict[Any, Any]:
-    """Return two mappings as one; ``both`` makes one value of two of the same key."""
     twice = {key: both(one[key], other[key]) for key in one.keys() & other.keys()}
     return one | other | twice
 

@@ -33,8 +33,6 @@ log = logger("requests")
 
 @dataclass(slots=True)
 class _Account:
-    """The history of one request."""
-
     prompt_tokens: int
     outcome: str = "not asked"
     lookup_s: float = 0.0
@@ -62,7 +60,6 @@ class RequestMetrics:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Record into ``stats``; events of loads are forwarded to ``policy``."""
         self._stats, self._policy, self._clock = stats, policy, clock
         self.savings = Savings(policy.prefill)
         self._accounts: dict[str, _Account] = {}

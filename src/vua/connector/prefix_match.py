@@ -144,7 +144,6 @@ def longest(model: Model, stores: Sequence[Store], keys: Keys, stored: int, most
         return known
 
     def missing(number: int, chunks: Sequence[int]) -> int | None:
-        """Return the first of a group's chunks that is not stored; None if all are."""
         if (search := stores[number].search) is not None:  # all at once: it remembers the answers
             search.holds([keys[chunk] for chunk in chunks], model.groups[number].written)
         return next((one for one in chunks if not is_there(number, one)), None)

@@ -72,7 +72,6 @@ def written() -> None:
 
 
 def _believed(path: Path, security: Security) -> bool:
-    """Whether a file is one that only trusted users can have put there."""
     try:
         for part in (path.parent.parent, path.parent, path):
             status = part.stat(follow_symlinks=False)

@@ -219,7 +219,6 @@ def _retain_s(payload: Mapping[str, Any]) -> float | None:
 
 
 def _shown(value: object) -> str:
-    """Return a client's value for a log line, in time and length that do not depend on its size."""
     if isinstance(value, str):
         return repr(value[:_SHOWN])
     if isinstance(value, int) and value.bit_length() > 2 * _SHOWN:

@@ -180,7 +180,6 @@ class Origins:
     """Tracks the origin of blocks. For the scheduler's thread."""
 
     def __init__(self, block_sizes: Sequence[int]) -> None:
-        """Track the blocks of cache groups with so many tokens per block."""
         self._block_sizes = block_sizes
         self._of: dict[int, Origin] = {}
 
@@ -235,8 +234,6 @@ def stop_at_state(request: Any, states: Iterable[int], computed: int) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """The chunks that one order has copied for one group of layers."""
-
     number: int
     request_id: str
     group: int
@@ -266,7 +263,6 @@ class _Copies:
     def left(
         self, group: int, keys: Sequence[ChunkKey], state: RequestState, size: int
     ) -> Sequence[ChunkKey]:
-        """Return those of a request's chunks for a group that are still to be ordered."""
         names, chunks = _names(keys, size)
         known = [self._of.get((group, name)) for name in names]
         if not any(known):
@@ -282,7 +278,6 @@ class _Copies:
 
     @staticmethod
     def _covers(copy: _Copy, state: RequestState) -> bool:
-        """Whether a copy has been under way at some time since a request was looked up."""
         since = copy.ended_s is None or copy.ended_s > state.lookup.asked_s
         own = copy.request_id == state.request.request_id
         return since and not own and state.options.hints in (SaveHints(), copy.hints)
@@ -336,7 +331,6 @@ class _Copies:
                 yield copy.group, copy.names
 
     def tidy(self, states: Iterable[RequestState]) -> None:
-        """Forget the copies that ended before any current request was looked up."""
         if not self._has_ended:
             return
         first_s = min((state.lookup.asked_s for state in states), default=math.inf)
@@ -365,7 +359,6 @@ class _Copies:
 
 
 def _names(keys: Sequence[ChunkKey], size: int) -> tuple[list[bytes], Sequence[int]]:
-    """Return the prefix hashes of chunks, and their places in the prompt."""
     if isinstance(keys, KeyRun):
         return keys.prefix_hashes, range(keys.first_chunk, keys.first_chunk + len(keys))
     return [key.prefix_hash for key in keys], [key.start // size for key in keys]
@@ -532,7 +525,6 @@ class SaveScheduler:
         return came
 
     def _stored_less(self, request_id: str, chunk: int) -> None:
-        """Note that a request that ended in this step has a chunk that is not stored."""
         if request_id in self._ended:
             chunks, stored = self._ended[request_id]
             self._ended[request_id] = chunks, min(stored, chunk)
@@ -571,7 +563,6 @@ class SaveScheduler:
     def _first_chunk(
         self, state: RequestState, found: PrefixMatch, computed: int
     ) -> tuple[range, int]:
-        """Return the chunks to look up again (see `Step.reused`), and the first one to save."""
         if state.next_save is not None or self.model.plain:
             return range(0), found.stored if state.next_save is None else state.next_save
         # windows before it may be missing, and come by now

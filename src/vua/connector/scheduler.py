@@ -123,7 +123,6 @@ class SchedulerSide:
             self._ready_s = None
 
     def _use_what_is_known(self) -> None:
-        """Use a namespace that was opened meanwhile."""
         if self._open:
             return
         opened, identity = self._opening.take(), self._opening.identity
@@ -320,7 +319,6 @@ class SchedulerSide:
     def _offer(
         self, state: RequestState, found: PrefixMatch, start: int
     ) -> tuple[int | None, bool]:
-        """Decide how much to load of what was found after ``start`` tokens."""
         limit = self.witness.limit(state.request, found, start)
         if limit is None:
             self._patience.pause()

@@ -100,7 +100,6 @@ def setting_form(value: Any, what: str) -> Any:
 
 
 def _adapted(value: Any, what: str) -> Any:
-    """Return a value of an engine's kinds as one of JSON's."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, torch.dtype | torch.device | PurePath):
@@ -160,8 +159,6 @@ more."""
 
 
 class _Code:
-    """Collects functions and constants by the place where they are found."""
-
     def __init__(self, aside: tuple[str, ...], own: frozenset[str] | None) -> None:
         self._aside, self._own = aside, own
         self.found: set[tuple[str, str]] = set()
@@ -214,7 +211,6 @@ class _Code:
                 self.add(f"{place}[]", each)
 
     def _later(self, value: Any, *, even_known: bool = False) -> None:
-        """Look at what a function or class holds later, unless it is a library's."""
         module = _module_name(value)
         package = module.partition(".")[0]
         known = package in _LIBRARIES or (
@@ -333,7 +329,6 @@ def _module_name(value: Any) -> str:
 
 
 def _unwrapped(value: Any) -> Any:
-    """Return the function of a method, property or cache."""
     if isinstance(value, staticmethod | classmethod | types.MethodType):
         return value.__func__
     if isinstance(value, property):
@@ -346,7 +341,6 @@ def _qualified(kind: type) -> str:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that a function's code uses, and those of the functions in it."""
     yield from code.co_names
     for each in code.co_consts:
         if isinstance(each, types.CodeType):

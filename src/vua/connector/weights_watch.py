@@ -133,7 +133,6 @@ class Snapshot:
             self.differs = "parameters that hold other bytes"
 
     def _read(self, stop: threading.Event) -> list[int] | None:
-        """Return digests of all bytes; None if not all could be read."""
         try:
             digests = []
             with self._aside():
@@ -150,7 +149,6 @@ class Snapshot:
         return digests
 
     def _compare(self) -> None:
-        """Check every tensor's counter and address, and some of the bytes."""
         began = time.monotonic()
         try:
             self.differs = self._tensors_differ() or self._bytes_differ()
@@ -186,8 +184,6 @@ class Snapshot:
 
 
 class _Sample(NamedTuple):
-    """Some lines of some tensors on one device, compared at once."""
-
     parts: Sequence[tuple[weakref.ref[torch.Tensor], int]]
     """The tensors, and the phase of each."""
     lines: torch.Tensor
@@ -376,7 +372,6 @@ class EngineState:
         self._start(self.expected.read_all)
 
     def _start(self, read: Callable[[threading.Event], None]) -> threading.Thread | None:
-        """Read on a thread, after the previous reader."""
         before, stop = self._thread, self._stop
 
         def run() -> None:

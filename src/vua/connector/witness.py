@@ -215,7 +215,6 @@ class Witness:
         found: PrefixMatch,
         span: tuple[int, int],
     ) -> bool:
-        """Whether a prompt whose tokens in ``span`` could be loaded is compared instead."""
         if request.request_id in self._asked or not self._every:
             return False
         self._asked.add(request.request_id)
@@ -253,7 +252,6 @@ class Witness:
         return tokens, unproved
 
     def _before(self, chunk: int) -> int:
-        """Tokens that may be loaded if those from a chunk on may not."""
         align = self._model.align  # for windows and states a part of a hit is useless
         return chunk * self._model.chunk_tokens // align * align if self._model.plain else 0
 
@@ -284,7 +282,6 @@ class Witness:
         local_tokens: int,
         unproved: dict[bytes, int],
     ) -> int | None:
-        """Wait for the comparisons that prove these writers, or begin one."""
         for writer in unproved:
             if (pending := self._pending.get((kind, writer))) is not None:
                 self._expire(pending)
@@ -379,7 +376,6 @@ class Witness:
         log.log(level, text, tokens, request_id, what, why)
 
     def _with_most_inputs(self, request: Any, stored: int) -> set[int]:
-        """Return, for each modality, the stored chunk that holds most of its tokens."""
         size, best = self._model.chunk_tokens, dict[str, tuple[int, int]]()
         for feature in request.mm_features:
             first, stop = feature.mm_position.offset, feature.mm_position.offset
@@ -390,7 +386,6 @@ class Witness:
         return {chunk for _, chunk in best.values()}
 
     def _expire(self, case: _Case) -> None:
-        """Give up a comparison whose verdicts do not come."""
         if case.ordered_s is not None and self._clock() - case.ordered_s > self._timeout_s:
             case.nothing = case.nothing or "a worker did not answer"
             self._conclude(case)
@@ -549,7 +544,6 @@ class Witness:
         log.error(_ASIDE, in_words(writer), self._model.identity.namespace, text)
 
     def _judge_oneself(self) -> None:
-        """Leave if several writers differ from this engine, and fewer agree with it."""
         aside = len(self._aside)
         if aside >= _ODD and aside > len(self._agreed) and self._leave is None:
             self._leave = _LEAVES.format(
@@ -559,7 +553,6 @@ class Witness:
 
 
 def _runs(found: PrefixMatch) -> Iterator[tuple[int, int, frozenset[bytes]]]:
-    """Yield start and end of each run of one writer's chunks, and their writers."""
     runs = found.writers or ((0, _NAMELESS),)
     for (start, writers), (stop, _) in pairwise((*runs, (found.stored, _NAMELESS))):
         yield start, stop, writers

@@ -63,8 +63,6 @@ from vua.weights import Identification, Weights
 
 @dataclass(frozen=True, slots=True)
 class _ComputedChunk:
-    """One computed chunk of one group."""
-
     group: GroupTransfer
     key: ChunkKey
     buffer: Any
@@ -135,7 +133,6 @@ class Comparisons:
                 self._tell(verdict, order.request_id, gone)
 
     def _judge(self, job: Job[_Comparison]) -> tuple[Verdict, bool]:
-        """Compare the chunks; also whether one of them is damaged or missing."""
         found: list[ComparisonResult] = []
         missing, is_hurt = "there was no whole chunk to compare", False
         for chunk in job.what.chunks:
@@ -167,7 +164,6 @@ class Comparisons:
         return min(gone, default=None)
 
     def _agreement(self, chunk: _ComputedChunk) -> tuple[Agreement | str, frozenset[bytes]]:
-        """Compare one chunk, and return its writers; a reason, if its file cannot be loaded."""
         group = chunk.group
         files = ShardFiles(group.store, group.shard)
 
@@ -314,7 +310,6 @@ class WorkerSide:
         return opened is not None
 
     def _use(self, opened: OpenedNamespace) -> None:
-        """Load from the stores of a namespace, and save there, from now on."""
         namespace = opened.namespace
         if any(group.has_replicas for group in self.groups):
             namespace.share_reads()
@@ -343,7 +338,6 @@ class WorkerSide:
         return self._left is None and not comparing
 
     def _see_weights(self) -> None:
-        """Leave the epoch if the weights in memory have changed."""
         if self._left is None and (change := self._memory.weights_changed()) is not None:
             self._left = self._begun
             log.warning(

@@ -74,7 +74,6 @@ class WriterCount:
             return self.threads
 
     def _judge(self, rate: float) -> None:
-        """Decide how many threads are measured next, given bytes per second with these."""
         before, tried = self.threads, self.threads - self._best
         factor = _FASTER if tried < 0 else 1 / _FASTER
         if not tried:
@@ -107,8 +106,6 @@ _MAX_HOLES: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """Consecutive chunks of a prompt, being stored."""
-
     group: GroupTransfer
     files: ShardFiles | None
     """Taken when they are copied: after a reset they must not get into the new epoch. None: not

@@ -216,7 +216,6 @@ class _IndexedPage:
 
 
 def _half(index: Tensor, width: int, base: Tensor) -> _StridedPage | _IndexedPage:
-    """Return where K or V of a page is in the memory of ``base``."""
     places = index // width * base.stride(2) + index % width * base.stride(3)
     offset = int(places[0, 0])
     token, dim = int(places[:2, 0][-1]) - offset, int(places[0, :2][-1]) - offset
@@ -394,7 +393,6 @@ class PagedKV:
         ]
 
     def _pieces(self, ids: _Ids, start: int, count: int, skip: int, size: int) -> Iterator[Piece]:
-        """Cut tokens at pages, and at chunks of ``size``, the first of which begins earlier."""
         held = len(ids) * self._block_size
         if start < 0 or count < 0 or start + count > held:
             raise InputError(f"tokens {start}..{start + count} are not in a table of {held} tokens")

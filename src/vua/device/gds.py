@@ -176,8 +176,6 @@ def _compare(
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """One file's payload in flight."""
-
     handle: Any
     at: int
     ended: threading.Event = field(default_factory=threading.Event)
@@ -185,8 +183,6 @@ class _Read:
 
 
 class _Files(Protocol):
-    """Methods of a storage with the capability ``device_reads``."""
-
     def open_file(self, name: str) -> tuple[int, FileStatus]: ...
 
 
@@ -194,7 +190,6 @@ class DirectReader:
     """Reads chunks of one shard, of one store, straight into device memory."""
 
     def __init__(self, gds: Gds, codec: EntryCodec, storage: Storage) -> None:
-        """Read files that ``codec`` describes, of exactly this shard, from ``storage``."""
         self._gds, self._codec, self._storage = gds, codec, storage
         self._payload = codec.file_nbytes - codec.header_nbytes
         sizes = np.array(codec.block_nbytes(), dtype=np.int64)
@@ -283,7 +278,6 @@ class DirectReader:
                 os.close(fd)
 
     def _right(self, memory: Tensor, tables: Sequence[_Sums]) -> int:
-        """Count the leading chunks whose checksums match their files."""
         if not tables:
             return 0
         places = np.arange(len(tables), dtype=np.int64)[:, None] * self._payload

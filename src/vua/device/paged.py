@@ -399,7 +399,6 @@ class WholePages:
                 pages[ids] = row[first:used].reshape(len(ids), *pages.shape[1:])
 
     def _blocks(self, block_ids: Sequence[SupportsIndex], start: int, stop: int) -> list[int]:
-        """Return the blocks that hold pages of these tokens of a chunk."""
         size = self._block_size
         first, rest = (stop - size, stop % size) if self.last else (start, start % size)
         columns = range(first // size, -(-stop // size))
@@ -456,7 +455,6 @@ def page_bytes(cache: Tensor, nbytes: int) -> Tensor:
 
 
 def _joined(axes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join axes (size, stride), outermost first, that follow each other without a gap."""
     found: list[tuple[int, int]] = []
     for size, step in axes:
         if found and found[-1][1] == size * step:

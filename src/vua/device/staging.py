@@ -77,8 +77,6 @@ def clear_error(device: torch.device) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """Host memory of one buffer, or of several adjacent ones."""
-
     host: Tensor
     mirror: Tensor
     """The same bytes on the cache's device; on the CPU ``host`` itself."""
@@ -121,14 +119,11 @@ class DeviceBuffer:
 
 
 class _Run(NamedTuple):
-    """Adjacent chunks."""
-
     memory: _Memory
     first: int
     stop: int
 
     def bytes_of(self, memory: Tensor) -> Tensor:
-        """Return the run's bytes of ``host`` or ``mirror``."""
         nbytes = len(memory) // self.memory.slots.shape[1]
         return memory[self.first * nbytes : self.stop * nbytes]
 
@@ -347,7 +342,6 @@ class Staging:
         return fence
 
     def _copy(self, to: Tensor, source: Tensor, run: _Run) -> None:
-        """Queue a run's bytes from the host to the device, or back, in pieces."""
         target, found = run.bytes_of(to), run.bytes_of(source)
         for first in range(0, len(found), _PIECE_NBYTES):
             piece = slice(first, first + _PIECE_NBYTES)
@@ -440,7 +434,6 @@ class Staging:
             at = stop
 
     def _move(self, move: Callable[..., None], run: _Run, slots: Sequence[Tensor]) -> None:
-        """Gather or scatter chunks of the mirror, part by part."""
         if self._cuda:  # page-locked: else the copy to the device would wait for it
             rooms = run.memory.slots[:, run.first : run.stop]
             slots = [target.copy_(some) for target, some in zip(rooms, slots, strict=True)]

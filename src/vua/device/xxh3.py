@@ -62,7 +62,6 @@ def checksums(
 
 
 def _word(data: Tensor, starts: _Places, lengths: _Places) -> int:
-    """The longest word that divides all of the pieces."""
     found = math.gcd(data.data_ptr(), 8, int(np.gcd.reduce(starts)), int(np.gcd.reduce(lengths)))
     return found if found in (8, 4) else 1
 

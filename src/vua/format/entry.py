@@ -272,7 +272,6 @@ class EntryCodec:
 
 
 def _self_check(header: memoryview, end: int) -> bool:
-    """Whether the self-check that ends at ``end`` matches the header around it."""
     start = end - _CHECK_WIDTH
     digest = xxhash.xxh3_64(header[:start])
     digest.update(_BLANK_CHECK)

@@ -388,7 +388,6 @@ def _names_its_length(rope: Mapping[str, object]) -> bool:
 
 
 def _rotations(config: Mapping[str, object]) -> list[Mapping[str, object]]:
-    """Return the parameters of each rotation: one, or one for each kind of layer."""
     rope = config.get("rope_parameters")
     if not isinstance(rope, Mapping):
         return []

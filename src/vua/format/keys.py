@@ -204,7 +204,6 @@ class KeyRun(Sequence[ChunkKey]):
     @overload
     def __getitem__(self, index: slice) -> KeyRun: ...
     def __getitem__(self, index: int | slice) -> ChunkKey | KeyRun:
-        """Return one key, or the run of a slice without a step."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:

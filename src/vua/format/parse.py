@@ -141,7 +141,6 @@ def codec_of(info: EntryInfo) -> EntryCodec:
 
 @functools.lru_cache(maxsize=16)
 def _codec(namespace: str, layout: KVLayout, shard: Shard, kind: str) -> EntryCodec:
-    """A cached codec: tools look at many files of one kind in a row."""
     return EntryCodec(namespace, layout, shard, kind)
 
 
@@ -301,7 +300,6 @@ def check_payload(
 
 
 def _block_name(layout: KVLayout, shard: Shard, block: int) -> str:
-    """Say which part of the model's KV cache a checksum covers."""
     step = layout.checksum_block_layers
     row, column = divmod(block, shard.checksum_blocks(layout))
     array, head = divmod(row, shard.heads)

@@ -28,7 +28,6 @@ class BufferPool:
     """
 
     def __init__(self, limit_nbytes: int) -> None:
-        """Keep at most ``limit_nbytes`` bytes of unused memory."""
         self._limit = limit_nbytes
         self._idle: list[npt.NDArray[np.uint8]] = []
         self._lock = new_lock()

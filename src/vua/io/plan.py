@@ -68,7 +68,6 @@ class EntryPlan:
     """The plan as ``struct batch`` of `load.h`: sizes, counts and addresses."""
 
     def __post_init__(self) -> None:
-        """Compute the ranges, and the addresses of the tables for C."""
         tables = (
             *(self.file_nbytes, self.header_nbytes, self.table_offset),
             *(self.reads.ctypes.data, len(self.reads), self.extents.ctypes.data),

@@ -46,7 +46,6 @@ class Job(Generic[W]):
     def __init__(
         self, pool: Pool[Any], work: Callable[[Job[W]], object], what: W, tries: int = 1
     ) -> None:
-        """Prepare to call ``work`` with this object; made by :class:`Pool`."""
         self.what = what
         """What the work is about."""
         self.tries = tries
@@ -269,7 +268,6 @@ class Pool(Generic[W]):
         threading.Thread(target=_run, args=(self._shared,), name=self._name, daemon=True).start()
 
     def _withdraw(self, job: Job[Any]) -> bool:
-        """Keep threads from starting a job; False if one has."""
         if not job._taken.acquire(blocking=False):
             return False
         with self._shared.lock:

@@ -69,7 +69,6 @@ _HOW_CACHED = _OpenHow(_READ_FLAGS, 0, _HOW_PLAIN.resolve | _RESOLVE_CACHED)
 
 
 def _bind() -> dict[str, ctypes._NamedFuncPointer]:
-    """Look the calls up once; a missing one is simply absent from the result."""
     if not LINUX64:
         return {}
     released, held = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None, use_errno=True)

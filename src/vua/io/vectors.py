@@ -25,7 +25,6 @@ _vector_args: list[Any] = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c
 
 
 def _bind() -> dict[str, ctypes._NamedFuncPointer]:
-    """Look the calls up once; a missing one is simply absent from the result."""
     if not LINUX64:
         return {}
     released, held = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None, use_errno=True)

@@ -368,11 +368,9 @@ class VUALlamaCache(BaseLlamaCache):
     # -- inside -------------------------------------------------------------------------------
 
     def _usable(self) -> VUA | None:
-        """Return the open namespace; None if none is open yet, or nothing may be stored."""
         return self._stored.usable() if self._may() else None
 
     def _may(self) -> bool:
-        """Whether what this `Llama` computes may be stored, and loaded, now."""
         llm = self._llm()
         reason = "" if llm is None else refusal(llm)
         if _asking() not in {None, llm}:
@@ -436,7 +434,6 @@ class VUALlamaCache(BaseLlamaCache):
 def _opened(
     config: VUAConfig, path: Any, prefill: PrefillSpeed, speed: str, identity: Identity
 ) -> VUA:
-    """Open a model's store; loads have the price that ``prefill`` learns for them."""
     vua = VUA(config, path, identity=identity)
     vua.savings = Savings(prefill)
     vua.savings.keep_at(path, f"{identity.namespace} {speed}", config.security.file_mode)
@@ -444,7 +441,6 @@ def _opened(
 
 
 def _speed_of(llm: Any) -> str:
-    """Return what decides how long this `Llama` computes, beside its model."""
     settings = [int(getattr(llm.context_params, name, 0)) for name in _SPEED]
     return f"{devices()} {llm.model_params.n_gpu_layers} {settings}"
 

@@ -161,7 +161,6 @@ def parse(data: bytes | bytearray) -> State:
 
 
 def _order(cells: Array) -> slice | Array:
-    """Return the cells of the tokens, by position; a slice if they are in order."""
     positions = cells[:, 0]
     sorts = np.argsort(positions, kind="stable")
     if (
@@ -174,7 +173,6 @@ def _order(cells: Array) -> slice | Array:
 
 
 def _rows(reader: _Reader, cells: int, layers: int) -> tuple[list[Array], list[int]]:
-    """Read K, or V in the same form as K."""
     arrays, types = [], []
     for _ in range(layers):
         (kind,) = reader.numbers("i")

@@ -200,7 +200,6 @@ class VLLMNestedTupleGPUConnector(KVBlobConnector):
     def _rows(
         self, blob: Tensor, start: int, end: int, kwargs: dict[str, Any]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return the tokens of each K and V in the caches, with their tensors in the blob."""
         caches = self.kvcaches_of(kwargs)
         for layer, pair in enumerate(caches):
             found = [(tuple(t.shape), t.dtype) for t in pair]
@@ -268,7 +267,6 @@ class _PagedConnector(KVBlobConnector):
         return part
 
     def _bounce(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Return memory of the tensor's shape on the cache's device."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
     def _from(self, tensor: Tensor, paged: PagedCache, slots: Tensor) -> None:
@@ -434,7 +432,6 @@ class VLLMPagedMemGPUConnectorV2(_PagedConnector):
 
 
 def _recognised(shape: tuple[int, ...], hidden: int, *, latent: bool) -> str | None:
-    """Return the axes of a layer's tensor; None if none fit, or more than one."""
     if latent:
         return {3: "BND", 4: "BHND"}.get(len(shape))
     if len(shape) == 4 and shape[1] * shape[3] == 2 * hidden:

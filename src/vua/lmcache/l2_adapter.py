@@ -70,8 +70,6 @@ _NO_CONFIG: Final = frozenset(("tokenizer.json", "tokenizer_config.json", "vocab
 
 @dataclass(frozen=True, slots=True)
 class _ModelFiles:
-    """The files at a model's name."""
-
     weights: tuple[Path, ...]
     beside: tuple[Path, ...]
     states: tuple[State, ...]
@@ -224,7 +222,6 @@ class _Form:
 
     @classmethod
     def of(cls, model: str, described: Any) -> _Form:
-        """Make it from LMCache's ``MemoryLayoutDesc`` or memory object."""
         meta = getattr(described, "metadata", described)
         shapes = getattr(meta, "shapes", None) or [meta.shape]  # several: one per group of layers
         dtypes = getattr(meta, "dtypes", None) or [meta.dtype]
@@ -261,7 +258,6 @@ class _Form:
 
     @property
     def layout(self) -> KVLayout:
-        """Return the layout of an object's file: its bytes, in one row."""
         return KVLayout(
             layers=1, kv_heads=1, k_dim=self.nbytes, v_dim=0, dtype="U8", chunk_tokens=1
         )
@@ -269,8 +265,6 @@ class _Form:
 
 @dataclass(slots=True)
 class _Task:
-    """One call of LMCache's, processed in parts."""
-
     kind: str
     keys: Sequence[Any]
     objects: Sequence[Any]
@@ -339,15 +333,12 @@ class VUAL2Adapter(L2AdapterInterface):
     # -- what LMCache calls -------------------------------------------------------------------
 
     def get_store_event_fd(self) -> int:
-        """Return the descriptor that is readable when a store task is done."""
         return int(self._fds[_STORE].fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        """Return the descriptor that is readable when a lookup is done."""
         return int(self._fds[_LOOKUP].fileno())
 
     def get_load_event_fd(self) -> int:
-        """Return the descriptor that is readable when a load task is done."""
         return int(self._fds[_LOAD].fileno())
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
@@ -399,11 +390,9 @@ class VUAL2Adapter(L2AdapterInterface):
                     self._notify_keys_deleted([key], [form.nbytes])
 
     def report_status(self) -> dict[str, Any]:
-        """Return what LMCache shows about its tiers."""
         return {"is_healthy": True, "type": "vua", "path": str(self._root)}
 
     def close(self) -> None:
-        """Finish pending work and release threads and descriptors."""
         self._pool.close()
         self._models.close()
         self._savings.close()
@@ -417,7 +406,6 @@ class VUAL2Adapter(L2AdapterInterface):
     def _start(
         self, kind: str, keys: Sequence[Any], objects: Sequence[Any], forms: Sequence[_Form | None]
     ) -> int:
-        """Give a task to the threads, in as many parts as there are."""
         with self._lock:
             self._last_id += 1
             number = self._last_id
@@ -429,7 +417,6 @@ class VUAL2Adapter(L2AdapterInterface):
         return number
 
     def _run(self, number: int, task: _Task, part: range, _: Job[None]) -> None:
-        """Process a part of a task; the last part notifies LMCache."""
         work: dict[str, Callable[[_Task, range], None]] = {
             _STORE: self._store, _LOOKUP: self._look_up, _LOAD: self._load,
         }  # fmt: skip
@@ -519,7 +506,6 @@ class VUAL2Adapter(L2AdapterInterface):
             )
 
     def _places(self, model: str, form: _Form | None) -> list[tuple[_Form, Namespace | None]]:
-        """Return the namespaces that may hold a model's objects; without a form: all used ones."""
         if form is not None:
             return [(form, self._namespace(form))]
         return [*self._used(model)] if self._models.digest(model) is not None else []
@@ -531,7 +517,6 @@ class VUAL2Adapter(L2AdapterInterface):
             ]
 
     def _namespace(self, form: _Form, *, create: bool = False) -> Namespace | None:
-        """Return the namespace of such objects; None if not yet, or never."""
         files = self._models.digest(form.model)
         if files is None:
             return None
@@ -549,7 +534,6 @@ class VUAL2Adapter(L2AdapterInterface):
 
 
 def _name(key: Any) -> ChunkKey:
-    """Return the chunk key for one of LMCache's keys: its hash, rank, group and salt."""
     parts = (
         key.chunk_hash,
         key.kv_rank.to_bytes(8, "little"),
@@ -563,7 +547,6 @@ def _name(key: Any) -> ChunkKey:
 
 
 def _by_form(task: _Task, part: range) -> Iterator[tuple[_Form, list[int]]]:
-    """Yield the indices of a part's objects per namespace, i.e. of the same form."""
     groups: dict[_Form, list[int]] = defaultdict(list)
     for at in part:
         if (form := task.forms[at]) is not None:
@@ -572,7 +555,6 @@ def _by_form(task: _Task, part: range) -> Iterator[tuple[_Form, list[int]]]:
 
 
 def _memory(objects: Sequence[Any]) -> MemoryMap:
-    """Return where objects are, each of them one token of one row."""
     addresses = np.array([one.data_ptr for one in objects], dtype=np.uint64)
     base = addresses.min()
     return MemoryMap(

@@ -391,7 +391,6 @@ def copy_strided(copies: Sequence[Strided]) -> None:
 def _elements(
     address: int, shape: Sequence[int], strides: Sequence[int], item: int
 ) -> npt.NDArray[np.unsignedinteger]:
-    """The elements of a box, as an array over its memory."""
     last = sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
     buffer = vectors.memory_at(address, last + item)
     return np.ndarray(tuple(shape), f"u{item}", buffer, strides=tuple(strides))

@@ -48,8 +48,6 @@ class _Cuts(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Where the chunks of some slots lie."""
-
     places: range
     rows: npt.NDArray[np.uint64]
     """:func:`rows_of` each, after an empty row for a header."""

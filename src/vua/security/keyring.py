@@ -187,7 +187,6 @@ class Keyring:
     """The keys of one namespace. Safe for threads."""
 
     def __init__(self, namespace: str, security: Security) -> None:
-        """Use the keys that ``security`` names in ``namespace``; they are read when needed."""
         self._namespace, self._security = namespace, security
         self._seals: dict[str, tuple[object, Seal]] = {}
         self._gone: set[Path] = set()

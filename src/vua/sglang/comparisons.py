@@ -39,16 +39,12 @@ _MOST_OPEN: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """What the witness asks of a request."""
-
     request_id: str
     mm_features: tuple[()] = ()
 
 
 @dataclass(slots=True)
 class _Open:
-    """A comparison whose pages are still to come."""
-
     awaited: set[str]
     """The names of these chunks."""
     found: list[ComparisonResult] = field(default_factory=list)
@@ -174,7 +170,6 @@ class Comparisons:
                 self._end(number)
 
     def __contains__(self, writer: object) -> bool:
-        """Whether a writer's chunks may be loaded."""
         with self._lock:
             return isinstance(writer, bytes) and self._witness.trusts(KIND, writer)
 

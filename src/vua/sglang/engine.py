@@ -158,7 +158,6 @@ class Engine:
         pool.clear = cleared
 
     def _watch_updates(self) -> None:
-        """Wrap the methods that update the runner's weights."""
         updater = self.runner.weight_updater
         if missing := [name for name in _UPDATES if not hasattr(updater, name)]:
             msg = f"SGLang's weight updater has no {missing[0]}: updates could not be noticed"
@@ -215,13 +214,10 @@ class Engine:
 
 
 class _Updater:
-    """Replaces SGLang's weight updater, and forwards everything."""
-
     def __init__(self, updater: Any, engine: Engine) -> None:
         self._vua_updater, self.vua_engine = updater, engine
 
     def __getattr__(self, name: str) -> Any:
-        """Return the updater's attribute, or one that reports the update, too."""
         found = getattr(self._vua_updater, name)
         return functools.partial(self.vua_engine.update, name, found) if name in _UPDATES else found
 
@@ -322,7 +318,6 @@ def _keep_adapters_apart(scheduler: Any) -> None:
 
 
 def _callers() -> list[FrameType]:
-    """Return the frames below which this package's code runs, the nearest first."""
     frames, frame = [], sys._getframe(1)  # noqa: SLF001
     while frame is not None:
         frames.append(frame)

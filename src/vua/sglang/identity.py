@@ -255,7 +255,6 @@ def described(
 
 
 def _build() -> str | None:
-    """Return the version of a custom build of SGLang; None: it is a release."""
     try:
         released = Version(sglang.__version__).local is None
     except InvalidVersion:
@@ -283,7 +282,6 @@ def _check_supported(arguments: Any, models: Any, is_text: bool) -> None:  # noq
 
 
 def _code(text: Any, directory: Path) -> list[str]:
-    """Return digests of the Python code among the model's own files."""
     named = getattr(text, "auto_map", None) or {}
     if not named:
         return []

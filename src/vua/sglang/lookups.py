@@ -43,7 +43,6 @@ class Reuse:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Decide for ``model`` by the settings; count decisions in ``stats``."""
         self._policy = LoadPolicy(model, config, clock=clock)
         self.savings = Savings(self._policy.prefill)
         self._stats, self._clock, self._lock = stats, clock, threading.Lock()
@@ -123,7 +122,6 @@ class Lookups:
     """Does one rank's lookups. For one thread."""
 
     def __init__(self, config: ConnectorConfig, stats: Recorder) -> None:
-        """Wait for answers as the settings say; count in ``stats``."""
         self._limit_s, self._stats = config.timeouts.lookup_s, stats
         self._breaker = Breaker("lookups", logger("storage"))
         self._pool = Pool[None](_THREADS, "vua-lookup", timeout_s=config.timeouts.io_s)

@@ -236,7 +236,6 @@ class OpenPools:
             self.comparisons.learn(found, places)
 
     def _beside(self) -> Store | None:
-        """Return the store of another engine's chunks, once there is one."""
         layouts, other = self.opened.namespace.layouts, None
         if self.beside is not None and time.monotonic() >= self._look_s:
             with contextlib.suppress(VUAError, OSError):  # it is not this engine's to complain of
@@ -467,7 +466,6 @@ class VUAHiCacheStorage(PagesInPlace):
             self._begin(self._engine, self._pools, str(directory))
 
     def _begin(self, engine: Engine, pools: Pools, name: str, revision: str | None = None) -> None:
-        """Identify the weights in a directory, and then open their namespace."""
         loaded_s, download_dir = engine.loaded_s, engine.runner.server_args.download_dir
 
         def identify(stop: threading.Event) -> Weights:
@@ -613,7 +611,6 @@ class VUAHiCacheStorage(PagesInPlace):
         host_indices: torch.Tensor | None,
         extra_info: Any,
     ) -> PoolPages | None:
-        """Return the pages of a call, if anything may be loaded or stored now."""
         usable = self._use()
         if usable is None or self._engine is None or host_indices is None or not keys:
             return None
@@ -644,7 +641,6 @@ class VUAHiCacheStorage(PagesInPlace):
             return self._usable
 
     def _leave(self) -> None:
-        """Use nothing of the engine's previous weights."""
         usable, self._usable = self._usable, None
         if self._opening is not None:
             self._opening.close()
@@ -666,5 +662,4 @@ class VUAHiCacheStorage(PagesInPlace):
 
 
 def _before(extra_info: Any) -> Sequence[str]:
-    """Return the hashes of the pages before those of a call."""
     return getattr(extra_info, "prefix_keys", None) or ()

@@ -144,8 +144,6 @@ _BUFFERS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """Chunks to move."""
-
     keys: Sequence[ChunkKey]
     pages: Sequence[int]
     buffer: StagingBuffer
@@ -355,7 +353,6 @@ class Transfers:
         return outcomes.count("written") + outcomes.count("present")
 
     def _compare(self, job: Job[_Work]) -> None:
-        """Compare computed chunks with the stored ones where that is wanted."""
         work, believed = job.what, self._believed
         for place, key in enumerate(work.keys):
             if believed is not None and believed.wants(key):

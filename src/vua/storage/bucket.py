@@ -289,7 +289,6 @@ class Bucket:
             yield [_meta(one) for one in batch]
 
     def _walk_files(self, prefix: str) -> Iterator[Meta]:
-        """Yield the files below a folder, with any name."""
         root = urlsplit(self.url).path
         for folder, _, names in os.walk(os.path.join(root, prefix)):
             for name in names:
@@ -370,7 +369,6 @@ class Bucket:
             raise error
 
     def _delete(self, keys: list[str]) -> list[tuple[str, Exception]]:
-        """Delete objects by one request if possible; return the remaining ones with reasons."""
         try:
             self._library.delete(self._writes, keys)
         except FileNotFoundError:  # some stores stop there
@@ -408,7 +406,6 @@ class Bucket:
 
     @contextmanager
     def _request(self, kind: str, key: str, *, counted: bool = True) -> Iterator[None]:
-        """Count a request, and turn any exception into an OSError."""
         where = f"{self.url}/{key}".rstrip("/")
         if _runtime.is_forked:
             msg = f"{where}: this process was forked from one that had used a bucket; start it anew"
@@ -441,7 +438,6 @@ class Bucket:
         self.breaker.went(well=True)
 
     def _failed(self, problem: BaseException, kind: str, where: str) -> StorageError:
-        """Count a failure, tell the breaker, and return the explained error."""
         self._count("failed")
         error = self._error(problem, kind, where)
         self._last = str(error.strerror)

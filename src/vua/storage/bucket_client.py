@@ -292,8 +292,6 @@ def is_panic(problem: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """obstore's settings beside the environment, and what errors report."""
-
     options: Mapping[str, Any]
     endpoint: str
     identity: str
@@ -301,7 +299,6 @@ class _Settings:
 
 
 def _named(names: tuple[str, ...]) -> tuple[str, str] | None:
-    """Return the first variable that is set, and its value."""
     return next(((name, os.environ[name]) for name in names if name in os.environ), None)
 
 
@@ -366,7 +363,6 @@ def _is_unsigned() -> bool:
 
 
 def _own_identity() -> str:
-    """Say which credentials obstore finds by itself."""
     if _is_unsigned():
         return "no credentials (AWS_SKIP_SIGNATURE)"
     for name, text in (

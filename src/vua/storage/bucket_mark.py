@@ -101,7 +101,6 @@ def _make_mark(bucket_path: BucketPath) -> None:
 
 
 def _sorted(folders: Sequence[str], objects: Sequence[Meta]) -> tuple[list[str], list[str]]:
-    """Return which folders have names of namespaces, and what else is there that is not VUA's."""
     names = [path.rpartition("/")[2] for path in folders]
     others = [path for path, name in zip(folders, names, strict=True) if not _is_known(name)]
     others += [one.key for one in objects if not _is_known(one.key.rpartition("/")[2])]

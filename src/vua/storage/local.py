@@ -287,7 +287,6 @@ class LocalStorage:
         return True
 
     def _named(self) -> tuple[tuple[int, int] | None, OSError | None]:
-        """Return the directory that the path names, if any, and why the held one is unusable."""
         dead, self._dead = self._dead, False
         named: tuple[int, int] | None = None
         try:
@@ -301,7 +300,6 @@ class LocalStorage:
         return named, None
 
     def _learn(self) -> None:
-        """Note the properties of the directory that is held now."""
         self._held = _inode(os.fstat(self._fd))
         self._local = posix.is_local(self._fd)
         self._allocated_nbytes = _ALLOCATED_NBYTES if posix.is_ext4(self._fd) else _NEVER

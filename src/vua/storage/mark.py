@@ -137,7 +137,6 @@ def make_mark(root: str | os.PathLike[str], mode: int = 0o600) -> None:
 
 
 def _is_furniture(root: str | os.PathLike[str], name: str) -> bool:
-    """Whether VUA or the file system has ``name`` in a directory without any cache."""
     if name == UPKEEP:
         with contextlib.suppress(OSError):
             ours = re.compile(f"lease|search|victims|done-|writers|clock|{USES}")
@@ -217,7 +216,6 @@ def check_start(root: str | os.PathLike[str], security: Security) -> None:
 
 
 def _missing_above(path: Path) -> str:
-    """Return the message for a ``path`` whose parent is missing, too."""
     return (
         f"{path}: no such directory, and {path.parent} is missing too; correct the path, "
         "mount what belongs there, or make that directory"

@@ -85,7 +85,6 @@ class ParentNotes:
     def __init__(
         self, bucket_path: BucketPath, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Note nothing yet; ``clock`` gives seconds."""
         self._bucket_path, self._clock = bucket_path, clock
         self._lock = threading.Lock()
         self._known: list[tuple[str, str]] = []
@@ -137,7 +136,6 @@ class WriteTimes:
     """When chunks' objects were last written, as far as answers told. Thread-safe."""
 
     def __init__(self, most: int = 1 << 16) -> None:
-        """Remember at most ``room`` chunks."""
         self._most, self._lock = most, new_lock()
         self._known: OrderedDict[str, float] = OrderedDict()
 
@@ -351,7 +349,6 @@ class ObjectStorage:
 
 
 def _joined(ranges: Sequence[tuple[int, int]], whole: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, nbytes) of the requests that bring ``ranges`` of an object."""
     start = stop = 0
     for offset, nbytes in ranges:
         if offset - stop > _GAP_NBYTES:

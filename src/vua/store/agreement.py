@@ -221,7 +221,6 @@ def _difference(store: Store, key: ChunkKey, cache: Cache) -> str:
 
 
 def _apart(ours: list[Tensor], theirs: list[Tensor], dtype: str, layer: int) -> str:
-    """Describe the distance of two models' K and V in a layer; "" for one model's."""
     if all(map(torch.equal, ours, theirs)):
         return ""
     found = compare(ours, theirs, dtype, [layer])

@@ -33,7 +33,6 @@ class UnbelievedError(Exception):
     """A sound entry whose writer is not trusted."""
 
     def __init__(self, writer: bytes) -> None:
-        """Refuse an entry of ``writer``, the name in the header."""
         super().__init__(writer.decode(errors="replace").strip())
         self.writer = writer
 
@@ -145,7 +144,6 @@ class EntryReader:
         seal: Seal | None,
         believed: Container[bytes] | None,
     ) -> tuple[int, EntryError | UnbelievedError | None]:
-        """Return how many entries are good, and what is wrong with the next one."""
         codec, plan = self._codec, self._transfer.plan
         for index, key in enumerate(keys):
             try:

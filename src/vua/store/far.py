@@ -57,7 +57,6 @@ class TieredCapacity(Capacity):
     def __init__(
         self, storage: TieredStorage, name: str, bounds: Limits | None, rules: TierRules
     ) -> None:
-        """Bound a namespace; entries that are not uploaded yet are not evicted."""
         near = storage.near
         super().__init__(near.directory.parent, near, bounds)
         self.spare_unsent()
@@ -151,8 +150,6 @@ def _in_a_child(work: Callable[[], object]) -> None:
 def _describing(
     path: BucketPath, identity: Identity, layouts: Sequence[KVLayout], security: Security
 ) -> Callable[..., None]:
-    """Return a function that describes a namespace in a bucket."""
-
     def kept(found: Description, anew: bool) -> bool:  # noqa: FBT001 - see describe_in_bucket
         return is_kept(found, layouts, anew=anew)
 
@@ -282,7 +279,6 @@ def kind_of(root: object) -> BucketKind | TiersKind:
 
 
 def _tier_kind(place: object) -> DirectoryKind | BucketKind:
-    """Return the kind of one of several tiers."""
     return _DIRECTORY if is_directory_name(place) else _BUCKET
 
 

@@ -282,7 +282,6 @@ def create_storage(
     judged = _passes(root, security)  # else opened with settings that do not ask for that
 
     def check() -> None:
-        """Apply the first opening's checks to the directory that the path names now."""
         if judged:
             check_owner(root, security)
         found, wanted = read_description(path), tuple(layouts)

@@ -96,7 +96,6 @@ class LazyNamespace:
     """An identity's namespace, opened when it is there, or made by the first write. Thread-safe."""
 
     def __init__(self, root: Location, identity: Identity, access: Access) -> None:
-        """Open nothing yet."""
         self._root, self._identity, self._access = root, identity, access
         self._lock = new_lock()
         self.reading: Namespace | None = None

@@ -104,7 +104,6 @@ class Search:
         self._known.pop(name, None)
 
     def _ask_again(self, covers: Sequence[Sequence[Shard]]) -> None:
-        """Count what came meanwhile as missing no more."""
         while self._came:
             try:
                 chunk = self._came.popleft()
@@ -128,14 +127,12 @@ class Search:
         return present
 
     def _between(self, present: int, absent: int, less: int = 0) -> list[int]:
-        """Return the chunk counts to ask for next, evenly between two known ones."""
         parts = self._storage.capabilities.probes - less + 1
         gap = absent - present
         picked = {present + gap * part // parts for part in range(1, parts)}
         return sorted(picked - {present, absent})
 
     def _discovers(self, key: ChunkKey, wanted: Sequence[Shard]) -> bool:
-        """Whether listing a chunk shows shards that were not asked for yet."""
         now_s = self._clock()
         if now_s - self._listed_s < _LISTED_S:
             return False
@@ -414,7 +411,6 @@ class Loader:
     def _load(
         self, keys: Keys, first: int, believed: Container[bytes] | None
     ) -> tuple[int, str | None]:
-        """Read from chunk ``first`` on; return the first that cannot be loaded, and the reason."""
         store, chunks = self._store, first
         while chunks < len(keys):
             got, bad = ReadResult(len(keys) - chunks), self._target
@@ -483,7 +479,6 @@ class Loader:
         return "foreign"
 
     def _follow(self, cover: list[tuple[Shard, Shard]]) -> None:
-        """Read every chunk from these (stored shard, rectangle) pairs from now on."""
         store, kind = self._store, self._seal.kind if self._seal else ""
         storage = store.files if self._memory.spread is not None and store.files else store.storage
         for stored, taken in cover:

@@ -77,7 +77,6 @@ class TieredStorage:
         return ReadResult(done, problem, versions.get)
 
     def _take_offers(self, batch: Batch, first: int, part: Batch) -> set[int]:
-        """Report whole entries of ``part`` as they arrive; return the set of their indices."""
         offered: set[int] = set()
         travels = self.travels
 
@@ -90,7 +89,6 @@ class TieredStorage:
         return offered
 
     def _report_read(self, batch: Batch, indices: Sequence[int]) -> None:
-        """Report entries that came from a slower tier and were not offered."""
         if self.travels is None:
             return
         plan = batch.transfer.plan
@@ -147,13 +145,11 @@ class TieredStorage:
 
 
 def _part(batch: Batch, first: int) -> Batch:
-    """Return a batch of the entries from ``first`` on, with its own memory for headers."""
     keep, place = batch.into.discard is not None, batch.place + first
     return Batch.of(batch.names[first:], batch.transfer, place, keep_discarded=keep)
 
 
 def _before(batch: Batch, index: int) -> str:
-    """Return the chunk before an entry, empty if unknown."""
     return batch.names[index - 1].partition("/")[0] if index else ""
 
 

@@ -369,7 +369,6 @@ class Travel:
                 self._idle.notify_all()
 
     def _unsent(self) -> list[str]:
-        """Return some of the directory's entries without a mark."""
         found = []
         for entry in self._near.list():
             if not self._is_sent(entry.name):

@@ -62,8 +62,6 @@ def same_setup(writer: bytes, other: bytes) -> bool:
 
 
 class _Process:
-    """The number of this process."""
-
     def __init__(self) -> None:
         self.after_fork()
         watch(self)
@@ -95,8 +93,6 @@ class WriterNames(set[bytes]):
 
 
 class _Stretches:
-    """Where stretches begin, and their writers."""
-
     def __init__(self, first: int) -> None:
         self.edges, self.names = {first}, dict[int, frozenset[bytes]]()
 
@@ -353,7 +349,6 @@ class EntryWriter:
         return (cover(self.shard, others) or []) if others else []
 
     def _are_there(self, run: Sequence[ChunkKey], shards: Sequence[Shard], kind: str) -> list[bool]:
-        """Whether all of these shards of each chunk exist with the right length."""
         there = [True] * len(run)
         for shard in shards:
             nbytes = self.store.codec(shard, kind).file_nbytes
@@ -433,7 +428,6 @@ class EntryWriter:
         return []
 
     def _transfer(self, kind: str) -> Transfer:
-        """Return how the shard lies in memory, and in entries with a ``kind`` of seal if any."""
         transfer = self._transfers.get(kind)
         if transfer is None:
             shard = self.shard

@@ -77,7 +77,6 @@ class _Cache:
         ]
 
     def transfer(self, codec: EntryCodec) -> Transfer:
-        """Between this memory and files of ``codec``."""
         taken = codec.shard.intersection(self.target)
         if taken is None:
             raise ValueError("the shards do not meet")

@@ -169,7 +169,6 @@ class _Note:
         ids: torch.Tensor,
         computed: Callable[[int, int, int, float], None],
     ) -> None:
-        """``computed`` learns of each prefill, see `StoredLayers.computed`."""
         self._model, self.state, self.ids = model, state, ids
         self._computed = computed
         self.light, self.tensors = light_mark(model), tensor_mark(model)
@@ -214,7 +213,6 @@ class _Note:
             self.problem = f"the model cannot be looked at ({reason_of(problem)})"
 
     def change(self) -> str:
-        """Return what changed since the cache was loaded that forbids storing it."""
         if not self.problem and tensor_mark(self._model) != self.tensors:
             self.problem = "a tensor was replaced or written to while the model computed"
         return self.problem
@@ -507,7 +505,6 @@ class PrefixCache:
             stores.measured.computed(rows, before, columns, took_s)
 
     def _say(self, reason: str) -> bool:
-        """Whether there is a reason to load and store nothing; logged once."""
         if reason and reason not in self._said:
             self._said.add(reason)
             log.warning("%s; nothing is loaded or stored while that is so", reason)
@@ -653,7 +650,6 @@ class PrefixCache:
         may: Callable[[], bool],
         prompt: int | None,
     ) -> None:
-        """Keep a copy until the model is identified, and store it then."""
         if not may():
             return
         cut = [
@@ -761,8 +757,6 @@ class NoPrefixes(PrefixCache):
 
 
 class _Once:
-    """A value that is computed at first use."""
-
     def __init__(self, ask: Callable[[], bool]) -> None:
         self._ask = ask
         self._answer: bool | None = None
@@ -774,7 +768,6 @@ class _Once:
 
 
 def _loaded_of(note: _Note, row: Row, number: int, rows: int) -> int:
-    """Return how many tokens of a row, one of so many, its cache was filled with."""
     prompts = note.ids[None] if note.ids.ndim == 1 else note.ids
     at = min(number // max(1, rows // len(prompts)), len(prompts) - 1)
     loaded = note.loaded - row.padding

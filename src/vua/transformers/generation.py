@@ -102,8 +102,6 @@ def reuse_prefixes(
 
 
 class _Generate:
-    """Replaces the `generate` of a model."""
-
     def __init__(self, prefixes: PrefixCache, model: Any) -> None:
         self._prefixes, self._model, self._generate = prefixes, model, model.generate
         self._said: set[str] = set()
@@ -134,22 +132,18 @@ class _Generate:
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copied model's own plain `generate`."""
         copied = memo.get(id(self._model))
         return self if copied is None else _plain_generate(copied)
 
     def __reduce__(self) -> tuple[Any, tuple[Any]]:
-        """Pickle as the model's own plain `generate`."""
         return _plain_generate, (self._model,)
 
     def _say(self, sentence: str) -> None:
-        """Log it, the first time."""
         if sentence not in self._said:
             self._said.add(sentence)
             log.warning("generate(): %s", sentence)
 
     def _save(self, call: _Call, cache: DynamicCache, output: Any) -> None:
-        """Store the prompts, and the generated tokens that all sequences have."""
         ids, mask, config = call.ids, call.mask, call.config
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         if config.get_generation_mode() in _BEAMS:  # rows of the cache are not rows of the output
@@ -162,8 +156,6 @@ class _Generate:
 
 
 class _Call(NamedTuple):
-    """A call of `generate`, as resolved by transformers."""
-
     ids: torch.Tensor
     """(B, T)."""
     mask: torch.Tensor | None
@@ -245,7 +237,6 @@ def _ends(eos_token_id: int | list[int] | None) -> list[int]:
 
 
 def _common_length(sequences: torch.Tensor, prompt: int, eos_token_id: Any) -> int:
-    """Return the number of columns before the first end of a sequence."""
     ended = torch.zeros(sequences.shape[1] - prompt, dtype=torch.bool, device=sequences.device)
     for end in _ends(eos_token_id):
         ended |= (sequences[:, prompt:] == end).any(dim=0)

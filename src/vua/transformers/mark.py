@@ -79,7 +79,6 @@ def mark_of(model: Any) -> Mark:
 
 
 def _attributes(module: nn.Module) -> Mark:
-    """Return a module's plain attributes and hooks."""
     own = vars(module)
     kept = {name: value for name, value in own.items() if name not in _MODULE}
     return (*_plain(kept), *own["_forward_hooks"], *own["_forward_pre_hooks"])

@@ -89,8 +89,6 @@ def difference_from_files(model: Any, files: Sequence[Path], stop: threading.Eve
 
 
 class _CheckpointTensors:
-    """The tensors of a checkpoint's files, by name."""
-
     def __init__(self, files: Sequence[Path], stack: ExitStack) -> None:
         """Open them. Raises OSError, ValueError, RuntimeError."""
         self._slices: dict[str, Any] = {}
@@ -148,7 +146,6 @@ def _difference(
     stored: _CheckpointTensors,
     stop: threading.Event,
 ) -> str:
-    """Return how one tensor differs from the file's, under any name."""
     if stop.is_set():
         raise CancelledError
     for same in _names(model, name):
@@ -315,7 +312,6 @@ class Description:
         return ModelDescription(self._files, self.others, check)
 
     def _own(self, difference: str, stop: threading.Event) -> Weights:
-        """Return the fingerprint of a model that differs from its files."""
         began = time.monotonic()
         name = self.model.config.name_or_path or type(self.model).__name__
         log.info("%s: named by its tensors in memory, because %s", name, difference)
@@ -394,7 +390,6 @@ def _unsupported(model: Any, text: Any) -> str:
 
 
 def _code(model: Any) -> list[str]:
-    """Return digests of the Python files of a model that came with its code."""
     modules = [sys.modules[kind.__module__] for kind in (type(model), type(model.config))]
     folders = {
         Path(str(module.__file__)).parent
@@ -405,7 +400,6 @@ def _code(model: Any) -> list[str]:
 
 
 def _checkpoint(model: Any) -> tuple[Path | None, list[Path], str]:
-    """Return the model's directory and weight files; and why it has none, if it has none."""
     folder = None
     try:
         folder = _folder(model)

@@ -216,14 +216,12 @@ def _settled(
     described: Description,
     caches: Callable[[Identity, Sequence[Group]], StoredLayers],
 ) -> str:
-    """Return the name of the probe that the model's agrees with; else its own."""
     probe, layout = described.probe, replace(described.layout, chunk_tokens=TOKENS)
     name = replace(described.named(identity, "probes"), chunk_tokens=TOKENS)
     stored = caches(name, groups_of(layout, [None] * layout.layers))
     free: torch.Tensor | None = None
 
     def agreeing(ids: torch.Tensor) -> str:
-        """Return the name of the stored probe; "" if none is stored, or it does not agree."""
         nonlocal free
         layers, tokens = (
             ([], 0)

@@ -60,7 +60,6 @@ def _offloaded(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def _offload_hooks(module: nn.Module) -> tuple[Any, ...]:
-    """Return accelerate's hooks of a module."""
     hook = getattr(module, "_hf_hook", None)
     return tuple(getattr(hook, "hooks", (hook,)))
 
@@ -132,7 +131,6 @@ def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield parts of a tensor along its first dimension, of some 64 MiB."""
     if not tensor.ndim or tensor.nbytes <= PIECE_NBYTES:
         yield tensor
         return
@@ -150,7 +148,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes as the largest integers that they divide into."""
     found = _bytes(tensor)
     for dtype in (torch.int64, torch.int32, torch.int16):
         if len(found) % dtype.itemsize == 0 and found.storage_offset() % dtype.itemsize == 0:
@@ -159,7 +156,6 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_threads(task: Callable[[_T], bytes], items: Sequence[_T], nbytes: int) -> list[bytes]:
-    """Return each item's result; on threads if there is much to read."""
     count = min(_MAX_THREADS, torch.get_num_threads())
     if count < 2 or nbytes <= PIECE_NBYTES:
         return [task(item) for item in items]

@@ -120,7 +120,6 @@ def _counted(
     config: Mapping[str, object],
     groups: Sequence[Group],
 ) -> dict[str, object]:
-    """Return what the engine computes, and how its layers are distributed."""
     counted = {**config, **division(groups)}
     tables = kv_cache_config.kv_cache_groups
     tp_size = vllm_config.parallel_config.tensor_parallel_size
@@ -154,8 +153,6 @@ def _specs_of(table: Any) -> dict[str, Any]:
 
 
 class _Cache(NamedTuple):
-    """A layer's cache: some layers have several."""
-
     table: int
     """The number of vLLM's cache group."""
     name: str
@@ -353,7 +350,6 @@ def _group(
 
 
 def _layout(vllm_config: Any, size: int, kind: str, spec: Any, layers: int) -> KVLayout:
-    """Describe so many layers of one kind whose form is known, in chunks of ``size`` tokens."""
     if isinstance(spec, MambaSpec):
         tp_size = vllm_config.parallel_config.tensor_parallel_size
         parts = 1 if getattr(spec, "tp_replicated", False) else tp_size
@@ -375,7 +371,6 @@ def _layout(vllm_config: Any, size: int, kind: str, spec: Any, layers: int) -> K
 
 
 def _pages(vllm_config: Any, size: int, caches: Sequence[_Cache]) -> list[Group]:
-    """Describe the caches whose pages are stored as they are: those alike are a group."""
     tp_size = vllm_config.parallel_config.tensor_parallel_size
     kinds = dict[tuple[str, int, int, int], list[_Cache]]()
     for one in caches:

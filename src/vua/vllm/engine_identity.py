@@ -154,7 +154,6 @@ def has_secondary(model_class: type) -> bool:
 
 
 def _quantisation_files(model_config: Any, root: Path) -> list[Path]:
-    """Return the files in which a quantised checkpoint describes itself beside its config."""
     if model_config.quantization is None or not root.is_dir():
         return []
     from vllm.model_executor.layers.quantization import get_quantization_config
@@ -207,7 +206,6 @@ def settings_of(vllm_config: Any, kv_dtype: torch.dtype) -> Settings:
 
 
 def _fields(config: Any, owner: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield class, field and value of everything that is not excluded."""
     excluded, _ = known_fields(owner)
     holders = HOLDERS.get(owner, "").split()
     for each in dataclasses.fields(config):
@@ -277,7 +275,6 @@ def engine_identity(
 
 
 def _of_longest(model: Any, config: Mapping[str, Any]) -> dict[str, object]:
-    """Return what K depends on by the length of the longest prompt."""
     longest = config.get("max_position_embeddings")
     if varies_with_length(config):  # vLLM chooses the frequencies once, by this length
         return {"vua.vllm_max_model_len": model.max_model_len}
@@ -329,7 +326,6 @@ def _random_weights(vllm_config: Any) -> list[object]:
 
 
 def _draft(vllm_config: Any) -> list[str] | None:
-    """Return what the layers of a draft depend on besides its weights; None without one."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method not in DRAFTS:
         return None
@@ -344,7 +340,6 @@ def _draft(vllm_config: Any) -> list[str] | None:
 
 
 def _whole(model: Any) -> str:
-    """Digest a multi-part config except for the text part, which counts separately."""
     text = model.hf_text_config.model_type
     config = model.hf_config.to_dict()
     return config_digest(
@@ -358,7 +353,6 @@ def _whole(model: Any) -> str:
 
 
 def _foreign_class(model: Any) -> str | None:
-    """Return the class that runs if it is not vLLM's own for this architecture."""
     from vllm.model_executor.models import registry
 
     used = registry.ModelRegistry.models.get(model.architecture)
@@ -377,7 +371,6 @@ def _foreign_class(model: Any) -> str | None:
 
 
 def _code(vllm_config: Any) -> list[str]:
-    """Return digests of the Python code among the model's own files."""
     model = vllm_config.model_config
     configs = [model.hf_config.to_dict(), model.hf_text_config.to_dict()]
     maps = [each["auto_map"] for each in configs if isinstance(each.get("auto_map"), Mapping)]

@@ -150,7 +150,6 @@ def adapter_content(adapter: Any) -> Content:
 
 
 def _attributes(value: Any) -> Mapping[str, Any] | None:
-    """Return the content of vLLM's own objects; None for any other."""
     if not type(value).__module__.startswith("vllm.lora."):
         return None
     return {name: item for name, item in vars(value).items() if name not in _NAMES}

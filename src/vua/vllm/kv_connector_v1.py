@@ -96,7 +96,6 @@ class BlockEvents(KVEventPublisher):
     """Describes chunks as vLLM's blocks."""
 
     def __init__(self, model: Model, vllm_config: Any, kv_cache_config: Any) -> None:
-        """Take the kind and the hashes of blocks from the engine's configuration."""
         super().__init__(model)
         spec = kv_cache_config.kv_cache_groups[self._table].kv_cache_spec
         _, hash_block = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
@@ -395,7 +394,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Order the load of ``num_external_tokens`` into the request's blocks."""
         side = self.scheduler
         if side is not None:
             with self._guarded():
@@ -416,7 +414,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         return orders
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Learn from the workers which loads have failed."""
         side = self.scheduler
         received = connector_output.finished_recving or set()
         failed = getattr(connector_output, "failed_recving", None) or set()

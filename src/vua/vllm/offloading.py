@@ -124,7 +124,6 @@ class VUAOffloadingConnector(OffloadingConnector):
             self._align = math.lcm(*states) if states else 0
 
     def _identify(self, vllm_config: Any, cache: Any) -> tuple[Mapping[str, object], str]:
-        """Return what the pages depend on, or why that is not known."""
         tables = cache.kv_cache_groups
         specs = {name: spec for one in tables for name, spec in _specs_of(one).items()}
         self._is_causal = all(map(is_causal, specs.values()))
@@ -201,7 +200,6 @@ class VUAOffloadingConnector(OffloadingConnector):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """End work that raises: requests are served without it."""
         try:
             yield
         except Exception as problem:  # noqa: BLE001 - whatever breaks
@@ -276,7 +274,6 @@ class VUAOffloadingConnector(OffloadingConnector):
         super().update_connector_output(connector_output)
 
     def _heed(self, notes: Notes) -> None:
-        """Pause while the weights are compared; leave what is stored if they have changed."""
         wait_s = (self._unsure_until_s or time.monotonic() + _PATIENCE_S) if notes.unsure else 0.0
         self._unsure_until_s, self._engine.unsure = wait_s, notes.unsure
         if notes.unknown and not self._engine.left:
@@ -346,7 +343,6 @@ def _hash_of(vllm_config: Any) -> str:
 
 
 def _elements(vllm_config: Any, cache: Any) -> dict[int, str]:
-    """Return the dtypes of the cache groups whose rows are plain elements, by their number."""
     found = {}
     for at, table in enumerate(cache.kv_cache_groups):
         specs = list(_specs_of(table).values())

@@ -54,13 +54,11 @@ _NO_VLLM: Final = (
 
 
 def _usage() -> str:
-    """The options that this command adds to vLLM's, with every setting of the connector."""
     lines = [f"  {name:<28} {json.dumps(value)}" for name, value in defaults().items()]
     return _USAGE + "\n".join(lines) + "\n"
 
 
 def _refused() -> str:
-    """What is not stored: of which, why, and what to do."""
     return "".join(
         f"{one.of}: {one.why.replace('{}', '...')}\n    {one.do}\n" for one in REFUSALS.values()
     )
@@ -106,7 +104,6 @@ def with_connector(arguments: Sequence[str]) -> list[str]:
 
 
 def _check_options(arguments: Sequence[str], transfer: dict[str, Any]) -> None:
-    """Raise ConfigError for what nearly is an option of VUA's, or what puts VUA aside."""
     for given in (argument.partition("=")[0] for argument in arguments):
         name = given.replace("_", "-")
         if name == "--kv-offloading-size" and replaced(transfer):

@@ -55,7 +55,6 @@ def plain(value: Any, depth: int = 0) -> object:
 
 
 def _fields_of(value: Any) -> Mapping[str, Any] | None:
-    """Return the content of a mapping or configuration object, None for anything else."""
     if isinstance(value, type):
         return None
     if isinstance(value, Mapping):

@@ -45,7 +45,6 @@ NEWEST: Final = Version("0.33")
 
 
 def _release() -> Version | None:
-    """The minor release of vLLM; None for a custom build."""
     try:
         found = Version(vllm.__version__)
     except InvalidVersion:
@@ -246,7 +245,6 @@ def _host_nbytes(vllm_config: Any) -> int:
 
 
 def _below_offloading(ours: Any, nbytes: int) -> Any:
-    """Return the ``kv_transfer_config`` of vLLM's offloading with a tier for the connector's."""
     tier: dict[str, Any] = {"type": "VUATier", "module_path": "vua.vllm.tier"}
     tier |= ours.kv_connector_extra_config
     tier["path"] = tier.pop("shared_storage_path")
@@ -270,7 +268,6 @@ def _transfer(given: Any) -> Any:
 
 
 def _joined(given: Any, ours: Any) -> Any:
-    """Return a MultiConnector of the user's connectors and, after them, VUA's."""
     names = ("kv_connector", "kv_connector_module_path", "kv_role", "kv_connector_extra_config")
     multi, own = copy(given), [{name: getattr(given, name) for name in names}]
     if given.kv_connector == "MultiConnector":

@@ -292,7 +292,6 @@ def _digests(fd: int, parts: Sequence[_Part], work: Work) -> list[str]:
 
 
 def _hash(fd: int, pieces: Sequence[tuple[int, int]], work: Work) -> list[bytes]:
-    """Return the SHA-256 of each (offset, length)."""
     found: list[bytes] = [b""] * len(pieces)
     if sum(nbytes for _, nbytes in pieces) <= _SMALL_NBYTES:
         _hash_some(fd, pieces, iter(range(len(pieces))), found, work)
@@ -330,8 +329,6 @@ def _hash(fd: int, pieces: Sequence[tuple[int, int]], work: Work) -> list[bytes]
 
 
 class _Numbers(Iterator[int]):
-    """0, 1, 2, ... for several threads."""
-
     def __init__(self, count: int) -> None:
         self._lock, self._next, self._count = threading.Lock(), 0, count
 

@@ -565,7 +565,6 @@ def _content(remembered: Mapping[str, Any] | None) -> Content | None:
 
 
 def _combined(found: Mapping[Path, Content]) -> str:
-    """Return one digest of all tensors, and of the files that are digested whole."""
     holders: dict[str, dict[str, list[bytes]]] = defaultdict(lambda: defaultdict(list))
     entries: set[bytes] = set()
     for path, content in found.items():

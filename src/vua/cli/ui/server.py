@@ -127,7 +127,6 @@ def _row(catalog: Catalog, space: NamespaceCatalog) -> dict[str, Any]:
 def _todo(
     place: str, rows: Sequence[dict[str, Any]], use: Use | None, bad: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Return what one may want to do, most urgent first, and the commands for this cache."""
     todo = []
     if _DAMAGED in bad:
         text = "take damaged files out of use: the next save writes them anew"
@@ -209,7 +208,6 @@ class Files:
 
 
 def _stamp(path: str) -> object:
-    """Return what changes if a file is written, replaced or given another mode."""
     try:
         status = os.lstat(path)
     except OSError:
@@ -218,7 +216,6 @@ def _stamp(path: str) -> object:
 
 
 def _short(path: str) -> str:
-    """Return the first digits of each name in a path: namespace, chunk."""
     return "/".join(one[:SHORT] for one in path.split("/") if is_namespace_name(one)) or path
 
 
@@ -298,7 +295,6 @@ class Server(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
@@ -322,7 +318,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: stderr is for errors."""
 
     def do_GET(self) -> None:
-        """Send a file of the page, or what it shows."""
         try:
             path = urlsplit(self.path).path
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
@@ -344,7 +339,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, self.server.watch.seen)
 
     def do_PUT(self) -> None:
-        """Refuse every other method: nothing here changes the directory."""
         self._send(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "only GET"})
 
     do_POST = do_DELETE = do_HEAD = do_PATCH = do_PUT  # noqa: N815
