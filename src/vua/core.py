@@ -137,7 +137,8 @@ class VUA:
         self._label = None if identity else Label(self.path, self.config.model, default=unnamed)
         self._buffers = BufferPool(self.config.buffer_bytes)
         self._threads = Pool[None](self.config.threads, "vua")
-        self.savings = savings_at(nearest(self.path), config.security.file_mode)
+        security = config.security
+        self.savings = savings_at(nearest(self.path), security.file_mode, security.key_file)
         log.debug("open %s, namespace %s", self.path, self._identity.namespace[:12])
 
     def __enter__(self) -> VUA:  # noqa: PYI034 - typing.Self needs Python 3.11

@@ -1,12 +1,14 @@
 """What loads saved, and how far prompts were found, as engines note it in a directory: for people.
 
 Each process has one small file in ``.upkeep/saved`` (`vua.connector.savings`), for the last days
-(UTC). Tools add up all files. A user who may write there can change these numbers, and nothing
-else.
+(UTC). Tools add up all files. Engines with a ``key_file`` end their files with a tag made with it,
+and who reads with the key counts only these. A user who may write there can change what all others
+read, and nothing else.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import re
@@ -74,12 +76,14 @@ class Totals(NamedTuple):
         return f"{time_saved} {self.loaded_tokens:,} tokens loaded, {found}"
 
 
-def _noted(root: Path, name: str, read: Callable[[Any], T]) -> Iterator[tuple[str, str, T]]:
+def _noted(
+    root: Path, name: str, read: Callable[[Any], T], key_file: str | None
+) -> Iterator[tuple[str, str, T]]:
     """Yield what all files have of this name, by day (UTC), and by namespace or "".
 
-    Raises nothing: what cannot be read or makes no sense is left out.
+    What cannot be read or makes no sense is left out. Raises NoKeyError alone.
     """
-    for found in _files(root / UPKEEP / FOLDER):
+    for found in _files(root / UPKEEP / FOLDER, key_file):
         with suppress(TypeError, ValueError, KeyError, AttributeError):
             noted = [(at[:10], at[11:], read(each)) for at, each in found[name].items()]
             for day, *_ in noted:
@@ -88,19 +92,20 @@ def _noted(root: Path, name: str, read: Callable[[Any], T]) -> Iterator[tuple[st
                 yield from noted
 
 
-def saved_at(root: Path) -> dict[str, Totals]:
-    """Return what all processes saved in a cache's directory, by day; raises nothing."""
+def saved_at(root: Path, key_file: str | None = None) -> dict[str, Totals]:
+    """Return what all processes saved in a cache's directory, by day. Raises NoKeyError."""
     days: dict[str, Totals] = {}
-    for day, _, each in _noted(root, "days", lambda one: Totals._make(map(_number, one))):
+    read = _noted(root, "days", lambda one: Totals._make(map(_number, one)), key_file)
+    for day, _, each in read:
         days[day] = add_up((days.get(day, Totals()), each))
     return dict(sorted(days.items())[-DAYS:])
 
 
-def saved_today(where: str) -> Totals | None:
+def saved_today(where: str, key_file: str | None = None) -> Totals | None:
     """Return what all processes have saved since midnight, UTC; None: nothing is known."""
     if (root := directory_of(where)) is None:
         return None
-    return saved_at(root).get(time.strftime("%Y-%m-%d", time.gmtime()))
+    return saved_at(root, key_file).get(time.strftime("%Y-%m-%d", time.gmtime()))
 
 
 def ends_of(parted: Parted) -> str:
@@ -125,10 +130,10 @@ def advice(parted: Parted) -> str:
     return f"{within:,} {of} part within their first {most:,} tokens: {why}?"
 
 
-def parted_at(root: Path) -> dict[str, dict[str, Parted]]:
-    """Return where prompts of all processes parted, by day and namespace; raises nothing."""
+def parted_at(root: Path, key_file: str | None = None) -> dict[str, dict[str, Parted]]:
+    """Return where prompts of all processes parted, by day and namespace. Raises NoKeyError."""
     days: dict[str, dict[str, Parted]] = {}
-    for day, name, each in _noted(root, "parted", _ends):
+    for day, name, each in _noted(root, "parted", _ends, key_file):
         spaces = days.setdefault(day, {})
         spaces[name] = spaces.get(name, Parted()) + each
     return dict(sorted(days.items())[-DAYS:])
@@ -152,9 +157,9 @@ def _number(value: object) -> float:
     return value
 
 
-def prefills_of(root: Path, kind: str) -> list[tuple[float, float]]:
+def prefills_of(root: Path, kind: str, key_file: str | None = None) -> list[tuple[float, float]]:
     """Return (tokens before, seconds per token) of the latest engine of this kind."""
-    for found in _files(root / UPKEEP / FOLDER) if kind else ():
+    for found in _files(root / UPKEEP / FOLDER, key_file) if kind else ():
         with suppress(TypeError, ValueError, KeyError):
             points = [(_number(x), _number(y)) for x, y in found["prefills"]]
             if found["kind"] == kind and points:
@@ -162,8 +167,27 @@ def prefills_of(root: Path, kind: str) -> list[tuple[float, float]]:
     return []
 
 
-def _files(folder: Path) -> Iterator[Any]:
-    """Yield the content of the files, the latest first."""
+def tagging(key_file: str | None) -> Callable[[str, bytes], bytes]:
+    """Return what makes the tag of a file from its name and text; b"" without a key.
+
+    Raises NoKeyError.
+    """
+    if key_file is None:
+        return lambda *_: b""
+    from vua.security.keyring import read_key  # noqa: PLC0415 - `vua ls` is quicker without
+    from vua.security.seal import derived  # noqa: PLC0415 - needs an optional package
+
+    key = read_key(Path(key_file))
+
+    def tag(name: str, text: bytes) -> bytes:
+        return hmac.digest(derived(key, "vua.saved.v1", name), text, "sha256").hex().encode()
+
+    return tag
+
+
+def _files(folder: Path, key_file: str | None) -> Iterator[Any]:
+    """Yield the content of the files, the latest first; with a key, of those made with it."""
+    tag_of = tagging(key_file)
     try:
         with os.scandir(folder) as entries:
             names = [(each.stat(follow_symlinks=False).st_mtime, each.path) for each in entries]
@@ -173,6 +197,7 @@ def _files(folder: Path) -> Iterator[Any]:
         with suppress(OSError, ValueError, RecursionError):
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(fd, "rb") as stream:
-                text = stream.read(_MOST_NBYTES + 1)
-            if len(text) <= _MOST_NBYTES and isinstance(found := json.loads(text), dict):
+                text, _, tag = (data := stream.read(_MOST_NBYTES + 1)).partition(b"\n")
+            ours = hmac.compare_digest(tag_of(Path(path).name, text) or tag, tag)
+            if ours and len(data) <= _MOST_NBYTES and isinstance(found := json.loads(text), dict):
                 yield found

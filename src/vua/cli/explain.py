@@ -261,9 +261,9 @@ def _of_lines(lines: Sequence[int], each: Sequence[Report]) -> Report:
     return Report(show, status=max((one.status for one in each), default=SOUND), prompts=told)
 
 
-def _recent(catalog: Catalog, prefix: str) -> Report:
+def _recent(catalog: Catalog, prefix: str, key_file: str | None) -> Report:
     found, root = catalog.contents()[0], directory_of(catalog.where)
-    noted = [*parted_at(root).items()] if root is not None else []
+    noted = [*parted_at(root, key_file).items()] if root is not None else []
     days, told = list[dict[str, object]](), list[str]()
     for one in found:
         for day, parted in [(day, spaces.get(one.name)) for day, spaces in noted[::-1]]:
@@ -311,7 +311,7 @@ def explain(directory: str, *, security: Security = NO_KEYS, **asked: Any) -> Re
         text = f"argument --{given[1]}: not allowed with argument --{given[0]}"
         raise click.UsageError(text)
     if asked.pop("recent"):
-        return _recent(open_catalog(directory), asked["namespace"])
+        return _recent(open_catalog(directory), asked["namespace"], security.key_file)
     if asked["model"] is not None:
         asked["model"] = str(model_directory(asked["model"]))
     order = asked.pop("order")

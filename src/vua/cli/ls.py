@@ -134,6 +134,7 @@ def _in_prompts(listing: Listing, tokens: int) -> Iterator[Sequence[object]]:
     help="the largest or newest first; chunks in the order of prompts; default by name",
 )
 @click.option("--exact", is_flag=True, help="count very many chunks, not a sample (within 2%)")
+@click.option("--key-file", metavar="FILE", help="count the savings of engines with this key")
 def ls(
     directory: str,
     *,
@@ -141,13 +142,14 @@ def ls(
     model: str | None = None,
     sort: str = "name",
     exact: bool = False,
+    key_file: str | None = None,
 ) -> Report:
     """List the namespaces of a cache; ``sort`` is one of SORTS, "prompt" lists chunks.
 
     Of a namespace of more than 20,000 chunks in a directory a sample is counted, unless ``exact``.
 
-    Raises ConfigError if a directory holds something else, or names do not say the order;
-    StorageError.
+    Raises ConfigError if a directory holds something else, names do not say the order, or the key
+    cannot be used; StorageError.
     """
     long = long or sort == "prompt"
     catalog = open_contents(directory)
@@ -172,7 +174,7 @@ def ls(
     if sort in ("size", "newest"):
         contents.sort(key=lambda one: one.nbytes if sort == "size" else one.newest_s or 0.0)
         contents.reverse()
-    saved = saved_today(directory)
+    saved = saved_today(directory, key_file)
 
     def show_all() -> None:
         _show(directory, contents, prompts, long=long, model=model, saved=saved)

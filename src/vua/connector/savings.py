@@ -30,10 +30,21 @@ from pathlib import Path
 from typing import Final
 
 from vua.capacity.lease import upkeep_folder
-from vua.capacity.saved import DAYS, FOLDER, MOST_FILES, Parted, Totals, add_up, advice, prefills_of
+from vua.capacity.saved import (
+    DAYS,
+    FOLDER,
+    MOST_FILES,
+    Parted,
+    Totals,
+    add_up,
+    advice,
+    prefills_of,
+    tagging,
+)
 from vua.connector.load_policy import MIN_MEASURED, PrefillSpeed
 from vua.connector.log import logger
 from vua.connector.proved import forget_old
+from vua.errors import ConfigError
 from vua.io.files import atomic_write
 from vua.io.forks import new_lock, watch
 from vua.io.posix import close_quietly
@@ -61,6 +72,7 @@ class Savings:
         self._prefill, self._wall, self._lock = prefill or PrefillSpeed(0), wall, new_lock()
         self._root: Path | None = None
         self._kind, self._mode = "", 0o600
+        self._key_file: str | None = None
         self._reset()
         watch(self)
 
@@ -86,14 +98,21 @@ class Savings:
         atexit.unregister(self.close)
         self._reset()
 
-    def keep_at(self, where: str | os.PathLike[str] | Sequence[str], kind: str, mode: int) -> None:
+    def keep_at(
+        self,
+        where: str | os.PathLike[str] | Sequence[str],
+        kind: str,
+        mode: int,
+        key_file: str | None = None,
+    ) -> None:
         """Keep a file of this mode in a cache's directory, the nearest of tiers; a bucket has none.
 
-        ``kind`` stands for all that decides how long computing takes; "": that is not known.
+        ``kind`` stands for all that decides how long computing takes; "": that is not known. With a
+        ``key_file`` the file is authentic, and so must others' be.
         """
         with self._lock:
             self._root = directory_of(next(iter(names_of(where)), None))
-            self._kind, self._mode = kind, mode
+            self._kind, self._mode, self._key_file = kind, mode, key_file
 
     def looked_up(
         self,
@@ -207,7 +226,7 @@ class Savings:
         folder = root / UPKEEP / FOLDER
         try:
             if not self._writes:
-                for x, y in prefills_of(root, self._kind):
+                for x, y in prefills_of(root, self._kind, self._key_file):
                     self._earlier.add(x, y)
             self.total  # noqa: B018 - gives loads their price, as far as there is one now
             with self._lock:
@@ -218,15 +237,16 @@ class Savings:
                     self._earlier = copy(self._prefill)
                 longest = sorted(self._earlier.points or own)[-_POINTS:]
                 kept = {"kind": self._kind, "prefills": longest}
-                text = json.dumps(kept | {"days": self._days, "parted": self._parted})
+                text = json.dumps(kept | {"days": self._days, "parted": self._parted}).encode()
+            tag = tagging(self._key_file)(self._name, text)
             directory = upkeep_folder(root, FOLDER)
             try:
-                atomic_write(self._name, text.encode(), dir_fd=directory, mode=self._mode)
+                atomic_write(self._name, text + b"\n" + tag, dir_fd=directory, mode=self._mode)
             finally:
                 close_quietly(directory)
             if not self._writes:
                 forget_old(folder, DAYS * 86400.0, MOST_FILES)
-        except OSError as problem:
+        except (OSError, ConfigError) as problem:
             log.debug("what was saved is not kept: %s", problem)
         self._writes += 1
         if time.monotonic() - self._said_s >= _SAID_EVERY_S:
@@ -234,8 +254,8 @@ class Savings:
 
 
 @lru_cache(maxsize=64)
-def savings_at(directory: Path | None, mode: int) -> Savings:
+def savings_at(directory: Path | None, mode: int, key_file: str | None = None) -> Savings:
     """Return this process's savings of a directory, for those that see no prefill: no price."""
     savings = Savings()
-    savings.keep_at([] if directory is None else directory, "", mode)
+    savings.keep_at([] if directory is None else directory, "", mode, key_file)
     return savings

@@ -180,7 +180,8 @@ class SchedulerSide:
         self.witness.be_of(setup, self.writer)
         security = self._config.security
         savings = self.request_metrics.savings
-        savings.keep_at(self._config.shared_storage_path, setup, security.file_mode)
+        where, mode = self._config.shared_storage_path, security.file_mode
+        savings.keep_at(where, setup, mode, security.key_file)
 
     @property
     def _waits_for_weights(self) -> bool:

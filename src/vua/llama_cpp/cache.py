@@ -436,7 +436,8 @@ def _opened(
 ) -> VUA:
     vua = VUA(config, path, identity=identity)
     vua.savings = Savings(prefill)
-    vua.savings.keep_at(path, f"{identity.namespace} {speed}", config.security.file_mode)
+    kind, security = f"{identity.namespace} {speed}", config.security
+    vua.savings.keep_at(path, kind, security.file_mode, security.key_file)
     return vua
 
 

@@ -23,6 +23,7 @@ from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity, config_digest, named_by
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
+from vua.security.keyring import write_key
 from vua.store.namespace import Namespace
 from vua.weights import weights_fingerprint
 
@@ -106,6 +107,9 @@ class TestRecent(ExplainTest):
         self.assertEqual({llama: 2, qwen: 1}, dict(Counter(day["namespace"] for day in days)))
         one = {"day": "2023-11-14", "parted": {"64": 16, "whole": 4}, "verdict": said}
         self.assertIn({"namespace": llama} | one, days)
+        write_key(self.root / "key")
+        asked = ("explain", self.cache, "--recent", "--key-file", self.root / "key")
+        self.assertEqual([], run_json(*asked)[1]["days"], "these engines have no key")
 
     def test_nothing_noted(self) -> None:
         """A directory without notes says so; one question at a time."""

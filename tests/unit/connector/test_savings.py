@@ -39,12 +39,12 @@ class TestSavings(DirectoryTest):
         make_mark(self.root)
         self.now = NOON
 
-    def engine(self, kind: str = "k", prefills: int = 3) -> Savings:
+    def engine(self, kind: str = "k", prefills: int = 3, key_file: str | None = None) -> Savings:
         speed = PrefillSpeed(64)
         for _ in range(prefills):
             speed.measured(1000, 500_000, 2.0)
         savings = Savings(speed, wall=lambda: self.now)
-        savings.keep_at(self.root, kind, 0o600)
+        savings.keep_at(self.root, kind, 0o600, key_file)
         self.addCleanup(savings.close)
         return savings
 
@@ -182,6 +182,48 @@ class TestSavings(DirectoryTest):
         os.mkfifo(path.with_name("pipe"))
         path.with_name("link").symlink_to(path)
         self.assertEqual({DAY: Totals(2, 1)}, saved_at(self.root))
+
+    def test_forged(self) -> None:
+        """With the key what it did not make is not counted: neither by tools nor by engines."""
+        self.now = time.time()
+        own, other = (str(self.root / name) for name in ("own", "other"))
+        for key_file in (own, other):
+            write_key(Path(key_file))
+        engine = self.engine(key_file=own)
+        engine.looked_up(NAME, 1, 2, 64)
+        engine.close()
+        (path,) = (self.root / ".upkeep" / "saved").iterdir()
+        made = path.read_bytes()
+        path.with_name("renamed").write_bytes(made)
+        path.with_name("bare").write_bytes(made.partition(b"\n")[0])
+        changed = made.replace(b"[2, 1,", b"[7, 1,")
+        self.assertNotEqual(made, changed)
+        path.with_name("changed").write_bytes(changed)
+        for kind, key_file in (("plain", None), ("foreign", other)):
+            forger = self.engine(kind, key_file=key_file)
+            forger.looked_up(NAME, 1, 2, 64)
+            forger.close()
+            self.assertTrue(prefills_of(self.root, kind))
+            self.assertEqual([], prefills_of(self.root, kind, own))
+        self.assertTrue(prefills_of(self.root, "k", own))
+        for each, known in ((["--key-file", own], "1 of 2 "), ([], "6 of 17 ")):
+            self.assertIn(f", {known}chunks found", run("ls", self.root, *each)[1])
+        path.write_bytes(changed)
+        self.assertEqual({}, saved_at(self.root, own))
+        Path(own).chmod(0o644)
+        code, _, problem = run("ls", self.root, "--key-file", own)
+        self.assertEqual(2, code)
+        self.assertIn("has mode 644", problem)
+
+    def test_key_is_gone(self) -> None:
+        """An engine whose key was deleted goes on, and notes nothing."""
+        write_key(self.root / "own")
+        engine = self.engine(key_file=str(self.root / "own"))
+        (self.root / "own").unlink()
+        engine.looked_up(NAME, 1, 2, 64)
+        engine.close()
+        self.assertEqual(0, self.kept())
+        self.assertEqual(Totals(2, 1), engine.total)
 
     def test_storage_hangs(self) -> None:
         """An engine ends, though its file cannot be written."""
