@@ -81,7 +81,7 @@ def _architectures() -> list[Row]:
     rows = []
     for name, kind in KINDS.items():
         shown = "run" if kind.loaded else "run, whole prompts alone"
-        shown = "described; nothing is stored" if kind.cannot else shown
+        shown = "described; nothing stored on a CPU" if kind.cannot else shown
         tests = {shown: f"{ARCHITECTURES}TestArchitectures::test_one[{name}]"}
         rows.append(Row(name, kind.example, "vllm", "", ALONE, tests, kind.why_tier))
     return rows

@@ -45,6 +45,14 @@ SHORT: dict[str, Any] = {
     "layer_types": ["conv", "full_attention"] * 2,
     "num_hidden_layers": 4,
 }
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512,
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+}
 
 
 class Kind(NamedTuple):
@@ -70,6 +78,11 @@ class Kind(NamedTuple):
 ALIGNED: dict[str, Any] = {"enable_prefix_caching": True}
 DELTA_ENGINE = ALIGNED | {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}
 SHORT_ENGINE = ALIGNED | {"max_num_batched_tokens": 512}
+UNKEPT: dict[str, Any] = {"enable_prefix_caching": False}
+NO_STATES: Final = "states at the ends of blocks"
+NO_MLA: Final = "MLA backend cannot continue a cached prefix"
+NO_SCAN: Final = "selective_scan_fwd"
+NO_SPARSE: Final = "Sparse Attention is not supported on CPU"
 
 KINDS: dict[str, Kind] = {
     "AfmoeForCausalLM": Kind(
@@ -81,21 +94,60 @@ KINDS: dict[str, Kind] = {
         | {"score_func": "sigmoid", "topk_group": 1},
     ),
     "ApertusForCausalLM": Kind("apertus", "Apertus", KV),
+    "ArceeForCausalLM": Kind("arcee", "AFM", HEADS),
+    "BloomForCausalLM": Kind(
+        "bloom", "BLOOM", {"n_head": 4, "n_layer": 2, "tie_word_embeddings": True}
+    ),
     "CohereForCausalLM": Kind("cohere", "Command R", KV | TIED | {"logit_scale": 1.0}),
     "Cohere2ForCausalLM": Kind(
         *("cohere2", "Command A"), HEADS | TIED | WINDOW | {"logit_scale": 1.0}
     ),
+    "Cohere2MoeForCausalLM": Kind(
+        *("cohere2_moe", "Command A+"),
+        HEADS | TIED | WINDOW | {"logit_scale": 1.0, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "CwmForCausalLM": Kind("cwm", "CWM", HEADS | WINDOW),
     "Ernie4_5ForCausalLM": Kind("ernie4_5", "ERNIE 4.5", HEADS),
+    "Ernie4_5_MoeForCausalLM": Kind(
+        *("ernie4_5_moe", "ERNIE 4.5 MoE"),
+        KV
+        | {"moe_intermediate_size": 64, "moe_k": 2, "moe_num_experts": 4}
+        | {"moe_num_shared_experts": 1},
+    ),
     "Exaone4ForCausalLM": Kind("exaone4", "EXAONE 4", KV | WINDOW),
+    "ExaoneMoeForCausalLM": Kind(
+        *("exaone_moe", "K-EXAONE"),
+        KV | WINDOW | EXPERTS | {"first_k_dense_replace": 1, "num_shared_experts": 1},
+    ),
     "FalconForCausalLM": Kind(
         *("falcon", "Falcon"), {"alibi": False, "bias": False, "new_decoder_architecture": False}
     ),
+    "FlexOlmoForCausalLM": Kind(
+        "flex_olmo", "FlexOlmo", KV | {"num_experts": 4, "num_experts_per_tok": 2}
+    ),
     "GPT2LMHeadModel": Kind("gpt2", "GPT-2", GPT),
+    "GPTBigCodeForCausalLM": Kind("gpt_bigcode", "StarCoder", GPT),
     "GPTJForCausalLM": Kind("gptj", "GPT-J", GPT | {"rotary_dim": 16}),
     "GPTNeoXForCausalLM": Kind("gpt_neox", "Pythia"),
     "GemmaForCausalLM": Kind("gemma", "Gemma", HEADS | TIED),
     "Gemma2ForCausalLM": Kind("gemma2", "Gemma 2", GEMMA | WINDOW),
     "Gemma3ForCausalLM": Kind("gemma3_text", "Gemma 3", GEMMA | WINDOW),
+    "Gemma3nForCausalLM": Kind(
+        *("gemma3n_text", "Gemma 3n"),
+        HEADS
+        | TIED
+        | {
+            "activation_sparsity_pattern": [0.0] * 4,
+            "altup_num_inputs": 2,
+            "hidden_size_per_layer_input": 16,
+            "laurel_rank": 8,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "sliding_window": 128,
+            "vocab_size_per_layer_input": 512,
+        },
+    ),
     "Gemma4ForCausalLM": Kind(
         *("gemma4_text", "Gemma 4"),
         KV
@@ -114,8 +166,10 @@ KINDS: dict[str, Kind] = {
         why_tier="heads that differ",
     ),
     "GlmForCausalLM": Kind("glm", "GLM-4 9B", HEADS),
+    "Glm4ForCausalLM": Kind("glm4", "GLM-4 0414", HEADS),
     "Glm4MoeForCausalLM": Kind("glm4_moe", "GLM-4.5", HEADS | ROUTED),
     "GptOssForCausalLM": Kind("gpt_oss", "gpt-oss", HEADS | WINDOW | LOCAL),
+    "GraniteForCausalLM": Kind("granite", "Granite 3", GRANITE),
     "GraniteMoeForCausalLM": Kind("granitemoe", "Granite 3 MoE", GRANITE | LOCAL),
     "GraniteMoeSharedForCausalLM": Kind(
         *("granitemoeshared", "Granite MoE, shared"),
@@ -126,12 +180,37 @@ KINDS: dict[str, Kind] = {
         GRANITE | LOCAL | WINDOW | {"shared_intermediate_size": 64},
     ),
     "GraniteSWAForCausalLM": Kind("granite_swa", "Granite with windows", GRANITE | WINDOW),
+    "HYV3ForCausalLM": Kind(
+        *("hy_v3", "Hunyuan 3"),
+        HEADS
+        | EXPERTS
+        | {
+            "expert_hidden_dim": 64,
+            "first_k_dense_replace": 1,
+            "mlp_layer_types": ["dense", "sparse"],
+            "num_shared_experts": 1,
+            "qk_norm": True,
+            "route_norm": True,
+        },
+    ),
+    "HeliumForCausalLM": Kind("helium", "Helium", HEADS),
+    "HunYuanDenseV1ForCausalLM": Kind("hunyuan_v1_dense", "Hunyuan", HEADS),
+    "HunYuanMoEV1ForCausalLM": Kind(
+        "hunyuan_v1_moe", "Hunyuan A13B", HEADS | {"moe_topk": 2, "num_experts": 4}
+    ),
+    "HyperCLOVAXForCausalLM": Kind("hyperclovax", "HyperCLOVA X", KV),
+    "Jais2ForCausalLM": Kind("jais2", "Jais 2", HEADS),
     "Lfm2ForCausalLM": Kind(
         *("lfm2", "LFM2"),
         KV
         | SHORT
         | {"block_auto_adjust_ff_dim": False, "block_dim": 128, "block_ff_dim": 256}
         | {"conv_dim": 128},
+        *((), SHORT_ENGINE),
+        why_tier=STATES,
+    ),
+    "Lfm2MoeForCausalLM": Kind(
+        *("lfm2_moe", "LFM2 MoE", KV | SHORT | EXPERTS | {"num_dense_layers": 1}),
         *((), SHORT_ENGINE),
         why_tier=STATES,
     ),
@@ -151,15 +230,57 @@ KINDS: dict[str, Kind] = {
         environment={"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": "0"},
         why_tier="attention within chunks",
     ),
+    "MellumForCausalLM": Kind("mellum", "Mellum 2", HEADS | WINDOW | EXPERTS),
+    "MiMoV2FlashForCausalLM": Kind(
+        *("mimo_v2_flash", "MiMo V2 Flash"),
+        HEADS
+        | WINDOW
+        | ROUTED
+        | {
+            "hybrid_layer_pattern": [1, 0],
+            "layernorm_epsilon": 1e-5,
+            "mlp_layer_types": ["dense", "sparse"],
+            "moe_layer_freq": [0, 1],
+            "sliding_window_size": 128,
+            "swa_head_dim": 32,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 2,
+            "swa_v_head_dim": 32,
+            "v_head_dim": 32,
+        },
+    ),
+    "MiniCPM3ForCausalLM": Kind(
+        *("minicpm3", "MiniCPM 3"),
+        {
+            "dim_model_base": 128,
+            "kv_lora_rank": 64,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 64,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "scale_emb": 1,
+            "v_head_dim": 64,
+        },
+    ),
+    "Ministral3ForCausalLM": Kind("ministral3", "Ministral 3", HEADS),
     "MistralForCausalLM": Kind("mistral", "Mistral 7B v0.3", HEADS | {"sliding_window": None}),
     "MixtralForCausalLM": Kind("mixtral", "Mixtral", KV | LOCAL),
+    "NanoChatForCausalLM": Kind("nanochat", "nanochat", KV),
     "OPTForCausalLM": Kind(
         *("opt", "OPT"),
         {"do_layer_norm_before": True, "ffn_dim": 256, "init_std": 0.25}
         | {"num_key_value_heads": 4, "word_embed_proj_dim": 128},
     ),
+    "OlmoForCausalLM": Kind("olmo", "OLMo", KV),
+    "Olmo2ForCausalLM": Kind("olmo2", "OLMo 2", KV),
+    "Olmo3ForCausalLM": Kind("olmo3", "OLMo 3", KV | WINDOW),
+    "OlmoeForCausalLM": Kind("olmoe", "OLMoE", KV | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "PhiForCausalLM": Kind("phi", "Phi 2", KV),
     "Phi3ForCausalLM": Kind("phi3", "Phi 3 and 4", KV),
     "Qwen2ForCausalLM": Kind("qwen2", "Qwen 2 and 2.5", KV),
+    "Qwen2MoeForCausalLM": Kind(
+        *("qwen2_moe", "Qwen 1.5 MoE"), KV | EXPERTS | {"shared_expert_intermediate_size": 64}
+    ),
     "Qwen3ForCausalLM": Kind("qwen3", "Qwen 3", HEADS),
     "Qwen3MoeForCausalLM": Kind("qwen3_moe", "Qwen 3 MoE", HEADS | EXPERTS),
     "Qwen3NextForCausalLM": Kind(
@@ -171,11 +292,107 @@ KINDS: dict[str, Kind] = {
         *((640, 0), DELTA_ENGINE),
         why_tier=STATES,
     ),
+    "SeedOssForCausalLM": Kind("seed_oss", "Seed-OSS", HEADS),
+    "SmolLM3ForCausalLM": Kind("smollm3", "SmolLM3", KV | {"no_rope_layers": [1, 0]}),
+    "SolarOpenForCausalLM": Kind("solar_open", "Solar Open", HEADS | ROUTED),
     "StableLmForCausalLM": Kind("stablelm", "StableLM 2", KV),
+    "Starcoder2ForCausalLM": Kind("starcoder2", "StarCoder2", KV),
+    "VaultGemmaForCausalLM": Kind("vaultgemma", "VaultGemma", GEMMA | WINDOW),
+    # Those of which nothing is stored on a CPU.
+    "DeepseekV2ForCausalLM": Kind("deepseek_v2", "DeepSeek V2", LATENT | ROUTED, cannot=NO_MLA),
+    "DeepseekV3ForCausalLM": Kind(
+        *("deepseek_v3", "DeepSeek V3, Kimi K2"),
+        LATENT | ROUTED | {"q_lora_rank": 64, "topk_method": "noaux_tc"},
+        cannot=NO_MLA,
+    ),
+    "DeepseekV32ForCausalLM": Kind(
+        *("deepseek_v32", "DeepSeek V3.2"),
+        LATENT
+        | ROUTED
+        | {"index_head_dim": 64, "index_n_heads": 4, "index_topk": 64, "q_lora_rank": 64},
+        why_tier="an indexer",
+        cannot=NO_SPARSE,
+    ),
+    "FalconH1ForCausalLM": Kind(
+        *("falcon_h1", "Falcon-H1"),
+        HEADS | {"mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_n_heads": 4},
+        engine=UNKEPT,
+        why_tier=STATES,
+        cannot=NO_STATES,
+    ),
+    "Glm4MoeLiteForCausalLM": Kind(
+        *("glm4_moe_lite", "GLM-4.7 Flash"),
+        LATENT | ROUTED | {"mlp_layer_types": ["dense", "sparse"], "q_lora_rank": 64},
+        cannot=NO_MLA,
+    ),
+    "GlmMoeDsaForCausalLM": Kind(
+        *("glm_moe_dsa", "GLM-5"),
+        LATENT | ROUTED | {"index_topk": 64, "q_lora_rank": 64},
+        why_tier="an indexer",
+        cannot=NO_SPARSE,
+    ),
+    "GraniteMoeHybridForCausalLM": Kind(
+        *("granitemoehybrid", "Granite 4"),
+        GRANITE
+        | LOCAL
+        | {
+            "layer_types": ["mamba", "attention"],
+            "mamba_d_state": 16,
+            "mamba_n_heads": 8,
+            "shared_intermediate_size": 64,
+        },
+        engine=UNKEPT,
+        why_tier=STATES,
+        cannot=NO_STATES,
+    ),
     "HrmTextForCausalLM": Kind(
         *("hrm_text", "HRM-Text"),
         {"head_dim": 32, "num_hidden_layers": 1},
         cannot="of which vLLM itself caches no prefix",
+    ),
+    "JambaForCausalLM": Kind(
+        *("jamba", "Jamba"),
+        KV
+        | {
+            "attn_layer_offset": 1,
+            "attn_layer_period": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "use_mamba_kernels": False,
+        },
+        engine=UNKEPT,
+        why_tier=STATES,
+        cannot=NO_SCAN,
+    ),
+    "MambaForCausalLM": Kind(
+        *("mamba", "Mamba", {"state_size": 16}),
+        engine=UNKEPT,
+        why_tier=STATES,
+        cannot=NO_SCAN,
+    ),
+    "NemotronHForCausalLM": Kind(
+        *("nemotron_h", "Nemotron-H"),
+        HEADS
+        | {
+            "chunk_size": 64,
+            "conv_kernel": 4,
+            "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+            "mamba_head_dim": 32,
+            "mamba_num_heads": 8,
+            "n_groups": 1,
+            "num_hidden_layers": 4,
+            "ssm_state_size": 16,
+        },
+        engine=UNKEPT,
+        why_tier=STATES,
+        cannot=NO_STATES,
+    ),
+    "Zamba2ForCausalLM": Kind(
+        *("zamba2", "Zamba 2"),
+        {"layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 16, "n_mamba_heads": 8},
+        engine=UNKEPT,
+        why_tier=STATES,
+        cannot=NO_STATES,
     ),
 }
 """By the name that a checkpoint's config.json has, and by which vLLM knows it."""
