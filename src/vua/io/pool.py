@@ -262,7 +262,10 @@ class Pool(Generic[W]):
             except RuntimeError:  # the system has no more threads: the existing ones do the work
                 if not shared.threads:
                     raise
-        shared.queue.put(job)
+        with shared.lock:
+            if shared.closed:  # since then: behind its None nothing is run
+                raise RuntimeError(f"{self._name}: is closed")
+            shared.queue.put(job)
 
     def _start_thread(self) -> None:
         threading.Thread(target=_run, args=(self._shared,), name=self._name, daemon=True).start()
@@ -272,6 +275,8 @@ class Pool(Generic[W]):
             return False
         with self._shared.lock:
             self._shared.open.pop(job, None)
+            if self._shared.closed:
+                self._shared.ended.put(None)
         return True
 
     def map(self, work: Callable[[Job[A]], T], items: Iterable[A]) -> list[T]:

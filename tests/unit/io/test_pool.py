@@ -136,6 +136,25 @@ class TestPool(unittest.TestCase):
 
         self.assertEqual(["used True", "gave up"], order)
 
+    def test_closed_meanwhile(self) -> None:
+        """A job is refused if its pool is closed while the thread for it starts."""
+        pool, start = Pool[str](1, "test"), threading.Thread.start
+        closer = threading.Thread(target=pool.close)
+
+        def closing(thread: threading.Thread) -> None:
+            self.assertFalse(pool.close(timeout_s=0))
+            start(closer)  # and waits for the job, which is there
+            start(thread)
+
+        with (
+            mock.patch.object(threading.Thread, "start", closing),
+            self.assertRaisesRegex(RuntimeError, "test: is closed"),
+        ):
+            pool.submit(self.do, "refused")
+        closer.join(SOON_S)
+        self.assertFalse(closer.is_alive())
+        self.assertEqual([], self.did)
+
     def test_errors(self) -> None:
         """Work that raises is logged, and its thread goes on."""
         pool = self.pool()
