@@ -669,8 +669,8 @@ class VUATier(SecondaryTierManager):
         for job in [job for move in self._moves for job in move.jobs]:
             job.settle()  # waits for a copy under way
         if self._opening is not None:
-            opened = self._opening.take()
             self._opening.close()
+            opened = self._opening.take()  # what opens later closes itself
             if opened is not None:
                 close_within(opened.namespace.close, drain_s)
 

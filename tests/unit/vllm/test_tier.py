@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-import tempfile
 import threading
 import time
 import unittest
@@ -36,7 +35,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob  # noqa: E402
 
 from commands import told  # noqa: E402
 from e2e.damage import flip, stored, truncate  # noqa: E402
-from helpers import SOON_S  # noqa: E402
+from helpers import SOON_S, DirectoryTest  # noqa: E402
 from vua.capacity.saved import parted_at  # noqa: E402
 from vua.connector.log import logger  # noqa: E402
 from vua.connector.proved import written  # noqa: E402
@@ -173,11 +172,10 @@ def content(key: bytes) -> Any:
     return np.random.default_rng(seed).integers(0, 256, NBYTES, dtype=np.uint8)
 
 
-class TierTest(unittest.TestCase):
+class TierTest(DirectoryTest):
     def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory(prefix="vua-tier-")
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name) / "kv"
+        super().setUp()
+        self.root /= "kv"
 
     def host(self, **settings: Any) -> Host:
         """A host with a tier, which ends with the test."""
@@ -332,8 +330,8 @@ class TierTest(unittest.TestCase):
         newer = {"trusts_itself": False}
         with mock.patch("ctypes.memmove"):
             self.assertTrue(self.host(engine=newer).engine.left)
-        damaged = LoadResult(0, "corrupt")
-        with mock.patch.object(Loader, "load", return_value=damaged):
+        damaged = mock.patch.object(Loader, "load", return_value=LoadResult(0, "corrupt"))
+        with damaged, mock.patch("vua.connector.opening._AGAIN_S", SOON_S):
             host = self.host(engine=newer)
             context, keys = host.request("prompt")
             self.assertFalse(host.store(context, keys).success)
