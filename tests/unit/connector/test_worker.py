@@ -114,7 +114,9 @@ class HangingTest(DirectoryTest):
         group = Group(LAYOUT, (0, 1), ((LAYOUT.full,),), (0,))
         model = Model(Identity(model="m", chunk_tokens=16), (group,), (16,), **(of_vllm or {}))
         config = ConnectorConfig(shared_storage_path=str(self.root), chunk_tokens=16, **settings)
-        return WorkerSide(model, config, Rank(0, 0), memory=memory, clock=self.clock)
+        side = WorkerSide(model, config, Rank(0, 0), memory=memory, clock=self.clock)
+        self.addCleanup(side.shutdown)
+        return side
 
     def save(self, keys: list[Any]) -> None:
         """Store chunks from the blocks 1, 2, 3."""
