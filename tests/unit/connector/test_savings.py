@@ -27,6 +27,8 @@ from vua.security.keyring import write_key
 from vua.security.settings import Security
 from vua.storage.mark import make_mark
 
+QUICK = mock.patch("vua.connector.savings._FIRST_S", 0.01)
+HANGING = mock.patch("vua.connector.savings._END_S", 0.01)
 NOON = 1_700_000_000.0  # 2023-11-14
 DAY = "2023-11-14"
 
@@ -100,6 +102,7 @@ class TestSavings(DirectoryTest):
             engine.close()
             self.assertEqual(known, engine.total.priced_tokens > 0, kind)
 
+    @QUICK
     def test_last_prompt(self) -> None:
         """An engine that is restarted knows the prefills after the last lookup of before."""
         speed = PrefillSpeed(64)
@@ -115,6 +118,8 @@ class TestSavings(DirectoryTest):
         engine.close()
         self.assertGreater(engine.total.saved_s, 0)
 
+    @QUICK
+    @HANGING
     def test_closed_while_writing(self) -> None:
         """An engine that ends during its first write keeps what it measured meanwhile."""
         speed, go = PrefillSpeed(64), threading.Event()
@@ -128,6 +133,7 @@ class TestSavings(DirectoryTest):
             go.set()
         until(lambda: prefills_of(self.root, "k"))
 
+    @QUICK
     def test_short_prompts(self) -> None:
         """Short prompts, whose tokens take five times as long, are not the price of a long load.
 
@@ -154,6 +160,7 @@ class TestSavings(DirectoryTest):
     def kept(self) -> int:
         return len([*(self.root / ".upkeep" / "saved").glob("*")])
 
+    @QUICK
     def test_written_meanwhile(self) -> None:
         """A running engine's file is there soon."""
         engine = self.engine()
@@ -225,6 +232,8 @@ class TestSavings(DirectoryTest):
         self.assertEqual(0, self.kept())
         self.assertEqual(Totals(2, 1), engine.total)
 
+    @QUICK
+    @HANGING
     def test_storage_hangs(self) -> None:
         """An engine ends, though its file cannot be written."""
         engine, answer = self.engine(), threading.Event()
@@ -413,14 +422,19 @@ class TestParted(DirectoryTest):
         ):  # fmt: skip
             self.assertEqual(said, advice(Counter(parted)))
 
+    @QUICK
     def test_each_hour(self) -> None:
         """A running engine says it once an hour, and each at its end; of a few prompts nothing."""
         said = "began: nothing loaded, 51 of 243 chunks found; 20 of 30 prompts part within their"
         past = SimpleNamespace(**vars(time) | {"monotonic": lambda: time.monotonic() + 3601})
-        engine = self.engine()
+        engine, asked = self.engine(), threading.Event()
+        first = mock.patch(
+            "vua.connector.savings.prefills_of", side_effect=lambda *_: asked.wait() * []
+        )
         with self.assertLogs(logger("savings"), "INFO") as logged:
-            with mock.patch("vua.connector.savings.time", past):
+            with mock.patch("vua.connector.savings.time", past), first:
                 self.prompts(engine)
+                asked.set()
                 until(lambda: logged.output)
             engine.looked_up(NAME, 1, 2, 64)
             engine.close()
