@@ -17,7 +17,7 @@ from scorecard.trial import Trial, scored
 from vua.capacity import evictor
 
 _NBYTES: Final = 4096
-_DESCRIPTORS: Final = 256
+_DESCRIPTORS: Final = 128
 
 
 def _python(text: str, *words: object, timeout_s: float = 100.0) -> tuple[int | None, str]:
@@ -58,8 +58,8 @@ _CLI = "import sys; from vua.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
 @scored(
-    33, "Many namespaces", quick=400, full=20_000,
-    bar="with 256 descriptors: the limit holds over all of them, gc and du work, empty ones go",
+    33, "Many namespaces", quick=150, full=20_000,
+    bar="with 128 descriptors: the limit holds over all of them, gc and du work, empty ones go",
 )  # fmt: skip
 def many(trial: Trial) -> None:
     """Store one entry in each of many namespaces, with room for 32 entries in all."""
