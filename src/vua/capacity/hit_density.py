@@ -375,8 +375,8 @@ class UseLog:
         """Begin a file, and delete old ones. Raises OSError."""
         if not is_marked(self._root):
             raise OSError("this directory has no vua.json, so nothing is evicted or logged")
-        os.close(upkeep_folder(self._root, USES))
-        mode = 0o600 | (self._folder.stat().st_mode & 0o040)
+        with upkeep_folder(self._root, USES) as folder:
+            mode = 0o600 | (os.fstat(folder).st_mode & 0o040)
         self._path = self._folder / f"{self._writer}-{time.monotonic_ns():016x}{_SUFFIX}"
         fd = make_file(self._path, os.O_EXCL, mode)
         try:

@@ -86,15 +86,20 @@ def upkeep_directory(root: str | os.PathLike[str]) -> int:
         return Bare(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
-def upkeep_folder(root: str | os.PathLike[str], name: str) -> int:
-    """Open a directory of ``.upkeep``. Raises OSError: it has no space, too."""
+@contextlib.contextmanager
+def upkeep_folder(root: str | os.PathLike[str], name: str) -> Iterator[int]:
+    """Open (and make) a directory of ``.upkeep``. Raises OSError: it has no space, too."""
     above = upkeep_directory(root)
     try:
         if isinstance(above, Bare):
             raise OSError(f"{root} has no directory {UPKEEP}")
-        return make_directory(above, name, stat.S_IMODE(os.fstat(above).st_mode))
+        folder = make_directory(above, name, stat.S_IMODE(os.fstat(above).st_mode))
     finally:
         close_quietly(above)
+    try:
+        yield folder
+    finally:
+        close_quietly(folder)
 
 
 class Lease:

@@ -177,11 +177,8 @@ class KnownWriters:
         if name is None or self._root is None:
             return
         try:
-            folder = upkeep_folder(self._root, _VERDICTS)
-            try:
+            with upkeep_folder(self._root, _VERDICTS) as folder:
                 atomic_write(name, name.encode(), dir_fd=folder, mode=self._security.file_mode)
-            finally:
-                close_quietly(folder)
             if self._added % _TIDIED_EVERY == 0:
                 forget_old(self._root / UPKEEP / _VERDICTS, _KEPT_S, _MOST)
             self._added += 1
@@ -253,21 +250,17 @@ class Tally:
         del self._own[:-_MOST_TALLY]
         if self._root is None:
             return
-        with suppress(OSError):
-            folder = upkeep_folder(self._root, _COMPARED)
+        with suppress(OSError), upkeep_folder(self._root, _COMPARED) as folder:
+            mode = self._security.file_mode
+            fd = make_file(self._namespace, os.O_APPEND, mode, dir_fd=folder)
             try:
-                mode = self._security.file_mode
-                fd = make_file(self._namespace, os.O_APPEND, mode, dir_fd=folder)
-                try:
-                    os.write(fd, mark)
-                finally:
-                    close_quietly(fd)
-                path = self._path(self._root)
-                if path.stat().st_size > 2 * _MOST_TALLY:  # others' bytes may get lost now
-                    kept = path.read_bytes()[-_MOST_TALLY:]
-                    atomic_write(self._namespace, kept, dir_fd=folder, mode=mode)
+                os.write(fd, mark)
             finally:
-                close_quietly(folder)
+                close_quietly(fd)
+            path = self._path(self._root)
+            if path.stat().st_size > 2 * _MOST_TALLY:  # others' bytes may get lost now
+                kept = path.read_bytes()[-_MOST_TALLY:]
+                atomic_write(self._namespace, kept, dir_fd=folder, mode=mode)
 
     @property
     def counted(self) -> SampleCounts:

@@ -47,7 +47,6 @@ from vua.connector.proved import forget_old
 from vua.errors import ConfigError
 from vua.io.files import atomic_write
 from vua.io.forks import new_lock, watch
-from vua.io.posix import close_quietly
 from vua.storage.location import directory_of, names_of
 from vua.storage.mark import UPKEEP
 
@@ -239,11 +238,8 @@ class Savings:
                 kept = {"kind": self._kind, "prefills": longest}
                 text = json.dumps(kept | {"days": self._days, "parted": self._parted}).encode()
             tag = tagging(self._key_file)(self._name, text)
-            directory = upkeep_folder(root, FOLDER)
-            try:
+            with upkeep_folder(root, FOLDER) as directory:
                 atomic_write(self._name, text + b"\n" + tag, dir_fd=directory, mode=self._mode)
-            finally:
-                close_quietly(directory)
             if not self._writes:
                 forget_old(folder, DAYS * 86400.0, MOST_FILES)
         except (OSError, ConfigError) as problem:
