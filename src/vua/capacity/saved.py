@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from datetime import date
 from heapq import nlargest
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
@@ -33,10 +34,6 @@ MOST_FILES: Final = 1024
 """That are read and kept: the latest."""
 _MOST_NBYTES: Final = 1 << 14
 _SANE: Final = 1e15
-_KEYS: Final = {
-    "days": re.compile("[0-9]{4}-[0-9]{2}-[0-9]{2}"),
-    "parted": re.compile("[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9a-f]{64}"),
-}
 _CLASS: Final = re.compile("short|whole|[1-9][0-9]{0,11}")
 _FEW: Final = 8
 """Nothing is concluded from fewer prompts."""
@@ -76,28 +73,16 @@ class Totals(NamedTuple):
         return f"{time_saved} {self.loaded_tokens:,} tokens loaded, {found}"
 
 
-def _noted(
-    root: Path, name: str, read: Callable[[Any], T], key_file: str | None
-) -> Iterator[tuple[str, str, T]]:
-    """Yield what all files have of this name, by day (UTC), and by namespace or "".
-
-    What cannot be read or makes no sense is left out. Raises NoKeyError alone.
-    """
-    for found in _files(root / UPKEEP / FOLDER, key_file):
-        with suppress(TypeError, ValueError, KeyError, AttributeError):
-            noted = [(at[:10], at[11:], read(each)) for at, each in found[name].items()]
-            for day, *_ in noted:
-                time.strptime(day, "%Y-%m-%d")
-            if all(map(_KEYS[name].fullmatch, found[name])):
-                yield from noted
-
-
 def saved_at(root: Path, key_file: str | None = None) -> dict[str, Totals]:
     """Return what all processes saved in a cache's directory, by day. Raises NoKeyError."""
+
+    def read(found: Any) -> dict[str, Totals]:
+        return {_day(at): Totals._make(map(_number, each)) for at, each in found["days"].items()}
+
     days: dict[str, Totals] = {}
-    read = _noted(root, "days", lambda one: Totals._make(map(_number, one)), key_file)
-    for day, _, each in read:
-        days[day] = add_up((days.get(day, Totals()), each))
+    for noted in _files(root, read, key_file):
+        for day, each in noted.items():
+            days[day] = add_up((days.get(day, Totals()), each))
     return dict(sorted(days.items())[-DAYS:])
 
 
@@ -132,10 +117,15 @@ def advice(parted: Parted) -> str:
 
 def parted_at(root: Path, key_file: str | None = None) -> dict[str, dict[str, Parted]]:
     """Return where prompts of all processes parted, by day and namespace. Raises NoKeyError."""
+
+    def read(found: Any) -> list[tuple[str, str, Parted]]:
+        return [(_day(at[:10]), at[11:], _ends(each)) for at, each in found["parted"].items()]
+
     days: dict[str, dict[str, Parted]] = {}
-    for day, name, each in _noted(root, "parted", _ends, key_file):
-        spaces = days.setdefault(day, {})
-        spaces[name] = spaces.get(name, Parted()) + each
+    for noted in _files(root, read, key_file):
+        for day, name, each in noted:
+            spaces = days.setdefault(day, {})
+            spaces[name] = spaces.get(name, Parted()) + each
     return dict(sorted(days.items())[-DAYS:])
 
 
@@ -157,47 +147,50 @@ def _number(value: object) -> float:
     return value
 
 
+def _day(text: str) -> str:
+    return str(date.fromisoformat(text))
+
+
 def prefills_of(root: Path, kind: str, key_file: str | None = None) -> list[tuple[float, float]]:
-    """Return (tokens before, seconds per token) of the latest engine of this kind."""
-    for found in _files(root / UPKEEP / FOLDER, key_file) if kind else ():
-        with suppress(TypeError, ValueError, KeyError):
-            points = [(_number(x), _number(y)) for x, y in found["prefills"]]
-            if found["kind"] == kind and points:
-                return [(x, y) for x, y in points if x >= 0 and y > 0]
-    return []
-
-
-def tagging(key_file: str | None) -> Callable[[str, bytes], bytes]:
-    """Return what makes the tag of a file from its name and text; b"" without a key.
+    """Return (tokens before, seconds per token) of the latest engine of this kind, if it has any.
 
     Raises NoKeyError.
     """
+
+    def read(found: Any) -> list[tuple[float, float]]:
+        points = [(_number(x), _number(y)) for x, y in found["prefills"]]
+        return [(x, y) for x, y in points if found["kind"] == kind and x >= 0 and y > 0]
+
+    return next(filter(None, _files(root, read, key_file)), []) if kind else []
+
+
+def tag_of(key_file: str | None, name: str, text: bytes) -> bytes:
+    """Return the tag of a file of this name and text; b"" without a key. Raises NoKeyError."""
     if key_file is None:
-        return lambda *_: b""
+        return b""
     from vua.security.keyring import read_key  # noqa: PLC0415 - `vua ls` is quicker without
     from vua.security.seal import derived  # noqa: PLC0415 - needs an optional package
 
-    key = read_key(Path(key_file))
-
-    def tag(name: str, text: bytes) -> bytes:
-        return hmac.digest(derived(key, "vua.saved.v1", name), text, "sha256").hex().encode()
-
-    return tag
+    key = derived(read_key(Path(key_file)), "vua.saved.v1", name)
+    return hmac.digest(key, text, "sha256").hex().encode()
 
 
-def _files(folder: Path, key_file: str | None) -> Iterator[Any]:
-    """Yield the content of the files, the latest first; with a key, of those made with it."""
-    tag_of = tagging(key_file)
+def _files(root: Path, read: Callable[[Any], T], key_file: str | None) -> Iterator[T]:
+    """Yield what ``read`` makes of the files, the latest first; with a key, of those made with it.
+
+    Those that cannot be read or make no sense are left out. Raises NoKeyError.
+    """
+    tag_of(key_file, "", b"")  # raises for a key that cannot be used
     try:
-        with os.scandir(folder) as entries:
+        with os.scandir(root / UPKEEP / FOLDER) as entries:
             names = [(each.stat(follow_symlinks=False).st_mtime, each.path) for each in entries]
     except OSError:
         return
     for _, path in nlargest(MOST_FILES, names):
-        with suppress(OSError, ValueError, RecursionError):
+        with suppress(OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(fd, "rb") as stream:
                 text, _, tag = (data := stream.read(_MOST_NBYTES + 1)).partition(b"\n")
-            ours = hmac.compare_digest(tag_of(Path(path).name, text) or tag, tag)
-            if ours and len(data) <= _MOST_NBYTES and isinstance(found := json.loads(text), dict):
-                yield found
+            ours = hmac.compare_digest(tag_of(key_file, Path(path).name, text) or tag, tag)
+            if ours and len(data) <= _MOST_NBYTES:
+                yield read(json.loads(text))

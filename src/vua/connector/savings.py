@@ -39,7 +39,7 @@ from vua.capacity.saved import (
     add_up,
     advice,
     prefills_of,
-    tagging,
+    tag_of,
 )
 from vua.connector.load_policy import MIN_MEASURED, PrefillSpeed
 from vua.connector.log import logger
@@ -237,7 +237,7 @@ class Savings:
                 longest = sorted(self._earlier.points or own)[-_POINTS:]
                 kept = {"kind": self._kind, "prefills": longest}
                 text = json.dumps(kept | {"days": self._days, "parted": self._parted}).encode()
-            tag = tagging(self._key_file)(self._name, text)
+            tag = tag_of(self._key_file, self._name, text)
             with upkeep_folder(root, FOLDER) as directory:
                 atomic_write(self._name, text + b"\n" + tag, dir_fd=directory, mode=self._mode)
             if not self._writes:

@@ -400,7 +400,7 @@ class TestParted(DirectoryTest):
         (path,) = (self.root / ".upkeep" / "saved").iterdir()
         at = f"{DAY} {NAME}"
         for number, parted in enumerate((
-            3, [], None, {DAY: {"64": 1}}, {f"{at} x": {"64": 1}}, {f"2023-99-9 {NAME}": {"64": 1}},
+            3, [], None, {f"2023-99-9 {NAME}": {"64": 1}}, {f"x {at}": {"64": 1}},
             {at: 3}, {at: ["64"]}, {at: {"64": "1"}}, {at: {"64": float("nan")}}, {at: {"x": 1}},
             {at: {"-64": 1}}, {at: {"6_4": 1}}, {at: {"\u0663": 1}}, {at: {"9" * 5000: 1}},
             {at: {"64": -9}}, {at: {"64": 1e300}}, {at: {"": 1}}, {at: {"64\n": 1}},
