@@ -137,8 +137,7 @@ class VUA:
         self._label = None if identity else Label(self.path, self.config.model, default=unnamed)
         self._buffers = BufferPool(self.config.buffer_bytes)
         self._threads = Pool[None](self.config.threads, "vua")
-        security = config.security
-        self.savings = savings_at(nearest(self.path), security.file_mode, security.key_file)
+        self.savings = savings_at(nearest(self.path), config.security)
         log.debug("open %s, namespace %s", self.path, self._identity.namespace[:12])
 
     def __enter__(self) -> VUA:  # noqa: PYI034 - typing.Self needs Python 3.11

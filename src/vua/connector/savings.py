@@ -47,6 +47,7 @@ from vua.connector.proved import forget_old
 from vua.errors import ConfigError
 from vua.io.files import atomic_write
 from vua.io.forks import new_lock, watch
+from vua.security.settings import Security
 from vua.storage.location import directory_of, names_of
 from vua.storage.mark import UPKEEP
 
@@ -70,8 +71,7 @@ class Savings:
         """Price by ``prefill``, if it is measured; ``wall`` returns seconds since 1970."""
         self._prefill, self._wall, self._lock = prefill or PrefillSpeed(0), wall, new_lock()
         self._root: Path | None = None
-        self._kind, self._mode = "", 0o600
-        self._key_file: str | None = None
+        self._kind, self._security = "", Security()
         self._reset()
         watch(self)
 
@@ -85,10 +85,10 @@ class Savings:
         """Of the engine before this one, then of this one's past: when prompts were longer."""
         self._kept = list[tuple[float, float]]()
         """Measured prefills when the file was last written."""
+        self._due = False
+        """Whether a thread waits to write: until what it writes is decided."""
         self._writer: threading.Thread | None = None
-        """Waits, then writes; None once what it writes is decided."""
-        self._latest: threading.Thread | None = None
-        """The same, until :meth:`close` has waited for it."""
+        """The latest one, until :meth:`close` has waited for it."""
         self._soon, self._disk = threading.Event(), new_lock()
         self._writes, self._said_s = 0, time.monotonic()
 
@@ -98,20 +98,16 @@ class Savings:
         self._reset()
 
     def keep_at(
-        self,
-        where: str | os.PathLike[str] | Sequence[str],
-        kind: str,
-        mode: int,
-        key_file: str | None = None,
+        self, where: str | os.PathLike[str] | Sequence[str], kind: str, security: Security
     ) -> None:
-        """Keep a file of this mode in a cache's directory, the nearest of tiers; a bucket has none.
+        """Keep a file in a cache's directory, the nearest of tiers; a bucket has none.
 
-        ``kind`` stands for all that decides how long computing takes; "": that is not known. With a
-        ``key_file`` the file is authentic, and so must others' be.
+        ``kind`` stands for all that decides how long computing takes; "": that is not known.
+        ``security`` says the file's mode, and the key of this file and of others that count.
         """
         with self._lock:
             self._root = directory_of(next(iter(names_of(where)), None))
-            self._kind, self._mode, self._key_file = kind, mode, key_file
+            self._kind, self._security = kind, security
 
     def looked_up(
         self,
@@ -157,19 +153,14 @@ class Savings:
         self._begin()
 
     def _begin(self) -> None:
-        if self._writer is None and self._root is not None:
-            self._soon = threading.Event()
-            self._writer = threading.Thread(target=self._later, args=(self._soon,), daemon=True)
-            self._latest = self._writer
+        if not self._due and self._root is not None:
+            self._due, self._soon = True, threading.Event()
+            given = (self._root, self._soon)
+            self._writer = threading.Thread(target=self._write, args=given, daemon=True)
             with suppress(RuntimeError):  # the process ends, or has no thread
                 self._writer.start()
             atexit.unregister(self.close)
             atexit.register(self.close)  # also after a close
-
-    def _later(self, soon: threading.Event) -> None:
-        soon.wait(_EVERY_S if self._writes else _FIRST_S)
-        with self._disk:  # the one before may still write what is older
-            self._write()
 
     def _price(self) -> None:
         while self._waiting:
@@ -201,7 +192,7 @@ class Savings:
         with self._lock:
             if self._days and self._prefill.points != self._kept:  # after the last lookup
                 self._begin()
-            writer, soon, self._latest = self._latest, self._soon, None
+            writer, soon, self._writer = self._writer, self._soon, None
         atexit.unregister(self.close)
         if writer is not None:
             soon.set()
@@ -217,41 +208,43 @@ class Savings:
         if said := [str(total)] * bool(total.asked_chunks) + [why] * bool(why):
             log.info("VUA, since this process began: %s", "; ".join(said))
 
-    def _write(self) -> None:
-        """Write this process's file; the first time, read all others and delete old ones."""
-        if (root := self._root) is None:
-            self._writer = None
-            return
-        folder = root / UPKEEP / FOLDER
-        try:
-            if not self._writes:
-                for x, y in prefills_of(root, self._kind, self._key_file):
-                    self._earlier.add(x, y)
-            self.total  # noqa: B018 - gives loads their price, as far as there is one now
-            with self._lock:
-                self._writer = None  # what comes from here on needs another
-                own = self._kept = self._prefill.points
-                far = 2 * self._prefill.high >= self._earlier.high
-                if far and len(own) >= MIN_MEASURED:
-                    self._earlier = copy(self._prefill)
-                longest = sorted(self._earlier.points or own)[-_POINTS:]
-                kept = {"kind": self._kind, "prefills": longest}
-                text = json.dumps(kept | {"days": self._days, "parted": self._parted}).encode()
-            tag = tag_of(self._key_file, self._name, text)
-            with upkeep_folder(root, FOLDER) as directory:
-                atomic_write(self._name, text + b"\n" + tag, dir_fd=directory, mode=self._mode)
-            if not self._writes:
-                forget_old(folder, DAYS * 86400.0, MOST_FILES)
-        except (OSError, ConfigError) as problem:
-            log.debug("what was saved is not kept: %s", problem)
-        self._writes += 1
+    def _write(self, root: Path, soon: threading.Event) -> None:
+        """Wait, then write this process's file."""
+        soon.wait(_EVERY_S if self._writes else _FIRST_S)
+        with self._disk:  # the one before may still write what is older
+            self._due = False  # what comes from here on needs another
+            try:
+                self._write_at(root)
+            except (OSError, ConfigError) as problem:
+                log.debug("what was saved is not kept: %s", problem)
+            self._writes += 1
         if time.monotonic() - self._said_s >= _SAID_EVERY_S:
             self._say()
 
+    def _write_at(self, root: Path) -> None:
+        """The first time, read all others' files, too, and delete old ones."""
+        key_file, mode = self._security.key_file, self._security.file_mode
+        for x, y in [] if self._writes else prefills_of(root, self._kind, key_file):
+            self._earlier.add(x, y)
+        self.total  # noqa: B018 - gives loads their price, as far as there is one now
+        with self._lock:
+            own = self._kept = self._prefill.points
+            far = 2 * self._prefill.high >= self._earlier.high
+            if far and len(own) >= MIN_MEASURED:
+                self._earlier = copy(self._prefill)
+            longest = sorted(self._earlier.points or own)[-_POINTS:]
+            kept = {"kind": self._kind, "prefills": longest}
+            text = json.dumps(kept | {"days": self._days, "parted": self._parted}).encode()
+        text += b"\n" + tag_of(key_file, self._name, text)
+        with upkeep_folder(root, FOLDER) as folder:
+            atomic_write(self._name, text, dir_fd=folder, mode=mode)
+        if not self._writes:
+            forget_old(root / UPKEEP / FOLDER, DAYS * 86400.0, MOST_FILES)
+
 
 @lru_cache(maxsize=64)
-def savings_at(directory: Path | None, mode: int, key_file: str | None = None) -> Savings:
+def savings_at(directory: Path | None, security: Security) -> Savings:
     """Return this process's savings of a directory, for those that see no prefill: no price."""
     savings = Savings()
-    savings.keep_at([] if directory is None else directory, "", mode, key_file)
+    savings.keep_at([] if directory is None else directory, "", security)
     return savings

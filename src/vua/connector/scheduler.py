@@ -178,10 +178,8 @@ class SchedulerSide:
         """
         self._setup, self.writer = setup, new_writer(KIND, setup)
         self.witness.be_of(setup, self.writer)
-        security = self._config.security
         savings = self.request_metrics.savings
-        where, mode = self._config.shared_storage_path, security.file_mode
-        savings.keep_at(where, setup, mode, security.key_file)
+        savings.keep_at(self._config.shared_storage_path, setup, self._config.security)
 
     @property
     def _waits_for_weights(self) -> bool:

@@ -436,8 +436,7 @@ def _opened(
 ) -> VUA:
     vua = VUA(config, path, identity=identity)
     vua.savings = Savings(prefill)
-    kind, security = f"{identity.namespace} {speed}", config.security
-    vua.savings.keep_at(path, kind, security.file_mode, security.key_file)
+    vua.savings.keep_at(path, f"{identity.namespace} {speed}", config.security)
     return vua
 
 

@@ -49,6 +49,7 @@ from vua.format.keys import ChunkKey
 from vua.format.layout import KVLayout
 from vua.io.pool import Job, Pool
 from vua.native import MemoryMap
+from vua.security.settings import Security
 from vua.storage.base import entry_name
 from vua.storage.location import nearest
 from vua.store.namespace import Namespace
@@ -323,7 +324,7 @@ class VUAL2Adapter(L2AdapterInterface):
         self._threads = int(given.pop("threads", _THREADS))
         self._bounds = Limits(**given)
         self._pool = Pool[None](self._threads, "vua-lmcache")
-        self._savings = savings_at(nearest(self._root), 0o600)
+        self._savings = savings_at(nearest(self._root), Security())
         self._namespaces: dict[tuple[_Form, str], Namespace] = {}
         self._fds = {kind: create_event_notifier() for kind in (_STORE, _LOOKUP, _LOAD)}
         self._done: dict[str, dict[int, Any]] = {kind: {} for kind in self._fds}

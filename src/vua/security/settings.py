@@ -55,6 +55,7 @@ class Security:
         ):
             msg = f'trusted_uids must be a list of user ids or "any", found {uids!r}'
             raise ConfigError(msg)
+        object.__setattr__(self, "trusted_uids", uids if uids == "any" else tuple(uids))
         for name in ("group_read", "encrypt"):
             if not isinstance(getattr(self, name), bool):
                 msg = f"{name} must be true or false, found {getattr(self, name)!r}"

@@ -194,8 +194,8 @@ class OpenPools:
         self.comparisons: Comparisons | None = None
         """None: another rank holds the same, and compares it."""
         if all(part.writes for part in pools.parts.values()):
-            mode = config.security.file_mode
-            self.reuse.savings.keep_at(config.shared_storage_path, pools.setup, mode)
+            where, security = config.shared_storage_path, config.security
+            self.reuse.savings.keep_at(where, pools.setup, security)
             config = replace(config, epoch=opened.model.identity.epoch)  # compare there, too
             self.comparisons = Comparisons(
                 *(opened.model, stores, config, stats),

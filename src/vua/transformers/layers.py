@@ -95,7 +95,7 @@ class StoredLayers:
         self._policy = LoadPolicy(self._model, config, samples=False, clock=clock)
         self._savings = Savings(self._policy.prefill)
         kind = f"{identity.namespace} {devices()}"
-        self._savings.keep_at(config.shared_storage_path, kind, config.security.file_mode)
+        self._savings.keep_at(config.shared_storage_path, kind, config.security)
         self._layers = sum(len(group.layers) for group in groups)
         self._buffers = BufferPool(VUAConfig.buffer_bytes)
         self._opened = LazyNamespace(root, identity, Access(durable=durable))

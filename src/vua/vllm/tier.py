@@ -361,8 +361,7 @@ class VUATier(SecondaryTierManager):
         self._known: KnownWriters
         """Whose rows are proved: there with the namespace, as are setup and writer."""
         self._savings = Savings()
-        mode, key_file = config.security.file_mode, config.security.key_file
-        self._savings.keep_at(config.shared_storage_path, "", mode, key_file)
+        self._savings.keep_at(config.shared_storage_path, "", config.security)
         self._options = OptionReader()
         self._requests: dict[str, _Request] = {}
         self._asking: list[_Request] = []

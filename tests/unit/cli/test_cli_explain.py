@@ -24,6 +24,7 @@ from vua.format.identity import Identity, config_digest, named_by
 from vua.format.keys import KeyChain, token_ids
 from vua.format.layout import KVLayout, Shard
 from vua.security.keyring import write_key
+from vua.security.settings import Security
 from vua.store.namespace import Namespace
 from vua.weights import weights_fingerprint
 
@@ -70,7 +71,7 @@ class TestRecent(ExplainTest):
     def note(self, name: str, prompts: int, wall: float) -> None:
         """An engine that has looked up prompts, of which one in five is stored whole."""
         engine = Savings(wall=lambda: wall)
-        engine.keep_at(self.cache, "", 0o600)
+        engine.keep_at(self.cache, "", Security())
         for number in range(prompts):
             engine.looked_up(name, 0 if number % 5 else 20, 20, 64)
         engine.close()

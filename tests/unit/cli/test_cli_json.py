@@ -20,6 +20,7 @@ from helpers import caches_of, flip
 from vua.connector.load_policy import PrefillSpeed
 from vua.connector.savings import Savings
 from vua.core import VUA, VUAConfig
+from vua.security.settings import Security
 from vua.storage.bucket import Bucket
 
 WHOLE: Final = {
@@ -78,7 +79,7 @@ class JsonTest(CliTest):
         order = {"prefix": TOKENS.tolist(), "documents": [[1] * 8]}
         (self.beside / "order").write_text(json.dumps(order))
         engine = Savings(PrefillSpeed(64))
-        engine.keep_at(self.root, "", 0o600)
+        engine.keep_at(self.root, "", Security())
         engine.looked_up(self.entries()[0].parents[2].name, 1, 2, 4)
         engine.close()
 

@@ -46,7 +46,7 @@ class TestSavings(DirectoryTest):
         for _ in range(prefills):
             speed.measured(1000, 500_000, 2.0)
         savings = Savings(speed, wall=lambda: self.now)
-        savings.keep_at(self.root, kind, 0o600, key_file)
+        savings.keep_at(self.root, kind, Security(key_file=key_file))
         self.addCleanup(savings.close)
         return savings
 
@@ -107,7 +107,7 @@ class TestSavings(DirectoryTest):
         """An engine that is restarted knows the prefills after the last lookup of before."""
         speed = PrefillSpeed(64)
         engine = Savings(speed, wall=lambda: self.now)
-        engine.keep_at(self.root, "k", 0o600)
+        engine.keep_at(self.root, "k", Security())
         engine.looked_up(NAME, 0, 1, 64)
         until(lambda: saved_at(self.root) == {DAY: Totals(1)})
         for _ in range(3):
@@ -124,7 +124,7 @@ class TestSavings(DirectoryTest):
         """An engine that ends during its first write keeps what it measured meanwhile."""
         speed, go = PrefillSpeed(64), threading.Event()
         engine = Savings(speed, wall=lambda: self.now)
-        engine.keep_at(self.root, "k", 0o600)
+        engine.keep_at(self.root, "k", Security())
         with mock.patch("vua.connector.savings.forget_old", side_effect=lambda *_: go.wait()):
             engine.looked_up(NAME, 0, 1, 64)
             until(lambda: saved_at(self.root) == {DAY: Totals(1)})
@@ -142,7 +142,7 @@ class TestSavings(DirectoryTest):
         speed = PrefillSpeed(64)
         for files in (1, 2):
             engine = Savings(speed, wall=lambda: self.now)
-            engine.keep_at(self.root, "k", 0o600)
+            engine.keep_at(self.root, "k", Security())
             self.addCleanup(engine.close)
             for _ in range(3 if files == 1 else 0):
                 speed.measured(1000, 500_000, 2.0)
@@ -223,14 +223,18 @@ class TestSavings(DirectoryTest):
         self.assertIn("has mode 644", problem)
 
     def test_key_is_gone(self) -> None:
-        """An engine whose key was deleted goes on, and notes nothing."""
+        """An engine whose key is gone goes on, and notes nothing until it is there again."""
         write_key(self.root / "own")
         engine = self.engine(key_file=str(self.root / "own"))
-        (self.root / "own").unlink()
+        (self.root / "own").rename(self.root / "gone")
         engine.looked_up(NAME, 1, 2, 64)
         engine.close()
         self.assertEqual(0, self.kept())
-        self.assertEqual(Totals(2, 1), engine.total)
+        (self.root / "gone").rename(self.root / "own")
+        engine.looked_up(NAME, 1, 2, 64)
+        engine.close()
+        self.assertEqual(1, self.kept())
+        self.assertEqual(Totals(4, 2), engine.total)
 
     @QUICK
     @HANGING
@@ -248,7 +252,7 @@ class TestSavings(DirectoryTest):
         """An engine whose directory is gone, or that names none, goes on."""
         for where in (self.root / "gone", [], "s3://bucket/x"):
             engine = self.engine()
-            engine.keep_at(where, "k", 0o600)
+            engine.keep_at(where, "k", Security())
             engine.looked_up(NAME, 1, 2, 64)
             engine.close()
             self.assertEqual(Totals(2, 1), engine.total)
@@ -302,7 +306,7 @@ class TestSavings(DirectoryTest):
 
     def test_some_priced(self) -> None:
         """Beside an engine that knows its prefills the line says whose time is known."""
-        engine, library = self.engine(), savings_at(self.root, 0o600)
+        engine, library = self.engine(), savings_at(self.root, Security())
         self.now = time.time()
         engine.loaded(1000, 0, 0.5)
         library.loaded(160, 0, 0.5)
@@ -338,7 +342,7 @@ class TestParted(DirectoryTest):
 
     def engine(self) -> Savings:
         savings = Savings(wall=lambda: self.now)
-        savings.keep_at(self.root, "k", 0o640)
+        savings.keep_at(self.root, "k", Security(group_read=True))
         self.addCleanup(savings.close)
         return savings
 

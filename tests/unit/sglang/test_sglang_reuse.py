@@ -14,6 +14,7 @@ from vua.errors import ConfigError
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, KeyChain, token_ids
 from vua.format.layout import KVLayout
+from vua.security.settings import Security
 from vua.sglang.lookups import Reuse
 from vua.sglang.settings import settings_of
 from vua.storage.mark import make_mark
@@ -82,7 +83,7 @@ class ReuseTest(unittest.TestCase):
         """Also of prompts that SGLang asks for in several calls, or holds the beginning of."""
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as root:
             make_mark(Path(root))
-            self.reuse.savings.keep_at(Path(root), "", 0o600)
+            self.reuse.savings.keep_at(Path(root), "", Security())
             long = keys(1, 300)
             for asked, found in (
                 (long[:128], 128), (long[128:256], 128), (long[256:], 10),
