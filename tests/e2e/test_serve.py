@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from commands import run_json
+from commands import run_json, told
 from e2e.damage import stored
 from e2e.harness import PROMPT, Batch, llama, models, tokens
 from e2e.serving import (
@@ -64,6 +64,7 @@ class ServeTest(ServerTest):
             for start in range(3):
                 complete(address, [start + 1, *PROMPT])
             until(lambda: self.told() == round(scraped(address)[SAVED], 3))
+            self.assertIn(f"{self.told():,.1f} s saved", told(self.root))
             until(lambda: self.parted()["64"] >= 3)
             self.assertGreaterEqual(self.parted()["whole"], 2)
 

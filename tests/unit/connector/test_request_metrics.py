@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import tempfile
 import unittest
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from commands import run_json, told
+from helpers import caches_of
+from vua.connector.log import logger
+from vua.core import VUA, VUAConfig
 from vua.format.identity import Identity
 from vua.format.layout import KVLayout
+from vua.security.settings import Security
 
 pytestmark = pytest.mark.vllm
 
@@ -134,3 +141,23 @@ class RequestMetricsTest(unittest.TestCase):
         )
         with self.assertNoLogs("vllm.vua.requests", "DEBUG"):
             self.request_metrics.finished("a")
+
+    def test_seconds_saved(self) -> None:
+        """The metric, the log's last line, `vua ls`, `vua top` and the page tell one number."""
+        root = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        with VUA(VUAConfig(split_factor=4), root) as vua:
+            vua.put(list(range(4)), caches_of(layers=1, heads=1, tokens=4, dim=8))
+        for _ in range(3):
+            self.policy.prefill.measured(1000, 500_000, 2.0)
+        savings = self.request_metrics.savings
+        savings.keep_at(root, "k", Security())
+        self.request_metrics.answered("a", "hit", 700, 0.25, found=("ab" * 32, 10, 10, 64))
+        ((_, saved_s),) = self.load(None, 0.1, 1.0)["vua_seconds_saved"].items()
+        with self.assertLogs(logger("savings"), "INFO") as logged:
+            savings.close()
+        self.assertAlmostEqual(640 * 0.002 - 0.75, saved_s)
+        said = f"{saved_s:.1f} s saved, 640 tokens loaded, 10 of 10 chunks found"
+        self.assertEqual(said, told(root))
+        self.assertIn(f"began: {said}", logged.records[0].getMessage())
+        for report in (run_json("ls", root), run_json("top", root, "--once", "--interval", "0.05")):
+            self.assertEqual(round(saved_s, 3), report[1]["saved_today"]["saved_s"])

@@ -258,18 +258,6 @@ class TestSavings(DirectoryTest):
             self.assertEqual(Totals(2, 1), engine.total)
         self.assertIsNone(saved_today("s3://bucket/x"))
 
-    def test_tools(self) -> None:
-        """`vua ls` and `vua top` tell the same sentence."""
-        engine = self.engine()
-        self.now = Path(self.root).stat().st_mtime
-        engine.looked_up(NAME, 3, 4, 64)
-        engine.loaded(1000, 0, 0.5)
-        engine.close()
-        said = "1.5 s saved, 1,000 tokens loaded, 3 of 4 chunks found"
-        self.assertEqual(said, str(engine.total))
-        self.assertIn(f"today: {said}", run("ls", self.root)[1])
-        self.assertIn(f"today: {said}", run("top", self.root, "--once", "--interval", "0.05s")[1])
-
     def test_kinds(self) -> None:
         """Log, tools and page tell one number, also of sealed files and of tiers."""
         write_key(self.root / "key")
