@@ -17,6 +17,17 @@ BATCH = Batch([PROMPT, OTHER])
 WHOLE = [640, 448]
 
 
+class FailedPassTest(EngineTest):
+    def test_error_between_layers(self) -> None:
+        """Nothing of a pass that failed is stored: its later layers hold K and V of before."""
+        fails = {"raises": ["vllm.model_executor.models.llama.LlamaMLP.forward"]}
+
+        (failed,) = run(self.phase(Batch([PROMPT]), trouble=fails))
+
+        self.assertIn("LlamaMLP", failed.problem or "")
+        self.assertEqual([], stored(self.root))
+
+
 class DamagedTest(EngineTest):
     """Between two runs something happens to the files."""
 

@@ -580,13 +580,14 @@ class WorkerSide:
 
     # -- saves --------------------------------------------------------------------------------
 
-    def copy_out(self, orders: ConnectorMetadata) -> None:
+    def copy_out(self, orders: ConnectorMetadata, *, computed: bool = True) -> None:
         """Copy this step's complete chunks, and those to compare, out of the cache.
 
         They are written by :meth:`WriteQueue.hand_over` of :attr:`saves`, to be called next.
+        Nothing is copied where the step was not ``computed`` to its end.
         """
         self.saves.give_up()
-        current = self._is_current(orders)
+        current = self._is_current(orders) and computed
         if orders.writer != self._writer:  # before what opens the first store
             self._writer = orders.writer
             for group in self.groups:

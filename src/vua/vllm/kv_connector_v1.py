@@ -17,6 +17,7 @@ KV cache events for the directory's content (`vua.connector.events`) are publish
 from __future__ import annotations
 
 import logging
+import sys
 import traceback
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -542,8 +543,10 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         side, orders = self.worker, self._get_connector_metadata()
         if side is None or not isinstance(orders, ConnectorMetadata):
             return
+        # vLLM asks in a `finally`, so of a pass that failed, too: later layers hold old K and V
+        computed = sys.exc_info()[0] is None
         with self._guarded():
-            side.copy_out(orders)
+            side.copy_out(orders, computed=computed)
         with self._guarded():
             side.saves.hand_over()
 
