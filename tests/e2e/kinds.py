@@ -370,6 +370,14 @@ KINDS: dict[str, Kind] = {
         why_tier=STATES,
         cannot=NO_SCAN,
     ),
+    "MiniMaxM2ForCausalLM": Kind(
+        *("minimax_m2", "MiniMax M2"),
+        HEADS
+        | LOCAL
+        | {"intermediate_size": 64, "rotary_dim": 16, "scoring_func": "sigmoid"}
+        | {"use_qk_norm": True, "use_routing_bias": True},
+        cannot='assert self.scoring_func == "softmax"',
+    ),
     "NemotronHForCausalLM": Kind(
         *("nemotron_h", "Nemotron-H"),
         HEADS
