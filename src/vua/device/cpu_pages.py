@@ -330,6 +330,7 @@ class PagedKV:
                     for dim, half in zip(dims, strided, strict=True)
                 ],
             ),
+            cached=True,
         )
 
     def aim(

@@ -115,33 +115,33 @@ def read_entries(
         stop: index to end before; by default all.
         direct: read files that are not in the page cache past it.
 
-    Spread memory receives only blocks whose checksums match their file's header, and only from
-    files that a local page cache holds: nothing waits, and without C nothing is read.
+    Spread memory receives only blocks whose checksums match their file's header. Into memory that
+    is ``cached`` (:class:`MemoryMap`) nothing is read without C.
 
     Returns the index up to which all were read, ``stop`` on success. Nothing is verified: the
     caller judges by header and digests whether a file is the right one and sound. Memory after the
     last file read is undefined.
     """
     bound, stop = library(), len(paths) if stop is None else stop
-    spread = transfer.spread is not None
-    if spread and (bound is None or not directory.local):
+    cached = transfer.memory.cached
+    if cached and bound is None:
         return first
     if bound is None:
         return fallback.read_entries(transfer, directory, paths, place, into, first, stop)
     if first >= stop:
         return first
     names = _joined(paths)
-    flags = (_DIRECT if direct else 0) | (_NOWAIT if spread else 0)
+    flags = (_DIRECT if direct else 0) | (_NOWAIT if cached else 0)
     batch = (ctypes.byref(transfer), ctypes.byref(into), directory.fd, names, len(paths[0]) + 1)
     uids = directory.uids
     trusted = (None, 0) if uids is None else (uids, len(uids))
     nbytes = transfer.file_nbytes * (stop - first)
-    bounce = _bounce() if direct or spread else None
+    bounce = _bounce() if direct or transfer.spread is not None else None
     bounces = (None, 0, 0) if bounce is None else (bounce.ctypes.data, _BOUNCE_NBYTES, _BOUNCES)
     held = directory.local and nbytes <= _HELD_NBYTES
     if held:
         first = bound.load_held(*batch, first, stop, place, 1, flags | _NOWAIT, *trusted, *bounces)
-    if first < stop and not (held and spread):
+    if first < stop and not (held and cached):
         with crew.joined(nbytes) as threads:
             first = bound.load(*batch, first, stop, place, threads, flags, *trusted, *bounces)
     if bounce is not None:

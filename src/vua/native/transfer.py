@@ -154,6 +154,8 @@ class MemoryMap:
 
     With ``spread`` a token's elements are not contiguous: it gives the distance between them. Such
     a map can only be loaded into; an unwanted segment has the offset :data:`NOWHERE`.
+
+    With ``cached`` only files that a local page cache holds are read into it: nothing waits.
     """
 
     base: tuple[npt.NDArray[np.uint64], ...]
@@ -167,6 +169,7 @@ class MemoryMap:
     owner: object
     """Keeps the memory alive."""
     spread: Spread | None = None
+    cached: bool = False
 
     def chunks(self, chunk_tokens: int) -> int:
         """Return how many whole chunks of so many tokens the map has space for."""

@@ -355,10 +355,12 @@ class LocalStorage:
     def read(self, batch: Batch) -> ReadResult:
         """Read and hash files by few calls; a file at which C stops is read or judged in Python."""
         paths, transfer, into = list(map(entry_path, batch.names)), batch.transfer, batch.into
-        if not self.follow():
+        cached = transfer.memory.cached  # or nothing: then the rest is asked for again
+        if cached and not self._local:
+            return ReadResult(0, BlockingIOError(errno.EAGAIN, "it may wait"), into.version)
+        if not (self._held is not None if cached else self.follow()):
             return ReadResult(0, FileNotFoundError(errno.ENOENT, "no directory"), into.version)
         past_cache = self._local and not self.shares_reads
-        cached = transfer.spread is not None  # or nothing: then the rest is asked for again
         asked = [] if cached else paths
         known = self.first_reads.remember(asked) if past_cache else len(paths)
         directory = Directory(self._fd, self._uids, self._local)

@@ -430,8 +430,7 @@ class Loader:
     def load_cached(self, keys: Keys, believed: Container[bytes] | None = None) -> int:
         """Load leading chunks that need no waiting; return how many. Nothing is judged.
 
-        Into spread memory, from files in the page cache; checksums are verified before bytes are
-        copied. To learn why it stopped, call :meth:`load` with other memory.
+        Into ``cached`` memory. To learn why it stopped, call :meth:`load` with other memory.
         """
         store = self._store
         if not len(keys):
@@ -480,7 +479,7 @@ class Loader:
 
     def _follow(self, cover: list[tuple[Shard, Shard]]) -> None:
         store, kind = self._store, self._seal.kind if self._seal else ""
-        storage = store.files if self._memory.spread is not None and store.files else store.storage
+        storage = store.files if self._memory.cached and store.files else store.storage
         for stored, taken in cover:
             if (stored, taken, kind) not in self._readers:
                 transfer = store.transfer(stored, taken, self._target, self._memory, kind)

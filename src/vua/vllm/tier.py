@@ -10,8 +10,8 @@ compared (`vua.connector.proved`): a load refuses it, vLLM computes the prompt a
 over to be stored. With a vLLM that was not run, so are this engine's own.
 
 vLLM calls the methods of :class:`VUATier` on its scheduler's thread; none waits for the storage.
-Rows go through memory of the tier's own: a thread that hangs in the storage must not touch a row
-that vLLM has given to another request meanwhile.
+A read or write that may wait for the storage goes through memory of the tier's own: a thread that
+hangs there must not touch a row that vLLM has given to another request meanwhile.
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ from vua.errors import ConfigError, VUAError
 from vua.format.entry import written_name
 from vua.format.identity import Identity
 from vua.format.keys import ChunkKey, extras_parent
-from vua.format.layout import KVLayout
+from vua.format.layout import KVLayout, payload_map
 from vua.io.pool import Breaker, Job, Pool
+from vua.native import MemoryMap
 from vua.security.keyring import check_keys
 from vua.serdes import DTYPES
 from vua.storage.base import entry_name
 from vua.store.agreement import compare
 from vua.store.place import locate
-from vua.store.store import UNJUDGED, Loader, Store
+from vua.store.store import UNJUDGED, Loader, LoadResult, Store
 from vua.store.writer import EntryWriter, in_words, new_writer
 from vua.weights import Identification, Weights
 
@@ -74,6 +75,8 @@ log = logger("tier")
 
 _BUFFER_NBYTES: Final = 8 << 20
 """Memory of each thread: so much is read or written by one call, and stays in its cache."""
+_STRAIGHT_NBYTES: Final = 32 << 20
+"""So much is read from the page cache by one call, some 10 ms: giving the load up waits for it."""
 _SAVE_THREADS: Final = 4
 _GIVES_UP: Final = {*UNJUDGED} - {"writer"}
 _PIECE: Final = 64
@@ -540,23 +543,32 @@ class VUATier(SecondaryTierManager):
         self._piece_ended(move, [])
 
     def _read(self, job: Job[_Piece]) -> None:
-        """Load rows, those after a missing one, too; copy them while they are wanted."""
-        (move, part), done, reason, at = job.what, list[OffloadKey](), "", 0
-        keys, rows, size = move.keys[part], move.rows[part], self._buffer.rows.chunks
-        memory = self._buffer.rows.memory
+        """Load rows, those after a missing one, too, while they are wanted.
+
+        Straight from the page cache, where nothing waits; others through this thread's memory.
+        """
+        (move, part), done, reason, at, cached = job.what, list[OffloadKey](), "", 0, True
+        keys, rows, memory = move.keys[part], move.rows[part], self._buffer.rows.memory
+        at_once = {False: self._buffer.rows.chunks, True: 1 + _STRAIGHT_NBYTES // self._row_nbytes}
         with self._tolerant() as work:
             store, kind = self._store(), move.request.terms.kind
             believed = _Believed(self._known, kind, self._own) if store else None
+            chunks = self._names.of(move.request, keys, store) if store else []
             while store and at < len(keys) and job.wanted and reason not in _GIVES_UP:
-                run = keys[at : at + size]
-                chunks = self._names.of(move.request, run, store)
-                found = Loader(store, memory).load(chunks, believed)
-                job.progress()
+                some, found = slice(at, at + at_once[cached]), LoadResult(0)
+                if not cached:
+                    found = Loader(store, memory).load(chunks[some], believed)
+                    job.progress()
                 with job.use() as wanted:
-                    if wanted and self._usable(move.request):
+                    usable = wanted and self._usable(move.request)
+                    if usable and cached:
+                        straight = Loader(store, self._straight(rows[some]))
+                        found = LoadResult(straight.load_cached(chunks[some], believed))
+                    elif usable:
                         self._copy(rows[at : at + found.chunks], out=True)
-                        done += run[: found.chunks]
-                at += found.chunks + (found.chunks < len(run))
+                    done += keys[at : at + found.chunks] if usable else []
+                at += found.chunks + bool(found.reason)
+                cached = bool(found.chunks if cached else found.reason)
                 if reason := found.reason or "":
                     self._stats.add("vua_load_stops_total", label=reason)
         self._stats.add("vua_loaded_bytes_total", len(done) * self._row_nbytes, "slab")
@@ -613,6 +625,12 @@ class VUATier(SecondaryTierManager):
                     self._known.put_aside(writer)
                     text = "VUA: rows of the writer [%s] are not what this engine computes: %s. %s"
                     log.error(text, in_words(writer), why, "They are not loaded")
+
+    def _straight(self, rows: Sequence[int]) -> MemoryMap:
+        """Return where rows of vLLM's are; no read that waits may write there."""
+        offsets = np.array(rows, dtype=np.uint64) * np.uint64(self._row_nbytes)
+        first = payload_map(self._layout, self._layout.full, self._address, None, 1)
+        return replace(first, segment_offset=(offsets,), cached=True)
 
     def _copy(self, rows: Sequence[int], *, out: bool) -> None:
         """Copy between this thread's memory and rows of vLLM's: ``out`` of the first."""

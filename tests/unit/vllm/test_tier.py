@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import shutil
 import threading
@@ -41,6 +42,7 @@ from vua.connector.log import logger  # noqa: E402
 from vua.connector.proved import written  # noqa: E402
 from vua.errors import ConfigError  # noqa: E402
 from vua.security.keyring import tenant_of, write_key  # noqa: E402
+from vua.storage.base import Batch, ReadResult  # noqa: E402
 from vua.storage.local import LocalStorage  # noqa: E402
 from vua.store.store import Loader, LoadResult  # noqa: E402
 from vua.vllm.tier import ENGINES, Engine, Terms, VUATier  # noqa: E402
@@ -150,8 +152,8 @@ class Host:
         result = self.finish()
         came = list(keys) if result.success else list(result.successful_keys or ())
         for row, key in enumerate(keys):
-            expected = content(key) if key in came else np.full(NBYTES, 0xA5, np.uint8)
-            np.testing.assert_array_equal(self.memory[row], expected)
+            if key in came:
+                np.testing.assert_array_equal(self.memory[row], content(key))
         return came
 
     def find(self, context: ReqContext, keys: Sequence[Any]) -> list[bool]:
@@ -258,6 +260,18 @@ class TierTest(DirectoryTest):
         (event,) = host.tier.take_events()
         self.assertEqual((keys, False), (event.keys, event.removed))
         self.assertEqual([], [*host.tier.take_events()])
+
+    def test_straight(self) -> None:
+        """What the page cache has is read straight into vLLM's memory; all else is copied there."""
+        keys = self.filled()
+        for local, copies in ((True, 0), (False, len(keys))):
+            with mock.patch("vua.io.posix.is_local", return_value=local):
+                host = self.host()
+                context, _ = host.request("prompt")
+                self.assertEqual([True] * 8, host.find(context, keys))
+            with mock.patch("ctypes.memmove", wraps=ctypes.memmove) as copy:
+                self.assertEqual(keys, host.load(context, keys))
+            self.assertEqual(copies, copy.call_count)
 
     def test_damage(self) -> None:
         """Flipped and cut files are misses, other rows come; they are stored anew."""
@@ -437,10 +451,12 @@ class TierTest(DirectoryTest):
         self.assertEqual([True] * 8, host.find(context, keys))
         ended = threading.Event()
 
-        def hangs(*arguments: Any) -> Any:
+        def hangs(storage: LocalStorage, batch: Batch) -> ReadResult:
+            if batch.transfer.memory.cached:
+                return ReadResult(0, BlockingIOError(errno.EAGAIN, "not in the page cache"))
             goes_on.wait(SOON_S)
             try:
-                return read(*arguments)
+                return read(storage, batch)
             finally:
                 ended.set()
 
