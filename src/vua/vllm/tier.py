@@ -462,7 +462,7 @@ class VUATier(SecondaryTierManager):
 
     @staticmethod
     def _answer(question: _Question, found: Sequence[bool | None] | None = None) -> None:
-        """Take the storage's answer; without one all rows are missing."""
+        """Without the storage's answer all rows are missing."""
         request, keys = question
         request.found.update(zip(keys, found or [None] * len(keys), strict=True))
 
@@ -505,9 +505,9 @@ class VUATier(SecondaryTierManager):
         request = self._requests.get(job.req_context.req_id) or _Request(job.req_context)
         move = _Move(job, request, pieces)
         self._moves[move] = None
-        stores = self._engine.saves and request.options.store
-        allowed = self._usable(request) and self._store() is not None and pool.breaker.allows()
-        allowed = allowed and (job.is_promotion or stores)
+        may = job.is_promotion or (self._engine.saves and request.options.store)
+        allowed = may and self._usable(request) and self._store() is not None
+        allowed = allowed and pool.breaker.allows()
         allowed = allowed and all(0 <= row < self._rows for row in move.rows)
         for part in move.parts:
             if not (allowed and self._submit(pool, work, (move, part))):
@@ -640,12 +640,11 @@ class VUATier(SecondaryTierManager):
             ctypes.memmove(*((other, own) if out else (own, other)), nbytes)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return the jobs that have ended, or were given up, since the last call."""
+        """Return what has ended, or was given up, since the last call."""
         self._give_up()
         results = []
         while self._finished:
-            move = self._finished.popleft()
-            self._moves.pop(move, None)
+            self._moves.pop(move := self._finished.popleft(), None)
             results.append(move.result(self._row_nbytes))
             if self.events is not None and results[-1].success and not move.job.is_promotion:
                 where = {"medium": self.medium, "locality": self.locality}
@@ -755,9 +754,8 @@ class VUATier(SecondaryTierManager):
             yield work
         except Exception as problem:
             work.well, name = not isinstance(problem, OSError), type(problem).__name__
-            own = (
-                "" if isinstance(problem, VUAError | OSError) else f"an error in the tier, {name}: "
-            )
+            known = isinstance(problem, VUAError | OSError)
+            own = "" if known else f"an error in the tier, {name}: "
             self._warn_once(name, f"rows are not loaded or stored: {own}{problem}")
             log.debug("VUA: an error in the tier", exc_info=problem)
 
@@ -792,11 +790,7 @@ def _model(engine: Engine, layout: KVLayout, epoch: str) -> Model:
     row_nbytes, tokens = layout.k_dim * layout.chunk_tokens, layout.chunk_tokens
     own = {"vua_stored_by": "vllm offloading", "vua.row_nbytes": row_nbytes}
     identity = Identity.of_config(
-        {**engine.counted, **own},
-        kv_dtype="U8",
-        epoch=epoch,
-        chunk_tokens=tokens,
-        name=engine.name,
+        {**engine.counted, **own}, kv_dtype="U8", epoch=epoch, chunk_tokens=tokens, name=engine.name
     )
     group = Group(layout, (0,), ((layout.full,),), (0,))
     return Model(
