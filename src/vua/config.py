@@ -37,7 +37,6 @@ _OFTEN = {
     "trusted_uids": "security",
     "capacity_bytes": "max_bytes",
 }
-"""Names that users write for a setting, as engines or other programs call it."""
 
 
 class VUAConfig:

@@ -194,7 +194,6 @@ def write_bucket_bounds(bucket_path: BucketPath, bounds: Limits) -> None:
 _BOUNDS_S: Final = 600.0
 """How long the content of ``bounds.json`` is cached."""
 _CLOSE_S: Final = 5.0
-"""How long closing a cache waits for queued work."""
 
 
 class Renewal:

@@ -123,7 +123,6 @@ class Evictor:
         self._victims = NO_VICTIMS
         """What is left of what the last search found, here or in another process."""
         self._sweep: Sweep | None = None
-        """The one under way."""
         self.shares = False
         """Whether it evicts for writers, beside other processes: these learn of victims, those
         that they tell are used, and of very many chunks the lowest found so far go while a sweep is
@@ -625,11 +624,9 @@ class _Run:
     pins_nbytes: int | None
     pulse: Callable[[DeletionTotals], None]
     wanted: int
-    """Victims to find by the next sweep."""
     takes_unsent: bool = False
     """Whether chunks go that have not travelled: nothing else may be left."""
     has_unsent: bool = False
-    """Whether it has skipped such chunks."""
     picked: int = 0
     """What the last sweep found."""
     brought: int = -1

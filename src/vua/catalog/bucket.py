@@ -84,7 +84,6 @@ _LOOK_S: Final = 60.0
 _GB: Final = 10**9
 _MARK: Final = re.compile(r"[0-9a-f]{2}/([0-9a-f]{64})/(after|pin)-([0-9a-f]{64})")
 _OURS: Final = b'{\n "format": "vua.'
-"""How a description begins."""
 
 
 class BucketNamespace(ListedNamespace):
@@ -101,10 +100,8 @@ class BucketNamespace(ListedNamespace):
         self.strays: list[str] = []
         """Paths of files that are not VUA's."""
         self._notes: list[Item] = []
-        """Objects that tell the order of chunks."""
         self._shown = 0
         self._is_told = False
-        """Whether these were asked."""
 
         for meta in bucket_path.bucket.walk(bucket_path.key):
             item = _item(bucket_path, meta)

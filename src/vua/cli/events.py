@@ -50,13 +50,10 @@ log = logging.getLogger(__name__)
 _KEPT: Final = 10_000
 """Batches kept for replay, as many as vLLM keeps."""
 _KEPT_NBYTES: Final = 64 << 20
-"""Bytes of them; at least one is kept."""
 _QUEUED: Final = 32
 """Batches queued per peer that does not read: some 200 KB each at most."""
 _PEERS: Final = 64
-"""Concurrent replays."""
 _PATIENCE_S: Final = 10.0
-"""How long to wait for a peer that does not read."""
 _QUIET_S: Final = 60.0
 """Least time between two log lines about peers that do not read."""
 _ASKED_NBYTES: Final = 4096
@@ -66,7 +63,6 @@ _LINGER_S: Final = 60.0
 _CLOSE_S: Final = 1.0
 """How long libzmq has to close its connections after that."""
 _END: Final = (-1).to_bytes(8, "big", signed=True)
-"""Number that ends a replay."""
 
 
 @dataclass(slots=True)
@@ -74,7 +70,6 @@ class _Replay:
     next: int
     """Number of the next batch for it."""
     since_s: float
-    """When it last received something."""
 
 
 class EventSocket:

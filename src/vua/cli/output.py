@@ -45,7 +45,6 @@ _STYLES: Final = {
     **dict.fromkeys(("note", "partial", "absent"), "yellow"),
     **dict.fromkeys(("bad", "corrupt", "foreign", "error", "damaged"), "bold red"),
 }
-"""Colours of words that judge."""
 _LEAST: Final = 12
 """Least width of a column that is shortened or folded."""
 _WHOLE: Final = re.compile(r"[\d.,:%+-]+( [\d.,:%+-]+)?")

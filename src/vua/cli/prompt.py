@@ -35,7 +35,6 @@ _OTHER: Final = frozenset(
      "skip_special_tokens", "stop", "stop_token_ids", "store", "stream", "stream_options",
      "temperature", "tool_choice", "top_k", "top_logprobs", "top_p", "user"]
 )  # fmt: skip
-"""Fields that change neither."""
 
 
 @dataclass(frozen=True, slots=True)

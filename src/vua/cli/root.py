@@ -27,7 +27,6 @@ _INSTEAD: Final = {
     "bench": " any more: `vua doctor DIR --prefill TOKENS/S` says what the storage reads in GB/s "
     "and from which prompt length on loading wins; benchmarks/speed.py in a checkout measures more",
 }
-"""What to use in place of commands that there were."""
 
 
 class _Commands(click.Group):

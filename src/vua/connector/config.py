@@ -189,7 +189,6 @@ _OFTEN: Final = {
     "storage_path": "shared_storage_path",
     "vua_path": "shared_storage_path",
 }
-"""Names of these settings in other programs and in :class:`vua.config.VUAConfig`."""
 _NOT_HERE: Final = frozenset({"max_bytes_per_salt", "min_free_inodes"})
 """Limits that only `vua gc` applies."""
 

@@ -77,7 +77,6 @@ class _Sent(NamedTuple):
     buffer: DeviceBuffer
     first: int
     stop: int
-    """Its chunks."""
     check: DigestCheck | None
 
     def right(self) -> int:

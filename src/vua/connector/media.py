@@ -55,7 +55,6 @@ class Media:
         self._digested: dict[int, tuple[weakref.ref[Any], bytes | None]] = {}
         """By the object's id; None for objects without a digest."""
         self._jobs: dict[str, Job[None]] = {}
-        """Requests whose contents are being digested."""
 
     def ready(self, request_id: str, features: Sequence[Any]) -> bool:
         """Whether :meth:`look_at` is fast; begins to digest large contents.

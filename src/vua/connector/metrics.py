@@ -37,11 +37,8 @@ class _Account:
     outcome: str = "not asked"
     lookup_s: float = 0.0
     decision: LoadDecision = NOTHING_STORED
-    """The decision about the tokens found."""
     ordered_s: float | None = None
-    """When the running load was ordered."""
     start: int = 0
-    """Tokens before those that are loaded."""
     promised: int = 0
     limit: int = 0
     """Tokens of the promised that have not failed."""

@@ -100,7 +100,6 @@ class SchedulerSide:
         """When orders begin although not all workers have reported that they have opened it;
         infinite until the first request. None: all have."""
         self._workers_open = Counter[str]()
-        """How many workers have opened a namespace, by its name."""
         self.doubt = 0
         """How often the cache was reset, for the workers."""
         self._unsure = 0

@@ -294,11 +294,9 @@ class EngineState:
         """The model that runs; None if it is not watched."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        """The latest reading thread."""
         if engine is not None:
             engine.before_moves.append(self._stop_reading)
         self._read_from: Snapshot | None = None
-        """Whose bytes are being read, or were."""
         self.rebase()
         self._reported = unknown is None
 

@@ -83,14 +83,11 @@ class _Case:
     kind: Kind
     chunks: tuple[int, ...]
     drawn: int | None
-    """The chunk that was drawn at random, if one was."""
     computed: range
-    """The stored chunks that the request computes."""
     awaited: frozenset[bytes]
     """Writers whose chunks are not loaded before the verdict."""
     began_s: float
     open: int
-    """Workers that have not answered yet."""
     ordered_s: float | None = None
     expected: dict[int, int] = field(default_factory=dict)
     """How many answers are needed for a chunk, by its first token."""

@@ -229,7 +229,6 @@ class WorkerSide:
         self._model, self._config, self._clock = model, config, clock
         self._begun = model.identity.epoch
         self._identity: Identity | None = None
-        """Whose stores are open."""
         self.stats = Recorder()
         self._place, self._rank = rank, rank.pp * len(model.groups[0].shards[0]) + rank.tp
         native.crew.share(sum(map(len, model.groups[0].shards)))  # of this machine, at most
@@ -259,7 +258,6 @@ class WorkerSide:
         """Which doubt about the weights is being checked, and which is settled."""
         self._wanted: list[Any] = []
         self._writer = ""
-        """The engine's name, used for writing."""
         self._reporter = Reporter()
         self.saves = WriteQueue(
             *(config, self._rank, self.stats, self._memory, self._reporter), clock=clock

@@ -135,7 +135,6 @@ class _Hole:
     """The first chunk of a request that is not stored."""
 
     token: int
-    """Its first token."""
     chunks: int
     """How many are missing, as far as they were ordered."""
     again: bool

@@ -272,7 +272,6 @@ class _Task:
     forms: Sequence[_Form | None]
     found: list[bool]
     left: int
-    """Unfinished parts."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     began_s: float = field(default_factory=time.monotonic)
 

@@ -43,7 +43,6 @@ memory."""
 _DISK_FORMATS: Final = ("auto", "safetensors")
 """Those with which an update loads all tensors of the files that `checkpoint_files` names."""
 _MAKES_REQUESTS: Final = "_create_generation_req"
-"""The scheduler's method that makes each request that generates."""
 _ID: Final = re.compile(r"[0-9a-f]{32}")
 """An adapter's id, as SGLang makes them."""
 _NO_ADAPTER: Final = "|no-adapter"

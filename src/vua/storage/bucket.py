@@ -139,7 +139,6 @@ class Bucket:
         self._client = client = make_client(url)
         self._reads, self._writes = client.reads, client.writes
         self._last = ""
-        """The last failed request's error."""
         self._way = 0
         """Which of `_WAYS` this server accepts."""
         self._checked: Any = None

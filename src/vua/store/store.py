@@ -59,7 +59,6 @@ class Search:
         self._known: dict[str, tuple[bool, float]] = {}
         """By name: whether it existed, and until when that counts."""
         self._covers: list[tuple[Shard, ...]] = []
-        """Shards that other writers store chunks in."""
         self._listed_s = -_LISTED_S
         self._came: deque[str] = deque(maxlen=_MOST)
         """Chunks that were stored since the latest question."""

@@ -121,7 +121,6 @@ class Writers:
         self._store, self._shards = store, tuple(shards)
         self._known: dict[bytes, frozenset[bytes]] = {}
         self._odd: dict[bytes, frozenset[bytes]] = {}
-        """Writers of chunks that a load refused."""
         self._threads = threading.local()
 
     def runs(self, keys: Keys, first: int, stop: int) -> tuple[Run, ...]:

@@ -161,7 +161,6 @@ class _Call(NamedTuple):
     mask: torch.Tensor | None
     """(B, T); None: nothing is masked."""
     config: Any
-    """The settings in effect, a `GenerationConfig`."""
 
 
 def _resolved(

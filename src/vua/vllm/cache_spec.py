@@ -159,7 +159,6 @@ class _Cache(NamedTuple):
     rule: str
     """What of it a hit needs, see :func:`rule_of`."""
     spec: Any
-    """vLLM's description of it."""
     number: int
     """Of the layer."""
 

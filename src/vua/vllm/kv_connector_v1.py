@@ -263,7 +263,6 @@ class VUAStorageConnector_V1(KVConnectorBase_V1, SupportsHMA):  # noqa: N801
         self._lost: dict[str, set[int]] = {}
         """Loads that this worker could not begin, with their blocks: the engine waits for them."""
         self._model: Any = None
-        """What this worker runs."""
         self._idle = False
         """Whether the current step computes nothing."""
         try:

@@ -46,7 +46,6 @@ from vua.storage.description import is_namespace_name
 log = logging.getLogger(__name__)
 
 _SHOWN: Final = 50
-"""Namespaces that the page lists, the largest."""
 _REST: Final = 5
 """Seconds of rest per second of a look."""
 _LEAST_REST_S: Final = 2.0
@@ -55,7 +54,6 @@ _OLD_S: Final = 86_400
 _LEVELS: Final = ("bad", "note", "ok")
 _DAMAGED: Final = "damaged files"
 _DAMAGED_MOST: Final = 1000
-"""That are remembered."""
 _READ_NBYTES: Final = 256 << 20
 _READ_CHUNKS: Final = 4096
 """So much is read at a time to find damaged files: a few seconds' work."""
