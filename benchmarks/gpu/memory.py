@@ -211,7 +211,7 @@ def layer_by_layer(bench: Bench) -> None:
     jobs = []
     for low in range(0, layout.layers, 4):
         part = [a[:, :, low : low + 4] for a in arrays]
-        some = paged.narrow(layers=(low, low + 4))
+        some = PagedCache([array[low : low + 4] for array in paged.arrays], paged.layout)
         job = plan(some, slots, *(torch.empty_like(p, device=bench.device) for p in part))
         jobs.append(replace(job, chunks=tuple(p.view(job.word) for p in part)))
     a, b = (torch.randn(4096, 4096, device=bench.device, dtype=torch.bfloat16) for _ in range(2))

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from vua.capacity.limits import MAX_BOUNDS_NBYTES, Limits, bounds_text, parse_bounds
+from vua.capacity.limits import MAX_BOUNDS_NBYTES, Limits, parse_bounds
 from vua.capacity.lru import Recent, Touches
 from vua.capacity.reservation import Unlimited
 from vua.errors import ConfigError
@@ -184,11 +184,6 @@ def read_bucket_bounds(bucket_path: BucketPath) -> Limits:
     except FileNotFoundError:
         return Limits()
     return parse_bounds(data, bucket_path / LIMITS_FILE)
-
-
-def write_bucket_bounds(bucket_path: BucketPath, bounds: Limits) -> None:
-    """Replace ``bounds.json`` of a cache. Raises StorageError."""
-    bucket_path.bucket.put((bucket_path / LIMITS_FILE).key, bounds_text(bounds))
 
 
 _BOUNDS_S: Final = 600.0

@@ -51,7 +51,7 @@ _VICTIM: Final = np.dtype([("rank", "<i8"), ("mtime_ns", "<i8"), ("space", "<u4"
 _MOST_VICTIMS: Final = 1 << 17
 _MOST_SPACES: Final = 1 << 14
 _SPACE: Final = re.compile(r"[0-9a-f]{64}")
-_DONE: Final = "done-"
+_DONE: Final = "done-expiry"
 _WRITERS: Final = "writers"
 _WRITER: Final = re.compile(r"[0-9a-f]{16}")
 WRITER_S: Final = 600.0
@@ -328,26 +328,26 @@ def _opened(directory: int, name: str) -> Iterator[tuple[int, os.stat_result]]:
         close_quietly(fd)
 
 
-def done_ago_s(directory: int, what: str, now_ns: int) -> tuple[float, float]:
-    """Return how long ago, in s, some process noted that it did something, and what it took.
+def expired_ago_s(directory: int, now_ns: int) -> tuple[float, float]:
+    """Return how long ago, in s, a process looked for what outlived its time, and what it took.
 
     (inf, 0) where that is not known.
     """
     try:
-        with _opened(directory, f"{_DONE}{what}") as (fd, status):
+        with _opened(directory, _DONE) as (fd, status):
             text = os.read(fd, 16)
         return max(0, now_ns - status.st_mtime_ns) / 1e9, min(float(text), EXPIRY_S)
     except (OSError, ValueError):
         return math.inf, 0.0
 
 
-def note_done(directory: int, what: str, took_s: float) -> None:
-    """Note that something was done just now; what fails is not noted."""
+def note_expired(directory: int, took_s: float) -> None:
+    """Note that this was done just now; what fails is not noted."""
     if isinstance(directory, Bare):
         return
     with contextlib.suppress(OSError):
         shared = stat.S_IMODE(os.fstat(directory).st_mode) & 0o060
-        fd = make_file(f"{_DONE}{what}", 0, 0o600 | shared, dir_fd=directory)
+        fd = make_file(_DONE, 0, 0o600 | shared, dir_fd=directory)
         try:
             os.pwrite(fd, f"{min(took_s, 1e6):012.3f}".encode(), 0)
         finally:

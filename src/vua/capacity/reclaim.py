@@ -27,9 +27,9 @@ from vua.capacity.evictor import AT_ONCE, PINNED_SHARE, SHARED, Evictor
 from vua.capacity.lease import (
     Lease,
     Writers,
-    done_ago_s,
+    expired_ago_s,
     lease,
-    note_done,
+    note_expired,
     upkeep_directory,
 )
 from vua.capacity.limits import Limits
@@ -67,7 +67,6 @@ never evicts its own prefix."""
 _NO_PARENT_NS: Final = HIGHEST
 _TTL_INTERVAL_S: Final = 60.0
 """How often chunks are looked for whose own time to live (:mod:`vua.capacity.marks`) is over."""
-_EXPIRY: Final = "expiry"
 _EXPIRY_RATIO: Final = 20
 """Between two searches for chunks that have outlived their time at least so many times what the
 last one took."""
@@ -479,7 +478,7 @@ class Reclaimer:
         self._expire_from_s = now_s + pause_s
 
         def expire(directory: int, now_ns: int) -> DeletionTotals:
-            ago_s, took_s = done_ago_s(directory, _EXPIRY, now_ns)
+            ago_s, took_s = expired_ago_s(directory, now_ns)
             left_s = max(pause_s, _EXPIRY_RATIO * took_s) - ago_s
             if left_s > 0:
                 self._expire_from_s = now_s + left_s
@@ -490,7 +489,7 @@ class Reclaimer:
                     return NOTHING
                 freed = self._evictor.expire(now_ns, before_ns, lambda _: self._between(held))
             took_s = time.monotonic() - now_s
-            note_done(directory, _EXPIRY, took_s)
+            note_expired(directory, took_s)
             self._expire_from_s = now_s + max(pause_s, _EXPIRY_RATIO * took_s)
             return freed
 

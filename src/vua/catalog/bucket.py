@@ -23,13 +23,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from vua.capacity.bucket import (
-    pin_in_bucket,
-    read_bucket_bounds,
-    unpin_in_bucket,
-    write_bucket_bounds,
-)
-from vua.capacity.limits import Limits
+from vua.capacity.bucket import pin_in_bucket, read_bucket_bounds, unpin_in_bucket
+from vua.capacity.limits import Limits, bounds_text
 from vua.capacity.listing import ListedChunk
 from vua.capacity.removal import DeletionTotals
 from vua.capacity.spaces import Show, is_fan
@@ -54,6 +49,7 @@ from vua.storage.bucket_mark import (
 )
 from vua.storage.description import DESCRIPTION, Description
 from vua.storage.location import BucketPath
+from vua.storage.mark import LIMITS_FILE
 from vua.storage.names import (
     AFTER,
     PARENTS,
@@ -306,7 +302,7 @@ class BucketCatalog(ListedCatalog[BucketNamespace]):
         return read_bucket_bounds(self.root)
 
     def write_bounds(self, bounds: Limits) -> None:
-        write_bucket_bounds(self.root, bounds)
+        self.root.bucket.put((self.root / LIMITS_FILE).key, bounds_text(bounds))
 
     def own_ttls(self) -> int:
         return sum(

@@ -69,11 +69,6 @@ class Mount:
     """Type of the file system, such as ``ext4`` or ``nfs4``; "" if unknown."""
     options: tuple[str, ...] = ()
 
-    @property
-    def remote(self) -> bool:
-        """Whether other hosts may write there."""
-        return self.kind.startswith(_NETWORK)
-
 
 @dataclass(frozen=True, slots=True)
 class ProbeDirectory:
@@ -291,7 +286,7 @@ def visible(ground: ProbeDirectory) -> Finding:
         text = f"a file of another process is seen after {waited_s:.1f} s, which costs hits"
         return Finding(name, "note", text)
     text = "files of other processes are seen at once"
-    if ground.mount.remote:
+    if ground.mount.kind.startswith(_NETWORK):
         text += " on this host (of other hosts' this says nothing)"
     return Finding(name, "ok", text)
 

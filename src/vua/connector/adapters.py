@@ -122,11 +122,6 @@ class AdapterBook:
         return changed
 
 
-def content_digest(adapter: Any, version: bytes) -> str:
-    """Return 64 hex digits that identify the content of a loaded adapter; as :class:`Content`."""
-    return Content(adapter, version, copied=False).digest()
-
-
 class Content:
     """The complete content of a loaded adapter, in a fixed order."""
 

@@ -153,13 +153,6 @@ class PagedLayout:
         """Elements of a row of each array."""
         return tuple(rows.dim for rows in self.arrays)
 
-    def narrow(self, start: int, stop: int) -> PagedLayout:
-        """Return the layout of heads ``start`` to ``stop`` alone."""
-        if not 0 <= start < stop <= self.heads:
-            raise LayoutError(f"heads {start}..{stop} are not among the {self.heads} that are here")
-        arrays = tuple(replace(r, offset=r.offset + start * r.head) for r in self.arrays)
-        return replace(self, heads=stop - start, arrays=arrays)
-
     def view(self, tensor: Tensor, array: int) -> Tensor:
         """Return the rows of one array in a layer's tensor, ``[blocks, slots, heads, dim]``."""
         rows = self.arrays[array]
@@ -177,8 +170,8 @@ class PagedCache:
 
     >>> layers = [torch.zeros(2, 9, 16, 4, 8) for _ in range(3)]
     >>> cache = PagedCache.of(layers, "2BNHD")
-    >>> cache.layers, cache.layout.heads, cache.layout.dims, cache.narrow(heads=(1, 3)).layout.heads
-    (3, 4, (8, 8), 2)
+    >>> cache.layers, cache.layout.heads, cache.layout.dims
+    (3, 4, (8, 8))
     """
 
     def __init__(self, arrays: Sequence[Sequence[Tensor]], layout: PagedLayout) -> None:
@@ -235,17 +228,6 @@ class PagedCache:
             )
         arrays = [[p.view(t, 0) for t in c] for p, c in zip((k, v), columns, strict=True)]
         return cls(arrays, replace(k, arrays=(*k.arrays, *v.arrays)))
-
-    def narrow(
-        self, *, heads: tuple[int, int] | None = None, layers: tuple[int, int] | None = None
-    ) -> PagedCache:
-        """Return some heads, or some layers, of this cache: half-open ranges. Shares its memory."""
-        start, stop = heads or (0, self.layout.heads)
-        low, high = layers or (0, self.layers)
-        if not 0 <= low < high <= self.layers:
-            raise LayoutError(f"layers {low}..{high} are not among the {self.layers} that are here")
-        arrays = [[t[:, :, start:stop] for t in array[low:high]] for array in self.arrays]
-        return PagedCache(arrays, self.layout.narrow(start, stop))
 
 
 def spans(layers: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:

@@ -21,7 +21,7 @@ import os
 import pathlib
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -68,29 +68,33 @@ _HOW_PLAIN = _OpenHow(_READ_FLAGS, 0, _RESOLVE_NO_SYMLINKS | _RESOLVE_BENEATH)
 _HOW_CACHED = _OpenHow(_READ_FLAGS, 0, _HOW_PLAIN.resolve | _RESOLVE_CACHED)
 
 
-def _bind() -> dict[str, ctypes._NamedFuncPointer]:
-    if not LINUX64:
-        return {}
-    released, held = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None, use_errno=True)
-    number, text, how = ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_OpenHow)
-    opening = (ctypes.c_long, number, text, how, ctypes.c_size_t)
-    wanted: dict[str, tuple[ctypes.CDLL, str, Sequence[Any]]] = {
-        "openat2": (released, "syscall", opening),
-        "openat2_cached": (held, "syscall", opening),
-        "fstatfs": (released, "fstatfs", (number, text)),
-        "close_cached": (held, "close", (number,)),
-        "statx": (held, "statx", (number, text, number, ctypes.c_uint, text)),
-    }
+RELEASED, HELD = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None, use_errno=True)
+"""C's functions, called without the GIL, and while it is held."""
+
+
+def bind(
+    wanted: Mapping[str, tuple[ctypes.CDLL, str, Sequence[Any], Any]],
+) -> dict[str, ctypes._NamedFuncPointer]:
+    """Return functions by our names, with arguments and result, as far as this system has them."""
     found: dict[str, ctypes._NamedFuncPointer] = {}
-    for name, (library, function, arguments) in wanted.items():
+    for name, (library, function, arguments, result) in wanted.items() if LINUX64 else ():
         if hasattr(library, function):
             found[name] = library[function]
-            found[name].argtypes = arguments
-            found[name].restype = ctypes.c_long if function == "syscall" else number
+            found[name].argtypes, found[name].restype = arguments, result
     return found
 
 
-calls = _bind()
+_int, _text = ctypes.c_int, ctypes.c_char_p
+_opening = (ctypes.c_long, _int, _text, ctypes.POINTER(_OpenHow), ctypes.c_size_t)
+calls = bind(
+    {
+        "openat2": (RELEASED, "syscall", _opening, ctypes.c_long),
+        "openat2_cached": (HELD, "syscall", _opening, ctypes.c_long),
+        "fstatfs": (RELEASED, "fstatfs", (_int, _text), _int),
+        "close_cached": (HELD, "close", (_int,), _int),
+        "statx": (HELD, "statx", (_int, _text, _int, ctypes.c_uint, _text), _int),
+    }
+)
 """The calls of this system, by name; what is missing is done in another way."""
 
 _EXT: Final = 0xEF53

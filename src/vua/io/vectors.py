@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from vua.io.posix import LINUX64
+from vua.io.posix import HELD, RELEASED, bind
 
 Iovecs = npt.NDArray[np.uint64]
 """``[n, 2]`` array of (address, nbytes): byte for byte an array of ``struct iovec`` on 64 bits."""
@@ -22,29 +22,17 @@ Iovecs = npt.NDArray[np.uint64]
 IOV_MAX: Final = 1024  # limits.h UIO_MAXIOV, Linux and the BSDs
 _RWF_NOWAIT: Final = 0x8  # linux/fs.h
 _vector_args: list[Any] = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
+_allocate_args: list[Any] = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
-def _bind() -> dict[str, ctypes._NamedFuncPointer]:
-    if not LINUX64:
-        return {}
-    released, held = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None, use_errno=True)
-    found: dict[str, ctypes._NamedFuncPointer] = {}
-    for name, library, function, arguments, result in (
-        ("preadv", released, "preadv", _vector_args, ctypes.c_ssize_t),
-        ("pwritev", released, "pwritev", _vector_args, ctypes.c_ssize_t),
-        ("preadv_cached", held, "preadv2", [*_vector_args, ctypes.c_int], ctypes.c_ssize_t),
-        (
-            *("fallocate", released, "fallocate"),
-            *([ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64], ctypes.c_int),
-        ),
-    ):
-        if hasattr(library, function):
-            found[name] = library[function]
-            found[name].argtypes, found[name].restype = arguments, result
-    return found
-
-
-calls = _bind()
+calls = bind(
+    {
+        "preadv": (RELEASED, "preadv", _vector_args, ctypes.c_ssize_t),
+        "pwritev": (RELEASED, "pwritev", _vector_args, ctypes.c_ssize_t),
+        "preadv_cached": (HELD, "preadv2", [*_vector_args, ctypes.c_int], ctypes.c_ssize_t),
+        "fallocate": (RELEASED, "fallocate", _allocate_args, ctypes.c_int),
+    }
+)
 """The calls of this system, by name; what is missing is done in another way."""
 
 _view_from_memory = ctypes.pythonapi.PyMemoryView_FromMemory

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from safetensors import SafetensorError, safe_open
 
-from vua.connector.adapters import content_digest
+from vua.connector.adapters import Content
 from vua.connector.cache_spec import UncachedError, local_directory
 from vua.connector.log import logger
 from vua.connector.weights_watch import Snapshot
@@ -238,7 +238,7 @@ def _adapters(manager: Any) -> dict[str, str]:
             adapter.embedding_layers,
             adapter.added_tokens_embeddings,
         ]
-        found[name] = content_digest(held, _ADAPTERS)
+        found[name] = Content(held, _ADAPTERS, copied=False).digest()
     return found
 
 

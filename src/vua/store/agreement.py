@@ -129,18 +129,14 @@ def compare(
     for part, ours, theirs in zip("KV", computed, stored, strict=False):
         for at, layer in enumerate(layers):
             allowed = tolerance(dtype, layer, quantised=quantised)
-            found = Agreement(_distance(ours[:, at], theirs[:, at]), allowed, layer, part)
+            distance = float(distances(ours[:, at], theirs[:, at]).median())
+            found = Agreement(distance, allowed, layer, part)
             if worst is None or found.ratio > worst.ratio:
                 worst = found
     if worst is None:
         msg = "there are no layers to compare"
         raise ValueError(msg)
     return worst
-
-
-def _distance(ours: Tensor, theirs: Tensor) -> float:
-    """Median over the tokens of the relative distance; inputs are ``[heads, tokens, dim]``."""
-    return float(distances(ours, theirs).median())
 
 
 def distances(ours: Tensor, theirs: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Final
 from vua.errors import ConfigError
 
 _ALWAYS: Final = "always"
-_SECOND_USE: Final = "second_use"
+SECOND_USE: Final = "second_use"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +23,8 @@ class TierRules:
     or ``"second_use"``: only from the second read by the same process on."""
 
     def __post_init__(self) -> None:
-        if self.write_back not in (_ALWAYS, _SECOND_USE):
-            msg = f'write_back must be "{_ALWAYS}" or "{_SECOND_USE}", found {self.write_back!r}'
+        if self.write_back not in (_ALWAYS, SECOND_USE):
+            msg = f'write_back must be "{_ALWAYS}" or "{SECOND_USE}", found {self.write_back!r}'
             raise ConfigError(msg)
         value = self.upload_mib_s
         number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -36,8 +36,3 @@ class TierRules:
     def of(cls, settings: object) -> TierRules:
         """Return the rules among other settings, by their names. Raises ConfigError."""
         return cls(**{one.name: getattr(settings, one.name) for one in fields(cls)})
-
-    @property
-    def at_second_use(self) -> bool:
-        """Whether the first read from a slower tier is not copied into the directory."""
-        return self.write_back == _SECOND_USE

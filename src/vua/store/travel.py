@@ -34,7 +34,7 @@ from vua.storage.base import FAILED, Batch, Storage
 from vua.storage.local import LocalStorage
 from vua.storage.names import SENT, chunk_path
 from vua.store.entry_reader import verified
-from vua.store.tier_rules import TierRules
+from vua.store.tier_rules import SECOND_USE, TierRules
 
 _MOST_NBYTES: Final = 128 << 20
 """Memory for entries that wait to be copied into the directory; the rest is read again later."""
@@ -121,7 +121,7 @@ class WriteBack:
         ``data`` are its unverified bytes, or only their number if not all of it was read;
         ``before`` is the preceding chunk, if known. Returns at once and raises nothing.
         """
-        if self._rules.at_second_use and self._read_before.passes(name):
+        if self._rules.write_back == SECOND_USE and self._read_before.passes(name):
             return
         nbytes = 0 if isinstance(data, int) else len(data)
         with self._lock:

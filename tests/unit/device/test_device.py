@@ -250,27 +250,6 @@ class MovesTest(unittest.TestCase):
         self.assertEqual([bits(c.cpu()) for c in chunks], [bits(c.cpu()) for c in again])
         self.assertTrue(before != bits(engine.memory[0].cpu()))
 
-    def test_heads_and_layers(self) -> None:
-        """A range of heads and layers moves these alone."""
-        for make in (fused, flash, flashinfer_hnd, pairs):
-            with self.subTest(make=make.__name__):
-                engine, expected = make(torch.float16, self.device), make(torch.float16)
-                some = engine.paged.narrow(heads=(1, 2), layers=(1, 2))
-                slots = draw_slots(1, 6, seed=1)
-                chunks = [noise(1, 1, 1, 6, dim, dtype=torch.float16) for dim in engine.dims]
-
-                moved = [chunk.to(self.device) for chunk in chunks]
-                scatter(some, slots, *moved, move=self.move)
-
-                def row(
-                    _lay: int, a: int, b: int, n: int, _h: int, whole: RowOf = expected.row
-                ) -> torch.Tensor:
-                    return whole(1, a, b, n, 1)
-
-                copy_by_hand(Engine(expected.memory, [], "", row), slots, chunks, store=True)
-                after = [bits(t.cpu()) for t in engine.memory]
-                self.assertEqual([bits(t) for t in expected.memory], after)
-
     def test_proof(self) -> None:
         """The trial that a kernel has to pass passes."""
         self.assertTrue(proves(self.move or choose(self.device).move, self.device))
@@ -491,13 +470,6 @@ class PagesTest(unittest.TestCase):
                 PagedCache.of(layers, axes, k_dim=k_dim)
             for word in words:
                 self.assertIn(word, str(caught.exception))
-
-    def test_bad_ranges(self) -> None:
-        """Ranges of heads and layers that are not there are refused."""
-        paged = fused(torch.float16).paged
-        for kind, bad in product(("heads", "layers"), ((0, 3), (1, 1), (-1, 1))):
-            with self.subTest(kind=kind, bad=bad), self.assertRaises(LayoutError):
-                paged.narrow(**{kind: bad})
 
     def test_bad_moves(self) -> None:
         """Arguments that do not fit each other are refused, and nothing is copied."""

@@ -87,7 +87,8 @@ class StagingTest(DirectoryTest):
         """Layers may lie in caches with other block sizes and other blocks; a fault moves none."""
         memory, paged = engine(self.device, seed=1)
         other = noise(1, 9, SHARD.heads, 8, 16, dtype=torch.bfloat16, seed=9).to(self.device)
-        parts = [paged.narrow(layers=(0, 2)), PagedCache.of(other, "LBHNC")]
+        first = PagedCache([array[:2] for array in paged.arrays], paged.layout)
+        parts = [first, PagedCache.of(other, "LBHNC")]
         staging = Staging(parts, LAYOUT, SHARD, chunks=1, limit=1)
         self.addCleanup(staging.close)
         staged = staging.take()
