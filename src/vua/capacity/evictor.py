@@ -48,7 +48,7 @@ from vua.capacity.removal import (
 )
 from vua.capacity.scan import Candidate, Candidates, Sweep, by_mtime
 from vua.capacity.spaces import Space, chunk_nbytes, spaces
-from vua.io.posix import close_quietly
+from vua.io.posix import closing_fd
 from vua.native import LATEST_NS
 from vua.native.entries import delete_chunks
 from vua.storage.description import is_unknown
@@ -186,11 +186,8 @@ class Evictor:
     def _adopt(self, now_ns: int) -> bool:
         if not self.shares:
             return False
-        directory = upkeep_directory(self._root)
-        try:
+        with closing_fd(upkeep_directory(self._root)) as directory:
             told = told_victims(directory, self._victims.seen_ns, now_ns)
-        finally:
-            close_quietly(directory)
         if told is None:
             return False
         with spaces(self._root) as found:
@@ -503,12 +500,8 @@ class Evictor:
             return
         self._sweep = None
         if self.shares and sweep.chunks >= SHARED and sweep.seen_ns != _LATEST_NS:
-            with contextlib.suppress(OSError):
-                directory = upkeep_directory(self._root)
-                try:
-                    tell_victims(directory, self._victims)
-                finally:
-                    close_quietly(directory)
+            with contextlib.suppress(OSError), closing_fd(upkeep_directory(self._root)) as fd:
+                tell_victims(fd, self._victims)
 
     def _use(self, victims: Victims, *, goes_on: bool = False) -> None:
         now_s, found = time.monotonic(), victims.found
@@ -527,12 +520,9 @@ class Evictor:
     def _drop(self, empty: Sequence[str], now_ns: int) -> None:
         if not (empty and self._is_real):
             return
-        fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with closing_fd(os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
             for name in empty:
                 drop_empty(fd, name, now_ns - int(GRACE_S * 1e9), now_ns)
-        finally:
-            close_quietly(fd)
 
     def _evict(
         self,

@@ -54,7 +54,7 @@ from vua.capacity.usage import TOLERANCE, measure, nbytes_per_inode
 from vua.errors import CorruptEntryError
 from vua.format.entry import MAX_HEADER_NBYTES, SEALED
 from vua.format.parse import EntryInfo, parse_entry
-from vua.io.posix import close_quietly, open_beneath
+from vua.io.posix import close_quietly, closing_fd, open_beneath
 from vua.io.words import counted
 from vua.storage.description import is_unknown
 from vua.storage.mark import claim
@@ -132,8 +132,7 @@ def _start(space: Space, chunk: str, ids: frozenset[str]) -> int | None:
 def _sealed(space: Space, path: str, ids: frozenset[str]) -> EntryInfo | None:
     """Return the header of a file sealed with none of the keys ``ids``; None for other files."""
     try:
-        fd = open_beneath(space.fd, path)
-        try:
+        with closing_fd(open_beneath(space.fd, path)) as fd:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 return None
             head = os.pread(fd, _HEAD_NBYTES, 0)
@@ -141,8 +140,6 @@ def _sealed(space: Space, path: str, ids: frozenset[str]) -> EntryInfo | None:
             if _SEALED not in head or key is None or key[1].decode() in ids:
                 return None  # most are; none of them is read to the end of its header
             info = parse_entry(os.pread(fd, MAX_HEADER_NBYTES, 0))
-        finally:
-            close_quietly(fd)
     except (OSError, CorruptEntryError):
         return None
     return info if info.kind and info.seal_info.key_id not in ids else None
@@ -243,13 +240,10 @@ def _sweep(
         for name, mtime_ns in list(trash_in(space.fd, roots=False)):
             if _is_old(mtime_ns, now_ns):
                 freed += remover.leftover(space.fd, name)
-    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing_fd(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         for name, mtime_ns in list(trash_in(fd, roots=True)):
             if _is_old(mtime_ns, now_ns):
                 freed += remover.leftover(fd, name)
-    finally:
-        close_quietly(fd)
     return freed
 
 
@@ -359,15 +353,12 @@ def _evict(
 
 
 def _drop_empty(root: str | os.PathLike[str], now_ns: int, remover: Remover) -> int:
-    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing_fd(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
         with spaces(root) as found:
             if not remover.rehearse:
                 marks.remove_empty_ttl_folders(found)
             names = [one.name for one in found if not is_unknown(one.fd, one.name)]
         return sum(remover.namespace(fd, name, now_ns) for name in names)
-    finally:
-        close_quietly(fd)
 
 
 def _measure(root: str | os.PathLike[str], limits: ResolvedLimits, report: Collection) -> int:

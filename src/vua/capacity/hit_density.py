@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from vua.capacity.lease import upkeep_folder
 from vua.io.files import make_file
-from vua.io.posix import close_quietly
+from vua.io.posix import closing_fd
 from vua.storage.mark import UPKEEP, USES, is_marked
 
 _Floats: TypeAlias = npt.NDArray[np.float64]
@@ -420,11 +420,8 @@ class UseLog:
                 self._read[name] = max(first, nbytes)  # also what is beyond the budget
                 if first < nbytes <= first + left:
                     with contextlib.suppress(OSError):
-                        fd = os.open(self._folder / name, _OPEN)
-                        try:
+                        with closing_fd(os.open(self._folder / name, _OPEN)) as fd:
                             data = os.pread(fd, nbytes - first, first)
-                        finally:
-                            close_quietly(fd)
                         left -= len(data)
                         found.append(self._parse(name, first, data, mtime_ns / 1e9))
         return heapq.merge(*found, key=lambda one: one.time_s)

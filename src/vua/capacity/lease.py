@@ -34,7 +34,7 @@ import numpy as np
 from vua.capacity.lru import FULL, Bare, server_now_ns
 from vua.capacity.scan import Candidates
 from vua.io.files import make_directory, make_file, make_folder, see_to_mode
-from vua.io.posix import close_quietly
+from vua.io.posix import close_quietly, closing_fd
 from vua.native import ChunkNames
 from vua.storage.mark import UPKEEP
 
@@ -89,17 +89,12 @@ def upkeep_directory(root: str | os.PathLike[str]) -> int:
 @contextlib.contextmanager
 def upkeep_folder(root: str | os.PathLike[str], name: str) -> Iterator[int]:
     """Open (and make) a directory of ``.upkeep``. Raises OSError: it has no space, too."""
-    above = upkeep_directory(root)
-    try:
+    with closing_fd(upkeep_directory(root)) as above:
         if isinstance(above, Bare):
             raise OSError(f"{root} has no directory {UPKEEP}")
         folder = make_directory(above, name, stat.S_IMODE(os.fstat(above).st_mode))
-    finally:
-        close_quietly(above)
-    try:
+    with closing_fd(folder):
         yield folder
-    finally:
-        close_quietly(folder)
 
 
 class Lease:
@@ -207,8 +202,9 @@ class Writers:
         return self._known
 
     def _count(self, directory: int) -> int:
-        folder = make_directory(directory, _WRITERS, stat.S_IMODE(os.fstat(directory).st_mode))
-        try:
+        with closing_fd(
+            make_directory(directory, _WRITERS, stat.S_IMODE(os.fstat(directory).st_mode))
+        ) as folder:
             fd = make_file(self._name, dir_fd=folder)
             try:
                 os.utime(fd)
@@ -226,8 +222,6 @@ class Writers:
                     elif not status.st_size and stat.S_ISREG(status.st_mode):
                         os.unlink(name, dir_fd=folder)
             return math.ceil(len(names) * live / max(1, len(some)))
-        finally:
-            close_quietly(folder)
 
 
 class Victims(NamedTuple):
@@ -321,11 +315,10 @@ def _opened(directory: int, name: str) -> Iterator[tuple[int, os.stat_result]]:
     """Open a file that another process wrote. Raises OSError, also for a bare directory."""
     if isinstance(directory, Bare):
         raise FileNotFoundError(name)
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
-    try:
+    with closing_fd(
+        os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
+    ) as fd:
         yield fd, os.fstat(fd)
-    finally:
-        close_quietly(fd)
 
 
 def expired_ago_s(directory: int, now_ns: int) -> tuple[float, float]:

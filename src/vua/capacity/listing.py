@@ -29,7 +29,7 @@ from vua.capacity.lru import mtime_ns_of
 from vua.capacity.spaces import Show, Space, chunks_of, fans_of, listed, silent
 from vua.errors import ConfigError, StorageError
 from vua.format.parse import parent_in
-from vua.io.posix import close_quietly
+from vua.io.posix import closing_fd
 from vua.storage.names import AFTER, PIN, SUFFIX, TEMPORARY, chunk_path
 
 if TYPE_CHECKING:
@@ -161,11 +161,8 @@ def read_node(space: Space, chunk: str, *, header: bool = True) -> ChunkNode:
 def _read_parent(space: Space, path: str) -> tuple[str, bytes] | None:
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        fd = os.open(path, flags, dir_fd=space.fd)
-        try:
+        with closing_fd(os.open(path, flags, dir_fd=space.fd)) as fd:
             head = os.pread(fd, _HEADER_NBYTES, 0)
-        finally:
-            close_quietly(fd)
     except OSError:
         return None
     return parent_in(head)

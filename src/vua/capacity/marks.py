@@ -26,7 +26,7 @@ from vua.capacity.lru import mtime_ns_of, set_mtime
 from vua.capacity.scan import Candidate
 from vua.capacity.spaces import Space, is_ours, listed
 from vua.io.files import make_file, make_folder
-from vua.io.posix import close_quietly, open_beneath
+from vua.io.posix import closing_fd, open_beneath
 from vua.storage.names import PIN, SENT, SUFFIX, TTL_FOLDER, chunk_path
 
 _DIGITS: Final = 10
@@ -49,11 +49,8 @@ def unmark(directory: int, chunk: str, name: str) -> bool:
 
 def _inside(directory: int, chunk: str, work: Callable[[int], None]) -> bool:
     try:
-        fd = open_beneath(directory, chunk_path(chunk))
-        try:
+        with closing_fd(open_beneath(directory, chunk_path(chunk))) as fd:
             work(fd)
-        finally:
-            close_quietly(fd)
     except OSError:
         return False
     return True
@@ -167,11 +164,10 @@ def ttl_s_of(space: Space, chunk: str) -> int | None:
     if not chunk:
         return None
     try:
-        fd = os.open(f"{TTL_FOLDER}/{chunk}", os.O_RDONLY | _FLAGS, dir_fd=space.fd)
-        try:
+        with closing_fd(
+            os.open(f"{TTL_FOLDER}/{chunk}", os.O_RDONLY | _FLAGS, dir_fd=space.fd)
+        ) as fd:
             text = os.read(fd, _DIGITS + 1)
-        finally:
-            close_quietly(fd)
     except OSError:
         return None
     return int(text) if len(text) == _DIGITS and text.isdigit() else None

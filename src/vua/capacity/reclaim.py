@@ -41,7 +41,7 @@ from vua.capacity.spaces import spaces
 from vua.capacity.usage import UsageEstimate
 from vua.errors import ConfigError
 from vua.io.forks import watch
-from vua.io.posix import close_quietly
+from vua.io.posix import close_quietly, closing_fd
 from vua.storage.local import LocalStorage
 from vua.storage.mark import MARK, how_to_mark, is_marked
 
@@ -424,15 +424,12 @@ class Reclaimer:
             self._search_from_s = began_s + _TTL_INTERVAL_S
             return waits
         try:
-            directory = upkeep_directory(self._root)
-            try:
+            with closing_fd(upkeep_directory(self._root)) as directory:
                 now_ns = next_tick_ns(directory)
                 with lease(directory) as held:
                     pulse = partial(self._between, held)
                     self._evictor.prepare(now_ns, pulse, looks=held is not None)
                 waits = held is None and not self._knows_victims
-            finally:
-                close_quietly(directory)
         except OSError as problem:
             self._cannot_evict(problem)
         self._search_from_s = began_s + max(1.0, 21 * (time.monotonic() - began_s))
@@ -550,11 +547,8 @@ class Reclaimer:
         if not self._may_delete():
             return NOTHING
         try:
-            directory = upkeep_directory(self._root)
-            try:
+            with closing_fd(upkeep_directory(self._root)) as directory:
                 freed = work(directory, next_tick_ns(directory))
-            finally:
-                close_quietly(directory)
         except OSError as problem:
             self._cannot_evict(problem)
             return NOTHING

@@ -35,7 +35,7 @@ from vua.capacity.spaces import (
     opened,
     spaces,
 )
-from vua.io.posix import close_quietly
+from vua.io.posix import close_quietly, closing_fd
 from vua.io.words import counted
 from vua.native.entries import OrdinaryChunk
 from vua.storage.description import DESCRIPTION, is_described
@@ -467,11 +467,8 @@ def drop_empty_fans(root: str | os.PathLike[str]) -> None:
 
 def _each_opened(parent: int, names: list[str]) -> Iterator[int]:
     for name in names:
-        fd = os.open(name, _DIRECTORY, dir_fd=parent)
-        try:
+        with closing_fd(os.open(name, _DIRECTORY, dir_fd=parent)) as fd:
             yield fd
-        finally:
-            close_quietly(fd)
 
 
 def _undescribe(parent: int, fd: int, name: str) -> bool:

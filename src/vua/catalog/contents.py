@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, TypeVar
 from vua.capacity.spaces import Show, Space, is_fan, is_trash, listed, some_fans
 from vua.errors import explaining
 from vua.format.layout import Shard
-from vua.io.posix import close_quietly
+from vua.io.posix import closing_fd
 from vua.storage.description import DESCRIPTION, Description, descriptions, is_namespace_name
 from vua.storage.mark import LIMITS_FILE, MARK, UPKEEP, check_root, is_marked
 from vua.storage.names import AFTER, PARENTS, PIN, QUARANTINE, SENT, SUFFIX, TEMPORARY, chunk_path
@@ -320,8 +320,7 @@ class DirectoryContents:
 
 @contextlib.contextmanager
 def opened_space(description: Description) -> Iterator[Space]:
-    fd = os.open(description.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closing_fd(
+        os.open(description.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    ) as fd:
         yield Space(description.name, fd)
-    finally:
-        close_quietly(fd)

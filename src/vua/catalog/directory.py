@@ -77,7 +77,7 @@ from vua.format.entry import MAX_HEADER_NBYTES
 from vua.format.layout import KVLayout, Shard
 from vua.format.parse import EntryInfo, parse_entry
 from vua.io import posix
-from vua.io.posix import close_quietly
+from vua.io.posix import close_quietly, closing_fd
 from vua.io.words import size
 from vua.security.keyring import KnownKeys
 from vua.security.settings import Security
@@ -219,11 +219,8 @@ class DirectoryCatalog(DirectoryContents, Catalog):
         Catalog.__init__(self, where, root)
 
     def is_local(self) -> bool:
-        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with closing_fd(os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
             return posix.is_local(fd)
-        finally:
-            close_quietly(fd)
 
     # -- what lies in it --------------------------------------------------------------------------
 
@@ -339,11 +336,8 @@ class DirectoryCatalog(DirectoryContents, Catalog):
         return True
 
     def _delete(self, name: str) -> int:
-        fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with closing_fd(os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
             return delete_namespace(fd, name)
-        finally:
-            close_quietly(fd)
 
     def pins_may_hold(self) -> int | None:
         limits = ResolvedLimits.of(self.root, Limits(), refused=lambda _: None)

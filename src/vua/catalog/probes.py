@@ -35,7 +35,7 @@ from vua.connector.proved import SampleCounts, Tally
 from vua.errors import ConfigError, explained
 from vua.io import posix, vectors
 from vua.io.files import make_file, make_folder
-from vua.io.posix import cached_pages, close_quietly
+from vua.io.posix import cached_pages, close_quietly, closing_fd
 from vua.io.words import counted, size
 from vua.security.settings import Security, check_owner
 from vua.storage.mark import claimable
@@ -174,14 +174,11 @@ def cached_open(ground: ProbeDirectory) -> Finding:
 def cached_read(ground: ProbeDirectory) -> Finding:
     name = "RWF_NOWAIT"
     ground.create("warm", bytes(_PAGE))
-    fd = os.open("warm", os.O_RDONLY, dir_fd=ground.fd)
-    try:
+    with closing_fd(os.open("warm", os.O_RDONLY, dir_fd=ground.fd)) as fd:
         os.pread(fd, _PAGE, 0)
         buffer = np.empty(_PAGE, dtype=np.uint8)
         where = np.array([[buffer.ctypes.data, _PAGE]], dtype=np.uint64)
         got = vectors.preadv_cached(fd, where.ctypes.data, 1, 0)
-    finally:
-        close_quietly(fd)
     if got != _PAGE:
         return Finding(
             name, "note", "not here: reads of cached files are slower beside a busy thread"
@@ -193,12 +190,9 @@ def direct(ground: ProbeDirectory) -> Finding:
     name = "O_DIRECT"
     ground.create("direct", bytes(_PAGE))
     try:
-        fd = os.open("direct", os.O_RDONLY | os.O_DIRECT, dir_fd=ground.fd)
-        try:
-            with mmap.mmap(-1, _PAGE) as page:
-                whole = os.preadv(fd, [page], 0) == _PAGE
-        finally:
-            close_quietly(fd)
+        opened = os.open("direct", os.O_RDONLY | os.O_DIRECT, dir_fd=ground.fd)
+        with closing_fd(opened) as fd, mmap.mmap(-1, _PAGE) as page:
+            whole = os.preadv(fd, [page], 0) == _PAGE
     except OSError as problem:
         return Finding(name, "note", f"not here ({problem.strerror}): all reads use the page cache")
     return Finding(name, "ok" if whole else "note", "works" if whole else "reads come back short")
@@ -207,12 +201,9 @@ def direct(ground: ProbeDirectory) -> Finding:
 def cold(ground: ProbeDirectory) -> Finding:
     name = "cachestat"
     ground.create("cold", bytes(_PAGE))
-    fd = os.open("cold", os.O_RDONLY, dir_fd=ground.fd)
-    try:
+    with closing_fd(os.open("cold", os.O_RDONLY, dir_fd=ground.fd)) as fd:
         os.pread(fd, _PAGE, 0)
         pages = cached_pages(fd)
-    finally:
-        close_quietly(fd)
     if not pages:
         text = "not here (Linux 6.5): files that are not cached are read through the page cache"
         return Finding(name, "note", text)
@@ -357,14 +348,11 @@ def tried(root: Path, demand: Demand) -> Iterator[Finding]:
         yield _unwritable(root, problem)
         return
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with closing_fd(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
             ground = ProbeDirectory(path, fd, mount_of(path))
             for probe in PROBES:
                 yield _guarded(probe, ground)
             yield _guarded(partial(_speed, demand=demand), ground, "speed")
-        finally:
-            close_quietly(fd)
     finally:
         shutil.rmtree(path, ignore_errors=True)
     if os.path.lexists(path):
@@ -452,11 +440,10 @@ def _is_cached(ground: ProbeDirectory, name: str) -> bool:
 
 @contextlib.contextmanager
 def _opened(ground: ProbeDirectory, name: str) -> Iterator[int]:
-    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=ground.fd)
-    try:
+    with closing_fd(
+        os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=ground.fd)
+    ) as fd:
         yield fd
-    finally:
-        close_quietly(fd)
 
 
 # -- the host -----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from vua.connector.log import logger
 from vua.errors import VUAError
 from vua.io.files import atomic_write, make_file
 from vua.io.pool import Pool
-from vua.io.posix import close_quietly
+from vua.io.posix import closing_fd
 from vua.security.keyring import Keyring
 from vua.security.settings import Security
 from vua.storage.mark import UPKEEP
@@ -250,13 +250,10 @@ class Tally:
         del self._own[:-_MOST_TALLY]
         if self._root is None:
             return
+        mode = self._security.file_mode
         with suppress(OSError), upkeep_folder(self._root, _COMPARED) as folder:
-            mode = self._security.file_mode
-            fd = make_file(self._namespace, os.O_APPEND, mode, dir_fd=folder)
-            try:
+            with closing_fd(make_file(self._namespace, os.O_APPEND, mode, dir_fd=folder)) as fd:
                 os.write(fd, mark)
-            finally:
-                close_quietly(fd)
             path = self._path(self._root)
             if path.stat().st_size > 2 * _MOST_TALLY:  # others' bytes may get lost now
                 kept = path.read_bytes()[-_MOST_TALLY:]

@@ -114,11 +114,10 @@ def _sync(fd: int) -> None:
 
 def _sync_directory(path: str, *, dir_fd: int | None = None) -> None:
     """Sync the entries of a directory. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
-    try:
+    with posix.closing_fd(
+        os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
+    ) as fd:
         _sync(fd)
-    finally:
-        posix.close_quietly(fd)
 
 
 def see_to_mode(

@@ -116,6 +116,19 @@ def close_quietly(fd: int) -> None:
         os.close(fd)
 
 
+class closing_fd:  # noqa: N801 - as contextlib.closing
+    """A descriptor that :func:`close_quietly` closes at the end."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __enter__(self) -> int:
+        return self._fd
+
+    def __exit__(self, *exc: object) -> None:
+        close_quietly(self._fd)
+
+
 def has_openat2() -> bool:
     """Whether the kernel, and any seccomp filter, lets this process use openat2."""
     if "openat2" not in calls:

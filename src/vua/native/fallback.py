@@ -35,7 +35,7 @@ from vua.io.files import (
     open_plain,
 )
 from vua.io.pool import Job, Pool
-from vua.io.posix import FileStatus, close_quietly
+from vua.io.posix import FileStatus, close_quietly, closing_fd
 from vua.native.bindings import library, sha256
 from vua.native.rows import Read, blocks_of, reads_of, rows_of
 from vua.native.transfer import (
@@ -282,11 +282,8 @@ def _write_durably(
             return -(problem.errno or errno.EIO)
 
     def sync(job: Job[str]) -> int:
-        fd = posix.open_beneath(dir_fd, job.what)
-        try:
+        with closing_fd(posix.open_beneath(dir_fd, job.what)) as fd:
             os.fsync(fd)
-        finally:
-            close_quietly(fd)
         return 0
 
     statuses = _syncing.map(write, range(len(paths)))

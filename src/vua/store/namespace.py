@@ -29,7 +29,7 @@ from vua.format.identity import Identity
 from vua.format.keys import KeyChain
 from vua.format.layout import KVLayout
 from vua.io.files import atomic_write, make_file, make_folder, see_to_mode
-from vua.io.posix import close_quietly
+from vua.io.posix import closing_fd
 from vua.io.words import counted
 from vua.security.keyring import Keyring
 from vua.security.settings import Security, check_owner, open_directory
@@ -74,8 +74,8 @@ def make_namespace(
     except ConfigError as problem:
         raise StorageError(errno.EPERM, str(problem)) from problem
     make_folder(path, security.directory_mode)
-    fd = open_directory(path, security)  # it may be a link, or belong to another user
-    try:
+    # It may be a link, or belong to another user.
+    with closing_fd(open_directory(path, security)) as fd:
         status, wanted = os.fstat(fd), security.directory_mode
         if stat.S_IMODE(status.st_mode) & wanted != wanted and status.st_uid == os.geteuid():
             see_to_mode(fd, wanted)
@@ -87,8 +87,6 @@ def make_namespace(
             keep=lambda: is_kept(read_description(path), layouts, anew=anew),
             durable=True,
         )
-    finally:
-        close_quietly(fd)
 
 
 def is_kept(found: Description, layouts: Sequence[KVLayout], *, anew: bool) -> bool:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vua.errors import ConfigError
-from vua.io.posix import close_quietly
+from vua.io.posix import closing_fd
 
 _PIECE_NBYTES: Final = 4 << 20
 _SMALL_NBYTES: Final = 16 << 20
@@ -119,8 +119,7 @@ def read_content(file: Path, expected: State, work: Work) -> Content:
         CancelledError: `work` was stopped.
     """
     # Never waits for a writer, should a pipe have taken the file's place.
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
+    with closing_fd(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
         _check(file, expected, State.of(fd))
         size = expected.nbytes
         header = _read_header(fd, size) if file.suffix == ".safetensors" else None
@@ -133,8 +132,6 @@ def read_content(file: Path, expected: State, work: Work) -> Content:
             digests = _digests(fd, [one.part(name, start) for name, one in tensors.items()], work)
             content = Content(dict(zip(tensors, digests, strict=True)) | metadata)
         _check(file, expected, State.of(fd))
-    finally:
-        close_quietly(fd)
     _check(file, expected, State.of(file))  # the name leads to it still
     return content
 
@@ -145,8 +142,7 @@ def sample_agrees(file: Path, expected: State, content: Content, work: Work) -> 
     Reads some 64 MiB, at least one tensor. False for a file that is digested whole. Arguments and
     errors are otherwise those of :func:`read_content`.
     """
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
+    with closing_fd(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
         _check(file, expected, State.of(fd))
         header = _read_header(fd, expected.nbytes) if file.suffix == ".safetensors" else None
         if header is None:
@@ -165,8 +161,6 @@ def sample_agrees(file: Path, expected: State, content: Content, work: Work) -> 
             drawn.append(name)
         found = _digests(fd, [tensors[name].part(name, start) for name in drawn], work)
         _check(file, expected, State.of(fd))
-    finally:
-        close_quietly(fd)
     return found == [said[name] for name in drawn]
 
 
@@ -177,8 +171,7 @@ def read_digest(file: Path, expected: State, work: Work) -> str:
     """
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(min(_PIECE_NBYTES, expected.nbytes)))
-    fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
+    with closing_fd(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
         _check(file, expected, State.of(fd))
         for at in range(0, expected.nbytes, _PIECE_NBYTES):
             piece = buffer[: expected.nbytes - at]
@@ -186,8 +179,6 @@ def read_digest(file: Path, expected: State, work: Work) -> str:
             digest.update(piece)
             work.did(len(piece))
         _check(file, expected, State.of(fd))
-    finally:
-        close_quietly(fd)
     return digest.hexdigest()
 
 
